@@ -1,0 +1,1 @@
+"""Per-role load signals and autoscaling policies."""

@@ -1,0 +1,1 @@
+"""Set-up: environments, checkpoints and clusters."""

@@ -1,0 +1,1 @@
+"""OrbitServe's canonical KV library: layouts, the operator, the file format and the storage tiers."""

@@ -1,0 +1,1 @@
+"""Front end: the Ray Serve application, its configuration, HTTP API and command line."""
