@@ -1,0 +1,181 @@
+"""The decode engine: stock vLLM with the stock NixlConnector, text-only.
+
+It is given plain token ids whose KV a prefill worker has linked, pulls that KV over NIXL and generates. It never sees an
+image: the linker has rotated the keys so that the last prompt token's position equals its index (DESIGN.md, hand-off).
+
+Two things that are harmless in an ordinary engine would be wrong here, and are ruled out:
+- prefix caching: placeholder token ids of different images are equal, their KV is not;
+- preemption: vLLM would recompute a preempted prompt from its token ids, without its images. `Admission` therefore
+  lets a sequence in only when the pool has room for its prompt and everything it may still generate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs import TokensPrompt
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+
+@dataclass(frozen=True)
+class DecodeSpec:
+    """What a decode engine needs to know. The KV pool's size comes from the environment (`infra.vllm_env`)."""
+
+    model: str
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    block_size: int | None = None
+    tensor_parallel_size: int = 1
+    max_num_seqs: int = 16
+    gpu_memory_utilization: float = 0.9
+    trust_remote_code: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class DecodeStats:
+    """A snapshot of a decode worker, for routing, health and tests."""
+
+    running: int
+    waiting: int
+    blocks_reserved: int
+    blocks_total: int
+
+
+class Admission:
+    """Reserves KV blocks for whole sequences, first come first served."""
+
+    def __init__(self, blocks: int, block_size: int) -> None:
+        self.total = blocks
+        self.block_size = block_size
+        self.reserved = 0
+        self.running = 0
+        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for room."""
+        return len(self._queue)
+
+    @asynccontextmanager
+    async def admit(self, tokens: int, sequences: int) -> AsyncGenerator[None, None]:
+        """Hold room for `sequences` sequences of up to `tokens` tokens each.
+
+        Raises:
+            ValueError: the pool could never hold them.
+        """
+        blocks = sequences * (-(-tokens // self.block_size) + 1)
+        if blocks > self.total:
+            raise ValueError(
+                f"the request may grow to {tokens} tokens in {sequences} sequence(s) and needs {blocks} KV blocks; the "
+                f"decode worker has {self.total}: lower max_tokens or n"
+            )
+        if self._queue or self.reserved + blocks > self.total:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            entry = (blocks, turn)
+            self._queue.append(entry)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._release(blocks)
+                else:
+                    self._queue.remove(entry)
+                    self._grant()
+                raise
+        else:
+            self.reserved += blocks
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+            self._release(blocks)
+
+    def _release(self, blocks: int) -> None:
+        self.reserved -= blocks
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._queue and self.reserved + self._queue[0][0] <= self.total:
+            blocks, turn = self._queue.popleft()
+            if turn.cancelled():
+                continue
+            self.reserved += blocks
+            turn.set_result(None)
+
+
+class DecodeEngine:
+    """One stock vLLM engine behind `Admission`."""
+
+    def __init__(self, spec: DecodeSpec) -> None:
+        arguments: dict[str, Any] = {} if spec.block_size is None else {"block_size": spec.block_size}
+        self._engine = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=spec.model,
+                dtype=spec.dtype,
+                max_model_len=spec.max_model_len,
+                tensor_parallel_size=spec.tensor_parallel_size,
+                max_num_seqs=spec.max_num_seqs,
+                gpu_memory_utilization=spec.gpu_memory_utilization,
+                trust_remote_code=spec.trust_remote_code,
+                seed=spec.seed,
+                enforce_eager=not torch.cuda.is_available(),
+                enable_prefix_caching=False,
+                language_model_only=True,
+                disable_log_stats=True,
+                kv_transfer_config=KVTransferConfig(
+                    kv_connector="NixlConnector",
+                    kv_role="kv_both",
+                    kv_buffer_device="cuda" if torch.cuda.is_available() else "cpu",
+                ),
+                **arguments,
+            )
+        )
+        cache = self._engine.vllm_config.cache_config
+        blocks, block_size = cache.num_gpu_blocks, cache.block_size
+        assert blocks is not None
+        assert block_size is not None
+        self.max_model_len = self._engine.model_config.max_model_len
+        self.admission = Admission(blocks - 1, block_size)  # vLLM keeps block 0 as its null block
+
+    async def generate(
+        self, token_ids: list[int], transfer: dict[str, Any] | None, params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Stream vLLM's outputs for a linked prompt.
+
+        Args:
+            transfer: the prefill worker's `kv_transfer_params`; None computes the (text-only) prompt here.
+            options: what vLLM's `generate` takes besides (priority, reasoning state, trace headers).
+        """
+        params = params.clone()
+        if transfer is not None:
+            params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": transfer}
+        budget = params.max_tokens if params.max_tokens is not None else self.max_model_len - len(token_ids)
+        async with self.admission.admit(min(len(token_ids) + budget, self.max_model_len), params.n or 1):
+            prompt = TokensPrompt(prompt_token_ids=token_ids)
+            async for output in self._engine.generate(prompt, params, request_id, **options):
+                yield output
+
+    async def check_health(self) -> None:
+        """Raises when the engine core died."""
+        await self._engine.check_health()
+
+    def stats(self) -> DecodeStats:
+        """Queue lengths and reserved blocks."""
+        a = self.admission
+        return DecodeStats(a.running, a.waiting, a.reserved, a.total)
+
+    def shutdown(self) -> None:
+        """Stop the engine core."""
+        self._engine.shutdown()

@@ -1,0 +1,42 @@
+"""vLLM's own switches, all of them, in one place.
+
+vLLM reads these variables when it is imported, so they have to be in the environment of a process before anything
+imports vLLM: Ray Serve roles get them through their `runtime_env`, tests and scripts through `os.environ`.
+"""
+
+from __future__ import annotations
+
+
+def vllm_environment(
+    *,
+    kv_cache_gib: int,
+    threads: int | None = None,
+    nixl_host: str = "127.0.0.1",
+    nixl_port: int | None = None,
+    in_process_engine: bool = False,
+) -> dict[str, str]:
+    """Environment of a process that runs one vLLM engine.
+
+    Args:
+        kv_cache_gib: size of the KV pool in whole GiB (CPU; on GPUs vLLM sizes it by `gpu_memory_utilization`).
+        threads: OpenMP threads of the process; None leaves the choice to Ray and OpenMP.
+        nixl_host: address at which NIXL peers reach this process for their handshake.
+        nixl_port: port of that handshake; None where the process exchanges no KV.
+        in_process_engine: run the engine core in the calling process instead of a child.
+    """
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": nixl_host,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process_engine else "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        # The worker extension takes tensors and dataclasses as arguments; they only travel between our own processes.
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if nixl_port is not None:
+        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(nixl_port)
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    return environment

@@ -1,0 +1,280 @@
+"""The prefill engine: vLLM's executor with our worker extension, and the self-check that guards it.
+
+vLLM loads the model, sizes and registers the KV pool and runs the kernels; its scheduler is only used by the self-check.
+Everything afterwards goes through `runs.RunsExtension`, on blocks that `handoff.BlockPool` owns.
+
+Checked on vLLM 0.32.0. Together with `runs.py` this is the only file that knows vLLM's internals.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
+
+from kvstore.layout import Layout
+from kvstore.patch import relocate
+from kvstore.rotary import RotaryScheme
+from prefill_workers.runs import RunBatch, assemble
+from prefill_workers.sequence import LinkSequence, Run
+
+NULL_BLOCK = 0  # vLLM keeps block 0 as its null block
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine of this model needs to know. The KV pool's size comes from the environment (`infra.vllm_env`)."""
+
+    model: str
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    block_size: int | None = None
+    tensor_parallel_size: int = 1
+    max_batch_tokens: int = 4096
+    gpu_memory_utilization: float = 0.9
+    trust_remote_code: bool = False
+    hand_off: bool = True
+    encoder_only: bool = False
+    seed: int = 0
+
+
+class CheckOutcome(NamedTuple):
+    """One self-check: its name, whether it passed, and what was measured."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+class SelfCheckError(RuntimeError):
+    """The engine does not compute what it must; it refuses to serve."""
+
+
+def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """vLLM engine arguments that prefill and vision engines share."""
+    arguments: dict[str, Any] = {
+        "model": spec.model,
+        "dtype": spec.dtype,
+        "max_model_len": spec.max_model_len,
+        "tensor_parallel_size": spec.tensor_parallel_size,
+        "gpu_memory_utilization": spec.gpu_memory_utilization,
+        "trust_remote_code": spec.trust_remote_code,
+        "seed": spec.seed,
+        "enforce_eager": True,  # forwards over runs have no fixed shape to capture
+        "enable_prefix_caching": False,  # the library is the cache
+        "max_num_seqs": 2,  # vLLM's own scheduler only serves the self-check
+        "max_num_batched_tokens": max(spec.max_batch_tokens, 2048),
+        "disable_log_stats": True,
+        "worker_extension_cls": "prefill_workers.runs.RunsExtension",
+        # The CPU kernel of rotary_embedding is wrong on the strided views that MLA passes for k_pe.
+        "compilation_config": {"custom_ops": ["-rotary_embedding"]} if not torch.cuda.is_available() else {},
+    }
+    if spec.block_size is not None:
+        arguments["block_size"] = spec.block_size
+    return arguments
+
+
+class PrefillEngine:
+    """One model on one worker group. Not thread-safe: one thread drives it (see `worker.PrefillLoop`)."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        arguments = engine_arguments(spec)
+        if spec.hand_off:
+            arguments["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="NixlConnector",
+                kv_role="kv_both",
+                kv_buffer_device="cuda" if torch.cuda.is_available() else "cpu",
+            )
+        if spec.encoder_only:
+            arguments["mm_encoder_only"] = True
+        self.spec = spec
+        self._llm = LLM(**arguments)
+        config = self._llm.llm_engine.vllm_config
+        self.config = config
+        self.max_model_len: int = config.model_config.max_model_len
+        self.fingerprint = fingerprint(Path(spec.model))
+        if spec.encoder_only:
+            return
+        facts = self._call("describe")
+        if facts["mla"]:
+            raise SelfCheckError("MLA models are not supported yet: their page layout and rows need their own layout")
+        self.block_size: int = facts["block_size"]
+        self.num_blocks: int = facts["blocks"]
+        self.dtype: torch.dtype = getattr(torch, facts["dtype"])
+        self.uses_mrope: bool = facts["uses_mrope"]
+        rotary = RotaryScheme(tuple(facts["inverse_frequencies"]), facts["rotary_style"])
+        self.layout = Layout.gqa(facts["layers"], facts["kv_heads"], facts["head_size"], rotary)
+        self._call("learn_pages", self.num_blocks - 1)
+
+    # -- primitives ---------------------------------------------------------------------------------------------------
+
+    def forward(self, work: Sequence[tuple[LinkSequence, Sequence[Run]]], logits: bool = False) -> Tensor | None:
+        """One forward over the runs of several sequences; see `runs.RunsExtension.forward_runs`."""
+        batch: RunBatch = assemble(work, self.block_size)
+        return self._call("forward_runs", batch, logits)
+
+    def slots(self, blocks: Sequence[int], start: int, stop: int) -> Tensor:
+        """Cache slots [stop - start] of the tokens `start` up to `stop` of a sequence."""
+        index = torch.arange(start, stop)
+        return torch.tensor(blocks)[index // self.block_size] * self.block_size + index % self.block_size
+
+    def write_kv(self, kv: Tensor, slots: Tensor) -> None:
+        """Store KV [layers, tokens, features] in `slots` [tokens]."""
+        self._call("write_kv", kv, slots)
+
+    def read_kv(self, blocks: Sequence[int], start: int, count: int) -> Tensor:
+        """KV [layers, count, features] of `count` tokens that begin at index `start` of the sequence in `blocks`."""
+        return self._call("read_kv", list(blocks), start, count)
+
+    def encode(self, items: Sequence[tuple[str, MultiModalKwargsItem]]) -> list[Tensor]:
+        """Embeddings [tokens, hidden] of each (modality, processed item)."""
+        return self._call("encode", items)
+
+    def poll_handoffs(self) -> tuple[list[str], list[str]]:
+        """Lease ids that decode engines have read since the last call (one entry per reader), and ids they wait for."""
+        return self._call("poll_handoffs")
+
+    def positions(
+        self, token_ids: Sequence[int], items: Sequence[tuple[str, MultiModalKwargsItem, int, int]] = ()
+    ) -> tuple[Tensor, int]:
+        """Positions of a prompt as the model counts them, and how far the last one lags its index.
+
+        Args:
+            items: (modality, item with its grid fields, first placeholder, placeholder count), in prompt order.
+
+        Returns:
+            positions [n] or [3, n] int64 and `lag` >= 0: `positions + lag` end on the last token's index.
+        """
+        if not self.uses_mrope:
+            return torch.arange(len(token_ids)), 0
+        features = [
+            MultiModalFeatureSpec(
+                data=item, modality=modality, identifier="", mm_position=PlaceholderRange(offset=offset, length=length)
+            )
+            for modality, item, offset, length in items
+        ]
+        positions, delta = self._call("multimodal_positions", list(token_ids), features)
+        return positions.long(), -delta
+
+    def transfer_parameters(self, lease: str, blocks: Sequence[int], tokens: int) -> dict[str, Any]:
+        """`kv_transfer_params` with which a stock decode engine pulls these blocks over NIXL."""
+        transfer = self.config.kv_transfer_config
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": (list(blocks),),
+            "remote_engine_id": transfer.engine_id,
+            "remote_request_id": lease,
+            "remote_host": os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"],
+            "remote_port": int(os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"]),
+            "tp_size": self.spec.tensor_parallel_size,
+            "dcp_size": 1,
+            "pp_size": 1,
+            "remote_num_tokens": tokens,
+            "remote_blocks_expiry_time": None,
+            "transfer_mode": "pull",
+            "remote_prefill_cached_tokens": 0,
+        }
+
+    def shutdown(self) -> None:
+        """Stop vLLM's executor and free the KV pool."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        return self._llm.collective_rpc(method, args=arguments)[0]
+
+    # -- self-check ---------------------------------------------------------------------------------------------------
+
+    def self_check(self) -> list[CheckOutcome]:
+        """Compare this engine with vLLM's own prefill, and the reader with the writer. Call before serving.
+
+        In fp32 agreement is held to 1e-4 in log-probability and 1e-4 in relocated keys; in 16 bits to the rounding
+        that one more or one fewer split of a matrix product may change.
+        """
+        exact = self.dtype == torch.float32
+        generator = torch.Generator().manual_seed(7)
+        vocabulary = min(self.config.model_config.get_vocab_size(), 256)
+        n = min(3 * self.block_size + 5, self.max_model_len - 2)
+        tokens = torch.randint(0, vocabulary, (n,), generator=generator)
+        blocks = list(range(1, 2 + n // self.block_size))
+        sequence = LinkSequence(tokens.int(), self._text_positions(0, n), blocks)
+
+        reference = self._llm.generate(
+            [{"prompt_token_ids": tokens.tolist()}],
+            SamplingParams(max_tokens=1, temperature=0, logprobs=5, detokenize=False),
+            use_tqdm=False,
+        )[0].outputs[0].logprobs[0]
+        cuts = [0, n // 3, n // 2, n]
+        split = [Run(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+        outcomes = []
+        for name, runs in (("forward equals vLLM's prefill", [Run(0, n)]), ("split runs equal one run", split)):
+            logprobs = self.forward([(sequence, runs)], logits=True)[-1].log_softmax(-1)
+            worst = max(abs(float(logprobs[token]) - entry.logprob) for token, entry in reference.items())
+            outcomes.append(CheckOutcome(name, worst <= (1e-4 if exact else 0.15), f"log-probability off by {worst:.2g}"))
+
+        stored = self.read_kv(blocks, 3, n - 5)
+        spare = list(range(self.num_blocks - len(blocks), self.num_blocks))
+        self.write_kv(stored, self.slots(spare, 1, 1 + stored.shape[1]))
+        same = torch.equal(self.read_kv(spare, 1, stored.shape[1]), stored)
+        outcomes.append(CheckOutcome("KV written equals KV read", same, "bit for bit" if same else "they differ"))
+
+        shift = 41
+        moved = LinkSequence(tokens.int(), self._text_positions(shift, n), spare)
+        self.forward([(moved, [Run(0, n)])])
+        apart = (relocate(stored, shift, self.layout).float() - self.read_kv(spare, 3, n - 5).float()).abs()
+        scale = float(stored.float().abs().max())
+        worst = float(apart.max()) / scale
+        outcomes.append(
+            CheckOutcome("relocated KV equals computed KV", worst <= (1e-4 if exact else 0.05), f"off by {worst:.2g}")
+        )
+        return outcomes
+
+    def require_self_check(self) -> list[CheckOutcome]:
+        """`self_check`, refusing to go on when anything failed.
+
+        Raises:
+            SelfCheckError: naming every failed check.
+        """
+        outcomes = self.self_check()
+        failed = [f"{o.name}: {o.detail}" for o in outcomes if not o.passed]
+        if failed:
+            raise SelfCheckError(f"engine self-check failed for {self.spec.model}: " + "; ".join(failed))
+        return outcomes
+
+    def _text_positions(self, first: int, count: int) -> Tensor:
+        index = torch.arange(first, first + count)
+        return index.expand(3, -1) if self.uses_mrope else index
+
+
+def fingerprint(model: Path) -> str:
+    """Identity of a checkpoint: its configuration, and name, size and samples of every weight file (64 hex digits)."""
+    digest = blake3()
+    for name in ("config.json", "preprocessor_config.json", "processor_config.json"):
+        if (model / name).exists():
+            digest.update(name.encode() + (model / name).read_bytes())
+    for file in sorted(model.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}".encode())
+        with file.open("rb") as handle:
+            for step in range(16):
+                handle.seek(step * size // 16)
+                digest.update(handle.read(65536))
+    return digest.hexdigest()
+
+
+def self_check(checkpoint: Path) -> list[CheckOutcome]:
+    """Build an engine for `checkpoint` without hand-off, check it and tear it down (used by `orbitserve doctor`)."""
+    engine = PrefillEngine(EngineSpec(model=str(checkpoint), hand_off=False, max_model_len=2048))
+    try:
+        return engine.self_check()
+    finally:
+        engine.shutdown()

@@ -1,0 +1,339 @@
+"""The linker: from a request's tokens and chunks to one sequence's finished KV.
+
+`Linker.plan` looks every chunk up in the library and chooses its operating point; it runs beside the engine, on any
+thread. `Linker.place` relocates, patches and writes what is reused into the sequence's blocks; what is left are runs,
+which `worker.PrefillLoop` computes, several requests to a forward. `Linker.harvest` takes what the forward computed for
+chunks that had no patch yet and turns it into canonical KV and deficits, off the request path.
+
+    token      0 ........ text ...... | chunk 1 | text | chunk 2 | text ......... n
+    reused                            |#########|
+    runs       [====================]           [======================]
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvstore.chunk import antecedent_key, canonical_key, embedding_key, patch_key
+from kvstore.layout import Layout
+from kvstore.format import CanonicalRecord, EmbeddingRecord, PatchRecord
+from kvstore.library import Library
+from kvstore.patch import PatchKind, apply, deficit, relocate
+from prefill_workers import policies
+from prefill_workers.engine import PrefillEngine
+from prefill_workers.policies import Mode, OperatingPoint
+from prefill_workers.runs import merge_runs
+from prefill_workers.sequence import Embedded, LinkSequence, Run
+
+
+@dataclass(frozen=True)
+class ChunkSpan:
+    """One multimodal chunk of a prompt, as plain values.
+
+    The chunk is the tokens `start` up to `stop`, delimiters included; its placeholders are `first` up to
+    `first + count`. `grid` carries the processed fields that fix the positions (vLLM's item without pixels).
+    """
+
+    content: str
+    modality: str
+    start: int
+    stop: int
+    first: int
+    count: int
+    grid: Any
+    is_embed: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LinkRequest:
+    """What a prefill worker is asked to link.
+
+    `prefix` are the token ids of the fixed prefix (system prompt and tools) that patches are keyed by; `readers` is how
+    many decode sequences will pull the KV (`n` of the request).
+    """
+
+    request_id: str
+    token_ids: Sequence[int]
+    chunks: tuple[ChunkSpan, ...] = ()
+    mode: Mode = Mode.AUTO
+    tenant: str = "local"
+    prefix: tuple[int, ...] = ()
+    readers: int = 1
+
+
+@dataclass(frozen=True)
+class ChunkOutcome:
+    """How one chunk was linked, for the request's report."""
+
+    tokens: int
+    operating_point: OperatingPoint
+    antecedents: int
+    reason: str
+    rank: int | None = None
+
+
+class PixelsNeeded(Exception):
+    """Chunks must be computed whose embeddings are stored nowhere: send their pixels (indices into `chunks`)."""
+
+    def __init__(self, chunks: Sequence[int]) -> None:
+        super().__init__(f"pixels needed for chunks {list(chunks)}")
+        self.chunks = tuple(chunks)
+
+    def __reduce__(self) -> tuple[type[PixelsNeeded], tuple[tuple[int, ...]]]:
+        return PixelsNeeded, (self.chunks,)
+
+
+@dataclass
+class ChunkPlan:
+    """One chunk of a plan: where it stands, what is stored for it, and how it will be linked."""
+
+    span: ChunkSpan
+    canonical_key: str
+    patch_key: str
+    antecedents: tuple[str, ...]
+    start_position: int  # RoPE position of its first token, in the shifted frame
+    outcome: ChunkOutcome
+    canonical: CanonicalRecord | None = None
+    patch: PatchRecord | None = None
+    embeddings: Tensor | None = None  # [placeholders that carry one, hidden]
+
+
+@dataclass
+class LinkPlan:
+    """Everything needed to link one request; made by `Linker.plan`."""
+
+    request: LinkRequest
+    sequence: LinkSequence
+    chunks: list[ChunkPlan]
+    runs: list[Run]
+    stages_ms: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens_reused(self) -> int:
+        """Prompt tokens whose KV needs no forward."""
+        return len(self.sequence) - self.tokens_computed
+
+    @property
+    def tokens_computed(self) -> int:
+        """Prompt tokens that a forward computes."""
+        return sum(len(run) for run in self.runs)
+
+
+@dataclass(frozen=True)
+class PatchJob:
+    """A deficit on its way to the patch compiler."""
+
+    key: str
+    kind: PatchKind
+    delta: Tensor  # [layers, tokens, features] fp32
+    layout: Layout
+    fingerprint: str
+    dtype: str
+    tenant: str
+    meta: Mapping[str, Any]
+
+
+class Linker:
+    """Plans and places links for one engine.
+
+    Args:
+        rank: rank of the own patches it looks for and asks for; None is full rank.
+        submit_patch: takes a deficit off the request path and stores its patch (see `patch_compiler`).
+    """
+
+    def __init__(
+        self, engine: PrefillEngine, library: Library, rank: int | None, submit_patch: Callable[[PatchJob], None]
+    ) -> None:
+        self.engine = engine
+        self.library = library
+        self.rank = rank
+        self._submit_patch = submit_patch
+        self._dtype = str(engine.dtype).removeprefix("torch.")
+
+    # -- plan ---------------------------------------------------------------------------------------------------------
+
+    def plan(self, request: LinkRequest, embeddings: Mapping[int, Tensor] | None = None) -> LinkPlan:
+        """Choose every chunk's operating point and the runs that remain.
+
+        Args:
+            embeddings: freshly encoded embeddings by chunk index, for chunks that were sent with pixels.
+
+        Raises:
+            PixelsNeeded: a chunk must be computed and neither `embeddings` nor the library has its embeddings.
+        """
+        began = time.perf_counter()
+        tokens = torch.tensor(request.token_ids, dtype=torch.int32)
+        positions, lag = self.engine.positions(
+            request.token_ids, [(c.modality, c.grid, c.first, c.count) for c in request.chunks]
+        )
+        positions = positions + lag
+        chunks: list[ChunkPlan] = []
+        missing: list[int] = []
+        antecedents: list[str] = []
+        for i, span in enumerate(request.chunks):
+            start = int(positions[..., span.start].flatten()[0])
+            chunk = self._look_up(request, span, tuple(antecedents), start, tokens, (embeddings or {}).get(i))
+            if not chunk.outcome.operating_point.reuses_kv and chunk.embeddings is None:
+                missing.append(i)
+            chunks.append(chunk)
+            antecedents.append(chunk.canonical_key)
+        if missing:
+            raise PixelsNeeded(missing)
+        sequence = LinkSequence(
+            tokens,
+            positions,
+            blocks=(),
+            embedded=tuple(
+                Embedded(c.span.first, c.embeddings, c.span.is_embed)
+                for c in chunks
+                if c.embeddings is not None and not c.outcome.operating_point.reuses_kv
+            ),
+        )
+        reused = [Run(c.span.start, c.span.stop) for c in chunks if c.outcome.operating_point.reuses_kv]
+        plan = LinkPlan(request, sequence, chunks, complement(reused, len(tokens)))
+        plan.stages_ms["plan"] = (time.perf_counter() - began) * 1e3
+        return plan
+
+    def _look_up(
+        self,
+        request: LinkRequest,
+        span: ChunkSpan,
+        antecedents: tuple[str, ...],
+        start: int,
+        tokens: Tensor,
+        fresh: Tensor | None,
+    ) -> ChunkPlan:
+        fingerprint, tenant, mode = self.engine.fingerprint, request.tenant, request.mode
+        outside = torch.cat([tokens[span.start : span.first], tokens[span.first + span.count : span.stop]])
+        canonical_id = canonical_key(fingerprint, span.content, outside.tolist(), self._dtype)
+        behind = antecedent_key(request.prefix, antecedents, ordered=True)
+        own = patch_key(canonical_id, behind, PatchKind.own, self.rank)
+
+        patch = self.library.get_patch(own, tenant) if policies.looks_up_patch(mode) else None
+        canonical = None
+        if patch is not None or mode is Mode.FULL_REUSE:
+            canonical = self.library.get_canonical(canonical_id, tenant)
+        stored = fresh
+        if stored is None and mode is not Mode.OFF and not (canonical and (patch or mode is Mode.FULL_REUSE)):
+            record = self.library.get_embedding(embedding_key(fingerprint, span.content), tenant)
+            stored = record.embeddings if record else None
+        point = policies.operating_point(
+            mode, canonical=canonical is not None, patch=patch is not None, embeddings=stored is not None
+        )
+        if fresh is not None and not point.reuses_kv:
+            point = OperatingPoint.ENCODED
+        outcome = ChunkOutcome(
+            tokens=span.stop - span.start,
+            operating_point=point,
+            antecedents=len(antecedents),
+            reason=_reason(mode, point, canonical is not None, patch is not None),
+            rank=patch.patch.rank if patch is not None and point is OperatingPoint.PATCHED else None,
+        )
+        return ChunkPlan(span, canonical_id, own, antecedents, start, outcome, canonical, patch, stored)
+
+    # -- place --------------------------------------------------------------------------------------------------------
+
+    def place(self, plan: LinkPlan) -> None:
+        """Relocate, patch and write every reused chunk into the sequence's blocks (kamera.md eq. 1)."""
+        for chunk in plan.chunks:
+            if not chunk.outcome.operating_point.reuses_kv:
+                continue
+            assert chunk.canonical is not None
+            patch = chunk.patch.patch if chunk.patch and chunk.outcome.operating_point is OperatingPoint.PATCHED else None
+            kv = apply(chunk.canonical.kv, patch, chunk.start_position, self.engine.layout)
+            self.engine.write_kv(kv, self.engine.slots(plan.sequence.blocks, chunk.span.start, chunk.span.stop))
+
+    # -- harvest ------------------------------------------------------------------------------------------------------
+
+    def harvestable(self, plan: LinkPlan) -> list[ChunkPlan]:
+        """Chunks of a finished plan whose computed KV is worth keeping."""
+        if not policies.forms_patches(plan.request.mode):
+            return []
+        return [c for c in plan.chunks if not c.outcome.operating_point.reuses_kv]
+
+    def conditioned(self, plan: LinkPlan, chunk: ChunkPlan) -> Tensor:
+        """KV(B|A) of a computed chunk, moved to the canonical frame: [layers, tokens, features]."""
+        kv = self.engine.read_kv(plan.sequence.blocks, chunk.span.start, chunk.span.stop - chunk.span.start)
+        return relocate(kv, -chunk.start_position, self.engine.layout)
+
+    def canonical(self, plan: LinkPlan, chunk: ChunkPlan, scratch: Sequence[int]) -> CanonicalRecord:
+        """KV(B|∅) of a chunk: from the library, or computed alone in the blocks `scratch` and stored."""
+        tenant = plan.request.tenant
+        stored = self.library.get_canonical(chunk.canonical_key, tenant)
+        if stored is not None:
+            return stored
+        span, whole = chunk.span, plan.sequence
+        assert chunk.embeddings is not None
+        lone = LinkSequence(
+            token_ids=whole.token_ids[span.start : span.stop],
+            positions=whole.positions[..., span.start : span.stop] - chunk.start_position,
+            blocks=scratch,
+            embedded=(Embedded(span.first - span.start, chunk.embeddings, span.is_embed),),
+        )
+        self.engine.forward([(lone, [Run(0, len(lone))])])
+        record = CanonicalRecord(
+            key=chunk.canonical_key,
+            fingerprint=self.engine.fingerprint,
+            tenant=tenant,
+            layout=self.engine.layout,
+            kv=self.engine.read_kv(scratch, 0, len(lone)),
+            meta={"content": span.content, "modality": span.modality},
+        )
+        self.library.put_canonical(record)
+        return record
+
+    def keep_embeddings(self, plan: LinkPlan, chunk: ChunkPlan) -> None:
+        """Store a freshly encoded chunk's embeddings, so that nobody encodes these pixels again."""
+        if chunk.outcome.operating_point is not OperatingPoint.ENCODED or chunk.embeddings is None:
+            return
+        fingerprint = self.engine.fingerprint
+        self.library.put_embedding(
+            EmbeddingRecord(
+                key=embedding_key(fingerprint, chunk.span.content),
+                fingerprint=fingerprint,
+                tenant=plan.request.tenant,
+                embeddings=chunk.embeddings,
+                meta={"content": chunk.span.content, "modality": chunk.span.modality},
+            )
+        )
+
+    def harvest(self, plan: LinkPlan, chunk: ChunkPlan, conditioned: Tensor, scratch: Sequence[int]) -> None:
+        """Store a computed chunk's canonical KV and send its deficit (kamera.md eq. 2) to the patch compiler."""
+        canonical = self.canonical(plan, chunk, scratch)
+        self._submit_patch(
+            PatchJob(
+                key=chunk.patch_key,
+                kind=PatchKind.own,
+                delta=deficit(conditioned, canonical.kv),
+                layout=self.engine.layout,
+                fingerprint=self.engine.fingerprint,
+                dtype=self._dtype,
+                tenant=plan.request.tenant,
+                meta={"content": chunk.span.content, "antecedents": list(chunk.antecedents)},
+            )
+        )
+
+
+def complement(reused: Sequence[Run], length: int) -> list[Run]:
+    """The runs of `length` tokens that `reused` (in order, disjoint) leaves to be computed."""
+    edges = [0, *(edge for run in reused for edge in (run.start, run.stop)), length]
+    return merge_runs([Run(a, b) for a, b in list(pairwise(edges))[::2]])
+
+
+def _reason(mode: Mode, point: OperatingPoint, canonical: bool, patch: bool) -> str:
+    if point is OperatingPoint.PATCHED:
+        return "stored patch for these antecedents"
+    if point is OperatingPoint.RELOCATED:
+        return "mode full-reuse: canonical KV, no patch"
+    if mode in (Mode.EXACT, Mode.OFF):
+        return f"mode {mode}: computed in context"
+    if patch and not canonical:
+        return "a patch but no canonical KV is stored"
+    return "no patch stored for these antecedents" if mode is Mode.AUTO else "no canonical KV stored"

@@ -1,0 +1,28 @@
+"""The vision encoder role: pixels in, embeddings out. It holds the vision tower and nothing else of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+from vllm.multimodal.inputs import MultiModalKwargsItem
+
+from prefill_workers.engine import EngineSpec, PrefillEngine
+
+
+class VisionEncoder:
+    """Encodes processed images; one engine in encoder-only mode. Not thread-safe."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._engine = PrefillEngine(replace(spec, encoder_only=True, hand_off=False))
+        self.images = 0
+
+    def encode(self, items: Sequence[tuple[str, MultiModalKwargsItem]]) -> list[Tensor]:
+        """Embeddings [tokens, hidden] of each (modality, processed item), in one batch per modality."""
+        self.images += len(items)
+        return self._engine.encode(items)
+
+    def shutdown(self) -> None:
+        """Free the tower."""
+        self._engine.shutdown()
