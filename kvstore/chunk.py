@@ -1,0 +1,103 @@
+"""Names of things: content ids and the keys under which canonicals, patches and embeddings are stored.
+
+Every key is the BLAKE3 digest, as 64 hex digits, of a domain string and length-prefixed fields, so that no two
+different lists of fields share bytes and no key of one kind equals a key of another.
+
+    content bytes, tenant salt -> content id
+    content id, model fingerprint, delimiters, dtype -> canonical key
+    fixed prefix, antecedents (content ids) -> antecedent key
+    canonical key, antecedent key, kind, rank -> patch key
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+_THREADED_BYTES = 4 << 20  # BLAKE3 gains from a second thread above about this size
+
+
+def _digest(domain: str, fields: Iterable[bytes]) -> str:
+    hasher = blake3(derive_key_context=f"orbitserve 2026 {domain} v1")
+    for field in fields:
+        hasher.update(len(field).to_bytes(8, "little"))
+        hasher.update(field)
+    return hasher.hexdigest()
+
+
+def _integers(values: Sequence[int]) -> bytes:
+    return b"".join(int(value).to_bytes(8, "little", signed=True) for value in values)
+
+
+def tenant_salt(tenant: str, secret: bytes = b"") -> bytes:
+    """The salt of a tenant's content ids: equal bytes of two tenants get unrelated ids (DESIGN, "The library").
+
+    `secret` is the deployment's own; without it anyone who knows a tenant's name could compute the salt.
+    """
+    return bytes.fromhex(_digest("tenant salt", (secret, tenant.encode())))
+
+
+def content_id(data: bytes, salt: bytes = b"") -> str:
+    """Identity of a chunk's source bytes (image file, page, video segment)."""
+    threads = blake3.AUTO if len(data) >= _THREADED_BYTES else 1
+    hasher = blake3(derive_key_context="orbitserve 2026 content v1", max_threads=threads)
+    hasher.update(len(salt).to_bytes(8, "little"))
+    hasher.update(salt)
+    hasher.update(data)
+    return hasher.hexdigest()
+
+
+def canonical_key(fingerprint: str, content: str, delimiters: Sequence[int], dtype: str) -> str:
+    """Key of KV(B|∅). `fingerprint` covers the model and its processor settings; `delimiters` are token ids."""
+    return _digest("canonical", (fingerprint.encode(), content.encode(), _integers(delimiters), dtype.encode()))
+
+
+def antecedent_key(prefix_tokens: Sequence[int], antecedents: Sequence[str], ordered: bool) -> str:
+    """Key of what stands before a chunk: the fixed prefix's token ids and the antecedent chunks' ids.
+
+    `ordered=False` (orbit and composed patches) makes every ordering of the same antecedents equal.
+    """
+    listed = list(antecedents) if ordered else sorted(antecedents)
+    mode = b"ordered" if ordered else b"set"
+    return _digest("antecedent", (mode, _integers(prefix_tokens), *(item.encode() for item in listed)))
+
+
+def patch_key(canonical: str, antecedent: str, kind: str, rank: int | None) -> str:
+    """Key of a patch. `kind` is a `PatchKind` or its value; rank None stands for full rank."""
+    size = "full" if rank is None else str(rank)
+    return _digest("patch", (canonical.encode(), antecedent.encode(), str(kind).encode(), size.encode()))
+
+
+def embedding_key(fingerprint: str, content: str) -> str:
+    """Key of a chunk's vision embeddings."""
+    return _digest("embedding", (fingerprint.encode(), content.encode()))
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One content-addressed unit inside one prompt.
+
+    `key`: canonical key; `content`: content id; `offset`, `length`: first token and token count in the prompt,
+    delimiters included; `position_span`: how many positions the chunk consumes (under M-RoPE fewer than tokens).
+    """
+
+    key: str
+    content: str
+    offset: int
+    length: int
+    position_span: int
+
+    def __post_init__(self) -> None:
+        if self.offset < 0 or self.length < 1 or self.position_span < 1:
+            raise ValueError("a chunk has a non-negative offset, at least one token and at least one position")
+
+    @property
+    def end(self) -> int:
+        """Index of the first token after the chunk."""
+        return self.offset + self.length
+
+    @property
+    def tokens(self) -> range:
+        return range(self.offset, self.end)

@@ -1,0 +1,213 @@
+"""Bounds: what leaves a full cache or tier first.
+
+A record's worth is the recompute seconds it saves per byte, over how long it lay idle. Records in use never leave
+memory; a mapped file that another process deletes stays readable until its last user lets go.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvstore.format import Record
+from kvstore.tiers import QUARANTINE, Entry, Tier
+
+logger = logging.getLogger(__name__)
+
+# A prefill of 1,088 tokens of 16 KiB KV each took 0.83 s (ENGINE_NOTES): what a record of unknown cost is taken for.
+DEFAULT_SECONDS_PER_BYTE = 5e-8
+_LOW_WATER = 0.9  # evicting down to this share amortises the scan
+_RESCAN_SHARE = 0.05  # other processes write to the same tier: look again after writing this share of the limit
+
+
+def worth(recompute_seconds: float, nbytes: int, idle_seconds: float) -> float:
+    """Seconds saved per byte, divided by idle time: the lowest leaves first."""
+    seconds = recompute_seconds if recompute_seconds > 0 else DEFAULT_SECONDS_PER_BYTE * nbytes
+    return seconds / max(nbytes, 1) / (1.0 + max(idle_seconds, 0.0))
+
+
+@dataclass
+class _Resident:
+    record: Record
+    used: float
+
+
+class HotCache:
+    """Decoded records of one process, bounded in bytes, in all and per tenant. Thread-safe."""
+
+    def __init__(self, limit_bytes: int, tenant_limit_bytes: int | None, pinned: Callable[[str], bool]) -> None:
+        self._limit = limit_bytes
+        self._tenant_limit = limit_bytes if tenant_limit_bytes is None else tenant_limit_bytes
+        self._pinned = pinned
+        self._lock = threading.RLock()
+        self._residents: dict[str, _Resident] = {}
+        self._tenants: dict[str, int] = {}
+        self.nbytes = 0
+        self.evictions = 0
+
+    def get(self, path: str) -> Record | None:
+        with self._lock:
+            resident = self._residents.get(path)
+            if resident is None:
+                return None
+            resident.used = time.time()
+            return resident.record
+
+    def put(self, path: str, record: Record) -> bool:
+        """Keeps the record if room can be made without touching pinned ones. True if it is kept."""
+        with self._lock:
+            self.remove(path)
+            size, tenant = record.nbytes, record.tenant
+            own = self._tenants.get(tenant, 0)
+            fits = self._make_room(self.nbytes + size - self._limit, self._limit, None)
+            fits = fits and self._make_room(own + size - self._tenant_limit, self._tenant_limit, tenant)
+            if fits:
+                self._residents[path] = _Resident(record, time.time())
+                self._account(tenant, size)
+            return fits
+
+    def remove(self, path: str) -> bool:
+        with self._lock:
+            resident = self._residents.pop(path, None)
+            if resident is not None:
+                self._account(resident.record.tenant, -resident.record.nbytes)
+            return resident is not None
+
+    def matching(self, condition: Callable[[Record], bool]) -> list[str]:
+        """Paths of the records that meet a condition."""
+        with self._lock:
+            return [path for path, resident in self._residents.items() if condition(resident.record)]
+
+    def last_used(self) -> dict[str, float]:
+        """When each record was last used, Unix seconds: a tier does not see hits that memory answered."""
+        with self._lock:
+            return {path: resident.used for path, resident in self._residents.items()}
+
+    def _make_room(self, excess: int, limit: int, tenant: str | None) -> bool:
+        """Evicts the least worthy until `excess` bytes are freed; evicts nothing if that cannot be reached."""
+        if excess <= 0:
+            return True
+        now = time.time()
+        candidates = [
+            (worth(r.record.recompute_seconds, r.record.nbytes, now - r.used), path, r.record.nbytes)
+            for path, r in self._residents.items()
+            if (tenant is None or r.record.tenant == tenant) and not self._pinned(r.record.key)
+        ]
+        if sum(size for _, _, size in candidates) < excess:
+            return False
+        target, freed = excess + int(limit * (1 - _LOW_WATER)), 0
+        for _, path, size in sorted(candidates):
+            if freed >= target:
+                break
+            self.remove(path)
+            self.evictions += 1
+            freed += size
+        return True
+
+    def _account(self, tenant: str, size: int) -> None:
+        self.nbytes += size
+        left = self._tenants.get(tenant, 0) + size
+        if left:
+            self._tenants[tenant] = left
+        else:
+            self._tenants.pop(tenant, None)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A record in a tier, as eviction sees it. `companions` are keys that are deleted with it."""
+
+    path: str
+    tenant: str
+    size: int
+    used: float
+    recompute_seconds: float
+    pinned: bool
+    companions: tuple[str, ...] = ()
+
+
+class TierBudget:
+    """Keeps one tier within its bytes, in all and per tenant. Used by one writer thread.
+
+    `survey` turns the tier's entries into candidates. Several processes may each keep a budget over one tier: every
+    one counts its own writes and looks again after a twentieth of the limit.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        limit_bytes: int | None,
+        tenant_limit_bytes: int | None,
+        survey: Callable[[Tier, Iterable[Entry]], list[Candidate]],
+    ) -> None:
+        self.tier = tier
+        self.evictions = 0
+        self.nbytes = 0  # as last counted
+        self._limit = limit_bytes
+        self._tenant_limit = tenant_limit_bytes
+        self._survey = survey
+        self._tenants: dict[str, int] = {}
+        self._since_scan: int | None = None  # bytes written since the last scan; None: not scanned yet
+
+    def make_room(self, tenant: str, size: int) -> bool:
+        """Evicts until `size` more bytes of `tenant` fit. False if they cannot; then nothing should be written.
+
+        Raises TierUnavailable if the tier cannot be listed or does not delete.
+        """
+        limits = [limit for limit in (self._limit, self._tenant_limit) if limit is not None]
+        if not limits:
+            return True
+        fresh = self._since_scan is not None and self._since_scan <= _RESCAN_SHARE * min(limits)
+        if fresh and not self._excess(tenant, size):
+            return True
+        candidates = self._scan()
+        for excess, limit, only in self._excess(tenant, size):
+            pool = [c for c in candidates if not c.pinned and (only is None or c.tenant == only)]
+            if sum(c.size for c in pool) < excess:
+                return False
+            self._evict(pool, excess + int(limit * (1 - _LOW_WATER)))
+            candidates = self._scan()
+        return not self._excess(tenant, size)
+
+    def wrote(self, tenant: str, size: int) -> None:
+        """Counts a write that happened."""
+        self.nbytes += size
+        self._tenants[tenant] = self._tenants.get(tenant, 0) + size
+        self._since_scan = (self._since_scan or 0) + size
+
+    def _excess(self, tenant: str, size: int) -> list[tuple[int, int, str | None]]:
+        """What is over: (bytes too many, the limit, whose), the tenant's own limit first."""
+        over: list[tuple[int, int, str | None]] = []
+        if self._tenant_limit is not None:
+            over.append((self._tenants.get(tenant, 0) + size - self._tenant_limit, self._tenant_limit, tenant))
+        if self._limit is not None:
+            over.append((self.nbytes + size - self._limit, self._limit, None))
+        return [item for item in over if item[0] > 0]
+
+    def _scan(self) -> list[Candidate]:
+        entries = list(self.tier.entries())
+        candidates = self._survey(self.tier, entries)
+        self.nbytes = sum(entry.size for entry in entries)
+        self._tenants = {}
+        for candidate in candidates:
+            self._tenants[candidate.tenant] = self._tenants.get(candidate.tenant, 0) + candidate.size
+        self._since_scan = 0
+        return candidates
+
+    def _evict(self, pool: list[Candidate], target: int) -> None:
+        now, freed = time.time(), 0
+
+        def order(c: Candidate) -> tuple[bool, float]:
+            return not c.path.startswith(QUARANTINE), worth(c.recompute_seconds, c.size, now - c.used)
+
+        for candidate in sorted(pool, key=order):
+            if freed >= target:
+                break
+            for key in (candidate.path, *candidate.companions):
+                self.tier.delete(key)
+            self.evictions += 1
+            freed += candidate.size
+        logger.info("%s: evicted %d bytes", self.tier.name, freed)

@@ -1,0 +1,214 @@
+"""The static library: files that tenants upload, each visible to its tenant alone, with expiry (OpenAI's Files API).
+
+    files/<tenant>/<id>.json      the FileObject; a file exists from the moment this is written
+    files/<tenant>/<id>.blob      its bytes, written before and deleted after
+
+Another tenant's file, an expired one and one that never was raise the same UnknownFile: a tenant learns nothing about
+others. Ids are random, so they say nothing about content either.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from kvstore.chunk import content_id, tenant_salt
+from kvstore.errors import FileTooLarge, InvalidUpload, QuotaExceeded, UnknownFile
+from kvstore.paths import tenant_digest
+from kvstore.settings import FileSettings
+from kvstore.tiers import Tier, tier_for_url
+
+_ID = re.compile(r"file-[0-9a-f]{32}")
+_ROOT = "files/"
+_ORPHAN_SECONDS = 3600.0  # a blob without its object may be an upload under way; not after this long
+
+
+@dataclass(frozen=True)
+class FileObject:
+    """An uploaded file. Times are Unix seconds; `content` is the content id that chunks of this file carry."""
+
+    id: str
+    tenant: str
+    filename: str
+    purpose: str
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    content: str
+
+    def expired(self, now: float) -> bool:
+        return self.expires_at is not None and self.expires_at <= now
+
+    def to_openai(self) -> dict[str, Any]:
+        """The object as OpenAI's API shows it; `content` and `tenant` stay inside."""
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.bytes,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+        }
+
+
+class FileStore:
+    """Thread-safe; processes may share one location. Limits hold per process as of the last listing."""
+
+    def __init__(self, location: Tier | Path | str, settings: FileSettings | None = None) -> None:
+        """`location`: a directory, an fsspec URL, or a tier."""
+        self.settings = settings or FileSettings()
+        if isinstance(location, Tier):
+            self._tier = location
+        else:
+            self._tier = tier_for_url(str(location), self.settings.storage_options)
+        self._creating = threading.Lock()  # the quota is checked and used up in one step
+
+    def create(
+        self, tenant: str, filename: str, purpose: str, data: bytes, expires_after: int | None = None
+    ) -> FileObject:
+        """Stores an upload; `expires_after` in seconds from now.
+
+        Raises InvalidUpload (empty, bad name or expiry), FileTooLarge, QuotaExceeded, TierUnavailable.
+        """
+        limits = self.settings
+        if not data:
+            raise InvalidUpload("the file is empty")
+        if len(data) > limits.max_file_bytes:
+            raise FileTooLarge(f"the file has {len(data)} bytes, the limit is {limits.max_file_bytes}")
+        if not filename or len(filename) > 255 or "\x00" in filename:
+            raise InvalidUpload("a file name has 1 to 255 characters")
+        if expires_after is not None and not 1 <= expires_after <= limits.max_expiry_s:
+            raise InvalidUpload(f"expires_after must lie between 1 and {limits.max_expiry_s} seconds")
+        lifetime = limits.default_expiry_s if expires_after is None else expires_after
+        now = int(time.time())
+        file = FileObject(
+            id=f"file-{secrets.token_hex(16)}",
+            tenant=tenant,
+            filename=filename,
+            purpose=purpose,
+            bytes=len(data),
+            created_at=now,
+            expires_at=None if lifetime is None else now + lifetime,
+            content=content_id(data, tenant_salt(tenant, limits.salt_secret.get_secret_value().encode())),
+        )
+        with self._creating:
+            self._check_quota(tenant, len(data))
+            self._tier.put(_blob_key(file), [pa.py_buffer(data)])
+            self._tier.put(_object_key(file), [pa.py_buffer(json.dumps(asdict(file)).encode())])
+        return file
+
+    def get(self, tenant: str, file_id: str) -> FileObject:
+        """Raises UnknownFile if the tenant has no such file (any more)."""
+        if not _ID.fullmatch(file_id):
+            raise UnknownFile(file_id)
+        file = self._read(_folder(tenant) + file_id + ".json")
+        if file is None or file.tenant != tenant or file.expired(time.time()):
+            raise UnknownFile(file_id)
+        return file
+
+    def content(self, tenant: str, file_id: str) -> bytes:
+        """The uploaded bytes. Raises UnknownFile."""
+        blob = self._tier.get(_blob_key(self.get(tenant, file_id)))
+        if blob is None:
+            raise UnknownFile(file_id)
+        return bytes(memoryview(blob))
+
+    def list(
+        self,
+        tenant: str,
+        purpose: str | None = None,
+        limit: int = 10_000,
+        after: str | None = None,
+        order: str = "desc",
+    ) -> tuple[list[FileObject], bool]:
+        """The tenant's files by creation time, and whether more follow. `after`: the id that ended the last page.
+
+        Raises UnknownFile if `after` names no file of the tenant, InvalidUpload for an unknown order.
+        """
+        if order not in ("asc", "desc"):
+            raise InvalidUpload("order must be asc or desc")
+        files = sorted(self._files(_folder(tenant)), key=lambda f: (f.created_at, f.id), reverse=order == "desc")
+        now = time.time()
+        files = [f for f in files if not f.expired(now) and (purpose is None or f.purpose == purpose)]
+        if after is not None:
+            ids = [file.id for file in files]
+            if after not in ids:
+                raise UnknownFile(after)
+            files = files[ids.index(after) + 1 :]
+        return files[:limit], len(files) > limit
+
+    def delete(self, tenant: str, file_id: str) -> FileObject:
+        """Removes a file and returns what it was; what derives from its content is the caller's to delete."""
+        file = self.get(tenant, file_id)
+        self._remove(file)
+        return file
+
+    def has_content(self, tenant: str, content: str) -> bool:
+        """Whether some file of the tenant still holds this content."""
+        now = time.time()
+        return any(file.content == content and not file.expired(now) for file in self._files(_folder(tenant)))
+
+    def sweep(self, now: float | None = None) -> tuple[FileObject, ...]:
+        """Removes expired files of all tenants, and leftovers of uploads that never finished; returns the files."""
+        now = time.time() if now is None else now
+        entries = list(self._tier.entries(_ROOT))
+        kept = {entry.key.removesuffix(".json") for entry in entries if entry.key.endswith(".json")}
+        for entry in entries:
+            orphan = entry.key.endswith(".blob") and entry.key.removesuffix(".blob") not in kept
+            if orphan and entry.used < now - _ORPHAN_SECONDS:
+                self._tier.delete(entry.key)
+        expired = tuple(file for file in self._files(_ROOT) if file.expired(now))
+        for file in expired:
+            self._remove(file)
+        return expired
+
+    def _check_quota(self, tenant: str, size: int) -> None:
+        sizes = [entry.size for entry in self._tier.entries(_folder(tenant)) if entry.key.endswith(".blob")]
+        if len(sizes) + 1 > self.settings.max_tenant_files:
+            raise QuotaExceeded(f"the limit is {self.settings.max_tenant_files} files")
+        if sum(sizes) + size > self.settings.max_tenant_bytes:
+            raise QuotaExceeded(f"the files would exceed {self.settings.max_tenant_bytes} bytes in all")
+
+    def _files(self, prefix: str) -> Iterator[FileObject]:
+        for key in self._tier.keys(prefix):
+            if key.endswith(".json"):
+                file = self._read(key)
+                if file is not None:
+                    yield file
+
+    def _read(self, key: str) -> FileObject | None:
+        """The object stored under a key; None if absent or unreadable."""
+        buffer = self._tier.get(key)
+        if buffer is None:
+            return None
+        try:
+            return FileObject(**json.loads(memoryview(buffer).tobytes()))
+        except (TypeError, ValueError):
+            return None
+
+    def _remove(self, file: FileObject) -> None:
+        self._tier.delete(_object_key(file))
+        self._tier.delete(_blob_key(file))
+
+
+def _folder(tenant: str) -> str:
+    return f"{_ROOT}{tenant_digest(tenant)}/"
+
+
+def _object_key(file: FileObject) -> str:
+    return f"{_folder(file.tenant)}{file.id}.json"
+
+
+def _blob_key(file: FileObject) -> str:
+    return f"{_folder(file.tenant)}{file.id}.blob"

@@ -1,0 +1,301 @@
+"""The library: canonicals, patches and embeddings of one model, in memory, on disk and behind a URL.
+
+| call | blocks on | effect |
+|---|---|---|
+| get_canonical, get_patch, get_embedding | a tier, at most load_timeout_s | memory, then disk, then URL |
+| load | nothing | the same as a Future, for loading beside compute |
+| put_canonical, put_patch, put_embedding | nothing | memory now, tiers behind the request |
+| has | a tier | looks without loading |
+| pin | nothing | the keys stay in memory and on disk while the block runs |
+| delete, delete_content | every tier | removes everywhere, also what is queued |
+| flush, close | the queue | persists what is queued |
+
+A tier that fails, is slow, or returns damaged bytes costs a miss, never an error: damaged records are moved aside and
+counted. Records are read-only: whoever changes a tensor that came from here ends its process.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import cast
+
+import pyarrow as pa
+
+from kvstore.errors import StoreError, TierUnavailable
+from kvstore.eviction import HotCache
+from kvstore.format import CanonicalRecord, EmbeddingRecord, PatchRecord, Record, RecordKind, encode
+from kvstore.paths import path_of, record_path
+from kvstore.settings import LibrarySettings
+from kvstore.tier_stack import TierStack
+from kvstore.tiers import Tier
+from kvstore.write_behind import WriteBehind
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LibraryStats:
+    """Counts since the library was opened, and bytes now."""
+
+    hits: int  # memory_hits + tier_hits
+    memory_hits: int
+    tier_hits: int
+    misses: int
+    timeouts: int  # answered with a miss; counted as hit or miss above once the load ends
+    corrupt: int
+    quarantined: int
+    tier_errors: int
+    writes: int  # per tier
+    dropped_writes: int  # not persisted: queue full, tier full or failing
+    evictions: int
+    bytes: int  # of decoded records in memory
+    tier_bytes: dict[str, int]  # per tier, as last counted
+    loads: int  # from tiers
+    load_ms: float  # spent in these, in all
+
+
+@dataclass(frozen=True)
+class _Write:
+    """A queued write: the record, its encoded bytes if they are known, and the tiers that lack it."""
+
+    record: Record
+    encoded: pa.Buffer | None
+    tiers: range
+
+
+class Library:
+    """Thread-safe. `fingerprint` names the model and its processor settings; records of another are never returned."""
+
+    def __init__(self, settings: LibrarySettings, fingerprint: str, tiers: Sequence[Tier] | None = None) -> None:
+        """`tiers`, nearest first, replaces the ones that the settings describe."""
+        self.settings = settings
+        self.fingerprint = fingerprint
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._load_ms = 0.0
+        self._pins: Counter[str] = Counter()
+        self._loading: dict[str, Future[Record | None]] = {}
+        self._hot = HotCache(settings.memory_bytes, settings.tenant_memory_bytes, self._is_pinned)
+        tiers = TierStack.tiers_of(settings) if tiers is None else tiers
+        self._stack = TierStack(tiers, settings, self._is_pinned, self._hot.last_used)
+        self._queue = WriteBehind[_Write](
+            self._persist, self._undo, settings.write_queue_items, settings.write_queue_bytes
+        )
+        self._pool = ThreadPoolExecutor(settings.load_threads, thread_name_prefix="kvstore-load")
+
+    # Reading
+
+    def get_canonical(self, key: str, tenant: str) -> CanonicalRecord | None:
+        """KV(B|∅), or None: absent, another tenant's, damaged or too slow to load."""
+        return cast(CanonicalRecord | None, self._get("canonical", key, tenant))
+
+    def get_patch(self, key: str, tenant: str) -> PatchRecord | None:
+        """A patch, or None, as `get_canonical`."""
+        return cast(PatchRecord | None, self._get("patch", key, tenant))
+
+    def get_embedding(self, key: str, tenant: str) -> EmbeddingRecord | None:
+        """A chunk's vision embeddings, or None, as `get_canonical`."""
+        return cast(EmbeddingRecord | None, self._get("embedding", key, tenant))
+
+    def load(self, kind: RecordKind, key: str, tenant: str) -> Future[Record | None]:
+        """Starts loading and returns at once; loads of one record share one read. The result is None on a miss."""
+        path = record_path(kind, key, self.fingerprint, tenant)
+        with self._lock:
+            future = self._loading.get(path)
+            if future is None:
+                resident = self._resident(path)
+                if resident is not None:
+                    self._counts["memory_hits"] += 1
+                    future = Future()
+                    future.set_result(resident)
+                    return future
+                future = self._loading[path] = Future()
+                self._pool.submit(self._load, future, path, key, tenant)
+        future.add_done_callback(self._count_loaded)
+        return future
+
+    def has(self, kind: RecordKind, key: str, tenant: str) -> bool:
+        """Whether a record exists, without loading it. A tier that fails counts as not having it."""
+        path = record_path(kind, key, self.fingerprint, tenant)
+        return self._resident(path) is not None or self._stack.contains(path)
+
+    # Writing
+
+    def put_canonical(self, record: CanonicalRecord) -> None:
+        """Keeps a record in memory now and in the tiers soon. Its tensors must not change afterwards.
+
+        Raises StoreError if the record is of another model than this library's, InvalidKey for a malformed key.
+        """
+        self._put(record)
+
+    def put_patch(self, record: PatchRecord) -> None:
+        """As `put_canonical`."""
+        self._put(record)
+
+    def put_embedding(self, record: EmbeddingRecord) -> None:
+        """As `put_canonical`."""
+        self._put(record)
+
+    @contextmanager
+    def pin(self, keys: Iterable[str]) -> Iterator[None]:
+        """Keeps records, by key, from being evicted by this process while the block runs. Pins nest."""
+        pinned = list(keys)
+        with self._lock:
+            self._pins.update(pinned)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._pins.subtract(pinned)
+                self._pins = +self._pins
+
+    def delete(self, kind: RecordKind, key: str, tenant: str) -> bool:
+        """Removes a record everywhere. True if it was anywhere. Raises TierUnavailable if a tier cannot be reached."""
+        return self._delete(record_path(kind, key, self.fingerprint, tenant))
+
+    def delete_content(self, content: str, tenant: str) -> int:
+        """Removes whatever was derived from a content id or conditioned on it, in every tier and for every model.
+
+        Returns how many records went. Memory of other processes is not reached: call it in each of them. Raises
+        TierUnavailable if a tier cannot be reached; call it again then.
+        """
+
+        def derived(record: Record) -> bool:
+            return record.tenant == tenant and (record.content == content or content in record.antecedents)
+
+        paths = set(self._hot.matching(derived)) | set(self._queue.matching(lambda write: derived(write.record)))
+        removed = {path for path in paths if self._forget(path)}
+        stored, markers = self._stack.derived_from(content, tenant)
+        removed |= {path for path in paths | stored if self._delete(path)}
+        for tier, marker in markers:
+            tier.delete(marker)
+        return len(removed)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Waits until everything put so far is persisted. False if `timeout` seconds were not enough."""
+        return self._queue.flush(timeout)
+
+    def close(self, timeout: float | None = 30.0) -> None:
+        """Persists what is queued and stops the threads."""
+        self._queue.close(timeout)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> Library:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def stats(self) -> LibraryStats:
+        """Counts and bytes, consistent enough for metrics."""
+        with self._lock:
+            own, load_ms = Counter(self._counts), self._load_ms
+        tiers = self._stack.count()
+        return LibraryStats(
+            hits=own["memory_hits"] + own["tier_hits"],
+            memory_hits=own["memory_hits"],
+            tier_hits=own["tier_hits"],
+            misses=own["misses"],
+            timeouts=own["timeouts"],
+            corrupt=tiers["corrupt"],
+            quarantined=tiers["quarantined"],
+            tier_errors=tiers["tier_errors"],
+            writes=tiers["writes"],
+            dropped_writes=own["dropped_writes"] + tiers["dropped_writes"] + self._queue.failures,
+            evictions=self._hot.evictions + sum(budget.evictions for budget in self._stack.budgets),
+            bytes=self._hot.nbytes,
+            tier_bytes={budget.tier.name: budget.nbytes for budget in self._stack.budgets},
+            loads=own["loads"],
+            load_ms=load_ms,
+        )
+
+    # Inside
+
+    def _is_pinned(self, key: str) -> bool:
+        return key in self._pins
+
+    def _resident(self, path: str) -> Record | None:
+        """The record if memory has it: in the cache, or still waiting to be written."""
+        record = self._hot.get(path)
+        if record is None:
+            write = self._queue.pending(path)
+            record = None if write is None else write.record
+        return record
+
+    def _get(self, kind: RecordKind, key: str, tenant: str) -> Record | None:
+        future = self.load(kind, key, tenant)
+        try:
+            return future.result(self.settings.load_timeout_s)
+        except TimeoutError:
+            self._stack.blame(record_path(kind, key, self.fingerprint, tenant))
+            with self._lock:
+                self._counts["timeouts"] += 1
+            return None
+
+    def _count_loaded(self, future: Future[Record | None]) -> None:
+        with self._lock:
+            self._counts["misses" if future.result() is None else "tier_hits"] += 1
+
+    def _load(self, future: Future[Record | None], path: str, key: str, tenant: str) -> None:
+        """Reads through the tiers and resolves `future`; runs in the pool, once per path at a time."""
+        started = time.perf_counter()
+        found = None
+        try:
+            found = self._stack.read(path, key, self.fingerprint, tenant, self.settings.verify)
+        except Exception:  # whatever went wrong, the request computes instead
+            logger.exception("could not load %s", path)
+        with self._lock:
+            self._counts["loads"] += 1
+            self._load_ms += (time.perf_counter() - started) * 1e3
+            # A deletion takes the future away: then the record must not come back into memory or nearer tiers.
+            current = self._loading.get(path) is future
+            if current:
+                del self._loading[path]
+            if found is not None and current:
+                self._hot.put(path, found.record)
+                nearer = _Write(found.record, found.encoded, range(found.tier))
+                if nearer.tiers and not self._queue.submit(path, nearer, found.encoded.size):
+                    logger.info("write queue full: %s is not copied to nearer tiers", path)
+        future.set_result(None if found is None else found.record)
+
+    def _put(self, record: Record) -> None:
+        if record.fingerprint != self.fingerprint:
+            raise StoreError("the record's model fingerprint is not this library's")
+        path = path_of(record)
+        self._hot.put(path, record)
+        write = _Write(record, None, range(len(self._stack.tiers)))
+        if write.tiers and not self._queue.submit(path, write, record.nbytes):
+            logger.warning("write queue full: %s is kept in memory only", path)
+            with self._lock:
+                self._counts["dropped_writes"] += 1
+
+    def _persist(self, path: str, write: _Write) -> None:
+        encoded = encode(write.record) if write.encoded is None else write.encoded
+        self._stack.write(write.record, encoded, write.tiers)
+
+    def _undo(self, path: str) -> None:
+        try:
+            self._stack.remove(path)
+        except TierUnavailable as error:
+            logger.warning("could not undo the write of %s: %s", path, error)
+
+    def _forget(self, path: str) -> bool:
+        """Removes a record from memory and from the queue."""
+        with self._lock:
+            self._loading.pop(path, None)
+            in_memory = self._hot.remove(path)
+        return self._queue.cancel(path) or in_memory
+
+    def _delete(self, path: str) -> bool:
+        forgotten = self._forget(path)
+        return self._stack.remove(path) or forgotten

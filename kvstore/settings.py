@@ -1,0 +1,72 @@
+"""Settings of the library and of the tenants' files. Loaded once at the edge and passed in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+class LibrarySettings(BaseModel):
+    """Where canonicals, patches and embeddings are kept, and how much of each tier they may take."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    directory: Path | None = Field(
+        default=Path(".orbitserve/library"),
+        description="Local directory; processes of a node may share it. None: no disk.",
+    )
+    url: str | None = Field(
+        default=None, description="fsspec URL behind the disk, such as s3://bucket/prefix. None: none."
+    )
+    storage_options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of the URL's fsspec file system (endpoint, credentials, timeouts)."
+    )
+    memory_bytes: int = Field(default=2 * GIB, ge=0, description="Decoded records kept in this process's memory.")
+    tenant_memory_bytes: int | None = Field(
+        default=None, ge=0, description="The same for any one tenant. None: memory_bytes."
+    )
+    disk_bytes: int = Field(default=64 * GIB, ge=0, description="Bytes of records in the directory.")
+    remote_bytes: int | None = Field(
+        default=None, ge=0, description="Bytes of records behind the URL. None: unbounded."
+    )
+    tenant_bytes: int | None = Field(
+        default=None, ge=0, description="The same per tier for any one tenant. None: the tier's."
+    )
+    verify: bool = Field(default=True, description="Check every layer's checksum when a record is loaded from a tier.")
+    load_timeout_s: float = Field(default=2.0, gt=0, description="A slower load is a miss; it still warms the memory.")
+    load_threads: int = Field(default=8, ge=1, description="Loads in progress at once.")
+    write_queue_items: int = Field(default=256, ge=1, description="Records waiting to be persisted; more are dropped.")
+    write_queue_bytes: int = Field(
+        default=1 * GIB, ge=1, description="Bytes waiting to be persisted; more are dropped."
+    )
+    tier_failures: int = Field(
+        default=3, ge=1, description="Failures in a row after which a tier is left alone for a while."
+    )
+    tier_cooldown_s: float = Field(default=10.0, gt=0, description="How long a failing tier is left alone, in seconds.")
+    salt_secret: SecretStr = Field(
+        default=SecretStr(""),
+        description="Secret in every tenant's content-id salt; set it where tenants must not guess ids.",
+    )
+
+
+class FileSettings(BaseModel):
+    """Limits of the static library: the files that tenants upload."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_file_bytes: int = Field(default=512 * MIB, ge=1, description="Largest upload.")
+    max_tenant_bytes: int = Field(default=16 * GIB, ge=1, description="All files of one tenant together.")
+    max_tenant_files: int = Field(default=10_000, ge=1, description="Files of one tenant.")
+    default_expiry_s: int | None = Field(
+        default=None, ge=1, description="Lifetime of a file uploaded without expires_after."
+    )
+    max_expiry_s: int = Field(default=30 * 24 * 3600, ge=1, description="Longest expires_after, in seconds.")
+    salt_secret: SecretStr = Field(
+        default=SecretStr(""), description="The library's salt_secret: content ids must agree."
+    )
+    storage_options: dict[str, Any] = Field(default_factory=dict, description="Options of the fsspec file system.")

@@ -1,0 +1,234 @@
+"""The library's tiers as one: read through, nearest first; write to all; survive any of them failing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from kvstore.errors import CorruptRecord, TierUnavailable
+from kvstore.eviction import Candidate, TierBudget
+from kvstore.format import Record, decode
+from kvstore.paths import Marker, RecordPath, content_prefix, marker_paths, path_of, tenant_digest
+from kvstore.settings import LibrarySettings
+from kvstore.tiers import QUARANTINE, DiskTier, Entry, Tier, tier_for_url
+
+logger = logging.getLogger(__name__)
+_ORPHAN_SECONDS = 3600.0  # a marker without its record may belong to a write under way; not after this long
+
+
+@dataclass(frozen=True)
+class Found:
+    """A record read from a tier: its bytes, and which tier had it (0 is the nearest)."""
+
+    record: Record
+    encoded: pa.Buffer
+    tier: int
+
+
+class TierStack:
+    """Thread-safe for reading; `write` is called by one thread.
+
+    `pinned(key)`: whether a record is in use; `last_used()`: when memory answered for a path (a tier cannot see that).
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        settings: LibrarySettings,
+        pinned: Callable[[str], bool],
+        last_used: Callable[[], dict[str, float]],
+    ) -> None:
+        self.tiers = tuple(tiers)
+        self.counts: Counter[str] = Counter()
+        limits = [settings.remote_bytes if tier.name == "remote" else settings.disk_bytes for tier in self.tiers]
+        self.budgets = [
+            TierBudget(tier, limit, settings.tenant_bytes, self._survey)
+            for tier, limit in zip(self.tiers, limits, strict=True)
+        ]
+        self._breakers = [_Breaker(settings.tier_failures, settings.tier_cooldown_s) for _ in self.tiers]
+        self._pinned = pinned
+        self._last_used = last_used
+        self._lock = threading.Lock()
+        self._reading: dict[str, int] = {}
+
+    @staticmethod
+    def tiers_of(settings: LibrarySettings) -> list[Tier]:
+        """The tiers that the settings describe, nearest first."""
+        tiers: list[Tier] = []
+        if settings.directory is not None:
+            tiers.append(DiskTier(settings.directory))
+        if settings.url is not None:
+            remote = tier_for_url(settings.url, settings.storage_options)
+            remote.name = "remote"
+            tiers.append(remote)
+        return tiers
+
+    def read(self, path: str, key: str, fingerprint: str, tenant: str, verify: bool) -> Found | None:
+        """The record from the nearest tier that has a sound copy. Unsound copies are quarantined."""
+        try:
+            for index, tier in enumerate(self.tiers):
+                if self._breakers[index].open:
+                    continue
+                self._reading[path] = index
+                try:
+                    buffer = tier.get(path)
+                    self._breakers[index].succeeded()
+                    if buffer is None:
+                        continue
+                    record = decode(
+                        buffer, expect_key=key, expect_fingerprint=fingerprint, expect_tenant=tenant, verify=verify
+                    )
+                except TierUnavailable as error:
+                    self._failed(index, error)
+                except CorruptRecord as error:
+                    self._quarantine(tier, path, error)
+                else:
+                    tier.touch(path)
+                    return Found(record, buffer, index)
+            return None
+        finally:
+            self._reading.pop(path, None)
+
+    def blame(self, path: str) -> None:
+        """Counts a time-out of `read(path)` against the tier that it is waiting for."""
+        index = self._reading.get(path)
+        if index is not None:
+            self._failed(index, TierUnavailable(f"{self.tiers[index].name}: no answer in time for {path}"))
+
+    def write(self, record: Record, encoded: pa.Buffer, tiers: Iterable[int]) -> None:
+        """Stores the record and its markers in the named tiers, as far as they work and have room."""
+        path, tenant = path_of(record), tenant_digest(record.tenant)
+        note = pa.py_buffer(path.encode())
+        for index in tiers:
+            if self._breakers[index].open:
+                self._count("dropped_writes")
+                continue
+            tier, budget = self.tiers[index], self.budgets[index]
+            try:
+                if not budget.make_room(tenant, encoded.size):
+                    logger.warning("%s: no room for %d bytes of %s", tier.name, encoded.size, path)
+                    self._count("dropped_writes")
+                    continue
+                for marker in marker_paths(record):
+                    tier.put(marker, [note])
+                tier.put(path, [encoded])
+                budget.wrote(tenant, encoded.size)
+                self._breakers[index].succeeded()
+                self._count("writes")
+            except TierUnavailable as error:
+                self._count("dropped_writes")
+                self._failed(index, error)
+
+    def contains(self, path: str) -> bool:
+        """Whether some tier that answers has the path."""
+        for index, tier in enumerate(self.tiers):
+            if self._breakers[index].open:
+                continue
+            try:
+                if tier.contains(path):
+                    return True
+            except TierUnavailable as error:
+                self._failed(index, error)
+        return False
+
+    def remove(self, path: str) -> bool:
+        """Deletes a record from every tier, quarantined copies too. Raises TierUnavailable after trying all."""
+        removed, failure = False, None
+        for tier in self.tiers:
+            try:
+                for key in (path, QUARANTINE + path):
+                    removed = tier.delete(key) or removed
+            except TierUnavailable as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        return removed
+
+    def derived_from(self, content: str, tenant: str) -> tuple[set[str], list[tuple[Tier, str]]]:
+        """Paths of records derived from a content id, and their markers. Raises TierUnavailable."""
+        markers = [(tier, key) for tier in self.tiers for key in tier.keys(content_prefix(content, tenant))]
+        parsed = (Marker.parse(key) for _, key in markers)
+        return {marker.record for marker in parsed if marker is not None}, markers
+
+    def count(self) -> Counter[str]:
+        with self._lock:
+            return Counter(self.counts)
+
+    def _quarantine(self, tier: Tier, path: str, error: CorruptRecord) -> None:
+        logger.warning("%s: quarantined %s: %s", tier.name, path, error)
+        self._count("corrupt")
+        try:
+            if tier.quarantine(path):
+                self._count("quarantined")
+        except TierUnavailable as failure:
+            logger.warning("could not quarantine: %s", failure)
+
+    def _failed(self, index: int, error: TierUnavailable) -> None:
+        logger.warning("%s", error)
+        self._count("tier_errors")
+        self._breakers[index].failed()
+
+    def _count(self, name: str) -> None:
+        with self._lock:
+            self.counts[name] += 1
+
+    def _survey(self, tier: Tier, entries: Iterable[Entry]) -> list[Candidate]:
+        """What eviction may take: records with their cost from the markers; sweeps markers that lost their record."""
+        records: list[tuple[Entry, RecordPath]] = []
+        markers: dict[str, list[tuple[Entry, float]]] = {}
+        for entry in entries:
+            record, marker = RecordPath.parse(entry.key), Marker.parse(entry.key)
+            if record is not None:
+                records.append((entry, record))
+            elif marker is not None:
+                markers.setdefault(marker.record, []).append((entry, marker.recompute_seconds))
+        used = self._last_used()
+        candidates = []
+        for entry, record in records:
+            own = markers.pop(entry.key, [])
+            candidates.append(
+                Candidate(
+                    path=entry.key,
+                    tenant=record.tenant,
+                    size=entry.size,
+                    used=max(entry.used, used.get(entry.key, 0.0)),
+                    recompute_seconds=max((seconds for _, seconds in own), default=0.0),
+                    pinned=self._pinned(record.key),
+                    companions=tuple(marker.key for marker, _ in own),
+                )
+            )
+        deadline = time.time() - _ORPHAN_SECONDS
+        for orphans in markers.values():
+            for entry, _ in orphans:
+                if entry.used < deadline:
+                    tier.delete(entry.key)
+        return candidates
+
+
+class _Breaker:
+    """Leaves a tier alone for a while after several failures in a row."""
+
+    def __init__(self, failures: int, cooldown_s: float) -> None:
+        self._allowed = failures
+        self._cooldown = cooldown_s
+        self._failures = 0
+        self._until = 0.0
+
+    @property
+    def open(self) -> bool:
+        return time.monotonic() < self._until
+
+    def succeeded(self) -> None:
+        self._failures = 0
+
+    def failed(self) -> None:
+        self._failures += 1
+        if self._failures >= self._allowed:
+            self._until = time.monotonic() + self._cooldown
+            self._failures = 0
