@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from kvstore.errors import LibraryError
+from kvstore.errors import StoreError
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.handoff import BlockPool, Lease, PoolExhausted
 from prefill_workers.linker import ChunkOutcome, ChunkPlan, Linker, LinkPlan
@@ -290,7 +290,7 @@ class PrefillLoop:
         item = self._harvest[0]
         try:
             self._keep(item)
-        except (LibraryError, RuntimeError, OSError) as error:
+        except (StoreError, RuntimeError, OSError) as error:
             self._failures += 1
             logger.warning("chunk %s could not be kept: %s", item.chunk.span.content[:16], error)
         finally:
