@@ -1,7 +1,7 @@
 """The decode engine: stock vLLM with the stock NixlConnector, text-only.
 
-It is given plain token ids whose KV a prefill worker has linked, pulls that KV over NIXL and generates. It never sees an
-image: the linker has rotated the keys so that the last prompt token's position equals its index (DESIGN.md, hand-off).
+It is given plain token ids whose KV a prefill worker has linked, pulls that KV over NIXL and generates. It never sees
+an image: the linker has shifted the keys so that the last prompt token's position equals its index.
 
 Two things that are harmless in an ordinary engine would be wrong here, and are ruled out:
 - prefix caching: placeholder token ids of different images are equal, their KV is not;
@@ -150,7 +150,12 @@ class DecodeEngine:
         self.admission = Admission(blocks - 1, block_size)  # vLLM keeps block 0 as its null block
 
     async def generate(
-        self, token_ids: list[int], transfer: dict[str, Any] | None, params: SamplingParams, request_id: str, **options: Any
+        self,
+        token_ids: list[int],
+        transfer: dict[str, Any] | None,
+        params: SamplingParams,
+        request_id: str,
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream vLLM's outputs for a linked prompt.
 
@@ -162,10 +167,22 @@ class DecodeEngine:
         if transfer is not None:
             params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": transfer}
         budget = params.max_tokens if params.max_tokens is not None else self.max_model_len - len(token_ids)
-        async with self.admission.admit(min(len(token_ids) + budget, self.max_model_len), params.n or 1):
-            prompt = TokensPrompt(prompt_token_ids=token_ids)
-            async for output in self._engine.generate(prompt, params, request_id, **options):
-                yield output
+        admitted = False
+        try:
+            async with self.admission.admit(min(len(token_ids) + budget, self.max_model_len), params.n or 1):
+                admitted = True
+                prompt = TokensPrompt(prompt_token_ids=token_ids)
+                async for output in self._engine.generate(prompt, params, request_id, **options):
+                    yield output
+        finally:
+            if transfer is not None and not admitted:
+                await self.abandon(transfer, params.n or 1)
+
+    async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
+        """Let the prefill worker free KV that `readers` sequences of this engine will never pull."""
+        for reader in range(readers):
+            name = f"abandon-{transfer['remote_request_id']}-{reader}"
+            await self._engine.notify_kv_transfer_request_rejected(name, transfer)
 
     async def check_health(self) -> None:
         """Raises when the engine core died."""

@@ -1,6 +1,6 @@
 """The prefill engine: vLLM's executor with our worker extension, and the self-check that guards it.
 
-vLLM loads the model, sizes and registers the KV pool and runs the kernels; its scheduler is only used by the self-check.
+vLLM loads the model, sizes and registers the KV pool and runs the kernels; only the self-check uses its scheduler.
 Everything afterwards goes through `runs.RunsExtension`, on blocks that `handoff.BlockPool` owns.
 
 Checked on vLLM 0.32.0. Together with `runs.py` this is the only file that knows vLLM's internals.
@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from blake3 import blake3
 from torch import Tensor
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
@@ -24,6 +24,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, 
 from kvstore.layout import Layout
 from kvstore.patch import relocate
 from kvstore.rotary import RotaryScheme
+from prefill_workers.fingerprint import fingerprint
 from prefill_workers.runs import RunBatch, assemble
 from prefill_workers.sequence import LinkSequence, Run
 
@@ -208,18 +209,24 @@ class PrefillEngine:
         blocks = list(range(1, 2 + n // self.block_size))
         sequence = LinkSequence(tokens.int(), self._text_positions(0, n), blocks)
 
-        reference = self._llm.generate(
-            [{"prompt_token_ids": tokens.tolist()}],
-            SamplingParams(max_tokens=1, temperature=0, logprobs=5, detokenize=False),
-            use_tqdm=False,
-        )[0].outputs[0].logprobs[0]
+        reference = (
+            self._llm.generate(
+                [{"prompt_token_ids": tokens.tolist()}],
+                SamplingParams(max_tokens=1, temperature=0, logprobs=5, detokenize=False),
+                use_tqdm=False,
+            )[0]
+            .outputs[0]
+            .logprobs[0]
+        )
         cuts = [0, n // 3, n // 2, n]
-        split = [Run(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+        split = [Run(a, b) for a, b in pairwise(cuts)]
         outcomes = []
         for name, runs in (("forward equals vLLM's prefill", [Run(0, n)]), ("split runs equal one run", split)):
             logprobs = self.forward([(sequence, runs)], logits=True)[-1].log_softmax(-1)
             worst = max(abs(float(logprobs[token]) - entry.logprob) for token, entry in reference.items())
-            outcomes.append(CheckOutcome(name, worst <= (1e-4 if exact else 0.15), f"log-probability off by {worst:.2g}"))
+            outcomes.append(
+                CheckOutcome(name, worst <= (1e-4 if exact else 0.15), f"log-probability off by {worst:.2g}")
+            )
 
         stored = self.read_kv(blocks, 3, n - 5)
         spare = list(range(self.num_blocks - len(blocks), self.num_blocks))
@@ -253,22 +260,6 @@ class PrefillEngine:
     def _text_positions(self, first: int, count: int) -> Tensor:
         index = torch.arange(first, first + count)
         return index.expand(3, -1) if self.uses_mrope else index
-
-
-def fingerprint(model: Path) -> str:
-    """Identity of a checkpoint: its configuration, and name, size and samples of every weight file (64 hex digits)."""
-    digest = blake3()
-    for name in ("config.json", "preprocessor_config.json", "processor_config.json"):
-        if (model / name).exists():
-            digest.update(name.encode() + (model / name).read_bytes())
-    for file in sorted(model.glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}".encode())
-        with file.open("rb") as handle:
-            for step in range(16):
-                handle.seek(step * size // 16)
-                digest.update(handle.read(65536))
-    return digest.hexdigest()
 
 
 def self_check(checkpoint: Path) -> list[CheckOutcome]:

@@ -15,22 +15,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvstore.chunk import antecedent_key, canonical_key, embedding_key, patch_key
-from kvstore.layout import Layout
 from kvstore.format import CanonicalRecord, EmbeddingRecord, PatchRecord
 from kvstore.library import Library
 from kvstore.patch import PatchKind, apply, deficit, relocate
 from prefill_workers import policies
 from prefill_workers.engine import PrefillEngine
+from prefill_workers.patch_compiler import PatchJob
 from prefill_workers.policies import Mode, OperatingPoint
-from prefill_workers.runs import merge_runs
-from prefill_workers.sequence import Embedded, LinkSequence, Run
+from prefill_workers.sequence import Embedded, LinkSequence, Run, complement
 
 
 @dataclass(frozen=True)
@@ -124,20 +122,6 @@ class LinkPlan:
     def tokens_computed(self) -> int:
         """Prompt tokens that a forward computes."""
         return sum(len(run) for run in self.runs)
-
-
-@dataclass(frozen=True)
-class PatchJob:
-    """A deficit on its way to the patch compiler."""
-
-    key: str
-    kind: PatchKind
-    delta: Tensor  # [layers, tokens, features] fp32
-    layout: Layout
-    fingerprint: str
-    dtype: str
-    tenant: str
-    meta: Mapping[str, Any]
 
 
 class Linker:
@@ -246,7 +230,9 @@ class Linker:
             if not chunk.outcome.operating_point.reuses_kv:
                 continue
             assert chunk.canonical is not None
-            patch = chunk.patch.patch if chunk.patch and chunk.outcome.operating_point is OperatingPoint.PATCHED else None
+            patch = (
+                chunk.patch.patch if chunk.patch and chunk.outcome.operating_point is OperatingPoint.PATCHED else None
+            )
             kv = apply(chunk.canonical.kv, patch, chunk.start_position, self.engine.layout)
             self.engine.write_kv(kv, self.engine.slots(plan.sequence.blocks, chunk.span.start, chunk.span.stop))
 
@@ -319,12 +305,6 @@ class Linker:
                 meta={"content": chunk.span.content, "antecedents": list(chunk.antecedents)},
             )
         )
-
-
-def complement(reused: Sequence[Run], length: int) -> list[Run]:
-    """The runs of `length` tokens that `reused` (in order, disjoint) leaves to be computed."""
-    edges = [0, *(edge for run in reused for edge in (run.start, run.stop)), length]
-    return merge_runs([Run(a, b) for a, b in list(pairwise(edges))[::2]])
 
 
 def _reason(mode: Mode, point: OperatingPoint, canonical: bool, patch: bool) -> str:

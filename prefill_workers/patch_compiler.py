@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvstore.format import PatchRecord
+from kvstore.layout import Layout
 from kvstore.library import Library
-from kvstore.patch import form_patch
-from prefill_workers.linker import PatchJob
+from kvstore.patch import PatchKind, form_patch
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PatchJob:
+    """A deficit on its way to the patch compiler."""
+
+    key: str
+    kind: PatchKind
+    delta: Tensor  # [layers, tokens, features] fp32
+    layout: Layout
+    fingerprint: str
+    dtype: str
+    tenant: str
+    meta: Mapping[str, Any]
 
 
 class PatchCompiler:
@@ -25,7 +43,7 @@ class PatchCompiler:
     """
 
     def __init__(self, library: Library, rank: int | None, device: str | None = None) -> None:
-        self._library = library
+        self.library = library
         self._rank = rank
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.formed = 0
@@ -40,7 +58,7 @@ class PatchCompiler:
         record = PatchRecord(
             key=job.key, fingerprint=job.fingerprint, tenant=job.tenant, layout=job.layout, patch=patch, meta=job.meta
         )
-        self._library.put_patch(record)
+        self.library.put_patch(record)
         self.formed += 1
         self.seconds += time.perf_counter() - began
         logger.debug("patch %s: rank %d, %d bytes", job.key[:16], patch.rank, patch.nbytes)

@@ -1,8 +1,8 @@
 """Forward over runs: the vLLM worker extension behind the linker.
 
-A *run* is a contiguous stretch of one sequence that has to be computed; what lies between runs is KV that already sits
-in the sequence's blocks. Every run becomes one row of the attention batch, all rows of a sequence share its block table,
-and a row's sequence length is its run's end. Each layer writes the keys and values of all runs before it attends, so one
+A *run* is a contiguous stretch of one sequence that has to be computed; what lies between runs is KV that already
+sits in the sequence's blocks. Every run becomes one row of the attention batch, all rows of a sequence share its block
+table, and a row's sequence length is its run's end. Each layer writes the keys and values of all runs before it attends, so one
 forward gives exactly what a full prefill would, with no kernel change.
 
 | primitive          | what it does                                                        |
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -293,36 +292,3 @@ class RunsExtension:
             raise RuntimeError(f"rotary scaling of {type(rotary).__name__} is not supported: relocation is unproved")
         half = torch.arange(0, rotary.rotary_dim, 2, dtype=torch.float64) / rotary.rotary_dim
         return (1.0 / float(rotary.base) ** half).tolist()
-
-
-def split_runs(runs: Sequence[Run], budget: int) -> tuple[list[Run], list[Run]]:
-    """Cut `runs` after `budget` tokens: what to compute now, and what must wait for a later forward.
-
-    Tokens only attend to earlier tokens of their sequence, so any cut in sequence order is exact.
-    """
-    now: list[Run] = []
-    for i, run in enumerate(runs):
-        if budget <= 0:
-            return now, list(runs[i:])
-        if len(run) > budget:
-            cut = run.start + budget
-            return [*now, Run(run.start, cut)], [Run(cut, run.stop), *runs[i + 1 :]]
-        now.append(run)
-        budget -= len(run)
-    return now, []
-
-
-def merge_runs(runs: Sequence[Run]) -> list[Run]:
-    """Join runs that touch: fewer rows, same tokens. Runs must be in order and disjoint."""
-    for left, right in pairwise(runs):
-        if left.stop > right.start:
-            raise ValueError(f"runs overlap: {left} and {right}")
-    merged: list[Run] = []
-    for run in runs:
-        if not len(run):
-            continue
-        if merged and merged[-1].stop == run.start:
-            merged[-1] = Run(merged[-1].start, run.stop)
-        else:
-            merged.append(run)
-    return merged

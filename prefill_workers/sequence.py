@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -60,3 +61,42 @@ class LinkSequence:
                 local = (item.mask.long().cumsum(0) - 1)[local[carries]]
             rows.append(item.embeddings[local])
         return (torch.cat(rows) if rows and bool(mask.any()) else None), mask
+
+
+def complement(reused: Sequence[Run], length: int) -> list[Run]:
+    """The runs of `length` tokens that `reused` (in order, disjoint) leaves to be computed."""
+    edges = [0, *(edge for run in reused for edge in (run.start, run.stop)), length]
+    return merge_runs([Run(a, b) for a, b in list(pairwise(edges))[::2]])
+
+
+def split_runs(runs: Sequence[Run], budget: int) -> tuple[list[Run], list[Run]]:
+    """Cut `runs` after `budget` tokens: what to compute now, and what must wait for a later forward.
+
+    Tokens only attend to earlier tokens of their sequence, so any cut in sequence order is exact.
+    """
+    now: list[Run] = []
+    for i, run in enumerate(runs):
+        if budget <= 0:
+            return now, list(runs[i:])
+        if len(run) > budget:
+            cut = run.start + budget
+            return [*now, Run(run.start, cut)], [Run(cut, run.stop), *runs[i + 1 :]]
+        now.append(run)
+        budget -= len(run)
+    return now, []
+
+
+def merge_runs(runs: Sequence[Run]) -> list[Run]:
+    """Join runs that touch: fewer rows, same tokens. Runs must be in order and disjoint."""
+    for left, right in pairwise(runs):
+        if left.stop > right.start:
+            raise ValueError(f"runs overlap: {left} and {right}")
+    merged: list[Run] = []
+    for run in runs:
+        if not len(run):
+            continue
+        if merged and merged[-1].stop == run.start:
+            merged[-1] = Run(merged[-1].start, run.stop)
+        else:
+            merged.append(run)
+    return merged

@@ -1,7 +1,7 @@
 """The prefill loop: one thread that drives the engine.
 
-Each turn it frees what decode engines have read, admits waiting links while blocks last, places their reused chunks, and
-runs ONE forward over the runs of all admitted links up to a token budget; a long run goes on in the next turn. When no
+Each turn it frees what decode engines have read, admits waiting links while blocks last, places their reused chunks,
+and runs ONE forward over the runs of all admitted links up to a token budget; a long run goes on in the next turn. When no
 link waits it works off the harvest: canonical KV and deficits of what earlier links computed. A link that arrives
 meanwhile waits for one background forward at most.
 """
@@ -24,8 +24,7 @@ from kvstore.errors import StoreError
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.handoff import BlockPool, Lease, PoolExhausted
 from prefill_workers.linker import ChunkOutcome, ChunkPlan, Linker, LinkPlan
-from prefill_workers.runs import split_runs
-from prefill_workers.sequence import Run
+from prefill_workers.sequence import Run, split_runs
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,439 @@
+"""The Ray Serve application: one deployment per role, and the graph between them.
+
+| deployment     | holds                                   | called by            |
+|----------------|-----------------------------------------|----------------------|
+| Ingress        | vLLM's OpenAI server on our engine client | HTTP               |
+| VisionEncoder  | the vision tower                        | Ingress              |
+| PrefillWorker  | an engine over runs, the linker         | Ingress              |
+| PatchCompiler  | nothing but a library                   | PrefillWorker        |
+| DecodeWorker   | a stock, text-only vLLM engine          | Ingress              |
+| LibraryKeeper  | deletion, expiry, statistics            | Ingress              |
+
+A request goes HTTP → Ingress → (VisionEncoder →) PrefillWorker → NIXL → DecodeWorker → Ingress → HTTP. Workers read and
+write the library themselves; its data never passes through an actor.
+
+`build_app` is what `serve run serving.app:build_app config=PATH` and `serve deploy` take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from infra.vllm_env import vllm_environment
+from serving.config import OrbitServeConfig, RoleSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams
+
+    from prefill_workers.engine import EngineSpec
+    from prefill_workers.linker import LinkRequest
+    from prefill_workers.patch_compiler import PatchJob
+    from prefill_workers.worker import LinkResult
+
+logger = logging.getLogger(__name__)
+
+
+# -- roles ------------------------------------------------------------------------------------------------------------
+
+
+class VisionEncoder:
+    """Pixels to embeddings, for chunks that nobody has seen yet."""
+
+    def __init__(self, config: OrbitServeConfig) -> None:
+        settings = config.vision
+        _enter_vllm(settings, kv_cache_gib=1, nixl=False, in_process=True)
+        from prefill_workers.vision_encoder import VisionEncoder as Encoder
+
+        self._encoder = Encoder(engine_spec(config, tensor_parallel_size=1, hand_off=False))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vision")
+
+    async def encode(self, items: Sequence[tuple[str, Any]]) -> list[Tensor]:
+        """Embeddings [tokens, hidden] of (modality, processed item) pairs."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._encoder.encode, list(items))
+
+    async def stats(self) -> dict[str, Any]:
+        """How many images were encoded."""
+        return {"images": self._encoder.images}
+
+
+class PrefillWorker:
+    """Links requests; see `prefill_workers.linker`."""
+
+    def __init__(self, config: OrbitServeConfig, compiler: DeploymentHandle) -> None:
+        settings = config.prefill
+        _enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, nixl=True, in_process=True)
+        from kvstore.library import Library
+        from prefill_workers.engine import PrefillEngine
+        from prefill_workers.linker import Linker
+        from prefill_workers.worker import PrefillLoop
+
+        self._engine = PrefillEngine(engine_spec(config, settings.tensor_parallel_size, hand_off=True))
+        if settings.self_check:
+            for outcome in self._engine.require_self_check():
+                logger.info("self-check passed: %s (%s)", outcome.name, outcome.detail)
+        self._library = Library(config.library, self._engine.fingerprint)
+        self._compiler = compiler
+        linker = Linker(self._engine, self._library, config.patch.rank, self._submit)
+        self._linker = linker
+        self._loop = PrefillLoop(
+            self._engine,
+            linker,
+            budget=settings.max_batch_tokens,
+            max_queue=settings.max_queue,
+            lease_seconds=settings.lease_seconds,
+            owner=f"prefill-{os.getpid()}-{serve.get_replica_context().replica_id.unique_id}",
+            form=settings.form_patches,
+        )
+        self._planners = ThreadPoolExecutor(4, thread_name_prefix="plan")
+        self._loop.start()
+
+    def _submit(self, job: PatchJob) -> None:
+        self._compiler.compile.remote(job)
+
+    async def link(self, request: LinkRequest, indices: Sequence[int] = (), embeddings: Any = None) -> LinkResult:
+        """Link one request. Cancelling the call frees what it holds.
+
+        Raises:
+            PixelsNeeded: embeddings are missing; the caller encodes and calls again.
+            Overloaded: the queue is full.
+        """
+        given = dict(zip(indices, embeddings or (), strict=True))
+        loop = asyncio.get_running_loop()
+        plan = await loop.run_in_executor(self._planners, self._linker.plan, request, given)
+        future = self._loop.submit(plan)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._loop.abandon(future.result().lease)
+            raise
+
+    async def stats(self) -> dict[str, Any]:
+        """Loop and library counters."""
+        return {"loop": self._loop.stats(), "library": self._library.stats()}
+
+    async def flush(self) -> None:
+        """Wait until everything learnt so far is formed and stored (demo, tests)."""
+        from prefill_workers.worker import drain
+
+        await asyncio.to_thread(drain, self._loop)
+        await asyncio.to_thread(self._library.flush)
+
+    async def check_health(self) -> None:
+        """Raises when the loop's thread died."""
+        if not self._loop.alive():
+            raise RuntimeError("the prefill loop has ended")
+
+    def __del__(self) -> None:
+        if hasattr(self, "_loop"):
+            self._loop.stop()
+            self._library.close()
+
+
+class PatchCompiler:
+    """Deficits to stored patches."""
+
+    def __init__(self, config: OrbitServeConfig) -> None:
+        self._settings = config
+        self._compilers: dict[str, Any] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="compile")
+        self._queued = 0
+
+    async def compile(self, job: PatchJob) -> None:
+        """Form and store one patch."""
+        self._queued += 1
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, job)
+        finally:
+            self._queued -= 1
+
+    def _compile(self, job: PatchJob) -> None:
+        from kvstore.library import Library
+        from prefill_workers.patch_compiler import PatchCompiler as Compiler
+
+        compiler = self._compilers.get(job.fingerprint)
+        if compiler is None:
+            library = Library(self._settings.library, job.fingerprint)
+            compiler = self._compilers[job.fingerprint] = Compiler(library, self._settings.patch.rank)
+        compiler.compile(job)
+
+    async def flush(self) -> int:
+        """Wait until nothing is queued and everything is stored; returns how many patches were formed."""
+        while self._queued:
+            await asyncio.sleep(0.01)
+        for compiler in self._compilers.values():
+            await asyncio.to_thread(compiler.library.flush)
+        return sum(compiler.formed for compiler in self._compilers.values())
+
+
+class DecodeWorker:
+    """Stock vLLM; see `decode_workers.engine`."""
+
+    def __init__(self, config: OrbitServeConfig) -> None:
+        settings = config.decode
+        _enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, nixl=True, in_process=False)
+        from decode_workers.engine import DecodeEngine, DecodeSpec
+
+        model = config.model
+        self._engine = DecodeEngine(
+            DecodeSpec(
+                model=str(model.path),
+                dtype=model.dtype,
+                max_model_len=model.max_model_len,
+                block_size=config.prefill.block_size,
+                tensor_parallel_size=settings.tensor_parallel_size,
+                max_num_seqs=settings.max_num_seqs,
+                gpu_memory_utilization=settings.gpu_memory_utilization,
+                trust_remote_code=model.trust_remote_code,
+                seed=model.seed,
+            )
+        )
+
+    async def generate(
+        self,
+        token_ids: list[int],
+        transfer: dict[str, Any],
+        params: SamplingParams,
+        request_id: str,
+        options: dict[str, Any],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Stream outputs; the prompt's token ids stay here, the caller has them."""
+        async for output in self._engine.generate(token_ids, transfer, params, request_id, **options):
+            output.prompt_token_ids = None
+            yield output
+
+    async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
+        """Tell the prefill worker that nobody will read this lease."""
+        await self._engine.abandon(transfer, readers)
+
+    async def stats(self) -> Any:
+        """Queue lengths and reserved blocks."""
+        return self._engine.stats()
+
+    async def check_health(self) -> None:
+        """Raises when the engine core died."""
+        await self._engine.check_health()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_engine"):
+            self._engine.shutdown()
+
+
+class LibraryKeeper:
+    """What the library needs that is nobody's request: deletion, expiry, statistics."""
+
+    def __init__(self, config: OrbitServeConfig) -> None:
+        from kvstore.library import Library
+        from prefill_workers.fingerprint import fingerprint
+
+        self._library = Library(config.library, fingerprint(Path(config.model.path)))
+
+    async def delete_content(self, content: str, tenant: str) -> int:
+        """Remove everything derived from a content id; returns how many records went."""
+        return await asyncio.to_thread(self._library.delete_content, content, tenant)
+
+    async def stats(self) -> Any:
+        """The library's counters and bytes."""
+        return self._library.stats()
+
+
+@serve.ingress()
+class Ingress:
+    """The HTTP front end; see `serving.api.app`."""
+
+    async def __init__(self, config: OrbitServeConfig, **handles: DeploymentHandle) -> None:
+        _enter_vllm(config.ingress, kv_cache_gib=1, nixl=False, in_process=True)
+        from serving.api.app import build_api
+        from serving.engine_client import LinkedEngineClient, front_end_config
+
+        self._roles = RayRoles(handles)
+        client = LinkedEngineClient(front_end_config(config.model), self._roles)
+        await self._roles.warm_up(config)
+        self._app = await build_api(client, config, on_delete=self._forget)
+
+    async def _forget(self, content: str, tenant: str) -> None:
+        await self._roles.library.delete_content.remote(content, tenant)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self._app
+
+
+class RayRoles:
+    """`serving.engine_client.Roles` over Ray Serve handles."""
+
+    def __init__(self, handles: dict[str, DeploymentHandle]) -> None:
+        self.vision = handles["vision"]
+        self.prefill = handles["prefill"]
+        self.decode = handles["decode"].options(stream=True)
+        self._decode_once = handles["decode"]
+        self.library = handles["library"]
+
+    async def encode(self, items: Sequence[tuple[str, Any]]) -> Any:
+        """A future that Serve resolves on its way to the prefill worker: embeddings do not pass through here."""
+        return await _answer(self.vision.encode.remote(items))
+
+    async def link(self, request: LinkRequest, indices: Sequence[int], embeddings: Any) -> LinkResult:
+        """See `PrefillWorker.link`."""
+        return await _answer(self.prefill.link.remote(request, tuple(indices), embeddings))
+
+    async def generate(
+        self, token_ids: list[int], transfer: dict[str, Any], params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """See `DecodeWorker.generate`. Closing the generator aborts the request on its replica."""
+        stream = self.decode.generate.remote(token_ids, transfer, params, request_id, options)
+        try:
+            async for output in _stream(stream):
+                yield output
+        finally:
+            stream.cancel()
+
+    async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
+        """Best effort; leases end by time-out."""
+        self._decode_once.abandon.remote(transfer, readers)
+
+    async def warm_up(self, config: OrbitServeConfig) -> None:
+        """Send a tiny prompt for every pair of prefill and decode replica: a pair's first transfer shakes hands."""
+        from vllm.sampling_params import SamplingParams
+
+        from prefill_workers.linker import LinkRequest
+        from prefill_workers.policies import Mode
+
+        async def one(number: int) -> None:
+            tokens = list(range(1, 9))
+            name = f"warm-up-{number}"
+            linked = await self.link(LinkRequest(name, tokens, mode=Mode.OFF), (), None)
+            params = SamplingParams(max_tokens=2, temperature=0, detokenize=False, ignore_eos=True)
+            async for _ in self.generate(tokens, linked.transfer, params, name):
+                pass
+
+        pairs = config.prefill.replicas * config.decode.replicas
+        await asyncio.gather(*(one(number) for number in range(pairs)))
+
+    async def check_health(self) -> None:
+        """Serve restarts unhealthy replicas; an unanswered call means that a role has none."""
+        await asyncio.gather(
+            _answer(self.prefill.check_health.remote()), _answer(self._decode_once.check_health.remote())
+        )
+
+
+async def _answer(response: Any) -> Any:
+    from serving.engine_client import RoleUnavailable
+
+    try:
+        return await response
+    except RayTaskError as error:
+        raise error.cause if isinstance(error.cause, Exception) else error from None
+    except (RayActorError, DeploymentUnavailableError) as error:
+        raise RoleUnavailable(str(error)) from error
+    except asyncio.CancelledError:
+        response.cancel()
+        raise
+
+
+async def _stream(responses: Any) -> AsyncGenerator[Any, None]:
+    from serving.engine_client import RoleUnavailable
+
+    try:
+        async for item in responses:
+            yield item
+    except RayTaskError as error:
+        raise error.cause if isinstance(error.cause, Exception) else error from None
+    except (RayActorError, DeploymentUnavailableError) as error:
+        raise RoleUnavailable(str(error)) from error
+
+
+# -- the graph --------------------------------------------------------------------------------------------------------
+
+
+def build(config: OrbitServeConfig) -> serve.Application:
+    """The application graph of a configuration."""
+    compiler = _deployment(PatchCompiler, config.patch).bind(config)
+    return _deployment(Ingress, config.ingress).bind(
+        config,
+        vision=_deployment(VisionEncoder, config.vision).bind(config),
+        prefill=_deployment(PrefillWorker, config.prefill).bind(config, compiler),
+        decode=_deployment(DecodeWorker, config.decode).bind(config),
+        library=_deployment(LibraryKeeper, config.keeper).bind(config),
+    )
+
+
+def build_app(arguments: dict[str, str]) -> serve.Application:
+    """Application builder for `serve run serving.app:build_app config=PATH`.
+
+    Raises:
+        ValueError: no `config` argument.
+    """
+    if "config" not in arguments:
+        raise ValueError("serve run serving.app:build_app needs config=PATH, the YAML of an OrbitServeConfig")
+    return build(OrbitServeConfig.from_yaml(Path(arguments["config"])))
+
+
+def _deployment(role: type, settings: RoleSettings) -> Any:
+    environment = {"OMP_NUM_THREADS": str(settings.threads)} if settings.threads else {}
+    return serve.deployment(
+        role,
+        name=role.__name__,
+        num_replicas=settings.replicas,
+        max_ongoing_requests=settings.max_ongoing_requests,
+        health_check_period_s=settings.health_check_period_s,
+        graceful_shutdown_timeout_s=settings.graceful_shutdown_timeout_s,
+        ray_actor_options={
+            "num_cpus": settings.num_cpus,
+            "num_gpus": settings.num_gpus,
+            "runtime_env": {"env_vars": environment},
+        },
+    )
+
+
+def engine_spec(config: OrbitServeConfig, tensor_parallel_size: int, hand_off: bool) -> EngineSpec:
+    """What a prefill or vision engine is built from."""
+    from prefill_workers.engine import EngineSpec
+
+    model, prefill = config.model, config.prefill
+    return EngineSpec(
+        model=str(model.path),
+        dtype=model.dtype,
+        max_model_len=model.max_model_len,
+        block_size=prefill.block_size,
+        tensor_parallel_size=tensor_parallel_size,
+        max_batch_tokens=prefill.max_batch_tokens,
+        gpu_memory_utilization=prefill.gpu_memory_utilization,
+        trust_remote_code=model.trust_remote_code,
+        hand_off=hand_off,
+        seed=model.seed,
+    )
+
+
+def _enter_vllm(settings: RoleSettings, *, kv_cache_gib: int, nixl: bool, in_process: bool) -> None:
+    """Give this replica's process vLLM's environment. Must run before anything imports vLLM."""
+    os.environ.update(
+        vllm_environment(
+            kv_cache_gib=kv_cache_gib,
+            threads=settings.threads,
+            nixl_host=ray.util.get_node_ip_address(),
+            nixl_port=free_port() if nixl else None,
+            in_process_engine=in_process,
+        )
+    )
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,284 @@
+"""The engine that vLLM's OpenAI server talks to: ours.
+
+vLLM's serving code (chat templates, tools, logprobs, stop, n, structured output, streaming, usage) needs one thing from
+an engine: `generate`, from a rendered prompt to a stream of outputs. Here that is the way through the roles:
+
+    rendered prompt → segments → link on a prefill worker → NIXL → stock decode engine → outputs
+                          └ pixels needed? → vision encoder → link again with embeddings
+
+The roles are reached through `Roles`: Ray Serve handles in the application, plain objects in tests.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.engine.protocol import EngineClient
+from vllm.exceptions import GenerationError, VLLMValidationError
+from vllm.multimodal.inputs import MultiModalKwargsItem
+from vllm.outputs import RequestOutput
+from vllm.renderers import renderer_from_config
+from vllm.sampling_params import SamplingParams
+from vllm.tasks import SupportedTask
+from vllm.v1.engine.input_processor import InputProcessor
+
+from prefill_workers.linker import LinkRequest, PixelsNeeded
+from prefill_workers.policies import Mode
+from prefill_workers.worker import LinkResult, Overloaded
+from serving.api.errors import OverloadedError
+from serving.api.extension import ChunkReport, RequestTrace, current_trace
+from serving.config import ModelSettings
+from serving.segments import Delimiters, Segments, segment
+
+logger = logging.getLogger(__name__)
+
+
+class RoleUnavailable(Exception):
+    """A replica died or none answers; nothing was sent to the client on its behalf."""
+
+
+class Roles(Protocol):
+    """What the ingress needs of the other roles.
+
+    | primitive  | role           | raises                                        |
+    |------------|----------------|-----------------------------------------------|
+    | `encode`   | vision encoder | RoleUnavailable                               |
+    | `link`     | prefill worker | PixelsNeeded, Overloaded, RoleUnavailable     |
+    | `generate` | decode worker  | ValueError (request too large), RoleUnavailable |
+    | `abandon`  | decode worker  | nothing: best effort, leases end by time-out  |
+    """
+
+    async def encode(self, items: Sequence[tuple[str, MultiModalKwargsItem]]) -> Any:
+        """Embeddings of processed images, in whatever form `link` of the same object accepts."""
+
+    async def link(self, request: LinkRequest, indices: Sequence[int], embeddings: Any) -> LinkResult:
+        """Link a request; `embeddings` (from `encode`) belong to the chunks at `indices`."""
+
+    def generate(
+        self, token_ids: list[int], transfer: dict[str, Any], params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Stream a decode engine's outputs for a linked prompt."""
+
+    async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
+        """The linked KV will not be read: let the prefill worker free its blocks."""
+
+    async def check_health(self) -> None:
+        """Raises RoleUnavailable when a role has no healthy replica."""
+
+
+def _unsupported(name: str) -> Any:
+    async def method(self: EngineClient, *arguments: Any, **options: Any) -> Any:
+        raise VLLMValidationError(f"{name} is not available: the engines belong to the decode and prefill roles")
+
+    return method
+
+
+# What vLLM's protocol asks of an engine that owns its weights and cache; ours are spread over replicas.
+_NotOurs: Any = type(EngineClient)(
+    "_NotOurs",
+    (EngineClient,),
+    {
+        name: _unsupported(name)
+        for name in [
+            "encode",
+            "start_profile",
+            "stop_profile",
+            "reset_encoder_cache",
+            "reset_prefix_cache",
+            "sleep",
+            "wake_up",
+            "release_kv_cache_memory",
+            "is_sleeping",
+            "add_lora",
+            "pause_generation",
+            "resume_generation",
+            "is_paused",
+        ]
+    },
+)
+
+
+class LinkedEngineClient(_NotOurs):
+    """vLLM's `EngineClient` over the roles."""
+
+    def __init__(self, vllm_config: VllmConfig, roles: Roles) -> None:
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.renderer = renderer_from_config(vllm_config)
+        self.input_processor = InputProcessor(vllm_config, self.renderer)
+        self._roles = roles
+        self._delimiters = Delimiters.of(self.model_config)
+        self._failure: BaseException | None = None
+
+    # -- generate -----------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        prompt_text: str | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        kv_hints: Any = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Link and decode one rendered prompt. The request's trace is read now, not at the first output."""
+        if lora_request is not None:
+            raise VLLMValidationError("LoRA adapters are not supported", parameter="model")
+        options = {
+            "priority": priority,
+            "reasoning_ended": reasoning_ended,
+            "reasoning_parser_kwargs": reasoning_parser_kwargs,
+        }
+        return self._generate(prompt, sampling_params, request_id, current_trace(), options)
+
+    async def _generate(
+        self, prompt: Any, params: SamplingParams, request_id: str, trace: RequestTrace, options: dict[str, Any]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        segments = segment(prompt, self._delimiters)
+        request = LinkRequest(
+            request_id=request_id,
+            token_ids=segments.token_ids,
+            chunks=segments.chunks,
+            mode=Mode(trace.options.mode),
+            tenant=trace.tenant,
+            prefix=trace.prefix_tokens,
+            readers=params.n or 1,
+        )
+        trace.mark("rendered")
+        for attempt in (1, 2):
+            started = False
+            try:
+                linked = await self._link(request, segments, trace)
+                began = time.perf_counter()
+                outputs = self._roles.generate(
+                    segments.token_ids, linked.transfer, params, f"{request_id}-{attempt}", **options
+                )
+                try:
+                    async with aclosing(outputs):
+                        async for output in outputs:
+                            if not started:
+                                started = True
+                                trace.first_token(decode_ms=(time.perf_counter() - began) * 1e3)
+                            output.request_id = request_id
+                            output.prompt_token_ids = segments.token_ids
+                            output.num_cached_tokens = linked.tokens_reused
+                            yield output
+                finally:
+                    if not started:  # perhaps no decode engine ever heard of the lease
+                        await self._roles.abandon(linked.transfer, request.readers)
+                return
+            except RoleUnavailable as error:
+                if started or attempt == 2:
+                    raise GenerationError(f"a worker was lost: {error}") from error
+                logger.warning("request %s: %s; trying another replica", request_id, error)
+            except Overloaded as error:
+                raise OverloadedError(str(error)) from error
+            except ValueError as error:
+                raise VLLMValidationError(str(error)) from error
+
+    async def _link(self, request: LinkRequest, segments: Segments, trace: RequestTrace) -> LinkResult:
+        began = time.perf_counter()
+        vision_ms, encoded = 0.0, 0
+        try:
+            result = await self._roles.link(request, (), None)
+        except PixelsNeeded as needed:
+            encoding = time.perf_counter()
+            embeddings = await self._roles.encode([segments.items[i] for i in needed.chunks])
+            vision_ms = (time.perf_counter() - encoding) * 1e3
+            encoded = sum(segments.chunks[i].count for i in needed.chunks)
+            result = await self._roles.link(request, needed.chunks, embeddings)
+        report = trace.report
+        report.chunks = [
+            ChunkReport(
+                index=i,
+                tokens=outcome.tokens,
+                operating_point=outcome.operating_point,
+                antecedents=outcome.antecedents,
+                reason=outcome.reason,
+                rank=outcome.rank,
+            )
+            for i, outcome in enumerate(result.chunks)
+        ]
+        report.prompt_tokens = len(segments.token_ids)
+        report.tokens_reused = result.tokens_reused
+        report.tokens_computed = result.tokens_computed
+        report.vision_tokens_encoded = encoded
+        report.stages_ms |= result.stages_ms
+        report.stages_ms["link"] = (time.perf_counter() - began) * 1e3 - vision_ms
+        if encoded:
+            report.stages_ms["vision"] = vision_ms
+        return result
+
+    # -- the rest of vLLM's protocol ----------------------------------------------------------------------------------
+
+    async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
+        """This engine generates text."""
+        return ("generate",)
+
+    @property
+    def is_running(self) -> bool:
+        return self._failure is None
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._failure is not None
+
+    @property
+    def errored(self) -> bool:
+        return False
+
+    @property
+    def dead_error(self) -> BaseException:
+        return self._failure or RuntimeError("the engine is running")
+
+    async def check_health(self) -> None:
+        """Raises RoleUnavailable when a role has no healthy replica."""
+        await self._roles.check_health()
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Requests end when their output stream is closed; there is nothing else to abort."""
+
+    async def notify_kv_transfer_request_rejected(
+        self, request_id: str, kv_transfer_params: dict[str, Any], *, data_parallel_rank: int | None = None
+    ) -> None:
+        """Clients do not choose transfers here."""
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    async def do_log_stats(self) -> None:
+        """Workers report their own statistics."""
+
+    async def reset_mm_cache(self) -> None:
+        """Forget processed images."""
+        await self.renderer.clear_mm_cache_async()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stop the renderer's threads."""
+        self.renderer.shutdown()
+
+
+def front_end_config(model: ModelSettings) -> VllmConfig:
+    """vLLM's configuration of a model for a process that renders prompts and holds no weights."""
+    return AsyncEngineArgs(
+        model=str(model.path),
+        served_model_name=[model.served_name],
+        dtype=model.dtype,
+        max_model_len=model.max_model_len,
+        trust_remote_code=model.trust_remote_code,
+        seed=model.seed,
+    ).create_engine_config()

@@ -1,0 +1,70 @@
+"""Runs, sequences and operating points: the pure parts of linking."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefill_workers.policies import Mode, OperatingPoint, operating_point
+from prefill_workers.sequence import Embedded, LinkSequence, Run, complement, merge_runs, split_runs
+
+
+def test_runs_are_what_reuse_leaves():
+    assert complement([Run(2, 5), Run(7, 9)], 12) == [Run(0, 2), Run(5, 7), Run(9, 12)]
+    assert complement([], 4) == [Run(0, 4)]
+    assert complement([Run(0, 4)], 4) == []
+    assert complement([Run(0, 2), Run(2, 4)], 6) == [Run(4, 6)]
+
+
+def test_overlapping_runs_are_refused():
+    with pytest.raises(ValueError, match="overlap"):
+        merge_runs([Run(0, 3), Run(2, 4)])
+
+
+@given(st.lists(st.integers(0, 40), min_size=2, max_size=12, unique=True), st.integers(1, 50))
+def test_splitting_by_budget_computes_every_token_once_and_in_order(edges, budget):
+    edges = sorted(edges)
+    runs = [Run(a, b) for a, b in zip(edges[::2], edges[1::2], strict=False)]
+    seen: list[int] = []
+    rest = runs
+    while rest:
+        now, rest = split_runs(rest, budget)
+        count = sum(len(run) for run in now)
+        assert 0 < count <= budget
+        seen += [t for run in now for t in range(run.start, run.stop)]
+    assert seen == [t for run in runs for t in range(run.start, run.stop)]
+
+
+def test_embedding_rows_follow_the_mask_of_placeholders_that_carry_one():
+    rows = torch.arange(3.0)[:, None]
+    mask = torch.tensor([True, False, True, True])
+    sequence = LinkSequence(torch.zeros(10).int(), torch.arange(10), (), (Embedded(4, rows, mask),))
+    found, carries = sequence.embedding_rows(torch.tensor([3, 5, 6, 7]))
+    assert carries.tolist() == [False, False, True, True]
+    assert found is not None
+    assert found.flatten().tolist() == [1.0, 2.0]
+    none, carries = sequence.embedding_rows(torch.tensor([0, 1]))
+    assert none is None
+    assert not carries.any()
+
+
+@pytest.mark.parametrize(
+    ("mode", "stored", "expected"),
+    [
+        (Mode.AUTO, {"canonical", "patch", "embeddings"}, OperatingPoint.PATCHED),
+        (Mode.AUTO, {"canonical", "embeddings"}, OperatingPoint.RECOMPUTED),
+        (Mode.AUTO, {"patch", "embeddings"}, OperatingPoint.RECOMPUTED),
+        (Mode.AUTO, set(), OperatingPoint.ENCODED),
+        (Mode.EXACT, {"canonical", "patch", "embeddings"}, OperatingPoint.RECOMPUTED),
+        (Mode.FULL_REUSE, {"canonical", "patch"}, OperatingPoint.RELOCATED),
+        (Mode.FULL_REUSE, {"embeddings"}, OperatingPoint.RECOMPUTED),
+        (Mode.OFF, {"canonical", "patch", "embeddings"}, OperatingPoint.ENCODED),
+    ],
+)
+def test_operating_point(mode, stored, expected):
+    point = operating_point(
+        mode, canonical="canonical" in stored, patch="patch" in stored, embeddings="embeddings" in stored
+    )
+    assert point is expected
