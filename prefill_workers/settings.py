@@ -1,0 +1,25 @@
+"""Settings of the prefill role."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class PrefillSettings(BaseModel):
+    """The prefill worker: engine, linker and the loop that drives them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kv_cache_gib: int = Field(1, ge=1, description="KV pool in GiB (CPU; on GPUs see gpu_memory_utilization).")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of GPU memory that vLLM may take.")
+    tensor_parallel_size: int = Field(1, ge=1, description="Ranks over which one replica's model is split.")
+    block_size: int | None = Field(
+        None, description="Tokens per KV block, the same on decode workers. None: vLLM's choice for the platform."
+    )
+    max_batch_tokens: int = Field(4096, ge=64, description="Tokens of one forward; longer runs go on in the next one.")
+    max_queue: int = Field(256, ge=1, description="Links that may wait for blocks; further ones are answered 429.")
+    lease_seconds: float = Field(60.0, gt=0, description="How long linked KV waits for a decode engine to read it.")
+    form_patches: bool = Field(True, description="Keep what requests computed: canonical KV, embeddings and patches.")
+    self_check: bool = Field(
+        True, description="Compare with vLLM's own prefill at start and refuse to serve otherwise."
+    )

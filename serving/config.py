@@ -1,0 +1,180 @@
+"""The configuration of a deployment: one model per role, composed here, loaded once at the edge.
+
+`OrbitServeConfig.from_yaml` reads it; `orbitserve config` prints the defaults with their descriptions.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+
+from decode_workers.settings import DecodeSettings
+from kvstore.settings import FileSettings, LibrarySettings
+from prefill_workers.settings import PrefillSettings
+
+MIB = 1 << 20
+
+
+class ConfigError(ValueError):
+    """A configuration file that cannot be used; the message names the field."""
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSettings(_Settings):
+    """The model that is served."""
+
+    path: Path = Field(description="Directory of a Hugging Face checkpoint that vLLM can load.")
+    served_name: str = Field("", description="Name in the API; empty: the directory's name.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Weights and KV; auto: as stored."
+    )
+    max_model_len: int | None = Field(
+        None, ge=16, description="Longest prompt plus answer in tokens; None: the model's."
+    )
+    seed: int = Field(0, description="vLLM's seed for requests without one.")
+    trust_remote_code: bool = Field(False, description="Run code that comes with the checkpoint.")
+    chat_template: str | None = Field(None, description="Path or text of a chat template; None: the tokenizer's.")
+    enable_auto_tool_choice: bool = Field(True, description="Let the model call tools on its own.")
+    tool_call_parser: str | None = Field(
+        "hermes", description="vLLM's parser for the model's tool calls; None: no tools."
+    )
+    reasoning_parser: str | None = Field(None, description="vLLM's parser for the model's reasoning; None: none.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_after_directory(cls, values: object) -> object:
+        if isinstance(values, dict) and not values.get("served_name") and "path" in values:
+            return {**values, "served_name": Path(values["path"]).name}
+        return values
+
+
+class HttpSettings(_Settings):
+    """The HTTP surface and its limits."""
+
+    host: str = Field("127.0.0.1", description="Address of Ray Serve's proxy.")
+    port: int = Field(8000, ge=0, le=65535, description="Port of Ray Serve's proxy.")
+    max_body_bytes: int = Field(128 * MIB, ge=1, description="Largest request body; larger ones are answered 413.")
+    max_image_bytes: int = Field(20 * MIB, ge=1, description="Largest single image, as sent.")
+    max_image_pixels: int = Field(33_000_000, ge=1, description="Most pixels of an image, read from its header.")
+    max_images_per_request: int = Field(64, ge=1, description="Most images in one request.")
+    max_file_bytes: int = Field(64 * MIB, ge=1, description="Largest upload to /v1/files.")
+    max_concurrent_requests: int = Field(256, ge=1, description="Requests in progress; further ones are answered 429.")
+    allow_http_images: bool = Field(
+        False, description="Fetch http(s) image URLs. Private addresses are always refused."
+    )
+    http_image_timeout_s: float = Field(10.0, gt=0, description="Time allowed to fetch one image.")
+    api_keys: dict[str, str] = Field(
+        default_factory=dict, description="Bearer key to tenant. Empty: no key needed, one tenant named `local`."
+    )
+
+
+class RoleSettings(_Settings):
+    """What every deployment has: how many replicas, and what each gets."""
+
+    replicas: int = Field(1, ge=1, description="Replicas of the role.")
+    num_cpus: float = Field(0.1, ge=0, description="CPUs that Ray reserves for a replica.")
+    num_gpus: float = Field(0, ge=0, description="GPUs that Ray reserves for a replica.")
+    threads: int | None = Field(None, ge=1, description="OpenMP threads of a replica. None: as many as its CPUs.")
+    max_ongoing_requests: int = Field(256, ge=1, description="Calls in progress on a replica before Serve queues.")
+    health_check_period_s: float = Field(10.0, gt=0, description="Seconds between health checks.")
+    graceful_shutdown_timeout_s: float = Field(20.0, ge=0, description="Time to finish running calls on shutdown.")
+
+
+class IngressSettings(RoleSettings):
+    """The HTTP front end."""
+
+    max_ongoing_requests: int = Field(1024, ge=1, description="Calls in progress on a replica before Serve queues.")
+    processor_cache_gib: float = Field(1.0, ge=0, description="Processed images kept, so that repeats are not decoded.")
+
+
+class VisionSettings(RoleSettings):
+    """The vision encoder."""
+
+
+class PrefillRoleSettings(RoleSettings, PrefillSettings):
+    """The prefill worker."""
+
+
+class PatchSettings(RoleSettings):
+    """The patch compiler."""
+
+    rank: int | None = Field(32, ge=1, description="Rank of own patches per layer for keys and for values; None: full.")
+
+
+class DecodeRoleSettings(RoleSettings, DecodeSettings):
+    """The decode worker."""
+
+
+class LibraryRoleSettings(RoleSettings):
+    """The keeper of the library: deletion, expiry, statistics."""
+
+
+class OrbitServeConfig(_Settings):
+    """A whole deployment."""
+
+    model: ModelSettings
+    http: HttpSettings = HttpSettings()
+    library: LibrarySettings = LibrarySettings()
+    files: FileSettings = FileSettings()
+    files_url: str = Field(".orbitserve/files", description="Directory or fsspec URL of uploaded files.")
+    ingress: IngressSettings = IngressSettings()
+    vision: VisionSettings = VisionSettings()
+    prefill: PrefillRoleSettings = PrefillRoleSettings()
+    patch: PatchSettings = PatchSettings()
+    decode: DecodeRoleSettings = DecodeRoleSettings()
+    keeper: LibraryRoleSettings = LibraryRoleSettings()
+
+    @classmethod
+    def from_yaml(cls, path: Path) -> OrbitServeConfig:
+        """Read a configuration file.
+
+        Raises:
+            ConfigError: the file is missing, is not YAML, or a field is unknown or wrong (the message names it).
+        """
+        try:
+            values = yaml.safe_load(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} is not YAML: {error}") from error
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            problems = (f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors())
+            raise ConfigError(f"{path}: " + "; ".join(problems)) from error
+
+    def to_yaml(self) -> str:
+        """The configuration as YAML; secrets are left out."""
+        values = self.model_dump(mode="json", exclude_none=True)
+        for section in (values["library"], values["files"]):
+            section.pop("salt_secret", None)
+        return yaml.safe_dump(values, sort_keys=False)
+
+
+def documented(model: type[BaseModel], indent: int = 0) -> str:
+    """Every field of a settings model with its default and description, as commented YAML."""
+    lines: list[str] = []
+    pad = " " * indent
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            lines += [f"{pad}{name}:  # {(kind.__doc__ or '').strip().splitlines()[0]}", documented(kind, indent + 2)]
+            continue
+        default = field.get_default(call_default_factory=True)
+        if field.is_required():
+            shown = "<required>"
+        elif isinstance(default, SecretStr):
+            shown = '""'
+        else:
+            shown = re.sub(
+                r"\n\.\.\.$", "", yaml.safe_dump(str(default) if isinstance(default, Path) else default).strip()
+            )
+        lines.append(f"{pad}{name}: {shown}  # {field.description}")
+    return "\n".join(lines)
