@@ -13,7 +13,6 @@ def vllm_environment(
     threads: int | None = None,
     nixl_host: str = "127.0.0.1",
     nixl_port: int | None = None,
-    in_process_engine: bool = False,
 ) -> dict[str, str]:
     """Environment of a process that runs one vLLM engine.
 
@@ -22,12 +21,14 @@ def vllm_environment(
         threads: OpenMP threads of the process; None leaves the choice to Ray and OpenMP.
         nixl_host: address at which NIXL peers reach this process for their handshake.
         nixl_port: port of that handshake; None where the process exchanges no KV.
-        in_process_engine: run the engine core in the calling process instead of a child.
     """
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
         "VLLM_NIXL_SIDE_CHANNEL_HOST": nixl_host,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process_engine else "1",
+        # Prefill: the engine core lives in the calling process. Decode (AsyncLLM always starts a core of its own): on CPU
+        # the worker then lives in that core, instead of a further process that both spin on a queue to talk to; with
+        # that process a token of a tiny model took 100 ms on two cores.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         # The worker extension takes tensors and dataclasses as arguments; they only travel between our own processes.

