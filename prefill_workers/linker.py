@@ -26,6 +26,7 @@ from kvstore.library import Library
 from kvstore.patch import PatchKind, apply, deficit, relocate
 from prefill_workers import policies
 from prefill_workers.engine import PrefillEngine
+from prefill_workers.orbit import OrbitChunk, OrbitForming, arrange
 from prefill_workers.patch_compiler import PatchJob
 from prefill_workers.policies import Mode, OperatingPoint
 from prefill_workers.sequence import Embedded, LinkSequence, Run, complement
@@ -197,10 +198,13 @@ class Linker:
         fingerprint, tenant, mode = self.engine.fingerprint, request.tenant, request.mode
         outside = torch.cat([tokens[span.start : span.first], tokens[span.first + span.count : span.stop]])
         canonical_id = canonical_key(fingerprint, span.content, outside.tolist(), self._dtype)
-        behind = antecedent_key(request.prefix, antecedents, ordered=True)
-        own = patch_key(canonical_id, behind, PatchKind.own, self.rank)
-
-        patch = self.library.get_patch(own, tenant) if policies.looks_up_patch(mode) else None
+        own = self._patch_key(PatchKind.own, canonical_id, request.prefix, antecedents)
+        patch = None
+        if policies.looks_up_patch(mode):
+            patch = self.library.get_patch(own, tenant)
+            if patch is None:
+                orbit = self._patch_key(PatchKind.orbit, canonical_id, request.prefix, antecedents)
+                patch = self.library.get_patch(orbit, tenant)
         canonical = None
         if patch is not None or mode is Mode.FULL_REUSE:
             canonical = self.library.get_canonical(canonical_id, tenant)
@@ -217,10 +221,15 @@ class Linker:
             tokens=span.stop - span.start,
             operating_point=point,
             antecedents=len(antecedents),
-            reason=_reason(mode, point, canonical is not None, patch is not None),
+            reason=_reason(mode, point, canonical is not None, patch),
             rank=patch.patch.rank if patch is not None and point is OperatingPoint.PATCHED else None,
         )
         return ChunkPlan(span, canonical_id, own, antecedents, start, outcome, canonical, patch, stored)
+
+    def _patch_key(self, kind: PatchKind, canonical: str, prefix: Sequence[int], antecedents: Sequence[str]) -> str:
+        """Key of an own patch behind this list of antecedents, or of an orbit patch behind this set."""
+        behind = antecedent_key(prefix, antecedents, ordered=kind is PatchKind.own)
+        return patch_key(canonical, behind, kind, self.rank)
 
     # -- place --------------------------------------------------------------------------------------------------------
 
@@ -293,23 +302,86 @@ class Linker:
     def harvest(self, plan: LinkPlan, chunk: ChunkPlan, conditioned: Tensor, scratch: Sequence[int]) -> None:
         """Store a computed chunk's canonical KV and send its deficit (kamera.md eq. 2) to the patch compiler."""
         canonical = self.canonical(plan, chunk, scratch)
+        delta = deficit(conditioned, canonical.kv)
+        self._submit(chunk.patch_key, PatchKind.own, delta, plan.request.tenant, chunk.span.content, chunk.antecedents)
+
+    def _submit(
+        self, key: str, kind: PatchKind, delta: Tensor, tenant: str, content: str, antecedents: Sequence[str]
+    ) -> None:
         self._submit_patch(
             PatchJob(
-                key=chunk.patch_key,
-                kind=PatchKind.own,
-                delta=deficit(conditioned, canonical.kv),
+                key=key,
+                kind=kind,
+                delta=delta,
                 layout=self.engine.layout,
                 fingerprint=self.engine.fingerprint,
                 dtype=self._dtype,
-                tenant=plan.request.tenant,
-                meta={"content": chunk.span.content, "antecedents": list(chunk.antecedents)},
+                tenant=tenant,
+                meta={"content": content, "antecedents": list(antecedents)},
             )
         )
 
+    # -- orbit --------------------------------------------------------------------------------------------------------
 
-def _reason(mode: Mode, point: OperatingPoint, canonical: bool, patch: bool) -> str:
-    if point is OperatingPoint.PATCHED:
-        return "stored patch for these antecedents"
+    def orbit(self, plan: LinkPlan) -> OrbitForming | None:
+        """The orbit patches that a finished plan's chunks still lack; None when there is nothing to form."""
+        request = plan.request
+        keys = [chunk.canonical_key for chunk in plan.chunks]
+        if len(keys) < 2 or len(set(keys)) < len(keys):
+            return None
+        last = plan.chunks[-1]
+        whole_set = self._patch_key(PatchKind.orbit, last.canonical_key, request.prefix, keys[:-1])
+        if self.library.get_patch(whole_set, request.tenant) is not None:
+            return None
+        chunks = []
+        for chunk in plan.chunks:
+            embeddings = chunk.embeddings
+            if embeddings is None:
+                key = embedding_key(self.engine.fingerprint, chunk.span.content)
+                stored = self.library.get_embedding(key, request.tenant)
+                if stored is None:
+                    return None
+                embeddings = stored.embeddings
+            span, whole = chunk.span, plan.sequence
+            chunks.append(
+                OrbitChunk(
+                    key=chunk.canonical_key,
+                    content=span.content,
+                    token_ids=whole.token_ids[span.start : span.stop],
+                    positions=whole.positions[..., span.start : span.stop] - chunk.start_position,
+                    embeddings=embeddings,
+                    first=span.first - span.start,
+                    mask=span.is_embed,
+                )
+            )
+        return OrbitForming(request.prefix, tuple(chunks), request.tenant)
+
+    def orbit_step(self, forming: OrbitForming, scratch: Sequence[int]) -> bool:
+        """Run the next order of a forming set; returns False, with the patches sent off, when all have run."""
+        order = next(forming.orders, None)
+        if order is None:
+            for (key, predecessors), delta in forming.means().items():
+                content = next(chunk.content for chunk in forming.chunks if chunk.key == key)
+                orbit = self._patch_key(PatchKind.orbit, key, forming.prefix, sorted(predecessors))
+                self._submit(orbit, PatchKind.orbit, delta, forming.tenant, content, sorted(predecessors))
+            return False
+        sequence, placed = arrange(forming.prefix, order, scratch)
+        self.engine.forward([(sequence, [Run(0, len(sequence))])])
+        before: frozenset[str] = frozenset()
+        for place in placed:
+            canonical = self.library.get_canonical(place.chunk.key, forming.tenant)
+            if canonical is None:  # evicted meanwhile: nothing to measure the deficit against
+                return False
+            kv = self.engine.read_kv(scratch, place.start, len(place.chunk.token_ids))
+            conditioned = relocate(kv, -place.position, self.engine.layout)
+            forming.add(place.chunk.key, before, deficit(conditioned, canonical.kv))
+            before |= {place.chunk.key}
+        return True
+
+
+def _reason(mode: Mode, point: OperatingPoint, canonical: bool, patch: PatchRecord | None) -> str:
+    if point is OperatingPoint.PATCHED and patch is not None:
+        return f"stored {patch.patch.kind} patch for these antecedents"
     if point is OperatingPoint.RELOCATED:
         return "mode full-reuse: canonical KV, no patch"
     if mode in (Mode.EXACT, Mode.OFF):

@@ -20,6 +20,12 @@ class PrefillSettings(BaseModel):
     max_queue: int = Field(256, ge=1, description="Links that may wait for blocks; further ones are answered 429.")
     lease_seconds: float = Field(60.0, gt=0, description="How long linked KV waits for a decode engine to read it.")
     form_patches: bool = Field(True, description="Keep what requests computed: canonical KV, embeddings and patches.")
+    orbit_chunks: int = Field(
+        3,
+        ge=0,
+        le=4,
+        description="Run all orders of up to this many chunks when idle, so that any order links. 0: never.",
+    )
     self_check: bool = Field(
         True, description="Compare with vLLM's own prefill at start and refuse to serve otherwise."
     )

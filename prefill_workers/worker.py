@@ -24,9 +24,12 @@ from kvstore.errors import StoreError
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.handoff import BlockPool, Lease, PoolExhausted
 from prefill_workers.linker import ChunkOutcome, ChunkPlan, Linker, LinkPlan
+from prefill_workers.orbit import OrbitForming
 from prefill_workers.sequence import Run, split_runs
 
 logger = logging.getLogger(__name__)
+
+_MAX_ORBITS = 64  # sets that wait for their orbit patches; the oldest give way
 
 
 class Overloaded(RuntimeError):
@@ -89,6 +92,7 @@ class PrefillLoop:
         budget: tokens of one forward at most.
         max_queue: links that may wait; more are refused with `Overloaded`.
         form: whether computed chunks are kept (canonical KV, patches) in the background.
+        orbit_chunks: largest set of chunks whose orders are all run in the background for orbit patches; 0: none.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class PrefillLoop:
         lease_seconds: float,
         owner: str,
         form: bool = True,
+        orbit_chunks: int = 3,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine, self._linker = engine, linker
@@ -113,6 +118,9 @@ class PrefillLoop:
         self._waiting: deque[_Job] = deque()
         self._running: list[_Job] = []
         self._harvest: deque[_Harvest] = deque()
+        self._orbits: deque[LinkPlan] = deque(maxlen=_MAX_ORBITS)
+        self._forming: OrbitForming | None = None
+        self._orbit_chunks = orbit_chunks
         self._abandoned: deque[str] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -156,7 +164,7 @@ class PrefillLoop:
         return LoopStats(
             waiting=len(self._waiting),
             running=len(self._running),
-            harvest=len(self._harvest),
+            harvest=len(self._harvest) + len(self._orbits) + (self._forming is not None),
             blocks_free=self._pool.free,
             blocks_total=self._pool.total,
             leases=self._pool.leases,
@@ -183,7 +191,7 @@ class PrefillLoop:
     def _run(self) -> None:
         while True:
             with self._wake:
-                if not (self._waiting or self._running or self._harvest or self._abandoned or self._stopping):
+                if not (self._has_work() or self._abandoned or self._stopping):
                     # leases end by a NIXL notification, which has no descriptor to wait on: poll while any is out
                     self._wake.wait(0.005 if self._pool.leases else 0.5)
                 if self._stopping and not self._running:
@@ -195,8 +203,15 @@ class PrefillLoop:
             self._admit()
             if self._running:
                 self._step()
-            elif self._harvest and not self._waiting:
+            elif self._waiting:
+                time.sleep(0.0005)  # no block is free: wait for a decode engine to read, without spinning
+            elif self._harvest:
                 self._harvest_one()
+            elif self._forming or self._orbits:
+                self._orbit_one()
+
+    def _has_work(self) -> bool:
+        return bool(self._waiting or self._running or self._harvest or self._orbits or self._forming)
 
     def _free_blocks(self) -> None:
         while self._abandoned:
@@ -272,6 +287,8 @@ class PrefillLoop:
             for chunk in self._linker.harvestable(plan):
                 self._pool.hold(job.lease.id)
                 self._harvest.append(_Harvest(plan, chunk, job.lease.id))
+            if 1 < len(plan.chunks) <= self._orbit_chunks and self._linker.harvestable(plan):
+                self._orbits.append(plan)
         result = LinkResult(
             lease=job.lease.id,
             transfer=self._engine.transfer_parameters(job.lease.id, job.lease.blocks, len(plan.sequence)),
@@ -306,6 +323,19 @@ class PrefillLoop:
             logger.info("a chunk of %d tokens is too long for a background forward; not kept", tokens)
             return
         self._linker.harvest(item.plan, item.chunk, conditioned, self._scratch)
+
+    def _orbit_one(self) -> None:
+        try:
+            if self._forming is None:
+                self._forming = self._linker.orbit(self._orbits.popleft())
+                return
+            fits = self._forming.tokens <= len(self._scratch) * self._engine.block_size
+            if not fits or not self._linker.orbit_step(self._forming, self._scratch):
+                self._forming = None
+        except (StoreError, RuntimeError, OSError) as error:
+            self._failures += 1
+            self._forming = None
+            logger.warning("orbit patches could not be formed: %s", error)
 
     def _make_room(self) -> bool:
         """Give up harvests that hold blocks somebody waits for. Returns whether any block came free."""

@@ -34,6 +34,7 @@ from ray.serve.handle import DeploymentHandle
 
 from infra.vllm_env import vllm_environment
 from serving.config import OrbitServeConfig, RoleSettings
+from serving.errors import RoleUnavailable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +57,7 @@ class VisionEncoder:
 
     def __init__(self, config: OrbitServeConfig) -> None:
         settings = config.vision
-        _enter_vllm(settings, kv_cache_gib=1, nixl=False, in_process=True)
+        _enter_vllm(settings, kv_cache_gib=1, nixl=False)
         from prefill_workers.vision_encoder import VisionEncoder as Encoder
 
         self._encoder = Encoder(engine_spec(config, tensor_parallel_size=1, hand_off=False))
@@ -76,7 +77,7 @@ class PrefillWorker:
 
     def __init__(self, config: OrbitServeConfig, compiler: DeploymentHandle) -> None:
         settings = config.prefill
-        _enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, nixl=True, in_process=True)
+        _enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, nixl=True)
         from kvstore.library import Library
         from prefill_workers.engine import PrefillEngine
         from prefill_workers.linker import Linker
@@ -98,6 +99,7 @@ class PrefillWorker:
             lease_seconds=settings.lease_seconds,
             owner=f"prefill-{os.getpid()}-{serve.get_replica_context().replica_id.unique_id}",
             form=settings.form_patches,
+            orbit_chunks=settings.orbit_chunks,
         )
         self._planners = ThreadPoolExecutor(4, thread_name_prefix="plan")
         self._loop.start()
@@ -186,7 +188,7 @@ class DecodeWorker:
 
     def __init__(self, config: OrbitServeConfig) -> None:
         settings = config.decode
-        _enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, nixl=True, in_process=False)
+        _enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, nixl=True)
         from decode_workers.engine import DecodeEngine, DecodeSpec
 
         model = config.model
@@ -257,7 +259,7 @@ class Ingress:
     """The HTTP front end; see `serving.api.app`."""
 
     async def __init__(self, config: OrbitServeConfig, **handles: DeploymentHandle) -> None:
-        _enter_vllm(config.ingress, kv_cache_gib=1, nixl=False, in_process=True)
+        _enter_vllm(config.ingress, kv_cache_gib=1, nixl=False)
         from serving.api.app import build_api
         from serving.engine_client import LinkedEngineClient, front_end_config
 
@@ -332,8 +334,6 @@ class RayRoles:
 
 
 async def _answer(response: Any) -> Any:
-    from serving.engine_client import RoleUnavailable
-
     try:
         return await response
     except RayTaskError as error:
@@ -346,8 +346,6 @@ async def _answer(response: Any) -> Any:
 
 
 async def _stream(responses: Any) -> AsyncGenerator[Any, None]:
-    from serving.engine_client import RoleUnavailable
-
     try:
         async for item in responses:
             yield item
@@ -419,7 +417,7 @@ def engine_spec(config: OrbitServeConfig, tensor_parallel_size: int, hand_off: b
     )
 
 
-def _enter_vllm(settings: RoleSettings, *, kv_cache_gib: int, nixl: bool, in_process: bool) -> None:
+def _enter_vllm(settings: RoleSettings, *, kv_cache_gib: int, nixl: bool) -> None:
     """Give this replica's process vLLM's environment. Must run before anything imports vLLM."""
     os.environ.update(
         vllm_environment(
@@ -427,7 +425,6 @@ def _enter_vllm(settings: RoleSettings, *, kv_cache_gib: int, nixl: bool, in_pro
             threads=settings.threads,
             nixl_host=ray.util.get_node_ip_address(),
             nixl_port=free_port() if nixl else None,
-            in_process_engine=in_process,
         )
     )
 

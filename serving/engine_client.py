@@ -34,13 +34,10 @@ from prefill_workers.worker import LinkResult, Overloaded
 from serving.api.errors import OverloadedError
 from serving.api.extension import ChunkReport, RequestTrace, current_trace
 from serving.config import ModelSettings
+from serving.errors import RoleUnavailable
 from serving.segments import Delimiters, Segments, segment
 
 logger = logging.getLogger(__name__)
-
-
-class RoleUnavailable(Exception):
-    """A replica died or none answers; nothing was sent to the client on its behalf."""
 
 
 class Roles(Protocol):

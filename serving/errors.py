@@ -1,0 +1,7 @@
+"""Errors that travel between the roles and the HTTP surface."""
+
+from __future__ import annotations
+
+
+class RoleUnavailable(Exception):
+    """A replica died or none answers; nothing was sent to the client on its behalf."""
