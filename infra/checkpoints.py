@@ -5,8 +5,9 @@ seconds, needs no network, and the same recipe gives the same bytes.
 
 The weights are random but not shapeless. Fan-in scaled initialisation keeps every layer's contribution to the residual
 stream at the same size, attention is sharp enough that far tokens (images included) change the answer, and the logits
-spread by `LOGIT_SPREAD`, so that greedy answers vary and are rarely decided by rounding. Only printable ASCII tokens have
-output weights: answers are readable, stream token by token, and end at `max_tokens` and never earlier.
+spread by `LOGIT_SPREAD`, so that greedy answers vary and are rarely decided by rounding: for the tiny model the best
+token leads by 0.5 in the median, while bf16 moves a logit by 0.008 in the median and by 0.13 at most. Only printable
+ASCII tokens have output weights: greedy answers are readable, stream token by token, and end at `max_tokens`.
 """
 
 import argparse
@@ -50,7 +51,7 @@ CHAT_TEMPLATE = (Path(__file__).parent / "qwen2_5_vl.jinja").read_text()
 
 @dataclass(frozen=True)
 class Qwen25VL:
-    """Sizes of a Qwen2.5-VL shaped model. Its vision tower always has 4 heads and one full-attention layer, the last."""
+    """Sizes of a Qwen2.5-VL shaped model. Its vision tower has 4 heads and one full-attention layer, the last."""
 
     vocabulary: int
     hidden: int
@@ -103,16 +104,15 @@ def checkpoint_path(name: str, out: Path = DEFAULT_OUT) -> Path:
 
 def _stamp(recipe: Qwen25VL) -> str:
     """Identity of what would be written: the recipe, the chat template and this file."""
-    return sha256(
-        json.dumps(asdict(recipe)).encode() + CHAT_TEMPLATE.encode() + Path(__file__).read_bytes()
-    ).hexdigest()
+    parts = (json.dumps(asdict(recipe)), CHAT_TEMPLATE, Path(__file__).read_text())
+    return sha256("\0".join(parts).encode()).hexdigest()
 
 
 def _is_current(target: Path, stamp: str) -> bool:
     return (target / STAMP).is_file() and (target / STAMP).read_text() == stamp
 
 
-# -- tokenizer and processor ---------------------------------------------------------------------------------------------
+# -- tokenizer and processor -------------------------------------------------------------------------------------------
 
 
 def byte_vocabulary(size: int) -> list[str]:
@@ -167,7 +167,7 @@ def printable_tokens(tokens: "PreTrainedTokenizerFast") -> list[int]:
     ]
 
 
-# -- weights -------------------------------------------------------------------------------------------------------------
+# -- weights -----------------------------------------------------------------------------------------------------------
 
 
 def initialise(model: "torch.nn.Module", seed: int, answer_tokens: Sequence[int]) -> None:

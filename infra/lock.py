@@ -36,20 +36,20 @@ def archive_hashes(pins: list[str]) -> dict[str, str]:
             [sys.executable, "-m", "pip", *dry_run, "--report", str(report), "-r", str(requirements)], check=True
         )
         chosen = json.loads(report.read_text())["install"]
-    return {
-        f"{item['metadata']['name']}=={item['metadata']['version']}": item["download_info"]["archive_info"]["hashes"][
-            "sha256"
-        ]
-        for item in chosen
-    }
+    hashes = {}
+    for item in chosen:
+        package = item["metadata"]
+        hashes[f"{package['name']}=={package['version']}"] = item["download_info"]["archive_info"]["hashes"]["sha256"]
+    return hashes
 
 
 def render(hashes: dict[str, str]) -> str:
     """The lock file's text: one pin with its hash per entry, sorted, and nothing about where archives were found."""
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
     header = [
-        f"# CPU set for {platform.system()} {platform.machine()}, Python {sys.version_info.major}.{sys.version_info.minor}.",
-        "# Written by `make lock` from an environment that passed the tests; installed with --require-hashes --no-deps.",
-        f"# Left out on purpose: {', '.join(EXCLUDED)} (CUDA builds that break transformers' import beside a CPU torch).",
+        f"# CPU set for {platform.system()} {platform.machine()}, Python {python}.",
+        "# Written by `make lock` from a tested environment; installed with --require-hashes --no-deps.",
+        f"# Left out on purpose: {', '.join(EXCLUDED)} (CUDA builds that break transformers beside a CPU torch).",
     ]
     entries = [
         f"{pin} \\\n    --hash=sha256:{value}"

@@ -30,7 +30,6 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-import psutil
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -72,11 +71,14 @@ def run_doctor(checkpoint: Path | None = None, ports: Sequence[int] = DEFAULT_PO
     results += run_probe(
         "nixl", remedy="KV moves over UCX: check that nothing forbids shared memory (/dev/shm) or loopback TCP"
     )
-    results += run_probe("ray", remedy="stop other local clusters (`ray stop`) and check /tmp/ray for its logs")
+    results += run_probe(
+        "ray",
+        remedy="stop other local clusters (`ray stop`) or wait until the machine is less busy; logs are in /tmp/ray",
+    )
     results += run_probe(
         "engine",
         str(checkpoint or checkpoint_path(DEFAULT_CHECKPOINT)),
-        environment=vllm_environment(kv_cache_gib=1, in_process_engine=True),
+        environment=vllm_environment(kv_cache_gib=1),
         remedy="do not serve with this engine: run `make setup`, then report the model, the processor and this line",
     )
     return results
@@ -98,7 +100,7 @@ def print_report(results: Iterable[CheckResult], console: Console | None = None)
     console.print(Text(f"{failed} of {len(results)} checks failed", "red") if failed else "all checks passed")
 
 
-# -- checks in this process ----------------------------------------------------------------------------------------------
+# -- checks in this process --------------------------------------------------------------------------------------------
 
 
 def check_packages(lock: Path) -> CheckResult:
@@ -129,20 +131,18 @@ def check_processor() -> CheckResult:
 
 def check_memory() -> CheckResult:
     """Memory that is available now."""
-    memory = psutil.virtual_memory()
-    detail = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
-    remedy = (
-        f"free memory until {MIN_MEMORY_BYTES // GIB} GiB are available, or lower `kv_cache_gib` of prefill and decode"
-    )
-    return _verdict("memory", memory.available >= MIN_MEMORY_BYTES, detail, remedy)
+    meminfo = re.findall(r"^(\w+): +(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
+    sizes = {name: int(kib) << 10 for name, kib in meminfo}
+    available, total = sizes.get("MemAvailable", 0), sizes.get("MemTotal", 0)
+    detail = f"{available / GIB:.1f} of {total / GIB:.1f} GiB available"
+    remedy = f"free memory until {MIN_MEMORY_BYTES // GIB} GiB are available, or lower `kv_cache_gib` of the roles"
+    return _verdict("memory", available >= MIN_MEMORY_BYTES, detail, remedy)
 
 
 def check_disk(folder: Path) -> CheckResult:
     """Free space where the library lies by default."""
     free = shutil.disk_usage(folder).free
-    remedy = (
-        f"the library and Ray's spill files need {MIN_DISK_BYTES // GIB} GiB: free some, or move `library` elsewhere"
-    )
+    remedy = f"the library and Ray need {MIN_DISK_BYTES // GIB} GiB: free some, or move the library elsewhere"
     return _verdict("disk", free >= MIN_DISK_BYTES, f"{free / GIB:.1f} GiB free in {folder}", remedy)
 
 
@@ -175,7 +175,7 @@ def _lock_file() -> Path:
     return Path(infra.__path__[0]) / "requirements-cpu.lock"
 
 
-# -- checks in processes of their own -------------------------------------------------------------------------------------
+# -- checks in processes of their own ----------------------------------------------------------------------------------
 
 
 def run_probe(
@@ -224,10 +224,8 @@ def _probe_nixl() -> list[CheckResult]:
     import torch
 
     api = importlib.import_module("nixl._api")  # nixl puts the module of its CUDA flavour there when it is imported
-    source, target = (
-        torch.arange(NIXL_BYTES, dtype=torch.int64).to(torch.uint8),
-        torch.zeros(NIXL_BYTES, dtype=torch.uint8),
-    )
+    source = torch.arange(NIXL_BYTES, dtype=torch.int64).to(torch.uint8)
+    target = torch.zeros_like(source)
     prefill, decode = (api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"])) for name in ("prefill", "decode"))
     registered = prefill.register_memory([source]), decode.register_memory([target])
     peer = decode.add_remote_agent(prefill.get_agent_metadata())

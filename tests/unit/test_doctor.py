@@ -1,0 +1,107 @@
+"""The doctor: every problem is one finding with a remedy, whatever the probe behind it does."""
+
+import io
+import socket
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from serving import doctor
+from serving.doctor import CheckResult, check_disk, check_packages, check_port, print_report, run_probe
+
+
+def probe_that_runs(code: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **options: object) -> list[CheckResult]:
+    """`run_probe` with an interpreter that runs `code` in place of the probe."""
+    script = tmp_path / "interpreter"
+    script.write_text(f"#!{sys.executable}\n{code}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(doctor.sys, "executable", str(script))
+    return run_probe("some probe", remedy="do this", **options)
+
+
+def test_a_package_of_another_version_and_a_missing_one_are_named(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    lock.write_text("# comment\npytest==0.1 \\\n    --hash=sha256:00\nno-such-package==1.0\n")
+    result = check_packages(lock)
+    assert not result.ok
+    assert f"pytest {metadata.version('pytest')} (want 0.1)" in result.detail
+    assert "no-such-package missing (want 1.0)" in result.detail
+    assert "make setup" in result.remedy
+
+
+def test_packages_as_locked_pass(tmp_path: Path) -> None:
+    lock = tmp_path / "some.lock"
+    lock.write_text(f"pytest=={metadata.version('pytest')}\nray[serve]=={metadata.version('ray')}\n")
+    assert check_packages(lock) == CheckResult("packages", True, "2 as in some.lock")
+
+
+def test_a_taken_port_fails_and_a_free_one_passes() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        taken = check_port(port)
+    assert not taken.ok
+    assert f":{port}" in taken.remedy
+    assert check_port(port).ok
+
+
+def test_too_little_disk_fails_with_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_disk(tmp_path).remedy == "" or not check_disk(tmp_path).ok
+    monkeypatch.setattr(doctor, "MIN_DISK_BYTES", 1 << 60)
+    result = check_disk(tmp_path)
+    assert not result.ok
+    assert f"{1 << 30} GiB" in result.remedy
+
+
+def test_findings_of_a_probe_arrive_between_noise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    finding = '[{"name": "a", "ok": true, "detail": "fine"}, {"name": "b", "ok": false, "detail": "broken"}]'
+    code = f"print('noise'); print({doctor._RESULT_MARK + finding!r}); print('more noise')"
+    results = probe_that_runs(code, monkeypatch, tmp_path)
+    assert results == [CheckResult("a", True, "fine"), CheckResult("b", False, "broken", "do this")]
+
+
+def test_a_probe_that_raises_reports_its_last_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    [result] = probe_that_runs("raise RuntimeError('no such kernel')", monkeypatch, tmp_path)
+    assert result == CheckResult("some probe", False, "exit status 1: RuntimeError: no such kernel", "do this")
+
+
+def test_a_probe_that_crashes_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    [result] = probe_that_runs("import os; os.abort()", monkeypatch, tmp_path)
+    assert not result.ok
+    assert "exit status -6" in result.detail
+
+
+def test_a_probe_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    [result] = probe_that_runs("import time; time.sleep(60)", monkeypatch, tmp_path, timeout_s=0.2)
+    assert not result.ok
+    assert "no result within" in result.detail
+
+
+def test_probes_see_the_environment_they_are_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code = (
+        "import json, os\n"
+        f"print('{doctor._RESULT_MARK}' + json.dumps([dict(name='x', ok=True, detail=os.environ['GIVEN'])]))"
+    )
+    [result] = probe_that_runs(code, monkeypatch, tmp_path, environment={"GIVEN": "yes"})
+    assert result.detail == "yes"
+
+
+def test_nixl_moves_bytes_on_this_machine() -> None:
+    [result] = run_probe("nixl", remedy="do this")
+    assert result.ok, result.detail
+    assert result.name == "NIXL loopback"
+
+
+def test_the_report_shows_remedies_of_failures_only() -> None:
+    out = io.StringIO()
+    results = [CheckResult("port 1", False, "taken [by x]", "stop x"), CheckResult("disk", True, "enough", "unused")]
+    print_report(results, Console(file=out, width=100))
+    text = out.getvalue()
+    assert "taken [by x]" in text
+    assert "stop x" in text
+    assert "unused" not in text
+    assert "1 of 2 checks failed" in text
