@@ -1,7 +1,115 @@
-"""Place-holder."""
+"""The operator for KV in host memory, fused: one pass reads, adds U Vᵀ, rotates and rounds a few tokens at a time.
 
-from typing import Any
+The plain torch version (`kvstore.patch`) passes over an fp32 copy several times. Compiled by numba on first use (some
+seconds, then cached on disk): call `apply` once while starting up. `apply` declines whatever it does not cover, and
+everything where numba is missing, so callers keep the torch version; a kernel for device memory fits beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvstore.layout import Layout
+
+if TYPE_CHECKING:
+    from kvstore.patch import Patch
+
+logger = logging.getLogger(__name__)
+Array = np.ndarray[Any, Any]
+
+_STYLES = {"neox": 1, "interleaved": 2}
+_RANKS = 8  # unrolled in `host_loops.add`
+_THREAD_NUMBERS = 1 << 17  # a second thread must have at least this many numbers to work on
+_NO_FACTOR = np.zeros((0, 0, 0), dtype=np.float32)
 
 
-def apply(*a: Any) -> bool:
-    return False
+@cache
+def _loops() -> Callable[..., None] | None:
+    """The compiled loops, or None where numba cannot provide them."""
+    try:
+        from kvstore.host_loops import patch_rows
+    except (ImportError, RuntimeError) as error:  # RuntimeError: numba found no place for its cache
+        logger.warning("KV on the host is patched by torch, more slowly: %s", error)
+        return None
+    return patch_rows
+
+
+def apply(kv: Tensor, patch: Patch | None, delta: int | float, layout: Layout, out: Tensor) -> bool:
+    """`kvstore.patch.apply` for checked arguments. False, with nothing written, if not covered.
+
+    Covers bf16 and fp32 in host memory whose features lie side by side.
+    """
+    on_host = kv.device.type == out.device.type == "cpu"
+    if not on_host or kv.dtype not in (torch.bfloat16, torch.float32) or kv.shape[1] == 0:
+        return False
+    if kv.stride(2) != 1 or out.stride(2) != 1:
+        return False
+    loops = _loops()
+    if loops is None:
+        return False
+    layers, tokens, features = kv.shape
+    style = _STYLES[layout.rotary.style] if delta != 0 else 0
+    segments = tuple(
+        (place.start, segment.features, segment.width, style if segment.rotary else 0)
+        for segment, place in zip(layout.segments, layout.slices().values(), strict=True)
+    )
+    lefts, rights, first_layer = _factors(patch, len(segments), layers)
+    cos, sin = (table.numpy() for table in layout.rotary.rotation(delta, "cpu"))
+    strides = (kv.stride(0), kv.stride(1), out.stride(0), out.stride(1))
+    shape, bf16 = (tokens, features), kv.dtype is torch.bfloat16
+    arguments = (_flat(kv), _flat(out), bf16, strides, shape, lefts, rights, first_layer, segments, cos, sin)
+
+    rows = layers * tokens
+    threads = max(1, min(torch.get_num_threads(), kv.numel() // _THREAD_NUMBERS))
+    bounds = [rows * part // threads for part in range(threads + 1)]
+    others = [_pool(threads).submit(loops, *arguments, *bounds[part : part + 2]) for part in range(1, threads)]
+    loops(*arguments, *bounds[:2])
+    for other in others:
+        other.result()
+    return True
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads - 1, thread_name_prefix="kvstore-apply")
+
+
+def _flat(tensor: Tensor) -> Array:
+    """All memory that the tensor spans, as one flat array of fp32 numbers or of bf16's bits."""
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    flat = tensor.detach().as_strided((span,), (1,))
+    return flat.numpy() if tensor.dtype is torch.float32 else flat.view(torch.uint16).numpy()
+
+
+def _factors(patch: Patch | None, segments: int, layers: int) -> tuple[tuple[Array, ...], tuple[Array, ...], int]:
+    """Per segment left [layers, tokens + 1, rank] and right [layers, rank, features], and the first patched layer.
+
+    Zeros where tokens and rank are rounded up to what the loops unroll.
+    """
+    if patch is None:
+        return (_NO_FACTOR,) * segments, (_NO_FACTOR,) * segments, layers
+    lefts, rights = [], []
+    for left, right in zip(patch.left, patch.right, strict=True):
+        (count, tokens, rank), features = left.shape, right.shape[1]
+        rounded = -(-rank // _RANKS) * _RANKS
+        lefts.append(np.zeros((count, tokens + 1, rounded), dtype=np.float32))
+        lefts[-1][:, :tokens, :rank] = _fp32(left)
+        rights.append(np.zeros((count, rounded, features), dtype=np.float32))
+        rights[-1][:, :rank] = _fp32(right).transpose(0, 2, 1)
+    return tuple(lefts), tuple(rights), patch.first_layer
+
+
+def _fp32(factor: Tensor) -> Array:
+    """A factor as fp32 numbers. By numpy: torch's threads would go on spinning on the cores that the loops need."""
+    if factor.dtype is torch.bfloat16:
+        bits = factor.detach().view(torch.uint16).numpy().astype(np.uint32)
+        return (bits << np.uint32(16)).view(np.float32)
+    return factor.detach().numpy().astype(np.float32, copy=False)
