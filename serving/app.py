@@ -264,7 +264,7 @@ class Ingress:
         from serving.engine_client import LinkedEngineClient, front_end_config
 
         self._roles = RayRoles(handles)
-        client = LinkedEngineClient(front_end_config(config.model), self._roles)
+        client = LinkedEngineClient(front_end_config(config.model, config.ingress.processor_cache_gib), self._roles)
         await self._roles.warm_up(config)
         self._app = await build_api(client, config, on_delete=self._forget)
 

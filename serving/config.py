@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
@@ -138,17 +138,32 @@ class OrbitServeConfig(_Settings):
         Raises:
             ConfigError: the file is missing, is not YAML, or a field is unknown or wrong (the message names it).
         """
+        return cls.load(path)
+
+    @classmethod
+    def load(
+        cls, path: Path | None, model: Path | None = None, host: str | None = None, port: int | None = None
+    ) -> OrbitServeConfig:
+        """Read a configuration file, if there is one, and put the given values over it.
+
+        Raises:
+            ConfigError: see `from_yaml`; or no model is named anywhere.
+        """
+        values: dict[str, Any] = _read(path) if path is not None else {}
+        for section, name, value in (("model", "path", model), ("http", "host", host), ("http", "port", port)):
+            if value is not None:
+                values[section] = {**(values.get(section) or {}), name: value}
+        source = str(path) if path is not None else "the command line"
+        if not (values.get("model") or {}).get("path"):
+            raise ConfigError(f"{source}: model.path: no checkpoint is named; pass --model PATH or a configuration")
         try:
-            values = yaml.safe_load(path.read_text())
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path} is not YAML: {error}") from error
-        try:
-            return cls.model_validate(values)
+            config = cls.model_validate(values)
         except ValidationError as error:
             problems = (f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors())
-            raise ConfigError(f"{path}: " + "; ".join(problems)) from error
+            raise ConfigError(f"{source}: " + "; ".join(problems)) from error
+        if not (config.model.path / "config.json").exists():
+            raise ConfigError(f"{source}: model.path: {config.model.path} holds no config.json; is it a checkpoint?")
+        return config
 
     def to_yaml(self) -> str:
         """The configuration as YAML; secrets are left out."""
@@ -156,6 +171,18 @@ class OrbitServeConfig(_Settings):
         for section in (values["library"], values["files"]):
             section.pop("salt_secret", None)
         return yaml.safe_dump(values, sort_keys=False)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if values is not None and not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected sections such as `model:`, found {type(values).__name__}")
+    return values or {}
 
 
 def documented(model: type[BaseModel], indent: int = 0) -> str:

@@ -269,7 +269,7 @@ class LinkedEngineClient(_NotOurs):
         self.renderer.shutdown()
 
 
-def front_end_config(model: ModelSettings) -> VllmConfig:
+def front_end_config(model: ModelSettings, processor_cache_gib: float) -> VllmConfig:
     """vLLM's configuration of a model for a process that renders prompts and holds no weights."""
     return AsyncEngineArgs(
         model=str(model.path),
@@ -278,4 +278,5 @@ def front_end_config(model: ModelSettings) -> VllmConfig:
         max_model_len=model.max_model_len,
         trust_remote_code=model.trust_remote_code,
         seed=model.seed,
+        mm_processor_cache_gb=processor_cache_gib,
     ).create_engine_config()

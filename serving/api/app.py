@@ -1,0 +1,145 @@
+"""The HTTP application: vLLM's OpenAI routes on our engine client, files, health and metrics.
+
+| route                                   | answered by                                   |
+|-----------------------------------------|-----------------------------------------------|
+| POST /v1/chat/completions               | vLLM's handler, see `chat.OrbitServingChat`   |
+| POST /v1/completions, /tokenize, ...    | vLLM's handlers; text only                    |
+| GET /v1/models                          | vLLM's handler                                |
+| /v1/files                               | `files`                                       |
+| GET /health, /metrics, /docs            | here                                          |
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from vllm.entrypoints.openai.chat_completion.api_router import router as chat_router
+from vllm.entrypoints.openai.completion.api_router import router as completion_router
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.models.api_router import router as models_router
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from vllm.entrypoints.serve.tokenize.api_router import router as tokenize_router
+from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
+from vllm.renderers.chat_utils import load_chat_template
+from vllm.renderers.online_renderer import OnlineRenderer
+
+from kvstore.files import FileStore
+from serving.api.auth import Authenticate, Limit
+from serving.api.chat import OrbitServingChat, refuse_unsupported
+from serving.api.extension import RequestTrace, set_trace
+from serving.api.files import OnDelete, files_router
+from serving.api.media import MediaResolver
+from serving.api.metrics import Metrics
+from serving.config import OrbitServeConfig
+from serving.engine_client import LinkedEngineClient
+
+_UNSUPPORTED_COMPLETION = {
+    "prompt_logprobs": "prompt_logprobs is not supported",
+    "echo": "echo is not supported",
+    "prompt_embeds": "prompt_embeds is not supported",
+    "use_beam_search": "beam search is not supported",
+    "kv_transfer_params": "kv_transfer_params belongs to the server",
+}
+
+
+class OrbitServingCompletion(OpenAIServingCompletion):
+    """vLLM's completion handler; prompts are text or token ids and go the same way as chats."""
+
+    async def create_completion(self, request: CompletionRequest, raw_request: Request | None = None) -> Any:
+        """Refuse what the decode engine cannot know, then answer as vLLM does."""
+        refuse_unsupported(request, _UNSUPPORTED_COMPLETION)
+        set_trace(RequestTrace(tenant=raw_request.state.tenant if raw_request is not None else "local"))
+        return await super().create_completion(request, raw_request)
+
+
+async def build_api(client: LinkedEngineClient, config: OrbitServeConfig, on_delete: OnDelete) -> FastAPI:
+    """The ASGI application of one ingress replica.
+
+    Args:
+        on_delete: called with (content id, tenant) when a tenant's last file of some content was deleted.
+    """
+    http, model = config.http, config.model
+    files = FileStore(config.files_url, config.files)
+    media = MediaResolver(http, files, config.files.salt_secret.get_secret_value().encode())
+    metrics = Metrics()
+
+    app = FastAPI(title="OrbitServe", description="Multimodal serving that does not pay twice for what it has seen.")
+    app.state.args = Namespace(log_error_stack=False)  # what vLLM's exception handlers look at
+    app.state.metrics = metrics
+    await _add_openai(app, client, config, media, metrics)
+    app.include_router(files_router(files, media, http.max_file_bytes, on_delete))
+    _add_operations(app, client, metrics)
+    init_exception_handler(app)
+    app.add_middleware(Limit, http.max_body_bytes, http.max_concurrent_requests, metrics)
+    app.add_middleware(Authenticate, http.api_keys)
+    app.state.model_name = model.served_name
+    return app
+
+
+async def _add_openai(
+    app: FastAPI, client: LinkedEngineClient, config: OrbitServeConfig, media: MediaResolver, metrics: Metrics
+) -> None:
+    model = config.model
+    template = load_chat_template(model.chat_template)
+    tools = {
+        "enable_auto_tools": model.enable_auto_tool_choice and model.tool_call_parser is not None,
+        "tool_parser": model.tool_call_parser,
+        "reasoning_parser": model.reasoning_parser or "",
+    }
+    models = OpenAIServingModels(client, [BaseModelPath(name=model.served_name, model_path=str(model.path))])
+    renderer = OnlineRenderer(
+        client.model_config,
+        client.renderer,
+        request_logger=None,
+        chat_template=template,
+        chat_template_content_format="auto",
+        **tools,
+    )
+    renderer.warmup()
+    shared: dict[str, Any] = {
+        "online_renderer": renderer,
+        "request_logger": None,
+        "enable_prompt_tokens_details": True,
+    }
+    app.state.engine_client = client
+    app.state.openai_serving_models = models
+    app.state.openai_serving_chat = OrbitServingChat(
+        client,
+        models,
+        "assistant",
+        chat_template=template,
+        chat_template_content_format="auto",
+        media=media,
+        metrics=metrics,
+        **tools,
+        **shared,
+    )
+    app.state.openai_serving_completion = OrbitServingCompletion(client, models, **shared)
+    app.state.serving_tokenization = ServingTokenization(
+        models, renderer, request_logger=None, chat_template=template, chat_template_content_format="auto"
+    )
+    for router in (models_router, completion_router, tokenize_router):
+        app.include_router(router)
+    for route in chat_router.routes:
+        if route.path == "/v1/chat/completions":  # vLLM's router has a batch route besides
+            app.router.routes.append(route)
+
+
+def _add_operations(app: FastAPI, client: LinkedEngineClient, metrics: Metrics) -> None:
+    @app.get("/health", summary="Whether every role answers", tags=["operations"])
+    async def health() -> JSONResponse:
+        try:
+            await client.check_health()
+        except Exception as error:
+            return JSONResponse({"status": "unhealthy", "reason": str(error)}, 503)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics", summary="Prometheus metrics", tags=["operations"])
+    async def prometheus() -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4")

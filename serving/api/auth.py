@@ -1,0 +1,122 @@
+"""Middleware: who asks, how much they may send, and how many requests are in progress."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+
+from serving.api.errors import error_body
+from serving.api.metrics import Metrics
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+LOCAL_TENANT = "local"
+_OPEN_PATHS = frozenset({"/health", "/metrics", "/docs", "/openapi.json", "/redoc"})
+
+
+class Authenticate:
+    """Bearer key to tenant, in `scope["state"]["tenant"]`. Without configured keys everyone is the local tenant."""
+
+    def __init__(self, app: App, api_keys: Mapping[str, str]) -> None:
+        self._app = app
+        self._keys = {key.encode(): tenant for key, tenant in api_keys.items()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        tenant = self._tenant(Headers(scope=scope).get("authorization", ""))
+        if tenant is None and scope["path"] not in _OPEN_PATHS:
+            body = error_body("missing or unknown API key", HTTPStatus.UNAUTHORIZED)
+            await JSONResponse(body, 401, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)
+            return
+        scope.setdefault("state", {})["tenant"] = tenant
+        await self._app(scope, receive, send)
+
+    def _tenant(self, authorization: str) -> str | None:
+        if not self._keys:
+            return LOCAL_TENANT
+        scheme, _, given = authorization.partition(" ")
+        found = None
+        for key, tenant in self._keys.items():  # every key is compared, so that timing tells nothing
+            if hmac.compare_digest(key, given.strip().encode()) and scheme.lower() == "bearer":
+                found = tenant
+        return found
+
+
+class _BodyTooLarge(Exception):
+    pass
+
+
+class Limit:
+    """Bounds request bodies while they are read, and generation requests in progress (429 with Retry-After)."""
+
+    def __init__(self, app: App, max_body_bytes: int, max_concurrent: int, metrics: Metrics) -> None:
+        self._app = app
+        self._max_body, self._max_concurrent = max_body_bytes, max_concurrent
+        self._metrics = metrics
+        self._running = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        generates = scope["path"] in ("/v1/chat/completions", "/v1/completions") and scope["method"] == "POST"
+        if not generates:
+            await self._bounded(scope, receive, send)
+            return
+        if self._running >= self._max_concurrent:
+            self._metrics.requests.labels(status="429").inc()
+            message = f"{self._running} requests are in progress already; try again later"
+            body = error_body(message, HTTPStatus.TOO_MANY_REQUESTS)
+            await JSONResponse(body, 429, headers={"Retry-After": "1"})(scope, receive, send)
+            return
+        self._running += 1
+        try:
+            await self._bounded(scope, receive, self._counted(send))
+        finally:
+            self._running -= 1
+
+    def _counted(self, send: Send) -> Send:
+        async def counted(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.requests.labels(status=str(message["status"])).inc()
+            await send(message)
+
+        return counted
+
+    async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        taken, started = 0, False
+
+        async def bounded() -> dict[str, Any]:
+            nonlocal taken
+            message = await receive()
+            taken += len(message.get("body", b""))
+            if taken > self._max_body:
+                raise _BodyTooLarge
+            return message
+
+        async def noting(message: dict[str, Any]) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        announced = Headers(scope=scope).get("content-length", "0")
+        try:
+            if announced.isdigit() and int(announced) > self._max_body:
+                raise _BodyTooLarge
+            await self._app(scope, bounded, noting)
+        except _BodyTooLarge:
+            if started:
+                raise
+            message = f"the request body is larger than {self._max_body} bytes"
+            body = error_body(message, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+            await JSONResponse(body, 413)(scope, receive, send)

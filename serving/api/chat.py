@@ -1,0 +1,114 @@
+"""Chat completions: vLLM's own, with chunks resolved before and the `orbit` report added after."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from functools import lru_cache
+from typing import Any
+
+from fastapi import Request
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+
+from serving.api.errors import InvalidRequest
+from serving.api.extension import RequestTrace, parse_options, set_trace
+from serving.api.media import MediaResolver
+from serving.api.metrics import Metrics
+
+# What needs the prompt in the engine that decodes, which never sees it; and what would need another engine.
+_UNSUPPORTED = {
+    "prompt_logprobs": "prompt_logprobs needs the prompt's own forward, which reused chunks do not have",
+    "use_beam_search": "beam search is not supported",
+    "echo": "echo is not supported",
+    "mm_processor_kwargs": "mm_processor_kwargs is not supported: chunks are stored under one processor setting",
+    "kv_transfer_params": "kv_transfer_params belongs to the server",
+    "cache_salt": "cache_salt is not supported: content is salted by tenant",
+}
+
+
+class OrbitServingChat(OpenAIServingChat):
+    """vLLM's chat handler over linked chunks."""
+
+    def __init__(self, *arguments: Any, media: MediaResolver, metrics: Metrics, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._media, self._metrics = media, metrics
+        tokenizer = self.renderer.get_tokenizer()
+
+        @lru_cache(maxsize=1024)
+        def encode(text: str) -> tuple[int, ...]:
+            return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+        self._encode = encode
+
+    async def create_chat_completion(
+        self, request: ChatCompletionRequest, raw_request: Request | None = None
+    ) -> AsyncGenerator[str, None] | ChatCompletionResponse | ErrorResponse:
+        """Resolve the request's chunks, let vLLM answer it, and report how it was linked."""
+        refuse_unsupported(request, _UNSUPPORTED)
+        options = parse_options((request.model_extra or {}).get("orbit"))
+        messages = [dict(message) for message in request.messages]
+        tenant = raw_request.state.tenant if raw_request is not None else "local"
+        trace = RequestTrace(options, tenant, self._encode(fixed_prefix(messages, request)))
+        request.messages = await self._media.resolve_messages(messages, tenant)
+        trace.mark("media")
+        set_trace(trace)
+        answer = await super().create_chat_completion(request, raw_request)
+        if isinstance(answer, ErrorResponse):
+            return answer
+        if isinstance(answer, ChatCompletionResponse):
+            self._metrics.observe(trace.report)
+            answer.orbit = trace.document()  # vLLM's response models take further fields
+            return answer
+        return self._reported(answer, trace)
+
+    async def render_chat_request(self, request: ChatCompletionRequest) -> Any:
+        """As vLLM's, but every item comes with its processed fields, repeated images from the processor cache."""
+        error = await self._check_model(request)
+        if error is not None:
+            return error
+        self._preflight(request.n or 1)
+        return await self.online_renderer.render_chat(request, skip_mm_cache=True)
+
+    async def _reported(self, events: AsyncGenerator[str, None], trace: RequestTrace) -> AsyncGenerator[str, None]:
+        """Add the report to every event that ends a choice, and to the usage event."""
+        try:
+            async for event in events:
+                yield with_report(event, trace)
+        finally:
+            await events.aclose()
+            self._metrics.observe(trace.report)
+
+
+def with_report(event: str, trace: RequestTrace) -> str:
+    """A server-sent event, with the `orbit` report if it is one of the stream's last."""
+    if not event.startswith("data: {") or ('"finish_reason":"' not in event and '"usage":{' not in event):
+        return event
+    document = json.loads(event[len("data: ") :])
+    choices = document.get("choices")
+    if choices and not any(choice.get("finish_reason") for choice in choices):
+        return event
+    document["orbit"] = trace.document()
+    return f"data: {json.dumps(document, separators=(',', ':'), ensure_ascii=False)}\n\n"
+
+
+def fixed_prefix(messages: list[dict[str, Any]], request: ChatCompletionRequest) -> str:
+    """What stands before every chunk of a conversation whatever is asked: tools and leading system messages."""
+    texts = [json.dumps([tool.model_dump() for tool in request.tools], sort_keys=True)] if request.tools else []
+    for message in messages:
+        if message.get("role") not in ("system", "developer"):
+            break
+        content = message.get("content")
+        if isinstance(content, str):
+            texts.append(content)
+        elif content is not None:
+            texts += [part["text"] for part in content if part.get("type") == "text"]
+    return "\n".join(texts)
+
+
+def refuse_unsupported(request: Any, reasons: dict[str, str]) -> None:
+    """Raises InvalidRequest for the first field in `reasons` that the request sets."""
+    for name, reason in reasons.items():
+        if getattr(request, name, None):
+            raise InvalidRequest(f"{name}: {reason}", parameter=name)

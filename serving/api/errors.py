@@ -1,0 +1,38 @@
+"""Errors of the HTTP surface, in OpenAI's shape. vLLM's exception handlers turn them into responses."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+
+
+class InvalidRequest(VLLMValidationError):
+    """400: the request is wrong; `parameter` names the part, such as `messages[0].content[2]`."""
+
+
+class NotFound(GracefulHTTPError):
+    """404: no such file or model, for this tenant."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, HTTPStatus.NOT_FOUND)
+
+
+class TooLarge(GracefulHTTPError):
+    """413: a body, file or image beyond the configured limits."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+
+
+class OverloadedError(GracefulHTTPError):
+    """429: queues are full; nothing was started."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, HTTPStatus.TOO_MANY_REQUESTS)
+
+
+def error_body(message: str, status: HTTPStatus, parameter: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object, for places that vLLM's handlers do not reach (middleware)."""
+    return {"error": {"message": message, "type": status.phrase, "param": parameter, "code": status.value}}

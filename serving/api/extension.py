@@ -1,0 +1,122 @@
+"""The `orbit` object: what a request may ask for and what a response reports (DESIGN.md, "HTTP")."""
+
+from __future__ import annotations
+
+import re
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from serving.api.errors import InvalidRequest
+
+_LATER = re.compile(r"mpic-\d+|cacheblend-\d+")
+
+
+class OrbitOptions(BaseModel):
+    """`orbit` in a request."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: str = Field(
+        "auto",
+        description="auto: stored patches where they fit, exact otherwise. exact: every chunk computed in context. "
+        "full-reuse: canonical KV without patches (blind baseline). off: nothing looked up, nothing stored.",
+    )
+    order: Literal["fixed"] = Field("fixed", description="Chunks keep the order in which they were sent.")
+    text: Literal["free"] = Field("free", description="Text before and between chunks does not key patches.")
+
+    @field_validator("mode")
+    @classmethod
+    def _known_mode(cls, mode: str) -> str:
+        if mode in ("auto", "exact", "full-reuse", "off"):
+            return mode
+        if _LATER.fullmatch(mode):
+            raise ValueError(f"mode {mode!r} is not available in this version; use auto, exact, full-reuse or off")
+        raise ValueError(f"unknown mode {mode!r}; use auto, exact, full-reuse or off")
+
+
+def parse_options(value: Any) -> OrbitOptions:
+    """Validate a request's `orbit` object; None means all defaults.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    if value is None:
+        return OrbitOptions()
+    try:
+        return OrbitOptions.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(["orbit", *map(str, first["loc"])])
+        raise InvalidRequest(f"{where}: {first['msg']}", parameter=where) from error
+
+
+class ChunkReport(BaseModel):
+    """How one chunk of the prompt was linked."""
+
+    index: int
+    tokens: int
+    operating_point: str
+    antecedents: int
+    reason: str
+    rank: int | None = None
+
+
+class OrbitReport(BaseModel):
+    """`orbit` in a response. Times are milliseconds."""
+
+    mode: str
+    chunks: list[ChunkReport] = []
+    prompt_tokens: int = 0
+    tokens_reused: int = 0
+    tokens_computed: int = 0
+    vision_tokens_encoded: int = 0
+    ttft_ms: float | None = None
+    stages_ms: dict[str, float] = {}
+
+
+@dataclass
+class RequestTrace:
+    """One request on its way: what it asked for, whose it is, and its report in the making."""
+
+    options: OrbitOptions = field(default_factory=OrbitOptions)
+    tenant: str = "local"
+    prefix_tokens: tuple[int, ...] = ()
+    received: float = field(default_factory=time.perf_counter)
+    report: OrbitReport = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.report = OrbitReport(mode=self.options.mode)
+
+    def mark(self, stage: str) -> None:
+        """Record the time since the request was received as `stage`."""
+        self.report.stages_ms[stage] = (time.perf_counter() - self.received) * 1e3
+
+    def first_token(self, decode_ms: float) -> None:
+        """Record the first token's arrival; `decode_ms` is what hand-off and first decode step took."""
+        self.report.ttft_ms = (time.perf_counter() - self.received) * 1e3
+        self.report.stages_ms["decode"] = decode_ms
+
+    def document(self) -> dict[str, Any]:
+        """The report as a response carries it; times rounded to a microsecond."""
+        report = self.report.model_dump(exclude_none=True)
+        report["stages_ms"] = {stage: round(ms, 3) for stage, ms in report["stages_ms"].items()}
+        if "ttft_ms" in report:
+            report["ttft_ms"] = round(report["ttft_ms"], 3)
+        return report
+
+
+_trace: ContextVar[RequestTrace | None] = ContextVar("orbit_trace", default=None)
+
+
+def current_trace() -> RequestTrace:
+    """The trace of the request that is being handled; a default one for requests without chunks."""
+    return _trace.get() or RequestTrace()
+
+
+def set_trace(trace: RequestTrace) -> None:
+    """Make `trace` the current one of this task."""
+    _trace.set(trace)

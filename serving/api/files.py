@@ -1,0 +1,101 @@
+"""`/v1/files`: a tenant's uploads (the static library)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, File, Form, Query, Request, Response, UploadFile
+
+from kvstore.errors import FileTooLarge, InvalidUpload, QuotaExceeded, UnknownFile
+from kvstore.files import FileObject, FileStore
+from serving.api.errors import InvalidRequest, NotFound, TooLarge
+from serving.api.media import MediaResolver
+
+OnDelete = Callable[[str, str], Awaitable[None]]
+_BLOCK = 1 << 20
+
+
+def files_router(files: FileStore, media: MediaResolver, max_file_bytes: int, on_delete: OnDelete) -> APIRouter:
+    """The file endpoints, as OpenAI defines them.
+
+    Args:
+        on_delete: called with (content id, tenant) when a tenant's last file of some content is gone.
+    """
+    router = APIRouter(prefix="/v1/files", tags=["files"])
+
+    @router.post("", summary="Upload an image")
+    async def create(
+        request: Request,
+        file: Annotated[UploadFile, File(description="The image.")],
+        purpose: Annotated[Literal["vision", "user_data"], Form(description="What the file is for.")],
+        anchor: Annotated[Literal["created_at"] | None, Form(alias="expires_after[anchor]")] = None,
+        seconds: Annotated[int | None, Form(alias="expires_after[seconds]")] = None,
+    ) -> dict[str, Any]:
+        if (anchor is None) != (seconds is None):
+            raise InvalidRequest("expires_after needs both anchor and seconds", parameter="expires_after")
+        data = bytearray()
+        while block := await file.read(_BLOCK):
+            data += block
+            if len(data) > max_file_bytes:
+                raise TooLarge(f"file: larger than {max_file_bytes} bytes")
+        tenant: str = request.state.tenant
+        image = bytes(data)
+        await asyncio.to_thread(media.open, image, tenant, "file")
+        name = file.filename or "upload"
+        try:
+            stored = await asyncio.to_thread(files.create, tenant, name, purpose, image, seconds)
+        except InvalidUpload as error:
+            raise InvalidRequest(str(error), parameter="file") from error
+        except (FileTooLarge, QuotaExceeded) as error:
+            raise TooLarge(str(error)) from error
+        return stored.to_openai()
+
+    @router.get("", summary="List uploads")
+    async def listing(
+        request: Request,
+        purpose: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+        after: str | None = None,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> dict[str, Any]:
+        try:
+            page, more = await asyncio.to_thread(files.list, request.state.tenant, purpose, limit, after, order)
+        except UnknownFile as error:
+            raise NotFound(f"no such file: {after}") from error
+        objects = [entry.to_openai() for entry in page]
+        return {
+            "object": "list",
+            "data": objects,
+            "first_id": objects[0]["id"] if objects else None,
+            "last_id": objects[-1]["id"] if objects else None,
+            "has_more": more,
+        }
+
+    async def known(request: Request, file_id: str) -> FileObject:
+        try:
+            return await asyncio.to_thread(files.get, request.state.tenant, file_id)
+        except UnknownFile as error:
+            raise NotFound(f"no such file: {file_id}") from error
+
+    @router.get("/{file_id}", summary="Describe an upload")
+    async def retrieve(request: Request, file_id: str) -> dict[str, Any]:
+        return (await known(request, file_id)).to_openai()
+
+    @router.get("/{file_id}/content", summary="Download an upload")
+    async def content(request: Request, file_id: str) -> Response:
+        await known(request, file_id)
+        data = await asyncio.to_thread(files.content, request.state.tenant, file_id)
+        return Response(data, media_type="application/octet-stream")
+
+    @router.delete("/{file_id}", summary="Delete an upload and what was derived from it")
+    async def delete(request: Request, file_id: str) -> dict[str, Any]:
+        await known(request, file_id)
+        tenant: str = request.state.tenant
+        gone = await asyncio.to_thread(files.delete, tenant, file_id)
+        if not await asyncio.to_thread(files.has_content, tenant, gone.content):
+            await on_delete(gone.content, tenant)
+        return {"id": file_id, "object": "file", "deleted": True}
+
+    return router

@@ -1,0 +1,45 @@
+"""What the ingress counts, for `/metrics`."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+
+from serving.api.extension import OrbitReport
+
+_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+
+
+class Metrics:
+    """One registry per ingress replica."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"orbitserve_{name}", text, labels, registry=self.registry)
+
+        self.requests = counter("requests", "Generation requests by HTTP status.", ("status",))
+        self.chunks = counter("chunks", "Chunks linked, by operating point.", ("operating_point",))
+        self.reused = counter("prompt_tokens_reused", "Prompt tokens that needed no forward.")
+        self.computed = counter("prompt_tokens_computed", "Prompt tokens that a forward computed.")
+        self.encoded = counter("vision_tokens_encoded", "Placeholder tokens whose pixels were encoded.")
+        self.ttft = Histogram(
+            "orbitserve_time_to_first_token_seconds",
+            "From the request's arrival to its first token.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+
+    def observe(self, report: OrbitReport) -> None:
+        """Count a finished request's report."""
+        for chunk in report.chunks:
+            self.chunks.labels(operating_point=chunk.operating_point).inc()
+        self.reused.inc(report.tokens_reused)
+        self.computed.inc(report.tokens_computed)
+        self.encoded.inc(report.vision_tokens_encoded)
+        if report.ttft_ms is not None:
+            self.ttft.observe(report.ttft_ms / 1e3)
+
+    def text(self) -> bytes:
+        """The registry in Prometheus' text format."""
+        return generate_latest(self.registry)

@@ -1,0 +1,82 @@
+"""`orbitserve`: the command line."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(help="Serve multimodal models without paying twice for what was already seen.", no_args_is_help=True)
+console = Console(soft_wrap=True)
+Config = Annotated[Path | None, typer.Option("--config", "-c", help="YAML of an OrbitServeConfig; see `config`.")]
+
+
+@app.command()
+def demo(
+    port: Annotated[int, typer.Option(help="Port of the HTTP server.")] = 8000,
+    keep: Annotated[bool, typer.Option("--keep", help="Go on serving afterwards, until interrupted.")] = False,
+) -> None:
+    """Start everything on the bundled model, ask about three pictures twice, and show what the second time cost."""
+    from serving.demo import run_demo
+
+    if not run_demo(console, port):
+        raise typer.Exit(1)
+    if keep:
+        _until_interrupted()
+
+
+@app.command()
+def serve(
+    model: Annotated[Path | None, typer.Option(help="Checkpoint directory; overrides the configuration's.")] = None,
+    config: Config = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+) -> None:
+    """Serve a checkpoint over the OpenAI HTTP API until interrupted."""
+    from serving.config import ConfigError, OrbitServeConfig
+    from serving.launch import StartUpError, application
+
+    try:
+        settings = OrbitServeConfig.load(config, model=model, host=host, port=port)
+        with application(settings, console) as url:
+            console.print(f"serving [bold]{settings.model.served_name}[/bold] at {url}/v1 (docs at {url}/docs)")
+            _until_interrupted()
+    except (ConfigError, StartUpError) as error:
+        console.print(f"[red]error:[/red] {error}")
+        raise typer.Exit(1) from None
+
+
+@app.command()
+def config() -> None:
+    """Print every setting with its default and what it means, as YAML to start from."""
+    from serving.config import OrbitServeConfig, documented
+
+    typer.echo(documented(OrbitServeConfig))
+
+
+@app.command()
+def doctor(
+    model: Annotated[Path | None, typer.Option(help="Checkpoint to check the engine with; default: the bundled.")] = None,
+) -> None:
+    """Check versions, engine, transfers, memory and ports, and say what to do about each failure."""
+    from serving.doctor import print_report, run_doctor
+
+    if not print_report(run_doctor(model)):
+        raise typer.Exit(1)
+
+
+def _until_interrupted() -> None:
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    console.print("interrupt (Ctrl-C) to stop")
+    stop.wait()
+
+
+def main() -> None:
+    """Entry point of the `orbitserve` command."""
+    app()

@@ -1,0 +1,76 @@
+"""Start the application on this machine: Ray, Serve, the graph; and say what is happening while the roles come up."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+from ray import serve
+from rich.console import Console
+
+from serving.app import build
+from serving.config import OrbitServeConfig
+
+APPLICATION = "orbitserve"
+_ROLES = ("PatchCompiler", "LibraryKeeper", "VisionEncoder", "PrefillWorker", "DecodeWorker", "Ingress")
+
+
+class StartUpError(RuntimeError):
+    """A role could not be started; the message carries its own."""
+
+
+@contextmanager
+def application(config: OrbitServeConfig, console: Console, timeout_s: float = 600.0) -> Iterator[str]:
+    """The running application; yields its base URL, and takes everything down again at the end.
+
+    Joins a Ray cluster that is already there (RAY_ADDRESS, or one started on this machine), else starts one.
+
+    Raises:
+        StartUpError: a role failed to start, or did not within `timeout_s`.
+    """
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    ours = not ray.is_initialized()
+    if ours:
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
+    try:
+        serve.start(http_options={"host": config.http.host, "port": config.http.port})
+        target = serve.RunTarget(build(config), name=APPLICATION, route_prefix="/")
+        serve.run_many([target], wait_for_applications_running=False)
+        wait_until_ready(console, timeout_s)
+        yield f"http://{config.http.host}:{config.http.port}"
+    finally:
+        serve.shutdown()
+        if ours:
+            ray.shutdown()
+
+
+def wait_until_ready(console: Console, timeout_s: float) -> None:
+    """Show each role as it becomes healthy.
+
+    Raises:
+        StartUpError: a role failed, or time ran out.
+    """
+    began, ready = time.monotonic(), set[str]()
+    while True:
+        status = serve.status().applications.get(APPLICATION)
+        if status is not None:
+            for name in _ROLES:
+                deployment = status.deployments.get(name)
+                if deployment is None or name in ready:
+                    continue
+                if deployment.status == "HEALTHY":
+                    ready.add(name)
+                    console.print(f"  [green]ready[/green] {name:15} {time.monotonic() - began:5.1f} s")
+                elif deployment.status in ("UNHEALTHY", "DEPLOY_FAILED"):
+                    raise StartUpError(f"{name} could not be started: {deployment.message}")
+            if status.status == "RUNNING":
+                return
+            if status.status == "DEPLOY_FAILED":
+                raise StartUpError(status.message)
+        if time.monotonic() - began > timeout_s:
+            missing = ", ".join(name for name in _ROLES if name not in ready)
+            raise StartUpError(f"not ready after {timeout_s:.0f} s: {missing}")
+        time.sleep(0.2)
