@@ -6,6 +6,8 @@ imports vLLM: Ray Serve roles get them through their `runtime_env`, tests and sc
 
 from __future__ import annotations
 
+from importlib import metadata
+
 
 def vllm_environment(
     *,
@@ -25,9 +27,9 @@ def vllm_environment(
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
         "VLLM_NIXL_SIDE_CHANNEL_HOST": nixl_host,
-        # Prefill: the engine core lives in the calling process. Decode (AsyncLLM always starts a core of its own): on CPU
-        # the worker then lives in that core, instead of a further process that both spin on a queue to talk to; with
-        # that process a token of a tiny model took 100 ms on two cores.
+        # Prefill: the engine core lives in the calling process. Decode (AsyncLLM always starts a core of its own): on
+        # CPU the worker then lives in that core, instead of a further process that both spin on a queue to talk to;
+        # with that process a token of a tiny model took 100 ms on two cores.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
@@ -36,8 +38,21 @@ def vllm_environment(
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if is_cpu_build():
+        # Engines run eagerly there; what vLLM still compiles (its sampler's log-probability ranks) would need a C++
+        # compiler on the machine and seconds on the first request that asks for it.
+        environment["TORCH_COMPILE_DISABLE"] = "1"
     if nixl_port is not None:
         environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(nixl_port)
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     return environment
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is the CPU build (distribution `vllm-cpu`), without importing it."""
+    try:
+        metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        return False
+    return True

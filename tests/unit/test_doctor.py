@@ -69,6 +69,12 @@ def test_a_probe_that_raises_reports_its_last_words(monkeypatch: pytest.MonkeyPa
     assert result == CheckResult("some probe", False, "exit status 1: RuntimeError: no such kernel", "do this")
 
 
+def test_advice_printed_after_an_error_does_not_hide_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code = "print('[rank0]: InductorError: no compiler'); print('Set VERBOSE=1 for more'); raise SystemExit(1)"
+    [result] = probe_that_runs(code, monkeypatch, tmp_path)
+    assert result.detail == "exit status 1: [rank0]: InductorError: no compiler"
+
+
 def test_a_probe_that_crashes_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     [result] = probe_that_runs("import os; os.abort()", monkeypatch, tmp_path)
     assert not result.ok
