@@ -84,8 +84,8 @@ def run_doctor(checkpoint: Path | None = None, ports: Sequence[int] = DEFAULT_PO
     return results
 
 
-def print_report(results: Iterable[CheckResult], console: Console | None = None) -> None:
-    """Print findings as a table, failures with what to do about them."""
+def print_report(results: Iterable[CheckResult], console: Console | None = None) -> bool:
+    """Print findings as a table, failures with what to do about them. Returns whether every check passed."""
     results = list(results)
     table = Table(box=None, pad_edge=False, show_header=False)
     for result in results:
@@ -98,6 +98,7 @@ def print_report(results: Iterable[CheckResult], console: Console | None = None)
     console.print(table)
     failed = sum(not result.ok for result in results)
     console.print(Text(f"{failed} of {len(results)} checks failed", "red") if failed else "all checks passed")
+    return failed == 0
 
 
 # -- checks in this process --------------------------------------------------------------------------------------------

@@ -105,9 +105,15 @@ def test_nixl_moves_bytes_on_this_machine() -> None:
 def test_the_report_shows_remedies_of_failures_only() -> None:
     out = io.StringIO()
     results = [CheckResult("port 1", False, "taken [by x]", "stop x"), CheckResult("disk", True, "enough", "unused")]
-    print_report(results, Console(file=out, width=100))
+    assert not print_report(results, Console(file=out, width=100))
     text = out.getvalue()
     assert "taken [by x]" in text
     assert "stop x" in text
     assert "unused" not in text
     assert "1 of 2 checks failed" in text
+
+
+def test_a_report_without_failures_says_so() -> None:
+    out = io.StringIO()
+    assert print_report([CheckResult("disk", True, "enough")], Console(file=out))
+    assert "all checks passed" in out.getvalue()
