@@ -23,10 +23,8 @@ def demo(
     """Start everything on the bundled model, ask about three pictures twice, and show what the second time cost."""
     from serving.demo import run_demo
 
-    if not run_demo(console, port):
+    if not run_demo(console, port, keep):
         raise typer.Exit(1)
-    if keep:
-        _until_interrupted()
 
 
 @app.command()
@@ -60,7 +58,9 @@ def config() -> None:
 
 @app.command()
 def doctor(
-    model: Annotated[Path | None, typer.Option(help="Checkpoint to check the engine with; default: the bundled.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint to check the engine with; default: the bundled.")
+    ] = None,
 ) -> None:
     """Check versions, engine, transfers, memory and ports, and say what to do about each failure."""
     from serving.doctor import print_report, run_doctor
