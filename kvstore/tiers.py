@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import stat
 import threading
 import time
 import uuid
@@ -34,6 +35,7 @@ from kvstore.errors import InvalidKey, TierUnavailable
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
 _KEY = re.compile(rf"{_NAME}(?:/{_NAME})*")
 QUARANTINE = "quarantine/"
+_WRITE_ATTEMPTS = 20
 
 
 @dataclass(frozen=True)
@@ -159,12 +161,15 @@ class DiskTier(Tier):
         path = self._path(key)
         with self._guarded("read", key):
             try:
-                if path.stat().st_size == 0:
+                status = path.stat()
+                if not stat.S_ISREG(status.st_mode):
+                    return None
+                if status.st_size == 0:
                     return pa.py_buffer(b"")
                 # The mapping outlives the file object, so a cached record holds no file descriptor.
                 with pa.memory_map(os.fspath(path), "r") as file:
                     return file.read_buffer()
-            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            except (FileNotFoundError, NotADirectoryError):
                 return None
 
     def put(self, key: str, buffers: Sequence[pa.Buffer]) -> None:
@@ -172,11 +177,11 @@ class DiskTier(Tier):
         with self._guarded("write", key):
             # Another process may sweep the temporary file in the instant before it is locked, or remove the folder
             # as empty in the instant after it is made: then write again.
-            for _ in range(3):
-                with suppress(FileNotFoundError):
+            for _ in range(_WRITE_ATTEMPTS - 1):
+                with suppress(FileNotFoundError, FileExistsError):
                     self._write(path, buffers)
                     return
-            raise TierUnavailable(f"{self.name}: temporary files vanish from {self._partial}")
+            self._write(path, buffers)
 
     def delete(self, key: str) -> bool:
         path = self._path(key)
