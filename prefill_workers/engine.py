@@ -25,7 +25,7 @@ from kvstore.layout import Layout
 from kvstore.patch import relocate
 from kvstore.rotary import RotaryScheme
 from prefill_workers.fingerprint import fingerprint
-from prefill_workers.runs import RunBatch, assemble
+from prefill_workers.runs import assemble
 from prefill_workers.sequence import LinkSequence, Run
 
 NULL_BLOCK = 0  # vLLM keeps block 0 as its null block
@@ -118,10 +118,13 @@ class PrefillEngine:
 
     # -- primitives ---------------------------------------------------------------------------------------------------
 
-    def forward(self, work: Sequence[tuple[LinkSequence, Sequence[Run]]], logits: bool = False) -> Tensor | None:
-        """One forward over the runs of several sequences; see `runs.RunsExtension.forward_runs`."""
-        batch: RunBatch = assemble(work, self.block_size)
-        return self._call("forward_runs", batch, logits)
+    def forward(self, work: Sequence[tuple[LinkSequence, Sequence[Run]]]) -> None:
+        """One forward over the runs of several sequences: computes and stores the KV of their tokens."""
+        self._call("forward_runs", assemble(work, self.block_size), False)
+
+    def logits(self, work: Sequence[tuple[LinkSequence, Sequence[Run]]]) -> Tensor:
+        """`forward`, and the logits [runs, vocabulary] fp32 of each run's last token (self-check and tests)."""
+        return self._call("forward_runs", assemble(work, self.block_size), True)
 
     def slots(self, blocks: Sequence[int], start: int, stop: int) -> Tensor:
         """Cache slots [stop - start] of the tokens `start` up to `stop` of a sequence."""
@@ -222,7 +225,7 @@ class PrefillEngine:
         split = [Run(a, b) for a, b in pairwise(cuts)]
         outcomes = []
         for name, runs in (("forward equals vLLM's prefill", [Run(0, n)]), ("split runs equal one run", split)):
-            logprobs = self.forward([(sequence, runs)], logits=True)[-1].log_softmax(-1)
+            logprobs = self.logits([(sequence, runs)])[-1].log_softmax(-1)
             worst = max(abs(float(logprobs[token]) - entry.logprob) for token, entry in reference.items())
             outcomes.append(
                 CheckOutcome(name, worst <= (1e-4 if exact else 0.15), f"log-probability off by {worst:.2g}")

@@ -1,8 +1,8 @@
 """Orbit patches: one patch per chunk and predecessor *set*, from the mean deficit over the set's orderings.
 
 A request that brings chunks 1-2-3 forms own patches for that order. While the engine is idle the worker also runs the
-other orders of the same chunks, behind the fixed prefix alone, and averages each chunk's deficit over all orders of each
-set of predecessors (kamera.md §5, "Reorder"). The next request may bring them as 3-1-2 and needs no forward over them.
+other orders of the same chunks, behind the fixed prefix alone, and averages each chunk's deficit over all orders of
+each set of predecessors (kamera.md §5, "Reorder"). The next request may bring them as 3-1-2 and needs no forward.
 
 K chunks cost K! background forwards, so this is for small sets; `PrefillSettings.orbit_chunks` bounds K.
 """

@@ -1,9 +1,9 @@
 """The prefill loop: one thread that drives the engine.
 
 Each turn it frees what decode engines have read, admits waiting links while blocks last, places their reused chunks,
-and runs ONE forward over the runs of all admitted links up to a token budget; a long run goes on in the next turn. When no
-link waits it works off the harvest: canonical KV and deficits of what earlier links computed. A link that arrives
-meanwhile waits for one background forward at most.
+and runs ONE forward over the runs of all admitted links up to a token budget; a long run goes on in the next turn.
+When no link waits it works off the harvest: canonical KV and deficits of what earlier links computed. A link that
+arrives meanwhile waits for one background forward at most.
 """
 
 from __future__ import annotations

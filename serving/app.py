@@ -258,7 +258,7 @@ class LibraryKeeper:
 class Ingress:
     """The HTTP front end; see `serving.api.app`."""
 
-    async def __init__(self, config: OrbitServeConfig, **handles: DeploymentHandle) -> None:
+    async def __init__(self, config: OrbitServeConfig, **handles: DeploymentHandle) -> None:  # type: ignore[misc]
         _enter_vllm(config.ingress, kv_cache_gib=1, nixl=False)
         from serving.api.app import build_api
         from serving.engine_client import LinkedEngineClient, front_end_config

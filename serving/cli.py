@@ -65,7 +65,9 @@ def doctor(
     """Check versions, engine, transfers, memory and ports, and say what to do about each failure."""
     from serving.doctor import print_report, run_doctor
 
-    if not print_report(run_doctor(model)):
+    results = run_doctor(model)
+    print_report(results, console)
+    if not all(result.ok for result in results):
         raise typer.Exit(1)
 
 

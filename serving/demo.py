@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import time
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ def _converse(console: Console, url: str, model: str) -> bool:
         client.files.create(file=(f"picture-{i + 1}.png", picture(i, stamp)), purpose="vision").id for i in range(3)
     ]
     console.print(f"uploaded three pictures: {', '.join(files)}\n")
-    _ask(client, model, [_picture_part(files[0]), "warm-up"], mode="off")
+    _ask(client, model, [_inline_part(picture(9, stamp)), "warm-up"], mode="off")
 
     one, two, three = (_picture_part(file) for file in files)
     first = _ask(client, model, ["Here are three pages.", one, two, three, "What changes from page to page?"])
@@ -118,18 +119,25 @@ def _picture_part(file_id: str) -> dict[str, Any]:
     return {"type": "file", "file": {"file_id": file_id}}
 
 
+def _inline_part(image: bytes) -> dict[str, Any]:
+    url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 def _ask(client: OpenAI, model: str, parts: list[Any], mode: str = "auto") -> Answer:
     content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
     began = time.perf_counter()
-    stream = client.chat.completions.create(
+    messages: Any = [{"role": "user", "content": content}]
+    stream: Any = client.chat.completions.create(
         model=model,
-        messages=[{"role": "user", "content": content}],
+        messages=messages,
         max_tokens=24,
         temperature=0,
         stream=True,
         extra_body={"orbit": {"mode": mode}},
     )
-    text, ttft, orbit = "", 0.0, {}
+    text, ttft = "", 0.0
+    orbit: dict[str, Any] = {}
     for event in stream:
         ttft = ttft or (time.perf_counter() - began) * 1e3
         if event.choices:
@@ -143,8 +151,8 @@ def _show(console: Console, title: str, answer: Answer) -> None:
     console.print(f"[bold]{title}[/bold]")
     console.print(f"  answer: {answer.text!r} (an untrained model: the words mean nothing)", markup=False)
     console.print(
-        f"  TTFT {answer.ttft_ms:.0f} ms; tokens: {orbit['tokens_reused']} reused, {orbit['tokens_computed']} computed, "
-        f"{orbit['vision_tokens_encoded']} encoded"
+        f"  TTFT {answer.ttft_ms:.0f} ms; tokens: {orbit['tokens_reused']} reused, "
+        f"{orbit['tokens_computed']} computed, {orbit['vision_tokens_encoded']} encoded"
     )
     console.print("  stages in ms: " + ", ".join(f"{name} {ms:.1f}" for name, ms in orbit["stages_ms"].items()))
     table = Table("chunk", "tokens", "operating point", "why", box=None, padding=(0, 2))

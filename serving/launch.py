@@ -31,7 +31,7 @@ def application(config: OrbitServeConfig, console: Console, timeout_s: float = 6
     Raises:
         StartUpError: a role failed to start, or did not within `timeout_s`.
     """
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
     ours = not ray.is_initialized()
     if ours:
         ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
@@ -42,7 +42,7 @@ def application(config: OrbitServeConfig, console: Console, timeout_s: float = 6
         wait_until_ready(console, timeout_s)
         yield f"http://{config.http.host}:{config.http.port}"
     finally:
-        serve.shutdown()
+        serve.delete(APPLICATION)  # lets running requests end and the engines free what they hold
         if ours:
             ray.shutdown()
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.api.errors import error_body
 from serving.api.metrics import Metrics
-
-Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 LOCAL_TENANT = "local"
 _OPEN_PATHS = frozenset({"/health", "/metrics", "/docs", "/openapi.json", "/redoc"})
@@ -25,7 +20,7 @@ _OPEN_PATHS = frozenset({"/health", "/metrics", "/docs", "/openapi.json", "/redo
 class Authenticate:
     """Bearer key to tenant, in `scope["state"]["tenant"]`. Without configured keys everyone is the local tenant."""
 
-    def __init__(self, app: App, api_keys: Mapping[str, str]) -> None:
+    def __init__(self, app: ASGIApp, api_keys: Mapping[str, str]) -> None:
         self._app = app
         self._keys = {key.encode(): tenant for key, tenant in api_keys.items()}
 
@@ -59,7 +54,7 @@ class _BodyTooLarge(Exception):
 class Limit:
     """Bounds request bodies while they are read, and generation requests in progress (429 with Retry-After)."""
 
-    def __init__(self, app: App, max_body_bytes: int, max_concurrent: int, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int, max_concurrent: int, metrics: Metrics) -> None:
         self._app = app
         self._max_body, self._max_concurrent = max_body_bytes, max_concurrent
         self._metrics = metrics
@@ -86,7 +81,7 @@ class Limit:
             self._running -= 1
 
     def _counted(self, send: Send) -> Send:
-        async def counted(message: dict[str, Any]) -> None:
+        async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._metrics.requests.labels(status=str(message["status"])).inc()
             await send(message)
@@ -96,7 +91,7 @@ class Limit:
     async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
         taken, started = 0, False
 
-        async def bounded() -> dict[str, Any]:
+        async def bounded() -> Message:
             nonlocal taken
             message = await receive()
             taken += len(message.get("body", b""))
@@ -104,7 +99,7 @@ class Limit:
                 raise _BodyTooLarge
             return message
 
-        async def noting(message: dict[str, Any]) -> None:
+        async def noting(message: Message) -> None:
             nonlocal started
             started = True
             await send(message)
