@@ -2,8 +2,8 @@
 
 A *run* is a contiguous stretch of one sequence that has to be computed; what lies between runs is KV that already
 sits in the sequence's blocks. Every run becomes one row of the attention batch, all rows of a sequence share its block
-table, and a row's sequence length is its run's end. Each layer writes the keys and values of all runs before it attends, so
-one forward gives exactly what a full prefill would, with no kernel change.
+table, and a row's sequence length is its run's end. Each layer writes the keys and values of all runs before it
+attends, so one forward gives exactly what a full prefill would, with no kernel change.
 
 | primitive          | what it does                                                        |
 |--------------------|---------------------------------------------------------------------|
