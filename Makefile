@@ -10,8 +10,8 @@ ARGS ?=
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: setup tiny-checkpoint ## Start the service with a tiny model, send pictures in two orders, print what was reused
-	$(ORBITSERVE) demo $(ARGS)
+demo: setup tiny-checkpoint ## Start the service, send pictures in two orders, print what was reused; KEEP=1: go on serving
+	$(ORBITSERVE) demo $(if $(KEEP),--keep) $(ARGS)
 
 serve: setup ## Serve your own checkpoint: make serve MODEL=path [ARGS="..."]
 	@test -n "$(MODEL)" || { echo "which checkpoint? make serve MODEL=path"; exit 2; }
