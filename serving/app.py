@@ -75,7 +75,7 @@ class VisionEncoder:
 class PrefillWorker:
     """Links requests; see `prefill_workers.linker`."""
 
-    def __init__(self, config: OrbitServeConfig, compiler: DeploymentHandle) -> None:
+    async def __init__(self, config: OrbitServeConfig, compiler: DeploymentHandle) -> None:  # type: ignore[misc]
         settings = config.prefill
         _enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, nixl=True)
         from kvstore.library import Library
@@ -88,7 +88,9 @@ class PrefillWorker:
             for outcome in self._engine.require_self_check():
                 logger.info("self-check passed: %s (%s)", outcome.name, outcome.detail)
         self._library = Library(config.library, self._engine.fingerprint)
-        self._compiler = compiler
+        self._compiler, self._events = compiler, asyncio.get_running_loop()
+        self._compiling = self._patches_dropped = 0
+        self._max_compiling = settings.max_patch_queue
         linker = Linker(self._engine, self._library, config.patch.rank, self._submit)
         self._linker = linker
         self._loop = PrefillLoop(
@@ -105,7 +107,21 @@ class PrefillWorker:
         self._loop.start()
 
     def _submit(self, job: PatchJob) -> None:
-        self._compiler.compile.remote(job)
+        """Called on the loop's thread; a compiler that cannot keep up costs patches, never memory."""
+        if self._compiling >= self._max_compiling:
+            self._patches_dropped += 1
+            return
+        self._compiling += 1
+        asyncio.run_coroutine_threadsafe(self._compile(job), self._events)
+
+    async def _compile(self, job: PatchJob) -> None:
+        try:
+            await _answer(self._compiler.compile.remote(job))
+        except Exception as error:
+            self._patches_dropped += 1
+            logger.warning("patch %s was not formed: %s", job.key[:16], error)
+        finally:
+            self._compiling -= 1
 
     async def link(self, request: LinkRequest, indices: Sequence[int] = (), embeddings: Any = None) -> LinkResult:
         """Link one request. Cancelling the call frees what it holds.
@@ -127,14 +143,25 @@ class PrefillWorker:
 
     async def stats(self) -> dict[str, Any]:
         """Loop and library counters."""
-        return {"loop": self._loop.stats(), "library": self._library.stats()}
+        return {
+            "loop": self._loop.stats(),
+            "library": self._library.stats(),
+            "patches_queued": self._compiling,
+            "patches_dropped": self._patches_dropped,
+        }
 
     async def flush(self) -> None:
         """Wait until everything learnt so far is formed and stored (demo, tests)."""
         from prefill_workers.worker import drain
 
         await asyncio.to_thread(drain, self._loop)
+        while self._compiling:
+            await asyncio.sleep(0.01)
         await asyncio.to_thread(self._library.flush)
+
+    async def forget(self, content: str, tenant: str) -> None:
+        """Drop what this worker's memory still holds of deleted content."""
+        await asyncio.to_thread(self._library.delete_content, content, tenant)
 
     async def check_health(self) -> None:
         """Raises when the loop's thread died."""
@@ -269,7 +296,9 @@ class Ingress:
         self._app = await build_api(client, config, on_delete=self._forget)
 
     async def _forget(self, content: str, tenant: str) -> None:
+        """Delete everything derived from a file, in the library's tiers and in every prefill worker's memory."""
         await self._roles.library.delete_content.remote(content, tenant)
+        await self._roles.prefill.broadcast("forget", content, tenant).results_async()
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._app
@@ -297,12 +326,14 @@ class RayRoles:
         self, token_ids: list[int], transfer: dict[str, Any], params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """See `DecodeWorker.generate`. Closing the generator aborts the request on its replica."""
-        stream = self.decode.generate.remote(token_ids, transfer, params, request_id, options)
+        stream, ended = self.decode.generate.remote(token_ids, transfer, params, request_id, options), False
         try:
             async for output in _stream(stream):
                 yield output
+            ended = True
         finally:
-            stream.cancel()
+            if not ended:
+                stream.cancel()
 
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         """Best effort; leases end by time-out."""

@@ -184,8 +184,6 @@ class LinkedEngineClient(_NotOurs):
                 logger.warning("request %s: %s; trying another replica", request_id, error)
             except Overloaded as error:
                 raise OverloadedError(str(error)) from error
-            except ValueError as error:
-                raise VLLMValidationError(str(error)) from error
 
     async def _link(self, request: LinkRequest, segments: Segments, trace: RequestTrace) -> LinkResult:
         began = time.perf_counter()

@@ -32,6 +32,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from kvstore.files import FileStore
 from serving.api.auth import Authenticate, Limit
 from serving.api.chat import OrbitServingChat, refuse_unsupported
+from serving.api.errors import OverloadedError, error_body
 from serving.api.extension import RequestTrace, set_trace
 from serving.api.files import OnDelete, files_router
 from serving.api.media import MediaResolver
@@ -76,10 +77,15 @@ async def build_api(client: LinkedEngineClient, config: OrbitServeConfig, on_del
     app.include_router(files_router(files, media, http.max_file_bytes, on_delete))
     _add_operations(app, client, metrics)
     init_exception_handler(app)
+    app.exception_handler(OverloadedError)(_try_later)
     app.add_middleware(Limit, http.max_body_bytes, http.max_concurrent_requests, metrics)
     app.add_middleware(Authenticate, http.api_keys)
     app.state.model_name = model.served_name
     return app
+
+
+async def _try_later(_: Request, error: OverloadedError) -> JSONResponse:
+    return JSONResponse(error_body(error.message, error.http_status), 429, headers={"Retry-After": "1"})
 
 
 async def _add_openai(
