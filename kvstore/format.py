@@ -189,7 +189,7 @@ def decode(
         if verify:
             _check_layers(buffer, seal, document["digests"])
         return _build(document, _views(buffer, seal, document))
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
         raise CorruptRecord(f"the record's metadata is inconsistent: {error}") from error
 
 
@@ -339,7 +339,7 @@ def _check_frame(buffer: pa.Buffer) -> _Seal:
         raise CorruptRecord("not a record of this format, or its start is damaged")
     first, stride, size, layers = (int(number) for number in match.groups()[:4])
     seal = _Seal(first, stride, size, layers, match.group(5).decode())
-    if layers < 1 or stride < size or match.end() > first or seal.end > len(view):
+    if layers < 1 or size < 1 or stride < size or match.end() > first or seal.end > len(view):
         raise CorruptRecord("the record is truncated or its seal is damaged")
     places = _seal_places(buffer, seal)
     if any(bytes(view[place : place + len(seal.text())]) != seal.text() for place in places):

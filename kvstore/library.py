@@ -117,8 +117,9 @@ class Library:
                     future = Future()
                     future.set_result(resident)
                     return future
-                future = self._loading[path] = Future()
+                future = Future()
                 self._pool.submit(self._load, future, path, key, tenant)
+                self._loading[path] = future
         future.add_done_callback(self._count_loaded)
         return future
 
