@@ -178,6 +178,7 @@ class PatchCompiler:
     """Deficits to stored patches."""
 
     def __init__(self, config: OrbitServeConfig) -> None:
+        _set_threads(config.patch)
         self._settings = config
         self._compilers: dict[str, Any] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compile")
@@ -413,7 +414,6 @@ def build_app(arguments: dict[str, str]) -> serve.Application:
 
 
 def _deployment(role: type, settings: RoleSettings) -> Any:
-    environment = {"OMP_NUM_THREADS": str(settings.threads)} if settings.threads else {}
     return serve.deployment(
         role,
         name=role.__name__,
@@ -424,7 +424,6 @@ def _deployment(role: type, settings: RoleSettings) -> Any:
         ray_actor_options={
             "num_cpus": settings.num_cpus,
             "num_gpus": settings.num_gpus,
-            "runtime_env": {"env_vars": environment},
         },
     )
 
@@ -449,15 +448,21 @@ def engine_spec(config: OrbitServeConfig, tensor_parallel_size: int, hand_off: b
 
 
 def _enter_vllm(settings: RoleSettings, *, kv_cache_gib: int, nixl: bool) -> None:
-    """Give this replica's process vLLM's environment. Must run before anything imports vLLM."""
+    """Give this replica's process vLLM's environment. Must run before anything imports torch or vLLM."""
+    _set_threads(settings)
     os.environ.update(
         vllm_environment(
             kv_cache_gib=kv_cache_gib,
-            threads=settings.threads,
             nixl_host=ray.util.get_node_ip_address(),
             nixl_port=free_port() if nixl else None,
         )
     )
+
+
+def _set_threads(settings: RoleSettings) -> None:
+    """OpenMP threads of this replica. Ray would give an actor with a fraction of a CPU a single one."""
+    reserved = int(settings.num_cpus) or os.cpu_count() or 1
+    os.environ["OMP_NUM_THREADS"] = str(settings.threads or reserved)
 
 
 def free_port() -> int:

@@ -81,7 +81,9 @@ class RoleSettings(_Settings):
     replicas: int = Field(1, ge=1, description="Replicas of the role.")
     num_cpus: float = Field(0.1, ge=0, description="CPUs that Ray reserves for a replica.")
     num_gpus: float = Field(0, ge=0, description="GPUs that Ray reserves for a replica.")
-    threads: int | None = Field(None, ge=1, description="OpenMP threads of a replica. None: as many as its CPUs.")
+    threads: int | None = Field(
+        None, ge=1, description="OpenMP threads. None: the CPUs reserved, or all of the node's if less than one is."
+    )
     max_ongoing_requests: int = Field(256, ge=1, description="Calls in progress on a replica before Serve queues.")
     health_check_period_s: float = Field(10.0, gt=0, description="Seconds between health checks.")
     graceful_shutdown_timeout_s: float = Field(20.0, ge=0, description="Time to finish running calls on shutdown.")
@@ -105,6 +107,7 @@ class PrefillRoleSettings(RoleSettings, PrefillSettings):
 class PatchSettings(RoleSettings):
     """The patch compiler."""
 
+    threads: int | None = Field(1, ge=1, description="OpenMP threads; few, because it works beside serving.")
     rank: int | None = Field(32, ge=1, description="Rank of own patches per layer for keys and for values; None: full.")
 
 
