@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from importlib import metadata
 
+from infra.vllm_plugin import NO_PROGRESS_THREAD
+
 
 def vllm_environment(
     *,
@@ -42,6 +44,7 @@ def vllm_environment(
         # Engines run eagerly there; what vLLM still compiles (its sampler's log-probability ranks) would need a C++
         # compiler on the machine and seconds on the first request that asks for it.
         environment["TORCH_COMPILE_DISABLE"] = "1"
+        environment[NO_PROGRESS_THREAD] = "1"
     if nixl_port is not None:
         environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(nixl_port)
     if threads is not None:

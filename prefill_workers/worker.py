@@ -29,6 +29,7 @@ from prefill_workers.sequence import Run, split_runs
 
 logger = logging.getLogger(__name__)
 
+_POLL_SECONDS = 0.002  # between looks for NIXL notifications while a lease is out
 _MAX_ORBITS = 64  # sets that wait for their orbit patches; the oldest give way
 
 
@@ -193,7 +194,7 @@ class PrefillLoop:
             with self._wake:
                 if not (self._has_work() or self._abandoned or self._stopping):
                     # leases end by a NIXL notification, which has no descriptor to wait on: poll while any is out
-                    self._wake.wait(0.005 if self._pool.leases else 0.5)
+                    self._wake.wait(_POLL_SECONDS if self._pool.leases else 0.5)
                 if self._stopping and not self._running:
                     for job in self._waiting:
                         with suppress(InvalidStateError):
