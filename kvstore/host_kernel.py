@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
 
 _STYLES = {"neox": 1, "interleaved": 2}
-_RANKS = 8  # unrolled in `host_loops.add`
 _THREAD_NUMBERS = 1 << 17  # a second thread must have at least this many numbers to work on
+_SPARE_ROWS = 7  # `host_loops` takes eight tokens at a time
 _NO_FACTOR = np.zeros((0, 0, 0), dtype=np.float32)
 
 
@@ -90,20 +90,18 @@ def _flat(tensor: Tensor) -> Array:
 
 
 def _factors(patch: Patch | None, segments: int, layers: int) -> tuple[tuple[Array, ...], tuple[Array, ...], int]:
-    """Per segment left [layers, tokens + 1, rank] and right [layers, rank, features], and the first patched layer.
+    """Per segment left [layers, tokens + 7, rank] and right [layers, rank, features], and the first patched layer.
 
-    Zeros where tokens and rank are rounded up to what the loops unroll.
+    The rows of zeros that end `left` let the loops take eight tokens at a time.
     """
     if patch is None:
         return (_NO_FACTOR,) * segments, (_NO_FACTOR,) * segments, layers
     lefts, rights = [], []
     for left, right in zip(patch.left, patch.right, strict=True):
-        (count, tokens, rank), features = left.shape, right.shape[1]
-        rounded = -(-rank // _RANKS) * _RANKS
-        lefts.append(np.zeros((count, tokens + 1, rounded), dtype=np.float32))
-        lefts[-1][:, :tokens, :rank] = _fp32(left)
-        rights.append(np.zeros((count, rounded, features), dtype=np.float32))
-        rights[-1][:, :rank] = _fp32(right).transpose(0, 2, 1)
+        count, tokens, rank = left.shape
+        lefts.append(np.zeros((count, tokens + _SPARE_ROWS, rank), dtype=np.float32))
+        lefts[-1][:, :tokens] = _fp32(left)
+        rights.append(np.ascontiguousarray(_fp32(right).transpose(0, 2, 1)))
     return tuple(lefts), tuple(rights), patch.first_layer
 
 
