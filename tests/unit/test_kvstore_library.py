@@ -241,6 +241,16 @@ def test_a_slow_load_is_a_miss_now_and_a_hit_later(make: MakeLibrary) -> None:
     assert library.get_canonical(record.key, "acme") is pending.result()
 
 
+def test_a_tier_that_keeps_dawdling_is_left_alone_for_a_while(make: MakeLibrary) -> None:
+    slow = SlowTier(MemoryTier(), "get")
+    library = make(slow, load_timeout_s=0.02, tier_failures=2, tier_cooldown_s=3600)
+    for name in "abcdef":
+        assert library.get_canonical(canonical(name).key, "acme") is None
+    assert len(slow.calls) == 2
+    assert library.stats().timeouts == 2
+    slow.release.set()
+
+
 def test_simultaneous_loads_share_one_read(make: MakeLibrary) -> None:
     record, tier = canonical(), MemoryTier()
     with Library(LibrarySettings(), FINGERPRINT, [tier]) as writer:
@@ -385,12 +395,13 @@ def test_deleting_content_reaches_what_another_process_stored_and_what_is_still_
     tier = SlowTier(MemoryTier())
     with Library(LibrarySettings(), FINGERPRINT, [tier]) as writer:
         writer.put_canonical(canonical("page"))
+        writer.put_patch(patch_of(canonical("other"), ["some page", canonical("page").content]))
     with Library(LibrarySettings(), "another-model", [tier]) as writer:
         writer.put_canonical(canonical("page", fingerprint="another-model"))
     library = make(tier)
     tier.held = {"put"}
     library.put_patch(patch_of(canonical("page")))
-    assert library.delete_content(canonical("page").content, "acme") == 3
+    assert library.delete_content(canonical("page").content, "acme") == 4
     tier.release.set()
     library.flush()
     assert list(tier.keys("records/")) == []

@@ -289,6 +289,16 @@ def test_not_a_number_stays_not_a_number_in_bf16() -> None:
     assert moved.isnan().sum() == 1
 
 
+def test_halves_are_rounded_to_even_in_bf16() -> None:
+    step = 2.0**-7  # of bf16 between 1 and 2
+    kv = torch.ones(GQA.layers, 1, GQA.features)
+    kv[..., 1::2] += step
+    patch = form_patch(torch.full_like(kv, step / 2), GQA)
+    expected = torch.ones_like(kv)
+    expected[..., 1::2] += 2 * step
+    assert torch.equal(apply(kv.bfloat16(), patch, 0, GQA).float(), expected)
+
+
 def test_shapes_that_do_not_fit_are_refused() -> None:
     kv, patch = random_kv(GQA, 5), form_patch(random_kv(GQA, 5), GQA, 2)
     with pytest.raises(ShapeMismatch):
