@@ -19,9 +19,7 @@ class PrefillSettings(BaseModel):
     max_batch_tokens: int = Field(4096, ge=64, description="Tokens of one forward; longer runs go on in the next one.")
     max_queue: int = Field(256, ge=1, description="Links that may wait for blocks; further ones are answered 429.")
     lease_seconds: float = Field(60.0, gt=0, description="How long linked KV waits for a decode engine to read it.")
-    max_patch_queue: int = Field(
-        64, ge=1, description="Deficits waiting to be compiled; further ones are dropped."
-    )
+    max_patch_queue: int = Field(64, ge=1, description="Deficits waiting to be compiled; further ones are dropped.")
     form_patches: bool = Field(True, description="Keep what requests computed: canonical KV, embeddings and patches.")
     orbit_chunks: int = Field(
         3,
