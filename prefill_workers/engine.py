@@ -170,8 +170,10 @@ class PrefillEngine:
         return positions.long(), -delta
 
     def transfer_parameters(self, lease: str, blocks: Sequence[int], tokens: int) -> dict[str, Any]:
-        """`kv_transfer_params` with which a stock decode engine pulls these blocks over NIXL."""
+        """`kv_transfer_params` with which a stock decode engine pulls these blocks over NIXL; empty without hand-off."""
         transfer = self.config.kv_transfer_config
+        if transfer is None:
+            return {}
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,

@@ -287,8 +287,10 @@ class RunsExtension:
 
     @staticmethod
     def _inverse_frequencies(rotary: Any) -> list[float]:
-        """fp64 frequencies of plain RoPE; scaled variants are refused until their relocation is proved exact."""
+        """The engine's own fp32 frequencies; scaled variants are refused until their relocation is proved exact.
+
+        Recomputed in fp64 they would differ in the last bits, which a shift of thousands of positions magnifies.
+        """
         if getattr(rotary, "scaling_factor", None) not in (None, 1, 1.0):
             raise RuntimeError(f"rotary scaling of {type(rotary).__name__} is not supported: relocation is unproved")
-        half = torch.arange(0, rotary.rotary_dim, 2, dtype=torch.float64) / rotary.rotary_dim
-        return (1.0 / float(rotary.base) ** half).tolist()
+        return rotary._compute_inv_freq(rotary.base).double().tolist()

@@ -1,0 +1,9 @@
+"""vLLM reads its switches when it is imported: put them into the environment before any test module does."""
+
+from __future__ import annotations
+
+import os
+
+from infra.vllm_env import vllm_environment
+
+os.environ.update(vllm_environment(kv_cache_gib=1))

@@ -1,0 +1,161 @@
+"""A prefill worker without Ray around it: real engine, real library, real linker, one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+from vllm import SamplingParams
+from vllm.renderers.inputs.preprocess import parse_model_prompt
+
+from infra.checkpoints import checkpoint_path
+from kvstore.library import Library
+from kvstore.settings import LibrarySettings
+from prefill_workers.engine import EngineSpec, PrefillEngine
+from prefill_workers.linker import Linker, LinkPlan, LinkRequest, PixelsNeeded
+from prefill_workers.patch_compiler import PatchCompiler
+from prefill_workers.policies import Mode
+from prefill_workers.sequence import Embedded, LinkSequence, Run
+from prefill_workers.worker import LinkResult, PrefillLoop, drain
+from serving.segments import Delimiters, Segments, segment
+
+BLOCK_SIZE = 32
+MAX_MODEL_LEN = 2048
+Part = str | int  # text, or the number of a test image
+
+
+def tiny_engine(dtype: str) -> PrefillEngine:
+    """The bundled tiny model without hand-off: several such engines live in one process."""
+    return PrefillEngine(
+        EngineSpec(
+            model=str(checkpoint_path("qwen2_5_vl-tiny")),
+            dtype=dtype,
+            max_model_len=MAX_MODEL_LEN,
+            block_size=BLOCK_SIZE,
+            hand_off=False,
+        )
+    )
+
+
+def image(number: int) -> Image.Image:
+    """A noisy picture; every number has its own pixels and, up to 4, its own size."""
+    pixels = np.random.default_rng(number).random((224 + 28 * (number % 4), 168 + 28 * (number % 3), 3))
+    return Image.fromarray((pixels * 255).astype("uint8"))
+
+
+def vllm_prompt(parts: Sequence[Part]) -> dict:
+    """The parts as a user's turn, in the form `LLM.generate` takes."""
+    place = "<|vision_start|><|image_pad|><|vision_end|>"
+    body = "".join(place if isinstance(part, int) else part for part in parts)
+    images = [part for part in parts if isinstance(part, int)]
+    prompt: dict = {"prompt": f"<|im_start|>user\n{body}<|im_end|>\n<|im_start|>assistant\n"}
+    if images:
+        prompt["multi_modal_data"] = {"image": [image(number) for number in images]}
+        prompt["multi_modal_uuids"] = {"image": [f"{number:064x}" for number in images]}
+    return prompt
+
+
+@dataclass
+class Linked:
+    """A finished link: what the loop reported, the KV it left in the cache, and the prompt's next-token logits."""
+
+    result: LinkResult
+    plan: LinkPlan
+    kv: Tensor  # [layers, tokens, features]
+    logprobs: Tensor  # [vocabulary]
+
+    @property
+    def points(self) -> list[str]:
+        return [str(chunk.operating_point) for chunk in self.result.chunks]
+
+    def chunk_kv(self, index: int) -> Tensor:
+        span = self.plan.request.chunks[index]
+        return self.kv[:, span.start : span.stop]
+
+
+class Rig:
+    """One prefill worker. Its methods must not be called while links are running: the engine has one driver."""
+
+    def __init__(self, engine: PrefillEngine, directory: Path, rank: int | None = None, **loop_options) -> None:
+        self.engine = engine
+        self.library = Library(LibrarySettings(directory=directory), engine.fingerprint)
+        self.compiler = PatchCompiler(self.library, rank)
+        self.linker = Linker(engine, self.library, rank, self.compiler.compile)
+        options = {"budget": 4096, "max_queue": 64, "lease_seconds": 600.0, "owner": "rig", **loop_options}
+        self.loop = PrefillLoop(engine, self.linker, **options)
+        self.loop.start()
+
+    def close(self) -> None:
+        self.loop.stop()
+        self.library.close()
+
+    def render(self, parts: Sequence[Part]) -> Segments:
+        """vLLM's own rendering and processing of a prompt, cut into segments."""
+        model = self.engine.config.model_config
+        renderer = self.engine._llm.llm_engine.renderer
+        (rendered,) = renderer.render_cmpl([parse_model_prompt(model, vllm_prompt(parts))], skip_mm_cache=True)
+        return segment(rendered, Delimiters.of(model))
+
+    def plan(self, parts: Sequence[Part], mode: str = "auto", **request) -> LinkPlan:
+        """A plan, with the pixels encoded that it asks for."""
+        segments = self.render(parts)
+        asked = LinkRequest("test", segments.token_ids, segments.chunks, Mode(mode), **request)
+        try:
+            return self.linker.plan(asked)
+        except PixelsNeeded as needed:
+            embeddings = self.engine.encode([segments.items[i] for i in needed.chunks])
+            return self.linker.plan(asked, dict(zip(needed.chunks, embeddings, strict=True)))
+
+    def link(self, parts: Sequence[Part], mode: str = "auto", **request) -> Linked:
+        """Link one prompt, wait until what it taught is stored, and free its blocks."""
+        plan = self.plan(parts, mode, **request)
+        return self.finish(plan, self.loop.submit(plan).result(60))
+
+    def finish(self, plan: LinkPlan, result: LinkResult) -> Linked:
+        """Read what a link left in the cache, then let its blocks go."""
+        self.settle()
+        n, blocks = len(plan.sequence), plan.sequence.blocks
+        kv = self.engine.read_kv(blocks, 0, n)
+        whole = LinkSequence(plan.sequence.token_ids, plan.sequence.positions, blocks, plan.sequence.embedded)
+        logprobs = self.engine.logits([(whole, [Run(n - 1, n)])])[-1].log_softmax(-1)
+        self.loop.abandon(result.lease)
+        return Linked(result, plan, kv, logprobs)
+
+    def settle(self) -> None:
+        """Wait until the loop is idle and everything it learnt is stored."""
+        drain(self.loop)
+        self.library.flush()
+
+    def vllm_logprobs(self, parts: Sequence[Part], top: int = 20) -> dict[int, float]:
+        """vLLM's own multimodal prefill in the same engine. Uses any block of the pool: call it before linking."""
+        assert self.loop.stats().leases == 0
+        params = SamplingParams(max_tokens=1, temperature=0, logprobs=top, detokenize=False)
+        (answer,) = self.engine._llm.generate([vllm_prompt(parts)], params, use_tqdm=False)
+        return {token: entry.logprob for token, entry in answer.outputs[0].logprobs[0].items()}
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    """Largest difference between two tensors, relative to the largest element of the second."""
+    return float((a.float() - b.float()).abs().max() / b.float().abs().max())
+
+
+def lone(rig: Rig, number: int, shift: int) -> Tensor:
+    """KV [layers, tokens, features] of one image computed alone, its first token at position `shift`."""
+    plan = rig.plan([number], "off")
+    (chunk,) = plan.chunks
+    span = chunk.span
+    assert chunk.embeddings is not None
+    blocks = range(1, 2 + (span.stop - span.start) // BLOCK_SIZE)
+    sequence = LinkSequence(
+        plan.sequence.token_ids[span.start : span.stop],
+        plan.sequence.positions[..., span.start : span.stop] - chunk.start_position + shift,
+        blocks,
+        (Embedded(span.first - span.start, chunk.embeddings, span.is_embed),),
+    )
+    rig.engine.forward([(sequence, [Run(0, len(sequence))])])
+    return rig.engine.read_kv(blocks, 0, len(sequence))
+
