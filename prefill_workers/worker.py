@@ -328,7 +328,10 @@ class PrefillLoop:
     def _orbit_one(self) -> None:
         try:
             if self._forming is None:
-                self._forming = self._linker.orbit(self._orbits.popleft())
+                try:
+                    self._forming = self._linker.orbit(self._orbits[0])
+                finally:
+                    self._orbits.popleft()  # only now: until then it counts as work to be done
                 return
             fits = self._forming.tokens <= len(self._scratch) * self._engine.block_size
             if not fits or not self._linker.orbit_step(self._forming, self._scratch):

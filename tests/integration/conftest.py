@@ -6,24 +6,28 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from rig import Rig, tiny_engine
 
 from prefill_workers.engine import PrefillEngine
 
 
 @pytest.fixture(scope="session")
-def fp32() -> Iterator[PrefillEngine]:
-    engine = tiny_engine("float32")
-    yield engine
-    engine.shutdown()
+def engines() -> Iterator[dict[str, PrefillEngine]]:
+    """All engines at once: vLLM's start-up looks into every loaded module, and chokes on those that Numba loads."""
+    built = {dtype: tiny_engine(dtype) for dtype in ("float32", "bfloat16")}
+    yield built
+    for engine in built.values():
+        engine.shutdown()
 
 
 @pytest.fixture(scope="session")
-def bf16() -> Iterator[PrefillEngine]:
-    engine = tiny_engine("bfloat16")
-    yield engine
-    engine.shutdown()
+def fp32(engines: dict[str, PrefillEngine]) -> PrefillEngine:
+    return engines["float32"]
+
+
+@pytest.fixture(scope="session")
+def bf16(engines: dict[str, PrefillEngine]) -> PrefillEngine:
+    return engines["bfloat16"]
 
 
 @pytest.fixture
@@ -35,8 +39,7 @@ def make_rig(fp32: PrefillEngine, tmp_path: Path) -> Iterator[Callable[..., Rig]
         made.append(Rig(engine or fp32, tmp_path / f"library-{len(made)}", **options))
         return made[-1]
 
-    with torch.inference_mode():
-        yield make
+    yield make
     for rig in made:
         rig.close()
 

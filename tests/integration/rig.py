@@ -80,9 +80,16 @@ class Linked:
 class Rig:
     """One prefill worker. Its methods must not be called while links are running: the engine has one driver."""
 
-    def __init__(self, engine: PrefillEngine, directory: Path, rank: int | None = None, **loop_options) -> None:
+    def __init__(
+        self,
+        engine: PrefillEngine,
+        directory: Path,
+        rank: int | None = None,
+        library: Library | None = None,
+        **loop_options,
+    ) -> None:
         self.engine = engine
-        self.library = Library(LibrarySettings(directory=directory), engine.fingerprint)
+        self.library = library or Library(LibrarySettings(directory=directory), engine.fingerprint)
         self.compiler = PatchCompiler(self.library, rank)
         self.linker = Linker(engine, self.library, rank, self.compiler.compile)
         options = {"budget": 4096, "max_queue": 64, "lease_seconds": 600.0, "owner": "rig", **loop_options}
