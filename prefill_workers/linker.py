@@ -89,7 +89,7 @@ class PixelsNeeded(Exception):
         return PixelsNeeded, (self.chunks,)
 
 
-@dataclass
+@dataclass(eq=False)
 class ChunkPlan:
     """One chunk of a plan: where it stands, what is stored for it, and how it will be linked."""
 
@@ -104,7 +104,7 @@ class ChunkPlan:
     embeddings: Tensor | None = None  # [placeholders that carry one, hidden]
 
 
-@dataclass
+@dataclass(eq=False)
 class LinkPlan:
     """Everything needed to link one request; made by `Linker.plan`."""
 

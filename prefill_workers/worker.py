@@ -53,7 +53,7 @@ class LinkResult:
     stages_ms: dict[str, float]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Job:
     plan: LinkPlan
     done: Future[LinkResult]
@@ -63,7 +63,7 @@ class _Job:
     forward_began: float = 0.0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Harvest:
     plan: LinkPlan
     chunk: ChunkPlan
@@ -190,6 +190,16 @@ class PrefillLoop:
 
     @torch.inference_mode()
     def _run(self) -> None:
+        try:
+            self._turn_until_stopped()
+        except Exception as error:  # a defect: let nobody wait for ever, and let the health check see the thread end
+            with self._wake:
+                self._stopping = True
+                for job in [*self._running, *self._waiting]:
+                    self._fail(job, error)
+            raise
+
+    def _turn_until_stopped(self) -> None:
         while True:
             with self._wake:
                 if not (self._has_work() or self._abandoned or self._stopping):
@@ -256,7 +266,8 @@ class PrefillLoop:
             self._running.append(job)
 
     def _step(self) -> None:
-        for job in [job for job in self._running if job.done.cancelled()]:
+        cancelled = [job for job in self._running if job.done.cancelled()]
+        for job in cancelled:
             self._running.remove(job)
             self._free(job)
         budget, work = self._budget, []

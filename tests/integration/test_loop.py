@@ -1,0 +1,169 @@
+"""The prefill loop under load and under faults: same KV as one at a time, and no block lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+
+import pytest
+from rig import MAX_MODEL_LEN, Rig, apart
+
+from prefill_workers.linker import LinkPlan
+from prefill_workers.worker import LinkResult, Overloaded, PromptTooLarge, drain
+
+pytestmark = pytest.mark.engine
+
+MIXED = [
+    ["Only text, and not much of it."],
+    ["One ", 1, " picture."],
+    ["Two ", 2, " pictures ", 3, " here."],
+    ["A longer text " * 12],
+    [0, 1, 2, "Three in a row."],
+]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "condition did not come true"
+        time.sleep(0.005)
+
+
+def all_free(rig: Rig) -> bool:
+    stats = rig.loop.stats()
+    return stats.blocks_free == stats.blocks_total and stats.leases == 0
+
+
+def test_links_batched_into_one_forward_equal_serial_ones(make_rig: Callable[..., Rig]):
+    rig = make_rig(form=False)
+    serial = [rig.link(parts, "exact").kv for parts in MIXED]
+    plans = [rig.plan(parts, "exact") for parts in MIXED]
+    before = rig.loop.stats().forwards
+    with rig.loop._wake:  # the loop sees all of them at once
+        futures = [rig.loop.submit(plan) for plan in plans]
+    results = [future.result(60) for future in futures]
+    assert rig.loop.stats().forwards == before + 1
+    for plan, result, alone in zip(plans, results, serial, strict=True):
+        assert apart(rig.finish(plan, result).kv, alone) < 1e-5
+    wait_for(lambda: all_free(rig))
+
+
+def test_a_small_token_budget_splits_runs_and_changes_nothing(make_rig: Callable[..., Rig]):
+    whole = make_rig(form=False).link(MIXED[4], "exact")
+    rig = make_rig(form=False, budget=50)
+    split = rig.link(MIXED[4], "exact")
+    stats = rig.loop.stats()
+    assert stats.forwards == -(-stats.tokens_forwarded // 50)
+    assert apart(split.kv, whole.kv) < 1e-5
+
+
+def test_a_prompt_that_the_pool_can_never_hold_is_refused_at_once(make_rig: Callable[..., Rig], monkeypatch):
+    rig = make_rig()
+    monkeypatch.setattr(rig.loop._pool, "total", 2)
+    with pytest.raises(PromptTooLarge, match=r"needs \d+ KV blocks, the prefill worker has 2"):
+        rig.link(MIXED[4])
+
+
+def test_links_wait_for_blocks_and_run_when_some_come_free(make_rig: Callable[..., Rig]):
+    rig = make_rig(form=False)
+    plan = rig.plan(MIXED[3], "off")
+    taken = []
+    while rig.loop._pool.free > 1:
+        taken.append(rig.loop._pool.allocate(32 * min(rig.loop._pool.free - 1, MAX_MODEL_LEN // 32)).id)
+    future = rig.loop.submit(plan)
+    time.sleep(0.2)
+    assert not future.done()
+    for lease in taken:
+        rig.loop.abandon(lease)
+    rig.loop.abandon(future.result(30).lease)
+    wait_for(lambda: all_free(rig))
+
+
+def test_more_links_than_the_queue_takes_are_refused(make_rig: Callable[..., Rig]):
+    rig = make_rig(form=False, max_queue=2)
+    plan = rig.plan(MIXED[0], "off")
+    with rig.loop._wake:
+        futures = [rig.loop.submit(plan) for _ in range(2)]
+        with pytest.raises(Overloaded, match="2 links wait already"):
+            rig.loop.submit(plan)
+    for future in futures:
+        rig.loop.abandon(future.result(30).lease)
+    wait_for(lambda: all_free(rig))
+
+
+def test_cancelled_links_give_their_blocks_back_wherever_they_are(make_rig: Callable[..., Rig]):
+    rig = make_rig(form=False, budget=64)  # several forwards each, so that some are caught half-way
+    plans = [rig.plan(parts, "off") for parts in MIXED for _ in range(4)]
+    futures: list[Future[LinkResult]] = [rig.loop.submit(plan) for plan in plans]
+    for i, future in enumerate(futures):
+        if i % 2:
+            future.cancel()
+            time.sleep(0.01)
+    for future in futures:
+        try:
+            rig.loop.abandon(future.result(60).lease)
+        except CancelledError:
+            continue
+    drain(rig.loop)
+    wait_for(lambda: all_free(rig))
+
+
+def test_a_forward_that_fails_fails_its_links_and_nothing_else(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+):
+    rig = make_rig(form=False)
+    plan = rig.plan(MIXED[1], "off")
+
+    def broken(work) -> None:
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.engine, "forward", broken)
+        with pytest.raises(RuntimeError, match="injected"):
+            rig.loop.submit(plan).result(30)
+    wait_for(lambda: all_free(rig))
+    assert rig.link(MIXED[1], "off").points == ["encoded"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_defect_in_the_loop_leaves_nobody_waiting(make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
+    rig = make_rig(form=False)
+    plan = rig.plan(MIXED[1], "off")
+    monkeypatch.setattr(rig.loop, "_step", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        rig.loop.submit(plan).result(30)
+    wait_for(lambda: not rig.loop.alive())
+
+
+def test_a_lease_nobody_reads_ends_by_itself(make_rig: Callable[..., Rig]):
+    rig = make_rig(lease_seconds=0.2)
+    plan: LinkPlan = rig.plan(MIXED[1], "off")
+    rig.loop.submit(plan).result(30)
+    wait_for(lambda: all_free(rig))
+    assert rig.loop.stats().leases_expired == 1
+
+
+def test_stopping_finishes_what_runs_and_refuses_what_waits(make_rig: Callable[..., Rig]):
+    rig = make_rig(form=False)
+    plan = rig.plan(MIXED[2], "off")
+    future = rig.loop.submit(plan)
+    wait_for(lambda: rig.loop.stats().waiting == 0)
+    rig.loop.stop()
+    future.result(30)
+    assert not rig.loop.alive()
+    with pytest.raises(Overloaded, match="shutting down"):
+        rig.loop.submit(plan)
+
+
+def test_what_cannot_be_kept_costs_a_patch_not_a_request(make_rig: Callable[..., Rig], monkeypatch):
+    rig = make_rig()
+
+    def broken(record) -> None:
+        raise OSError("injected: disk full")
+
+    monkeypatch.setattr(rig.library, "put_canonical", broken)
+    assert rig.link(MIXED[1]).points == ["encoded"]
+    assert rig.loop.stats().harvest_failures > 0
+    assert rig.link(MIXED[1]).points == ["recomputed"]
+    wait_for(lambda: all_free(rig))
