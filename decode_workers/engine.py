@@ -193,6 +193,10 @@ class DecodeEngine:
         a = self.admission
         return DecodeStats(a.running, a.waiting, a.reserved, a.total)
 
+    async def all_blocks_free(self) -> bool:
+        """Whether vLLM's own pool holds no KV block (nothing else keeps one: prefix caching is off)."""
+        return await self._engine.reset_prefix_cache()  # refuses while any block is held; there is no cache to lose
+
     def shutdown(self) -> None:
         """Stop the engine core."""
         self._engine.shutdown()

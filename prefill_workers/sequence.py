@@ -30,7 +30,7 @@ class Embedded:
     mask: Tensor | None = None  # [placeholder tokens] bool: which of them carry an embedding; None = all
 
 
-@dataclass
+@dataclass(eq=False)
 class LinkSequence:
     """One sequence whose KV is being put together in `blocks`.
 

@@ -255,6 +255,10 @@ class DecodeWorker:
         """Queue lengths and reserved blocks."""
         return self._engine.stats()
 
+    async def all_blocks_free(self) -> bool:
+        """Whether vLLM's own pool holds no KV block."""
+        return await self._engine.all_blocks_free()
+
     async def check_health(self) -> None:
         """Raises when the engine core died."""
         await self._engine.check_health()

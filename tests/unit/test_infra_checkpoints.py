@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerFast
 
 from infra import checkpoints
-from infra.checkpoints import RECIPES, checkpoint_path, printable_tokens, tokenizer
+from infra.checkpoints import CHAT_TEMPLATE, RECIPES, checkpoint_path, printable_tokens, tokenizer
 
 TINY = "qwen2_5_vl-tiny"
 WEATHER = {
@@ -135,3 +135,10 @@ def test_tools_and_their_answers_render_in_hermes_format(tokens: PreTrainedToken
     assert '<|im_start|>assistant\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>' in text
     responses = "\n<tool_response>\nrain\n</tool_response>\n<tool_response>\nsun\n</tool_response>"
     assert f"<|im_start|>user{responses}<|im_end|>\n<|im_start|>assistant\n" in text
+
+
+def test_vllm_sees_that_the_template_takes_content_parts() -> None:
+    """Else it would move every image of a message to its front."""
+    from vllm.renderers.hf import _detect_content_format
+
+    assert _detect_content_format(CHAT_TEMPLATE, default="string") == "openai"

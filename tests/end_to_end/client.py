@@ -1,0 +1,133 @@
+"""What the end-to-end tests say to the service, and what they compare it with."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from openai import OpenAI
+from PIL import Image
+from ray import serve
+from rich.console import Console
+
+from infra.checkpoints import checkpoint_path
+from serving.app import free_port
+from serving.config import OrbitServeConfig
+from serving.launch import APPLICATION, application
+
+CHECKPOINT = "qwen2_5_vl-tiny"
+MAX_MODEL_LEN = 2048
+MAX_IMAGE_PIXELS = 1_000_000
+MAX_IMAGE_BYTES = 1 << 20
+MAX_BODY_BYTES = 4 << 20
+
+
+def png(number: int, width: int = 168, height: int = 224) -> bytes:
+    """A noisy picture; the same number gives the same bytes."""
+    pixels = (np.random.default_rng(number).random((height, width, 3)) * 255).astype("uint8")
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def inline(data: bytes) -> dict[str, Any]:
+    """An image part with the image in it."""
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(data).decode()}"}}
+
+
+def picture(number: int, **size: int) -> dict[str, Any]:
+    return inline(png(number, **size))
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def user(*parts: Any) -> list[dict[str, Any]]:
+    """One user turn."""
+    return [{"role": "user", "content": [text(part) if isinstance(part, str) else part for part in parts]}]
+
+
+@dataclass
+class Service:
+    """A running application."""
+
+    url: str
+    model: str
+
+    def body(self, messages: list[dict[str, Any]], mode: str | None = None, **fields: Any) -> dict[str, Any]:
+        body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": 12, **fields}
+        return body if mode is None else {**body, "orbit": {"mode": mode}}
+
+    def chat(self, messages: list[dict[str, Any]], mode: str | None = None, **fields: Any) -> dict[str, Any]:
+        """A chat completion that must succeed."""
+        response = self.post(self.body(messages, mode, **fields))
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def post(self, body: Any, path: str = "/v1/chat/completions", **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=120, **options)
+
+    def stream(self, messages: list[dict[str, Any]], mode: str | None = None, **fields: Any) -> list[dict[str, Any]]:
+        """The events of a streamed chat completion."""
+        body = self.body(messages, mode, stream=True, stream_options={"include_usage": True}, **fields)
+        with httpx.stream("POST", self.url + "/v1/chat/completions", json=body, timeout=120) as response:
+            assert response.status_code == 200, response.read()
+            lines = [line[len("data: ") :] for line in response.iter_lines() if line.startswith("data: ")]
+        assert lines.pop() == "[DONE]"
+        return [json.loads(line) for line in lines]
+
+    def openai(self) -> OpenAI:
+        """The official client, unchanged."""
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=120, max_retries=0)
+
+    def role(self, name: str, method: str, *arguments: Any) -> Any:
+        """Call a role's replica directly."""
+        return getattr(serve.get_deployment_handle(name, APPLICATION), method).remote(*arguments).result(timeout_s=120)
+
+    def settle(self) -> None:
+        """Wait until everything learnt so far is stored."""
+        self.role("PrefillWorker", "flush")
+        self.role("PatchCompiler", "flush")
+
+    def records(self) -> dict[str, Any]:
+        """What is stored and held at the moment, to compare before and after."""
+        loop = self.role("PrefillWorker", "stats")["loop"]
+        files = httpx.get(self.url + "/v1/files").json()["data"]
+        keeper = self.role("LibraryKeeper", "stats")
+        return {
+            "files": len(files),
+            "leases": loop.leases,
+            "blocks": loop.blocks_free,
+            "tiers": [(tier.name, tier.entries, tier.bytes) for tier in keeper.tiers],
+        }
+
+
+@contextmanager
+def running(dtype: str, root: Path, **sections: Any) -> Iterator[Service]:
+    """Start the whole application on the tiny model and take it down again."""
+    config = OrbitServeConfig.model_validate(
+        {
+            "model": {"path": checkpoint_path(CHECKPOINT), "dtype": dtype, "max_model_len": MAX_MODEL_LEN},
+            "http": {
+                "port": free_port(),
+                "max_image_pixels": MAX_IMAGE_PIXELS,
+                "max_image_bytes": MAX_IMAGE_BYTES,
+                "max_body_bytes": MAX_BODY_BYTES,
+                "max_images_per_request": 8,
+            },
+            "library": {"directory": root / "library"},
+            "files_url": str(root / "files"),
+            **sections,
+        }
+    )
+    with application(config, Console(quiet=True)) as url:
+        yield Service(url, config.model.served_name)
