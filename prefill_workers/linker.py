@@ -272,6 +272,7 @@ class Linker:
             blocks=scratch,
             embedded=(Embedded(span.first - span.start, chunk.embeddings, span.is_embed),),
         )
+        began = time.perf_counter()
         self.engine.forward([(lone, [Run(0, len(lone))])])
         record = CanonicalRecord(
             key=chunk.canonical_key,
@@ -279,7 +280,9 @@ class Linker:
             tenant=tenant,
             layout=self.engine.layout,
             kv=self.engine.read_kv(scratch, 0, len(lone)),
-            meta={"content": span.content, "modality": span.modality},
+            content=span.content,
+            recompute_seconds=time.perf_counter() - began,
+            meta={"modality": span.modality},
         )
         self.library.put_canonical(record)
         return record
@@ -295,29 +298,55 @@ class Linker:
                 fingerprint=fingerprint,
                 tenant=plan.request.tenant,
                 embeddings=chunk.embeddings,
-                meta={"content": chunk.span.content, "modality": chunk.span.modality},
+                content=chunk.span.content,
+                meta={"modality": chunk.span.modality},
             )
         )
 
     def harvest(self, plan: LinkPlan, chunk: ChunkPlan, conditioned: Tensor, scratch: Sequence[int]) -> None:
         """Store a computed chunk's canonical KV and send its deficit (kamera.md eq. 2) to the patch compiler."""
         canonical = self.canonical(plan, chunk, scratch)
-        delta = deficit(conditioned, canonical.kv)
-        self._submit(chunk.patch_key, PatchKind.own, delta, plan.request.tenant, chunk.span.content, chunk.antecedents)
+        before = plan.chunks[: plan.chunks.index(chunk)]
+        tokens = chunk.span.stop - chunk.span.start
+        self._submit(
+            kind=PatchKind.own,
+            delta=deficit(conditioned, canonical.kv),
+            canonical=chunk.canonical_key,
+            content=chunk.span.content,
+            behind=[(c.canonical_key, c.span.content) for c in before],
+            prefix=plan.request.prefix,
+            tenant=plan.request.tenant,
+            seconds=plan.stages_ms.get("forward", 0.0) * 1e-3 * tokens / max(plan.tokens_computed, 1),
+        )
 
     def _submit(
-        self, key: str, kind: PatchKind, delta: Tensor, tenant: str, content: str, antecedents: Sequence[str]
+        self,
+        *,
+        kind: PatchKind,
+        delta: Tensor,
+        canonical: str,
+        content: str,
+        behind: Sequence[tuple[str, str]],
+        prefix: Sequence[int],
+        tenant: str,
+        seconds: float = 0.0,
     ) -> None:
+        """Hand a deficit over; `behind` are the antecedents' (canonical key, content id)."""
+        antecedent = antecedent_key(prefix, [key for key, _ in behind], ordered=kind is PatchKind.own)
         self._submit_patch(
             PatchJob(
-                key=key,
+                key=patch_key(canonical, antecedent, kind, self.rank),
                 kind=kind,
                 delta=delta,
                 layout=self.engine.layout,
                 fingerprint=self.engine.fingerprint,
                 dtype=self._dtype,
                 tenant=tenant,
-                meta={"content": content, "antecedents": list(antecedents)},
+                canonical=canonical,
+                antecedent=antecedent,
+                content=content,
+                antecedents=tuple(name for _, name in behind),
+                recompute_seconds=seconds,
             )
         )
 
@@ -360,10 +389,17 @@ class Linker:
         """Run the next order of a forming set; returns False, with the patches sent off, when all have run."""
         order = next(forming.orders, None)
         if order is None:
+            contents = {chunk.key: chunk.content for chunk in forming.chunks}
             for (key, predecessors), delta in forming.means().items():
-                content = next(chunk.content for chunk in forming.chunks if chunk.key == key)
-                orbit = self._patch_key(PatchKind.orbit, key, forming.prefix, sorted(predecessors))
-                self._submit(orbit, PatchKind.orbit, delta, forming.tenant, content, sorted(predecessors))
+                self._submit(
+                    kind=PatchKind.orbit,
+                    delta=delta,
+                    canonical=key,
+                    content=contents[key],
+                    behind=[(before, contents[before]) for before in sorted(predecessors)],
+                    prefix=forming.prefix,
+                    tenant=forming.tenant,
+                )
             return False
         sequence, placed = arrange(forming.prefix, order, scratch)
         self.engine.forward([(sequence, [Run(0, len(sequence))])])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +28,11 @@ class PatchJob:
     fingerprint: str
     dtype: str
     tenant: str
-    meta: Mapping[str, Any]
+    canonical: str  # key of the canonical KV that the patch is for
+    antecedent: str  # key of what stands before it
+    content: str
+    antecedents: tuple[str, ...]  # content ids of the chunks before it: deleting one deletes the patch
+    recompute_seconds: float = 0.0  # what linking without the patch costs
 
 
 class PatchCompiler:
@@ -56,7 +58,16 @@ class PatchCompiler:
         dtype = getattr(torch, job.dtype)
         patch = form_patch(job.delta.to(self._device), job.layout, rank=self._rank, kind=job.kind, dtype=dtype)
         record = PatchRecord(
-            key=job.key, fingerprint=job.fingerprint, tenant=job.tenant, layout=job.layout, patch=patch, meta=job.meta
+            key=job.key,
+            fingerprint=job.fingerprint,
+            tenant=job.tenant,
+            layout=job.layout,
+            patch=patch,
+            canonical=job.canonical,
+            antecedent=job.antecedent,
+            content=job.content,
+            antecedents=job.antecedents,
+            recompute_seconds=job.recompute_seconds,
         )
         self.library.put_patch(record)
         self.formed += 1

@@ -271,19 +271,44 @@ class DecodeWorker:
 class LibraryKeeper:
     """What the library needs that is nobody's request: deletion, expiry, statistics."""
 
-    def __init__(self, config: OrbitServeConfig) -> None:
+    async def __init__(self, config: OrbitServeConfig, prefill: DeploymentHandle) -> None:  # type: ignore[misc]
+        from kvstore.files import FileStore
         from kvstore.library import Library
         from prefill_workers.fingerprint import fingerprint
 
+        self._prefill = prefill
+        self._files = FileStore(config.files_url, config.files)
         self._library = Library(config.library, fingerprint(Path(config.model.path)))
+        self._sweeping = asyncio.create_task(self._sweep(config.keeper.sweep_period_s))
 
     async def delete_content(self, content: str, tenant: str) -> int:
-        """Remove everything derived from a content id; returns how many records went."""
-        return await asyncio.to_thread(self._library.delete_content, content, tenant)
+        """Remove everything derived from a content id, in the tiers and in every prefill worker's memory.
+
+        Returns how many records went.
+        """
+        removed = await asyncio.to_thread(self._library.delete_content, content, tenant)
+        await self._prefill.broadcast("forget", content, tenant).results_async()
+        return removed
+
+    async def _sweep(self, period_s: float) -> None:
+        """Delete expired files, and what was derived from content that no file holds any more."""
+        while True:
+            try:
+                for file in await asyncio.to_thread(self._files.sweep):
+                    if not await asyncio.to_thread(self._files.has_content, file.tenant, file.content):
+                        await self.delete_content(file.content, file.tenant)
+            except Exception:
+                logger.exception("expired files could not be swept; trying again in %s s", period_s)
+            await asyncio.sleep(period_s)
 
     async def stats(self) -> Any:
         """The library's counters and bytes."""
         return self._library.stats()
+
+    async def check_health(self) -> None:
+        """Raises when the sweep has ended."""
+        if self._sweeping.done():
+            raise RuntimeError("the sweep of expired files has ended")
 
 
 @serve.ingress()
@@ -301,9 +326,7 @@ class Ingress:
         self._app = await build_api(client, config, on_delete=self._forget)
 
     async def _forget(self, content: str, tenant: str) -> None:
-        """Delete everything derived from a file, in the library's tiers and in every prefill worker's memory."""
         await self._roles.library.delete_content.remote(content, tenant)
-        await self._roles.prefill.broadcast("forget", content, tenant).results_async()
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._app
@@ -397,12 +420,13 @@ async def _stream(responses: Any) -> AsyncGenerator[Any, None]:
 def build(config: OrbitServeConfig) -> serve.Application:
     """The application graph of a configuration."""
     compiler = _deployment(PatchCompiler, config.patch).bind(config)
+    prefill = _deployment(PrefillWorker, config.prefill).bind(config, compiler)
     return _deployment(Ingress, config.ingress).bind(
         config,
         vision=_deployment(VisionEncoder, config.vision).bind(config),
-        prefill=_deployment(PrefillWorker, config.prefill).bind(config, compiler),
+        prefill=prefill,
         decode=_deployment(DecodeWorker, config.decode).bind(config),
-        library=_deployment(LibraryKeeper, config.keeper).bind(config),
+        library=_deployment(LibraryKeeper, config.keeper).bind(config, prefill),
     )
 
 

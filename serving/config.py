@@ -118,6 +118,8 @@ class DecodeRoleSettings(RoleSettings, DecodeSettings):
 class LibraryRoleSettings(RoleSettings):
     """The keeper of the library: deletion, expiry, statistics."""
 
+    sweep_period_s: float = Field(60.0, gt=0, description="Seconds between looks for expired files.")
+
 
 class OrbitServeConfig(_Settings):
     """A whole deployment."""

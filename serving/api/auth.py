@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from http import HTTPStatus
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -47,8 +48,11 @@ class Authenticate:
         return found
 
 
-class _BodyTooLarge(Exception):
-    pass
+class _BodyTooLarge(HTTPException):
+    """Raised while a body is read; FastAPI lets its own kind of error through its body parser."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the request body is larger than {limit} bytes")
 
 
 class Limit:
@@ -89,29 +93,19 @@ class Limit:
         return counted
 
     async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        taken, started = 0, False
+        taken = 0
 
         async def bounded() -> Message:
             nonlocal taken
             message = await receive()
             taken += len(message.get("body", b""))
             if taken > self._max_body:
-                raise _BodyTooLarge
+                raise _BodyTooLarge(self._max_body)
             return message
 
-        async def noting(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
         announced = Headers(scope=scope).get("content-length", "0")
-        try:
-            if announced.isdigit() and int(announced) > self._max_body:
-                raise _BodyTooLarge
-            await self._app(scope, bounded, noting)
-        except _BodyTooLarge:
-            if started:
-                raise
-            message = f"the request body is larger than {self._max_body} bytes"
-            body = error_body(message, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-            await JSONResponse(body, 413)(scope, receive, send)
+        if announced.isdigit() and int(announced) > self._max_body:
+            error = _BodyTooLarge(self._max_body)
+            await JSONResponse(error_body(error.detail, HTTPStatus(error.status_code)), 413)(scope, receive, send)
+            return
+        await self._app(scope, bounded, send)

@@ -102,7 +102,11 @@ class MediaResolver:
             raise TooLarge(f"{where}: the image has {len(data)} bytes, at most {limits.max_image_bytes} are allowed")
         try:
             image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
-        except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
+        except Image.DecompressionBombError as error:
+            raise TooLarge(
+                f"{where}: the image has more pixels than the {limits.max_image_pixels} that are allowed"
+            ) from error
+        except (UnidentifiedImageError, OSError, ValueError) as error:
             raise InvalidRequest(
                 f"{where}: not an image in a known format ({', '.join(FORMATS)})", parameter=where
             ) from error

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from openai import OpenAI
 from PIL import Image
 from ray import serve
 from rich.console import Console
+from vllm import LLM, SamplingParams
 
 from infra.checkpoints import checkpoint_path
 from serving.app import free_port
@@ -62,6 +64,7 @@ class Service:
 
     url: str
     model: str
+    root: Path  # of the library and the uploaded files
 
     def body(self, messages: list[dict[str, Any]], mode: str | None = None, **fields: Any) -> dict[str, Any]:
         body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": 12, **fields}
@@ -98,17 +101,20 @@ class Service:
         self.role("PrefillWorker", "flush")
         self.role("PatchCompiler", "flush")
 
+    @staticmethod
+    def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+        """Blocks come free a moment after an answer has ended: NIXL tells the prefill worker."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, "it did not come true in time"
+            time.sleep(0.05)
+
     def records(self) -> dict[str, Any]:
         """What is stored and held at the moment, to compare before and after."""
+        self.settle()
         loop = self.role("PrefillWorker", "stats")["loop"]
-        files = httpx.get(self.url + "/v1/files").json()["data"]
-        keeper = self.role("LibraryKeeper", "stats")
-        return {
-            "files": len(files),
-            "leases": loop.leases,
-            "blocks": loop.blocks_free,
-            "tiers": [(tier.name, tier.entries, tier.bytes) for tier in keeper.tiers],
-        }
+        stored = sorted(str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file())
+        return {"stored": stored, "leases": loop.leases, "blocks": loop.blocks_free}
 
 
 @contextmanager
@@ -130,4 +136,27 @@ def running(dtype: str, root: Path, **sections: Any) -> Iterator[Service]:
         }
     )
     with application(config, Console(quiet=True)) as url:
-        yield Service(url, config.model.served_name)
+        yield Service(url, config.model.served_name, root)
+
+
+class Reference:
+    """vLLM by itself: the model's vision tower and language model in one engine, nothing reused."""
+
+    def __init__(self, dtype: str) -> None:
+        self._llm = LLM(
+            model=str(checkpoint_path(CHECKPOINT)),
+            dtype=dtype,
+            max_model_len=MAX_MODEL_LEN,
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            limit_mm_per_prompt={"image": 8},
+        )
+
+    def chat(self, messages: list[dict[str, Any]], max_tokens: int = 12, top: int = 5) -> Any:
+        """The greedy answer: `token_ids`, `text`, and `logprobs`, one {token id: Logprob} per token."""
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=top)
+        (answer,) = self._llm.chat(messages, params, use_tqdm=False, chat_template_content_format="openai")
+        return answer.outputs[0]
+
+    def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()

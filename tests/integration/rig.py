@@ -165,4 +165,3 @@ def lone(rig: Rig, number: int, shift: int) -> Tensor:
     )
     rig.engine.forward([(sequence, [Run(0, len(sequence))])])
     return rig.engine.read_kv(blocks, 0, len(sequence))
-

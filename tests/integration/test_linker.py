@@ -179,3 +179,12 @@ def test_a_damaged_record_is_computed_again(make_rig: Callable[..., Rig], fp32: 
     damaged = rig.link(PAGES, "auto")
     assert "patched" not in damaged.points
     assert difference(damaged.logprobs, healthy.logprobs) < 1e-4
+
+
+def test_deleting_content_deletes_what_was_derived_from_it_or_conditioned_on_it(rig: Rig):
+    three = ["See ", 1, 2, 3, " and say what follows."]
+    rig.link(three, "auto")
+    span = rig.plan(three).request.chunks[1]
+    assert rig.library.delete_content(span.content, "local") > 0
+    again = rig.link(three, "auto")
+    assert again.points == ["patched", "encoded", "recomputed"]

@@ -1,0 +1,46 @@
+"""The service in bf16: rounding may turn near ties, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from client import Reference, Service, running
+from test_exactness import ASK, CASES, token_logprobs
+
+pytestmark = pytest.mark.service
+
+# A tie is near if its two logits are closer than this. bf16 keeps 8 bits: logits of size 8 are 2**-5 apart, and the
+# rounding of every layer before adds up to a few of these.
+NEAR = 0.15
+
+
+@pytest.fixture(scope="module")
+def bf16(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, Reference]]:
+    engine = Reference("bfloat16")
+    try:
+        with running("bfloat16", tmp_path_factory.mktemp("bf16")) as service:
+            yield service, engine
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_top_token_is_the_engines_unless_nearly_tied(bf16: tuple[Service, Any], case: str):
+    service, reference = bf16
+    expected = reference.chat(CASES[case])
+    answer = service.chat(CASES[case], "exact", **ASK)
+    compared = 0
+    for ours, token, theirs in zip(
+        answer["choices"][0]["token_ids"], expected.token_ids, expected.logprobs, strict=True
+    ):
+        best, second = sorted((entry.logprob for entry in theirs.values()), reverse=True)[:2]
+        if ours != token:
+            assert best - second < NEAR, f"token {compared}: {ours} for {token}, which led by {best - second:.3f}"
+            break  # from here on the two answers continue different texts
+        compared += 1
+    assert compared > 0 or best - second < NEAR
+    first = token_logprobs(answer)[0]
+    for token, entry in expected.logprobs[0].items():
+        assert first.get(f"token_id:{token}", entry.logprob) == pytest.approx(entry.logprob, abs=NEAR)

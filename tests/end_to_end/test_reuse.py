@@ -1,0 +1,109 @@
+"""What the service does not pay for twice, as its answers report it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from client import Service, picture, png, user
+
+pytestmark = pytest.mark.service
+
+
+def points(answer: dict[str, Any]) -> list[str]:
+    return [chunk["operating_point"] for chunk in answer["orbit"]["chunks"]]
+
+
+def test_seen_images_are_linked_in_any_order_without_vision_or_prefill(service: Service):
+    first = service.chat(user(picture(101), picture(102), picture(103), "What changes?"))
+    assert points(first) == ["encoded"] * 3
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    service.settle()
+
+    again = service.chat(user(picture(103), "was last, before it", picture(101), "and", picture(102), "Which is best?"))
+    orbit = again["orbit"]
+    assert points(again) == ["patched"] * 3
+    assert orbit["vision_tokens_encoded"] == 0
+    assert orbit["tokens_reused"] == sum(chunk["tokens"] for chunk in orbit["chunks"])
+    assert (
+        orbit["tokens_reused"] + orbit["tokens_computed"] == orbit["prompt_tokens"] == again["usage"]["prompt_tokens"]
+    )
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == orbit["tokens_reused"]
+    assert orbit["ttft_ms"] > 0
+    assert {"link", "decode"} <= orbit["stages_ms"].keys()
+
+
+def test_usage_and_report_are_streamed_too(service: Service):
+    messages = user(picture(111), "What is this?")
+    service.chat(messages)
+    service.settle()
+    last = service.stream(messages)[-1]
+    assert last["usage"]["prompt_tokens_details"]["cached_tokens"] == last["orbit"]["tokens_reused"] > 0
+
+
+def test_exact_computes_but_does_not_encode_again(service: Service):
+    messages = user(picture(121), "What is this?")
+    service.chat(messages, "exact")
+    service.settle()
+    again = service.chat(messages, "exact")
+    assert points(again) == ["recomputed"]
+    assert again["orbit"]["tokens_reused"] == again["orbit"]["vision_tokens_encoded"] == 0
+
+
+def test_full_reuse_needs_no_antecedents(service: Service):
+    service.chat(user(picture(131), "What is this?"))
+    service.settle()
+    blind = service.chat(user(picture(132), picture(131), "And now?"), "full-reuse")
+    assert points(blind) == ["encoded", "relocated"]
+
+
+def test_off_stores_nothing(service: Service):
+    before = service.records()
+    service.chat(user(picture(141), "What is this?"), "off")
+    service.wait_until(lambda: service.records() == before)
+    assert points(service.chat(user(picture(141), "What is this?"), "off")) == ["encoded"]
+
+
+def test_an_upload_and_the_same_image_inline_are_one_chunk(service: Service):
+    client = service.openai()
+    uploaded = client.files.create(file=("page.png", png(151)), purpose="vision")
+    service.chat(user({"type": "file", "file": {"file_id": uploaded.id}}, "What is this?"))
+    service.settle()
+    assert points(service.chat(user(picture(151), "What is this?"))) == ["patched"]
+
+
+def test_a_system_prompt_keys_patches(service: Service):
+    def ask(system: str) -> list[str]:
+        return points(service.chat([{"role": "system", "content": system}, *user(picture(161), "What is this?")]))
+
+    ask("You are terse.")
+    service.settle()
+    assert ask("You are terse.") == ["patched"]
+    assert ask("You are very wordy.") == ["recomputed"]
+
+
+def test_deleting_the_last_upload_deletes_what_was_derived_from_it(service: Service):
+    client = service.openai()
+    messages = user(picture(171), "What is this?")
+    one, two = (client.files.create(file=("page.png", png(171)), purpose="vision").id for _ in range(2))
+    service.chat(messages)
+    service.settle()
+    client.files.delete(one)
+    assert points(service.chat(messages)) == ["patched"], "another upload of the same content is still there"
+    client.files.delete(two)
+    assert points(service.chat(messages)) == ["encoded"]
+
+
+def test_metrics_count_what_was_reused(service: Service):
+    def reused() -> float:
+        lines = httpx.get(service.url + "/metrics").text.splitlines()
+        return float(next(x for x in lines if x.startswith("orbitserve_prompt_tokens_reused_total ")).split()[1])
+
+    messages = user(picture(181), "What is this?")
+    service.chat(messages)
+    service.settle()
+    before = reused()
+    assert reused() - before == 0
+    answer = service.chat(messages)
+    assert reused() - before == answer["orbit"]["tokens_reused"] > 0
