@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Annotated
@@ -69,6 +71,34 @@ def doctor(
     print_report(results, console)
     if not all(result.ok for result in results):
         raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="Benchmark to run; `list` describes them.")] = "list",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw the arms' medians here, as PNG.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Within a minute: few turns, small cases.")] = False,
+) -> None:
+    """Measure, both arms of a comparison in one session, and say which targets were met."""
+    from serving.bench import harness
+    from serving.bench.catalogue import BENCHMARKS
+
+    if name == "list":
+        for benchmark in BENCHMARKS.values():
+            console.print(f"[bold]{benchmark.name}[/bold]  {benchmark.description}")
+        return
+    if name not in BENCHMARKS:
+        console.print(f"[red]error:[/red] no benchmark {name!r}; there are {', '.join(BENCHMARKS)}")
+        raise typer.Exit(2)
+    benchmark = BENCHMARKS[name]
+    outcome = benchmark.run(quick, console)
+    document = harness.report(benchmark, outcome, shlex.join(["orbitserve", *sys.argv[1:]]), quick)
+    harness.show(benchmark, document, console)
+    if json_file is not None:
+        harness.write(document, json_file)
+    if plot_file is not None:
+        harness.plot(document, plot_file)
 
 
 def _until_interrupted() -> None:

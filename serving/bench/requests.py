@@ -1,0 +1,81 @@
+"""Chat requests whose token counts are known in advance, and their time to first token."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+from PIL import Image
+
+PIXELS = 28  # of one vision token, each way
+TEXT_TOKENS = 32  # of a request, the chat template's included
+_BEFORE, _AFTER = 6, 7  # characters of text around the image; the bundled tokenizers take one token each
+TEMPLATE_TOKENS = TEXT_TOKENS - _BEFORE - _AFTER
+SHAPES = {256: (16, 16), 512: (32, 16), 1024: (32, 32), 2048: (64, 32)}  # vision tokens: (wide, high)
+
+
+def image_url(tokens: int, number: int = 0) -> str:
+    """A noisy picture that takes `tokens` placeholder tokens, as a data URL."""
+    wide, high = SHAPES[tokens]
+    noise = np.random.default_rng(number).random((high * PIXELS // 4, wide * PIXELS // 4, 3))
+    picture = Image.fromarray((noise * 255).astype("uint8")).resize(
+        (wide * PIXELS, high * PIXELS), Image.Resampling.NEAREST
+    )
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def around(image: str, turn: int) -> list[dict[str, Any]]:
+    """A user turn of an image with text around it that no other turn has: no prefix of it was seen before."""
+    before, after = f"{turn:0{_BEFORE}d}"[::-1], "and so?."[:_AFTER]
+    parts = [
+        {"type": "text", "text": before},
+        {"type": "image_url", "image_url": {"url": image}},
+        {"type": "text", "text": after},
+    ]
+    return [{"role": "user", "content": parts}]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One streamed answer: when its first token came, and what was said about it at the end."""
+
+    ttft_ms: float
+    prompt_tokens: int
+    orbit: dict[str, Any]
+
+
+def timed_chat(client: httpx.Client, url: str, model: str, messages: list[dict[str, Any]], **fields: Any) -> Timed:
+    """Send a chat request and time its first token at the client. The body is serialised before the clock starts."""
+    body = {
+        "model": model,
+        "messages": messages,
+        "max_tokens": 2,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **fields,
+    }
+    content = json.dumps(body).encode()
+    began = time.perf_counter()
+    first = 0.0
+    last: dict[str, Any] = {}
+    headers = {"Content-Type": "application/json"}
+    with client.stream("POST", f"{url}/v1/chat/completions", content=content, headers=headers) as response:
+        if response.status_code != 200:
+            raise RuntimeError(f"{url} answered {response.status_code}: {response.read().decode()}")
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line[len("data: ") :])
+            if not first and event["choices"] and event["choices"][0]["delta"].get("content"):
+                first = (time.perf_counter() - began) * 1e3
+            last = event
+    return Timed(first, last["usage"]["prompt_tokens"], last.get("orbit", {}))

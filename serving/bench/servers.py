@@ -1,0 +1,224 @@
+"""Servers to measure: ours on Ray Serve, ours embedded in this process, and vLLM's own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+from infra.vllm_env import vllm_environment
+from serving.app import engine_spec, free_port
+from serving.config import OrbitServeConfig
+
+_READY_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running OpenAI server; `settle` waits until it has stored what it learnt."""
+
+    url: str
+    model: str
+    settle: Callable[[], None]
+
+
+def bench_config(checkpoint: Path, root: Path, **sections: Any) -> OrbitServeConfig:
+    """One replica a role with a fresh library below `root`."""
+    return OrbitServeConfig.model_validate(
+        {
+            "model": {"path": checkpoint, "max_model_len": 4096},
+            "http": {"port": free_port()},
+            "library": {"directory": root / "library"},
+            "files_url": str(root / "files"),
+            **sections,
+        }
+    )
+
+
+@contextmanager
+def ours(checkpoint: Path, console: Console, quick: bool, **sections: Any) -> Iterator[Server]:
+    """OrbitServe: the application on Ray Serve; in quick runs all roles in this process, which starts much sooner."""
+    with tempfile.TemporaryDirectory(prefix="orbitserve-bench-") as root:
+        config = bench_config(checkpoint, Path(root), **sections)
+        if quick:
+            with embedded(config) as server:
+                yield server
+            return
+        from serving.demo import wait_until_formed
+        from serving.launch import application
+
+        with application(config, console) as url:
+            yield Server(url, config.model.served_name, wait_until_formed)
+
+
+@contextmanager
+def vllm_alone(checkpoint: Path, dtype: str = "auto") -> Iterator[Server]:
+    """vLLM's own OpenAI server with prefix caching, in the environment that our engines have."""
+    port = free_port()
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint), "--dtype", dtype),
+        *("--port", str(port), "--host", "127.0.0.1", "--max-model-len", "4096", "--max-num-batched-tokens", "4096"),
+        *("--enable-prefix-caching", "--enforce-eager", "--served-model-name", checkpoint.name),
+    ]
+    environment = {**os.environ, **vllm_environment(kv_cache_gib=1, threads=os.cpu_count())}
+    with tempfile.NamedTemporaryFile(prefix="orbitserve-vllm-", suffix=".log") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_until_healthy(url, process, Path(log.name))
+            yield Server(url, checkpoint.name, lambda: None)
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + _READY_SECONDS
+    while True:
+        try:
+            if httpx.get(f"{url}/health", timeout=2).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"vLLM's server did not start:\n{log.read_text()[-2000:]}")
+        time.sleep(0.2)
+
+
+# -- embedded ---------------------------------------------------------------------------------------------------------
+
+
+class EmbeddedRoles:
+    """`serving.engine_client.Roles` over plain objects: prefill in this process, decode in vLLM's own core process."""
+
+    def __init__(self, config: OrbitServeConfig) -> None:
+        from decode_workers.engine import DecodeEngine, DecodeSpec
+        from kvstore.library import Library
+        from prefill_workers.engine import PrefillEngine
+        from prefill_workers.linker import Linker
+        from prefill_workers.patch_compiler import PatchCompiler
+        from prefill_workers.worker import PrefillLoop
+
+        spec = engine_spec(config, 1, hand_off=True)
+        # The decode core inherits the environment when it starts: every engine needs a port of its own.
+        self._decode = DecodeEngine(DecodeSpec(model=spec.model, dtype=spec.dtype, max_model_len=spec.max_model_len))
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
+        self._engine = PrefillEngine(spec)
+        self._library = Library(config.library, self._engine.fingerprint)
+        compiler = PatchCompiler(self._library, config.patch.rank)
+        self._linker = Linker(self._engine, self._library, config.patch.rank, compiler.compile)
+        settings = config.prefill
+        self._loop = PrefillLoop(
+            self._engine,
+            self._linker,
+            budget=settings.max_batch_tokens,
+            max_queue=settings.max_queue,
+            lease_seconds=settings.lease_seconds,
+            owner="embedded",
+        )
+        self._loop.start()
+        self._thread = ThreadPoolExecutor(1)
+
+    async def encode(self, items: Sequence[Any]) -> Any:
+        """Embeddings, from the prefill engine's own vision tower; the loop must be idle (one request at a time)."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.encode, list(items))
+
+    async def link(self, request: Any, indices: Sequence[int], embeddings: Any) -> Any:
+        """See `serving.app.PrefillWorker.link`."""
+        given = dict(zip(indices, embeddings or (), strict=True))
+        plan = await asyncio.get_running_loop().run_in_executor(self._thread, self._linker.plan, request, given)
+        return await asyncio.wrap_future(self._loop.submit(plan))
+
+    def generate(
+        self, token_ids: list[int], transfer: dict[str, Any], params: Any, request_id: str, **options: Any
+    ) -> AsyncGenerator[Any, None]:
+        """See `decode_workers.engine`."""
+        return self._decode.generate(token_ids, transfer, params, request_id, **options)
+
+    async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
+        """See `decode_workers.engine`."""
+        await self._decode.abandon(transfer, readers)
+
+    async def check_health(self) -> None:
+        """Raises when the decode engine died."""
+        await self._decode.check_health()
+
+    async def forget(self, content: str, tenant: str) -> None:
+        """Delete everything derived from some content."""
+        await asyncio.to_thread(self._library.delete_content, content, tenant)
+
+    def settle(self) -> None:
+        """Wait until everything learnt is stored."""
+        from prefill_workers.worker import drain
+
+        drain(self._loop)
+        self._library.flush()
+
+    def close(self) -> None:
+        """Stop the engines."""
+        self._loop.stop()
+        self._library.close()
+        self._engine.shutdown()
+        self._decode.shutdown()
+
+
+@contextmanager
+def embedded(config: OrbitServeConfig) -> Iterator[Server]:
+    """The same HTTP application on `EmbeddedRoles`, in a thread of this process."""
+    os.environ.update(vllm_environment(kv_cache_gib=1, threads=os.cpu_count(), nixl_port=free_port()))
+    import uvicorn
+
+    from serving.api.app import build_api
+    from serving.engine_client import LinkedEngineClient, front_end_config
+
+    started: dict[str, Any] = {}
+    ready = threading.Event()
+
+    async def run() -> None:
+        roles = EmbeddedRoles(config)
+        client = LinkedEngineClient(front_end_config(config.model, 1.0), roles)
+        api = await build_api(client, config, on_delete=roles.forget)
+        server = uvicorn.Server(uvicorn.Config(api, config.http.host, config.http.port, log_level="warning"))
+        started.update(roles=roles, server=server)
+        task = asyncio.create_task(server.serve())
+        while not server.started and not task.done():
+            await asyncio.sleep(0.02)
+        ready.set()
+        await task
+        roles.close()
+
+    def body() -> None:
+        try:
+            asyncio.run(run())
+        except BaseException as error:
+            started.setdefault("error", error)
+            raise
+        finally:
+            ready.set()
+
+    thread = threading.Thread(target=body, name="embedded-service", daemon=True)
+    thread.start()
+    ready.wait(_READY_SECONDS)
+    if "server" not in started:
+        raise RuntimeError("the embedded service did not start") from started.get("error")
+    try:
+        yield Server(f"http://{config.http.host}:{config.http.port}", config.model.served_name, started["roles"].settle)
+    finally:
+        started["server"].should_exit = True
+        thread.join(30)

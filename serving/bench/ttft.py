@@ -1,0 +1,150 @@
+"""Time to first token of a request that reuses one image segment behind changed text.
+
+| arm     | what answers                                                                              |
+|---------|-------------------------------------------------------------------------------------------|
+| vllm    | `vllm serve` with prefix caching: the text before the image differs, so it misses          |
+| exact   | ours, mode `exact`: every token computed, pixels not encoded again                         |
+| patched | ours, mode `auto`: the segment is linked, 32 text tokens are computed                      |
+| limit   | an engine that computes those 32 tokens and one decode step; everything else is free       |
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import torch
+from rich.console import Console
+
+from infra.checkpoints import checkpoint_path
+from infra.vllm_env import vllm_environment
+from serving.bench.harness import Arm, Benchmark, Outcome, clock_ms, in_turns
+from serving.bench.requests import SHAPES, TEXT_TOKENS, around, image_url, timed_chat
+from serving.bench.servers import Server, ours, vllm_alone
+
+CHECKPOINT = "qwen2_5_vl-250m"
+_DESCRIPTIONS = {
+    "vllm": "vLLM's OpenAI server with prefix caching; the text before the image changes every time",
+    "exact": "OrbitServe, mode exact",
+    "patched": "OrbitServe, mode auto, patch stored",
+    "limit": "forward over the 32 text tokens behind finished KV and one decode step, called in-process",
+}
+
+
+class Limit:
+    """What no server can beat: the engine time of the tokens that have to be computed in any case."""
+
+    def __init__(self, checkpoint: str) -> None:
+        os.environ.update(vllm_environment(kv_cache_gib=1, threads=os.cpu_count()))
+        from prefill_workers.engine import EngineSpec, PrefillEngine
+
+        self._engine = PrefillEngine(EngineSpec(model=checkpoint, max_model_len=4096, hand_off=False))
+
+    def time_ms(self, image_tokens: int) -> float:
+        """Milliseconds of one forward over the text runs around `image_tokens + 2` finished tokens, and one step."""
+        from prefill_workers.sequence import LinkSequence, Run
+
+        start, length = TEXT_TOKENS // 2, TEXT_TOKENS + image_tokens + 2
+        ids = torch.full((length + 1,), 65, dtype=torch.int32)
+        positions = torch.arange(length + 1).expand(3, -1)
+        sequence = LinkSequence(ids, positions, range(1, 2 + length // self._engine.block_size))
+        runs = [Run(0, start), Run(start + image_tokens + 2, length)]
+
+        def work() -> None:
+            self._engine.forward([(sequence, runs)])
+            self._engine.logits([(sequence, [Run(length, length + 1)])]).argmax(-1)
+
+        return clock_ms(work)
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self._engine.shutdown()
+
+
+def run(quick: bool, console: Console) -> Outcome:
+    """Measure all arms, every size."""
+    sizes = [256, 512] if quick else list(SHAPES)
+    turns = 3 if quick else 9
+    checkpoint = checkpoint_path(CHECKPOINT)
+    console.print("starting vLLM's server, ours, and an engine for the limit")
+    with vllm_alone(checkpoint) as alone, ours(checkpoint, console, quick) as service:
+        limit = Limit(str(checkpoint))
+        try:
+            samples = _measure(sizes, turns, alone, service, limit, console)
+        finally:
+            limit.close()
+    arms = [Arm(name, _DESCRIPTIONS[name], samples[name]) for name in _DESCRIPTIONS]
+    workload = {
+        "model": CHECKPOINT,
+        "dtype": "bfloat16",
+        "image_tokens": sizes,
+        "text_tokens": TEXT_TOKENS,
+        "turns": turns,
+        "in_flight": 1,
+    }
+    return Outcome(workload, arms, _figures(sizes, {arm.name: arm for arm in arms}))
+
+
+def _measure(
+    sizes: list[int], turns: int, alone: Server, service: Server, limit: Limit, console: Console
+) -> dict[str, dict[str, list[float]]]:
+    numbers = itertools.count(1)
+    samples: dict[str, dict[str, list[float]]] = {name: {} for name in _DESCRIPTIONS}
+    with httpx.Client(timeout=300) as client:
+        for size in sizes:
+            for name, times in _measure_size(size, turns, alone, service, limit, client, numbers).items():
+                samples[name][str(size)] = times
+            console.print(f"  {size} image tokens done")
+    return samples
+
+
+def _measure_size(
+    size: int, turns: int, alone: Server, service: Server, limit: Limit, client: httpx.Client, numbers: Iterator[int]
+) -> dict[str, list[float]]:
+    image = image_url(size)
+
+    def chat(server: Server, expected: str | None, **fields: Any) -> float:
+        timed = timed_chat(client, server.url, server.model, around(image, next(numbers)), **fields)
+        if timed.prompt_tokens != size + 2 + TEXT_TOKENS:
+            raise RuntimeError(f"the prompt has {timed.prompt_tokens} tokens, not {size + 2 + TEXT_TOKENS}")
+        points = [chunk["operating_point"] for chunk in timed.orbit.get("chunks", [])]
+        if expected is not None and points != [expected]:
+            raise RuntimeError(f"the image was {points}, not {expected}")
+        return timed.ttft_ms
+
+    chat(service, "encoded")  # first seen: encodes, and teaches the patch
+    service.settle()
+    arms = {
+        "vllm": lambda: chat(alone, None),
+        "exact": lambda: chat(service, "recomputed", orbit={"mode": "exact"}),
+        "patched": lambda: chat(service, "patched"),
+        "limit": lambda: limit.time_ms(size),
+    }
+    in_turns(arms, 1)  # warm
+    return in_turns(arms, turns)
+
+
+def _figures(sizes: list[int], arms: dict[str, Arm]) -> dict[str, float]:
+    figures = {}
+    for size in map(str, sizes):
+        vllm, exact, patched, limit = (arms[name].median_ms(size) for name in _DESCRIPTIONS)
+        figures[f"patched_speedup_{size}"] = vllm / patched
+        figures[f"exact_over_vllm_{size}"] = exact / vllm
+        figures[f"limit_over_patched_{size}"] = limit / patched
+    return figures
+
+
+BENCHMARK = Benchmark(
+    "ttft",
+    "Time to first token with one reused image of 256 to 2048 tokens: vLLM alone, exact, patched, and the limit.",
+    run,
+    {
+        "patched_speedup_1024": (">=", 8),
+        "patched_speedup_2048": (">=", 16),
+        "limit_over_patched_2048": (">=", 0.6),
+        "exact_over_vllm_1024": ("<=", 1.25),
+    },
+)
