@@ -134,7 +134,7 @@ class Linker:
     """
 
     def __init__(
-        self, engine: PrefillEngine, library: Library, rank: int | None, submit_patch: Callable[[PatchJob], None]
+        self, engine: PrefillEngine, library: Library, rank: int | None, submit_patch: Callable[[PatchJob], object]
     ) -> None:
         self.engine = engine
         self.library = library

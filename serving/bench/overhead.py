@@ -1,7 +1,7 @@
 """What a request costs beside the engines: HTTP, parsing, rendering, routing, Ray.
 
 Text requests at one in flight. Engine time is what the roles report for themselves: the forward on the prefill worker,
-and a decode step, which is the time between two tokens of a longer answer (the decode worker's, with Serve's streaming).
+and a decode step, which is the time between two tokens of a longer answer.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def run(quick: bool, console: Console) -> Outcome:
 
 def decode_step_ms(ask: Callable[[int], object], turns: int) -> float:
     """Milliseconds a further token takes: answers of 34 tokens against answers of 2."""
-    few, many = [], []
+    few: list[float] = []
+    many: list[float] = []
     for _ in range(turns):
         for tokens, times in ((2, few), (34, many)):
             began = time.perf_counter()

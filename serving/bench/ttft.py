@@ -70,12 +70,12 @@ def run(quick: bool, console: Console) -> Outcome:
     turns = 3 if quick else 9
     checkpoint = checkpoint_path(CHECKPOINT)
     console.print("starting vLLM's server, ours, and an engine for the limit")
-    with vllm_alone(checkpoint) as alone, ours(checkpoint, console, quick) as service:
-        limit = Limit(str(checkpoint))
-        try:
+    limit = Limit(str(checkpoint))  # before ours: an embedded service leaves its NIXL connector in this process
+    try:
+        with vllm_alone(checkpoint) as alone, ours(checkpoint, console, quick) as service:
             samples = _measure(sizes, turns, alone, service, limit, console)
-        finally:
-            limit.close()
+    finally:
+        limit.close()
     arms = [Arm(name, _DESCRIPTIONS[name], samples[name]) for name in _DESCRIPTIONS]
     workload = {
         "model": CHECKPOINT,
