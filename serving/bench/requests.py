@@ -75,6 +75,8 @@ def timed_chat(client: httpx.Client, url: str, model: str, messages: list[dict[s
             if not line.startswith("data: {"):
                 continue
             event = json.loads(line[len("data: ") :])
+            if "error" in event:
+                raise RuntimeError(f"{url} answered: {event['error']}")
             if not first and event["choices"] and event["choices"][0]["delta"].get("content"):
                 first = (time.perf_counter() - began) * 1e3
             last = event

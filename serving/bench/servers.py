@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 from rich.console import Console
@@ -23,16 +23,23 @@ from infra.vllm_env import vllm_environment
 from serving.app import engine_spec, free_port
 from serving.config import OrbitServeConfig
 
+if TYPE_CHECKING:
+    from prefill_workers.engine import PrefillEngine
+
 _READY_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class Server:
-    """A running OpenAI server; `settle` waits until it has stored what it learnt."""
+    """A running OpenAI server; `settle` waits until it has stored what it learnt.
+
+    `engine` is an embedded server's prefill engine: while no request is in flight it may be borrowed.
+    """
 
     url: str
     model: str
     settle: Callable[[], None]
+    engine: PrefillEngine | None = None
 
 
 def bench_config(checkpoint: Path, root: Path, **sections: Any) -> OrbitServeConfig:
@@ -119,13 +126,13 @@ class EmbeddedRoles:
         # The decode core inherits the environment when it starts: every engine needs a port of its own.
         self._decode = DecodeEngine(DecodeSpec(model=spec.model, dtype=spec.dtype, max_model_len=spec.max_model_len))
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
-        self._engine = PrefillEngine(spec)
-        self._library = Library(config.library, self._engine.fingerprint)
+        self.engine = PrefillEngine(spec)
+        self._library = Library(config.library, self.engine.fingerprint)
         compiler = PatchCompiler(self._library, config.patch.rank)
-        self._linker = Linker(self._engine, self._library, config.patch.rank, compiler.compile)
+        self._linker = Linker(self.engine, self._library, config.patch.rank, compiler.compile)
         settings = config.prefill
         self._loop = PrefillLoop(
-            self._engine,
+            self.engine,
             self._linker,
             budget=settings.max_batch_tokens,
             max_queue=settings.max_queue,
@@ -137,7 +144,7 @@ class EmbeddedRoles:
 
     async def encode(self, items: Sequence[Any]) -> Any:
         """Embeddings, from the prefill engine's own vision tower; the loop must be idle (one request at a time)."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.encode, list(items))
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.engine.encode, list(items))
 
     async def link(self, request: Any, indices: Sequence[int], embeddings: Any) -> Any:
         """See `serving.app.PrefillWorker.link`."""
@@ -174,7 +181,7 @@ class EmbeddedRoles:
         """Stop the engines."""
         self._loop.stop()
         self._library.close()
-        self._engine.shutdown()
+        self.engine.shutdown()
         self._decode.shutdown()
 
 
@@ -218,7 +225,9 @@ def embedded(config: OrbitServeConfig) -> Iterator[Server]:
     if "server" not in started:
         raise RuntimeError("the embedded service did not start") from started.get("error")
     try:
-        yield Server(f"http://{config.http.host}:{config.http.port}", config.model.served_name, started["roles"].settle)
+        roles: EmbeddedRoles = started["roles"]
+        url = f"http://{config.http.host}:{config.http.port}"
+        yield Server(url, config.model.served_name, roles.settle, roles.engine)
     finally:
         started["server"].should_exit = True
         thread.join(30)

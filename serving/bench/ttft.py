@@ -13,7 +13,9 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import torch
@@ -24,6 +26,9 @@ from infra.vllm_env import vllm_environment
 from serving.bench.harness import Arm, Benchmark, Outcome, clock_ms, in_turns
 from serving.bench.requests import SHAPES, TEXT_TOKENS, around, image_url, timed_chat
 from serving.bench.servers import Server, ours, vllm_alone
+
+if TYPE_CHECKING:
+    from prefill_workers.engine import PrefillEngine
 
 CHECKPOINT = "qwen2_5_vl-250m"
 _DESCRIPTIONS = {
@@ -37,11 +42,8 @@ _DESCRIPTIONS = {
 class Limit:
     """What no server can beat: the engine time of the tokens that have to be computed in any case."""
 
-    def __init__(self, checkpoint: str) -> None:
-        os.environ.update(vllm_environment(kv_cache_gib=1, threads=os.cpu_count()))
-        from prefill_workers.engine import EngineSpec, PrefillEngine
-
-        self._engine = PrefillEngine(EngineSpec(model=checkpoint, max_model_len=4096, hand_off=False))
+    def __init__(self, engine: PrefillEngine) -> None:
+        self._engine = engine
 
     def time_ms(self, image_tokens: int) -> float:
         """Milliseconds of one forward over the text runs around `image_tokens + 2` finished tokens, and one step."""
@@ -59,9 +61,21 @@ class Limit:
 
         return clock_ms(work)
 
-    def close(self) -> None:
-        """Stop the engine."""
-        self._engine.shutdown()
+
+@contextmanager
+def limit_of(service: Server, checkpoint: Path) -> Iterator[Limit]:
+    """The limit on an engine in this process: an embedded service's own, which is idle between turns, or a new one."""
+    if service.engine is not None:
+        yield Limit(service.engine)
+        return
+    os.environ.update(vllm_environment(kv_cache_gib=1, threads=os.cpu_count()))
+    from prefill_workers.engine import EngineSpec, PrefillEngine
+
+    engine = PrefillEngine(EngineSpec(model=str(checkpoint), max_model_len=4096, hand_off=False))
+    try:
+        yield Limit(engine)
+    finally:
+        engine.shutdown()
 
 
 def run(quick: bool, console: Console) -> Outcome:
@@ -70,12 +84,12 @@ def run(quick: bool, console: Console) -> Outcome:
     turns = 3 if quick else 9
     checkpoint = checkpoint_path(CHECKPOINT)
     console.print("starting vLLM's server, ours, and an engine for the limit")
-    limit = Limit(str(checkpoint))  # before ours: an embedded service leaves its NIXL connector in this process
-    try:
-        with vllm_alone(checkpoint) as alone, ours(checkpoint, console, quick) as service:
-            samples = _measure(sizes, turns, alone, service, limit, console)
-    finally:
-        limit.close()
+    with (
+        vllm_alone(checkpoint) as alone,
+        ours(checkpoint, console, quick) as service,
+        limit_of(service, checkpoint) as limit,
+    ):
+        samples = _measure(sizes, turns, alone, service, limit, console)
     arms = [Arm(name, _DESCRIPTIONS[name], samples[name]) for name in _DESCRIPTIONS]
     workload = {
         "model": CHECKPOINT,
@@ -121,7 +135,7 @@ def _measure_size(
         "vllm": lambda: chat(alone, None),
         "exact": lambda: chat(service, "recomputed", orbit={"mode": "exact"}),
         "patched": lambda: chat(service, "patched"),
-        "limit": lambda: limit.time_ms(size),
+        "limit": lambda: limit.time_ms(size),  # the turns before have ended: an embedded engine is idle
     }
     in_turns(arms, 1)  # warm
     return in_turns(arms, turns)
