@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from importlib import metadata
 
-from infra.vllm_plugin import NO_PROGRESS_THREAD
+from infra.vllm_plugin import SHARED_CORES
 
 
 def vllm_environment(
@@ -44,7 +44,8 @@ def vllm_environment(
         # Engines run eagerly there; what vLLM still compiles (its sampler's log-probability ranks) would need a C++
         # compiler on the machine and seconds on the first request that asks for it.
         environment["TORCH_COMPILE_DISABLE"] = "1"
-        environment[NO_PROGRESS_THREAD] = "1"
+        environment[SHARED_CORES] = "1"
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # engines of several roles share the cores
     if nixl_port is not None:
         environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(nixl_port)
     if threads is not None:

@@ -65,6 +65,11 @@ class BlockPool:
         """Leases still held."""
         return len(self._leases)
 
+    @property
+    def unread(self) -> bool:
+        """Whether some decode sequence has yet to pull its blocks."""
+        return any(lease.readers > 0 for lease in self._leases.values())
+
     def blocks_for(self, tokens: int) -> int:
         """Blocks that a sequence of `tokens` tokens takes."""
         return -(-tokens // self.block_size)

@@ -248,10 +248,14 @@ class Linker:
     # -- harvest ------------------------------------------------------------------------------------------------------
 
     def harvestable(self, plan: LinkPlan) -> list[ChunkPlan]:
-        """Chunks of a finished plan whose computed KV is worth keeping."""
+        """Chunks of a finished plan whose computed KV may be worth keeping."""
         if not policies.forms_patches(plan.request.mode):
             return []
         return [c for c in plan.chunks if not c.outcome.operating_point.reuses_kv]
+
+    def is_kept(self, plan: LinkPlan, chunk: ChunkPlan) -> bool:
+        """Whether a computed chunk has taught the library all it can: the patch for its antecedents is stored."""
+        return self.library.has("patch", chunk.patch_key, plan.request.tenant)
 
     def conditioned(self, plan: LinkPlan, chunk: ChunkPlan) -> Tensor:
         """KV(B|A) of a computed chunk, moved to the canonical frame: [layers, tokens, features]."""

@@ -30,6 +30,7 @@ from prefill_workers.sequence import Run, split_runs
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.002  # between looks for NIXL notifications while a lease is out
+_PATIENCE_SECONDS = 1.0  # how long a harvest gives way to hand-offs
 _MAX_ORBITS = 64  # sets that wait for their orbit patches; the oldest give way
 
 
@@ -68,6 +69,7 @@ class _Harvest:
     plan: LinkPlan
     chunk: ChunkPlan
     lease: str
+    since: float
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,8 @@ class PrefillLoop:
                 self._step()
             elif self._waiting:
                 time.sleep(0.0005)  # no block is free: wait for a decode engine to read, without spinning
+            elif self._pool.unread and not self._background_is_late():
+                time.sleep(_POLL_SECONDS)  # a hand-off is on its way to a first token: leave it the machine
             elif self._harvest:
                 self._harvest_one()
             elif self._forming or self._orbits:
@@ -223,6 +227,10 @@ class PrefillLoop:
 
     def _has_work(self) -> bool:
         return bool(self._waiting or self._running or self._harvest or self._orbits or self._forming)
+
+    def _background_is_late(self) -> bool:
+        """Whether harvests have waited so long that they go on beside hand-offs."""
+        return bool(self._harvest) and time.perf_counter() - self._harvest[0].since > _PATIENCE_SECONDS
 
     def _free_blocks(self) -> None:
         while self._abandoned:
@@ -298,7 +306,7 @@ class PrefillLoop:
         if self._form:
             for chunk in self._linker.harvestable(plan):
                 self._pool.hold(job.lease.id)
-                self._harvest.append(_Harvest(plan, chunk, job.lease.id))
+                self._harvest.append(_Harvest(plan, chunk, job.lease.id, time.perf_counter()))
             if 1 < len(plan.chunks) <= self._orbit_chunks and self._linker.harvestable(plan):
                 self._orbits.append(plan)
         result = LinkResult(
@@ -326,6 +334,8 @@ class PrefillLoop:
 
     def _keep(self, item: _Harvest) -> None:
         try:
+            if self._linker.is_kept(item.plan, item.chunk):
+                return
             conditioned = self._linker.conditioned(item.plan, item.chunk)
         finally:
             self._pool.unhold(item.lease)

@@ -1,0 +1,210 @@
+"""Images on their way in: bounded before they are decoded, named by content, fetched from public addresses only."""
+
+from __future__ import annotations
+
+import base64
+import http.server
+import io
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from kvstore.files import FileStore
+from kvstore.settings import FileSettings
+from serving.api import media
+from serving.api.errors import InvalidRequest, NotFound, TooLarge
+from serving.api.media import MediaResolver, pinned
+from serving.config import HttpSettings
+
+
+def png(width: int = 8, height: int = 8, colour: str = "red", mode: str = "RGB", kind: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    Image.new(mode, (width, height), colour if mode == "RGB" else 1).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def data_url(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> FileStore:
+    return FileStore(str(tmp_path), FileSettings())
+
+
+def resolver(files: FileStore, **limits) -> MediaResolver:
+    return MediaResolver(HttpSettings(**limits), files)
+
+
+def ask(*parts) -> list[dict]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+def image_part(url: str) -> dict:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+async def test_an_image_becomes_a_named_part_in_place(files: FileStore):
+    messages = ask({"type": "text", "text": "a"}, image_part(data_url(png())), {"type": "text", "text": "b"})
+    (message,) = await resolver(files).resolve_messages(messages, "local")
+    kinds = [part["type"] for part in message["content"]]
+    assert kinds == ["text", "image_pil", "text"]
+    assert message["content"][1]["image_pil"].size == (8, 8)
+    assert messages[0]["content"][1]["type"] == "image_url", "the caller's messages stay as they were"
+
+
+async def test_the_name_is_the_contents_and_the_tenants(files: FileStore):
+    media_of = resolver(files)
+    names = [
+        media_of.open(data, tenant, "x").content
+        for data, tenant in [(png(), "one"), (png(), "one"), (png(), "two"), (png(colour="blue"), "one")]
+    ]
+    assert names[0] == names[1]
+    assert len(set(names)) == 3
+
+
+async def test_a_repeated_image_is_not_decoded_again(files: FileStore, monkeypatch: pytest.MonkeyPatch):
+    media_of = resolver(files)
+    media_of.open(png(), "local", "x")
+    monkeypatch.setattr(media, "convert_image_mode", pytest.fail)
+    media_of.open(png(), "local", "x")
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("L", "PNG"), ("P", "GIF"), ("RGBA", "PNG"), ("RGB", "JPEG"), ("1", "BMP")])
+async def test_every_format_comes_out_as_rgb(files: FileStore, mode: str, kind: str):
+    found = resolver(files).open(png(mode=mode, kind=kind), "local", "x")
+    assert found.image.convert("RGB").size == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "words"),
+    [
+        (b"", InvalidRequest, "empty"),
+        (b"GIF89a", InvalidRequest, "not an image|truncated"),
+        (b"<svg/>", InvalidRequest, "not an image"),
+        (png(64, 64)[:80], InvalidRequest, "truncated or broken"),
+        (png(40, 40), TooLarge, "40x40 pixels, at most 1000"),
+        (b"x" * 5000, TooLarge, "5000 bytes, at most 4096"),
+    ],
+    ids=["empty", "stub", "svg", "truncated", "pixels", "bytes"],
+)
+def test_bad_images_say_what_is_wrong(files: FileStore, data: bytes, error: type[Exception], words: str):
+    with pytest.raises(error, match=words):
+        resolver(files, max_image_pixels=1000 if b"PNG" in data[:4] and len(data) != 80 else 10_000,
+                 max_image_bytes=4096).open(data, "local", "messages[0].content[0]")  # fmt: skip
+
+
+async def test_a_file_of_another_tenant_does_not_exist(files: FileStore):
+    made = files.create("one", "a.png", "vision", png(), None)
+    part = {"type": "file", "file": {"file_id": made.id}}
+    await resolver(files).resolve_messages(ask(part), "one")
+    with pytest.raises(NotFound, match=made.id):
+        await resolver(files).resolve_messages(ask(part), "two")
+
+
+async def test_a_data_url_is_measured_before_it_is_decoded(files: FileStore, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(base64, "b64decode", pytest.fail)
+    with pytest.raises(TooLarge):
+        await resolver(files, max_image_bytes=100).resolve_messages(ask(image_part(data_url(b"x" * 5000))), "local")
+
+
+# -- fetching ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "localhost", "10.0.0.1", "192.168.1.1", "169.254.169.254", "[::1]", "[fd00::1]", "0.0.0.0",
+     "[::ffff:127.0.0.1]", "2130706433", "100.64.0.1"],
+)  # fmt: skip
+async def test_private_addresses_are_refused_however_they_are_written(host: str):
+    with pytest.raises(InvalidRequest, match=r"not a public address|unknown host"):
+        await pinned(f"http://{host}/a.png", "x")
+
+
+async def test_a_request_goes_to_the_address_that_was_checked(monkeypatch: pytest.MonkeyPatch):
+    answers = iter([["93.184.215.14"], ["127.0.0.1"]])  # a name that changes its mind
+
+    async def getaddrinfo(self, host, port, **options):
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in next(answers)]
+
+    monkeypatch.setattr("asyncio.base_events.BaseEventLoop.getaddrinfo", getaddrinfo)
+    target, headers, extensions = await pinned("https://pictures.example/a.png?x=1", "x")
+    assert target == "https://93.184.215.14:443/a.png?x=1"
+    assert headers == {"Host": "pictures.example"}
+    assert extensions == {"sni_hostname": "pictures.example"}
+
+
+async def test_one_private_address_among_public_ones_is_enough_to_refuse(monkeypatch: pytest.MonkeyPatch):
+    async def getaddrinfo(self, host, port, **options):
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, port)) for a in ("93.184.215.14", "10.1.2.3")]
+
+    monkeypatch.setattr("asyncio.base_events.BaseEventLoop.getaddrinfo", getaddrinfo)
+    with pytest.raises(InvalidRequest, match="not a public address"):
+        await pinned("http://pictures.example/a.png", "x")
+
+
+@pytest.fixture
+def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A web server on this machine that `pinned` lets through, as if its address were public."""
+
+    class Pictures(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path.startswith("/loop"):
+                self.send_response(302)
+                self.send_header("Location", "/loop")
+                self.end_headers()
+                return
+            if self.path == "/inside":
+                self.send_response(302)
+                self.send_header("Location", "http://10.0.0.1/a.png")
+                self.end_headers()
+                return
+            known = {"/a.png": png(), "/big": b"x" * 100_000}
+            self.send_response(200 if self.path in known else 404)
+            self.end_headers()
+            self.wfile.write(known.get(self.path, b""))
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pictures)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    own = f"127.0.0.1:{server.server_port}"
+
+    async def lenient(url: str, where: str):
+        if own in url:
+            return url, {}, {}
+        return await pinned(url, where)
+
+    monkeypatch.setattr(media, "pinned", lenient)
+    yield f"http://{own}"
+    server.shutdown()
+
+
+async def test_an_image_is_fetched_where_that_is_allowed(files: FileStore, web: str):
+    allowed = resolver(files, allow_http_images=True)
+    (message,) = await allowed.resolve_messages(ask(image_part(f"{web}/a.png")), "local")
+    assert message["content"][0]["image_pil"].size == (8, 8)
+    with pytest.raises(InvalidRequest, match="not allowed"):
+        await resolver(files).resolve_messages(ask(image_part(f"{web}/a.png")), "local")
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "words"),
+    [
+        ("/none", InvalidRequest, "404"),
+        ("/big", TooLarge, "larger than 4096"),
+        ("/loop", InvalidRequest, "redirects"),
+        ("/inside", InvalidRequest, "not a public address"),
+    ],
+)
+async def test_a_fetch_that_goes_wrong_says_how(
+    files: FileStore, web: str, path: str, error: type[Exception], words: str
+):
+    allowed = resolver(files, allow_http_images=True, max_image_bytes=4096)
+    with pytest.raises(error, match=words):
+        await allowed.resolve_messages(ask(image_part(web + path)), "local")

@@ -1,0 +1,105 @@
+"""Who may ask, how much, and how many at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+
+from serving.api.auth import Authenticate, Limit
+from serving.api.metrics import Metrics
+
+
+def api(keys: dict[str, str] | None = None, max_body: int = 1000, at_once: int = 2) -> FastAPI:
+    app = FastAPI()
+    app.state.gate = asyncio.Event()
+    app.state.metrics = Metrics()
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> dict:
+        body = await request.body()
+        if b"wait" in body:
+            await app.state.gate.wait()
+        return {"tenant": request.state.tenant, "bytes": len(body)}
+
+    @app.get("/health")
+    async def health() -> dict:
+        return {}
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> dict:
+        return {"tenant": request.state.tenant}
+
+    app.add_middleware(Limit, max_body, at_once, app.state.metrics)
+    app.add_middleware(Authenticate, keys or {})
+    return app
+
+
+def client(app: FastAPI, **headers: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", headers=headers)
+
+
+async def test_without_keys_everyone_is_the_local_tenant():
+    async with client(api()) as c:
+        assert (await c.get("/v1/models")).json() == {"tenant": "local"}
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [("Bearer one", 200), ("bearer one", 200), ("Bearer two", 401), ("Basic one", 401), ("one", 401), ("", 401)],
+)
+async def test_a_key_is_a_tenant_and_anything_else_is_refused(header: str, status: int):
+    async with client(api({"one": "acme"}), Authorization=header) as c:
+        answer = await c.get("/v1/models")
+    assert answer.status_code == status
+    if status == 200:
+        assert answer.json() == {"tenant": "acme"}
+    else:
+        assert answer.headers["WWW-Authenticate"] == "Bearer"
+        assert answer.json()["error"]["code"] == 401
+
+
+async def test_health_needs_no_key():
+    async with client(api({"one": "acme"})) as c:
+        assert (await c.get("/health")).status_code == 200
+
+
+async def test_a_body_is_bounded_whether_announced_or_streamed():
+    async def streamed():
+        for _ in range(20):
+            yield b"x" * 100
+
+    async with client(api(max_body=1000)) as c:
+        announced = await c.post("/v1/chat/completions", content=b"x" * 1001)
+        chunked = await c.post("/v1/chat/completions", content=streamed())
+        fits = await c.post("/v1/chat/completions", content=b"x" * 1000)
+    assert (announced.status_code, chunked.status_code, fits.status_code) == (413, 413, 200)
+    assert "1000 bytes" in announced.json()["error"]["message"]
+
+
+async def test_further_requests_are_told_to_come_back_and_places_come_free_again():
+    app = api(at_once=2)
+    async with client(app) as c:
+        held = [asyncio.create_task(c.post("/v1/chat/completions", content=b"wait")) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        refused = await c.post("/v1/chat/completions", content=b"x")
+        assert refused.status_code == 429
+        assert refused.headers["Retry-After"] == "1"
+        assert refused.json()["error"]["code"] == 429
+        assert (await c.get("/v1/models")).status_code == 200, "only generation is counted"
+        app.state.gate.set()
+        assert [answer.status_code for answer in await asyncio.gather(*held)] == [200, 200]
+        assert (await c.post("/v1/chat/completions", content=b"x")).status_code == 200
+    assert b'orbitserve_requests_total{status="429"} 1.0' in app.state.metrics.text()
+
+
+async def test_a_cancelled_request_gives_its_place_back():
+    app = api(at_once=1)
+    async with client(app) as c:
+        held = asyncio.create_task(c.post("/v1/chat/completions", content=b"wait"))
+        await asyncio.sleep(0.05)
+        held.cancel()
+        await asyncio.gather(held, return_exceptions=True)
+        assert (await c.post("/v1/chat/completions", content=b"x")).status_code == 200

@@ -1,0 +1,90 @@
+"""The configuration: what is wrong is named, what is printed can be read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from serving.app import build_app
+from serving.config import ConfigError, OrbitServeConfig, documented
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return tmp_path / "model"
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "orbitserve.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_and_the_command_line_are_put_together(tmp_path: Path, checkpoint: Path):
+    path = written(tmp_path, "model: {path: /nowhere}\nhttp: {port: 1234}\nprefill: {replicas: 3}\n")
+    config = OrbitServeConfig.load(path, model=checkpoint, host="0.0.0.0")
+    assert (config.model.path, config.model.served_name) == (checkpoint, "model")
+    assert (config.http.host, config.http.port, config.prefill.replicas) == ("0.0.0.0", 1234, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model: {path: MODEL}\nprefil: {}\n", "prefil: Extra inputs"),
+        ("model: {path: MODEL}\ndecode: {replicas: 0}\n", "decode.replicas"),
+        ("model: {path: MODEL}\nhttp: {port: often}\n", "http.port"),
+        ("model: {path: MODEL, dtype: int4}\n", "model.dtype"),
+        ("model: {path: /nowhere}\n", "holds no config.json"),
+        ("http: {}\n", "no checkpoint is named"),
+        ("- a list\n", "expected sections"),
+        ("model: [\n", "is not YAML"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, checkpoint: Path, text: str, words: str):
+    path = written(tmp_path, text.replace("MODEL", str(checkpoint)))
+    with pytest.raises(ConfigError, match=words) as caught:
+        OrbitServeConfig.from_yaml(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"cannot read .*none.yaml"):
+        OrbitServeConfig.from_yaml(tmp_path / "none.yaml")
+
+
+def test_a_configuration_survives_being_written(tmp_path: Path, checkpoint: Path):
+    config = OrbitServeConfig.load(None, model=checkpoint)
+    assert OrbitServeConfig.from_yaml(written(tmp_path, config.to_yaml())) == config
+
+
+def test_secrets_are_not_written(checkpoint: Path):
+    config = OrbitServeConfig.model_validate({"model": {"path": checkpoint}, "library": {"salt_secret": "hush-hush"}})
+    assert "hush-hush" not in config.to_yaml()
+    assert "hush-hush" not in repr(config)
+
+
+def test_every_setting_is_documented_and_its_default_is_true():
+    shown = yaml.safe_load(documented(OrbitServeConfig).replace("<required>", "somewhere"))
+    config = OrbitServeConfig.model_validate({"model": {"path": "somewhere"}})
+
+    def compare(shown: dict, settings: BaseModel, where: str) -> None:
+        for name, field in type(settings).model_fields.items():
+            value = getattr(settings, name)
+            if isinstance(value, BaseModel):
+                compare(shown[name], value, f"{where}{name}.")
+                continue
+            assert field.description, f"{where}{name} has no description"
+            if name not in ("path", "served_name", "salt_secret"):
+                assert str(shown[name]) == str(value), f"{where}{name}"
+
+    compare(shown, config, "")
+
+
+def test_the_serve_builder_says_what_it_needs():
+    with pytest.raises(ValueError, match="config=PATH"):
+        build_app({})

@@ -1,0 +1,155 @@
+"""The way through the roles when roles fail: a lost worker is tried once more, and no lease is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.exceptions import GenerationError
+from vllm.sampling_params import SamplingParams
+
+from prefill_workers.linker import ChunkOutcome, LinkRequest, PixelsNeeded
+from prefill_workers.policies import OperatingPoint
+from prefill_workers.worker import LinkResult, Overloaded
+from serving.api.errors import OverloadedError
+from serving.api.extension import OrbitOptions, RequestTrace, set_trace
+from serving.engine_client import LinkedEngineClient
+from serving.errors import RoleUnavailable
+from serving.segments import Delimiters
+
+OUTPUTS = 3
+
+
+class Roles:
+    """Roles that fail as told. `failures` maps a primitive to what its next calls raise."""
+
+    def __init__(self, **failures: list[Exception | None]) -> None:
+        self.failures = failures
+        self.calls: list[str] = []
+        self.abandoned: list[tuple[str, int]] = []
+        self.linked: list[LinkRequest] = []
+
+    def _maybe_fail(self, name: str) -> None:
+        self.calls.append(name)
+        pending = self.failures.get(name)
+        error = pending.pop(0) if pending else None
+        if error is not None:
+            raise error
+
+    async def encode(self, items: Sequence[Any]) -> list[str]:
+        self._maybe_fail("encode")
+        return [f"embedding of {item}" for item in items]
+
+    async def link(self, request: LinkRequest, indices: Sequence[int], embeddings: Any) -> LinkResult:
+        self.linked.append(request)
+        self._maybe_fail("link")
+        outcome = ChunkOutcome(5, OperatingPoint.ENCODED if indices else OperatingPoint.PATCHED, 0, "because")
+        lease = f"lease-{len(self.linked)}"
+        return LinkResult(lease, {"remote_request_id": lease}, (outcome,), 5, 7, {"forward": 1.0})
+
+    async def generate(
+        self, token_ids: list[int], transfer: dict[str, Any], params: Any, request_id: str, **options: Any
+    ) -> AsyncGenerator[Any, None]:
+        self._maybe_fail("generate")
+        for _ in range(OUTPUTS):
+            yield SimpleNamespace(request_id=request_id, prompt_token_ids=None, num_cached_tokens=None)
+            self._maybe_fail("between")
+
+    async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
+        self.abandoned.append((transfer["remote_request_id"], readers))
+
+    async def check_health(self) -> None:
+        self._maybe_fail("health")
+
+
+def client_of(roles: Roles) -> LinkedEngineClient:
+    """A client without vLLM's renderer, which none of these tests reaches."""
+    client = object.__new__(LinkedEngineClient)
+    client._roles = roles
+    client._delimiters = Delimiters(frozenset(), frozenset())
+    return client
+
+
+async def ask(roles: Roles, n: int = 1, trace: RequestTrace | None = None) -> list[Any]:
+    set_trace(trace or RequestTrace())
+    prompt = {"type": "token", "prompt_token_ids": list(range(12))}
+    return [output async for output in client_of(roles).generate(prompt, SamplingParams(n=n), "request")]
+
+
+async def test_outputs_carry_the_callers_id_the_prompt_and_what_was_reused():
+    trace = RequestTrace(OrbitOptions(mode="exact"), tenant="acme", prefix_tokens=(1, 2))
+    roles = Roles()
+    outputs = await ask(roles, n=2, trace=trace)
+    assert len(outputs) == OUTPUTS
+    assert (outputs[0].request_id, outputs[0].prompt_token_ids, outputs[0].num_cached_tokens) == (
+        "request",
+        list(range(12)),
+        5,
+    )
+    (request,) = roles.linked
+    assert (request.mode, request.tenant, request.prefix, request.readers) == ("exact", "acme", (1, 2), 2)
+    assert trace.report.tokens_reused == 5
+    assert trace.report.ttft_ms is not None
+    assert roles.abandoned == []
+
+
+@pytest.mark.parametrize("lost", ["link", "generate"])
+async def test_a_worker_lost_before_the_first_token_costs_a_second_attempt(lost: str):
+    roles = Roles(**{lost: [RoleUnavailable("gone")]})
+    assert len(await ask(roles)) == OUTPUTS
+    assert roles.calls.count(lost) == 2
+    assert roles.abandoned == ([("lease-1", 1)] if lost == "generate" else [])
+
+
+async def test_a_second_loss_is_the_callers_to_know():
+    roles = Roles(generate=[RoleUnavailable("gone"), RoleUnavailable("gone again")])
+    with pytest.raises(GenerationError, match="gone again"):
+        await ask(roles, n=3)
+    assert roles.abandoned == [("lease-1", 3), ("lease-2", 3)]
+
+
+async def test_a_worker_lost_in_the_middle_of_an_answer_is_not_retried():
+    roles = Roles(between=[RoleUnavailable("gone")])
+    with pytest.raises(GenerationError, match="gone"):
+        await ask(roles)
+    assert roles.calls.count("link") == 1
+    assert roles.abandoned == []
+
+
+async def test_a_refused_request_gives_its_lease_back():
+    roles = Roles(generate=[ValueError("needs 900 KV blocks")])
+    with pytest.raises(ValueError, match="900 KV blocks"):
+        await ask(roles)
+    assert roles.abandoned == [("lease-1", 1)]
+
+
+async def test_a_full_queue_is_a_429():
+    with pytest.raises(OverloadedError, match="9 links wait"):
+        await ask(Roles(link=[Overloaded("9 links wait already")]))
+
+
+async def test_an_answer_that_nobody_reads_to_its_end_is_closed():
+    roles = Roles()
+    set_trace(RequestTrace())
+    prompt = {"type": "token", "prompt_token_ids": [1, 2, 3]}
+    outputs = client_of(roles).generate(prompt, SamplingParams(), "request")
+    await anext(outputs)
+    await outputs.aclose()
+    assert roles.calls == ["link", "generate"]
+    assert roles.abandoned == [], "the decode engine had the lease already"
+
+
+async def test_pixels_are_encoded_only_when_asked_for():
+    roles = Roles(link=[PixelsNeeded([0]), None])
+    client = client_of(roles)
+    segments = SimpleNamespace(
+        items=(("image", "pixels"),), chunks=(SimpleNamespace(count=5),), token_ids=list(range(12))
+    )
+    trace = RequestTrace()
+    result = await client._link(LinkRequest("request", list(range(12))), segments, trace)
+    assert roles.calls == ["link", "encode", "link"]
+    assert result.chunks[0].operating_point is OperatingPoint.ENCODED
+    assert trace.report.vision_tokens_encoded == 5
+    assert "vision" in trace.report.stages_ms
