@@ -69,7 +69,32 @@ class OrbitServingChat(OpenAIServingChat):
         if error is not None:
             return error
         self._preflight(request.n or 1)
-        return await self.online_renderer.render_chat(request, skip_mm_cache=True)
+        whole = request.messages
+        request.messages = self._without_processed_pixels(whole)
+        try:
+            return await self.online_renderer.render_chat(request, skip_mm_cache=True)
+        except ValueError as missing:
+            if not str(missing).startswith("Cache miss"):
+                raise
+            request.messages = whole  # an image left the cache just now
+            return await self.online_renderer.render_chat(request, skip_mm_cache=True)
+
+    def _without_processed_pixels(self, messages: list[Any]) -> list[Any]:
+        """The messages with only the names of images that vLLM's processor cache holds: they need not be decoded."""
+        cache = self.renderer._mm_processor_only_cache
+        if cache is None:
+            return messages
+
+        def named(part: Any) -> Any:
+            known = isinstance(part, dict) and part.get("type") == "image_pil" and cache.is_cached([part["uuid"]])[0]
+            return {**part, "image_pil": None} if known else part
+
+        return [
+            {**message, "content": [named(part) for part in message["content"]]}
+            if isinstance(message.get("content"), list)
+            else message
+            for message in messages
+        ]
 
     async def _reported(self, events: AsyncGenerator[str, None], trace: RequestTrace) -> AsyncGenerator[str, None]:
         """Add the report to every event that ends a choice, and to the usage event."""
