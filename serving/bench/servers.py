@@ -31,7 +31,7 @@ _READY_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Server:
-    """A running OpenAI server; `settle` waits until it has stored what it learnt.
+    """An OpenAI server; `settle` waits until it is up and has stored what it learnt.
 
     `engine` is an embedded server's prefill engine: while no request is in flight it may be borrowed.
     """
@@ -73,7 +73,10 @@ def ours(checkpoint: Path, console: Console, quick: bool, **sections: Any) -> It
 
 @contextmanager
 def vllm_alone(checkpoint: Path, dtype: str = "auto") -> Iterator[Server]:
-    """vLLM's own OpenAI server with prefix caching, in the environment that our engines have."""
+    """vLLM's own OpenAI server with prefix caching, in the environment that our engines have.
+
+    It starts beside whatever is done next: call `settle` before the first request.
+    """
     port = free_port()
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint), "--dtype", dtype),
@@ -85,8 +88,7 @@ def vllm_alone(checkpoint: Path, dtype: str = "auto") -> Iterator[Server]:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
             url = f"http://127.0.0.1:{port}"
-            _wait_until_healthy(url, process, Path(log.name))
-            yield Server(url, checkpoint.name, lambda: None)
+            yield Server(url, checkpoint.name, lambda: _wait_until_healthy(url, process, Path(log.name)))
         finally:
             process.terminate()
             try:

@@ -81,7 +81,7 @@ def limit_of(service: Server, checkpoint: Path) -> Iterator[Limit]:
 def run(quick: bool, console: Console) -> Outcome:
     """Measure all arms, every size."""
     sizes = [256, 512] if quick else list(SHAPES)
-    turns = 3 if quick else 9
+    turns = 2 if quick else 9
     checkpoint = checkpoint_path(CHECKPOINT)
     console.print("starting vLLM's server, ours, and an engine for the limit")
     with (
@@ -89,6 +89,7 @@ def run(quick: bool, console: Console) -> Outcome:
         ours(checkpoint, console, quick) as service,
         limit_of(service, checkpoint) as limit,
     ):
+        alone.settle()
         samples = _measure(sizes, turns, alone, service, limit, console)
     arms = [Arm(name, _DESCRIPTIONS[name], samples[name]) for name in _DESCRIPTIONS]
     workload = {

@@ -1,0 +1,66 @@
+"""The benchmarks' harness: fair turns, a complete report; and what is recorded in the repository is such a report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from serving.bench import harness
+from serving.bench.catalogue import BENCHMARKS
+from serving.bench.harness import Arm, Benchmark, Outcome, in_turns
+from serving.cli import app
+
+RESULTS = sorted((Path(__file__).parent.parent / "benchmarks" / "results").glob("*.json"))
+FIELDS = {"name", "command", "versions", "machine", "workload", "arms", "figures"}
+
+
+def outcome(*_: object) -> Outcome:
+    arms = [Arm("ours", "", {"1": [1.0, 3.0, 2.0]}), Arm("theirs", "", {"1": [8.0, 9.0, 7.0]})]
+    return Outcome({"turns": 3}, arms, {"speedup": 4.0})
+
+
+def test_arms_take_turns_and_the_order_reverses():
+    order: list[str] = []
+    arms = {name: (lambda name=name: order.append(name) or float(len(order))) for name in "abc"}
+    samples = in_turns(arms, 3)
+    assert "".join(order) == "abc" + "cba" + "abc"
+    assert samples["a"] == [1.0, 6.0, 7.0]
+
+
+def test_a_report_has_every_field_and_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    benchmark = Benchmark("demo", "", outcome, {"speedup": (">=", 5)})
+    document = harness.report(benchmark, outcome(), "orbitserve bench demo", quick=True)
+    assert document.keys() >= FIELDS
+    assert document["arms"][0]["median_ms"] == {"1": 2.0}
+    harness.write(document, tmp_path / "deep" / "report.json")
+    assert json.loads((tmp_path / "deep" / "report.json").read_text()) == document
+    harness.plot(document, tmp_path / "report.png")
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    harness.show(benchmark, document, Console())
+    shown = capsys.readouterr().out
+    assert "speedup = 4" in shown
+    assert "missed" in shown
+    assert "quick" in shown
+
+
+def test_the_command_lists_benchmarks_and_refuses_unknown_ones():
+    listed = CliRunner().invoke(app, ["bench", "list"])
+    assert listed.exit_code == 0
+    unknown = CliRunner().invoke(app, ["bench", "nonsense"])
+    assert unknown.exit_code == 2
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
+def test_a_recorded_result_is_a_whole_report_of_a_benchmark_that_exists(path: Path):
+    document = json.loads(path.read_text())
+    assert document.keys() >= FIELDS
+    assert not document["quick"], "quick runs are not to be quoted"
+    assert BENCHMARKS[document["name"]].targets.keys() <= document["figures"].keys()
+
+
+def test_every_benchmark_has_a_recorded_result():
+    assert {json.loads(path.read_text())["name"] for path in RESULTS} == BENCHMARKS.keys()
