@@ -88,6 +88,11 @@ class PrefillEngine:
     """One model on one worker group. Not thread-safe: one thread drives it (see `worker.PrefillLoop`)."""
 
     def __init__(self, spec: EngineSpec) -> None:
+        if spec.tensor_parallel_size > 1:
+            raise SelfCheckError(
+                f"prefill.tensor_parallel_size is {spec.tensor_parallel_size}: a prefill worker holds all KV heads on "
+                "one rank so far; use more replicas instead"
+            )
         arguments = engine_arguments(spec)
         if spec.hand_off:
             arguments["kv_transfer_config"] = KVTransferConfig(
@@ -170,7 +175,7 @@ class PrefillEngine:
         return positions.long(), -delta
 
     def transfer_parameters(self, lease: str, blocks: Sequence[int], tokens: int) -> dict[str, Any]:
-        """`kv_transfer_params` with which a stock decode engine pulls these blocks over NIXL; empty without hand-off."""
+        """`kv_transfer_params` with which a stock decode engine pulls these blocks over NIXL; {} without hand-off."""
         transfer = self.config.kv_transfer_config
         if transfer is None:
             return {}

@@ -30,6 +30,12 @@ MAX_MODEL_LEN = 2048
 MAX_IMAGE_PIXELS = 1_000_000
 MAX_IMAGE_BYTES = 1 << 20
 MAX_BODY_BYTES = 4 << 20
+LIMITS = {
+    "max_image_pixels": MAX_IMAGE_PIXELS,
+    "max_image_bytes": MAX_IMAGE_BYTES,
+    "max_body_bytes": MAX_BODY_BYTES,
+    "max_images_per_request": 8,
+}
 
 
 def png(number: int, width: int = 168, height: int = 224) -> bytes:
@@ -123,16 +129,10 @@ def running(dtype: str, root: Path, **sections: Any) -> Iterator[Service]:
     config = OrbitServeConfig.model_validate(
         {
             "model": {"path": checkpoint_path(CHECKPOINT), "dtype": dtype, "max_model_len": MAX_MODEL_LEN},
-            "http": {
-                "port": free_port(),
-                "max_image_pixels": MAX_IMAGE_PIXELS,
-                "max_image_bytes": MAX_IMAGE_BYTES,
-                "max_body_bytes": MAX_BODY_BYTES,
-                "max_images_per_request": 8,
-            },
             "library": {"directory": root / "library"},
             "files_url": str(root / "files"),
             **sections,
+            "http": {**LIMITS, **sections.get("http", {}), "port": free_port()},
         }
     )
     with application(config, Console(quiet=True)) as url:
