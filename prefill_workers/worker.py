@@ -30,7 +30,6 @@ from prefill_workers.sequence import Run, split_runs
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.002  # between looks for NIXL notifications while a lease is out
-_PATIENCE_SECONDS = 1.0  # how long a harvest gives way to hand-offs
 _MAX_ORBITS = 64  # sets that wait for their orbit patches; the oldest give way
 
 
@@ -95,6 +94,7 @@ class PrefillLoop:
         budget: tokens of one forward at most.
         max_queue: links that may wait; more are refused with `Overloaded`.
         form: whether computed chunks are kept (canonical KV, patches) in the background.
+        patience_seconds: how long background work gives way to hand-offs of links that have finished.
         orbit_chunks: largest set of chunks whose orders are all run in the background for orbit patches; 0: none.
     """
 
@@ -109,6 +109,7 @@ class PrefillLoop:
         owner: str,
         form: bool = True,
         orbit_chunks: int = 3,
+        patience_seconds: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine, self._linker = engine, linker
@@ -124,6 +125,8 @@ class PrefillLoop:
         self._orbits: deque[LinkPlan] = deque(maxlen=_MAX_ORBITS)
         self._forming: OrbitForming | None = None
         self._orbit_chunks = orbit_chunks
+        self._patience = patience_seconds
+        self._last_finished = -patience_seconds
         self._abandoned: deque[str] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -218,8 +221,8 @@ class PrefillLoop:
                 self._step()
             elif self._waiting:
                 time.sleep(0.0005)  # no block is free: wait for a decode engine to read, without spinning
-            elif self._pool.unread and not self._background_is_late():
-                time.sleep(_POLL_SECONDS)  # a hand-off is on its way to a first token: leave it the machine
+            elif self._gives_way():
+                time.sleep(_POLL_SECONDS)  # leave the machine to somebody's first token
             elif self._harvest:
                 self._harvest_one()
             elif self._forming or self._orbits:
@@ -228,9 +231,11 @@ class PrefillLoop:
     def _has_work(self) -> bool:
         return bool(self._waiting or self._running or self._harvest or self._orbits or self._forming)
 
-    def _background_is_late(self) -> bool:
-        """Whether harvests have waited so long that they go on beside hand-offs."""
-        return bool(self._harvest) and time.perf_counter() - self._harvest[0].since > _PATIENCE_SECONDS
+    def _gives_way(self) -> bool:
+        """Whether background work should wait: a hand-off is under way, and neither has waited long."""
+        now = time.perf_counter()
+        late = bool(self._harvest) and now - self._harvest[0].since > self._patience
+        return self._pool.unread and now - self._last_finished < self._patience and not late
 
     def _free_blocks(self) -> None:
         while self._abandoned:
@@ -302,6 +307,7 @@ class PrefillLoop:
     def _finish(self, job: _Job) -> None:
         assert job.lease is not None
         plan = job.plan
+        self._last_finished = time.perf_counter()
         plan.stages_ms["forward"] = (time.perf_counter() - job.forward_began) * 1e3
         if self._form:
             for chunk in self._linker.harvestable(plan):

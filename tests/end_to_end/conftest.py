@@ -1,8 +1,10 @@
-"""One fp32 service for all end-to-end tests, and one multimodal vLLM engine to compare it with."""
+"""Services for the end-to-end tests, one at a time, and one multimodal vLLM engine to compare them with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 from client import Reference, Service, running
@@ -16,6 +18,25 @@ def reference() -> Iterator[Reference]:
 
 
 @pytest.fixture(scope="session")
-def service(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with running("float32", tmp_path_factory.mktemp("service")) as started:
-        yield started
+def only_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Service]]:
+    """`only_service(name, dtype, **sections)`: that service, started unless it is the one that runs.
+
+    All of them are one Serve application, so that another one ends first.
+    """
+    with ExitStack() as stack:
+        current: list[tuple[str, Service]] = []
+
+        def get(name: str, dtype: str, **sections: Any) -> Service:
+            if not current or current[0][0] != name:
+                stack.close()
+                started = stack.enter_context(running(dtype, tmp_path_factory.mktemp(name), **sections))
+                current[:] = [(name, started)]
+            return current[0][1]
+
+        yield get
+
+
+@pytest.fixture
+def service(reference: Reference, only_service: Callable[..., Service]) -> Service:
+    """The service that most tests share: fp32, open to everybody."""
+    return only_service("fp32", "float32")

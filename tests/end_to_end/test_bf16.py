@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from client import Reference, Service, running
+from client import Reference, Service
 from test_exactness import ASK, CASES, token_logprobs
 
 pytestmark = pytest.mark.service
@@ -17,13 +17,15 @@ NEAR = 0.15
 
 
 @pytest.fixture(scope="module")
-def bf16(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, Reference]]:
+def reference_bf16() -> Iterator[Reference]:
     engine = Reference("bfloat16")
-    try:
-        with running("bfloat16", tmp_path_factory.mktemp("bf16")) as service:
-            yield service, engine
-    finally:
-        engine.close()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def bf16(reference_bf16: Reference, only_service: Callable[..., Service]) -> tuple[Service, Reference]:
+    return only_service("bf16", "bfloat16"), reference_bf16
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -92,7 +92,14 @@ class Rig:
         self.library = library or Library(LibrarySettings(directory=directory), engine.fingerprint)
         self.compiler = PatchCompiler(self.library, rank)
         self.linker = Linker(engine, self.library, rank, self.compiler.compile)
-        options = {"budget": 4096, "max_queue": 64, "lease_seconds": 600.0, "owner": "rig", **loop_options}
+        options = {
+            "budget": 4096,
+            "max_queue": 64,
+            "lease_seconds": 600.0,
+            "owner": "rig",
+            "patience_seconds": 0.0,
+            **loop_options,
+        }
         self.loop = PrefillLoop(engine, self.linker, **options)
         self.loop.start()
 

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 import ray
-from client import Service, picture, png, running, user
+from client import Service, picture, png, user
 
 pytestmark = pytest.mark.service
 
 KEYS = {"key-of-one": "one", "key-of-two": "two"}
 
 
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+@pytest.fixture
+def guarded(only_service: Callable[..., Service]) -> Service:
     """A service with keys, and a prefill queue so short that a burst does not fit."""
-    root = tmp_path_factory.mktemp("guarded")
-    sections: dict[str, Any] = {
-        "http": {"api_keys": KEYS},
-        "prefill": {"max_queue": 1, "max_batch_tokens": 64},
-        "decode": {"health_check_period_s": 1},
-    }
-    with running("float32", root, **sections) as service:
-        yield service
+    return only_service(
+        "guarded",
+        "float32",
+        http={"api_keys": KEYS},
+        prefill={"max_queue": 1, "max_batch_tokens": 64},
+        decode={"health_check_period_s": 1},
+    )
 
 
 def ask(service: Service, key: str | None, messages: list[dict[str, Any]], **fields: Any) -> httpx.Response:
