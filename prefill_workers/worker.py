@@ -222,7 +222,9 @@ class PrefillLoop:
             elif self._waiting:
                 time.sleep(0.0005)  # no block is free: wait for a decode engine to read, without spinning
             elif self._gives_way():
-                time.sleep(_POLL_SECONDS)  # leave the machine to somebody's first token
+                with self._wake:  # leave the machine to somebody's first token
+                    if not self._waiting:
+                        self._wake.wait(_POLL_SECONDS)
             elif self._harvest:
                 self._harvest_one()
             elif self._forming or self._orbits:
