@@ -136,6 +136,16 @@ def test_a_defect_in_the_loop_leaves_nobody_waiting(make_rig: Callable[..., Rig]
     wait_for(lambda: not rig.loop.alive())
 
 
+def test_background_work_gives_way_to_hand_offs_but_not_for_ever(make_rig: Callable[..., Rig]):
+    rig = make_rig(patience_seconds=0.5)
+    result = rig.loop.submit(rig.plan(MIXED[2], "auto")).result(30)
+    time.sleep(0.2)
+    assert rig.loop.stats().harvest > 0, "the lease is not read: nothing may be harvested yet"
+    assert drain(rig.loop, seconds=20).harvest == 0, "after a while it goes on beside the lease"
+    rig.loop.abandon(result.lease)
+    wait_for(lambda: all_free(rig))
+
+
 def test_a_lease_nobody_reads_ends_by_itself(make_rig: Callable[..., Rig]):
     rig = make_rig(lease_seconds=0.2)
     plan: LinkPlan = rig.plan(MIXED[1], "off")
