@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -44,7 +43,10 @@ def serve(
         settings = OrbitServeConfig.load(config, model=model, host=host, port=port)
         with application(settings, console) as url:
             console.print(f"serving [bold]{settings.model.served_name}[/bold] at {url}/v1 (docs at {url}/docs)")
-            _until_interrupted()
+            console.print("interrupt (Ctrl-C) to stop")
+            threading.Event().wait()
+    except KeyboardInterrupt:
+        console.print("stopped")
     except (ConfigError, StartUpError) as error:
         console.print(f"[red]error:[/red] {error}")
         raise typer.Exit(1) from None
@@ -99,14 +101,6 @@ def bench(
         harness.write(document, json_file)
     if plot_file is not None:
         harness.plot(document, plot_file)
-
-
-def _until_interrupted() -> None:
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    console.print("interrupt (Ctrl-C) to stop")
-    stop.wait()
 
 
 def main() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +52,7 @@ def application(config: OrbitServeConfig, console: Console, timeout_s: float = 6
             logging_level=logging.ERROR,
             runtime_env={"env_vars": FAST_REQUEST_PATH},
         )
+    _end_by_signal()  # after Ray, which brings a handler of its own
     try:
         serve.start(http_options={"host": config.http.host, "port": config.http.port})
         target = serve.RunTarget(build(config), name=APPLICATION, route_prefix="/")
@@ -60,6 +63,16 @@ def application(config: OrbitServeConfig, console: Console, timeout_s: float = 6
         serve.delete(APPLICATION)  # lets running requests end and the engines free what they hold
         if ours:
             ray.shutdown()
+
+
+def _end_by_signal() -> None:
+    """SIGTERM ends the application as an interrupt does, also while its roles are still coming up."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, interrupt)
 
 
 def wait_until_ready(console: Console, timeout_s: float) -> None:
