@@ -31,7 +31,7 @@ import pyarrow as pa
 
 from kvstore.errors import StoreError, TierUnavailable
 from kvstore.eviction import HotCache
-from kvstore.format import CanonicalRecord, EmbeddingRecord, PatchRecord, Record, RecordKind, encode
+from kvstore.format import CanonicalRecord, EmbeddingRecord, PatchRecord, Record, RecordKind, encode_parts
 from kvstore.paths import path_of, record_path
 from kvstore.settings import LibrarySettings
 from kvstore.tier_stack import TierStack
@@ -86,8 +86,8 @@ class Library:
         self._hot = HotCache(settings.memory_bytes, settings.tenant_memory_bytes, self._is_pinned)
         tiers = TierStack.tiers_of(settings) if tiers is None else tiers
         self._stack = TierStack(tiers, settings, self._is_pinned, self._hot.last_used)
-        self._queue = WriteBehind[_Write](
-            self._persist, self._undo, settings.write_queue_items, settings.write_queue_bytes
+        self._queue = WriteBehind[_Write, Sequence[pa.Buffer]](
+            self._encode, self._persist, self._undo, settings.write_queue_items, settings.write_queue_bytes
         )
         self._pool = ThreadPoolExecutor(settings.load_threads, thread_name_prefix="kvstore-load")
 
@@ -280,9 +280,11 @@ class Library:
             with self._lock:
                 self._counts["dropped_writes"] += 1
 
-    def _persist(self, path: str, write: _Write) -> None:
-        encoded = encode(write.record) if write.encoded is None else write.encoded
-        self._stack.write(write.record, encoded, write.tiers)
+    def _encode(self, write: _Write) -> Sequence[pa.Buffer]:
+        return encode_parts(write.record) if write.encoded is None else [write.encoded]
+
+    def _persist(self, path: str, write: _Write, pieces: Sequence[pa.Buffer]) -> None:
+        self._stack.write(write.record, pieces, write.tiers)
 
     def _undo(self, path: str) -> None:
         try:

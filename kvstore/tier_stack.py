@@ -62,9 +62,9 @@ class TierStack:
         """The tiers that the settings describe, nearest first."""
         tiers: list[Tier] = []
         if settings.directory is not None:
-            tiers.append(DiskTier(settings.directory))
+            tiers.append(DiskTier(settings.directory, durable=settings.durable))
         if settings.url is not None:
-            remote = tier_for_url(settings.url, settings.storage_options)
+            remote = tier_for_url(settings.url, settings.storage_options, settings.durable)
             remote.name = "remote"
             tiers.append(remote)
         return tiers
@@ -101,9 +101,10 @@ class TierStack:
         if index is not None:
             self._failed(index, TierUnavailable(f"{self.tiers[index].name}: no answer in time for {path}"))
 
-    def write(self, record: Record, encoded: pa.Buffer, tiers: Iterable[int]) -> None:
-        """Stores the record and its markers in the named tiers, as far as they work and have room."""
+    def write(self, record: Record, pieces: Sequence[pa.Buffer], tiers: Iterable[int]) -> None:
+        """Stores the encoded record and its markers in the named tiers, as far as they work and have room."""
         path, tenant = path_of(record), tenant_digest(record.tenant)
+        size = sum(piece.size for piece in pieces)
         note = pa.py_buffer(path.encode())
         for index in tiers:
             if self._breakers[index].open:
@@ -111,14 +112,14 @@ class TierStack:
                 continue
             tier, budget = self.tiers[index], self.budgets[index]
             try:
-                if not budget.make_room(tenant, encoded.size):
-                    logger.warning("%s: no room for %d bytes of %s", tier.name, encoded.size, path)
+                if not budget.make_room(tenant, size):
+                    logger.warning("%s: no room for %d bytes of %s", tier.name, size, path)
                     self._count("dropped_writes")
                     continue
                 for marker in marker_paths(record):
                     tier.put(marker, [note])
-                tier.put(path, [encoded])
-                budget.wrote(tenant, encoded.size)
+                tier.put(path, pieces)
+                budget.wrote(tenant, size)
                 self._breakers[index].succeeded()
                 self._count("writes")
             except TierUnavailable as error:

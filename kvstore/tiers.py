@@ -3,7 +3,7 @@
 | tier | backing | read | write |
 |---|---|---|---|
 | MemoryTier | a dictionary | the stored buffer itself | the buffer itself |
-| DiskTier | a directory, shared by processes of a node | memory map | temporary name, fsync, rename |
+| DiskTier | a directory, shared by processes of a node | memory map | temporary name, rename |
 | FsspecTier | any fsspec file system (`s3://`, `memory://`, ...) | one GET | one PUT |
 
 A key is a relative path of plain names joined by "/". Every tier passes `tests/tier_conformance.py`.
@@ -143,15 +143,18 @@ class DiskTier(Tier):
     """Blobs as files below `root`. Renames make writes atomic, so processes share a root without a common lock.
 
     A writer holds an advisory lock on its temporary file for as long as it lives; a temporary file that nobody
-    holds was left by a writer that died, and is removed when a tier is opened. After a power cut a blob written last
-    may be missing; it is never half there.
+    holds was left by a writer that died, and is removed when a tier is opened. So the death of a process at any moment
+    loses nothing that was put. What a power cut may do is the caller's choice: a `durable` tier syncs the file and its
+    folders before `put` and `delete` return; another leaves that to the system, and a blob written last may then be
+    missing, or shorter than it was, or zeros.
     """
 
     _TEMPORARY = ".partial"
 
-    def __init__(self, root: Path | str, name: str = "disk") -> None:
+    def __init__(self, root: Path | str, name: str = "disk", durable: bool = True) -> None:
         self.name = name
         self.root = Path(root).absolute()
+        self.durable = durable
         self._partial = self.root / self._TEMPORARY
         with self._guarded("open"):
             self._partial.mkdir(parents=True, exist_ok=True)
@@ -190,6 +193,7 @@ class DiskTier(Tier):
                 path.unlink()
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 return False
+            self._sync_folders(path)
             # Folder names tell what a tier held; a writer that loses its folder here makes it again.
             with suppress(OSError):
                 for folder in path.relative_to(self.root).parents[:-1]:
@@ -231,11 +235,25 @@ class DiskTier(Tier):
                     view = memoryview(buffer)
                     while view:
                         view = view[file.write(view) :]
-                os.fsync(file.fileno())
+                if self.durable:
+                    os.fsync(file.fileno())
                 os.rename(temporary, path)
+            self._sync_folders(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+    def _sync_folders(self, path: Path) -> None:
+        """Makes what was renamed or removed below the root survive a power cut, where that is asked for."""
+        if not self.durable:
+            return
+        for folder in path.relative_to(self.root).parents:
+            with suppress(FileNotFoundError):  # whoever emptied the folder meanwhile took it away
+                descriptor = os.open(self.root / folder, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
 
     def _sweep(self) -> None:
         """Removes temporary files whose writer is dead."""
@@ -326,11 +344,11 @@ class FsspecTier(Tier):
         return _Guard(self.name, action, key, (Exception,))
 
 
-def tier_for_url(url: str, storage_options: Mapping[str, Any] | None = None) -> Tier:
+def tier_for_url(url: str, storage_options: Mapping[str, Any] | None = None, durable: bool = True) -> Tier:
     """The tier that fits a URL: DiskTier for `file://` and plain paths, FsspecTier for the rest."""
     parts = urlsplit(url)
     if parts.scheme in ("", "file"):
-        return DiskTier(unquote(parts.path))
+        return DiskTier(unquote(parts.path), durable=durable)
     return FsspecTier(url, storage_options)
 
 
