@@ -4,7 +4,8 @@
 |---|---|---|---|
 | MemoryTier | a dictionary | the stored buffer itself | the buffer itself |
 | DiskTier | a directory, shared by processes of a node | memory map | temporary name, rename |
-| FsspecTier | any fsspec file system (`s3://`, `memory://`, ...) | one GET | one PUT |
+| FsspecTier | any fsspec file system (`gs://`, `memory://`, ...) | one GET | one PUT |
+| S3Tier (`kvstore.s3_tier`) | `s3://` | one GET, parallel ranges if large | one PUT |
 
 A key is a relative path of plain names joined by "/". Every tier passes `tests/tier_conformance.py`.
 """
@@ -19,7 +20,7 @@ import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -284,7 +285,7 @@ class DiskTier(Tier):
 
 
 class FsspecTier(Tier):
-    """Blobs on any fsspec file system; `url` names the root, such as `s3://bucket/prefix`. One PUT per blob.
+    """Blobs on any fsspec file system; `url` names the root, such as `gs://bucket/prefix`. One PUT per blob.
 
     Local paths belong to `DiskTier` (see `tier_for_url`): fsspec does not write them atomically.
     """
@@ -312,7 +313,7 @@ class FsspecTier(Tier):
     def delete(self, key: str) -> bool:
         path = self._path(key)
         with self._guarded("delete", key):
-            if not self._fs.isfile(path):
+            if not self._is_blob(path):
                 return False
             with suppress(FileNotFoundError):
                 self._fs.rm_file(path)
@@ -321,7 +322,7 @@ class FsspecTier(Tier):
     def contains(self, key: str) -> bool:
         path = self._path(key)
         with self._guarded("look up", key):
-            return bool(self._fs.isfile(path))
+            return self._is_blob(path)
 
     def entries(self, prefix: str = "") -> Iterator[Entry]:
         folder, _, _ = prefix.rpartition("/")
@@ -336,19 +337,34 @@ class FsspecTier(Tier):
                 if key.startswith(prefix):
                     yield Entry(key, int(info.get("size") or 0), _modified(info))
 
+    def _is_blob(self, path: str) -> bool:
+        """fsspec's own `isfile` answers False when it could not look."""
+        try:
+            return bool(self._fs.info(path)["type"] == "file")
+        except FileNotFoundError:
+            return False
+
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
 
+    def _reason(self, error: BaseException) -> str:
+        """Why the backend failed, in words for the log."""
+        return f"{type(error).__name__}: {error}"
+
     def _guarded(self, action: str, key: str) -> _Guard:
         # Backends raise their own client's errors (botocore, aiohttp, ...), which share no base class.
-        return _Guard(self.name, action, key, (Exception,))
+        return _Guard(self.name, action, key, (Exception,), self._reason)
 
 
 def tier_for_url(url: str, storage_options: Mapping[str, Any] | None = None, durable: bool = True) -> Tier:
-    """The tier that fits a URL: DiskTier for `file://` and plain paths, FsspecTier for the rest."""
+    """The tier that fits a URL: DiskTier for `file://` and plain paths, S3Tier for `s3://`, else FsspecTier."""
+    from kvstore.s3_tier import S3Tier  # it builds on this module
+
     parts = urlsplit(url)
     if parts.scheme in ("", "file"):
         return DiskTier(unquote(parts.path), durable=durable)
+    if parts.scheme in ("s3", "s3a"):
+        return S3Tier(url, storage_options)
     return FsspecTier(url, storage_options)
 
 
@@ -366,13 +382,21 @@ def _modified(info: Mapping[str, Any]) -> float:
 class _Guard:
     """Turns a backend's errors into TierUnavailable; `kvstore`'s own pass unchanged."""
 
-    def __init__(self, tier: str, action: str, key: str, errors: tuple[type[Exception], ...]) -> None:
+    def __init__(
+        self,
+        tier: str,
+        action: str,
+        key: str,
+        errors: tuple[type[Exception], ...],
+        reason: Callable[[BaseException], str] = str,
+    ) -> None:
         self._what = f"{tier}: cannot {action} {key}".rstrip()
         self._errors = errors
+        self._reason = reason
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, self._errors) and not isinstance(error, InvalidKey | TierUnavailable):
-            raise TierUnavailable(f"{self._what}: {error}") from error
+            raise TierUnavailable(f"{self._what}: {self._reason(error)}") from error
