@@ -77,12 +77,17 @@ class TierStack:
                     continue
                 self._reading[path] = index
                 try:
-                    buffer = tier.get(path)
+                    blob = tier.open(path)
                     self._breakers[index].succeeded()
-                    if buffer is None:
+                    if blob is None:
                         continue
                     record = decode(
-                        buffer, expect_key=key, expect_fingerprint=fingerprint, expect_tenant=tenant, verify=verify
+                        blob.buffer,
+                        expect_key=key,
+                        expect_fingerprint=fingerprint,
+                        expect_tenant=tenant,
+                        verify=verify,
+                        chunks=blob.chunks,
                     )
                 except TierUnavailable as error:
                     self._failed(index, error)
@@ -90,7 +95,7 @@ class TierStack:
                     self._quarantine(tier, path, error)
                 else:
                     tier.touch(path)
-                    return Found(record, buffer, index)
+                    return Found(record, blob.buffer, index)
             return None
         finally:
             self._reading.pop(path, None)
