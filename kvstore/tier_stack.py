@@ -89,6 +89,8 @@ class TierStack:
                         verify=verify,
                         chunks=blob.chunks,
                     )
+                    if path_of(record) != path:
+                        raise CorruptRecord("the record belongs in another place")
                 except TierUnavailable as error:
                     self._failed(index, error)
                 except CorruptRecord as error:

@@ -2,8 +2,8 @@
 
 | arm | ours | raw |
 |---|---|---|
-| disk-write | put and flush: encode, checksum, temporary name, rename | plain files |
-| disk-write-durable | the same with `durable` set | plain files, synced with their folder |
+| disk-write | put and flush, `durable`: encode, checksum, temporary name, sync, rename, sync | plain files, synced |
+| disk-write-cached | the same as by default: the page cache may keep it for a while | plain files |
 | disk-read | get: map, verify every checksum; nothing in the page cache | plain reads into one buffer |
 | disk-read-warm | the same, all of it in the page cache | the same |
 | s3-write, s3-read | put and flush, get | s3fs `pipe_file`, `cat_file` |
@@ -57,8 +57,8 @@ def run(quick: bool, console: Console) -> Outcome:
             nbytes[str(tokens)] = records.nbytes
             folder = directory / str(tokens)
             arms = {
-                **_disk_writes(records, folder / "plain", durable=False),
                 **_disk_writes(records, folder / "durable", durable=True),
+                **_disk_writes(records, folder / "cached", durable=False),
                 **_disk_reads(records, folder / "reads"),
                 **_s3(records, f"{BUCKET}-{tokens}", server.storage_options()),
             }
@@ -84,10 +84,10 @@ def _figures(arms: list[Arm], nbytes: dict[str, int], largest: str) -> dict[str,
 
 
 _DESCRIPTIONS = {
-    "disk-write-raw": "plain files of the same bytes",
-    "disk-write": "put and flush",
-    "disk-write-durable-raw": "plain files of the same bytes, synced with their folder",
-    "disk-write-durable": "put and flush, synced",
+    "disk-write-raw": "plain files of the same bytes, synced with their folder",
+    "disk-write": "put and flush with every record synced",
+    "disk-write-cached-raw": "plain files of the same bytes, left to the page cache",
+    "disk-write-cached": "put and flush, left to the page cache",
     "disk-read-raw": "plain reads, nothing in the page cache",
     "disk-read": "get with every checksum verified, nothing in the page cache",
     "disk-read-warm-raw": "plain reads from the page cache",
@@ -129,7 +129,7 @@ def _disk_writes(records: _Records, folder: Path, durable: bool) -> dict[str, Wo
             path.unlink()
         return elapsed
 
-    name = "disk-write-durable" if durable else "disk-write"
+    name = "disk-write" if durable else "disk-write-cached"
     return {f"{name}-raw": raw, name: lambda: _put(library, records)}
 
 
