@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import cast
@@ -83,7 +83,7 @@ class Library:
         self._load_ms = 0.0
         self._pins: Counter[str] = Counter()
         self._loading: dict[str, Future[Record | None]] = {}
-        self._hot = HotCache(settings.memory_bytes, settings.tenant_memory_bytes, self._is_pinned)
+        self._hot = HotCache(settings.memory_bytes, settings.tenant_memory_bytes, self._is_pinned, self._announce)
         tiers = TierStack.tiers_of(settings) if tiers is None else tiers
         self._stack = TierStack(tiers, settings, self._is_pinned, self._hot.last_used)
         self._queue = WriteBehind[_Write, Sequence[pa.Buffer]](
@@ -224,6 +224,10 @@ class Library:
 
     def _is_pinned(self, key: str) -> bool:
         return key in self._pins
+
+    def _announce(self, path: str) -> None:
+        with suppress(RuntimeError):  # the pool is shut down
+            self._pool.submit(self._stack.touch, path)
 
     def _resident(self, path: str) -> Record | None:
         """The record if memory has it: in the cache, or still waiting to be written."""

@@ -96,11 +96,16 @@ class TierStack:
                 except CorruptRecord as error:
                     self._quarantine(tier, path, error)
                 else:
-                    tier.touch(path)
+                    self._touch(tier, path)
                     return Found(record, blob.buffer, index)
             return None
         finally:
             self._reading.pop(path, None)
+
+    def touch(self, path: str) -> None:
+        """Tells the tiers that a record was used which memory answered for."""
+        for tier in self.tiers:
+            self._touch(tier, path)
 
     def blame(self, path: str) -> None:
         """Counts a time-out of `read(path)` against the tier that it is waiting for."""
@@ -167,6 +172,12 @@ class TierStack:
     def count(self) -> Counter[str]:
         with self._lock:
             return Counter(self.counts)
+
+    def _touch(self, tier: Tier, path: str) -> None:
+        try:
+            tier.touch(path)
+        except TierUnavailable as error:
+            logger.debug("%s", error)
 
     def _quarantine(self, tier: Tier, path: str, error: CorruptRecord) -> None:
         logger.warning("%s: quarantined %s: %s", tier.name, path, error)
