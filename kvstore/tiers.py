@@ -346,7 +346,8 @@ class FsspecTier(Tier):
         self.name = name
         # Listings must be fresh: other processes write to the same store.
         options = {"use_listings_cache": False, **(storage_options or {})}
-        self._fs, root = fsspec.core.url_to_fs(url, **options)
+        with self._guarded("open", url):
+            self._fs, root = fsspec.core.url_to_fs(url, **options)
         self._root = root.rstrip("/")
 
     def get(self, key: str) -> pa.Buffer | None:
