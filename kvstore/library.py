@@ -2,9 +2,9 @@
 
 | call | blocks on | effect |
 |---|---|---|
-| get_canonical, get_patch, get_embedding | a tier, at most load_timeout_s | memory, then disk, then URL |
+| get_canonical, get_patch, get_embedding, get_basis | a tier, at most load_timeout_s | memory, then disk, then URL |
 | load | nothing | the same as a Future, for loading beside compute |
-| put_canonical, put_patch, put_embedding | nothing | memory now, tiers behind the request |
+| put_canonical, put_patch, put_embedding, put_basis | nothing | memory now, tiers behind the request |
 | has | a tier | looks without loading |
 | pin | nothing | the keys stay in memory and on disk while the block runs |
 | delete, delete_content | every tier | removes everywhere, also what is queued |
@@ -31,7 +31,7 @@ import pyarrow as pa
 
 from kvstore.errors import StoreError, TierUnavailable
 from kvstore.eviction import HotCache
-from kvstore.format import CanonicalRecord, EmbeddingRecord, PatchRecord, Record, RecordKind, encode
+from kvstore.format import BasisRecord, CanonicalRecord, EmbeddingRecord, PatchRecord, Record, RecordKind, encode
 from kvstore.paths import path_of, record_path
 from kvstore.settings import LibrarySettings
 from kvstore.tier_stack import TierStack
@@ -105,6 +105,10 @@ class Library:
         """A chunk's vision embeddings, or None, as `get_canonical`."""
         return cast(EmbeddingRecord | None, self._get("embedding", key, tenant))
 
+    def get_basis(self, version: str) -> BasisRecord | None:
+        """A shared basis of this model, or None, as `get_canonical`."""
+        return cast(BasisRecord | None, self._get("basis", version, ""))
+
     def load(self, kind: RecordKind, key: str, tenant: str) -> Future[Record | None]:
         """Starts loading and returns at once; loads of one record share one read. The result is None on a miss."""
         path = record_path(kind, key, self.fingerprint, tenant)
@@ -142,6 +146,10 @@ class Library:
         self._put(record)
 
     def put_embedding(self, record: EmbeddingRecord) -> None:
+        """As `put_canonical`."""
+        self._put(record)
+
+    def put_basis(self, record: BasisRecord) -> None:
         """As `put_canonical`."""
         self._put(record)
 

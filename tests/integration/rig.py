@@ -14,6 +14,7 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 
 from infra.checkpoints import checkpoint_path
 from kvstore.library import Library
+from kvstore.patch_form import PatchForm
 from kvstore.settings import LibrarySettings
 from prefill_workers.engine import EngineSpec, PrefillEngine
 from prefill_workers.linker import Linker, LinkPlan, LinkRequest, PixelsNeeded
@@ -86,12 +87,14 @@ class Rig:
         directory: Path,
         rank: int | None = None,
         library: Library | None = None,
+        form: PatchForm | None = None,
         **loop_options,
     ) -> None:
         self.engine = engine
         self.library = library or Library(LibrarySettings(directory=directory), engine.fingerprint)
-        self.compiler = PatchCompiler(self.library, rank)
-        self.linker = Linker(engine, self.library, rank, self.compiler.compile)
+        form = form or PatchForm(rank)
+        self.compiler = PatchCompiler(self.library, form)
+        self.linker = Linker(engine, self.library, form, self.compiler.compile)
         options = {
             "budget": 4096,
             "max_queue": 64,
