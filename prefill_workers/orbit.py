@@ -5,8 +5,8 @@ other orders of the same chunks, behind the fixed prefix alone, and averages eac
 each set of predecessors (kamera.md §5, "Reorder"). The next request may bring them as 3-1-2 and needs no forward.
 
 Up to four predecessors all orders are run, K! forwards for K chunks, and every set gets its patch. Beyond, every chunk
-is run last behind 24 sampled orders of all others, 24·K forwards: the whole set gets orbit patches, nearly
-all pairs get pair patches, and what lies between is left to be composed. `PrefillSettings.orbit_chunks` bounds K.
+is run last behind 24 sampled orders of all others, 24·K forwards: the whole set gets orbit patches, nearly all pairs
+get pair patches, and what lies between is left to be composed. `PrefillSettings.orbit_chunks` bounds K.
 """
 
 from __future__ import annotations
