@@ -13,7 +13,7 @@ from prefill_workers.engine import PrefillEngine
 
 @pytest.fixture(scope="session")
 def engines() -> Iterator[dict[str, PrefillEngine]]:
-    """All engines at once: vLLM's start-up looks into every loaded module, and chokes on those that Numba loads."""
+    """The bundled model in both precisions."""
     built = {dtype: tiny_engine(dtype) for dtype in ("float32", "bfloat16")}
     yield built
     for engine in built.values():
