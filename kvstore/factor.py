@@ -53,7 +53,7 @@ def project(delta: Tensor, directions: Tensor, energy: float | None = None) -> F
     With `energy`, on as few of them as keep that share of the squared norm, or on all.
     """
     coefficients = delta @ directions
-    total = float(delta.double().square().sum())
+    total = float(delta.square().sum(-1).double().sum())
     shares = coefficients.double().square().sum((0, 1)).cumsum(0) / total if total else torch.ones(directions.shape[2])
     if energy is not None:
         enough = int((shares < energy * (1 - 1e-12)).sum()) + 1

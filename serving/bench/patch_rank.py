@@ -9,7 +9,9 @@ it. KL is that of their next-token distributions from an exact prefill's, and η
 |---|---|
 | own | the deficit behind these pages in this order |
 | orbit | the mean deficit over all other orders of the pages: the tested one is held out |
-| transfer | one other order's own patch |
+| transfer | the own patch of the reverse order |
+| stale | the own patch behind a set in which another page stands for A1 |
+| update | stale, and an update of the same rank on top |
 | deep | own, the deepest half of the layers only |
 | shared | own, projected on a basis that was pooled from the other items |
 | composed | the scaled sum of pair patches behind each page alone; the scale is fitted to the other items |
@@ -138,6 +140,7 @@ class Item:
     own: Tensor
     orbit: Tensor  # the mean over all orders but the tested one
     transfer: Tensor
+    stale: Tensor
     pairs: list[Tensor]
     base: Tensor  # behind the fixed prefix alone
 
@@ -180,8 +183,8 @@ class Probe:
     def _gather(self, number: int) -> Item:
         from kvstore.patch import deficit, mean_deficit, orderings
 
-        first = number * (PREDECESSORS + 1)
-        pages, b = list(range(first, first + PREDECESSORS)), first + PREDECESSORS
+        first = number * (PREDECESSORS + 2)
+        *pages, b, other = range(first, first + PREDECESSORS + 2)
         tested, *others = orderings(pages)
         plan = self._plan([*tested, b])
         self._forward(plan, self._blocks)
@@ -201,23 +204,30 @@ class Probe:
             canonical=canonical,
             own=deficit(self._linker.conditioned(plan, target), canonical),
             orbit=mean_deficit(orders),
-            transfer=orders[0],
+            transfer=orders[-1],
+            stale=behind([other, *pages[1:]]),
             pairs=[behind([page]) for page in pages],
             base=behind([]),
         )
 
     def _kinds(self, item: Item, basis: SharedBasis, scale: float) -> dict[str, Callable[[int | None], Patch]]:
-        from kvstore.patch import PatchKind, compose, form_patch
+        from kvstore.patch import PatchKind, compose, form_patch, remainder
 
         layout, dtype = self._engine.layout, self._engine.dtype
 
         def formed(delta: Tensor, rank: int | None, kind: PatchKind = PatchKind.own, **form: Any) -> Patch:
             return form_patch(delta, layout, rank, kind=kind, dtype=dtype, **form)
 
+        def updated(rank: int | None) -> Patch:
+            stale = formed(item.stale, rank)
+            return compose([stale, formed(remainder(item.own, stale), rank, PatchKind.update)])
+
         return {
             "own": lambda rank: formed(item.own, rank),
             "orbit": lambda rank: formed(item.orbit, rank, PatchKind.orbit),
             "transfer": lambda rank: formed(item.transfer, rank),
+            "stale": lambda rank: formed(item.stale, rank),
+            "update": updated,
             "deep": lambda rank: formed(item.own, rank, depth=0.5),
             "shared": lambda rank: formed(item.own, rank, basis=basis),
             "composed": lambda rank: compose(
