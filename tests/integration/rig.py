@@ -201,3 +201,8 @@ def lone(rig: Rig, part: Part, shift: int) -> Tensor:
     )
     rig.engine.forward([(sequence, [Run(0, len(sequence))])])
     return rig.engine.read_kv(blocks, 0, len(sequence))
+
+
+def unit_in_the_last_place(x: Tensor) -> Tensor:
+    """Spacing of bfloat16 numbers at `x`."""
+    return torch.exp2(x.abs().clamp_min(2.0**-126).log2().floor() - 7)
