@@ -7,25 +7,18 @@ On a CPU host that several engines share it undoes two things that suit a large 
   anyway: vLLM at every step, the prefill loop every few milliseconds while a lease is out.
 - vLLM's NIXL connector pins the thread that builds it to the last core. Threads inherit that: every forward of every
   engine then ran on this one core (1,058 tokens took 2.9 s instead of 1.5 s on two cores).
-
-It also lets an engine start where Numba is loaded already: vLLM looks through the attributes of all modules, and the
-handle that Numba has on LLVM answers every name, `__dict__` included, with a function.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import sys
-from typing import Any
 
 SHARED_CORES = "ORBITSERVE_ENGINES_SHARE_CORES"
 
 
 def register() -> None:
-    """Let an engine start beside Numba, and engines share cores where `infra.vllm_env` asked for it."""
-    if "llvmlite.binding.ffi" in sys.modules:
-        _answer_no_special_names(type(sys.modules["llvmlite.binding.ffi"].lib))
+    """Let engines share cores where `infra.vllm_env` asked for it; do nothing elsewhere."""
     if os.environ.get(SHARED_CORES) != "1":
         return
     from vllm.distributed import nixl_utils
@@ -34,18 +27,3 @@ def register() -> None:
     if nixl_utils.nixl_agent_config is not None:
         nixl_utils.nixl_agent_config = functools.partial(nixl_utils.nixl_agent_config, enable_prog_thread=False)
     type(current_platform).discover_numa_topology = classmethod(lambda cls: [])  # read for that pinning only
-
-
-def _answer_no_special_names(kind: Any) -> None:
-    """Make `__getattr__` of a class refuse names like `__dict__`, as attribute look-up expects of it."""
-    answer = kind.__getattr__
-    if getattr(answer, "refuses_special_names", False):
-        return
-
-    def refusing(self: Any, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return answer(self, name)
-
-    refusing.refuses_special_names = True  # type: ignore[attr-defined]
-    kind.__getattr__ = refusing

@@ -127,6 +127,7 @@ class RunsExtension:
             "block_size": spec.block_size,
             "blocks": self._cache(0).shape[0],
             "dtype": str(model.dtype).removeprefix("torch."),
+            "quantum": 0.0 if self._quantised is None else torch.finfo(self._quantised).eps,
             "inverse_frequencies": self._inverse_frequencies(rotary),
             "rotary_style": "neox" if rotary.is_neox_style else "interleaved",
             "uses_mrope": bool(runner.uses_mrope),
@@ -164,7 +165,10 @@ class RunsExtension:
             found += page * scale
             scale *= base
         if not torch.equal(found.sort().values, torch.arange(size * features)):
-            raise UnsupportedEngine("the attention backend's page layout could not be read back")
+            cache = self.model_runner.vllm_config.cache_config.cache_dtype
+            raise UnsupportedEngine(
+                f"{self._group.backend.get_name()} with KV cache dtype {cache!r} does not give back what is written"
+            )
         self._pages = found.argsort().to(self._device)
 
     @torch.inference_mode()

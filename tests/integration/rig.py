@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
 from vllm import SamplingParams
@@ -175,6 +177,12 @@ class Rig:
         drain(self.loop)
         self.library.flush()
 
+    def wait_until_free(self, seconds: float = 10.0) -> None:
+        """Wait until decode engines have told that they read everything."""
+        deadline = time.monotonic() + seconds
+        while self.loop.stats().leases and time.monotonic() < deadline:
+            time.sleep(0.01)
+
     def vllm_logprobs(self, parts: Sequence[Part], top: int = 20) -> dict[int, float]:
         """vLLM's own multimodal prefill in the same engine. Uses any block of the pool: call it before linking."""
         assert self.loop.stats().leases == 0
@@ -204,3 +212,8 @@ def lone(rig: Rig, part: Part, shift: int) -> Tensor:
     )
     rig.engine.forward([(sequence, [Run(0, len(sequence))])])
     return rig.engine.read_kv(blocks, 0, len(sequence))
+
+
+def unit_in_the_last_place(x: Tensor) -> Tensor:
+    """Spacing of bfloat16 numbers at `x`."""
+    return torch.exp2(x.abs().clamp_min(2.0**-126).log2().floor() - 7)
