@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from serving.bench import handoff, overhead, patch_apply, patch_form, patch_rank, ttft
+from serving.bench import handoff, overhead, patch_apply, patch_form, patch_rank, relocation, ttft
 from serving.bench.harness import Benchmark
 
-BENCHMARKS: dict[str, Benchmark] = {
-    module.BENCHMARK.name: module.BENCHMARK for module in (ttft, patch_apply, patch_form, patch_rank, handoff, overhead)
-}
+_MODULES = (
+    ttft,
+    handoff,
+    overhead,
+    patch_apply,
+    patch_form,
+    patch_rank,
+    relocation,
+)
+
+BENCHMARKS: dict[str, Benchmark] = {module.BENCHMARK.name: module.BENCHMARK for module in _MODULES}
