@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serving.bench import handoff, overhead, patch_apply, patch_form, patch_rank, relocation, ttft
+from serving.bench import handoff, overhead, patch_apply, patch_form, patch_rank, relocation, store, ttft
 from serving.bench.harness import Benchmark
 
 _MODULES = (
@@ -13,6 +13,7 @@ _MODULES = (
     patch_form,
     patch_rank,
     relocation,
+    store,
 )
 
 BENCHMARKS: dict[str, Benchmark] = {module.BENCHMARK.name: module.BENCHMARK for module in _MODULES}
