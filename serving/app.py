@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
     from prefill_workers.engine import EngineSpec
-    from prefill_workers.linker import LinkRequest
     from prefill_workers.patch_compiler import PatchJob
+    from prefill_workers.plan import LinkRequest
     from prefill_workers.worker import LinkResult
 
 logger = logging.getLogger(__name__)
@@ -371,7 +371,7 @@ class RayRoles:
         """Send a tiny prompt for every pair of prefill and decode replica: a pair's first transfer shakes hands."""
         from vllm.sampling_params import SamplingParams
 
-        from prefill_workers.linker import LinkRequest
+        from prefill_workers.plan import LinkRequest
         from prefill_workers.policies import Mode
 
         async def one(number: int) -> None:

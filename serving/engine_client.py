@@ -28,7 +28,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.tasks import SupportedTask
 from vllm.v1.engine.input_processor import InputProcessor
 
-from prefill_workers.linker import LinkRequest, PixelsNeeded
+from prefill_workers.plan import LinkRequest, PixelsNeeded
 from prefill_workers.policies import Mode
 from prefill_workers.worker import LinkResult, Overloaded
 from serving.api.errors import OverloadedError

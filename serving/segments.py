@@ -9,7 +9,7 @@ from typing import Any
 from vllm.config import ModelConfig
 from vllm.multimodal.inputs import MultiModalKwargsItem
 
-from prefill_workers.linker import ChunkSpan
+from prefill_workers.plan import ChunkSpan
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 from vllm.exceptions import GenerationError
 from vllm.sampling_params import SamplingParams
 
-from prefill_workers.linker import ChunkOutcome, LinkRequest, PixelsNeeded
+from prefill_workers.plan import ChunkOutcome, LinkRequest, PixelsNeeded
 from prefill_workers.policies import OperatingPoint
 from prefill_workers.worker import LinkResult, Overloaded
 from serving.api.errors import OverloadedError
