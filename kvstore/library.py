@@ -2,7 +2,7 @@
 
 | call | blocks on | effect |
 |---|---|---|
-| get_canonical, get_patch, get_embedding | a tier, at most load_timeout_s | memory, then disk, then URL |
+| get_canonical, get_patch, get_embedding | a tier, at most load_timeout_s | memory, then object store, disk, URL |
 | load | nothing | the same as a Loading, for loading beside compute |
 | wait | a tier, at most load_timeout_s | what a Loading gives |
 | put_canonical, put_patch, put_embedding | nothing | memory now, tiers behind the request |
