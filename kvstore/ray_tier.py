@@ -6,8 +6,8 @@
 
 Ray frees an object when its owner ends, and whoever puts an object owns it. So the directory has a task on the worker's
 node take the object over: what a task returns belongs to its caller, and stays when the worker that put it is gone. The
-directory is detached: it outlives the application, which finds its memory warm when it is deployed again. When it dies
-its objects go with it, and Ray starts an empty one. When a node dies, what it held is a miss.
+directory is detached and on the head node: it outlives the application, which finds its memory warm when it is deployed
+again. When it dies its objects go with it, and Ray starts an empty one. When a node dies, what it held is a miss.
 
 Ray is imported when a tier is made; `kvstore` works without it.
 """
@@ -143,7 +143,9 @@ class RayTier(Tier):
         import ray
 
         options = {"name": self._actor_name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
-        return ray.remote(Directory).options(num_cpus=0, max_restarts=-1, **options).remote(self._limit)
+        on_head = {"node:__internal_head__": 0.001}  # no other node's death shall take the directory with it
+        directory = ray.remote(Directory).options(num_cpus=0, resources=on_head, max_restarts=-1, **options)
+        return directory.remote(self._limit)
 
 
 def _answer(reference: Any) -> Any:

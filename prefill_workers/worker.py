@@ -356,6 +356,7 @@ class PrefillLoop:
             self._free(job)
 
     def _free(self, job: _Job) -> None:
+        job.plan.unpin()
         if job.lease is not None:
             self._pool.abandon(job.lease.id)
 

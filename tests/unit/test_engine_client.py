@@ -15,6 +15,7 @@ from prefill_workers.policies import OperatingPoint
 from prefill_workers.worker import LinkResult, Overloaded
 from serving.api.errors import OverloadedError
 from serving.api.extension import OrbitOptions, RequestTrace, set_trace
+from serving.encodings import Encodings
 from serving.engine_client import LinkedEngineClient
 from serving.errors import RoleUnavailable
 from serving.segments import Delimiters
@@ -68,6 +69,7 @@ def client_of(roles: Roles) -> LinkedEngineClient:
     """A client without vLLM's renderer, which none of these tests reaches."""
     client = object.__new__(LinkedEngineClient)
     client._roles = roles
+    client._encodings = Encodings(roles.encode)
     client._delimiters = Delimiters(frozenset(), frozenset())
     return client
 
@@ -145,7 +147,7 @@ async def test_pixels_are_encoded_only_when_asked_for():
     roles = Roles(link=[PixelsNeeded([0]), None])
     client = client_of(roles)
     segments = SimpleNamespace(
-        items=(("image", "pixels"),), chunks=(SimpleNamespace(count=5),), token_ids=list(range(12))
+        items=(("image", "pixels"),), chunks=(SimpleNamespace(content="page", count=5),), token_ids=list(range(12))
     )
     trace = RequestTrace()
     result = await client._link(LinkRequest("request", list(range(12))), segments, trace)
