@@ -86,7 +86,7 @@ class Linker:
         """
         began = time.perf_counter()
         tokens = torch.tensor(request.token_ids, dtype=torch.int32)
-        wanted = self._keys_of(request, tokens)
+        wanted = self.keys(request)
         with ExitStack() as pins:
             pins.enter_context(
                 self.library.pin(key for k in wanted for key in (k.canonical, k.own_patch, k.orbit_patch, k.embedding))
@@ -108,11 +108,12 @@ class Linker:
             plan.stages_ms["plan"] = (time.perf_counter() - began) * 1e3
             return plan.pinned_by(pins.pop_all().close)
 
-    def _keys_of(self, request: LinkRequest, tokens: Tensor) -> list[ChunkKeys]:
+    def keys(self, request: LinkRequest) -> list[ChunkKeys]:
+        """Under which keys a request's chunks are stored, each behind those before it."""
         wanted: list[ChunkKeys] = []
         for span in request.chunks:
-            outside = torch.cat([tokens[span.start : span.first], tokens[span.first + span.count : span.stop]])
-            self._delimiters = tuple(outside.tolist())
+            before = request.token_ids[span.start : span.first]
+            self._delimiters = (*before, *request.token_ids[span.first + span.count : span.stop])
             antecedents = [keys.canonical for keys in wanted]
             wanted.append(self._keys(span.content, self._delimiters, request.prefix, antecedents))
         return wanted

@@ -9,7 +9,6 @@ from itertools import permutations
 
 import pyarrow as pa
 import pytest
-import torch
 from rig import Linked, Part, Rig
 
 from kvstore.errors import TierUnavailable
@@ -105,8 +104,7 @@ def asked(rig: Rig, parts: list[Part] = PAGES) -> LinkRequest:
 
 def keys_of(rig: Rig) -> list[ChunkKeys]:
     """Under which keys the chunks of PAGES are stored."""
-    request = asked(rig)
-    return rig.linker._keys_of(request, torch.tensor(request.token_ids))
+    return rig.linker.keys(asked(rig))
 
 
 def off_by(linked: Linked, reference: dict[int, float]) -> float:
