@@ -34,12 +34,13 @@ from blake3 import blake3
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from kvstore.basis import SharedBasis
 from kvstore.errors import CorruptRecord, ShapeMismatch
 from kvstore.layout import Layout
 from kvstore.patch import Patch, PatchKind
 
 FORMAT_VERSION = 1
-RecordKind = Literal["canonical", "patch", "embedding"]
+RecordKind = Literal["canonical", "patch", "embedding", "basis"]
 ReadThrough = Callable[[int, int], Iterable[memoryview]]
 
 _ARROW_TYPES = {torch.float32: pa.float32(), torch.float16: pa.float16(), torch.bfloat16: pa.uint16()}
@@ -93,7 +94,10 @@ class CanonicalRecord(_Record):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PatchRecord(_Record):
-    """A patch of the canonical with key `canonical`, formed behind the antecedents with key `antecedent`."""
+    """A patch of the canonical with key `canonical`, formed behind the antecedents with key `antecedent`.
+
+    A patch on a shared basis is stored without the basis' directions, and read back unbound (`Patch.bind`).
+    """
 
     layout: Layout
     patch: Patch
@@ -116,13 +120,30 @@ class EmbeddingRecord(_Record):
         return self.embeddings.nbytes
 
 
-Record: TypeAlias = CanonicalRecord | PatchRecord | EmbeddingRecord
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BasisRecord(_Record):
+    """A shared basis of the model, under its version as key. It belongs to no tenant: `tenant` is empty."""
+
+    layout: Layout
+    basis: SharedBasis
+
+    def __post_init__(self) -> None:
+        self.basis.check(self.layout)
+
+    @property
+    def nbytes(self) -> int:
+        return self.basis.nbytes
+
+
+Record: TypeAlias = CanonicalRecord | PatchRecord | EmbeddingRecord | BasisRecord
 
 
 def kind_of(record: Record) -> RecordKind:
     """The record's kind as the library and its paths name it."""
     if isinstance(record, CanonicalRecord):
         return "canonical"
+    if isinstance(record, BasisRecord):
+        return "basis"
     return "patch" if isinstance(record, PatchRecord) else "embedding"
 
 
@@ -226,10 +247,14 @@ def _parts_of(record: Record) -> dict[str, Tensor]:
         return {"kv": record.kv}
     if isinstance(record, EmbeddingRecord):
         return {"embeddings": record.embeddings.unsqueeze(0)}
+    names = [segment.name for segment in record.layout.segments]
+    if isinstance(record, BasisRecord):
+        return {f"right.{name}": part for name, part in zip(names, record.basis.directions, strict=True)}
     factors = {}
-    for index, segment in enumerate(record.layout.segments):
-        factors[f"left.{segment.name}"] = record.patch.left[index]
-        factors[f"right.{segment.name}"] = record.patch.right[index]
+    for index, name in enumerate(names):
+        factors[f"left.{name}"] = record.patch.left[index]
+        if record.patch.basis is None:
+            factors[f"right.{name}"] = record.patch.right[index]
     return factors
 
 
@@ -257,8 +282,11 @@ def _document_of(record: Record) -> dict[str, Any]:
                 "rank": patch.rank,
                 "energy": list(patch.energy),
                 "first_layer": patch.first_layer,
+                "basis": patch.basis,
             },
         }
+    elif isinstance(record, BasisRecord):
+        document |= {"layout": record.layout.to_json(), "first_layer": record.basis.first_layer}
     return document
 
 
@@ -466,16 +494,22 @@ def _build(document: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Record:
         token_ids = document["token_ids"]
         ids = None if token_ids is None else tuple(int(token) for token in token_ids)
         return CanonicalRecord(**common, layout=layout, kv=parts["kv"], token_ids=ids)
+    names = [segment.name for segment in layout.segments]
+    if kind == "basis":
+        basis = SharedBasis(tuple(parts[f"right.{name}"] for name in names), int(document["first_layer"]))
+        return BasisRecord(**common, layout=layout, basis=basis)
     if kind != "patch":
         raise ValueError(f"unknown record kind {kind!r}")
     described = document["patch"]
+    shared = described.get("basis")
     patch = Patch(
         kind=PatchKind(described["kind"]),
         rank=int(described["rank"]),
-        left=tuple(parts[f"left.{segment.name}"] for segment in layout.segments),
-        right=tuple(parts[f"right.{segment.name}"] for segment in layout.segments),
+        left=tuple(parts[f"left.{name}"] for name in names),
+        right=() if shared else tuple(parts[f"right.{name}"] for name in names),
         energy=tuple(float(share) for share in described["energy"]),
         first_layer=int(described["first_layer"]),
+        basis=shared,
     )
-    names = {"canonical": document["canonical"], "antecedent": document["antecedent"]}
-    return PatchRecord(**common, layout=layout, patch=patch, **names)
+    keys = {"canonical": document["canonical"], "antecedent": document["antecedent"]}
+    return PatchRecord(**common, layout=layout, patch=patch, **keys)

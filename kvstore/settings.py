@@ -35,6 +35,11 @@ class LibrarySettings(BaseModel):
     tenant_memory_bytes: int | None = Field(
         default=None, ge=0, description="The same for any one tenant. None: memory_bytes."
     )
+    object_store_bytes: int = Field(
+        default=1 * GIB,
+        ge=0,
+        description="Bytes of records in the object stores of the Ray cluster, in all; 0, and outside a cluster: none.",
+    )
     disk_bytes: int = Field(default=64 * GIB, ge=0, description="Bytes of records in the directory.")
     remote_bytes: int | None = Field(
         default=None, ge=0, description="Bytes of records behind the URL. None: unbounded."
