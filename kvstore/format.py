@@ -187,7 +187,7 @@ def encode_parts(record: Record) -> list[pa.Buffer]:
         "dtype": str(dtype).removeprefix("torch."),
         "parts": [[name, list(part.shape[1:])] for name, part in parts.items()],
         "layers": len(layers),
-        "digests": _digests(layers),
+        "digests": [_digest([layer]) for layer in layers],  # in the background: one thread is enough
     }
     metadata = {_RECORD_KEY: json.dumps(document).encode(), _SEAL_KEY: _Seal(0, 0, 0, len(layers), _BLANK).text()}
     bodies = [pa.py_buffer(layer) for layer in layers]
@@ -217,15 +217,18 @@ def decode(
     same bytes where that is faster than going through `buffer`.
     """
     buffer = buffer if isinstance(buffer, pa.Buffer) else pa.py_buffer(buffer)
-    seal = _check_frame(buffer)
+    seal = _find_seal(buffer)
+    # Before the frame, which touches the file at many places: a cold file is then read in order, once.
+    digests = _layer_digests(buffer, read, seal) if verify else None
+    _check_frame(buffer, seal)
     document = _read_document(buffer)
     expected = {"key": expect_key, "fingerprint": expect_fingerprint, "tenant": expect_tenant}
     for name, value in expected.items():
         if document.get(name) != value:
             raise CorruptRecord(f"the record's {name} is not the one expected")
     try:
-        if verify:
-            _check_layers(buffer, read, seal, document["digests"])
+        if digests is not None:
+            _compare(digests, document["digests"])
         return _build(document, _views(buffer, seal, document))
     except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
         raise CorruptRecord(f"the record's metadata is inconsistent: {error}") from error
@@ -234,7 +237,7 @@ def decode(
 def read_metadata(buffer: pa.Buffer | bytes) -> dict[str, Any]:
     """The record's JSON document, after checking the frame. Reads no tensor bytes. Raises CorruptRecord."""
     buffer = buffer if isinstance(buffer, pa.Buffer) else pa.py_buffer(buffer)
-    _check_frame(buffer)
+    _check_frame(buffer, _find_seal(buffer))
     return _read_document(buffer)
 
 
@@ -368,13 +371,6 @@ def _digest(chunks: Iterable[Any]) -> str:
     return hasher.hexdigest()
 
 
-def _digests(layers: Sequence[Any]) -> list[str]:
-    """The digests of layers in memory; several at once where that pays."""
-    alone = ([layer] for layer in layers)
-    many = sum(memoryview(layer).nbytes for layer in layers) >= _THREADED_BYTES
-    return list(_hashers.map(_digest, alone) if many else map(_digest, alone))
-
-
 def _seal_places(buffer: pa.Buffer, seal: _Seal) -> tuple[int, int]:
     """Offsets of the two copies of the seal: Arrow repeats the schema in the footer. Raises CorruptRecord."""
     view = memoryview(buffer)
@@ -407,8 +403,8 @@ def _around(view: memoryview, seal: _Seal, places: tuple[int, int]) -> Iterator[
 _HEAD_BYTES = 1 << 16
 
 
-def _check_frame(buffer: pa.Buffer) -> _Seal:
-    """Finds the seal, checks the frame against it. Raises CorruptRecord."""
+def _find_seal(buffer: pa.Buffer) -> _Seal:
+    """The seal at the file's start, not checked yet but within the file's bounds. Raises CorruptRecord."""
     view = memoryview(buffer)
     match = _SEAL.search(bytes(view[:_HEAD_BYTES])) or _SEAL.search(view)
     if match is None:
@@ -417,12 +413,17 @@ def _check_frame(buffer: pa.Buffer) -> _Seal:
     seal = _Seal(first, stride, size, layers, match.group(5).decode())
     if layers < 1 or size < 1 or stride < size or match.end() > first or seal.end > len(view):
         raise CorruptRecord("the record is truncated or its seal is damaged")
+    return seal
+
+
+def _check_frame(buffer: pa.Buffer, seal: _Seal) -> None:
+    """Checks everything but the layers against the seal. Raises CorruptRecord."""
+    view = memoryview(buffer)
     places = _seal_places(buffer, seal)
     if any(bytes(view[place : place + len(seal.text())]) != seal.text() for place in places):
         raise CorruptRecord("the record's seals differ")
     if _frame_digest(_around(view, seal, places), len(view)) != seal.digest:
         raise CorruptRecord("the record's frame does not match its checksum")
-    return seal
 
 
 def _read_document(buffer: pa.Buffer) -> dict[str, Any]:
@@ -436,15 +437,19 @@ def _read_document(buffer: pa.Buffer) -> dict[str, Any]:
     return document
 
 
-def _check_layers(buffer: pa.Buffer, read: ReadThrough | None, seal: _Seal, digests: Sequence[str]) -> None:
-    if len(digests) != seal.layers:
-        raise CorruptRecord("the record does not list one checksum per layer")
+def _layer_digests(buffer: pa.Buffer, read: ReadThrough | None, seal: _Seal) -> list[str]:
+    """The digests of the layers as they are."""
+    if read is not None:
+        return [_digest(read(start, end)) for start, end in seal.spans()]
     view = memoryview(buffer)
-    if read is None:
-        found = _digests([view[start:end] for start, end in seal.spans()])
-    else:
-        found = [_digest(read(start, end)) for start, end in seal.spans()]
-    for layer, (digest, expected) in enumerate(zip(found, digests, strict=True)):
+    layers = [[view[start:end]] for start, end in seal.spans()]
+    return list(_hashers.map(_digest, layers) if len(view) >= _THREADED_BYTES else map(_digest, layers))
+
+
+def _compare(found: Sequence[str], listed: Sequence[str]) -> None:
+    if len(found) != len(listed):
+        raise CorruptRecord("the record does not list one checksum per layer")
+    for layer, (digest, expected) in enumerate(zip(found, listed, strict=True)):
         if digest != expected:
             raise CorruptRecord(f"layer {layer} does not match its checksum")
 
