@@ -29,6 +29,7 @@ from typing import cast
 
 import pyarrow as pa
 
+from kvstore.chunk import is_shared
 from kvstore.errors import StoreError, TierUnavailable
 from kvstore.eviction import HotCache
 from kvstore.format import CanonicalRecord, EmbeddingRecord, PatchRecord, Record, RecordKind, encode
@@ -165,12 +166,14 @@ class Library:
     def delete_content(self, content: str, tenant: str) -> int:
         """Removes whatever was derived from a content id or conditioned on it, in every tier and for every model.
 
+        A reference's content (see `kvstore.chunk.is_shared`) takes every tenant's records with it.
         Returns how many records went. Memory of other processes is not reached: call it in each of them. Raises
         TierUnavailable if a tier cannot be reached; call it again then.
         """
 
         def derived(record: Record) -> bool:
-            return record.tenant == tenant and (record.content == content or content in record.antecedents)
+            reachable = record.tenant == tenant or is_shared(content)
+            return reachable and (record.content == content or content in record.antecedents)
 
         paths = set(self._hot.matching(derived)) | set(self._queue.matching(lambda write: derived(write.record)))
         removed = {path for path in paths if self._forget(path)}

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvstore.chunk import antecedent_key, canonical_key, embedding_key, patch_key
+from kvstore.chunk import DYNAMIC_TENANT, antecedent_key, canonical_key, embedding_key, owner_of, patch_key
 from kvstore.format import CanonicalRecord, EmbeddingRecord, PatchRecord
 from kvstore.library import Library
 from kvstore.patch import PatchKind, apply, deficit, relocate
@@ -164,7 +164,8 @@ class Linker:
         antecedents: list[str] = []
         for i, span in enumerate(request.chunks):
             start = int(positions[..., span.start].flatten()[0])
-            chunk = self._look_up(request, span, tuple(antecedents), start, tokens, (embeddings or {}).get(i))
+            shared = owner_of(request.tenant, *(c.content for c in request.chunks[: i + 1])) == DYNAMIC_TENANT
+            chunk = self._look_up(request, span, tuple(antecedents), shared, start, tokens, (embeddings or {}).get(i))
             if not chunk.outcome.operating_point.reuses_kv and chunk.embeddings is None:
                 missing.append(i)
             chunks.append(chunk)
@@ -191,20 +192,22 @@ class Linker:
         request: LinkRequest,
         span: ChunkSpan,
         antecedents: tuple[str, ...],
+        shared: bool,
         start: int,
         tokens: Tensor,
         fresh: Tensor | None,
     ) -> ChunkPlan:
-        fingerprint, tenant, mode = self.engine.fingerprint, request.tenant, request.mode
+        """`shared`: the chunk and its antecedents are references, so patches of the dynamic library serve as well."""
+        fingerprint, tenant, mode = self.engine.fingerprint, owner_of(request.tenant, span.content), request.mode
         outside = torch.cat([tokens[span.start : span.first], tokens[span.first + span.count : span.stop]])
         canonical_id = canonical_key(fingerprint, span.content, outside.tolist(), self._dtype)
         own = self._patch_key(PatchKind.own, canonical_id, request.prefix, antecedents)
         patch = None
         if policies.looks_up_patch(mode):
-            patch = self.library.get_patch(own, tenant)
-            if patch is None:
-                orbit = self._patch_key(PatchKind.orbit, canonical_id, request.prefix, antecedents)
-                patch = self.library.get_patch(orbit, tenant)
+            orbit = self._patch_key(PatchKind.orbit, canonical_id, request.prefix, antecedents)
+            owners = (request.tenant, DYNAMIC_TENANT) if shared else (request.tenant,)
+            stored_patches = (self.library.get_patch(key, owner) for key in (own, orbit) for owner in owners)
+            patch = next((found for found in stored_patches if found is not None), None)
         canonical = None
         if patch is not None or mode is Mode.FULL_REUSE:
             canonical = self.library.get_canonical(canonical_id, tenant)
@@ -264,7 +267,7 @@ class Linker:
 
     def canonical(self, plan: LinkPlan, chunk: ChunkPlan, scratch: Sequence[int]) -> CanonicalRecord:
         """KV(B|∅) of a chunk: from the library, or computed alone in the blocks `scratch` and stored."""
-        tenant = plan.request.tenant
+        tenant = owner_of(plan.request.tenant, chunk.span.content)
         stored = self.library.get_canonical(chunk.canonical_key, tenant)
         if stored is not None:
             return stored
@@ -300,7 +303,7 @@ class Linker:
             EmbeddingRecord(
                 key=embedding_key(fingerprint, chunk.span.content),
                 fingerprint=fingerprint,
-                tenant=plan.request.tenant,
+                tenant=owner_of(plan.request.tenant, chunk.span.content),
                 embeddings=chunk.embeddings,
                 content=chunk.span.content,
                 meta={"modality": chunk.span.modality},
@@ -364,14 +367,15 @@ class Linker:
             return None
         last = plan.chunks[-1]
         whole_set = self._patch_key(PatchKind.orbit, last.canonical_key, request.prefix, keys[:-1])
-        if self.library.get_patch(whole_set, request.tenant) is not None:
+        owner = _orbit_owner(request.tenant, request.prefix, *(chunk.span.content for chunk in plan.chunks))
+        if self.library.get_patch(whole_set, owner) is not None:
             return None
         chunks = []
         for chunk in plan.chunks:
             embeddings = chunk.embeddings
             if embeddings is None:
                 key = embedding_key(self.engine.fingerprint, chunk.span.content)
-                stored = self.library.get_embedding(key, request.tenant)
+                stored = self.library.get_embedding(key, owner_of(request.tenant, chunk.span.content))
                 if stored is None:
                     return None
                 embeddings = stored.embeddings
@@ -395,6 +399,7 @@ class Linker:
         if order is None:
             contents = {chunk.key: chunk.content for chunk in forming.chunks}
             for (key, predecessors), delta in forming.means().items():
+                involved = [contents[chunk] for chunk in (key, *predecessors)]
                 self._submit(
                     kind=PatchKind.orbit,
                     delta=delta,
@@ -402,14 +407,15 @@ class Linker:
                     content=contents[key],
                     behind=[(before, contents[before]) for before in sorted(predecessors)],
                     prefix=forming.prefix,
-                    tenant=forming.tenant,
+                    tenant=_orbit_owner(forming.tenant, forming.prefix, *involved),
                 )
             return False
         sequence, placed = arrange(forming.prefix, order, scratch)
         self.engine.forward([(sequence, [Run(0, len(sequence))])])
         before: frozenset[str] = frozenset()
         for place in placed:
-            canonical = self.library.get_canonical(place.chunk.key, forming.tenant)
+            owner = owner_of(forming.tenant, place.chunk.content)
+            canonical = self.library.get_canonical(place.chunk.key, owner)
             if canonical is None:  # evicted meanwhile: nothing to measure the deficit against
                 return False
             kv = self.engine.read_kv(scratch, place.start, len(place.chunk.token_ids))
@@ -417,6 +423,12 @@ class Linker:
             forming.add(place.chunk.key, before, deficit(conditioned, canonical.kv))
             before |= {place.chunk.key}
         return True
+
+
+def _orbit_owner(tenant: str, prefix: Sequence[int], *contents: str) -> str:
+    """Who owns an orbit patch. It has seen the prefix and these chunks, nothing else of the request; the prefix is the
+    tenant's. (An own patch has also seen the tenant's text before the chunk: it is always the tenant's.)"""
+    return tenant if prefix else owner_of(tenant, *contents)
 
 
 def _reason(mode: Mode, point: OperatingPoint, canonical: bool, patch: PatchRecord | None) -> str:
