@@ -3,7 +3,7 @@
 Every key is the BLAKE3 digest, as 64 hex digits, of a domain string and length-prefixed fields, so that no two
 different lists of fields share bytes and no key of one kind equals a key of another.
 
-    content bytes, tenant salt -> content id (of a reference in the dynamic library: shared content id)
+    content bytes, salt of the tenant or of the dynamic library -> content id
     content id, model fingerprint, delimiters, dtype -> canonical key
     fixed prefix, antecedents (content ids) -> antecedent key
     canonical key, antecedent key, kind, rank -> patch key
@@ -51,12 +51,13 @@ def content_id(data: bytes, salt: bytes = b"") -> str:
     return hasher.hexdigest()
 
 
-def shared_content_id(data: bytes, secret: bytes = b"") -> str:
-    """Content id of a reference in the dynamic library: the same for every tenant, and no upload's own.
+def owned_content_id(data: bytes, owner: str, secret: bytes = b"") -> str:
+    """Content id of bytes that a tenant, or the dynamic library, owns; equal bytes of two owners share nothing.
 
-    It says of itself that it is shared, so whoever stores what derives from it knows the owner (see `owner_of`).
+    A reference's says of itself that it is shared, so whoever stores what derives from it knows the owner (`owner_of`).
     """
-    return _SHARED + content_id(data, tenant_salt(DYNAMIC_TENANT, secret))
+    content = content_id(data, tenant_salt(owner, secret))
+    return _SHARED + content if owner == DYNAMIC_TENANT else content
 
 
 def is_shared(content: str) -> bool:

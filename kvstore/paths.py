@@ -91,7 +91,9 @@ class RecordPath:
         match = _RECORD.fullmatch(path)
         if match is None:
             return None
-        return cls(**{name: match[name] for name in ("fingerprint", "kind", "tenant", "key")}, quarantined=bool(match[1]))
+        return cls(
+            **{name: match[name] for name in ("fingerprint", "kind", "tenant", "key")}, quarantined=bool(match[1])
+        )
 
 
 @dataclass(frozen=True)
