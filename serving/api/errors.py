@@ -12,6 +12,20 @@ class InvalidRequest(VLLMValidationError):
     """400: the request is wrong; `parameter` names the part, such as `messages[0].content[2]`."""
 
 
+class Forbidden(GracefulHTTPError):
+    """403: the key is known, but not an administrator's."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, HTTPStatus.FORBIDDEN)
+
+
+class NotAvailable(GracefulHTTPError):
+    """501: part of OpenAI's API that this version does not answer."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, HTTPStatus.NOT_IMPLEMENTED)
+
+
 class NotFound(GracefulHTTPError):
     """404: no such file or model, for this tenant."""
 
