@@ -12,8 +12,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -25,18 +23,16 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.api_router import router as models_router
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.tokenize.api_router import router as tokenize_router
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
 
-from kvstore.errors import StoreError
 from kvstore.files import FileStore
 from kvstore.vector_stores import VectorStores
 from serving.api.auth import Authenticate, Limit
 from serving.api.chat import OrbitServingChat, refuse_unsupported
-from serving.api.errors import OverloadedError, error_body
+from serving.api.errors import answer_errors
 from serving.api.extension import RequestTrace, set_trace
 from serving.api.files import OnDelete, files_router
 from serving.api.media import MediaResolver
@@ -78,27 +74,16 @@ async def build_api(client: LinkedEngineClient, config: OrbitServeConfig, on_del
     metrics = Metrics()
 
     app = FastAPI(title="OrbitServe", description="Multimodal serving that does not pay twice for what it has seen.")
-    app.state.args = Namespace(log_error_stack=False)  # what vLLM's exception handlers look at
     app.state.metrics = metrics
     await _add_openai(app, client, config, media, metrics)
     app.include_router(files_router(files, stores, media, http.max_file_bytes, on_delete))
     app.include_router(vector_stores_router(stores, on_delete))
     _add_operations(app, client, metrics)
-    init_exception_handler(app)
-    app.exception_handler(OverloadedError)(_try_later)
-    app.exception_handler(StoreError)(_refused)
+    answer_errors(app)
     app.add_middleware(Limit, http.max_body_bytes, http.max_concurrent_requests, metrics)
     app.add_middleware(Authenticate, http.api_keys)
     app.state.model_name = model.served_name
     return app
-
-
-async def _try_later(_: Request, error: OverloadedError) -> JSONResponse:
-    return JSONResponse(error_body(error.message, error.http_status), 429, headers={"Retry-After": "1"})
-
-
-async def _refused(_: Request, error: StoreError) -> JSONResponse:
-    return JSONResponse(error_body(str(error), HTTPStatus(error.status)), error.status)
 
 
 async def _add_openai(

@@ -7,7 +7,7 @@ soon as it was added: an image is one chunk, and what is computed from it is kep
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -89,7 +89,12 @@ class _Page(BaseModel):
     before: str | None = None
 
 
+class _FilesPage(_Page):
+    status: Literal["in_progress", "completed", "failed", "cancelled"] | None = Field(None, alias="filter")
+
+
 Cursor = Annotated[_Page, Query()]
+FilesCursor = Annotated[_FilesPage, Query()]
 
 
 def vector_stores_router(stores: VectorStores, on_delete: OnDelete) -> APIRouter:
@@ -151,16 +156,14 @@ def vector_stores_router(stores: VectorStores, on_delete: OnDelete) -> APIRouter
         (added,) = await asyncio.to_thread(stores.add, store_id, tenant, {body.file_id: body.attributes or {}})
         return _file_object(added)
 
-    def files_page(
-        store_id: str, page: _Page, status: str | None, among: Sequence[str] | None = None
-    ) -> dict[str, Any]:
-        found = stores.references(store_id)
-        kept = [r for r in found if status in (None, "completed") and (among is None or r.file in among)]
+    def files_page(store_id: str, page: _FilesPage, among: Collection[str] | None = None) -> dict[str, Any]:
+        found = stores.references(store_id) if page.status in (None, "completed") else []
+        kept = [reference for reference in found if among is None or reference.file in among]
         return _listed(kept, page, lambda reference: reference.file, _file_object)
 
     @router.get("/{store_id}/files", summary="List the files of a vector store")
-    async def files(store_id: str, page: Cursor, status: Status = None) -> dict[str, Any]:
-        return await asyncio.to_thread(files_page, store_id, page, status)
+    async def files(store_id: str, page: FilesCursor) -> dict[str, Any]:
+        return await asyncio.to_thread(files_page, store_id, page)
 
     @router.get("/{store_id}/files/{file_id}", summary="Describe a file of a vector store")
     async def file(store_id: str, file_id: str) -> dict[str, Any]:
@@ -168,7 +171,7 @@ def vector_stores_router(stores: VectorStores, on_delete: OnDelete) -> APIRouter
 
     @router.post("/{store_id}/files/{file_id}", summary="Replace the attributes of a file of a vector store")
     async def attributes(store_id: str, file_id: str, body: _NewAttributes, _: Administrator) -> dict[str, Any]:
-        given: Mapping[str, str | float | bool] = body.attributes or {}
+        given: Attributes = body.attributes or {}
         return _file_object(await asyncio.to_thread(stores.set_attributes, store_id, file_id, given))
 
     @router.delete("/{store_id}/files/{file_id}", summary="Take a file out of a vector store")
@@ -195,9 +198,9 @@ def vector_stores_router(stores: VectorStores, on_delete: OnDelete) -> APIRouter
         return _batch_object(await asyncio.to_thread(stores.batch, store_id, batch_id))
 
     @router.get("/{store_id}/file_batches/{batch_id}/files", summary="List the files of a batch")
-    async def batch_files(store_id: str, batch_id: str, page: Cursor, status: Status = None) -> dict[str, Any]:
+    async def batch_files(store_id: str, batch_id: str, page: FilesCursor) -> dict[str, Any]:
         def work() -> dict[str, Any]:
-            return files_page(store_id, page, status, stores.batch(store_id, batch_id).files)
+            return files_page(store_id, page, set(stores.batch(store_id, batch_id).files))
 
         return await asyncio.to_thread(work)
 
@@ -213,7 +216,6 @@ def _administrator(request: Request) -> str:
 
 
 Administrator = Annotated[str, Depends(_administrator)]
-Status = Annotated[Literal["in_progress", "completed", "failed", "cancelled"] | None, Query(alias="filter")]
 
 
 def _listed(
