@@ -22,13 +22,12 @@ import pyarrow as pa
 from kvstore.chunk import owned_content_id
 from kvstore.errors import FileTooLarge, InvalidUpload, QuotaExceeded, UnknownFile
 from kvstore.objects import JsonObjects
-from kvstore.paths import tenant_digest
+from kvstore.paths import ORPHAN_SECONDS, tenant_digest
 from kvstore.settings import FileSettings
 from kvstore.tiers import Tier, tier_for_url
 
 _ID = re.compile(r"file-[0-9a-f]{32}")
 _ROOT = "files/"
-_ORPHAN_SECONDS = 3600.0  # a blob without its object may be an upload under way; not after this long
 
 
 @dataclass(frozen=True)
@@ -159,6 +158,11 @@ class FileStore:
         now = time.time()
         return any(file.content == content and not file.expired(now) for file in self._objects.find(_folder(tenant)))
 
+    def expired(self, now: float | None = None) -> tuple[FileObject, ...]:
+        """The files of all tenants that have expired and are still to be swept."""
+        now = time.time() if now is None else now
+        return tuple(file for file in self._objects.find(_ROOT) if file.expired(now))
+
     def sweep(self, now: float | None = None) -> tuple[FileObject, ...]:
         """Removes expired files of all tenants, and leftovers of uploads that never finished; returns the files."""
         now = time.time() if now is None else now
@@ -166,9 +170,9 @@ class FileStore:
         kept = {entry.key.removesuffix(".json") for entry in entries if entry.key.endswith(".json")}
         for entry in entries:
             orphan = entry.key.endswith(".blob") and entry.key.removesuffix(".blob") not in kept
-            if orphan and entry.used < now - _ORPHAN_SECONDS:
+            if orphan and entry.used < now - ORPHAN_SECONDS:
                 self.tier.delete(entry.key)
-        expired = tuple(file for file in self._objects.find(_ROOT) if file.expired(now))
+        expired = self.expired(now)
         for file in expired:
             self._remove(file)
         return expired

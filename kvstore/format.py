@@ -200,6 +200,14 @@ def read_metadata(buffer: pa.Buffer | bytes) -> dict[str, Any]:
     return _read_document(buffer)
 
 
+def layer_checks(buffer: pa.Buffer | bytes) -> list[tuple[str, bool]]:
+    """Every layer's recorded checksum and whether its bytes match. Raises CorruptRecord if the frame is damaged."""
+    buffer = buffer if isinstance(buffer, pa.Buffer) else pa.py_buffer(buffer)
+    seal, view = _check_frame(buffer), memoryview(buffer)
+    digests = _read_document(buffer)["digests"]
+    return [(d, _hash(view[a:b]).hexdigest() == d) for (a, b), d in zip(seal.spans(), digests, strict=True)]
+
+
 # Writing
 
 

@@ -23,6 +23,7 @@ from kvstore.format import Record, RecordKind, kind_of
 
 RECORDS = "records/"
 MARKERS = "by-content/"
+ORPHAN_SECONDS = 3600.0  # what is missing its other half may be half written; not after this long
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _RECORD = re.compile(
     r"(?P<quarantine>quarantine/)?records/(?P<fingerprint>[0-9a-f]{16})/(?P<kind>\w+)/(?P<tenant>[0-9a-f]{32})"

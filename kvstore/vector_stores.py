@@ -27,6 +27,7 @@ from kvstore.chunk import DYNAMIC_TENANT, owned_content_id
 from kvstore.errors import UnknownFile, UnknownVectorStore
 from kvstore.files import FileStore
 from kvstore.objects import JsonObjects
+from kvstore.paths import ORPHAN_SECONDS
 from kvstore.tiers import Entry
 
 _STORES, _ACTIVITY, _FILES, _BATCHES = "stores/", "store-activity/", "store-files/", "store-batches/"
@@ -39,7 +40,6 @@ _REFERENCE = re.compile(rf"store-files/(?P<store>vs_[0-9a-f]{{32}})/(?P<file>fil
 _INDEXED = re.compile(rf"references/(?P<file>file-[0-9a-f]{{32}})/(?P<store>vs_[0-9a-f]{{32}}){_FACTS}")
 _DAY = 24 * 3600
 _ACTIVITY_SECONDS = 3600.0  # use in requests is noted this often at most
-_ORPHAN_SECONDS = 3600.0  # an entry whose other half is missing may be half written; not after this long
 
 Attributes = Mapping[str, str | float | bool]
 
@@ -300,6 +300,13 @@ class VectorStores:
         """Whether some store still holds this content."""
         return content in self._contents()
 
+    def overdue(self) -> set[str]:
+        """The content ids that no store will hold once expired stores and files are swept."""
+        entries, living = list(self._entries()), {store.id for store in self.all()}
+        gone = {file.id for file in self._files.expired()}
+        held = {entry.content for entry in entries if entry.store in living and entry.file not in gone}
+        return {entry.content for entry in entries} - held
+
     def sweep(self) -> set[str]:
         """Removes expired stores and what half-finished changes have left."""
         with self._changing:
@@ -308,7 +315,7 @@ class VectorStores:
                 if self._expired(store):
                     dropped |= self._drop_store(store.id)
             living = {store.id for store in self.all()}
-            deadline, entries = time.time() - _ORPHAN_SECONDS, list(self._entries())
+            deadline, entries = time.time() - ORPHAN_SECONDS, list(self._entries())
             orphans = [entry for entry in entries if entry.store not in living and entry.used < deadline]
             dropped |= self._drop(orphans)
             held = {entry.index_key for entry in entries}
