@@ -22,6 +22,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from kvstore.inventory import Contents, Item, Removal, Selection
+    from kvstore.settings import LibrarySettings
     from kvstore.tiers import Tier
     from serving.config import OrbitServeConfig
 
@@ -49,6 +50,7 @@ class _Place:
     """The tier that a command works on, and the configuration it came from, if any."""
 
     tier: Tier
+    library: LibrarySettings
     config: OrbitServeConfig | None
 
     def tenants(self, *more: str | None) -> dict[str, str]:
@@ -80,21 +82,32 @@ def _opened(location: str | None, config: Path | None, remote: bool) -> Iterator
     """The tier that the options name; errors of the store end the command with a message and status 2."""
     from kvstore.errors import StoreError
     from kvstore.settings import LibrarySettings
-    from kvstore.tiers import tier_for_url
     from serving.config import ConfigError, OrbitServeConfig
 
     try:
         settings = None if config is None else OrbitServeConfig.load(config)
         library = LibrarySettings() if settings is None else settings.library
-        place = location or (library.url if remote else library.directory and str(library.directory))
+        directory = None if library.directory is None else str(library.directory)
+        place = location or (library.url if remote else directory)
         if place is None:
             raise ConfigError(f"the configuration names no {'library.url' if remote else 'library.directory'}")
         if "://" not in place and not Path(place).is_dir():
             raise ConfigError(f"there is no library at {place}")
-        yield _Place(tier_for_url(place, library.storage_options), settings)
-    except (StoreError, ConfigError, ImportError) as error:  # fsspec says so when a URL's file system is not installed
+        yield _Place(_tier(place, library), library, settings)
+    except (StoreError, ConfigError) as error:
         errors.print(f"[red]error:[/red] {error}", highlight=False)
         raise typer.Exit(2) from None
+
+
+def _tier(location: str, library: LibrarySettings) -> Tier:
+    """The tier at a directory or URL, reached with the library's storage options."""
+    from kvstore.tiers import tier_for_url
+    from serving.config import ConfigError
+
+    try:
+        return tier_for_url(location, library.storage_options)
+    except (ValueError, ImportError) as error:  # an unknown scheme, or its file system is not installed
+        raise ConfigError(f"{location}: {error}") from error
 
 
 def _selected(place: _Place, tenant: str | None, kind: str | None, model: str | None, key: str = "") -> Selection:
@@ -292,7 +305,6 @@ def export_records(
 ) -> None:
     """Copy records, verified and checksummed, into a tar file or another place, with a manifest."""
     from kvstore import archive, inventory
-    from kvstore.tiers import tier_for_url
 
     with _opened(location, config, remote) as place:
         chosen = _selected(place, tenant, kind, model).of(inventory.contents(place.tier).items)
@@ -302,7 +314,7 @@ def export_records(
                 with archive.tar_writer(Path(target)) as put:
                     listed = archive.export(place.tier, items, put, advance)
             else:
-                there = tier_for_url(target)
+                there = _tier(target, place.library)
                 listed = archive.export(place.tier, items, lambda key, buffer: there.put(key, [buffer]), advance)
     console.print(f"{len(listed)} records, {decimal(sum(entry.size for entry in listed))}", highlight=False)
 
@@ -323,7 +335,6 @@ def import_records(
     Corrupt records and those of another model are refused by name; then the command ends with status 1.
     """
     from kvstore import archive
-    from kvstore.tiers import tier_for_url
 
     if location is not None and "://" not in location:
         Path(location).mkdir(parents=True, exist_ok=True)
@@ -341,7 +352,7 @@ def import_records(
             with archive.tar_reader(Path(source)) as tar:
                 outcome = take_in(tar)
         elif "://" in source or Path(source).is_dir():
-            outcome = take_in(tier_for_url(source))
+            outcome = take_in(_tier(source, place.library))
         else:
             raise archive.BadArchive(f"there is no export at {source}")
     for path, reason in outcome.refused:
