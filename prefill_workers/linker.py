@@ -31,13 +31,16 @@ from prefill_workers.patch_compiler import PatchJob
 from prefill_workers.policies import Mode, OperatingPoint
 from prefill_workers.sequence import Embedded, LinkSequence, Run, complement
 
+TEXT = "text"  # the modality of a document: its tokens are its content
+
 
 @dataclass(frozen=True)
 class ChunkSpan:
-    """One multimodal chunk of a prompt, as plain values.
+    """One chunk of a prompt, as plain values.
 
     The chunk is the tokens `start` up to `stop`, delimiters included; its placeholders are `first` up to
-    `first + count`. `grid` carries the processed fields that fix the positions (vLLM's item without pixels).
+    `first + count`. `grid` carries the processed fields that fix the positions (vLLM's item without pixels). In a text
+    chunk every token counts as a placeholder: its content id alone names it.
     """
 
     content: str
@@ -46,8 +49,13 @@ class ChunkSpan:
     stop: int
     first: int
     count: int
-    grid: Any
+    grid: Any = None
     is_embed: Tensor | None = None
+
+    @property
+    def needs_embeddings(self) -> bool:
+        """Whether computing the chunk takes embeddings that its token ids do not give."""
+        return self.modality != TEXT
 
 
 @dataclass(frozen=True)
@@ -156,7 +164,8 @@ class Linker:
         began = time.perf_counter()
         tokens = torch.tensor(request.token_ids, dtype=torch.int32)
         positions, lag = self.engine.positions(
-            request.token_ids, [(c.modality, c.grid, c.first, c.count) for c in request.chunks]
+            request.token_ids,
+            [(c.modality, c.grid, c.first, c.count) for c in request.chunks if c.needs_embeddings],
         )
         positions = positions + lag
         chunks: list[ChunkPlan] = []
@@ -166,7 +175,8 @@ class Linker:
             start = int(positions[..., span.start].flatten()[0])
             shared = owner_of(request.tenant, *(c.content for c in request.chunks[: i + 1])) == DYNAMIC_TENANT
             chunk = self._look_up(request, span, tuple(antecedents), shared, start, tokens, (embeddings or {}).get(i))
-            if not chunk.outcome.operating_point.reuses_kv and chunk.embeddings is None:
+            computed = not chunk.outcome.operating_point.reuses_kv
+            if computed and span.needs_embeddings and chunk.embeddings is None:
                 missing.append(i)
             chunks.append(chunk)
             antecedents.append(chunk.canonical_key)
@@ -200,7 +210,7 @@ class Linker:
         """`shared`: the chunk and its antecedents are references, so patches of the dynamic library serve as well."""
         fingerprint, tenant, mode = self.engine.fingerprint, owner_of(request.tenant, span.content), request.mode
         outside = torch.cat([tokens[span.start : span.first], tokens[span.first + span.count : span.stop]])
-        canonical_id = canonical_key(fingerprint, span.content, outside.tolist(), self._dtype)
+        canonical_id = canonical_key(fingerprint, span.content, outside.tolist(), self.engine.precision)
         own = self._patch_key(PatchKind.own, canonical_id, request.prefix, antecedents)
         patch = None
         if policies.looks_up_patch(mode):
@@ -212,14 +222,19 @@ class Linker:
         if patch is not None or mode is Mode.FULL_REUSE:
             canonical = self.library.get_canonical(canonical_id, tenant)
         stored = fresh
-        if stored is None and mode is not Mode.OFF and not (canonical and (patch or mode is Mode.FULL_REUSE)):
+        reusable = canonical is not None and (patch is not None or mode is Mode.FULL_REUSE)
+        if span.needs_embeddings and stored is None and mode is not Mode.OFF and not reusable:
             record = self.library.get_embedding(embedding_key(fingerprint, span.content), tenant)
             stored = record.embeddings if record else None
         point = policies.operating_point(
-            mode, canonical=canonical is not None, patch=patch is not None, embeddings=stored is not None
+            mode,
+            canonical=canonical is not None,
+            patch=patch is not None,
+            embeddings=stored is not None or not span.needs_embeddings,
         )
-        if fresh is not None and not point.reuses_kv:
-            point = OperatingPoint.ENCODED
+        if not point.reuses_kv:
+            encoded = fresh is not None or (span.needs_embeddings and point is OperatingPoint.ENCODED)
+            point = OperatingPoint.ENCODED if encoded else OperatingPoint.RECOMPUTED
         outcome = ChunkOutcome(
             tokens=span.stop - span.start,
             operating_point=point,
@@ -272,12 +287,13 @@ class Linker:
         if stored is not None:
             return stored
         span, whole = chunk.span, plan.sequence
-        assert chunk.embeddings is not None
         lone = LinkSequence(
             token_ids=whole.token_ids[span.start : span.stop],
             positions=whole.positions[..., span.start : span.stop] - chunk.start_position,
             blocks=scratch,
-            embedded=(Embedded(span.first - span.start, chunk.embeddings, span.is_embed),),
+            embedded=()
+            if chunk.embeddings is None
+            else (Embedded(span.first - span.start, chunk.embeddings, span.is_embed),),
         )
         began = time.perf_counter()
         self.engine.forward([(lone, [Run(0, len(lone))])])
@@ -373,7 +389,7 @@ class Linker:
         chunks = []
         for chunk in plan.chunks:
             embeddings = chunk.embeddings
-            if embeddings is None:
+            if embeddings is None and chunk.span.needs_embeddings:
                 key = embedding_key(self.engine.fingerprint, chunk.span.content)
                 stored = self.library.get_embedding(key, owner_of(request.tenant, chunk.span.content))
                 if stored is None:
