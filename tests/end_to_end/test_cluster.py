@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,20 +11,6 @@ import ray
 from client import Service, picture, png, user
 
 pytestmark = pytest.mark.service
-
-KEYS = {"key-of-one": "one", "key-of-two": "two"}
-
-
-@pytest.fixture
-def guarded(only_service: Callable[..., Service]) -> Service:
-    """A service with keys, and a prefill queue so short that a burst does not fit."""
-    return only_service(
-        "guarded",
-        "float32",
-        http={"api_keys": KEYS},
-        prefill={"max_queue": 1, "max_batch_tokens": 64},
-        decode={"health_check_period_s": 1},
-    )
 
 
 def ask(service: Service, key: str | None, messages: list[dict[str, Any]], **fields: Any) -> httpx.Response:
@@ -53,7 +38,8 @@ def test_keys_are_needed_and_tenants_are_apart(guarded: Service):
     assert ask(guarded, "key-of-two", user(part, "?")).status_code == 404
     guarded.settle()
     points = {
-        key: ask(guarded, key, user(picture(1), "?")).json()["orbit"]["chunks"][0]["operating_point"] for key in KEYS
+        key: ask(guarded, key, user(picture(1), "?")).json()["orbit"]["chunks"][0]["operating_point"]
+        for key in ("key-of-one", "key-of-two")
     }
     assert points == {"key-of-one": "patched", "key-of-two": "encoded"}
 
