@@ -135,10 +135,10 @@ def listing(
         items = _selected(place, tenant, kind, model).of(contents(place.tier).items)
         names, now = place.tenants(tenant), time.time()
         rows = [_row(item, names, now) for item in sorted(items, key=lambda item: (item.kind, -item.used))]
+    groups = {name: [row for row in rows if _group(row) == name] for name in sorted(map(_group, rows))}
     totals = {
         name: {"records": len(group), "bytes": sum(row["size"] for row in group)}
-        for name in ("canonical", "patch", "embedding", "quarantined", "all")
-        if (group := [row for row in rows if name in ("all", row["state"] if row["quarantined"] else row["kind"])])
+        for name, group in (groups | {"all": rows}).items()
     }
     if as_json:
         typer.echo(json.dumps({"records": rows, "totals": totals}, indent=1))
@@ -171,8 +171,11 @@ def _row(item: Item, names: dict[str, str], now: float) -> dict[str, Any]:
         "idle_seconds": max(0.0, now - item.used),
         "recompute_seconds": item.recompute_seconds,
         "quarantined": item.quarantined,
-        "state": "quarantined" if item.quarantined else "stored",
     }
+
+
+def _group(row: dict[str, Any]) -> str:
+    return "quarantined" if row["quarantined"] else row["kind"]
 
 
 @app.command()

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import ray
-from client import Service, picture, png, user
+from client import CHECKPOINT, Service, picture, png, user
+from typer.testing import CliRunner
+
+from infra.checkpoints import checkpoint_path
+from serving.cli import app as cli
 
 pytestmark = pytest.mark.service
 
@@ -62,6 +67,27 @@ def test_a_burst_beyond_the_queue_is_told_to_come_back_and_nothing_is_lost(guard
         return loop.leases == 0 and loop.blocks_free == loop.blocks_total
 
     guarded.wait_until(nothing_held)
+
+
+def test_a_library_is_checked_copied_and_emptied_while_it_serves(guarded: Service, tmp_path: Path):
+    def library(*arguments: str) -> str:
+        options = ["--library", str(guarded.root / "library")]
+        result = CliRunner().invoke(cli, ["library", *arguments, *options], env={"COLUMNS": "200"})
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    messages = user(picture(8), "What?")
+    ask(guarded, "key-of-one", messages)
+    guarded.settle()
+    assert "0 corrupt" in library("verify")
+    library("export", str(tmp_path / "all.tar"))
+    library("gc", "--shrink", "0")
+    assert "all: 0 records" in library("ls")
+    again = ask(guarded, "key-of-one", messages)
+    assert again.json()["choices"][0]["message"]["content"]
+    guarded.settle()
+    library("import", str(tmp_path / "all.tar"), "--model", str(checkpoint_path(CHECKPOINT)))
+    assert "0 corrupt" in library("verify")
 
 
 @pytest.mark.parametrize("role", ["PrefillWorker", "DecodeWorker", "VisionEncoder"])
