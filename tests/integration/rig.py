@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
 from vllm import SamplingParams
@@ -171,6 +173,12 @@ class Rig:
         """Wait until the loop is idle and everything it learnt is stored."""
         drain(self.loop)
         self.library.flush()
+
+    def wait_until_free(self, seconds: float = 10.0) -> None:
+        """Wait until decode engines have told that they read everything."""
+        deadline = time.monotonic() + seconds
+        while self.loop.stats().leases and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def vllm_logprobs(self, parts: Sequence[Part], top: int = 20) -> dict[int, float]:
         """vLLM's own multimodal prefill in the same engine. Uses any block of the pool: call it before linking."""
