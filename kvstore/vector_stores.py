@@ -18,7 +18,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
@@ -177,22 +177,10 @@ class VectorStores:
         expires = None if store.expires_days is None else int(active) + store.expires_days * _DAY
         return Summary(len(entries), size, int(active), expires)
 
-    def update(
-        self,
-        store_id: str,
-        name: str | None = None,
-        metadata: Mapping[str, str] | None = None,
-        expires_days: int | None = None,
-    ) -> VectorStore:
-        """Changes the fields that are given. Raises UnknownVectorStore."""
+    def update(self, store_id: str, change: Callable[[VectorStore], VectorStore]) -> VectorStore:
+        """Replaces a store by what `change` makes of it. Raises UnknownVectorStore."""
         with self._changing:
-            store = self.get(store_id)
-            changed = replace(
-                store,
-                name=store.name if name is None else name,
-                metadata=store.metadata if metadata is None else dict(metadata),
-                expires_days=store.expires_days if expires_days is None else expires_days,
-            )
+            changed = change(self.get(store_id))
             self._stores.write(_store_key(store_id), changed)
             self._note_use(store_id)
         return changed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -47,6 +48,12 @@ class _StoreFields(_Body):
     @property
     def days(self) -> int | None:
         return None if self.expires_after is None else self.expires_after.days
+
+    def changed(self, store: VectorStore) -> VectorStore:
+        """The store with the fields that were sent; one sent as null is emptied."""
+        given = {"name": self.name or "", "metadata": self.metadata or {}, "expires_days": self.days}
+        sent = {"expires_days" if field == "expires_after" else field for field in self.model_fields_set}
+        return replace(store, **{field: value for field, value in given.items() if field in sent})
 
 
 class _NewStore(_StoreFields):
@@ -139,7 +146,7 @@ def vector_stores_router(stores: VectorStores, on_delete: OnDelete) -> APIRouter
 
     @router.post("/{store_id}", summary="Change a vector store's name, metadata or expiry")
     async def update(store_id: str, body: _StoreFields, _: Administrator) -> dict[str, Any]:
-        return await asyncio.to_thread(lambda: shown(stores.update(store_id, body.name, body.metadata, body.days)))
+        return await asyncio.to_thread(lambda: shown(stores.update(store_id, body.changed)))
 
     @router.delete("/{store_id}", summary="Delete a vector store; its files stay with their owner")
     async def delete(store_id: str, _: Administrator) -> dict[str, Any]:

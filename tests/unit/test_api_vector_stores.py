@@ -85,6 +85,8 @@ async def test_a_store_lives_as_openai_describes_it(api: Api):
     assert limited.last_active_at is not None
     assert limited.expires_at == limited.last_active_at + 2 * 24 * 3600
     assert (await client.vector_stores.retrieve(made.id)).to_dict() == limited.to_dict()
+    emptied = await client.vector_stores.update(made.id, expires_after=None, metadata=None)
+    assert (emptied.name, emptied.metadata, emptied.expires_at) == ("leaves", {}, None)
     assert (await client.vector_stores.delete(made.id)).deleted
     with pytest.raises(openai.NotFoundError, match=made.id):
         await client.vector_stores.retrieve(made.id)
