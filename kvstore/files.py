@@ -43,6 +43,11 @@ class FileObject:
     expires_at: int | None
     content: str
 
+    def ids(self) -> set[str]:
+        """Ids of the files of all tenants that have not expired."""
+        now = time.time()
+        return {file.id for file in self._objects.find(_ROOT) if not file.expired(now)}
+
     def expired(self, now: float) -> bool:
         return self.expires_at is not None and self.expires_at <= now
 
@@ -157,6 +162,11 @@ class FileStore:
         """Whether some file of the tenant still holds this content."""
         now = time.time()
         return any(file.content == content and not file.expired(now) for file in self._objects.find(_folder(tenant)))
+
+    def ids(self) -> set[str]:
+        """Ids of the files of all tenants that have not expired."""
+        now = time.time()
+        return {file.id for file in self._objects.find(_ROOT) if not file.expired(now)}
 
     def expired(self, now: float | None = None) -> tuple[FileObject, ...]:
         """The files of all tenants that have expired and are still to be swept."""

@@ -289,24 +289,20 @@ class VectorStores:
         return content in self._contents()
 
     def overdue(self) -> set[str]:
-        """The content ids that no store will hold once expired stores and files are swept."""
-        entries, living = list(self._entries()), {store.id for store in self.all()}
-        gone = {file.id for file in self._files.expired()}
-        held = {entry.content for entry in entries if entry.store in living and entry.file not in gone}
-        return {entry.content for entry in entries} - held
+        """The content ids that no store will hold after the next sweep."""
+        entries, unfounded = list(self._entries()), self._unfounded()
+        gone = {entry.key for entry in unfounded}
+        return {e.content for e in unfounded} - {e.content for e in entries if e.key not in gone}
 
     def sweep(self) -> set[str]:
-        """Removes expired stores and what half-finished changes have left."""
+        """Removes expired stores, references to files that are gone, and what half-finished changes have left."""
         with self._changing:
-            dropped = set[str]()
+            dropped = self._drop(self._unfounded())
             for store in self._stores.find(_STORES):
                 if self._expired(store):
                     dropped |= self._drop_store(store.id)
-            living = {store.id for store in self.all()}
-            deadline, entries = time.time() - ORPHAN_SECONDS, list(self._entries())
-            orphans = [entry for entry in entries if entry.store not in living and entry.used < deadline]
-            dropped |= self._drop(orphans)
-            held = {entry.index_key for entry in entries}
+            held = {entry.index_key for entry in self._entries()}
+            deadline = time.time() - ORPHAN_SECONDS
             for index in list(self._tier.entries(_INDEX)):
                 if index.key not in held and index.used < deadline:
                     self._tier.delete(index.key)
@@ -319,6 +315,12 @@ class VectorStores:
         prefix = f"{_FILES}{store_id}/" if store_id else _FILES
         parsed = (_Entry.parse(_REFERENCE, entry) for entry in self._tier.entries(prefix))
         return (entry for entry in parsed if entry is not None)
+
+    def _unfounded(self) -> list[_Entry]:
+        """Entries whose store or file has expired or is gone."""
+        entries = list(self._entries())
+        stores, files = {store.id for store in self.all()}, self._files.ids()
+        return [entry for entry in entries if entry.store not in stores or entry.file not in files]
 
     def _holding(self, file_id: str) -> Iterator[_Entry]:
         """The file in each store that holds it, or is about to."""

@@ -305,12 +305,10 @@ class LibraryKeeper:
 
         while True:
             try:
-                unheld = await asyncio.to_thread(self._stores.sweep)
                 for file in await asyncio.to_thread(self._files.sweep):
-                    unheld |= await asyncio.to_thread(self._stores.remove_file, file.id)
                     if not await asyncio.to_thread(self._files.has_content, file.tenant, file.content):
                         await self.delete_content(file.content, file.tenant)
-                for content in unheld:
+                for content in await asyncio.to_thread(self._stores.sweep):
                     await self.delete_content(content, DYNAMIC_TENANT)
             except Exception:
                 logger.exception("expired files could not be swept; trying again in %s s", period_s)

@@ -289,9 +289,8 @@ def _expired(place: _Place, found: Contents, dry_run: bool) -> list[Removal]:
     unheld = {(DYNAMIC_TENANT, content) for content in stores.overdue()}
     unheld |= {(f.tenant, f.content) for f in expired if not files.has_content(f.tenant, f.content)}
     if not dry_run:
+        files.sweep()
         stores.sweep()
-        for file in files.sweep():
-            stores.remove_file(file.id)
     removals = [r for owner, content in unheld for r in derived_from(place.tier, found, content, owner, "expired")]
     return list({removal.path: removal for removal in removals}.values())
 

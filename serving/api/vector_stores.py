@@ -51,9 +51,13 @@ class _StoreFields(_Body):
 
     def changed(self, store: VectorStore) -> VectorStore:
         """The store with the fields that were sent; one sent as null is emptied."""
-        given = {"name": self.name or "", "metadata": self.metadata or {}, "expires_days": self.days}
-        sent = {"expires_days" if field == "expires_after" else field for field in self.model_fields_set}
-        return replace(store, **{field: value for field, value in given.items() if field in sent})
+        sent = self.model_fields_set
+        return replace(
+            store,
+            name=self.name or "" if "name" in sent else store.name,
+            metadata=self.metadata or {} if "metadata" in sent else store.metadata,
+            expires_days=self.days if "expires_after" in sent else store.expires_days,
+        )
 
 
 class _NewStore(_StoreFields):

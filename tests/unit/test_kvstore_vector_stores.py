@@ -104,9 +104,14 @@ def test_a_deleted_file_of_its_owner_is_no_reference_any_more(reopen: Open) -> N
     stores = reopen()
     page, store = upload(stores), stores.create()
     stores.add(store.id, "ops", {page: {}})
+    (reference,) = stores.references(store.id)
     stores._files.delete("ops", page)
     with pytest.raises(UnknownFile):
         stores.content(page)
+    assert stores.overdue() == {reference.content}
+    assert stores.sweep() == {reference.content}
+    assert stores.references(store.id) == []
+    assert stores.overdue() == stores.sweep() == set()
 
 
 def test_expiry_counts_from_the_last_use(reopen: Open, monkeypatch: pytest.MonkeyPatch) -> None:
