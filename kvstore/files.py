@@ -43,11 +43,6 @@ class FileObject:
     expires_at: int | None
     content: str
 
-    def ids(self) -> set[str]:
-        """Ids of the files of all tenants that have not expired."""
-        now = time.time()
-        return {file.id for file in self._objects.find(_ROOT) if not file.expired(now)}
-
     def expired(self, now: float) -> bool:
         return self.expires_at is not None and self.expires_at <= now
 
