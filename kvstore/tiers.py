@@ -6,7 +6,7 @@
 | DiskTier | a directory, shared by processes of a node | memory map | temporary name, fsync, rename |
 | FsspecTier | any fsspec file system (`s3://`, `memory://`, ...) | one GET | one PUT |
 
-A key is a relative path of plain names joined by "/". Every tier passes `tests/unit/test_kvstore_tiers.py`.
+A key is a relative path of plain names joined by "/". Every tier passes `tests/tier_conformance.py`.
 """
 
 from __future__ import annotations
