@@ -10,12 +10,12 @@ import httpx
 import openai
 import pytest
 from fastapi import FastAPI
-from kvstore_support import FaultyTier
 from openai import AsyncOpenAI
 from PIL import Image
 
 from kvstore.chunk import DYNAMIC_TENANT, is_shared
 from kvstore.files import FileStore
+from kvstore.tier_faults import FaultyTier
 from kvstore.tiers import MemoryTier
 from kvstore.vector_stores import VectorStores
 from serving.api.auth import Authenticate

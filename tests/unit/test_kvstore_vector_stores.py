@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from kvstore_support import FaultyTier, canonical, embedding_of, patch_of
+from kvstore_support import canonical, embedding_of, patch_of
 
 from kvstore.chunk import DYNAMIC_TENANT, canonical_key, content_id, is_shared, owned_content_id, owner_of, tenant_salt
 from kvstore.errors import TierUnavailable, UnknownFile, UnknownVectorStore
@@ -15,6 +15,7 @@ from kvstore.files import FileStore
 from kvstore.library import Library
 from kvstore.paths import Marker, marker_paths, path_of
 from kvstore.settings import LibrarySettings
+from kvstore.tier_faults import FaultyTier
 from kvstore.tiers import DiskTier, MemoryTier
 from kvstore.vector_stores import VectorStores
 
