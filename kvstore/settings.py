@@ -20,6 +20,11 @@ class LibrarySettings(BaseModel):
         default=Path(".orbitserve/library"),
         description="Local directory; processes of a node may share it. None: no disk.",
     )
+    durable: bool = Field(
+        default=False,
+        description="Sync every record to the local disk before it counts as written. Off, a power cut may lose or "
+        "damage what was written last; that is noticed and computed again. A dying process loses nothing either way.",
+    )
     url: str | None = Field(
         default=None, description="fsspec URL behind the disk, such as s3://bucket/prefix. None: none."
     )
@@ -29,6 +34,11 @@ class LibrarySettings(BaseModel):
     memory_bytes: int = Field(default=2 * GIB, ge=0, description="Decoded records kept in this process's memory.")
     tenant_memory_bytes: int | None = Field(
         default=None, ge=0, description="The same for any one tenant. None: memory_bytes."
+    )
+    object_store_bytes: int = Field(
+        default=1 * GIB,
+        ge=0,
+        description="Bytes of records in the object stores of the Ray cluster, in all; 0, and outside a cluster: none.",
     )
     disk_bytes: int = Field(default=64 * GIB, ge=0, description="Bytes of records in the directory.")
     remote_bytes: int | None = Field(

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
     from prefill_workers.engine import EngineSpec
-    from prefill_workers.linker import LinkRequest
     from prefill_workers.patch_compiler import PatchJob
+    from prefill_workers.plan import LinkRequest, PrefetchRequest
     from prefill_workers.worker import LinkResult
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ class PrefillWorker:
         from kvstore.library import Library
         from prefill_workers.engine import PrefillEngine
         from prefill_workers.linker import Linker
+        from prefill_workers.patch_compiler import load_form
         from prefill_workers.worker import PrefillLoop
 
         self._engine = PrefillEngine(engine_spec(config, settings.tensor_parallel_size, hand_off=True))
@@ -91,7 +92,8 @@ class PrefillWorker:
         self._compiler, self._events = compiler, asyncio.get_running_loop()
         self._compiling = self._patches_dropped = 0
         self._max_compiling = settings.max_patch_queue
-        linker = Linker(self._engine, self._library, config.patch.rank, self._submit)
+        form = load_form(config.patch, self._library)
+        linker = Linker(self._engine, self._library, form, self._submit)
         self._linker = linker
         self._loop = PrefillLoop(
             self._engine,
@@ -103,7 +105,7 @@ class PrefillWorker:
             form=settings.form_patches,
             orbit_chunks=settings.orbit_chunks,
         )
-        self._planners = ThreadPoolExecutor(4, thread_name_prefix="plan")
+        self._planners = ThreadPoolExecutor(32, thread_name_prefix="plan")  # a plan waits for look-ups
         self._loop.start()
 
     def _submit(self, job: PatchJob) -> None:
@@ -123,14 +125,20 @@ class PrefillWorker:
         finally:
             self._compiling -= 1
 
-    async def link(self, request: LinkRequest, indices: Sequence[int] = (), embeddings: Any = None) -> LinkResult:
+    async def prefetch(self, request: PrefetchRequest) -> None:
+        """Start loading what a prompt on its way will need."""
+        self._linker.prefetch(request)
+
+    async def link(
+        self, request: LinkRequest, indices: Sequence[int] = (), embeddings: Sequence[Tensor] = ()
+    ) -> LinkResult:
         """Link one request. Cancelling the call frees what it holds.
 
         Raises:
             PixelsNeeded: embeddings are missing; the caller encodes and calls again.
             Overloaded: the queue is full.
         """
-        given = dict(zip(indices, embeddings or (), strict=True))
+        given = dict(zip(indices, embeddings, strict=True))
         loop = asyncio.get_running_loop()
         plan = await loop.run_in_executor(self._planners, self._linker.plan, request, given)
         future = self._loop.submit(plan)
@@ -195,11 +203,14 @@ class PatchCompiler:
     def _compile(self, job: PatchJob) -> None:
         from kvstore.library import Library
         from prefill_workers.patch_compiler import PatchCompiler as Compiler
+        from prefill_workers.patch_compiler import load_form
 
         compiler = self._compilers.get(job.fingerprint)
         if compiler is None:
             library = Library(self._settings.library, job.fingerprint)
-            compiler = self._compilers[job.fingerprint] = Compiler(library, self._settings.patch.rank)
+            settings = self._settings.patch
+            compiler = Compiler(library, load_form(settings, library), settings.pool_basis)
+            self._compilers[job.fingerprint] = compiler
         compiler.compile(job)
 
     async def forget(self, content: str, tenant: str) -> None:
@@ -355,13 +366,17 @@ class RayRoles:
         self._decode_once = handles["decode"]
         self.library = handles["library"]
 
-    async def encode(self, items: Sequence[tuple[str, Any]]) -> Any:
-        """A future that Serve resolves on its way to the prefill worker: embeddings do not pass through here."""
+    def prefetch(self, request: PrefetchRequest) -> None:
+        """Best effort. Another replica that links the prompt finds what was loaded in the tiers that they share."""
+        self.prefill.prefetch.remote(request)
+
+    async def encode(self, items: Sequence[tuple[str, Any]]) -> list[Tensor]:
+        """See `VisionEncoder.encode`."""
         return await _answer(self.vision.encode.remote(items))
 
-    async def link(self, request: LinkRequest, indices: Sequence[int], embeddings: Any) -> LinkResult:
+    async def link(self, request: LinkRequest, indices: Sequence[int], embeddings: Sequence[Tensor]) -> LinkResult:
         """See `PrefillWorker.link`."""
-        return await _answer(self.prefill.link.remote(request, tuple(indices), embeddings))
+        return await _answer(self.prefill.link.remote(request, tuple(indices), tuple(embeddings)))
 
     async def generate(
         self, token_ids: list[int], transfer: dict[str, Any], params: SamplingParams, request_id: str, **options: Any
@@ -384,13 +399,13 @@ class RayRoles:
         """Send a tiny prompt for every pair of prefill and decode replica: a pair's first transfer shakes hands."""
         from vllm.sampling_params import SamplingParams
 
-        from prefill_workers.linker import LinkRequest
+        from prefill_workers.plan import LinkRequest
         from prefill_workers.policies import Mode
 
         async def one(number: int) -> None:
             tokens = list(range(1, 9))
             name = f"warm-up-{number}"
-            linked = await self.link(LinkRequest(name, tokens, mode=Mode.OFF), (), None)
+            linked = await self.link(LinkRequest(name, tokens, mode=Mode.OFF), (), ())
             params = SamplingParams(max_tokens=2, temperature=0, detokenize=False, ignore_eos=True)
             async for _ in self.generate(tokens, linked.transfer, params, name):
                 pass

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 from decode_workers.settings import DecodeSettings
 from kvstore.chunk import DYNAMIC_TENANT
 from kvstore.settings import FileSettings, LibrarySettings
-from prefill_workers.settings import PrefillSettings
+from prefill_workers.settings import PatchFormSettings, PrefillSettings
 
 MIB = 1 << 20
 
@@ -126,11 +126,10 @@ class PrefillRoleSettings(RoleSettings, PrefillSettings):
     """The prefill worker."""
 
 
-class PatchSettings(RoleSettings):
+class PatchSettings(RoleSettings, PatchFormSettings):
     """The patch compiler."""
 
     threads: int | None = Field(1, ge=1, description="OpenMP threads; few, because it works beside serving.")
-    rank: int | None = Field(32, ge=1, description="Rank of own patches per layer for keys and for values; None: full.")
 
 
 class DecodeRoleSettings(RoleSettings, DecodeSettings):

@@ -36,7 +36,9 @@ Location = Annotated[
 Config = Annotated[Path | None, typer.Option("--config", "-c", help="YAML of an OrbitServeConfig; see `config`.")]
 Remote = Annotated[bool, typer.Option("--remote", help="The configuration's library.url instead of its directory.")]
 Tenant = Annotated[str | None, typer.Option(help="Only this tenant's records, by name or digest.")]
-Kind = Annotated[Literal["canonical", "patch", "embedding"] | None, typer.Option(help="Only records of this kind.")]
+Kind = Annotated[
+    Literal["canonical", "patch", "embedding", "basis"] | None, typer.Option(help="Only records of this kind.")
+]
 Model = Annotated[str | None, typer.Option(help="Only records of this model: a checkpoint's directory, or a digest.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -61,7 +63,7 @@ class _Place:
         names = {"local", DYNAMIC_TENANT, *(name for name in more if name)}
         if self.config is not None:
             names |= {owner.tenant for owner in self.config.http.api_keys.values()}
-        return {tenant_digest(name): name for name in names}
+        return {tenant_digest(name): name for name in names} | {tenant_digest(""): "(every tenant)"}  # a model's basis
 
     def model(self, name: str | None) -> str | None:
         """Digest of a checkpoint's fingerprint: of `name`, else the configuration's, if there is one."""

@@ -54,6 +54,7 @@ class OrbitServingChat(OpenAIServingChat):
         request.messages = await self._media.resolve_messages(messages, tenant)
         trace.mark("media")
         set_trace(trace)
+        self.engine_client.prefetch(contents_of(request.messages), trace)
         answer = await super().create_chat_completion(request, raw_request)
         if isinstance(answer, ErrorResponse):
             return answer
@@ -116,6 +117,12 @@ def with_report(event: str, trace: RequestTrace) -> str:
         return event
     document["orbit"] = trace.document()
     return f"data: {json.dumps(document, separators=(',', ':'), ensure_ascii=False)}\n\n"
+
+
+def contents_of(messages: list[Any]) -> list[str]:
+    """Content ids of resolved messages' images, in order."""
+    parts = (part for message in messages if isinstance(message.get("content"), list) for part in message["content"])
+    return [part["uuid"] for part in parts if part.get("type") == "image_pil"]
 
 
 def fixed_prefix(messages: list[dict[str, Any]], request: ChatCompletionRequest) -> str:

@@ -121,7 +121,7 @@ class EmbeddedRoles:
         from kvstore.library import Library
         from prefill_workers.engine import PrefillEngine
         from prefill_workers.linker import Linker
-        from prefill_workers.patch_compiler import PatchCompiler
+        from prefill_workers.patch_compiler import PatchCompiler, load_form
         from prefill_workers.worker import PrefillLoop
 
         spec = engine_spec(config, 1, hand_off=True)
@@ -130,8 +130,9 @@ class EmbeddedRoles:
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
         self.engine = PrefillEngine(spec)
         self._library = Library(config.library, self.engine.fingerprint)
-        compiler = PatchCompiler(self._library, config.patch.rank)
-        self._linker = Linker(self.engine, self._library, config.patch.rank, compiler.compile)
+        form = load_form(config.patch, self._library)
+        compiler = PatchCompiler(self._library, form)
+        self._linker = Linker(self.engine, self._library, form, compiler.compile)
         settings = config.prefill
         self._loop = PrefillLoop(
             self.engine,
@@ -144,13 +145,17 @@ class EmbeddedRoles:
         self._loop.start()
         self._thread = ThreadPoolExecutor(1)
 
+    def prefetch(self, request: Any) -> None:
+        """See `serving.app.PrefillWorker.prefetch`."""
+        self._linker.prefetch(request)
+
     async def encode(self, items: Sequence[Any]) -> Any:
         """Embeddings, from the prefill engine's own vision tower; the loop must be idle (one request at a time)."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.engine.encode, list(items))
 
     async def link(self, request: Any, indices: Sequence[int], embeddings: Any) -> Any:
         """See `serving.app.PrefillWorker.link`."""
-        given = dict(zip(indices, embeddings or (), strict=True))
+        given = dict(zip(indices, embeddings, strict=True))
         plan = await asyncio.get_running_loop().run_in_executor(self._thread, self._linker.plan, request, given)
         return await asyncio.wrap_future(self._loop.submit(plan))
 

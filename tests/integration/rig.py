@@ -17,10 +17,12 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 from infra.checkpoints import checkpoint_path
 from infra.families import FAMILIES, Family
 from kvstore.library import Library
+from kvstore.patch_form import PatchForm
 from kvstore.settings import LibrarySettings
 from prefill_workers.engine import EngineSpec, PrefillEngine
-from prefill_workers.linker import Linker, LinkPlan, LinkRequest, PixelsNeeded
+from prefill_workers.linker import Linker
 from prefill_workers.patch_compiler import PatchCompiler
+from prefill_workers.plan import LinkPlan, LinkRequest, PixelsNeeded
 from prefill_workers.policies import Mode
 from prefill_workers.sequence import Embedded, LinkSequence, Run
 from prefill_workers.worker import LinkResult, PrefillLoop, drain
@@ -113,14 +115,16 @@ class Rig:
         directory: Path,
         rank: int | None = None,
         library: Library | None = None,
+        form: PatchForm | None = None,
         family: Family = QWEN2_5_VL,
         **loop_options,
     ) -> None:
         self.engine, self.family = engine, family
         self.documents = Documents(engine._llm.get_tokenizer())
         self.library = library or Library(LibrarySettings(directory=directory), engine.fingerprint)
-        self.compiler = PatchCompiler(self.library, rank)
-        self.linker = Linker(engine, self.library, rank, self.compiler.compile)
+        form = form or PatchForm(rank)
+        self.compiler = PatchCompiler(self.library, form)
+        self.linker = Linker(engine, self.library, form, self.compiler.compile)
         options = {
             "budget": 4096,
             "max_queue": 64,

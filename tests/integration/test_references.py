@@ -9,7 +9,7 @@ import pytest
 from rig import Part, Rig
 
 from kvstore.chunk import DYNAMIC_TENANT, owned_content_id
-from prefill_workers.linker import LinkRequest, PixelsNeeded
+from prefill_workers.plan import LinkRequest, PixelsNeeded
 from serving.segments import Segments
 
 pytestmark = pytest.mark.engine

@@ -640,12 +640,13 @@ def test_many_threads_on_few_records_never_see_a_wrong_one(make: MakeLibrary) ->
 def test_a_failing_write_does_not_end_the_writer() -> None:
     written: list[str] = []
 
-    def write(path: str, payload: int) -> None:
+    def write(path: str, payload: int, prepared: int) -> None:
+        assert prepared == -payload
         if payload < 0:
             raise ValueError(payload)
         written.append(path)
 
-    queue: WriteBehind[int] = WriteBehind(write, written.remove, 10, 10)
+    queue: WriteBehind[int, int] = WriteBehind(int.__neg__, write, written.remove, 10, 10)
     assert queue.submit("bad", -1, 1)
     assert queue.submit("good", 1, 1)
     assert queue.flush(5)

@@ -122,7 +122,7 @@ class TestFsspecTier(TierConformance):
         def broken(*args: object, **kwargs: object) -> None:
             raise RuntimeError("the client library's own error")
 
-        for name in ("cat_file", "pipe_file", "isfile", "find"):
+        for name in ("cat_file", "pipe_file", "info", "find"):
             monkeypatch.setattr(tier._fs, name, broken, raising=False)
         for call in (
             lambda: tier.get("k"),
