@@ -82,6 +82,7 @@ class HttpSettings(_Settings):
     port: int = Field(8000, ge=0, le=65535, description="Port of Ray Serve's proxy.")
     max_body_bytes: int = Field(128 * MIB, ge=1, description="Largest request body; larger ones are answered 413.")
     max_image_bytes: int = Field(20 * MIB, ge=1, description="Largest single image, as sent.")
+    max_document_bytes: int = Field(1 * MIB, ge=1, description="Largest single text document.")
     max_image_pixels: int = Field(33_000_000, ge=1, description="Most pixels of an image, read from its header.")
     max_images_per_request: int = Field(64, ge=1, description="Most images in one request.")
     max_file_bytes: int = Field(64 * MIB, ge=1, description="Largest upload to /v1/files.")

@@ -39,6 +39,7 @@ from serving.api.media import MediaResolver
 from serving.api.metrics import Metrics
 from serving.api.vector_stores import vector_stores_router
 from serving.config import OrbitServeConfig
+from serving.documents import Documents
 from serving.engine_client import LinkedEngineClient
 
 _UNSUPPORTED_COMPLETION = {
@@ -70,12 +71,14 @@ async def build_api(client: LinkedEngineClient, config: OrbitServeConfig, on_del
     http, model = config.http, config.model
     files = FileStore(config.files_url, config.files)
     stores = VectorStores(files)
-    media = MediaResolver(http, files, stores)
+    documents = Documents(client.renderer.get_tokenizer())
+    documents.install(client.renderer)
+    media = MediaResolver(http, files, stores, documents)
     metrics = Metrics()
 
     app = FastAPI(title="OrbitServe", description="Multimodal serving that does not pay twice for what it has seen.")
     app.state.metrics = metrics
-    await _add_openai(app, client, config, media, metrics)
+    await _add_openai(app, client, config, media, documents, metrics)
     app.include_router(files_router(files, stores, media, http.max_file_bytes, on_delete))
     app.include_router(vector_stores_router(stores, on_delete))
     _add_operations(app, client, metrics)
@@ -87,7 +90,12 @@ async def build_api(client: LinkedEngineClient, config: OrbitServeConfig, on_del
 
 
 async def _add_openai(
-    app: FastAPI, client: LinkedEngineClient, config: OrbitServeConfig, media: MediaResolver, metrics: Metrics
+    app: FastAPI,
+    client: LinkedEngineClient,
+    config: OrbitServeConfig,
+    media: MediaResolver,
+    documents: Documents,
+    metrics: Metrics,
 ) -> None:
     model = config.model
     template = load_chat_template(model.chat_template)
@@ -120,6 +128,7 @@ async def _add_openai(
         chat_template=template,
         chat_template_content_format="auto",
         media=media,
+        documents=documents,
         metrics=metrics,
         **tools,
         **shared,

@@ -30,10 +30,10 @@ def files_router(
     """
     router = APIRouter(prefix="/v1/files", tags=["files"])
 
-    @router.post("", summary="Upload an image")
+    @router.post("", summary="Upload an image or a text document")
     async def create(
         request: Request,
-        file: Annotated[UploadFile, File(description="The image.")],
+        file: Annotated[UploadFile, File(description="An image, or UTF-8 text.")],
         purpose: Annotated[Purpose, Form(description="What the file is for.")],
         anchor: Annotated[Literal["created_at"] | None, Form(alias="expires_after[anchor]")] = None,
         seconds: Annotated[int | None, Form(alias="expires_after[seconds]")] = None,
@@ -46,10 +46,10 @@ def files_router(
             if len(data) > max_file_bytes:
                 raise TooLarge(f"file: larger than {max_file_bytes} bytes")
         tenant: str = request.state.tenant
-        image = bytes(data)
-        await asyncio.to_thread(media.open, image, tenant, "file")
+        content = bytes(data)
+        await asyncio.to_thread(media.open_file, content, tenant, "file")
         name = file.filename or "upload"
-        return (await asyncio.to_thread(files.create, tenant, name, purpose, image, seconds)).to_openai()
+        return (await asyncio.to_thread(files.create, tenant, name, purpose, content, seconds)).to_openai()
 
     @router.get("", summary="List uploads")
     async def listing(
