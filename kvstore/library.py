@@ -30,6 +30,7 @@ from typing import cast
 
 import pyarrow as pa
 
+from kvstore.deletions import Deletions, derives
 from kvstore.errors import StoreError, TierUnavailable
 from kvstore.eviction import HotCache
 from kvstore.format import BasisRecord, CanonicalRecord, EmbeddingRecord, PatchRecord, Record, RecordKind, encode_parts
@@ -91,6 +92,7 @@ class Library:
         self._counts: Counter[str] = Counter()
         self._load_ms = 0.0
         self._pins: Counter[str] = Counter()
+        self._deletions = Deletions(settings.deletion_grace_s)
         self._loading: dict[str, Loading] = {}
         self._hot = HotCache(settings.memory_bytes, settings.tenant_memory_bytes, self._is_pinned, self._announce)
         tiers = TierStack.tiers_of(settings) if tiers is None else tiers
@@ -191,13 +193,16 @@ class Library:
     def delete_content(self, content: str, tenant: str) -> int:
         """Removes whatever was derived from a content id or conditioned on it, in every tier and for every model.
 
+        A reference's content (see `kvstore.chunk.is_shared`) takes every tenant's records with it. For
+        `deletion_grace_s` this process keeps nothing that still derives from the content.
         Returns how many records went. Memory of other processes is not reached: call it in each of them. Raises
         TierUnavailable if a tier cannot be reached; call it again then.
         """
 
         def derived(record: Record) -> bool:
-            return record.tenant == tenant and (record.content == content or content in record.antecedents)
+            return derives(record, content, tenant)
 
+        self._deletions.note(content, tenant)
         paths = set(self._hot.matching(derived)) | set(self._queue.matching(lambda write: derived(write.record)))
         removed = {path for path in paths if self._forget(path)}
         stored, markers = self._stack.derived_from(content, tenant)
@@ -295,6 +300,8 @@ class Library:
     def _put(self, record: Record) -> None:
         if record.fingerprint != self.fingerprint:
             raise StoreError("the record's model fingerprint is not this library's")
+        if self._deletions.covers(record):
+            return
         path = path_of(record)
         self._hot.put(path, record)
         write = _Write(record, None, range(len(self._stack.tiers)))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from kvstore.chunk import antecedent_key, embedding_key
+from kvstore.chunk import antecedent_key, embedding_key, owner_of
 from kvstore.format import CanonicalRecord, EmbeddingRecord
 from kvstore.library import Library
 from kvstore.patch import PatchKind, deficit, relocate
@@ -44,9 +44,9 @@ class Harvester:
 
     def is_kept(self, plan: LinkPlan, chunk: ChunkPlan) -> bool:
         """Whether a computed chunk has taught the library all it can: its canonical KV and its patch are stored."""
-        tenant = plan.request.tenant
+        tenant, owner = plan.request.tenant, owner_of(plan.request.tenant, chunk.span.content)
         stored = self.library.has("patch", chunk.patch_key, tenant)
-        return stored and self.library.has("canonical", chunk.canonical_key, tenant)
+        return stored and self.library.has("canonical", chunk.canonical_key, owner)
 
     def conditioned(self, plan: LinkPlan, chunk: ChunkPlan) -> Tensor:
         """KV(B|A) of a computed chunk, moved to the canonical frame: [layers, tokens, features]."""
@@ -55,7 +55,7 @@ class Harvester:
 
     def canonical(self, plan: LinkPlan, chunk: ChunkPlan, scratch: Sequence[int]) -> CanonicalRecord:
         """KV(B|∅) of a chunk: from the library, or computed alone in the blocks `scratch` and stored."""
-        tenant = plan.request.tenant
+        tenant = owner_of(plan.request.tenant, chunk.span.content)
         stored = self.library.get_canonical(chunk.canonical_key, tenant)
         if stored is not None:
             return stored
@@ -92,7 +92,7 @@ class Harvester:
             EmbeddingRecord(
                 key=embedding_key(fingerprint, chunk.span.content),
                 fingerprint=fingerprint,
-                tenant=plan.request.tenant,
+                tenant=owner_of(plan.request.tenant, chunk.span.content),
                 embeddings=chunk.embeddings,
                 content=chunk.span.content,
                 meta={"modality": chunk.span.modality},
@@ -157,14 +157,15 @@ class Harvester:
         last = plan.chunks[-1]
         behind = antecedent_key(request.prefix, keys[:-1], ordered=False)
         whole_set = self.form.key(last.canonical_key, behind, set_kind(len(keys) - 1))
-        if self.library.get_patch(whole_set, request.tenant) is not None:
+        owner = _set_owner(request.tenant, request.prefix, *(chunk.span.content for chunk in plan.chunks))
+        if self.library.get_patch(whole_set, owner) is not None:
             return None
         chunks = []
         for chunk in plan.chunks:
             embeddings = chunk.embeddings
             if chunk.lacks_embeddings:
                 key = embedding_key(self.engine.fingerprint, chunk.span.content)
-                stored = self.library.get_embedding(key, request.tenant)
+                stored = self.library.get_embedding(key, owner_of(request.tenant, chunk.span.content))
                 if stored is None:
                     return None
                 embeddings = stored.embeddings
@@ -193,7 +194,8 @@ class Harvester:
             before = [(other.chunk.key, other.chunk.content) for other in placed[:i]]
             if not forming.wants(place.chunk.key, [key for key, _ in before]):
                 continue
-            canonical = self.library.get_canonical(place.chunk.key, forming.tenant)
+            owner = owner_of(forming.tenant, place.chunk.content)
+            canonical = self.library.get_canonical(place.chunk.key, owner)
             if canonical is None:  # evicted meanwhile: nothing to measure the deficit against
                 return False
             kv = self.engine.read_kv(scratch, place.start, len(place.chunk.token_ids))
@@ -208,6 +210,12 @@ class Harvester:
                     content=place.chunk.content,
                     behind=sorted(before),
                     prefix=forming.prefix,
-                    tenant=forming.tenant,
+                    tenant=_set_owner(forming.tenant, forming.prefix, place.chunk.content, *(c for _, c in before)),
                 )
         return True
+
+
+def _set_owner(tenant: str, prefix: Sequence[int], *contents: str) -> str:
+    """Who owns a patch behind a set. It has seen the prefix and these chunks, nothing else of the request; the prefix
+    is the tenant's. (An own patch has also seen the tenant's text before the chunk: it is always the tenant's.)"""
+    return tenant if prefix else owner_of(tenant, *contents)

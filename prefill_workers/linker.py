@@ -22,7 +22,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvstore.chunk import antecedent_key, canonical_key, embedding_key
+from kvstore.chunk import DYNAMIC_TENANT, antecedent_key, canonical_key, embedding_key, owner_of
 from kvstore.format import PatchRecord
 from kvstore.library import Library
 from kvstore.patch import PatchKind, apply
@@ -44,8 +44,7 @@ from prefill_workers.plan import (
 from prefill_workers.policies import Mode, OperatingPoint
 from prefill_workers.sequence import LinkSequence
 
-# A chunk's patch, its orbit patch, its canonical KV and its embeddings may each take the library's time-out.
-_LOADS_OF_A_CHUNK = 4
+_TIMEOUTS = 2  # of the library, until a chunk counts as not stored: whether its KV is there, and its embeddings
 
 
 class Linker:
@@ -71,11 +70,11 @@ class Linker:
     def prefetch(self, request: PrefetchRequest) -> None:
         """Start loading for a prompt that is still being rendered, so that memory has it when the prompt comes."""
         antecedents: list[str] = []
-        for content in request.contents:
+        for i, content in enumerate(request.contents):
             text = content in request.documents
-            delimiters = () if text else self._delimiters
-            keys = self._keys(content, delimiters, request.prefix, antecedents, embeds=not text)
-            self._lookups.start(keys, request.mode, request.tenant)
+            delimiters, contents = () if text else self._delimiters, request.contents[: i + 1]
+            keys = self._keys(request.tenant, contents, delimiters, request.prefix, antecedents, embeds=not text)
+            self._lookups.start(keys, request.mode)
             antecedents.append(keys.canonical)
 
     def plan(self, request: LinkRequest, embeddings: Mapping[int, Tensor] | None = None) -> LinkPlan:
@@ -92,7 +91,7 @@ class Linker:
         wanted = self.keys(request)
         with ExitStack() as pins:
             pins.enter_context(self.library.pin(key for keys in wanted for key in keys.all()))
-            lookups = [self._lookups.start(keys, request.mode, request.tenant) for keys in wanted]
+            lookups = [self._lookups.start(keys, request.mode) for keys in wanted]
             positions, lag = self.engine.positions(
                 request.token_ids,
                 [(c.modality, c.grid, c.first, c.count) for c in request.chunks if c.needs_embeddings],
@@ -113,33 +112,43 @@ class Linker:
     def keys(self, request: LinkRequest) -> list[ChunkKeys]:
         """Under which keys a request's chunks are stored, each behind those before it."""
         wanted: list[ChunkKeys] = []
-        for span in request.chunks:
+        contents = [span.content for span in request.chunks]
+        for i, span in enumerate(request.chunks):
             before = request.token_ids[span.start : span.first]
             delimiters = (*before, *request.token_ids[span.first + span.count : span.stop])
             if span.needs_embeddings:
                 self._delimiters = delimiters
             antecedents = [keys.canonical for keys in wanted]
-            wanted.append(
-                self._keys(span.content, delimiters, request.prefix, antecedents, embeds=span.needs_embeddings)
-            )
+            behind, embeds = contents[: i + 1], span.needs_embeddings
+            wanted.append(self._keys(request.tenant, behind, delimiters, request.prefix, antecedents, embeds=embeds))
         return wanted
 
     def _keys(
         self,
-        content: str,
+        tenant: str,
+        contents: Sequence[str],
         delimiters: Sequence[int],
         prefix: Sequence[int],
         antecedents: Sequence[str],
         *,
         embeds: bool,
     ) -> ChunkKeys:
-        fingerprint = self.engine.fingerprint
+        """Keys of the last of `contents` behind the others, whose canonical keys are `antecedents`."""
+        fingerprint, content = self.engine.fingerprint, contents[-1]
         canonical = canonical_key(fingerprint, content, delimiters, self.engine.precision)
         own, of_set = (
             self.form.key(canonical, antecedent_key(prefix, antecedents, ordered=kind is PatchKind.own), kind)
             for kind in (PatchKind.own, set_kind(len(antecedents)))
         )
-        return ChunkKeys(canonical, own, of_set, embedding_key(fingerprint, content) if embeds else None)
+        shared = owner_of(tenant, *contents) == DYNAMIC_TENANT
+        return ChunkKeys(
+            canonical,
+            own,
+            of_set,
+            embedding_key(fingerprint, content) if embeds else None,
+            owner=owner_of(tenant, content),
+            patch_owners=tuple(dict.fromkeys((tenant, DYNAMIC_TENANT))) if shared else (tenant,),
+        )
 
     def _chunk(
         self,
@@ -151,7 +160,7 @@ class Linker:
         fresh: Tensor | None,
     ) -> ChunkPlan:
         span, keys = request.chunks[index], wanted[index]
-        coming = lookup.is_coming(_LOADS_OF_A_CHUNK * self.library.settings.load_timeout_s)
+        coming = lookup.is_coming(_TIMEOUTS * self.library.settings.load_timeout_s)
         chunk = ChunkPlan(
             span=span,
             canonical_key=keys.canonical,

@@ -1,11 +1,11 @@
 """Look-ups: what the library holds for a request's chunks, all of them at once and beside everything else.
 
 A look-up says early whether a chunk's KV is *coming* (its patch is stored, or its canonical KV where that is enough),
-long before the KV itself is loaded. So a request learns at once which of its images miss and must be encoded, while
+long before anything of it is loaded. So a request learns at once which of its images miss and must be encoded, while
 the hits of all tiers go on loading (mpic.md §3.2).
 
-    patch ── stored ──▶ coming ── canonical KV ──▶ found: KV
-      └── missing ─────────┴── failed, slow or damaged ──▶ embeddings ──▶ found: embeddings, or nothing
+    a patch is stored ──▶ coming ── patch ∥ canonical KV ──▶ found: KV
+          └── none ──────────┴── failed, slow or damaged ──▶ embeddings ──▶ found: embeddings, or nothing
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ _THREADS = 128  # they wait for tiers; the library bounds the reads themselves
 
 @dataclass(frozen=True)
 class ChunkKeys:
-    """Under which keys a chunk's records are stored."""
+    """Under which keys a chunk's records are stored, and whose they are."""
 
     canonical: str
     own_patch: str  # behind this list of antecedents
     set_patch: str  # behind this set, in any order
     embedding: str | None  # None: a text chunk
+    owner: str  # of canonical KV and embeddings: the request's tenant, or the dynamic library
+    patch_owners: tuple[str, ...]  # whose patches serve
 
     def all(self) -> list[str]:
         """Every key."""
@@ -85,21 +87,21 @@ class Lookups:
         self._library = library
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="look-up")
 
-    def start(self, keys: ChunkKeys, mode: Mode, tenant: str) -> Lookup:
+    def start(self, keys: ChunkKeys, mode: Mode) -> Lookup:
         """Start looking for what serves a request of this mode."""
         lookup = Lookup()
         if mode is Mode.OFF:
             lookup._found.set_result(Found())
             lookup._decide(coming=False)
         else:
-            self._threads.submit(self._run, lookup, keys, mode, tenant)
+            self._threads.submit(self._run, lookup, keys, mode)
         return lookup
 
-    def _run(self, lookup: Lookup, keys: ChunkKeys, mode: Mode, tenant: str) -> None:
+    def _run(self, lookup: Lookup, keys: ChunkKeys, mode: Mode) -> None:
         try:
-            found = self._kv(lookup, keys, mode, tenant)
+            found = self._kv(lookup, keys, mode)
             if found.canonical is None and keys.embedding is not None:
-                record = self._library.get_embedding(keys.embedding, tenant)
+                record = self._library.get_embedding(keys.embedding, keys.owner)
                 found = replace(found, embeddings=record.embeddings if record else None)
             lookup._found.set_result(found)
             lookup._decide(coming=found.canonical is not None)
@@ -107,21 +109,24 @@ class Lookups:
             lookup._found.set_exception(error)
             lookup._decide(coming=True)
 
-    def _kv(self, lookup: Lookup, keys: ChunkKeys, mode: Mode, tenant: str) -> Found:
+    def _kv(self, lookup: Lookup, keys: ChunkKeys, mode: Mode) -> Found:
         """Canonical KV and the patch that the mode needs, as far as they are stored."""
         library, patch = self._library, None
         if looks_up_patch(mode):
-            # Without a patch the canonical KV is of no use: its bytes are only moved once there is one.
-            patch = library.get_patch(keys.own_patch, tenant) or library.get_patch(keys.set_patch, tenant)
-            if patch is None:
+            # Without a patch the canonical KV is of no use: nothing is moved until one is known to be stored.
+            wanted = ((key, owner) for key in (keys.own_patch, keys.set_patch) for owner in keys.patch_owners)
+            stored = next((place for place in wanted if library.has("patch", *place)), None)
+            if stored is None:
                 return Found()
-            loading = library.load("canonical", keys.canonical, tenant)
-        elif mode is Mode.FULL_REUSE:
-            loading = library.load("canonical", keys.canonical, tenant)
-            if not (loading.done() or library.has("canonical", keys.canonical, tenant)):
-                return Found()
-        else:
+            patch = library.load("patch", *stored)
+        elif mode is not Mode.FULL_REUSE:
             return Found()
-        if not loading.done():
+        canonical = library.load("canonical", keys.canonical, keys.owner)
+        if library.has("canonical", keys.canonical, keys.owner):
             lookup._decide(coming=True)
-        return Found(cast(CanonicalRecord | None, library.wait(loading)), patch)
+        found = Found(
+            canonical=cast(CanonicalRecord | None, library.wait(canonical)),
+            patch=cast(PatchRecord | None, library.wait(patch)) if patch is not None else None,
+        )
+        lacks_patch = patch is not None and found.patch is None
+        return replace(found, canonical=None) if lacks_patch else found

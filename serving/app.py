@@ -213,6 +213,11 @@ class PatchCompiler:
             self._compilers[job.fingerprint] = compiler
         compiler.compile(job)
 
+    async def forget(self, content: str, tenant: str) -> None:
+        """Drop deleted content from this process: its memory, and what it has not written yet."""
+        for compiler in list(self._compilers.values()):
+            await asyncio.to_thread(compiler.library.delete_content, content, tenant)
+
     async def flush(self) -> int:
         """Wait until nothing is queued and everything is stored; returns how many patches were formed."""
         while self._queued:
@@ -282,32 +287,40 @@ class DecodeWorker:
 class LibraryKeeper:
     """What the library needs that is nobody's request: deletion, expiry, statistics."""
 
-    async def __init__(self, config: OrbitServeConfig, prefill: DeploymentHandle) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, config: OrbitServeConfig, prefill: DeploymentHandle, compiler: DeploymentHandle
+    ) -> None:
         from kvstore.files import FileStore
         from kvstore.library import Library
+        from kvstore.vector_stores import VectorStores
         from prefill_workers.fingerprint import fingerprint
 
-        self._prefill = prefill
+        self._prefill, self._compiler = prefill, compiler
         self._files = FileStore(config.files_url, config.files)
+        self._stores = VectorStores(self._files)
         self._library = Library(config.library, fingerprint(Path(config.model.path)))
         self._sweeping = asyncio.create_task(self._sweep(config.keeper.sweep_period_s))
 
     async def delete_content(self, content: str, tenant: str) -> int:
-        """Remove everything derived from a content id, in the tiers and in every prefill worker's memory.
+        """Remove everything derived from a content id, in the tiers and in the memory of every worker that has one.
 
         Returns how many records went.
         """
-        removed = await asyncio.to_thread(self._library.delete_content, content, tenant)
-        await self._prefill.broadcast("forget", content, tenant).results_async()
-        return removed
+        for workers in (self._prefill, self._compiler):
+            await workers.broadcast("forget", content, tenant).results_async()
+        return await asyncio.to_thread(self._library.delete_content, content, tenant)
 
     async def _sweep(self, period_s: float) -> None:
-        """Delete expired files, and what was derived from content that no file holds any more."""
+        """Delete expired files and vector stores, and what was derived from content that nothing holds any more."""
+        from kvstore.chunk import DYNAMIC_TENANT
+
         while True:
             try:
                 for file in await asyncio.to_thread(self._files.sweep):
                     if not await asyncio.to_thread(self._files.has_content, file.tenant, file.content):
                         await self.delete_content(file.content, file.tenant)
+                for content in await asyncio.to_thread(self._stores.sweep):
+                    await self.delete_content(content, DYNAMIC_TENANT)
             except Exception:
                 logger.exception("expired files could not be swept; trying again in %s s", period_s)
             await asyncio.sleep(period_s)
@@ -441,7 +454,7 @@ def build(config: OrbitServeConfig) -> serve.Application:
         vision=_deployment(VisionEncoder, config.vision).bind(config),
         prefill=prefill,
         decode=_deployment(DecodeWorker, config.decode).bind(config),
-        library=_deployment(LibraryKeeper, config.keeper).bind(config, prefill),
+        library=_deployment(LibraryKeeper, config.keeper).bind(config, prefill, compiler),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -37,19 +38,21 @@ class Documents:
     def __init__(self, tokenizer: Any, limit: int = 1 << 22) -> None:
         self._tokenizer, self._limit = tokenizer, limit
         self._kept: OrderedDict[str, Document] = OrderedDict()
+        self._lock = threading.Lock()
         nonce = secrets.token_hex(8)
         self._mark = f"\ue000{nonce}:{{}}\ue001"
-        self._marks = re.compile(f"\ue000{nonce}:([0-9a-f]{{64}})\ue001")
+        self._marks = re.compile(f"\ue000{nonce}:([a-z0-9-]+)\ue001")
 
     def mark(self, content: str, text: str) -> str:
         """What stands for a document in a message."""
         document = self._kept.get(content)
         if document is None:
             document = Document(content, array("i", self._tokenizer.encode(text, add_special_tokens=False)))
-        self._kept[content] = document
-        self._kept.move_to_end(content)
-        while len(self._kept) > 1 and sum(len(kept.token_ids) for kept in list(self._kept.values())) > self._limit:
-            self._kept.popitem(last=False)
+        with self._lock:
+            self._kept[content] = document
+            self._kept.move_to_end(content)
+            while len(self._kept) > 1 and sum(len(kept.token_ids) for kept in self._kept.values()) > self._limit:
+                self._kept.popitem(last=False)
         return self._mark.format(content)
 
     def marked(self, texts: Iterable[str]) -> list[Document]:

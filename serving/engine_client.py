@@ -156,13 +156,19 @@ class LinkedEngineClient(_NotOurs):
         mode = Mode(trace.options.mode)
         if contents and mode is not Mode.OFF:
             self._roles.prefetch(
-                PrefetchRequest(tuple(contents), mode=mode, tenant=trace.tenant, prefix=trace.prefix_tokens)
+                PrefetchRequest(
+                    tuple(contents),
+                    documents=frozenset(document.content for document in trace.documents),
+                    mode=mode,
+                    tenant=trace.tenant,
+                    prefix=trace.prefix_tokens,
+                )
             )
 
     async def _generate(
         self, prompt: Any, params: SamplingParams, request_id: str, trace: RequestTrace, options: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
-        segments = segment(prompt, self._delimiters)
+        segments = segment(prompt, self._delimiters, trace.documents)
         request = LinkRequest(
             request_id=request_id,
             token_ids=segments.token_ids,

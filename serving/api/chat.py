@@ -16,6 +16,7 @@ from serving.api.errors import InvalidRequest
 from serving.api.extension import RequestTrace, parse_options, set_trace
 from serving.api.media import MediaResolver
 from serving.api.metrics import Metrics
+from serving.documents import Documents
 
 # What needs the prompt in the engine that decodes, which never sees it; and what would need another engine.
 _UNSUPPORTED = {
@@ -31,13 +32,15 @@ _UNSUPPORTED = {
 class OrbitServingChat(OpenAIServingChat):
     """vLLM's chat handler over linked chunks."""
 
-    def __init__(self, *arguments: Any, media: MediaResolver, metrics: Metrics, **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, media: MediaResolver, documents: Documents, metrics: Metrics, **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
-        self._media, self._metrics = media, metrics
+        self._media, self._documents, self._metrics = media, documents, metrics
         tokenizer = self.renderer.get_tokenizer()
 
         @lru_cache(maxsize=1024)
-        def encode(text: str) -> tuple[int, ...]:
+        def encode(tenant: str, text: str) -> tuple[int, ...]:  # by tenant: speed must not tell of others' prompts
             return tuple(tokenizer.encode(text, add_special_tokens=False))
 
         self._encode = encode
@@ -50,11 +53,12 @@ class OrbitServingChat(OpenAIServingChat):
         options = parse_options((request.model_extra or {}).get("orbit"))
         messages = [dict(message) for message in request.messages]
         tenant = raw_request.state.tenant if raw_request is not None else "local"
-        trace = RequestTrace(options, tenant, self._encode(fixed_prefix(messages, request)))
+        trace = RequestTrace(options, tenant, self._encode(tenant, fixed_prefix(messages, request)))
         request.messages = await self._media.resolve_messages(messages, tenant)
+        trace.documents = self._documents.marked(part["text"] for part in parts_of(request.messages, "text"))
         trace.mark("media")
         set_trace(trace)
-        self.engine_client.prefetch(contents_of(request.messages), trace)
+        self.engine_client.prefetch(contents_of(request.messages, self._documents), trace)
         answer = await super().create_chat_completion(request, raw_request)
         if isinstance(answer, ErrorResponse):
             return answer
@@ -119,10 +123,21 @@ def with_report(event: str, trace: RequestTrace) -> str:
     return f"data: {json.dumps(document, separators=(',', ':'), ensure_ascii=False)}\n\n"
 
 
-def contents_of(messages: list[Any]) -> list[str]:
-    """Content ids of resolved messages' images, in order."""
+def parts_of(messages: list[Any], *kinds: str) -> list[dict[str, Any]]:
+    """The content parts of these types, in order."""
     parts = (part for message in messages if isinstance(message.get("content"), list) for part in message["content"])
-    return [part["uuid"] for part in parts if part.get("type") == "image_pil"]
+    return [part for part in parts if part.get("type") in kinds]
+
+
+def contents_of(messages: list[Any], documents: Documents) -> list[str]:
+    """Content ids of resolved messages' images and documents, in order."""
+    found: list[str] = []
+    for part in parts_of(messages, "image_pil", "text"):
+        if part["type"] == "text":
+            found += (document.content for document in documents.marked([part["text"]]))
+        else:
+            found.append(part["uuid"])
+    return found
 
 
 def fixed_prefix(messages: list[dict[str, Any]], request: ChatCompletionRequest) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from serving.api.errors import InvalidRequest
+from serving.documents import Document
 
 _LATER = re.compile(r"mpic-\d+|cacheblend-\d+")
 
@@ -85,6 +86,7 @@ class RequestTrace:
     options: OrbitOptions = field(default_factory=OrbitOptions)
     tenant: str = "local"
     prefix_tokens: tuple[int, ...] = ()
+    documents: list[Document] = field(default_factory=list)  # text chunks of the prompt, in order
     received: float = field(default_factory=time.perf_counter)
     report: OrbitReport = field(init=False)
 

@@ -1,7 +1,11 @@
-"""Content parts to images: fetched, bounded, checked and named, before anything else sees them.
+"""Content parts to chunks: fetched, bounded, checked and named, before anything else sees them.
 
-An image's name is the BLAKE3 of its bytes under the tenant's salt. It is handed to vLLM as the item's uuid, so that the
-processor cache, the chunk's keys and the file store agree on it; a repeated image is opened lazily and never decoded.
+An image's name is the BLAKE3 of its bytes under the tenant's salt, or for a file of a vector store under the dynamic
+library's, so that what is computed from a reference serves every tenant and nothing else passes between them. It is
+handed to vLLM as the item's uuid, so that the processor cache, the chunk's keys and the file store agree on it; a
+repeated image is opened lazily and never decoded.
+
+A file that is text and no image becomes a document: a text chunk (see `serving.documents`).
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import io
 import ipaddress
 import socket
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,11 +26,13 @@ import httpx
 from PIL import Image, UnidentifiedImageError
 from vllm.multimodal.image import convert_image_mode
 
-from kvstore.chunk import content_id, tenant_salt
+from kvstore.chunk import DYNAMIC_TENANT, owned_content_id
 from kvstore.errors import UnknownFile
 from kvstore.files import FileStore
+from kvstore.vector_stores import VectorStores
 from serving.api.errors import InvalidRequest, NotFound, TooLarge
 from serving.config import HttpSettings
+from serving.documents import Documents
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _MAX_REDIRECTS = 3
@@ -39,15 +46,29 @@ class ResolvedImage:
     image: Image.Image
 
 
-class MediaResolver:
-    """Resolves the image parts of one deployment's requests."""
+@dataclass(frozen=True)
+class ResolvedText:
+    """A text document: `content` is its id."""
 
-    def __init__(self, settings: HttpSettings, files: FileStore, secret: bytes = b"") -> None:
-        self._settings, self._files, self._secret = settings, files, secret
+    content: str
+    text: str
+
+
+class MediaResolver:
+    """Resolves the image and file parts of one deployment's requests.
+
+    Without `documents` text files are refused.
+    """
+
+    def __init__(
+        self, settings: HttpSettings, files: FileStore, stores: VectorStores, documents: Documents | None = None
+    ) -> None:
+        self._settings, self._files, self._stores, self._documents = settings, files, stores, documents
+        self._secret = files.settings.salt_secret.get_secret_value().encode()
         self._decoded: OrderedDict[str, None] = OrderedDict()  # content ids that have proved decodable
 
     async def resolve_messages(self, messages: list[Any], tenant: str) -> list[Any]:
-        """The messages with every image part replaced by vLLM's `image_pil` part.
+        """The messages with every image part replaced by vLLM's `image_pil` part, and documents by their marks.
 
         Raises:
             InvalidRequest, NotFound, TooLarge: naming the part.
@@ -68,8 +89,7 @@ class MediaResolver:
                         raise InvalidRequest(
                             f"more than {self._settings.max_images_per_request} images in one request", parameter=where
                         )
-                    found = await self._resolve(part, kind, tenant, where)
-                    parts[p] = {"type": "image_pil", "image_pil": found.image, "uuid": found.content}
+                    parts[p] = await self._resolve(part, kind, tenant, where)
                 elif kind not in ("text", "refusal"):
                     raise InvalidRequest(
                         f"{where}: content parts of type {kind!r} are not supported; use text, image_url or file",
@@ -78,19 +98,42 @@ class MediaResolver:
             resolved.append({**message, "content": parts})
         return resolved
 
-    async def _resolve(self, part: dict[str, Any], kind: str, tenant: str, where: str) -> ResolvedImage:
+    async def _resolve(self, part: dict[str, Any], kind: str, tenant: str, where: str) -> dict[str, Any]:
+        """The part as vLLM's renderer takes it."""
         if kind == "file":
-            data = await self._file(part, tenant, where)
+            data, owner = await self._file(part, tenant, where)
+            found = await asyncio.to_thread(self.open_file, data, owner, where)
+            if isinstance(found, ResolvedText):
+                assert self._documents is not None
+                mark = await asyncio.to_thread(self._documents.mark, found.content, found.text)
+                return {"type": "text", "text": mark}
         else:
             image_url = part.get("image_url")
             url = image_url.get("url") if isinstance(image_url, dict) else image_url
             if not isinstance(url, str):
                 raise InvalidRequest(f"{where}: image_url needs a url", parameter=where)
             data = self._data_url(url, where) if url.startswith("data:") else await self._fetch(url, where)
-        return await asyncio.to_thread(self.open, data, tenant, where)
+            found = await asyncio.to_thread(self.open, data, tenant, where)
+        return {"type": "image_pil", "image_pil": found.image, "uuid": found.content}
 
-    def open(self, data: bytes, tenant: str, where: str) -> ResolvedImage:
-        """Check an image's bytes and name it. Pixels are decoded only the first time this content is seen.
+    def open_file(self, data: bytes, owner: str, where: str) -> ResolvedImage | ResolvedText:
+        """Check a file's bytes, an image or UTF-8 text, and name it for its owner.
+
+        Raises:
+            InvalidRequest: neither, or broken. TooLarge: more bytes or pixels than allowed.
+        """
+        text = None if self._documents is None else as_text(data)
+        if text is None:
+            return self.open(data, owner, where)
+        if len(data) > self._settings.max_document_bytes:
+            limit = self._settings.max_document_bytes
+            raise TooLarge(f"{where}: the document has {len(data)} bytes, at most {limit} are allowed")
+        return ResolvedText(owned_content_id(data, owner, self._secret), text)
+
+    def open(self, data: bytes, owner: str, where: str) -> ResolvedImage:
+        """Check an image's bytes and name it for its owner, a tenant or DYNAMIC_TENANT.
+
+        Pixels are decoded only the first time this content is seen.
 
         Raises:
             InvalidRequest: not an image, or broken. TooLarge: more bytes or pixels than allowed.
@@ -108,14 +151,14 @@ class MediaResolver:
             ) from error
         except (UnidentifiedImageError, OSError, ValueError) as error:
             raise InvalidRequest(
-                f"{where}: not an image in a known format ({', '.join(FORMATS)})", parameter=where
+                f"{where}: not an image in a known format ({', '.join(FORMATS)}), nor a text file", parameter=where
             ) from error
         if image.width * image.height > limits.max_image_pixels:
             raise TooLarge(
                 f"{where}: the image has {image.width}x{image.height} pixels, "
                 f"at most {limits.max_image_pixels} are allowed"
             )
-        content = content_id(data, tenant_salt(tenant, self._secret))
+        content = owned_content_id(data, owner, self._secret)
         if content in self._decoded:
             self._decoded.move_to_end(content)
             return ResolvedImage(content, image)
@@ -129,13 +172,19 @@ class MediaResolver:
             self._decoded.popitem(last=False)
         return ResolvedImage(content, image)
 
-    async def _file(self, part: dict[str, Any], tenant: str, where: str) -> bytes:
+    async def _file(self, part: dict[str, Any], tenant: str, where: str) -> tuple[bytes, str]:
+        """A file's bytes, and who owns what is computed from it. References come first: their KV serves everybody."""
         reference = part.get("file")
-        file_id = reference.get("file_id") if isinstance(reference, dict) else None
+        given = reference if isinstance(reference, dict) else {}
+        file_id, inline = given.get("file_id"), given.get("file_data")
+        if isinstance(inline, str) and file_id is None:
+            return self._data_url(inline, where), tenant
         if not isinstance(file_id, str):
-            raise InvalidRequest(f"{where}: a file part needs file.file_id", parameter=where)
+            raise InvalidRequest(f"{where}: a file part needs file.file_id or file.file_data", parameter=where)
+        with suppress(UnknownFile):
+            return await asyncio.to_thread(self._stores.content, file_id), DYNAMIC_TENANT
         try:
-            return await asyncio.to_thread(self._files.content, tenant, file_id)
+            return await asyncio.to_thread(self._files.content, tenant, file_id), tenant
         except UnknownFile as error:
             raise NotFound(f"{where}: no such file: {file_id}") from error
 
@@ -177,6 +226,15 @@ class MediaResolver:
         except httpx.HTTPError as error:
             raise InvalidRequest(f"{where}: the image could not be fetched: {error}", parameter=where) from error
         raise InvalidRequest(f"{where}: more than {_MAX_REDIRECTS} redirects", parameter=where)
+
+
+def as_text(data: bytes) -> str | None:
+    """The text of a UTF-8 file; None of anything else, and of a file without words."""
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return None
+    return None if "\0" in text or not text.strip() else text
 
 
 async def pinned(url: str, where: str) -> tuple[str, dict[str, str], dict[str, Any]]:

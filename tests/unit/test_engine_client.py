@@ -16,6 +16,7 @@ from prefill_workers.worker import LinkResult, Overloaded
 from serving.api.chat import contents_of
 from serving.api.errors import OverloadedError
 from serving.api.extension import OrbitOptions, RequestTrace, set_trace
+from serving.documents import Documents
 from serving.encodings import Encodings
 from serving.engine_client import LinkedEngineClient
 from serving.errors import RoleUnavailable
@@ -196,4 +197,4 @@ def test_the_chunks_of_a_request_are_found_in_its_order():
         {"role": "user", "content": [{**image, "uuid": "a"}, {"type": "text", "text": "and"}, {**image, "uuid": "b"}]},
         {"role": "user", "content": [{**image, "uuid": "a"}]},
     ]
-    assert contents_of(messages) == ["a", "b", "a"]
+    assert contents_of(messages, Documents(tokenizer=None)) == ["a", "b", "a"]

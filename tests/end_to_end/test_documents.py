@@ -1,0 +1,65 @@
+"""Text files as chunks, through the whole service."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import pytest
+from client import Service, picture, text, user
+
+pytestmark = pytest.mark.service
+
+PAGES = [f"Chapter {number}. " + " ".join(f"word{number * 37 + i}" for i in range(20)) for number in range(3)]
+
+
+def document(number: int) -> dict[str, Any]:
+    encoded = base64.b64encode(PAGES[number].encode()).decode()
+    return {"type": "file", "file": {"filename": "page.txt", "file_data": f"data:text/plain;base64,{encoded}"}}
+
+
+def points(answer: dict[str, Any]) -> list[str]:
+    return [chunk["operating_point"] for chunk in answer["orbit"]["chunks"]]
+
+
+ASK = {"return_token_ids": True}
+
+
+@pytest.mark.parametrize("mode", ["exact", "off", "auto"])
+def test_a_document_computed_in_context_is_the_same_text_written_out(service: Service, reference: Any, mode: str):
+    answer = service.chat(user("Read: ", document(0), " Well?"), mode, **ASK)
+    expected = reference.chat(user("Read: ", text(PAGES[0]), " Well?"))
+    assert answer["choices"][0]["token_ids"] == list(expected.token_ids)
+    assert points(answer) == ["recomputed"]
+
+
+def test_a_document_is_linked_the_second_time_at_another_place(service: Service):
+    service.chat(user(document(1), document(2), "Compare."))
+    service.settle()
+    again = service.chat(user("Once more, behind other words: ", document(1), " and ", document(2), " compare."))
+    assert points(again) == ["patched", "patched"]
+    assert again["orbit"]["tokens_reused"] == sum(chunk["tokens"] for chunk in again["orbit"]["chunks"])
+
+
+def test_documents_and_images_stand_in_one_prompt(service: Service, reference: Any):
+    messages = user("First ", document(1), " then ", picture(71), " and ", document(2), " what follows?")
+    written = user("First ", text(PAGES[1]), " then ", picture(71), " and ", text(PAGES[2]), " what follows?")
+    answer = service.chat(messages, "exact", **ASK)
+    assert answer["choices"][0]["token_ids"] == list(reference.chat(written).token_ids)
+    assert len(points(answer)) == 3
+
+
+def test_an_uploaded_text_file_is_a_document(service: Service):
+    file = service.openai().files.create(file=("notes.md", PAGES[0].encode()), purpose="user_data")
+    answer = service.chat(user({"type": "file", "file": {"file_id": file.id}}, "Well?"))
+    assert answer["orbit"]["chunks"][0]["tokens"] == len(PAGES[0])  # the tokenizer has a token for every byte
+
+
+def test_what_is_neither_text_nor_image_is_refused(service: Service):
+    part = {
+        "type": "file",
+        "file": {"file_data": "data:application/pdf;base64," + base64.b64encode(b"%PDF\0\xff").decode()},
+    }
+    response = service.post(service.body(user(part, "Well?")))
+    assert response.status_code == 400
+    assert "nor a text file" in response.json()["error"]["message"]

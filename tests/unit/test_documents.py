@@ -1,0 +1,71 @@
+"""Documents: tokenised by themselves, marked in messages, spliced into prompts, found again."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from serving.documents import Documents, places
+
+A, B = "a" * 64, "b" * 64
+
+
+class Greedy:
+    """A tokenizer whose tokens are whole words: "in" and "side" become one token when they touch."""
+
+    def __init__(self) -> None:
+        self.words: dict[str, int] = {}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        start = [-1] if add_special_tokens else []
+        return start + [self.words.setdefault(word, len(self.words)) for word in re.findall(r"\w+|\W", text)]
+
+
+@pytest.fixture
+def documents() -> Documents:
+    return Documents(Greedy())
+
+
+def test_a_documents_tokens_do_not_depend_on_what_touches_it(documents: Documents):
+    mark = documents.mark(A, "side by side")
+    (document,) = documents.marked([mark])
+    spliced = documents.token_ids(f"in{mark}walk")
+    assert documents._tokenizer.encode("inside by sidewalk") != spliced
+    assert spliced[2 : 2 + len(document.token_ids)] == document.token_ids.tolist()
+
+
+def test_only_the_first_piece_gets_the_tokenizers_special_tokens(documents: Documents):
+    first, second = documents.mark(A, "one"), documents.mark(B, "two")
+    assert documents.token_ids(f"x {first} y {second} z").count(-1) == 1
+    assert -1 not in documents.token_ids(f"x {first} y", add_special_tokens=False)
+
+
+def test_documents_are_found_in_order(documents: Documents):
+    texts = [f"{documents.mark(A, 'one two')} then {documents.mark(B, 'two one')} and {documents.mark(A, 'one two')}"]
+    marked = documents.marked(texts)
+    assert [document.content for document in marked] == [A, B, A]
+    ids = documents.token_ids(texts[0])
+    found = places(ids, marked)
+    assert [ids[start : start + 3] for _, start in found] == [document.token_ids.tolist() for document in marked]
+    assert [start for _, start in found] == sorted({start for _, start in found})
+
+
+def test_a_document_that_is_not_in_the_prompt_is_an_error(documents: Documents):
+    documents.mark(A, "one two three")
+    with pytest.raises(ValueError, match="is not in the prompt"):
+        places([1, 2, 3], documents.marked([documents.mark(A, "one two three")]))
+
+
+def test_a_mark_cannot_be_written_by_hand(documents: Documents):
+    mark = documents.mark(A, "secret")
+    forged = mark.replace(mark[1:17], "0" * 16)
+    assert documents.marked([forged]) == []
+    assert Documents(Greedy()).marked([mark]) == []
+
+
+def test_memory_is_bounded():
+    documents = Documents(Greedy(), limit=10)
+    for number in range(5):
+        documents.mark(f"{number:064x}", "one two three four")
+    assert sum(len(kept.token_ids) for kept in documents._kept.values()) <= 10
