@@ -128,7 +128,14 @@ class Rig:
     def link(self, parts: Sequence[Part], mode: str = "auto", **request) -> Linked:
         """Link one prompt, wait until what it taught is stored, and free its blocks."""
         plan = self.plan(parts, mode, **request)
-        return self.finish(plan, self.loop.submit(plan).result(60))
+        try:
+            result = self.loop.submit(plan).result(60)
+        except PixelsNeeded as needed:  # late: what is stored turned out to be unreadable
+            items = self.render(parts).items
+            embeddings = self.engine.encode([items[i] for i in needed.chunks])
+            plan = self.linker.plan(plan.request, dict(zip(needed.chunks, embeddings, strict=True)))
+            result = self.loop.submit(plan).result(60)
+        return self.finish(plan, result)
 
     def finish(self, plan: LinkPlan, result: LinkResult) -> Linked:
         """Read what a link left in the cache, then let its blocks go."""
