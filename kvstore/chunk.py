@@ -3,10 +3,10 @@
 Every key is the BLAKE3 digest, as 64 hex digits, of a domain string and length-prefixed fields, so that no two
 different lists of fields share bytes and no key of one kind equals a key of another.
 
-    content bytes, tenant salt -> content id
+    content bytes, salt of the tenant or of the dynamic library -> content id
     content id, model fingerprint, delimiters, dtype -> canonical key
     fixed prefix, antecedents (content ids) -> antecedent key
-    canonical key, antecedent key, kind, rank -> patch key
+    canonical key, antecedent key, kind, form -> patch key
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
+DYNAMIC_TENANT = "dynamic-library"  # owns what is derived from references alone; no API key may name it
+_SHARED = "shared-"
 _THREADED_BYTES = 4 << 20  # BLAKE3 gains from a second thread above about this size
 
 
@@ -49,6 +51,25 @@ def content_id(data: bytes, salt: bytes = b"") -> str:
     return hasher.hexdigest()
 
 
+def owned_content_id(data: bytes, owner: str, secret: bytes = b"") -> str:
+    """Content id of bytes that a tenant, or the dynamic library, owns; equal bytes of two owners share nothing.
+
+    A reference's says of itself that it is shared, so whoever stores what derives from it knows the owner (`owner_of`).
+    """
+    content = content_id(data, tenant_salt(owner, secret))
+    return _SHARED + content if owner == DYNAMIC_TENANT else content
+
+
+def is_shared(content: str) -> bool:
+    """Whether a content id is a reference's."""
+    return content.startswith(_SHARED)
+
+
+def owner_of(tenant: str, *contents: str) -> str:
+    """Who owns what a request of `tenant` derives from these contents and nothing else: all, if all are references."""
+    return DYNAMIC_TENANT if contents and all(map(is_shared, contents)) else tenant
+
+
 def canonical_key(fingerprint: str, content: str, delimiters: Sequence[int], dtype: str) -> str:
     """Key of KV(B|∅). `fingerprint` covers the model and its processor settings; `delimiters` are token ids."""
     return _digest("canonical", (fingerprint.encode(), content.encode(), _integers(delimiters), dtype.encode()))
@@ -64,9 +85,21 @@ def antecedent_key(prefix_tokens: Sequence[int], antecedents: Sequence[str], ord
     return _digest("antecedent", (mode, _integers(prefix_tokens), *(item.encode() for item in listed)))
 
 
-def patch_key(canonical: str, antecedent: str, kind: str, rank: int | None) -> str:
-    """Key of a patch. `kind` is a `PatchKind` or its value; rank None stands for full rank."""
+def patch_key(
+    canonical: str,
+    antecedent: str,
+    kind: str,
+    rank: int | None,
+    energy: float | None = None,
+    depth: float = 1.0,
+    basis: str = "",
+) -> str:
+    """Key of a patch. `kind` is a `PatchKind` or its value; rank None stands for full rank; `basis` is a version."""
     size = "full" if rank is None else str(rank)
+    # Only what differs from the default is written, so that adding a field leaves all other keys as they were.
+    size += "" if energy is None else f" energy {energy!r}"
+    size += "" if depth == 1.0 else f" depth {depth!r}"
+    size += f" basis {basis}" if basis else ""
     return _digest("patch", (canonical.encode(), antecedent.encode(), str(kind).encode(), size.encode()))
 
 

@@ -2,10 +2,10 @@
 
 | call | blocks on | effect |
 |---|---|---|
-| get_canonical, get_patch, get_embedding | a tier, at most load_timeout_s | memory, then object store, disk, URL |
+| get_canonical, get_patch, get_embedding, get_basis | a tier, at most load_timeout_s | memory, then the tiers |
 | load | nothing | the same as a Loading, for loading beside compute |
 | wait | a tier, at most load_timeout_s | what a Loading gives |
-| put_canonical, put_patch, put_embedding | nothing | memory now, tiers behind the request |
+| put_canonical, put_patch, put_embedding, put_basis | nothing | memory now, tiers behind the request |
 | has | a tier | looks without loading |
 | pin | nothing | the keys stay in memory and on disk while the block runs |
 | delete, delete_content | every tier | removes everywhere, also what is queued |
@@ -23,16 +23,17 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import cast
 
 import pyarrow as pa
 
+from kvstore.deletions import Deletions, derives
 from kvstore.errors import StoreError, TierUnavailable
 from kvstore.eviction import HotCache
-from kvstore.format import CanonicalRecord, EmbeddingRecord, PatchRecord, Record, RecordKind, encode
+from kvstore.format import BasisRecord, CanonicalRecord, EmbeddingRecord, PatchRecord, Record, RecordKind, encode_parts
 from kvstore.paths import path_of, record_path
 from kvstore.settings import LibrarySettings
 from kvstore.tier_stack import TierStack
@@ -91,12 +92,13 @@ class Library:
         self._counts: Counter[str] = Counter()
         self._load_ms = 0.0
         self._pins: Counter[str] = Counter()
+        self._deletions = Deletions(settings.deletion_grace_s)
         self._loading: dict[str, Loading] = {}
-        self._hot = HotCache(settings.memory_bytes, settings.tenant_memory_bytes, self._is_pinned)
+        self._hot = HotCache(settings.memory_bytes, settings.tenant_memory_bytes, self._is_pinned, self._announce)
         tiers = TierStack.tiers_of(settings) if tiers is None else tiers
         self._stack = TierStack(tiers, settings, self._is_pinned, self._hot.last_used)
-        self._queue = WriteBehind[_Write](
-            self._persist, self._undo, settings.write_queue_items, settings.write_queue_bytes
+        self._queue = WriteBehind[_Write, Sequence[pa.Buffer]](
+            self._encode, self._persist, self._undo, settings.write_queue_items, settings.write_queue_bytes
         )
         self._pool = ThreadPoolExecutor(settings.load_threads, thread_name_prefix="kvstore-load")
 
@@ -113,6 +115,10 @@ class Library:
     def get_embedding(self, key: str, tenant: str) -> EmbeddingRecord | None:
         """A chunk's vision embeddings, or None, as `get_canonical`."""
         return cast(EmbeddingRecord | None, self._get("embedding", key, tenant))
+
+    def get_basis(self, version: str) -> BasisRecord | None:
+        """A shared basis of this model, or None, as `get_canonical`."""
+        return cast(BasisRecord | None, self._get("basis", version, ""))
 
     def load(self, kind: RecordKind, key: str, tenant: str) -> Loading:
         """Starts loading and returns at once; loads of one record share one read."""
@@ -163,6 +169,10 @@ class Library:
         """As `put_canonical`."""
         self._put(record)
 
+    def put_basis(self, record: BasisRecord) -> None:
+        """As `put_canonical`."""
+        self._put(record)
+
     @contextmanager
     def pin(self, keys: Iterable[str]) -> Iterator[None]:
         """Keeps records, by key, from being evicted by this process while the block runs. Pins nest."""
@@ -183,13 +193,16 @@ class Library:
     def delete_content(self, content: str, tenant: str) -> int:
         """Removes whatever was derived from a content id or conditioned on it, in every tier and for every model.
 
+        A reference's content (see `kvstore.chunk.is_shared`) takes every tenant's records with it. For
+        `deletion_grace_s` this process keeps nothing that still derives from the content.
         Returns how many records went. Memory of other processes is not reached: call it in each of them. Raises
         TierUnavailable if a tier cannot be reached; call it again then.
         """
 
         def derived(record: Record) -> bool:
-            return record.tenant == tenant and (record.content == content or content in record.antecedents)
+            return derives(record, content, tenant)
 
+        self._deletions.note(content, tenant)
         paths = set(self._hot.matching(derived)) | set(self._queue.matching(lambda write: derived(write.record)))
         removed = {path for path in paths if self._forget(path)}
         stored, markers = self._stack.derived_from(content, tenant)
@@ -243,6 +256,10 @@ class Library:
     def _is_pinned(self, key: str) -> bool:
         return key in self._pins
 
+    def _announce(self, path: str) -> None:
+        with suppress(RuntimeError):  # the pool is shut down
+            self._pool.submit(self._stack.touch, path)
+
     def _resident(self, path: str) -> Record | None:
         """The record if memory has it: in the cache, or still waiting to be written."""
         record = self._hot.get(path)
@@ -283,6 +300,8 @@ class Library:
     def _put(self, record: Record) -> None:
         if record.fingerprint != self.fingerprint:
             raise StoreError("the record's model fingerprint is not this library's")
+        if self._deletions.covers(record):
+            return
         path = path_of(record)
         self._hot.put(path, record)
         write = _Write(record, None, range(len(self._stack.tiers)))
@@ -291,9 +310,11 @@ class Library:
             with self._lock:
                 self._counts["dropped_writes"] += 1
 
-    def _persist(self, path: str, write: _Write) -> None:
-        encoded = encode(write.record) if write.encoded is None else write.encoded
-        self._stack.write(write.record, encoded, write.tiers)
+    def _encode(self, write: _Write) -> Sequence[pa.Buffer]:
+        return encode_parts(write.record) if write.encoded is None else [write.encoded]
+
+    def _persist(self, path: str, write: _Write, pieces: Sequence[pa.Buffer]) -> None:
+        self._stack.write(write.record, pieces, write.tiers)
 
     def _undo(self, path: str) -> None:
         try:

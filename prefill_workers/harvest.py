@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from kvstore.chunk import antecedent_key, embedding_key, patch_key
+from kvstore.chunk import antecedent_key, embedding_key, owner_of
 from kvstore.format import CanonicalRecord, EmbeddingRecord
 from kvstore.library import Library
 from kvstore.patch import PatchKind, deficit, relocate
+from kvstore.patch_form import PatchForm
 from prefill_workers import policies
 from prefill_workers.engine import PrefillEngine
-from prefill_workers.orbit import OrbitChunk, OrbitForming, arrange
+from prefill_workers.orbit import OrbitChunk, OrbitForming, arrange, set_kind
 from prefill_workers.patch_compiler import PatchJob
 from prefill_workers.plan import ChunkPlan, LinkPlan
 from prefill_workers.policies import OperatingPoint
@@ -27,11 +28,11 @@ class Harvester:
     """Keeps what links of one engine have computed. Arguments as `Linker`'s."""
 
     def __init__(
-        self, engine: PrefillEngine, library: Library, rank: int | None, submit_patch: Callable[[PatchJob], object]
+        self, engine: PrefillEngine, library: Library, form: PatchForm, submit_patch: Callable[[PatchJob], object]
     ) -> None:
         self.engine = engine
         self.library = library
-        self.rank = rank
+        self.form = form
         self._submit_patch = submit_patch
         self._dtype = str(engine.dtype).removeprefix("torch.")
 
@@ -43,9 +44,9 @@ class Harvester:
 
     def is_kept(self, plan: LinkPlan, chunk: ChunkPlan) -> bool:
         """Whether a computed chunk has taught the library all it can: its canonical KV and its patch are stored."""
-        tenant = plan.request.tenant
+        tenant, owner = plan.request.tenant, owner_of(plan.request.tenant, chunk.span.content)
         stored = self.library.has("patch", chunk.patch_key, tenant)
-        return stored and self.library.has("canonical", chunk.canonical_key, tenant)
+        return stored and self.library.has("canonical", chunk.canonical_key, owner)
 
     def conditioned(self, plan: LinkPlan, chunk: ChunkPlan) -> Tensor:
         """KV(B|A) of a computed chunk, moved to the canonical frame: [layers, tokens, features]."""
@@ -54,17 +55,18 @@ class Harvester:
 
     def canonical(self, plan: LinkPlan, chunk: ChunkPlan, scratch: Sequence[int]) -> CanonicalRecord:
         """KV(B|∅) of a chunk: from the library, or computed alone in the blocks `scratch` and stored."""
-        tenant = plan.request.tenant
+        tenant = owner_of(plan.request.tenant, chunk.span.content)
         stored = self.library.get_canonical(chunk.canonical_key, tenant)
         if stored is not None:
             return stored
         span, whole = chunk.span, plan.sequence
-        assert chunk.embeddings is not None
         lone = LinkSequence(
             token_ids=whole.token_ids[span.start : span.stop],
             positions=whole.positions[..., span.start : span.stop] - chunk.start_position,
             blocks=scratch,
-            embedded=(Embedded(span.first - span.start, chunk.embeddings, span.is_embed),),
+            embedded=()
+            if chunk.embeddings is None
+            else (Embedded(span.first - span.start, chunk.embeddings, span.is_embed),),
         )
         began = time.perf_counter()
         self.engine.forward([(lone, [Run(0, len(lone))])])
@@ -90,7 +92,7 @@ class Harvester:
             EmbeddingRecord(
                 key=embedding_key(fingerprint, chunk.span.content),
                 fingerprint=fingerprint,
-                tenant=plan.request.tenant,
+                tenant=owner_of(plan.request.tenant, chunk.span.content),
                 embeddings=chunk.embeddings,
                 content=chunk.span.content,
                 meta={"modality": chunk.span.modality},
@@ -129,7 +131,7 @@ class Harvester:
         antecedent = antecedent_key(prefix, [key for key, _ in behind], ordered=kind is PatchKind.own)
         self._submit_patch(
             PatchJob(
-                key=patch_key(canonical, antecedent, kind, self.rank),
+                key=self.form.key(canonical, antecedent, kind),
                 kind=kind,
                 delta=delta,
                 layout=self.engine.layout,
@@ -154,15 +156,16 @@ class Harvester:
             return None
         last = plan.chunks[-1]
         behind = antecedent_key(request.prefix, keys[:-1], ordered=False)
-        whole_set = patch_key(last.canonical_key, behind, PatchKind.orbit, self.rank)
-        if self.library.get_patch(whole_set, request.tenant) is not None:
+        whole_set = self.form.key(last.canonical_key, behind, set_kind(len(keys) - 1))
+        owner = _set_owner(request.tenant, request.prefix, *(chunk.span.content for chunk in plan.chunks))
+        if self.library.get_patch(whole_set, owner) is not None:
             return None
         chunks = []
         for chunk in plan.chunks:
             embeddings = chunk.embeddings
-            if embeddings is None:
+            if chunk.lacks_embeddings:
                 key = embedding_key(self.engine.fingerprint, chunk.span.content)
-                stored = self.library.get_embedding(key, request.tenant)
+                stored = self.library.get_embedding(key, owner_of(request.tenant, chunk.span.content))
                 if stored is None:
                     return None
                 embeddings = stored.embeddings
@@ -181,30 +184,38 @@ class Harvester:
         return OrbitForming(request.prefix, tuple(chunks), request.tenant)
 
     def orbit_step(self, forming: OrbitForming, scratch: Sequence[int]) -> bool:
-        """Run the next order of a forming set; returns False, with the patches sent off, when all have run."""
+        """Run the next order of a forming set and send off the patches that it completes; False when all have run."""
         order = next(forming.orders, None)
         if order is None:
-            contents = {chunk.key: chunk.content for chunk in forming.chunks}
-            for (key, predecessors), delta in forming.means().items():
-                self._submit(
-                    kind=PatchKind.orbit,
-                    delta=delta,
-                    canonical=key,
-                    content=contents[key],
-                    behind=[(before, contents[before]) for before in sorted(predecessors)],
-                    prefix=forming.prefix,
-                    tenant=forming.tenant,
-                )
             return False
         sequence, placed = arrange(forming.prefix, order, scratch)
         self.engine.forward([(sequence, [Run(0, len(sequence))])])
-        before: frozenset[str] = frozenset()
-        for place in placed:
-            canonical = self.library.get_canonical(place.chunk.key, forming.tenant)
+        for i, place in enumerate(placed):
+            before = [(other.chunk.key, other.chunk.content) for other in placed[:i]]
+            if not forming.wants(place.chunk.key, [key for key, _ in before]):
+                continue
+            owner = owner_of(forming.tenant, place.chunk.content)
+            canonical = self.library.get_canonical(place.chunk.key, owner)
             if canonical is None:  # evicted meanwhile: nothing to measure the deficit against
                 return False
             kv = self.engine.read_kv(scratch, place.start, len(place.chunk.token_ids))
             conditioned = relocate(kv, -place.position, self.engine.layout)
-            forming.add(place.chunk.key, before, deficit(conditioned, canonical.kv))
-            before |= {place.chunk.key}
+            delta = deficit(conditioned, canonical.kv)
+            mean = forming.add(place.chunk.key, [key for key, _ in before], delta)
+            if mean is not None:
+                self._submit(
+                    kind=set_kind(len(before)),
+                    delta=mean,
+                    canonical=place.chunk.key,
+                    content=place.chunk.content,
+                    behind=sorted(before),
+                    prefix=forming.prefix,
+                    tenant=_set_owner(forming.tenant, forming.prefix, place.chunk.content, *(c for _, c in before)),
+                )
         return True
+
+
+def _set_owner(tenant: str, prefix: Sequence[int], *contents: str) -> str:
+    """Who owns a patch behind a set. It has seen the prefix and these chunks, nothing else of the request; the prefix
+    is the tenant's. (An own patch has also seen the tenant's text before the chunk: it is always the tenant's.)"""
+    return tenant if prefix else owner_of(tenant, *contents)

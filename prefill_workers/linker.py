@@ -22,14 +22,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvstore.chunk import antecedent_key, canonical_key, embedding_key, patch_key
+from kvstore.chunk import DYNAMIC_TENANT, antecedent_key, canonical_key, embedding_key, owner_of
 from kvstore.format import PatchRecord
 from kvstore.library import Library
 from kvstore.patch import PatchKind, apply
+from kvstore.patch_form import PatchForm
 from prefill_workers import policies
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.harvest import Harvester
 from prefill_workers.lookup import ChunkKeys, Found, Lookup, Lookups
+from prefill_workers.orbit import set_kind
 from prefill_workers.patch_compiler import PatchJob
 from prefill_workers.plan import (
     ChunkOutcome,
@@ -49,29 +51,30 @@ class Linker:
     """Plans and places links for one engine.
 
     Args:
-        rank: rank of the own patches it looks for and asks for; None is full rank.
+        form: of the patches that it looks for and asks for.
         submit_patch: takes a deficit off the request path and stores its patch (see `patch_compiler`).
     """
 
     def __init__(
-        self, engine: PrefillEngine, library: Library, rank: int | None, submit_patch: Callable[[PatchJob], object]
+        self, engine: PrefillEngine, library: Library, form: PatchForm, submit_patch: Callable[[PatchJob], object]
     ) -> None:
         self.engine = engine
         self.library = library
-        self.rank = rank
-        self.harvester = Harvester(engine, library, rank, submit_patch)
+        self.form = form
+        self.harvester = Harvester(engine, library, form, submit_patch)
         self._lookups = Lookups(library)
-        self._dtype = str(engine.dtype).removeprefix("torch.")
-        self._delimiters: tuple[int, ...] = ()  # token ids around the placeholders of the chunk seen last
+        self._delimiters: tuple[int, ...] = ()  # token ids around the placeholders of the image seen last
 
     # -- plan ---------------------------------------------------------------------------------------------------------
 
     def prefetch(self, request: PrefetchRequest) -> None:
         """Start loading for a prompt that is still being rendered, so that memory has it when the prompt comes."""
         antecedents: list[str] = []
-        for content in request.contents:
-            keys = self._keys(content, self._delimiters, request.prefix, antecedents)
-            self._lookups.start(keys, request.mode, request.tenant)
+        for i, content in enumerate(request.contents):
+            text = content in request.documents
+            delimiters, contents = () if text else self._delimiters, request.contents[: i + 1]
+            keys = self._keys(request.tenant, contents, delimiters, request.prefix, antecedents, embeds=not text)
+            self._lookups.start(keys, request.mode)
             antecedents.append(keys.canonical)
 
     def plan(self, request: LinkRequest, embeddings: Mapping[int, Tensor] | None = None) -> LinkPlan:
@@ -87,19 +90,18 @@ class Linker:
         tokens = torch.tensor(request.token_ids, dtype=torch.int32)
         wanted = self.keys(request)
         with ExitStack() as pins:
-            pins.enter_context(
-                self.library.pin(key for k in wanted for key in (k.canonical, k.own_patch, k.orbit_patch, k.embedding))
-            )
-            lookups = [self._lookups.start(keys, request.mode, request.tenant) for keys in wanted]
+            pins.enter_context(self.library.pin(key for keys in wanted for key in keys.all()))
+            lookups = [self._lookups.start(keys, request.mode) for keys in wanted]
             positions, lag = self.engine.positions(
-                request.token_ids, [(c.modality, c.grid, c.first, c.count) for c in request.chunks]
+                request.token_ids,
+                [(c.modality, c.grid, c.first, c.count) for c in request.chunks if c.needs_embeddings],
             )
             positions = positions + lag
             chunks = [
                 self._chunk(request, i, wanted, lookup, positions, (embeddings or {}).get(i))
                 for i, lookup in enumerate(lookups)
             ]
-            missing = [i for i, chunk in enumerate(chunks) if chunk.loading is None and chunk.embeddings is None]
+            missing = [i for i, chunk in enumerate(chunks) if chunk.loading is None and chunk.lacks_embeddings]
             if missing:
                 raise PixelsNeeded(missing)
             plan = LinkPlan(request, LinkSequence(tokens, positions, blocks=()), chunks)
@@ -110,23 +112,43 @@ class Linker:
     def keys(self, request: LinkRequest) -> list[ChunkKeys]:
         """Under which keys a request's chunks are stored, each behind those before it."""
         wanted: list[ChunkKeys] = []
-        for span in request.chunks:
+        contents = [span.content for span in request.chunks]
+        for i, span in enumerate(request.chunks):
             before = request.token_ids[span.start : span.first]
-            self._delimiters = (*before, *request.token_ids[span.first + span.count : span.stop])
+            delimiters = (*before, *request.token_ids[span.first + span.count : span.stop])
+            if span.needs_embeddings:
+                self._delimiters = delimiters
             antecedents = [keys.canonical for keys in wanted]
-            wanted.append(self._keys(span.content, self._delimiters, request.prefix, antecedents))
+            behind, embeds = contents[: i + 1], span.needs_embeddings
+            wanted.append(self._keys(request.tenant, behind, delimiters, request.prefix, antecedents, embeds=embeds))
         return wanted
 
     def _keys(
-        self, content: str, delimiters: Sequence[int], prefix: Sequence[int], antecedents: Sequence[str]
+        self,
+        tenant: str,
+        contents: Sequence[str],
+        delimiters: Sequence[int],
+        prefix: Sequence[int],
+        antecedents: Sequence[str],
+        *,
+        embeds: bool,
     ) -> ChunkKeys:
-        fingerprint = self.engine.fingerprint
-        canonical = canonical_key(fingerprint, content, delimiters, self._dtype)
-        own, orbit = (
-            patch_key(canonical, antecedent_key(prefix, antecedents, ordered=kind is PatchKind.own), kind, self.rank)
-            for kind in (PatchKind.own, PatchKind.orbit)
+        """Keys of the last of `contents` behind the others, whose canonical keys are `antecedents`."""
+        fingerprint, content = self.engine.fingerprint, contents[-1]
+        canonical = canonical_key(fingerprint, content, delimiters, self.engine.precision)
+        own, of_set = (
+            self.form.key(canonical, antecedent_key(prefix, antecedents, ordered=kind is PatchKind.own), kind)
+            for kind in (PatchKind.own, set_kind(len(antecedents)))
         )
-        return ChunkKeys(canonical, own, orbit, embedding_key(fingerprint, content))
+        shared = owner_of(tenant, *contents) == DYNAMIC_TENANT
+        return ChunkKeys(
+            canonical,
+            own,
+            of_set,
+            embedding_key(fingerprint, content) if embeds else None,
+            owner=owner_of(tenant, content),
+            patch_owners=tuple(dict.fromkeys((tenant, DYNAMIC_TENANT))) if shared else (tenant,),
+        )
 
     def _chunk(
         self,
@@ -171,7 +193,7 @@ class Linker:
             self._settle(chunk, plan.request.mode, found)
             if chunk.reuses_kv:
                 self._write(plan.sequence, chunk, found)
-            elif chunk.embeddings is None:
+            elif chunk.lacks_embeddings:
                 missing.append(i)
         if missing:
             raise PixelsNeeded(missing)
@@ -192,6 +214,8 @@ class Linker:
             patch=found.patch is not None,
             embeddings=not fresh and chunk.embeddings is not None,
         )
+        if not point.reuses_kv and not chunk.span.needs_embeddings:
+            point = OperatingPoint.RECOMPUTED
         rank = found.patch.patch.rank if found.patch and point is OperatingPoint.PATCHED else None
         chunk.outcome = replace(
             chunk.outcome, operating_point=point, reason=_reason(mode, point, found.patch), rank=rank
@@ -200,9 +224,8 @@ class Linker:
     def _write(self, sequence: LinkSequence, chunk: ChunkPlan, found: Found) -> None:
         """Relocate, patch and write a chunk's stored KV."""
         assert found.canonical is not None
-        kv = apply(
-            found.canonical.kv, found.patch.patch if found.patch else None, chunk.start_position, self.engine.layout
-        )
+        patch = found.patch.patch.bind(self.form.basis) if found.patch else None
+        kv = apply(found.canonical.kv, patch, chunk.start_position, self.engine.layout)
         self.engine.write_kv(kv, self.engine.slots(sequence.blocks, chunk.span.start, chunk.span.stop))
 
 

@@ -26,12 +26,18 @@ _THREADS = 128  # they wait for tiers; the library bounds the reads themselves
 
 @dataclass(frozen=True)
 class ChunkKeys:
-    """Under which keys a chunk's records are stored."""
+    """Under which keys a chunk's records are stored, and whose they are."""
 
     canonical: str
     own_patch: str  # behind this list of antecedents
-    orbit_patch: str  # behind this set
-    embedding: str
+    set_patch: str  # behind this set, in any order
+    embedding: str | None  # None: a text chunk
+    owner: str  # of canonical KV and embeddings: the request's tenant, or the dynamic library
+    patch_owners: tuple[str, ...]  # whose patches serve
+
+    def all(self) -> list[str]:
+        """Every key."""
+        return [key for key in (self.canonical, self.own_patch, self.set_patch, self.embedding) if key is not None]
 
 
 @dataclass(frozen=True)
@@ -81,21 +87,21 @@ class Lookups:
         self._library = library
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="look-up")
 
-    def start(self, keys: ChunkKeys, mode: Mode, tenant: str) -> Lookup:
+    def start(self, keys: ChunkKeys, mode: Mode) -> Lookup:
         """Start looking for what serves a request of this mode."""
         lookup = Lookup()
         if mode is Mode.OFF:
             lookup._found.set_result(Found())
             lookup._decide(coming=False)
         else:
-            self._threads.submit(self._run, lookup, keys, mode, tenant)
+            self._threads.submit(self._run, lookup, keys, mode)
         return lookup
 
-    def _run(self, lookup: Lookup, keys: ChunkKeys, mode: Mode, tenant: str) -> None:
+    def _run(self, lookup: Lookup, keys: ChunkKeys, mode: Mode) -> None:
         try:
-            found = self._kv(lookup, keys, mode, tenant)
-            if found.canonical is None:
-                record = self._library.get_embedding(keys.embedding, tenant)
+            found = self._kv(lookup, keys, mode)
+            if found.canonical is None and keys.embedding is not None:
+                record = self._library.get_embedding(keys.embedding, keys.owner)
                 found = replace(found, embeddings=record.embeddings if record else None)
             lookup._found.set_result(found)
             lookup._decide(coming=found.canonical is not None)
@@ -103,19 +109,20 @@ class Lookups:
             lookup._found.set_exception(error)
             lookup._decide(coming=True)
 
-    def _kv(self, lookup: Lookup, keys: ChunkKeys, mode: Mode, tenant: str) -> Found:
+    def _kv(self, lookup: Lookup, keys: ChunkKeys, mode: Mode) -> Found:
         """Canonical KV and the patch that the mode needs, as far as they are stored."""
         library, patch = self._library, None
         if looks_up_patch(mode):
             # Without a patch the canonical KV is of no use: nothing is moved until one is known to be stored.
-            stored = next((k for k in (keys.own_patch, keys.orbit_patch) if library.has("patch", k, tenant)), None)
+            wanted = ((key, owner) for key in (keys.own_patch, keys.set_patch) for owner in keys.patch_owners)
+            stored = next((place for place in wanted if library.has("patch", *place)), None)
             if stored is None:
                 return Found()
-            patch = library.load("patch", stored, tenant)
+            patch = library.load("patch", *stored)
         elif mode is not Mode.FULL_REUSE:
             return Found()
-        canonical = library.load("canonical", keys.canonical, tenant)
-        if library.has("canonical", keys.canonical, tenant):
+        canonical = library.load("canonical", keys.canonical, keys.owner)
+        if library.has("canonical", keys.canonical, keys.owner):
             lookup._decide(coming=True)
         found = Found(
             canonical=cast(CanonicalRecord | None, library.wait(canonical)),

@@ -19,13 +19,16 @@ from prefill_workers.lookup import Lookup
 from prefill_workers.policies import Mode, OperatingPoint
 from prefill_workers.sequence import Embedded, LinkSequence, Run, complement
 
+TEXT = "text"  # the modality of a document: its tokens are its content
+
 
 @dataclass(frozen=True)
 class ChunkSpan:
-    """One multimodal chunk of a prompt, as plain values.
+    """One chunk of a prompt, as plain values.
 
     The chunk is the tokens `start` up to `stop`, delimiters included; its placeholders are `first` up to
-    `first + count`. `grid` carries the processed fields that fix the positions (vLLM's item without pixels).
+    `first + count`. `grid` carries the processed fields that fix the positions (vLLM's item without pixels). In a text
+    chunk every token counts as a placeholder: its content id alone names it.
     """
 
     content: str
@@ -34,8 +37,13 @@ class ChunkSpan:
     stop: int
     first: int
     count: int
-    grid: Any
+    grid: Any = None
     is_embed: Tensor | None = None
+
+    @property
+    def needs_embeddings(self) -> bool:
+        """Whether computing the chunk takes embeddings that its token ids do not give."""
+        return self.modality != TEXT
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -60,9 +68,13 @@ class LinkRequest:
 
 @dataclass(frozen=True)
 class PrefetchRequest:
-    """Chunks that a prompt on its way will bring, in its order: content ids, and what their patches are keyed by."""
+    """Chunks that a prompt on its way will bring, in its order: content ids, and what their patches are keyed by.
+
+    `documents` are those of the contents that are text chunks.
+    """
 
     contents: tuple[str, ...]
+    documents: frozenset[str] = frozenset()
     mode: Mode = Mode.AUTO
     tenant: str = "local"
     prefix: tuple[int, ...] = ()
@@ -110,6 +122,11 @@ class ChunkPlan:
     def reuses_kv(self) -> bool:
         """Whether the chunk needs no forward."""
         return self.outcome.operating_point.reuses_kv
+
+    @property
+    def lacks_embeddings(self) -> bool:
+        """Whether a forward could not compute the chunk, as far as is known."""
+        return self.span.needs_embeddings and self.embeddings is None
 
 
 @dataclass(eq=False)

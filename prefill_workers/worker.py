@@ -99,7 +99,7 @@ class PrefillLoop:
         max_queue: links that may wait; more are refused with `Overloaded`.
         form: whether computed chunks are kept (canonical KV, patches) in the background.
         patience_seconds: how long background work gives way to hand-offs of links that have finished.
-        orbit_chunks: largest set of chunks whose orders are all run in the background for orbit patches; 0: none.
+        orbit_chunks: largest set of chunks whose orders are run in the background for orbit patches; 0: none.
     """
 
     def __init__(

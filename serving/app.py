@@ -81,6 +81,7 @@ class PrefillWorker:
         from kvstore.library import Library
         from prefill_workers.engine import PrefillEngine
         from prefill_workers.linker import Linker
+        from prefill_workers.patch_compiler import load_form
         from prefill_workers.worker import PrefillLoop
 
         self._engine = PrefillEngine(engine_spec(config, settings.tensor_parallel_size, hand_off=True))
@@ -91,7 +92,8 @@ class PrefillWorker:
         self._compiler, self._events = compiler, asyncio.get_running_loop()
         self._compiling = self._patches_dropped = 0
         self._max_compiling = settings.max_patch_queue
-        linker = Linker(self._engine, self._library, config.patch.rank, self._submit)
+        form = load_form(config.patch, self._library)
+        linker = Linker(self._engine, self._library, form, self._submit)
         self._linker = linker
         self._loop = PrefillLoop(
             self._engine,
@@ -201,12 +203,20 @@ class PatchCompiler:
     def _compile(self, job: PatchJob) -> None:
         from kvstore.library import Library
         from prefill_workers.patch_compiler import PatchCompiler as Compiler
+        from prefill_workers.patch_compiler import load_form
 
         compiler = self._compilers.get(job.fingerprint)
         if compiler is None:
             library = Library(self._settings.library, job.fingerprint)
-            compiler = self._compilers[job.fingerprint] = Compiler(library, self._settings.patch.rank)
+            settings = self._settings.patch
+            compiler = Compiler(library, load_form(settings, library), settings.pool_basis)
+            self._compilers[job.fingerprint] = compiler
         compiler.compile(job)
+
+    async def forget(self, content: str, tenant: str) -> None:
+        """Drop deleted content from this process: its memory, and what it has not written yet."""
+        for compiler in list(self._compilers.values()):
+            await asyncio.to_thread(compiler.library.delete_content, content, tenant)
 
     async def flush(self) -> int:
         """Wait until nothing is queued and everything is stored; returns how many patches were formed."""
@@ -277,32 +287,40 @@ class DecodeWorker:
 class LibraryKeeper:
     """What the library needs that is nobody's request: deletion, expiry, statistics."""
 
-    async def __init__(self, config: OrbitServeConfig, prefill: DeploymentHandle) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, config: OrbitServeConfig, prefill: DeploymentHandle, compiler: DeploymentHandle
+    ) -> None:
         from kvstore.files import FileStore
         from kvstore.library import Library
+        from kvstore.vector_stores import VectorStores
         from prefill_workers.fingerprint import fingerprint
 
-        self._prefill = prefill
+        self._prefill, self._compiler = prefill, compiler
         self._files = FileStore(config.files_url, config.files)
+        self._stores = VectorStores(self._files)
         self._library = Library(config.library, fingerprint(Path(config.model.path)))
         self._sweeping = asyncio.create_task(self._sweep(config.keeper.sweep_period_s))
 
     async def delete_content(self, content: str, tenant: str) -> int:
-        """Remove everything derived from a content id, in the tiers and in every prefill worker's memory.
+        """Remove everything derived from a content id, in the tiers and in the memory of every worker that has one.
 
         Returns how many records went.
         """
-        removed = await asyncio.to_thread(self._library.delete_content, content, tenant)
-        await self._prefill.broadcast("forget", content, tenant).results_async()
-        return removed
+        for workers in (self._prefill, self._compiler):
+            await workers.broadcast("forget", content, tenant).results_async()
+        return await asyncio.to_thread(self._library.delete_content, content, tenant)
 
     async def _sweep(self, period_s: float) -> None:
-        """Delete expired files, and what was derived from content that no file holds any more."""
+        """Delete expired files and vector stores, and what was derived from content that nothing holds any more."""
+        from kvstore.chunk import DYNAMIC_TENANT
+
         while True:
             try:
                 for file in await asyncio.to_thread(self._files.sweep):
                     if not await asyncio.to_thread(self._files.has_content, file.tenant, file.content):
                         await self.delete_content(file.content, file.tenant)
+                for content in await asyncio.to_thread(self._stores.sweep):
+                    await self.delete_content(content, DYNAMIC_TENANT)
             except Exception:
                 logger.exception("expired files could not be swept; trying again in %s s", period_s)
             await asyncio.sleep(period_s)
@@ -436,7 +454,7 @@ def build(config: OrbitServeConfig) -> serve.Application:
         vision=_deployment(VisionEncoder, config.vision).bind(config),
         prefill=prefill,
         decode=_deployment(DecodeWorker, config.decode).bind(config),
-        library=_deployment(LibraryKeeper, config.keeper).bind(config, prefill),
+        library=_deployment(LibraryKeeper, config.keeper).bind(config, prefill, compiler),
     )
 
 

@@ -11,7 +11,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from serving import library_cli
+
 app = typer.Typer(help="Serve multimodal models without paying twice for what was already seen.", no_args_is_help=True)
+app.add_typer(library_cli.app, name="library")
 console = Console(soft_wrap=True)
 Config = Annotated[Path | None, typer.Option("--config", "-c", help="YAML of an OrbitServeConfig; see `config`.")]
 
@@ -65,11 +68,23 @@ def doctor(
     model: Annotated[
         Path | None, typer.Option(help="Checkpoint to check the engine with; default: the bundled.")
     ] = None,
+    config: Config = None,
 ) -> None:
-    """Check versions, engine, transfers, memory and ports, and say what to do about each failure."""
+    """Check versions, engine, transfers, memory and ports, and say what to do about each failure.
+
+    With a configuration its model and its library's tiers are checked too.
+    """
+    from serving.config import ConfigError, OrbitServeConfig
     from serving.doctor import print_report, run_doctor
 
-    results = run_doctor(model)
+    try:
+        settings = None if config is None else OrbitServeConfig.load(config, model=model)
+    except ConfigError as error:
+        console.print(f"[red]error:[/red] {error}")
+        raise typer.Exit(1) from None
+    if settings is not None:
+        model = settings.model.path
+    results = run_doctor(model, library=None if settings is None else settings.library)
     print_report(results, console)
     if not all(result.ok for result in results):
         raise typer.Exit(1)
@@ -80,6 +95,9 @@ def bench(
     name: Annotated[str, typer.Argument(help="Benchmark to run; `list` describes them.")] = "list",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw the arms' medians here, as PNG.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint to measure, for benchmarks that take one; default: a bundled one.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Within a minute: few turns, small cases.")] = False,
 ) -> None:
     """Measure, both arms of a comparison in one session, and say which targets were met."""
@@ -94,7 +112,13 @@ def bench(
         console.print(f"[red]error:[/red] no benchmark {name!r}; there are {', '.join(BENCHMARKS)}")
         raise typer.Exit(2)
     benchmark = BENCHMARKS[name]
-    outcome = benchmark.run(quick, console)
+    if model is not None and not benchmark.takes_model:
+        console.print(f"[red]error:[/red] benchmark {name} measures a bundled model; it takes no --model")
+        raise typer.Exit(2)
+    if model is not None and not (model / "config.json").exists():
+        console.print(f"[red]error:[/red] {model} holds no config.json; is it a checkpoint?")
+        raise typer.Exit(2)
+    outcome = benchmark.run(quick, console, model=model) if benchmark.takes_model else benchmark.run(quick, console)
     document = harness.report(benchmark, outcome, shlex.join(["orbitserve", *sys.argv[1:]]), quick)
     harness.show(benchmark, document, console)
     if json_file is not None:

@@ -155,7 +155,9 @@ class LinkedEngineClient(_NotOurs):
         """Let a prefill worker load what is stored for a prompt's chunks while the prompt is still being rendered."""
         mode = Mode(trace.options.mode)
         if contents and mode is not Mode.OFF:
-            self._roles.prefetch(PrefetchRequest(tuple(contents), mode, trace.tenant, trace.prefix_tokens))
+            self._roles.prefetch(
+                PrefetchRequest(tuple(contents), mode=mode, tenant=trace.tenant, prefix=trace.prefix_tokens)
+            )
 
     async def _generate(
         self, prompt: Any, params: SamplingParams, request_id: str, trace: RequestTrace, options: dict[str, Any]
@@ -212,7 +214,8 @@ class LinkedEngineClient(_NotOurs):
                     raise RuntimeError(f"chunks {needed.chunks} were encoded, and asked for again") from needed
                 encoding = time.perf_counter()
                 contents = {i: segments.chunks[i].content for i in needed.chunks}
-                found = await self._encodings.get(request.tenant, {c: segments.items[i] for i, c in contents.items()})
+                pixels = segments.pixels(needed.chunks)
+                found = await self._encodings.get(request.tenant, dict(zip(contents.values(), pixels, strict=False)))
                 embeddings |= {i: found[content] for i, content in contents.items()}
                 vision_ms += (time.perf_counter() - encoding) * 1e3
         encoded = sum(segments.chunks[i].count for i in embeddings)

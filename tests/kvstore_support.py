@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from kvstore.basis import pool_basis
 from kvstore.chunk import canonical_key, content_id, embedding_key, patch_key
-from kvstore.format import CanonicalRecord, EmbeddingRecord, PatchRecord
+from kvstore.format import BasisRecord, CanonicalRecord, EmbeddingRecord, PatchRecord
 from kvstore.layout import Layout
 from kvstore.patch import PatchKind, form_patch
 from kvstore.rotary import RotaryScheme
@@ -48,6 +49,12 @@ def patch_of(record: CanonicalRecord, antecedents: Sequence[str] = (), rank: int
         canonical=record.key,
         antecedent="behind " + " ".join(antecedents),
     )
+
+
+def basis_record(rank: int = 4) -> BasisRecord:
+    """A shared basis pooled from three patches of random deficits."""
+    basis = pool_basis([form_patch(random_kv(GQA, 7, seed=seed), GQA) for seed in range(3)], rank)
+    return BasisRecord(key=basis.version, fingerprint=FINGERPRINT, tenant="", layout=GQA, basis=basis)
 
 
 def embedding_of(record: CanonicalRecord) -> EmbeddingRecord:

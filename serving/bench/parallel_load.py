@@ -155,6 +155,7 @@ class _Measurement:
     def _opened(self, tier: Tier) -> Iterator[tuple[Library, Linker, PrefillLoop]]:
         """A worker whose memory is empty, and whose files the system has not cached either."""
         from kvstore.library import Library
+        from kvstore.patch_form import PatchForm
         from kvstore.settings import LibrarySettings
         from prefill_workers.linker import Linker
         from prefill_workers.worker import PrefillLoop
@@ -166,7 +167,7 @@ class _Measurement:
             os.close(descriptor)
         engine = self._engine
         with Library(LibrarySettings(directory=None, load_timeout_s=60), engine.fingerprint, [tier]) as library:
-            linker = Linker(engine, library, RANK, lambda job: None)
+            linker = Linker(engine, library, PatchForm(RANK), lambda job: None)
             loop = PrefillLoop(engine, linker, budget=4096, max_queue=1, lease_seconds=600, owner="bench", form=False)
             loop.start()
             try:

@@ -19,7 +19,7 @@ from serving.api.extension import OrbitOptions, RequestTrace, set_trace
 from serving.encodings import Encodings
 from serving.engine_client import LinkedEngineClient
 from serving.errors import RoleUnavailable
-from serving.segments import Delimiters
+from serving.segments import Delimiters, Segments
 
 OUTPUTS = 3
 
@@ -151,7 +151,7 @@ async def test_an_answer_that_nobody_reads_to_its_end_is_closed():
 async def test_pixels_are_encoded_only_when_asked_for():
     roles = Roles(link=[PixelsNeeded([0]), None])
     client = client_of(roles)
-    segments = SimpleNamespace(
+    segments = Segments(
         items=(("image", "pixels"),), chunks=(SimpleNamespace(content="page", count=5),), token_ids=list(range(12))
     )
     trace = RequestTrace()
@@ -165,7 +165,7 @@ async def test_pixels_are_encoded_only_when_asked_for():
 async def test_pixels_may_be_asked_for_again_but_not_the_same_twice():
     """Stored KV that is unreadable is only noticed when it is loaded."""
     contents = ("one", "two", "three")
-    segments = SimpleNamespace(
+    segments = Segments(
         items=tuple(("image", content) for content in contents),
         chunks=tuple(SimpleNamespace(content=content, count=5) for content in contents),
         token_ids=list(range(12)),
@@ -186,7 +186,7 @@ def test_stored_chunks_are_asked_for_before_the_prompt_is_rendered(mode: str, co
     client_of(roles).prefetch(contents, trace)
     assert len(roles.prefetched) == sent
     for request in roles.prefetched:
-        assert request == PrefetchRequest(("a", "b"), "auto", "acme", (1, 2))
+        assert request == PrefetchRequest(("a", "b"), mode="auto", tenant="acme", prefix=(1, 2))
 
 
 def test_the_chunks_of_a_request_are_found_in_its_order():

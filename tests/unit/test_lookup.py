@@ -24,7 +24,7 @@ TENANT = "acme"
 RECORD = canonical("page")
 OWN, ORBIT = patch_of(RECORD, ["own"]), patch_of(RECORD, ["orbit"])
 EMBEDDING = embedding_of(RECORD)
-KEYS = ChunkKeys(RECORD.key, OWN.key, ORBIT.key, EMBEDDING.key)
+KEYS = ChunkKeys(RECORD.key, OWN.key, ORBIT.key, EMBEDDING.key, owner=TENANT, patch_owners=(TENANT,))
 
 
 class KindTier(HeldTier):
@@ -57,7 +57,7 @@ def full() -> Iterator[MemoryTier]:
 
 def start(tier: Tier, mode: Mode = Mode.AUTO, keys: ChunkKeys = KEYS, **settings: float) -> Lookup:
     library = Library(LibrarySettings(directory=None, load_timeout_s=10, **settings), FINGERPRINT, [tier])
-    return Lookups(library).start(keys, mode, TENANT)
+    return Lookups(library).start(keys, mode)
 
 
 @pytest.mark.parametrize("held", ["canonical", "patch"])
@@ -80,7 +80,7 @@ def test_kv_is_known_to_come_before_it_is_loaded(full: MemoryTier, held: str) ->
 
 def test_canonical_kv_is_not_moved_without_a_patch(full: MemoryTier) -> None:
     tier = KindTier(full)
-    lookup = start(tier, keys=replace(KEYS, orbit_patch="0" * 64))
+    lookup = start(tier, keys=replace(KEYS, set_patch="0" * 64))
     assert not lookup.is_coming(5)
     found = lookup.found()
     assert (found.canonical, found.patch) == (None, None)
