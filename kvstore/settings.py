@@ -20,6 +20,11 @@ class LibrarySettings(BaseModel):
         default=Path(".orbitserve/library"),
         description="Local directory; processes of a node may share it. None: no disk.",
     )
+    durable: bool = Field(
+        default=False,
+        description="Sync every record to the local disk before it counts as written. Off, a power cut may lose or "
+        "damage what was written last; that is noticed and computed again. A dying process loses nothing either way.",
+    )
     url: str | None = Field(
         default=None, description="fsspec URL behind the disk, such as s3://bucket/prefix. None: none."
     )
@@ -29,6 +34,11 @@ class LibrarySettings(BaseModel):
     memory_bytes: int = Field(default=2 * GIB, ge=0, description="Decoded records kept in this process's memory.")
     tenant_memory_bytes: int | None = Field(
         default=None, ge=0, description="The same for any one tenant. None: memory_bytes."
+    )
+    object_store_bytes: int = Field(
+        default=1 * GIB,
+        ge=0,
+        description="Bytes of records in the object stores of the Ray cluster, in all; 0, and outside a cluster: none.",
     )
     disk_bytes: int = Field(default=64 * GIB, ge=0, description="Bytes of records in the directory.")
     remote_bytes: int | None = Field(
@@ -48,6 +58,12 @@ class LibrarySettings(BaseModel):
         default=3, ge=1, description="Failures in a row after which a tier is left alone for a while."
     )
     tier_cooldown_s: float = Field(default=10.0, gt=0, description="How long a failing tier is left alone, in seconds.")
+    deletion_grace_s: float = Field(
+        default=60.0,
+        ge=0,
+        description="For how long after a deletion nothing that derives from the content is kept: requests may still "
+        "be at work on it.",
+    )
     salt_secret: SecretStr = Field(
         default=SecretStr(""),
         description="Secret in every tenant's content-id salt; set it where tenants must not guess ids.",
