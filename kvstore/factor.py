@@ -3,8 +3,8 @@
 | way | when | cost against a full SVD (`orbitserve bench patch-form`) |
 |---|---|---|
 | identity | full rank | none: any complete basis is exact |
-| block Krylov | the Krylov space is at most half as wide as the deficit | about a tenth |
-| Gram matrix + eigh | otherwise | about half |
+| block Krylov | the Krylov space is at most two thirds as wide as the deficit | a tenth to a third |
+| Gram matrix + eigh | otherwise | about two thirds |
 
 All of them find directions only. The coefficients are always the projection on those directions, so what the directions
 span is reproduced to rounding, and the energy that is reported is the energy that the factors keep.
@@ -64,7 +64,7 @@ def project(delta: Tensor, directions: Tensor, energy: float | None = None) -> F
 def leading_directions(tall: Tensor, rank: int) -> Tensor:
     """The `rank` leading right singular vectors [layers, n, rank] of `tall` [layers, m, n], m >= n, strongest first."""
     krylov = _KRYLOV_BLOCKS * (rank + _OVERSAMPLING)
-    return krylov_directions(tall, rank) if 2 * krylov <= tall.shape[2] else gram_directions(tall, rank)
+    return krylov_directions(tall, rank) if 3 * krylov <= 2 * tall.shape[2] else gram_directions(tall, rank)
 
 
 def gram_directions(tall: Tensor, rank: int) -> Tensor:

@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -150,9 +151,9 @@ def show(benchmark: Benchmark, document: Mapping[str, Any], console: Console) ->
         times = ", ".join(f"{case}: {ms:.1f}" for case, ms in arm["median_ms"].items())
         console.print(f"  {arm['name']:12} median ms  {times}", highlight=False)
     for name, rows in document["tables"].items():
-        table = Table(name, *next(iter(rows.values())), title_justify="left")
+        table = Table(name, *next(iter(rows.values())), box=SIMPLE, pad_edge=False, collapse_padding=True)
         for row, cells in rows.items():
-            table.add_row(row, *(f"{value:.4g}" for value in cells.values()))
+            table.add_row(row, *(f"{value:.3g}" for value in cells.values()))
         console.print(table)
     for name, value in document["figures"].items():
         line = f"  {name} = {value:g}"

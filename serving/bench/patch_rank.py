@@ -62,8 +62,6 @@ def run(quick: bool, console: Console, model: Path | None = None) -> Outcome:
     os.environ.update(vllm_environment(kv_cache_gib=1, threads=os.cpu_count()))
     from prefill_workers.engine import EngineSpec, PrefillEngine
 
-    # vLLM says at every picture that an engine in the same process keeps its threads.
-    logging.getLogger("vllm.v1.worker.cpu_worker").setLevel(logging.ERROR)
     checkpoint = model or checkpoint_path(CHECKPOINT)
     is_random = (checkpoint / STAMP).exists()
     console.print(f"starting a prefill engine for {checkpoint.name}")
@@ -76,6 +74,8 @@ def run(quick: bool, console: Console, model: Path | None = None) -> Outcome:
             trust_remote_code=is_random,
         )
     )
+    # vLLM would say at every picture that an engine in the same process keeps its threads.
+    logging.getLogger("vllm.v1.worker.cpu_worker").setLevel(logging.ERROR)
     ranks = QUICK_RANKS if quick else RANKS
     try:
         with torch.inference_mode():
@@ -176,9 +176,8 @@ class Probe:
                     patch = form(rank)
                     kl.setdefault(kind, {}).setdefault(rank, []).append(self._kl(item, patch))
                     kept.setdefault(kind, {})[rank] = patch.nbytes / item.canonical.nbytes
-        mean = {kind: {r: float(torch.cat(v).mean()) for r, v in by_rank.items()} for kind, by_rank in kl.items()}
-        sizes = gathered[0].canonical.shape[1], len(gathered[0].exact)
-        return Measured(float(torch.cat(blind).mean()), mean, kept, items, *sizes)
+        mean = {kind: {rank: _mean(values) for rank, values in by_rank.items()} for kind, by_rank in kl.items()}
+        return Measured(_mean(blind), mean, kept, items, gathered[0].canonical.shape[1], len(gathered[0].exact))
 
     def _gather(self, number: int) -> Item:
         from kvstore.patch import deficit, mean_deficit, orderings
@@ -283,6 +282,11 @@ class Probe:
         self._engine.write_kv(kv, self._engine.slots(item.plan.sequence.blocks, span.start, span.stop))
         linked = self._answer(item.plan, item.target)
         return (item.exact.exp() * (item.exact - linked)).sum(-1)
+
+
+def _mean(kl: Sequence[Tensor]) -> float:
+    """Over all items' tokens; where the distributions agree, rounding may have left less than nothing."""
+    return max(0.0, float(torch.cat(list(kl)).mean()))
 
 
 def _composition_scale(items: Sequence[Item]) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -50,6 +51,7 @@ class Page:
         return f"Page {self.number}: {bytes(letters.tolist()).decode()}."
 
 
+T = TypeVar("T")
 Part = str | int | Page  # text, the number of a test image, or a document
 
 
@@ -150,18 +152,26 @@ class Rig:
 
     def plan(self, parts: Sequence[Part], mode: str = "auto", **request) -> LinkPlan:
         """A plan, with the pixels encoded that it asks for."""
-        segments = self.render(parts)
-        asked = LinkRequest("test", segments.token_ids, segments.chunks, Mode(mode), **request)
-        try:
-            return self.linker.plan(asked)
-        except PixelsNeeded as needed:
-            embeddings = self.engine.encode(segments.pixels(needed.chunks))
-            return self.linker.plan(asked, dict(zip(needed.chunks, embeddings, strict=True)))
+        return self._with_pixels(parts, mode, request, lambda plan: plan)
 
     def link(self, parts: Sequence[Part], mode: str = "auto", **request) -> Linked:
         """Link one prompt, wait until what it taught is stored, and free its blocks."""
-        plan = self.plan(parts, mode, **request)
-        return self.finish(plan, self.loop.submit(plan).result(60))
+        return self._with_pixels(
+            parts, mode, request, lambda plan: self.finish(plan, self.loop.submit(plan).result(60))
+        )
+
+    def _with_pixels(self, parts: Sequence[Part], mode: str, request: dict, work: Callable[[LinkPlan], T]) -> T:
+        """Plan and do `work`, again with the pixels that either asks for."""
+        segments, embeddings = self.render(parts), dict[int, Tensor]()
+        asked = LinkRequest("test", segments.token_ids, segments.chunks, Mode(mode), **request)
+        while True:
+            try:
+                return work(self.linker.plan(asked, embeddings))
+            except PixelsNeeded as needed:
+                if embeddings.keys() & set(needed.chunks):
+                    raise
+                encoded = self.engine.encode(segments.pixels(needed.chunks))
+                embeddings |= dict(zip(needed.chunks, encoded, strict=True))
 
     def finish(self, plan: LinkPlan, result: LinkResult) -> Linked:
         """Read what a link left in the cache, then let its blocks go."""

@@ -55,7 +55,7 @@ def test_tables_are_reported_shown_and_drawn(tmp_path: Path, capsys: pytest.Capt
     assert document["figures"] == {"small": 1.234e-5}
     harness.show(benchmark, document, Console())
     shown = capsys.readouterr().out
-    assert all(word in shown for word in ("loss", "own", "full", "1.235e-07"))
+    assert all(word in shown for word in ("loss", "own", "full", "1.23e-07"))
     harness.plot(document, tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
