@@ -9,7 +9,8 @@ node take the object over: what a task returns belongs to its caller, and stays 
 directory is detached and on the head node: it outlives the application, which finds its memory warm when it is deployed
 again. When it dies its objects go with it, and Ray starts an empty one. When a node dies, what it held is a miss.
 
-Ray is imported when a tier is made; `kvstore` works without it.
+What the directory lets go of stays in a node's memory for as long as a worker of the node holds on to it, in its own
+memory of the library: leave the object store room for that. Ray is imported when a tier is used, not before.
 """
 
 from __future__ import annotations

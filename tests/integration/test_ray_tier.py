@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -208,6 +209,14 @@ def test_a_node_that_dies_takes_its_blobs_and_nothing_else(cluster: Cluster, emp
     assert bytes(empty.get("there") or b"") == b"y" * MIB
 
 
+def test_the_library_does_not_need_ray(tmp_path: Path) -> None:
+    code = (
+        "import sys; from kvstore.library import Library; from kvstore.settings import LibrarySettings\n"
+        f"Library(LibrarySettings(directory={str(tmp_path)!r}), 'model').close(); assert 'ray' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_a_process_outside_a_cluster_has_no_such_tier(tmp_path: Path) -> None:
     """Last: it leaves the cluster."""
     ray.shutdown()
@@ -216,4 +225,3 @@ def test_a_process_outside_a_cluster_has_no_such_tier(tmp_path: Path) -> None:
     assert not ray.is_initialized(), "asking must not start a cluster"
     with Library(LibrarySettings(directory=tmp_path), FINGERPRINT) as library:
         assert list(library.stats().tier_bytes) == ["disk"]
-    assert "ray" in sys.modules
