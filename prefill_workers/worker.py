@@ -254,7 +254,7 @@ class PrefillLoop:
         read, wanted = self._engine.poll_handoffs()
         for lease in read:
             self._pool.read(lease)
-        for lease in wanted:
+        for lease in [*wanted, *(job.lease.id for job in self._running if job.lease is not None)]:
             self._pool.renew(lease)
         expired = self._pool.expire()
         if expired:

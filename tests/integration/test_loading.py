@@ -93,9 +93,9 @@ def tier(taught: Tier) -> Iterator[GatedTier]:
 def cold(make_rig: Callable[..., Rig], fp32: PrefillEngine, tier: GatedTier) -> Callable[..., Rig]:
     """Builds a worker whose memory is empty and whose tier is gated; it learns nothing."""
 
-    def make(**settings) -> Rig:
-        chosen = LibrarySettings(**{"directory": None, "tier_failures": 1000, "load_timeout_s": 30.0, **settings})
-        return make_rig(library=Library(chosen, fp32.fingerprint, [tier]), form=False)
+    def make(load_timeout_s: float = 30.0, **loop_options) -> Rig:
+        settings = LibrarySettings(directory=None, tier_failures=1000, load_timeout_s=load_timeout_s)
+        return make_rig(library=Library(settings, fp32.fingerprint, [tier]), form=False, **loop_options)
 
     return make
 
@@ -311,6 +311,22 @@ def test_a_cancelled_link_lets_go_of_blocks_and_pins_while_its_loads_go_on(cold,
     gate.set()
     assert rig.link(PAGES).points == ["patched"] * 3
     assert tier.reads(keys[1].canonical) == 1, "what was loaded was not lost"
+
+
+def test_a_lease_does_not_end_while_its_link_still_loads(cold, tier: GatedTier, reference: dict[int, float]):
+    now = [0.0]
+    rig = cold(lease_seconds=1.0, clock=lambda: now[0])
+    gates = tier.hold(*(key.canonical for key in keys_of(rig)[1:]))
+    plan = rig.plan(PAGES)
+    future = rig.loop.submit(plan)
+    wait_for(lambda: rig.loop.stats().running == 1)
+    now[0] = 100.0
+    gates[0].set()
+    wait_for(lambda: settled(plan, 1))  # the loop has turned since
+    gates[1].set()
+    result = future.result(30)
+    assert rig.loop.stats().leases_expired == 0
+    assert off_by(rig.finish(plan, result), reference) < 1e-4
 
 
 def test_a_plan_pins_what_it_uses_until_it_is_placed(cold, tier: GatedTier):
