@@ -246,6 +246,7 @@ class DecodeWorker:
                 max_num_seqs=settings.max_num_seqs,
                 gpu_memory_utilization=settings.gpu_memory_utilization,
                 trust_remote_code=model.trust_remote_code,
+                kv_cache_dtype=model.kv_cache_dtype,
                 seed=model.seed,
             )
         )
@@ -499,6 +500,7 @@ def engine_spec(config: OrbitServeConfig, tensor_parallel_size: int, hand_off: b
         gpu_memory_utilization=prefill.gpu_memory_utilization,
         trust_remote_code=model.trust_remote_code,
         hand_off=hand_off,
+        kv_cache_dtype=model.kv_cache_dtype,
         seed=model.seed,
     )
 

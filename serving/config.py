@@ -39,6 +39,9 @@ class ModelSettings(_Settings):
     max_model_len: int | None = Field(
         None, ge=16, description="Longest prompt plus answer in tokens; None: the model's."
     )
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = Field(
+        "auto", description="What engines keep KV as; auto: the model's dtype. Refused at start where vLLM cannot."
+    )
     seed: int = Field(0, description="vLLM's seed for requests without one.")
     trust_remote_code: bool = Field(False, description="Run code that comes with the checkpoint.")
     chat_template: str | None = Field(None, description="Path or text of a chat template; None: the tokenizer's.")

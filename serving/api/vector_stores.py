@@ -1,7 +1,7 @@
 """`/v1/vector_stores`: reference sets that an administrator maintains for every tenant (the dynamic library).
 
 Everybody may read them and name their files in a chat; only an administrator's key changes them. A file is ready as
-soon as it was added: an image is one chunk, and what is computed from it is kept when it is first used.
+soon as it was added: a file is one chunk, and what is computed from it is kept when it is first used.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from kvstore.chunk import DYNAMIC_TENANT
 from kvstore.vector_stores import Attributes, Batch, Reference, VectorStore, VectorStores
 from serving.api.errors import Forbidden, InvalidRequest, NotAvailable
 from serving.api.files import OnDelete
+from serving.api.media import as_text
 
 _MAX_BATCH = 2000
 _Item = TypeVar("_Item")
@@ -37,7 +38,7 @@ class _ExpiresAfter(_Body):
 
 
 class _Chunking(_Body):
-    type: Literal["auto"] = Field("auto", description="An image is one chunk; there is nothing to choose.")
+    type: Literal["auto"] = Field("auto", description="A file is one chunk; there is nothing to choose.")
 
 
 class _StoreFields(_Body):
@@ -193,7 +194,11 @@ def vector_stores_router(stores: VectorStores, on_delete: OnDelete) -> APIRouter
     @router.get("/{store_id}/files/{file_id}/content", summary="The text of a file of a vector store")
     async def content(store_id: str, file_id: str) -> dict[str, Any]:
         await asyncio.to_thread(stores.reference, store_id, file_id)
-        raise NotAvailable("the files of a vector store are images, which have no text content")
+        text = as_text(await asyncio.to_thread(stores.content, file_id))
+        if text is None:
+            raise NotAvailable("this file is an image, which has no text content")
+        page = {"object": "vector_store.file_content.page", "data": [{"type": "text", "text": text}]}
+        return {**page, "has_more": False, "next_page": None}
 
     @router.post("/{store_id}/file_batches", summary="Add several files to a vector store")
     async def add_batch(store_id: str, body: _NewBatch, tenant: Administrator) -> dict[str, Any]:

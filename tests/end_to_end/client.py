@@ -142,10 +142,12 @@ def running(dtype: str, root: Path, **sections: Any) -> Iterator[Service]:
 class Reference:
     """vLLM by itself: the model's vision tower and language model in one engine, nothing reused."""
 
-    def __init__(self, dtype: str) -> None:
+    def __init__(self, dtype: str, checkpoint: str = CHECKPOINT, trust_remote_code: bool = False) -> None:
         self._llm = LLM(
-            model=str(checkpoint_path(CHECKPOINT)),
+            model=str(checkpoint_path(checkpoint)),
             dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            compilation_config={"custom_ops": ["-rotary_embedding"]},  # wrong on what MLA passes, on CPU
             max_model_len=MAX_MODEL_LEN,
             enforce_eager=True,
             enable_prefix_caching=False,

@@ -6,11 +6,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from rig import BLOCK_SIZE, Rig, apart, lone, unit_in_the_last_place
+from rig import BLOCK_SIZE, Rig, apart, lone, tiny_engine, unit_in_the_last_place
 from torch import Tensor
 
+from infra.families import FAMILIES
 from kvstore.patch import relocate
 from prefill_workers.engine import PrefillEngine, SelfCheckError
+from prefill_workers.runs import UnsupportedEngine
 from prefill_workers.sequence import LinkSequence, Run
 
 pytestmark = pytest.mark.engine
@@ -108,3 +110,38 @@ def test_relocation_in_bf16_errs_as_the_engine_itself_does(make_rig, bf16: Prefi
     assert bool((error(moved) <= 1.05 * error(computed)).all())
     keys = bf16.layout.slices()["keys"]
     assert torch.equal(moved[0, :, keys.stop :], computed[0, :, keys.stop :])  # layer 0's values see no position
+
+
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
+def test_a_quantised_cache_is_relocated_to_the_rounding_of_its_numbers(make_rig, kind: str):
+    engine = tiny_engine("bfloat16", kv_cache_dtype=kind)
+    rig = make_rig(engine)
+    assert engine.precision == f"bfloat16/{kind}"
+    assert [o for o in engine.require_self_check() if not o.passed] == []
+    parts = PROMPTS["three images"]
+    rig.link(parts, "auto")
+    linked, exact, blind = (rig.link(parts, mode) for mode in ("auto", "exact", "full-reuse"))
+    assert linked.points == ["patched"] * 3
+    off = [float((arm.logprobs - exact.logprobs).abs().max()) for arm in (linked, blind)]
+    assert off[0] < off[1]
+    engine.shutdown()
+
+
+def test_kv_of_another_precision_is_another_chunk(rig: Rig, make_rig, bf16: PrefillEngine):
+    keys = {rig.linker.keys(rig.plan([1]).request)[0].canonical for rig in (rig, make_rig(bf16))}
+    assert len(keys) == 2
+
+
+def test_a_cache_that_the_backend_cannot_keep_is_refused():
+    with pytest.raises(Exception, match="CPU_MLA with KV cache dtype 'fp8' does not give back what is written"):
+        tiny_engine("bfloat16", FAMILIES["deepseek_v2"], kv_cache_dtype="fp8")
+
+
+def test_rotary_embeddings_that_are_no_plain_rotation_are_refused(fp32: PrefillEngine, monkeypatch: pytest.MonkeyPatch):
+    worker = fp32._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    rotary = worker._rotary()
+    bent = rotary.cos_sin_cache.clone()
+    bent[1000:] = bent[1000:].roll(1, 0)  # as dynamic NTK does: other angles from some position on
+    monkeypatch.setattr(rotary, "cos_sin_cache", bent)
+    with pytest.raises(UnsupportedEngine, match="fixed angle per position"):
+        worker.describe()

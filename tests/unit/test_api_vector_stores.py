@@ -204,6 +204,16 @@ async def test_removing_the_last_reference_to_content_drops_what_was_derived_fro
     assert (await client.vector_stores.retrieve(a.id)).file_counts.total == 0
 
 
+async def test_a_text_file_gives_its_words_and_an_image_says_that_it_has_none(api: Api):
+    client, image = api.client(), await upload(api.client())
+    words = api.files.create("ops", "a.txt", "assistants", "Grüße".encode()).id
+    store = await client.vector_stores.create(name="pages", file_ids=[words, image])
+    reader = api.client("one").vector_stores.files
+    assert [part.text async for part in reader.content(words, vector_store_id=store.id)] == ["Grüße"]
+    with pytest.raises(openai.APIStatusError, match="image"):
+        await reader.content(image, vector_store_id=store.id)
+
+
 async def test_what_is_not_there_yet_says_so(api: Api):
     client = api.client()
     store = await client.vector_stores.create(name="pages", file_ids=[await upload(client)])

@@ -1,0 +1,49 @@
+"""Another attention through the whole service: Kimi-VL, whose layers keep a latent and a rotary key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from client import MAX_MODEL_LEN, Reference, Service, picture, user
+
+from infra.checkpoints import checkpoint_path
+from infra.families import FAMILIES
+
+pytestmark = pytest.mark.service
+
+KIMI = FAMILIES["kimi_vl"]
+PAGES = user("Look: ", picture(1), " then ", picture(2), " what changed?")
+
+
+@pytest.fixture(scope="module")
+def kimi_alone() -> Iterator[Reference]:
+    engine = Reference("float32", KIMI.checkpoint, trust_remote_code=True)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def kimi(kimi_alone: Reference, only_service: Callable[..., Service]) -> Service:
+    model = {
+        "path": checkpoint_path(KIMI.checkpoint),
+        "dtype": "float32",
+        "max_model_len": MAX_MODEL_LEN,
+        "trust_remote_code": True,
+    }
+    return only_service("kimi", "float32", model=model, patch={"rank": None})
+
+
+def points(answer: dict) -> list[str]:
+    return [chunk["operating_point"] for chunk in answer["orbit"]["chunks"]]
+
+
+def test_the_answer_is_that_of_one_engine_computed_and_linked(kimi: Service, kimi_alone: Reference):
+    expected = list(kimi_alone.chat(PAGES).token_ids)
+    first = kimi.chat(PAGES, return_token_ids=True)
+    kimi.settle()
+    again = kimi.chat(PAGES, return_token_ids=True)
+    assert (points(first), points(again)) == (["encoded", "encoded"], ["patched", "patched"])
+    assert first["choices"][0]["token_ids"] == expected
+    assert again["choices"][0]["token_ids"] == expected
+    assert again["orbit"]["vision_tokens_encoded"] == 0
