@@ -15,13 +15,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, combinations
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvstore.chunk import antecedent_key, canonical_key, embedding_key, patch_key
-from kvstore.format import CanonicalRecord, EmbeddingRecord, PatchRecord
+from kvstore.format import CanonicalRecord, EmbeddingRecord, PatchRecord, RecordKind
 from kvstore.library import Library
 from kvstore.patch import PatchKind, apply, deficit, relocate
 from prefill_workers import policies
@@ -164,7 +165,7 @@ class Linker:
         antecedents: list[str] = []
         for i, span in enumerate(request.chunks):
             start = int(positions[..., span.start].flatten()[0])
-            chunk = self._look_up(request, span, tuple(antecedents), start, tokens, (embeddings or {}).get(i))
+            chunk = self._look_up(request, span, tuple(antecedents), start, (embeddings or {}).get(i))
             if not chunk.outcome.operating_point.reuses_kv and chunk.embeddings is None:
                 missing.append(i)
             chunks.append(chunk)
@@ -192,12 +193,10 @@ class Linker:
         span: ChunkSpan,
         antecedents: tuple[str, ...],
         start: int,
-        tokens: Tensor,
         fresh: Tensor | None,
     ) -> ChunkPlan:
         fingerprint, tenant, mode = self.engine.fingerprint, request.tenant, request.mode
-        outside = torch.cat([tokens[span.start : span.first], tokens[span.first + span.count : span.stop]])
-        canonical_id = canonical_key(fingerprint, span.content, outside.tolist(), self._dtype)
+        canonical_id = self._canonical_key(request, span)
         own = self._patch_key(PatchKind.own, canonical_id, request.prefix, antecedents)
         patch = None
         if policies.looks_up_patch(mode):
@@ -225,6 +224,29 @@ class Linker:
             rank=patch.patch.rank if patch is not None and point is OperatingPoint.PATCHED else None,
         )
         return ChunkPlan(span, canonical_id, own, antecedents, start, outcome, canonical, patch, stored)
+
+    def wanted(self, request: LinkRequest, patches: PatchKind | None) -> list[tuple[RecordKind, str]]:
+        """Kinds and keys of the records with which a link of these chunks is pure: nothing encoded, none computed.
+
+        Args:
+            patches: own: in this order; orbit: in any order; None: no patches, only what they are formed from.
+        """
+        keys = [self._canonical_key(request, span) for span in request.chunks]
+        names: list[tuple[RecordKind, str]] = [("canonical", key) for key in keys]
+        names += [("embedding", embedding_key(self.engine.fingerprint, span.content)) for span in request.chunks]
+        for i, key in enumerate(keys):
+            others = keys[:i] + keys[i + 1 :]
+            if patches is PatchKind.own:
+                names.append(("patch", self._patch_key(PatchKind.own, key, request.prefix, keys[:i])))
+            elif patches is PatchKind.orbit:
+                sets = chain.from_iterable(combinations(others, size) for size in range(len(keys)))
+                names += [("patch", self._patch_key(PatchKind.orbit, key, request.prefix, before)) for before in sets]
+        return list(dict.fromkeys(names))
+
+    def _canonical_key(self, request: LinkRequest, span: ChunkSpan) -> str:
+        tokens = request.token_ids
+        outside = [*tokens[span.start : span.first], *tokens[span.first + span.count : span.stop]]
+        return canonical_key(self.engine.fingerprint, span.content, outside, self._dtype)
 
     def _patch_key(self, kind: PatchKind, canonical: str, prefix: Sequence[int], antecedents: Sequence[str]) -> str:
         """Key of an own patch behind this list of antecedents, or of an orbit patch behind this set."""
@@ -264,29 +286,37 @@ class Linker:
 
     def canonical(self, plan: LinkPlan, chunk: ChunkPlan, scratch: Sequence[int]) -> CanonicalRecord:
         """KV(B|∅) of a chunk: from the library, or computed alone in the blocks `scratch` and stored."""
-        tenant = plan.request.tenant
-        stored = self.library.get_canonical(chunk.canonical_key, tenant)
+        stored = self.library.get_canonical(chunk.canonical_key, plan.request.tenant)
         if stored is not None:
             return stored
-        span, whole = chunk.span, plan.sequence
-        assert chunk.embeddings is not None
-        lone = LinkSequence(
-            token_ids=whole.token_ids[span.start : span.stop],
-            positions=whole.positions[..., span.start : span.stop] - chunk.start_position,
-            blocks=scratch,
-            embedded=(Embedded(span.first - span.start, chunk.embeddings, span.is_embed),),
-        )
+        lone = self.lone(plan, chunk, scratch)
         began = time.perf_counter()
         self.engine.forward([(lone, [Run(0, len(lone))])])
+        kv = self.engine.read_kv(scratch, 0, len(lone))
+        return self.keep_canonical(plan, chunk, kv, time.perf_counter() - began)
+
+    def lone(self, plan: LinkPlan, chunk: ChunkPlan, blocks: Sequence[int]) -> LinkSequence:
+        """The chunk as a sequence of its own, from position 0: its KV is KV(B|∅)."""
+        span, whole = chunk.span, plan.sequence
+        assert chunk.embeddings is not None
+        return LinkSequence(
+            token_ids=whole.token_ids[span.start : span.stop],
+            positions=whole.positions[..., span.start : span.stop] - chunk.start_position,
+            blocks=blocks,
+            embedded=(Embedded(span.first - span.start, chunk.embeddings, span.is_embed),),
+        )
+
+    def keep_canonical(self, plan: LinkPlan, chunk: ChunkPlan, kv: Tensor, seconds: float) -> CanonicalRecord:
+        """Store KV(B|∅) [layers, tokens, features] of a chunk, which took `seconds` to compute."""
         record = CanonicalRecord(
             key=chunk.canonical_key,
             fingerprint=self.engine.fingerprint,
-            tenant=tenant,
+            tenant=plan.request.tenant,
             layout=self.engine.layout,
-            kv=self.engine.read_kv(scratch, 0, len(lone)),
-            content=span.content,
-            recompute_seconds=time.perf_counter() - began,
-            meta={"modality": span.modality},
+            kv=kv,
+            content=chunk.span.content,
+            recompute_seconds=seconds,
+            meta={"modality": chunk.span.modality},
         )
         self.library.put_canonical(record)
         return record
@@ -366,6 +396,11 @@ class Linker:
         whole_set = self._patch_key(PatchKind.orbit, last.canonical_key, request.prefix, keys[:-1])
         if self.library.get_patch(whole_set, request.tenant) is not None:
             return None
+        return self.forming(plan)
+
+    def forming(self, plan: LinkPlan) -> OrbitForming | None:
+        """All orders of a plan's chunks, which must be different ones; None when embeddings are missing."""
+        request = plan.request
         chunks = []
         for chunk in plan.chunks:
             embeddings = chunk.embeddings

@@ -1,0 +1,205 @@
+"""The offline worker: rendered prompts in, stored records out. It has an engine, and no loop, leases or hand-off.
+
+| record     | computed by                                                                            |
+|------------|----------------------------------------------------------------------------------------|
+| embedding  | the vision tower, all missing ones of a batch at once                                  |
+| canonical  | a forward over the chunk alone; many chunks and prompts share a forward                |
+| own patch  | a forward over the whole prompt, against the canonical                                 |
+| orbit patch | a forward for every order of the prompt's chunks, see `orbit`                         |
+
+Positions, keys, deficits and patches are the linker's: what is stored here is what a request would have stored.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+from vllm.multimodal.inputs import MultiModalKwargsItem
+
+from kvstore.chunk import embedding_key
+from kvstore.format import RecordKind
+from kvstore.library import Library
+from kvstore.patch import relocate
+from prefill_workers.engine import PrefillEngine
+from prefill_workers.linker import ChunkPlan, Linker, LinkPlan, LinkRequest, PixelsNeeded
+from prefill_workers.patch_compiler import PatchCompiler
+from prefill_workers.sequence import LinkSequence, Run, split_runs
+
+Name = tuple[RecordKind, str]
+
+
+@dataclass(eq=False)
+class OfflineTask:
+    """One prompt whose records are wanted.
+
+    `request` has mode `exact`: nothing stored is linked. `items` are the processed pixels of its chunks, `wanted` the
+    records that it needs, `missing` those of them that are to be computed.
+    """
+
+    request: LinkRequest
+    items: Sequence[tuple[str, MultiModalKwargsItem]]
+    wanted: Sequence[Name]
+    missing: frozenset[Name] = frozenset()
+
+
+@dataclass
+class Work:
+    """What a task cost: records computed by kind, and tokens of the forwards over its prompt or chunks."""
+
+    embeddings: int = 0
+    canonicals: int = 0
+    patches: int = 0
+    tokens: int = 0
+
+
+@dataclass(eq=False)
+class _Planned:
+    """A task on its way: its plan, and what it has cost so far."""
+
+    task: OfflineTask
+    plan: LinkPlan
+    work: Work = field(default_factory=Work)
+
+
+class OfflineWorker:
+    """Computes what tasks lack. Not thread-safe: one call at a time.
+
+    Args:
+        rank: of the patches; None is full rank. It is part of their keys.
+        budget: tokens of one forward at most.
+    """
+
+    def __init__(self, engine: PrefillEngine, library: Library, rank: int | None, budget: int) -> None:
+        self.engine, self.library = engine, library
+        self._compiler = PatchCompiler(library, rank)
+        self.linker = Linker(engine, library, rank, self._compiler.compile)
+        self._budget = budget
+        self._blocks = range(1, engine.num_blocks)  # block 0 is vLLM's null block
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest prompt that the KV pool takes."""
+        return len(self._blocks) * self.engine.block_size
+
+    @torch.inference_mode()
+    def compute(self, tasks: Sequence[OfflineTask]) -> list[Work]:
+        """Compute the tasks' missing records, each once, and hand them to the library (persisted on its `flush`)."""
+        left = {name for task in tasks for name in task.missing}
+
+        def take(kind: RecordKind, key: str) -> bool:
+            name = (kind, key)
+            found = name in left
+            left.discard(name)
+            return found
+
+        planned = self._plan(tasks)
+        jobs: list[tuple[LinkSequence, Callable[[Tensor, float], None]]] = []
+        for item in planned:
+            for chunk in item.plan.chunks:
+                if take("canonical", chunk.canonical_key):
+                    jobs.append((self.linker.lone(item.plan, chunk, ()), partial(self._keep_canonical, item, chunk)))
+        for item in planned:  # after all canonicals: deficits are measured against them
+            unpatched = [chunk for chunk in item.plan.chunks if take("patch", chunk.patch_key)]
+            if unpatched:
+                jobs.append((item.plan.sequence, partial(self._keep_patches, item, unpatched)))
+        for (_, keep), (kv, seconds) in zip(jobs, self._forward([sequence for sequence, _ in jobs]), strict=True):
+            keep(kv, seconds)
+        for item in planned:
+            if left & item.task.missing:  # orbit patches: nothing else is left
+                left -= item.task.missing
+                self._form_orbits(item)
+        return [item.work for item in planned]
+
+    def _plan(self, tasks: Sequence[OfflineTask]) -> list[_Planned]:
+        """Plans with all embeddings at hand; those that are missing are encoded in one batch and stored."""
+        pixels = {
+            span.content: item
+            for task in tasks
+            for span, item in zip(task.request.chunks, task.items, strict=True)
+            if ("embedding", embedding_key(self.engine.fingerprint, span.content)) in task.missing
+        }
+        encoded = dict(zip(pixels, self.engine.encode(list(pixels.values())) if pixels else (), strict=True))
+        planned = []
+        for task in tasks:
+            given = {i: encoded[c.content] for i, c in enumerate(task.request.chunks) if c.content in encoded}
+            try:
+                plan = self.linker.plan(task.request, given)
+            except PixelsNeeded as needed:  # stored once, and not readable now
+                again = self.engine.encode([task.items[i] for i in needed.chunks])
+                plan = self.linker.plan(task.request, given | dict(zip(needed.chunks, again, strict=True)))
+            item = _Planned(task, plan)
+            for chunk in plan.chunks:
+                if pixels.pop(chunk.span.content, None) is not None:
+                    self.linker.keep_embeddings(plan, chunk)
+                    item.work.embeddings += 1
+            planned.append(item)
+        return planned
+
+    def _forward(self, sequences: Sequence[LinkSequence]) -> Iterator[tuple[Tensor, float]]:
+        """KV [layers, tokens, features] of every sequence, in order, and its share of the seconds it took.
+
+        A group is what fits the pool and the budget together; a sequence beyond the budget takes several forwards.
+        """
+        waiting = list(sequences)
+        while waiting:
+            group: list[LinkSequence] = []
+            tokens, block = 0, self._blocks.start
+            for sequence in waiting:
+                end = block + -(-len(sequence) // self.engine.block_size)
+                if group and (tokens + len(sequence) > self._budget or end > self._blocks.stop):
+                    break
+                sequence.blocks = range(block, end)
+                group.append(sequence)
+                tokens, block = tokens + len(sequence), end
+            began = time.perf_counter()
+            self._run(group)
+            seconds = time.perf_counter() - began
+            # All of them before the first is used: whoever uses it may compute in the same blocks.
+            computed = [self.engine.read_kv(sequence.blocks, 0, len(sequence)) for sequence in group]
+            for sequence, kv in zip(group, computed, strict=True):
+                yield kv, seconds * len(sequence) / tokens
+            waiting = waiting[len(group) :]
+
+    def _run(self, group: Sequence[LinkSequence]) -> None:
+        pending = [(sequence, [Run(0, len(sequence))]) for sequence in group]
+        while pending:
+            budget, work, later = self._budget, [], []
+            for sequence, runs in pending:
+                now, rest = split_runs(runs, budget)
+                if now:
+                    work.append((sequence, now))
+                    budget -= sum(len(run) for run in now)
+                if rest:
+                    later.append((sequence, rest))
+            self.engine.forward(work)
+            pending = later
+
+    def _keep_canonical(self, item: _Planned, chunk: ChunkPlan, kv: Tensor, seconds: float) -> None:
+        self.linker.keep_canonical(item.plan, chunk, kv, seconds)
+        item.work.canonicals += 1
+        item.work.tokens += kv.shape[1]
+
+    def _keep_patches(self, item: _Planned, chunks: Sequence[ChunkPlan], kv: Tensor, seconds: float) -> None:
+        """Store the own patches of `chunks`, given the whole prompt's KV [layers, tokens, features]."""
+        plan = item.plan
+        plan.stages_ms["forward"] = seconds * 1e3
+        item.work.tokens += kv.shape[1]
+        for chunk in chunks:
+            inside = kv[:, chunk.span.start : chunk.span.stop]
+            conditioned = relocate(inside, -chunk.start_position, self.engine.layout)
+            self.linker.harvest(plan, chunk, conditioned, self._blocks)
+            item.work.patches += 1
+
+    def _form_orbits(self, item: _Planned) -> None:
+        forming = self.linker.forming(item.plan)
+        if forming is None:
+            return
+        formed = self._compiler.formed
+        while self.linker.orbit_step(forming, self._blocks):
+            item.work.tokens += forming.tokens
+        item.work.patches += self._compiler.formed - formed
