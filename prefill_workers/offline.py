@@ -13,7 +13,7 @@ Positions, keys, deficits and patches are the linker's: what is stored here is w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -44,7 +44,7 @@ class OfflineTask:
     request: LinkRequest
     items: Sequence[tuple[str, MultiModalKwargsItem]]
     wanted: Sequence[Name]
-    missing: frozenset[Name] = frozenset()
+    missing: Set[Name] = frozenset()
 
 
 @dataclass
@@ -100,9 +100,11 @@ class OfflineWorker:
         planned = self._plan(tasks)
         jobs: list[tuple[LinkSequence, Callable[[Tensor, float], None]]] = []
         for item in planned:
-            for chunk in item.plan.chunks:
-                if take("canonical", chunk.canonical_key):
-                    jobs.append((self.linker.lone(item.plan, chunk, ()), partial(self._keep_canonical, item, chunk)))
+            jobs += [
+                (self.linker.lone(item.plan, chunk, ()), partial(self._keep_canonical, item, chunk))
+                for chunk in item.plan.chunks
+                if take("canonical", chunk.canonical_key)
+            ]
         for item in planned:  # after all canonicals: deficits are measured against them
             unpatched = [chunk for chunk in item.plan.chunks if take("patch", chunk.patch_key)]
             if unpatched:
@@ -110,8 +112,9 @@ class OfflineWorker:
         for (_, keep), (kv, seconds) in zip(jobs, self._forward([sequence for sequence, _ in jobs]), strict=True):
             keep(kv, seconds)
         for item in planned:
-            if left & item.task.missing:  # orbit patches: nothing else is left
-                left -= item.task.missing
+            orbits = {(kind, key) for kind, key in left & item.task.missing if kind == "patch"}
+            if orbits:
+                left -= orbits
                 self._form_orbits(item)
         return [item.work for item in planned]
 

@@ -120,6 +120,7 @@ class Manifest:
             raise ManifestError(
                 f"{location}: a manifest is a folder of images, or a file {', '.join((*LINES_SUFFIXES, '.parquet'))}"
             )
+        self.url = self._fs.unstrip_protocol(self._path)
         self._base = self._fs.unstrip_protocol(self._path if is_folder else self._fs._parent(self._path)).rstrip("/")
 
     def count(self, limit: int | None = None) -> int:

@@ -1,0 +1,361 @@
+"""A worker of the offline caching job: manifest entries in, one outcome per entry out.
+
+    images fetched, checked and named         as `api.media` does for a request
+    prompt rendered and cut into chunks       vLLM's renderer, `segments`
+    claimed                                   what another worker computes just now, this one waits for
+    missing records computed                  `prefill_workers.offline`
+    flushed, looked for, reported             an entry is done when the farthest tier holds all its records
+
+Content ids, keys and prompts come from the code that serves requests, so a request finds what is stored here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import pyarrow as pa
+import ray
+
+from infra.vllm_env import vllm_environment
+from serving.app import engine_spec
+from serving.config import OrbitServeConfig
+from serving.precompute_manifest import Entry, ImageSource, ManifestError, file_system, from_table
+
+if TYPE_CHECKING:
+    from prefill_workers.offline import Name, OfflineTask, Work
+    from serving.segments import Segments
+
+logger = logging.getLogger(__name__)
+
+MAX_ORBIT_IMAGES = 4  # 24 orders; every further image multiplies them
+_LOOKS = 16  # records looked for at once: behind a URL each takes a round trip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one entry. `began` and `ended` are Unix seconds; counts are of records computed for it."""
+
+    number: int
+    name: str
+    status: Literal["stored", "present", "failed"]  # present: everything was stored already
+    reason: str | None = None
+    images: int = 0
+    embeddings: int = 0
+    canonicals: int = 0
+    patches: int = 0
+    tokens: int = 0
+    began: float = 0.0
+    ended: float = 0.0
+
+
+OUTCOME_SCHEMA = pa.schema(
+    [
+        *((name, pa.int64()) for name in ("number", "images", "embeddings", "canonicals", "patches", "tokens")),
+        *((name, pa.string()) for name in ("name", "status", "reason")),
+        *((name, pa.float64()) for name in ("began", "ended")),
+    ]
+)
+
+
+class EntryError(ValueError):
+    """An entry that cannot be precomputed; the message says why."""
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """An entry with its task, or with the reason why it has none."""
+
+    entry: Entry
+    began: float
+    task: OfflineTask | None = None
+    reason: str | None = None
+
+    def outcome(self, status: Literal["stored", "present", "failed"], **fields: Any) -> Outcome:
+        entry = self.entry
+        return Outcome(
+            entry.number, entry.name, status, images=len(entry.images), began=self.began, ended=time.time(), **fields
+        )
+
+
+class PrecomputeWorker:
+    """The class that Ray Data keeps in its actors; two calls at a time, so that one prepares while one computes."""
+
+    def __init__(self, config: OrbitServeConfig, threads: int, claims: Any) -> None:
+        os.environ.update(vllm_environment(kv_cache_gib=config.prefill.kv_cache_gib, threads=threads))
+        from kvstore.files import FileStore
+        from kvstore.library import Library
+        from prefill_workers.engine import PrefillEngine
+        from prefill_workers.offline import OfflineWorker
+        from serving.api.media import MediaResolver
+
+        self._config = config
+        engine = PrefillEngine(engine_spec(config, config.prefill.tensor_parallel_size, hand_off=False))
+        if config.prefill.self_check:
+            engine.require_self_check()
+        # Nothing may be dropped; the flush after every group bounds the queue.
+        unbounded = {"write_queue_items": 1 << 20, "write_queue_bytes": 1 << 50}
+        self._library = Library(config.library.model_copy(update=unbounded), engine.fingerprint)
+        self._offline = OfflineWorker(engine, self._library, config.patch.rank, config.prefill.max_batch_tokens)
+        self._engine_lock = threading.Lock()
+        secret = config.files.salt_secret.get_secret_value().encode()
+        self._media = MediaResolver(config.http, FileStore(config.files_url, config.files), secret)
+        self._prompts = _Prompts(config)
+        self._look = ThreadPoolExecutor(_LOOKS, thread_name_prefix="look")
+        self._events = asyncio.new_event_loop()
+        threading.Thread(target=self._events.run_forever, name="prepare", daemon=True).start()
+        self._claims, self._name = claims, ray.get_runtime_context().get_actor_id()
+        ray.get(claims.forget.remote(self._name))  # what this actor had claimed before it died
+
+    def __call__(self, table: pa.Table) -> Iterator[pa.Table]:
+        """Settle a batch of entries; yields outcomes (`OUTCOME_SCHEMA`) group by group."""
+        for group in groups(from_table(table), self._config.precompute.images_in_memory):
+            outcomes = self._settle(group)
+            yield pa.Table.from_pylist([asdict(outcome) for outcome in outcomes], schema=OUTCOME_SCHEMA)
+
+    def _settle(self, group: Sequence[Entry]) -> list[Outcome]:
+        preparing = asyncio.run_coroutine_threadsafe(self._prepare_all(group), self._events)
+        prepared = preparing.result()
+        outcomes = [item.outcome("failed", reason=item.reason) for item in prepared if item.task is None]
+        waiting = [item for item in prepared if item.task is not None]
+        owner = f"{self._name}/{threading.get_ident()}"
+        while waiting:
+            keys = [[key for _, key in item.task.wanted] for item in waiting if item.task]
+            taken = ray.get(self._claims.take.remote(owner, keys))
+            try:
+                outcomes += self._complete([waiting[i] for i in taken])
+            finally:
+                ray.get(self._claims.release.remote(owner))
+            waiting = [item for i, item in enumerate(waiting) if i not in taken]
+        return outcomes
+
+    # Preparing
+
+    async def _prepare_all(self, group: Sequence[Entry]) -> list[_Prepared]:
+        return await asyncio.gather(*(self._prepare(entry) for entry in group))
+
+    async def _prepare(self, entry: Entry) -> _Prepared:
+        began = time.time()
+        try:
+            return _Prepared(entry, began, await self._task(entry))
+        except EntryError as error:
+            return _Prepared(entry, began, reason=str(error))
+        except Exception as error:  # a bad entry never stops the job
+            logger.exception("entry %s could not be prepared", entry.name)
+            return _Prepared(entry, began, reason=f"{type(error).__name__}: {error}")
+
+    async def _task(self, entry: Entry) -> OfflineTask:
+        from kvstore.patch import PatchKind
+        from prefill_workers.linker import LinkRequest
+        from prefill_workers.offline import OfflineTask
+        from prefill_workers.policies import Mode
+
+        if entry.error is not None:
+            raise EntryError(entry.error)
+        most = self._config.http.max_images_per_request
+        if len(entry.images) > most:
+            raise EntryError(f"{len(entry.images)} images, a request may have at most {most}")
+        if entry.patches == "orbit" and len(entry.images) > MAX_ORBIT_IMAGES:
+            raise EntryError(
+                f"orbit patches of {len(entry.images)} images: at most {MAX_ORBIT_IMAGES}, for all orders are computed"
+            )
+        images = await asyncio.gather(
+            *(asyncio.to_thread(self._open, source, entry.tenant, i) for i, source in enumerate(entry.images))
+        )
+        segments, prefix = await self._prompts.render(entry.prefix, images)
+        if len(segments.token_ids) > self._offline.capacity:
+            raise EntryError(
+                f"the prompt has {len(segments.token_ids)} tokens, the KV pool holds {self._offline.capacity}; "
+                "raise prefill.kv_cache_gib"
+            )
+        request = LinkRequest(entry.name, segments.token_ids, segments.chunks, Mode.EXACT, entry.tenant, prefix)
+        kind = None if entry.patches == "none" else PatchKind(entry.patches)
+        if kind is PatchKind.orbit and len(entry.images) == 1:
+            kind = PatchKind.own  # one chunk has one order
+        if kind is PatchKind.orbit and len({chunk.content for chunk in segments.chunks}) < len(segments.chunks):
+            raise EntryError("orbit patches need images that differ from each other")
+        return OfflineTask(request, segments.items, self._offline.linker.wanted(request, kind))
+
+    def _open(self, source: ImageSource, tenant: str, index: int) -> Any:
+        """The image, checked and named as a request's. Raises EntryError."""
+        from serving.api.errors import InvalidRequest, TooLarge
+
+        where = f"image {index + 1}" if source.location is None else source.location[:200]
+        data = source.data if source.location is None else self._read(source.location, where)
+        try:
+            return self._media.open(data or b"", tenant, where)
+        except (InvalidRequest, TooLarge) as error:
+            raise EntryError(str(error.args[0])) from error
+
+    def _read(self, location: str, where: str) -> bytes:
+        """At most one byte more than an image may have, so that a huge file fails instead of filling the memory."""
+        try:
+            files, path = file_system(location, self._config.precompute.storage_options)
+            return files.cat_file(path, end=self._config.http.max_image_bytes + 1)
+        except FileNotFoundError as error:
+            raise EntryError(f"{where}: no such file") from error
+        except ManifestError as error:
+            raise EntryError(str(error)) from error
+        except Exception as error:  # file systems raise their own client's errors, which share no base class
+            raise EntryError(f"{where}: cannot be read: {error}") from error
+
+    # Computing
+
+    def _complete(self, items: Sequence[_Prepared]) -> list[Outcome]:
+        tasks = [item.task for item in items if item.task is not None]
+        for task, missing in zip(tasks, self._missing(tasks), strict=True):
+            task.missing = missing
+        lacking = [task for task in tasks if task.missing]
+        results = iter(self._compute(lacking))
+        self._library.flush()
+        left = iter(self._missing(lacking))
+        return [
+            self._outcome(item, next(results), len(next(left))) if task.missing else item.outcome("present")
+            for item, task in zip(items, tasks, strict=True)
+        ]
+
+    def _outcome(self, item: _Prepared, result: Work | Exception, left: int) -> Outcome:
+        if isinstance(result, Exception):
+            return item.outcome("failed", reason=f"{type(result).__name__}: {result}")
+        if left:
+            reason = f"{left} records could not be stored: is a tier of the library full or down?"
+            return item.outcome("failed", reason=reason, **asdict(result))
+        return item.outcome("stored", **asdict(result))
+
+    def _missing(self, tasks: Sequence[OfflineTask]) -> list[set[Name]]:
+        """Of every task's records, those that the farthest tier lacks."""
+        names = [(kind, key, task.request.tenant) for task in tasks for kind, key in task.wanted]
+        found = self._look.map(lambda name: self._library.persisted(*name), names)
+        missing = {(kind, key) for (kind, key, _), there in zip(names, found, strict=True) if not there}
+        return [missing.intersection(task.wanted) for task in tasks]
+
+    def _compute(self, tasks: Sequence[OfflineTask]) -> Sequence[Work | Exception]:
+        """Compute together what can be; if that fails, one by one, so that a task fails alone."""
+        if not tasks:
+            return []
+        try:
+            with self._engine_lock:
+                return self._offline.compute(tasks)
+        except Exception as error:
+            logger.exception("%d tasks failed together", len(tasks))
+            if len(tasks) == 1:
+                return [error]
+        return [result for task in tasks for result in self._compute([task])]
+
+
+class _Prompts:
+    """Renders entries as the chat handler renders requests: the prefix as system message, the images as user's turn."""
+
+    def __init__(self, config: OrbitServeConfig) -> None:
+        from vllm.renderers import renderer_from_config
+        from vllm.renderers.chat_utils import load_chat_template
+        from vllm.renderers.online_renderer import OnlineRenderer
+
+        from serving.engine_client import front_end_config
+        from serving.segments import Delimiters
+
+        vllm_config = front_end_config(config.model, processor_cache_gib=0)
+        self._model = config.model.served_name
+        self._renderer = renderer_from_config(vllm_config)
+        self._online = OnlineRenderer(
+            vllm_config.model_config,
+            self._renderer,
+            request_logger=None,
+            chat_template=load_chat_template(config.model.chat_template),
+            chat_template_content_format="auto",
+        )
+        self._delimiters = Delimiters.of(vllm_config.model_config)
+
+    async def render(self, prefix: str, images: Iterable[Any]) -> tuple[Segments, tuple[int, ...]]:
+        """The prompt, and the token ids of its fixed prefix as patches are keyed by. Raises EntryError."""
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+
+        from serving.api.chat import fixed_prefix
+        from serving.segments import segment
+
+        messages: list[Any] = [{"role": "system", "content": prefix}] if prefix else []
+        request = ChatCompletionRequest(model=self._model, messages=[*messages, {"role": "user", "content": ""}])
+        tokens = self._renderer.get_tokenizer().encode(fixed_prefix(messages, request), add_special_tokens=False)
+        parts = [{"type": "image_pil", "image_pil": found.image, "uuid": found.content} for found in images]
+        request.messages = [*messages, {"role": "user", "content": parts}]
+        try:
+            rendered = await self._online.render_chat(request, skip_mm_cache=True)
+        except ValueError as error:  # too long, too small for the processor, ...
+            raise EntryError(str(error.args[0])) from error
+        if isinstance(rendered, ErrorResponse):
+            raise EntryError(rendered.error.message)
+        _, (engine_input,) = rendered
+        return segment(engine_input, self._delimiters), tuple(tokens)
+
+
+def to_outcomes(table: pa.Table) -> list[Outcome]:
+    """The outcomes of a table that a worker yielded."""
+    return [Outcome(**row) for row in table.to_pylist()]
+
+
+def groups(entries: Iterable[Entry], images: int) -> Iterator[list[Entry]]:
+    """The entries in order, in groups with at most so many images together; an entry with more is alone."""
+    group: list[Entry] = []
+    count = 0
+    for entry in entries:
+        if group and count + len(entry.images) > images:
+            yield group
+            group, count = [], 0
+        group.append(entry)
+        count += len(entry.images)
+    if group:
+        yield group
+
+
+class Claims:
+    """Which worker computes which record at the moment, so that none is computed twice. One Ray actor for the job.
+
+    An owner takes whole groups of keys, all or none of each, and holds nothing while it waits: there is no deadlock.
+    """
+
+    def __init__(self, lease_seconds: float = 900.0) -> None:
+        """A claim older than `lease_seconds` is void: its owner has died without being started again."""
+        self._lease = lease_seconds
+        self._owners: dict[str, tuple[str, float]] = {}
+        self._changed = asyncio.Condition()
+
+    async def take(self, owner: str, wanted: Sequence[Sequence[str]]) -> list[int]:
+        """Claim every group of keys that nobody else has a part of; waits until there is one. Returns their indices."""
+        async with self._changed:
+            while True:
+                taken = [i for i, keys in enumerate(wanted) if self._claim(owner, keys)]
+                if taken:
+                    return taken
+                try:
+                    await asyncio.wait_for(self._changed.wait(), self._lease)
+                except TimeoutError:
+                    continue
+
+    async def release(self, owner: str) -> None:
+        """Give back everything that the owner has."""
+        async with self._changed:
+            self._owners = {key: claim for key, claim in self._owners.items() if claim[0] != owner}
+            self._changed.notify_all()
+
+    async def forget(self, worker: str) -> None:
+        """Give back everything that any call of a worker has: it was started again."""
+        async with self._changed:
+            self._owners = {k: claim for k, claim in self._owners.items() if not claim[0].startswith(f"{worker}/")}
+            self._changed.notify_all()
+
+    def _claim(self, owner: str, keys: Sequence[str]) -> bool:
+        now = time.monotonic()
+        for key in keys:
+            other, since = self._owners.get(key, (owner, now))
+            if other != owner and now - since < self._lease:
+                return False
+        self._owners.update((key, (owner, now)) for key in keys)
+        return True
