@@ -2,8 +2,8 @@
 
     Manifest ── one read task ──▶ entries, a few per block ── Ray Data ──▶ PrecomputeWorker, N of them ──▶ outcomes
 
-A job is resumed by running it again: workers skip what the library holds. A worker that dies is started again and its
-entries are given to it or to another one; entries that no worker survives, like bad ones, are reported and left.
+A job is resumed by running it again: workers skip what the library holds. A worker that dies is started again and goes
+on where it was; an entry that no worker survives is reported and left, as bad ones are.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from rich.table import Table
 from rich.text import Text
 
 from serving.config import OrbitServeConfig
+from serving.precompute_ledger import Ledger
 from serving.precompute_manifest import ENTRY_SCHEMA, Entry, Manifest, StorageOptions, to_table
-from serving.precompute_worker import Claims, Outcome, PrecomputeWorker, to_outcomes
+from serving.precompute_worker import Outcome, PrecomputeWorker, to_outcomes
 
 _ENTRY_BYTES = 128  # of an entry with one path, and of an outcome, in Arrow: sizes blocks
-_ATTEMPTS = 3  # a batch is given to workers that die on it
 _SHOWN_FAILURES = 10
 _TASKS_PER_WORKER = 4  # at least, so that workers share also a short manifest
 
@@ -131,22 +131,14 @@ def outcomes(config: OrbitServeConfig, manifest: Manifest, entries: int) -> Iter
     """
     if config.library.directory is None and config.library.url is None:
         raise PrecomputeError("the library has neither a directory nor a url: nothing would be kept")
-    finished = bytearray(entries)
     with ExitStack() as stack:
         if not ray.is_initialized():
             ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
             stack.callback(ray.shutdown)
         try:
-            for outcome in _run(config, manifest, entries):
-                finished[outcome.number] = True
-                yield outcome
+            yield from _run(config, manifest, entries)
         except RayError as error:
             raise PrecomputeError(_last_line(error)) from error
-    if entries and not any(finished):
-        raise PrecomputeError("no worker answered; Ray's logs say more")
-    for entry in manifest.entries(entries) if not all(finished) else ():
-        if not finished[entry.number]:
-            yield Outcome(entry.number, entry.name, "failed", f"its worker died, {_ATTEMPTS} times", len(entry.images))
 
 
 def _run(config: OrbitServeConfig, manifest: Manifest, entries: int) -> Iterator[Outcome]:
@@ -155,16 +147,15 @@ def _run(config: OrbitServeConfig, manifest: Manifest, entries: int) -> Iterator
     context = DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
     context.target_max_block_size = _ENTRY_BYTES * batch
-    context.max_errored_blocks = -1  # a batch that kills its workers is left out, and reported
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
 
-    claims = ray.remote(Claims).options(num_cpus=0).remote()
+    ledger = ray.remote(Ledger).options(num_cpus=0).remote()
     cpus = int(ray.cluster_resources().get("CPU", 1))
     here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}  # where a local manifest lies
     source = ManifestSource(manifest.url, settings.storage_options, entries, batch)
     dataset = ray.data.read_datasource(source, override_num_blocks=1, num_cpus=0, label_selector=here).map_batches(
         PrecomputeWorker,
-        fn_constructor_args=(config, settings.threads or max(1, cpus // settings.workers), claims),
+        fn_constructor_args=(config, settings.threads or max(1, cpus // settings.workers), ledger),
         compute=ActorPoolStrategy(
             size=settings.workers,
             max_tasks_in_flight_per_actor=3,
@@ -175,7 +166,6 @@ def _run(config: OrbitServeConfig, manifest: Manifest, entries: int) -> Iterator
         batch_format="pyarrow",
         num_cpus=settings.num_cpus,
         num_gpus=settings.num_gpus,
-        max_task_retries=_ATTEMPTS - 1,
     )
     for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
         yield from to_outcomes(table)

@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_ORBIT_IMAGES = 4  # 24 orders; every further image multiplies them
+MAX_ATTEMPTS = 3  # of an entry on which workers die: once with others, then alone
 _LOOKS = 16  # records looked for at once: behind a URL each takes a round trip
 
 
@@ -88,7 +89,7 @@ class _Prepared:
 class PrecomputeWorker:
     """The class that Ray Data keeps in its actors; two calls at a time, so that one prepares while one computes."""
 
-    def __init__(self, config: OrbitServeConfig, threads: int, claims: Any) -> None:
+    def __init__(self, config: OrbitServeConfig, threads: int, ledger: Any) -> None:
         os.environ.update(vllm_environment(kv_cache_gib=config.prefill.kv_cache_gib, threads=threads))
         from kvstore.files import FileStore
         from kvstore.library import Library
@@ -111,29 +112,38 @@ class PrecomputeWorker:
         self._look = ThreadPoolExecutor(_LOOKS, thread_name_prefix="look")
         self._events = asyncio.new_event_loop()
         threading.Thread(target=self._events.run_forever, name="prepare", daemon=True).start()
-        self._claims, self._name = claims, ray.get_runtime_context().get_actor_id()
-        ray.get(claims.forget.remote(self._name))  # what this actor had claimed before it died
+        self._ledger, self._name = ledger, ray.get_runtime_context().get_actor_id()
+        ray.get(ledger.restarted.remote(self._name))
 
     def __call__(self, table: pa.Table) -> Iterator[pa.Table]:
         """Settle a batch of entries; yields outcomes (`OUTCOME_SCHEMA`) group by group."""
-        for group in groups(from_table(table), self._config.precompute.images_in_memory):
-            outcomes = self._settle(group)
+        entries = from_table(table)
+        begun = ray.get(self._ledger.attempts.remote([entry.number for entry in entries]))
+        attempts = {entry.number: times for entry, times in zip(entries, begun, strict=True) if times}
+        for group in groups(entries, self._config.precompute.images_in_memory, alone=attempts):
+            if attempts.get(group[0].number, 0) < MAX_ATTEMPTS:
+                outcomes = self._settle(group)
+            else:
+                reason = f"the worker died on it, {MAX_ATTEMPTS} times"
+                outcomes = [_Prepared(entry, time.time()).outcome("failed", reason=reason) for entry in group]
             yield pa.Table.from_pylist([asdict(outcome) for outcome in outcomes], schema=OUTCOME_SCHEMA)
 
     def _settle(self, group: Sequence[Entry]) -> list[Outcome]:
-        preparing = asyncio.run_coroutine_threadsafe(self._prepare_all(group), self._events)
-        prepared = preparing.result()
+        numbers = [entry.number for entry in group]
+        self._ledger.begin.remote(numbers)
+        prepared = asyncio.run_coroutine_threadsafe(self._prepare_all(group), self._events).result()
         outcomes = [item.outcome("failed", reason=item.reason) for item in prepared if item.task is None]
         waiting = [item for item in prepared if item.task is not None]
         owner = f"{self._name}/{threading.get_ident()}"
         while waiting:
-            keys = [[key for _, key in item.task.wanted] for item in waiting if item.task]
-            taken = ray.get(self._claims.take.remote(owner, keys))
+            records = [[key for _, key in item.task.wanted] for item in waiting if item.task]
+            taken = ray.get(self._ledger.take.remote(owner, records))
             try:
                 outcomes += self._complete([waiting[i] for i in taken])
             finally:
-                ray.get(self._claims.release.remote(owner))
+                self._ledger.release.remote(owner)
             waiting = [item for i, item in enumerate(waiting) if i not in taken]
+        self._ledger.end.remote(numbers)
         return outcomes
 
     # Preparing
@@ -301,61 +311,19 @@ def to_outcomes(table: pa.Table) -> list[Outcome]:
     return [Outcome(**row) for row in table.to_pylist()]
 
 
-def groups(entries: Iterable[Entry], images: int) -> Iterator[list[Entry]]:
-    """The entries in order, in groups with at most so many images together; an entry with more is alone."""
+def groups(entries: Iterable[Entry], images: int, alone: Collection[int] = ()) -> Iterator[list[Entry]]:
+    """The entries in order, in groups of at most so many images together.
+
+    An entry with more images, and one whose number is in `alone`, is a group of its own.
+    """
     group: list[Entry] = []
     count = 0
     for entry in entries:
-        if group and count + len(entry.images) > images:
+        size = images if entry.number in alone else len(entry.images)
+        if group and count + size > images:
             yield group
             group, count = [], 0
         group.append(entry)
-        count += len(entry.images)
+        count += size
     if group:
         yield group
-
-
-class Claims:
-    """Which worker computes which record at the moment, so that none is computed twice. One Ray actor for the job.
-
-    An owner takes whole groups of keys, all or none of each, and holds nothing while it waits: there is no deadlock.
-    """
-
-    def __init__(self, lease_seconds: float = 900.0) -> None:
-        """A claim older than `lease_seconds` is void: its owner has died without being started again."""
-        self._lease = lease_seconds
-        self._owners: dict[str, tuple[str, float]] = {}
-        self._changed = asyncio.Condition()
-
-    async def take(self, owner: str, wanted: Sequence[Sequence[str]]) -> list[int]:
-        """Claim every group of keys that nobody else has a part of; waits until there is one. Returns their indices."""
-        async with self._changed:
-            while True:
-                taken = [i for i, keys in enumerate(wanted) if self._claim(owner, keys)]
-                if taken:
-                    return taken
-                try:
-                    await asyncio.wait_for(self._changed.wait(), self._lease)
-                except TimeoutError:
-                    continue
-
-    async def release(self, owner: str) -> None:
-        """Give back everything that the owner has."""
-        async with self._changed:
-            self._owners = {key: claim for key, claim in self._owners.items() if claim[0] != owner}
-            self._changed.notify_all()
-
-    async def forget(self, worker: str) -> None:
-        """Give back everything that any call of a worker has: it was started again."""
-        async with self._changed:
-            self._owners = {k: claim for k, claim in self._owners.items() if not claim[0].startswith(f"{worker}/")}
-            self._changed.notify_all()
-
-    def _claim(self, owner: str, keys: Sequence[str]) -> bool:
-        now = time.monotonic()
-        for key in keys:
-            other, since = self._owners.get(key, (owner, now))
-            if other != owner and now - since < self._lease:
-                return False
-        self._owners.update((key, (owner, now)) for key in keys)
-        return True

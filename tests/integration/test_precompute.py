@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,15 +104,19 @@ def kill_once_it_has_stored(patches: int, manifest: Path, config: Path, library:
     """Run the command and kill it, with -9, when so many patches are stored; then wait until its workers are gone."""
     command = [sys.executable, "-c", "from serving.cli import main; main()", "precompute", str(manifest)]
     process = subprocess.Popen([*command, "--config", str(config), "--workers", "1"])
-    family: list[psutil.Process] = []
     while kinds(list(records(library)))["patch"] < patches:
         assert process.poll() is None, "the job ended by itself"
         time.sleep(0.005)
     family = psutil.Process(process.pid).children(recursive=True)
+    workers = [child for child in family if "Worker" in child.name()]
+    assert workers
     process.kill()
     process.wait()
-    _, alive = psutil.wait_procs(family, timeout=30)
+    _, alive = psutil.wait_procs(workers, timeout=30)
     assert not alive, "workers survived the job"
+    for agent in family:  # of Ray; they would notice within a minute
+        with suppress(psutil.NoSuchProcess):
+            agent.kill()
 
 
 def test_every_good_entry_is_done_and_every_bad_one_named_with_its_reason(job: Job):
