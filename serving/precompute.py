@@ -98,7 +98,7 @@ class ManifestSource(Datasource):
         """`entries`: how many to read; `block`: entries yielded together."""
         super().__init__()
         self._entries = entries
-        self._read = partial(_blocks, url, storage_options, entries, block)
+        self._read = partial(entry_blocks, url, storage_options, entries, block)
 
     def estimate_inmemory_data_size(self) -> int | None:
         """Unknown: inline images may be of any size."""
@@ -110,7 +110,8 @@ class ManifestSource(Datasource):
         return [ReadTask(self._read, metadata, schema=ENTRY_SCHEMA)]
 
 
-def _blocks(url: str, storage_options: StorageOptions, entries: int, block: int) -> Iterator[pa.Table]:
+def entry_blocks(url: str, storage_options: StorageOptions, entries: int, block: int) -> Iterator[pa.Table]:
+    """The first `entries` entries of a manifest as tables of `ENTRY_SCHEMA`, `block` in each."""
     waiting: list[Entry] = []
     for entry in Manifest(url, storage_options).entries(entries):
         waiting.append(entry)
@@ -153,7 +154,7 @@ def _run(config: OrbitServeConfig, manifest: Manifest, entries: int) -> Iterator
     cpus = int(ray.cluster_resources().get("CPU", 1))
     here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}  # where a local manifest lies
     source = ManifestSource(manifest.url, settings.storage_options, entries, batch)
-    dataset = ray.data.read_datasource(source, override_num_blocks=1, num_cpus=0, label_selector=here).map_batches(
+    dataset = ray.data.read_datasource(source, override_numentry_blocks=1, num_cpus=0, label_selector=here).map_batches(
         PrecomputeWorker,
         fn_constructor_args=(config, settings.threads or max(1, cpus // settings.workers), ledger),
         compute=ActorPoolStrategy(
