@@ -130,7 +130,7 @@ class PrecomputeWorker:
 
     def _settle(self, group: Sequence[Entry]) -> list[Outcome]:
         numbers = [entry.number for entry in group]
-        self._ledger.begin.remote(numbers)
+        ray.get(self._ledger.begin.remote(numbers))  # known before anything can kill this process
         prepared = asyncio.run_coroutine_threadsafe(self._prepare_all(group), self._events).result()
         outcomes = [item.outcome("failed", reason=item.reason) for item in prepared if item.task is None]
         waiting = [item for item in prepared if item.task is not None]
