@@ -8,6 +8,7 @@ everything where numba is missing, so callers keep the torch version; a kernel f
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -36,10 +37,28 @@ def _loops() -> Callable[..., None] | None:
     """The compiled loops, or None where numba cannot provide them."""
     try:
         from kvstore.host_loops import patch_rows
+
+        _refuse_special_names(sys.modules["llvmlite.binding.ffi"].lib)
     except (ImportError, RuntimeError) as error:  # RuntimeError: numba found no place for its cache
         logger.warning("KV on the host is patched by torch, more slowly: %s", error)
         return None
     return patch_rows
+
+
+def _refuse_special_names(handle: Any) -> None:
+    """Make the handle that numba has on LLVM refuse names like `__dict__`, as attribute look-up expects.
+
+    It answers every name with a function; vLLM, which looks through all modules when an engine starts, fails on that.
+    """
+    kind: Any = type(handle)
+    answer = kind.__getattr__
+
+    def refusing(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return answer(self, name)
+
+    kind.__getattr__ = refusing
 
 
 def apply(kv: Tensor, patch: Patch | None, delta: int | float, layout: Layout, out: Tensor) -> bool:

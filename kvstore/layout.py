@@ -13,7 +13,7 @@ families (kamera.md §3, "One mechanism for MLA, GQA, and MHA"):
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -40,6 +40,10 @@ class Segment:
     @property
     def features(self) -> int:
         return self.heads * self.width
+
+    def share(self, ranks: int) -> Segment:
+        """What one of `ranks` tensor-parallel ranks keeps: whole heads; fewer heads than ranks are replicated."""
+        return replace(self, heads=max(1, self.heads // ranks))
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,15 @@ class Layout:
             places[segment.name] = slice(start, start + segment.features)
             start += segment.features
         return places
+
+    def share(self, rank: int, ranks: int) -> Tensor:
+        """Which features [local features] tensor-parallel rank `rank` of `ranks` keeps, as vLLM divides heads."""
+        chosen = []
+        for segment, place in zip(self.segments, self.slices().values(), strict=True):
+            features = torch.arange(place.start, place.stop).view(segment.heads, segment.width)
+            first = rank * segment.heads // ranks
+            chosen.append(features[first : first + segment.share(ranks).heads].flatten())
+        return torch.cat(chosen)
 
     def split(self, kv: Tensor) -> tuple[Tensor, ...]:
         """Views of the segments, each [..., features of the segment]."""

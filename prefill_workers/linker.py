@@ -32,13 +32,16 @@ from prefill_workers.patch_compiler import PatchJob
 from prefill_workers.policies import Mode, OperatingPoint
 from prefill_workers.sequence import Embedded, LinkSequence, Run, complement
 
+TEXT = "text"  # the modality of a document: its tokens are its content
+
 
 @dataclass(frozen=True)
 class ChunkSpan:
-    """One multimodal chunk of a prompt, as plain values.
+    """One chunk of a prompt, as plain values.
 
     The chunk is the tokens `start` up to `stop`, delimiters included; its placeholders are `first` up to
-    `first + count`. `grid` carries the processed fields that fix the positions (vLLM's item without pixels).
+    `first + count`. `grid` carries the processed fields that fix the positions (vLLM's item without pixels). In a text
+    chunk every token counts as a placeholder: its content id alone names it.
     """
 
     content: str
@@ -47,8 +50,13 @@ class ChunkSpan:
     stop: int
     first: int
     count: int
-    grid: Any
+    grid: Any = None
     is_embed: Tensor | None = None
+
+    @property
+    def needs_embeddings(self) -> bool:
+        """Whether computing the chunk takes embeddings that its token ids do not give."""
+        return self.modality != TEXT
 
 
 @dataclass(frozen=True)
@@ -157,7 +165,8 @@ class Linker:
         began = time.perf_counter()
         tokens = torch.tensor(request.token_ids, dtype=torch.int32)
         positions, lag = self.engine.positions(
-            request.token_ids, [(c.modality, c.grid, c.first, c.count) for c in request.chunks]
+            request.token_ids,
+            [(c.modality, c.grid, c.first, c.count) for c in request.chunks if c.needs_embeddings],
         )
         positions = positions + lag
         chunks: list[ChunkPlan] = []
@@ -166,7 +175,8 @@ class Linker:
         for i, span in enumerate(request.chunks):
             start = int(positions[..., span.start].flatten()[0])
             chunk = self._look_up(request, span, tuple(antecedents), start, (embeddings or {}).get(i))
-            if not chunk.outcome.operating_point.reuses_kv and chunk.embeddings is None:
+            computed = not chunk.outcome.operating_point.reuses_kv
+            if computed and span.needs_embeddings and chunk.embeddings is None:
                 missing.append(i)
             chunks.append(chunk)
             antecedents.append(chunk.canonical_key)
@@ -208,14 +218,19 @@ class Linker:
         if patch is not None or mode is Mode.FULL_REUSE:
             canonical = self.library.get_canonical(canonical_id, tenant)
         stored = fresh
-        if stored is None and mode is not Mode.OFF and not (canonical and (patch or mode is Mode.FULL_REUSE)):
+        reusable = canonical is not None and (patch is not None or mode is Mode.FULL_REUSE)
+        if span.needs_embeddings and stored is None and mode is not Mode.OFF and not reusable:
             record = self.library.get_embedding(embedding_key(fingerprint, span.content), tenant)
             stored = record.embeddings if record else None
         point = policies.operating_point(
-            mode, canonical=canonical is not None, patch=patch is not None, embeddings=stored is not None
+            mode,
+            canonical=canonical is not None,
+            patch=patch is not None,
+            embeddings=stored is not None or not span.needs_embeddings,
         )
-        if fresh is not None and not point.reuses_kv:
-            point = OperatingPoint.ENCODED
+        if not point.reuses_kv:
+            encoded = fresh is not None or (span.needs_embeddings and point is OperatingPoint.ENCODED)
+            point = OperatingPoint.ENCODED if encoded else OperatingPoint.RECOMPUTED
         outcome = ChunkOutcome(
             tokens=span.stop - span.start,
             operating_point=point,
@@ -233,7 +248,11 @@ class Linker:
         """
         keys = [self._canonical_key(request, span) for span in request.chunks]
         names: list[tuple[RecordKind, str]] = [("canonical", key) for key in keys]
-        names += [("embedding", embedding_key(self.engine.fingerprint, span.content)) for span in request.chunks]
+        names += [
+            ("embedding", embedding_key(self.engine.fingerprint, span.content))
+            for span in request.chunks
+            if span.needs_embeddings
+        ]
         for i, key in enumerate(keys):
             others = keys[:i] + keys[i + 1 :]
             if patches is PatchKind.own:
@@ -246,7 +265,7 @@ class Linker:
     def _canonical_key(self, request: LinkRequest, span: ChunkSpan) -> str:
         tokens = request.token_ids
         outside = [*tokens[span.start : span.first], *tokens[span.first + span.count : span.stop]]
-        return canonical_key(self.engine.fingerprint, span.content, outside, self._dtype)
+        return canonical_key(self.engine.fingerprint, span.content, outside, self.engine.precision)
 
     def _patch_key(self, kind: PatchKind, canonical: str, prefix: Sequence[int], antecedents: Sequence[str]) -> str:
         """Key of an own patch behind this list of antecedents, or of an orbit patch behind this set."""
@@ -298,12 +317,13 @@ class Linker:
     def lone(self, plan: LinkPlan, chunk: ChunkPlan, blocks: Sequence[int]) -> LinkSequence:
         """The chunk as a sequence of its own, from position 0: its KV is KV(B|∅)."""
         span, whole = chunk.span, plan.sequence
-        assert chunk.embeddings is not None
         return LinkSequence(
             token_ids=whole.token_ids[span.start : span.stop],
             positions=whole.positions[..., span.start : span.stop] - chunk.start_position,
             blocks=blocks,
-            embedded=(Embedded(span.first - span.start, chunk.embeddings, span.is_embed),),
+            embedded=()
+            if chunk.embeddings is None
+            else (Embedded(span.first - span.start, chunk.embeddings, span.is_embed),),
         )
 
     def keep_canonical(self, plan: LinkPlan, chunk: ChunkPlan, kv: Tensor, seconds: float) -> CanonicalRecord:
@@ -404,7 +424,7 @@ class Linker:
         chunks = []
         for chunk in plan.chunks:
             embeddings = chunk.embeddings
-            if embeddings is None:
+            if embeddings is None and chunk.span.needs_embeddings:
                 key = embedding_key(self.engine.fingerprint, chunk.span.content)
                 stored = self.library.get_embedding(key, request.tenant)
                 if stored is None:

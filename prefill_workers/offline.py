@@ -37,12 +37,12 @@ Name = tuple[RecordKind, str]
 class OfflineTask:
     """One prompt whose records are wanted.
 
-    `request` has mode `exact`: nothing stored is linked. `items` are the processed pixels of its chunks, `wanted` the
-    records that it needs, `missing` those of them that are to be computed.
+    `request` has mode `exact`: nothing stored is linked. `items` are the processed pixels of its chunks (None: a text
+    chunk), `wanted` the records that it needs, `missing` those of them that are to be computed.
     """
 
     request: LinkRequest
-    items: Sequence[tuple[str, MultiModalKwargsItem]]
+    items: Sequence[tuple[str, MultiModalKwargsItem] | None]
     wanted: Sequence[Name]
     missing: Set[Name] = frozenset()
 
@@ -124,7 +124,7 @@ class OfflineWorker:
             span.content: item
             for task in tasks
             for span, item in zip(task.request.chunks, task.items, strict=True)
-            if ("embedding", embedding_key(self.engine.fingerprint, span.content)) in task.missing
+            if item is not None and ("embedding", embedding_key(self.engine.fingerprint, span.content)) in task.missing
         }
         encoded = dict(zip(pixels, self.engine.encode(list(pixels.values())) if pixels else (), strict=True))
         planned = []
@@ -133,14 +133,13 @@ class OfflineWorker:
             try:
                 plan = self.linker.plan(task.request, given)
             except PixelsNeeded as needed:  # stored once, and not readable now
-                again = self.engine.encode([task.items[i] for i in needed.chunks])
+                again = self.engine.encode([item for i in needed.chunks if (item := task.items[i]) is not None])
                 plan = self.linker.plan(task.request, given | dict(zip(needed.chunks, again, strict=True)))
-            item = _Planned(task, plan)
+            planned.append(_Planned(task, plan))
             for chunk in plan.chunks:
                 if pixels.pop(chunk.span.content, None) is not None:
                     self.linker.keep_embeddings(plan, chunk)
-                    item.work.embeddings += 1
-            planned.append(item)
+                    planned[-1].work.embeddings += 1
         return planned
 
     def _forward(self, sequences: Sequence[LinkSequence]) -> Iterator[tuple[Tensor, float]]:

@@ -27,7 +27,7 @@ class OrbitChunk:
     content: str
     token_ids: Tensor  # [tokens] int32
     positions: Tensor  # [tokens] or [3, tokens], from 0
-    embeddings: Tensor  # [placeholders that carry one, hidden]
+    embeddings: Tensor | None  # [placeholders that carry one, hidden]; None: a text chunk
     first: int  # first placeholder, counted from the chunk's start
     mask: Tensor | None = None
 
@@ -58,7 +58,8 @@ def arrange(
         placed.append(Placed(chunk, index, position))
         ids.append(chunk.token_ids)
         positions.append(chunk.positions + position)
-        embedded.append(Embedded(index + chunk.first, chunk.embeddings, chunk.mask))
+        if chunk.embeddings is not None:
+            embedded.append(Embedded(index + chunk.first, chunk.embeddings, chunk.mask))
         index += len(chunk.token_ids)
         position += chunk.span
     return LinkSequence(torch.cat(ids), torch.cat(positions, dim=-1), blocks, tuple(embedded)), placed

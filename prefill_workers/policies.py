@@ -19,7 +19,7 @@ class OperatingPoint(StrEnum):
 
     PATCHED = "patched"  # relocated and patched, no forward
     RELOCATED = "relocated"  # relocated only (blind), no forward
-    RECOMPUTED = "recomputed"  # computed in context from stored embeddings
+    RECOMPUTED = "recomputed"  # computed in context, from stored embeddings or from text
     ENCODED = "encoded"  # never seen: pixels encoded, then computed in context
 
     @property

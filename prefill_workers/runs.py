@@ -8,7 +8,7 @@ attends, so one forward gives exactly what a full prefill would, with no kernel 
 | primitive          | what it does                                                        |
 |--------------------|---------------------------------------------------------------------|
 | `describe`         | shapes, block size, rotary frequencies: plain values                 |
-| `learn_pages`      | finds how the attention backend stores a token inside a block        |
+| `learn_pages`      | takes this rank's share of the layout, finds how a block stores a token |
 | `forward_runs`     | one forward over the runs of several sequences                       |
 | `write_kv`         | a linked chunk into blocks, through the backend's own update op      |
 | `read_kv`          | a chunk's KV out of blocks, through the learned page layout          |
@@ -26,34 +26,54 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.forward_context import set_forward_context
 from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from kvstore.layout import Layout
 from prefill_workers.sequence import LinkSequence, Run
 
-_DIGIT = 128  # the largest power of two whose integers below it are exact in bfloat16 with room to spare
+_QUANTISED = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}  # by vLLM's name of the cache dtype; vLLM keeps them as bytes
+
+
+_DTYPE_NAMES = ("float32", "float16", "bfloat16")
+
+
+class UnsupportedEngine(RuntimeError):
+    """The model keeps or rotates its KV in a way that chunks cannot be relocated in."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of an attention batch."""
+
+    lengths: Tensor  # [r] int32, tokens of each row
+    ends: Tensor  # [r] int32, index behind each row's last token
+    block_tables: Tensor  # [r, blocks] int32
 
 
 @dataclass(frozen=True)
 class RunBatch:
-    """One forward: the tokens of all rows, concatenated. `t` tokens, `r` rows."""
+    """One forward: the tokens of all runs, concatenated. `t` tokens; a row is a run."""
 
     token_ids: Tensor  # [t] int32
     positions: Tensor  # [t] or [3, t] int64
     slots: Tensor  # [t] int64, where each token's KV goes
     index: Tensor  # [t] int64, index of each token in its own sequence
-    row_lengths: Tensor  # [r] int32, tokens of each run
-    row_ends: Tensor  # [r] int32, index behind each run's last token
-    block_tables: Tensor  # [r, blocks] int32
+    rows: Rows
     is_embedding: Tensor  # [t] bool
     embeddings: Tensor | None  # [is_embedding.sum(), hidden]
 
 
 def assemble(work: Sequence[tuple[LinkSequence, Sequence[Run]]], block_size: int) -> RunBatch:
-    """Concatenate the runs of several sequences into one batch."""
+    """Concatenate the runs of several sequences into one batch, in order."""
     lengths = torch.tensor([run.stop - run.start for _, runs in work for run in runs], dtype=torch.int32)
     ends = torch.tensor([run.stop for _, runs in work for run in runs], dtype=torch.int32)
     widest = max(len(sequence.blocks) for sequence, _ in work)
@@ -78,9 +98,7 @@ def assemble(work: Sequence[tuple[LinkSequence, Sequence[Run]]], block_size: int
         positions=torch.cat(parts["positions"], dim=-1),
         slots=torch.cat(parts["slots"]),
         index=torch.cat(parts["index"]),
-        row_lengths=lengths,
-        row_ends=ends,
-        block_tables=tables,
+        rows=Rows(lengths, ends, tables),
         is_embedding=torch.cat(parts["mask"]),
         embeddings=torch.cat(parts["embeddings"]) if parts["embeddings"] else None,
     )
@@ -90,53 +108,67 @@ class RunsExtension:
     """Methods that vLLM adds to its worker (`worker_extension_cls`); `collective_rpc` calls them on every rank."""
 
     model_runner: Any
-    _pages: Tensor | None = None  # [block_size * features] element of a block that holds feature f of token t
+    _share: Tensor | None = None  # [local features] this rank's features; None: all of them
+    _pages: Tensor | None = None  # [block_size * local features] element of a block that holds feature f of token t
 
     def describe(self) -> dict[str, Any]:
-        """Plain values that fix the family's layout and this rank's share of it."""
-        runner, group = self.model_runner, self._group
-        spec = group.kv_cache_spec
-        rotary = self._rotary()
-        return {
-            "layers": len(group.layer_names),
-            "kv_heads": spec.num_kv_heads,
-            "head_size": spec.head_size,
+        """Plain values that fix the model's layout; equal on every rank.
+
+        Raises:
+            UnsupportedEngine: layers that keep KV in different ways, a rotary embedding that is no plain rotation, or
+                a quantised cache of an unknown kind.
+        """
+        runner, spec = self.model_runner, self._group.kv_cache_spec
+        model = runner.vllm_config.model_config
+        rotary, first = self._rotary(), self._layer(0)
+        facts = {
+            "family": "mla" if model.use_mla else "gqa",
+            "layers": len(self._group.layer_names),
             "block_size": spec.block_size,
             "blocks": self._cache(0).shape[0],
-            "dtype": str(spec.dtype).removeprefix("torch."),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "quantum": 0.0 if self._quantised is None else torch.finfo(self._quantised).eps,
             "inverse_frequencies": self._inverse_frequencies(rotary),
             "rotary_style": "neox" if rotary.is_neox_style else "interleaved",
             "uses_mrope": bool(runner.uses_mrope),
-            "mla": bool(runner.vllm_config.model_config.use_mla),
         }
+        if model.use_mla:
+            return facts | {"latent": first.kv_lora_rank, "k_pe": first.qk_rope_head_dim}
+        return facts | {"kv_heads": model.get_total_num_kv_heads(), "head_size": spec.head_size}
 
     @torch.inference_mode()
-    def learn_pages(self, block: int) -> None:
-        """Find where the attention backend keeps feature f of token t inside a block.
+    def learn_pages(self, layout: Layout, block: int) -> None:
+        """Take this rank's share of the layout, and find where a block keeps feature f of token t.
 
         Backends differ (the CPU kernel transposes keys inside a block, and differently for each dtype), so the layout
         is not assumed but read off: known integers are written through the backend's own update op and looked for.
         A dtype holds only small integers exactly, hence one pass per digit.
 
         Raises:
-            RuntimeError: the backend's writes cannot be inverted (for example a quantised cache).
+            UnsupportedEngine: the backend's writes cannot be inverted.
         """
-        spec = self._group.kv_cache_spec
-        size, features = spec.block_size, 2 * spec.num_kv_heads * spec.head_size
+        ranks = get_tensor_model_parallel_world_size()
+        self._share = layout.share(get_tensor_model_parallel_rank(), ranks) if ranks > 1 else None
+        self._local = [segment.share(ranks) for segment in layout.segments]
+        size, features = self._group.kv_cache_spec.block_size, sum(segment.features for segment in self._local)
         code = torch.arange(size * features).view(size, features)
         slots = (torch.arange(size) + block * size).to(self._device)
         found = torch.zeros(size * features, dtype=torch.long)
+        base = 128 if self._quantised is None else 8  # whole numbers below are exact in bfloat16, and in any fp8
         scale = 1
         while scale < size * features:
-            digit = (code // scale % _DIGIT).to(spec.dtype)
+            digit = (code // scale % base).to(self.model_runner.vllm_config.model_config.dtype)
             self._update(0, digit.to(self._device), slots)
-            page = self._cache(0)[block].flatten().float().cpu().round().long()
+            page = self._elements(0)[block].flatten().float().cpu().round().long()
             if page.numel() != size * features:
-                raise RuntimeError(f"a block holds {page.numel()} elements, expected {size * features}")
+                raise UnsupportedEngine(f"a block holds {page.numel()} elements, expected {size * features}")
             found += page * scale
-            scale *= _DIGIT
+            scale *= base
         if not torch.equal(found.sort().values, torch.arange(size * features)):
-            raise RuntimeError("the attention backend's page layout could not be read back; is the KV cache quantised?")
+            cache = self.model_runner.vllm_config.cache_config.cache_dtype
+            raise UnsupportedEngine(
+                f"{self._group.backend.get_name()} with KV cache dtype {cache!r} does not give back what is written"
+            )
         self._pages = found.argsort().to(self._device)
 
     @torch.inference_mode()
@@ -149,25 +181,26 @@ class RunsExtension:
         runner, group = self.model_runner, self._group
         to = self._device
         embeds = self._embed(batch)
-        start = torch.zeros(len(batch.row_lengths) + 1, dtype=torch.int32)
-        torch.cumsum(batch.row_lengths, 0, dtype=torch.int32, out=start[1:])
+        rows = self._rows(batch)
+        start = torch.zeros(len(rows.lengths) + 1, dtype=torch.int32)
+        torch.cumsum(rows.lengths, 0, dtype=torch.int32, out=start[1:])
         slots = batch.slots.to(to, non_blocking=True)
         metadata = group.get_metadata_builder().build(
             0,
             CommonAttentionMetadata(
                 query_start_loc=start.to(to, non_blocking=True),
                 query_start_loc_cpu=start,
-                seq_lens=batch.row_ends.to(to, non_blocking=True),
-                num_reqs=len(batch.row_ends),
+                seq_lens=rows.ends.to(to, non_blocking=True),
+                num_reqs=len(rows.ends),
                 num_actual_tokens=len(batch.slots),
-                max_query_len=int(batch.row_lengths.max()),
-                max_seq_len=int(batch.row_ends.max()),
-                block_table_tensor=batch.block_tables.to(to, non_blocking=True),
+                max_query_len=int(rows.lengths.max()),
+                max_seq_len=int(rows.ends.max()),
+                block_table_tensor=rows.block_tables.to(to, non_blocking=True),
                 slot_mapping=slots,
                 causal=True,
                 positions=batch.index.to(to, non_blocking=True),
-                seq_lens_cpu_upper_bound=batch.row_ends,
-                is_prefilling=torch.zeros(len(batch.row_ends), dtype=torch.bool),
+                seq_lens_cpu_upper_bound=rows.ends,
+                is_prefilling=torch.zeros(len(rows.ends), dtype=torch.bool),
             ),
         )
         with set_forward_context(
@@ -184,8 +217,17 @@ class RunsExtension:
             )
         if not logits:
             return None
-        last = start[1:].long() - 1
-        return runner.model.compute_logits(hidden[last.to(to)]).float().cpu()
+        last = batch.rows.lengths.cumsum(0) - 1
+        scores = runner.model.compute_logits(hidden[last.to(to)])
+        return None if scores is None else scores.float().cpu()  # gathered on the first rank
+
+    def _rows(self, batch: RunBatch) -> Rows:
+        """The attention batch: a row per run. CPU_MLA's prefill does not see paged context: there, a row per token."""
+        if self._group.backend.get_name() != "CPU_MLA":
+            return batch.rows
+        tokens = len(batch.index)
+        tables = batch.rows.block_tables.repeat_interleave(batch.rows.lengths, dim=0)
+        return Rows(torch.ones(tokens, dtype=torch.int32), (batch.index + 1).int(), tables)
 
     def _embed(self, batch: RunBatch) -> Tensor:
         model = self.model_runner.model
@@ -203,22 +245,24 @@ class RunsExtension:
     def write_kv(self, kv: Tensor, slots: Tensor) -> None:
         """Store `kv` [layers, tokens, features] in the tokens' slots, through the backend's own update op."""
         slots = slots.to(self._device, non_blocking=True)
-        for layer, rows in enumerate(kv.to(self._device, non_blocking=True).unbind(0)):
+        mine = kv if self._share is None else kv[..., self._share]
+        for layer, rows in enumerate(mine.to(self._device, non_blocking=True).unbind(0)):
             self._update(layer, rows, slots)
 
     @torch.inference_mode()
     def read_kv(self, blocks: Sequence[int], first: int, count: int) -> Tensor:
-        """KV of `count` tokens that begin `first` tokens into `blocks`: [layers, count, features], keys as stored."""
+        """KV of `count` tokens that begin `first` tokens into `blocks`: [layers, count, local features], as stored."""
         if self._pages is None:
             raise RuntimeError("learn_pages has not run")
-        spec = self._group.kv_cache_spec
-        size, features = spec.block_size, 2 * spec.num_kv_heads * spec.head_size
+        size, features = self._group.kv_cache_spec.block_size, sum(segment.features for segment in self._local)
         used = torch.tensor(blocks, device=self._device)[first // size : -(-(first + count) // size)]
         skip = first % size
         layers = len(self._group.layer_names)
-        out = torch.empty(layers, count, features, dtype=spec.dtype)
+        out = torch.empty(layers, count, features, dtype=self.model_runner.vllm_config.model_config.dtype)
         for layer in range(layers):
             pages = self._cache(layer)[used].flatten(1).index_select(1, self._pages)
+            if self._quantised is not None:
+                pages = pages.view(self._quantised)
             out[layer] = pages.view(-1, features)[skip : skip + count]
         return out
 
@@ -236,30 +280,53 @@ class RunsExtension:
         positions, delta = self.model_runner.model.get_mrope_input_positions(token_ids, features)
         return positions, int(delta)
 
-    def poll_handoffs(self) -> tuple[list[str], list[str]]:
-        """What decode engines have said: ids of leases they finished reading (one entry per reader), and still want."""
+    def poll_handoffs(self) -> tuple[list[tuple[str, int]], list[str]]:
+        """What decode engines have told this rank since the last call.
+
+        Returns:
+            (lease, n) per notification, where n ranks of that decode engine read from this rank; and the leases that
+            are still wanted.
+        """
         if not has_kv_transfer_group():
             return [], []
         notes = get_kv_transfer_group().connector_worker.nixl_wrapper.get_new_notifs()
-        read: list[str] = []
+        read: list[tuple[str, int]] = []
         wanted: list[str] = []
         for message in (note.decode() for arrived in notes.values() for note in arrived):
             if message.startswith("HB:"):
                 wanted += message[3:].split(",")
             else:
-                read.append(message.rsplit(":", 1)[0])
+                lease, readers = message.rsplit(":", 1)
+                read.append((lease, int(readers)))
         return read, wanted
 
     # -- vLLM's inside ------------------------------------------------------------------------------------------------
 
     @property
     def _group(self) -> Any:
-        (group,) = self.model_runner.attn_groups[0]
-        return group
+        groups = [group for groups in self.model_runner.attn_groups for group in groups]
+        if len(groups) != 1:
+            kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+            raise UnsupportedEngine(f"the model's layers keep KV in {len(groups)} different ways ({kinds}), not in one")
+        return groups[0]
 
     @property
     def _device(self) -> torch.device:
         return self.model_runner.device
+
+    @property
+    def _quantised(self) -> torch.dtype | None:
+        """What the cache's bytes are, if the KV cache is quantised."""
+        name = self.model_runner.vllm_config.cache_config.cache_dtype
+        if name in ("auto", *_DTYPE_NAMES):
+            return None
+        scales = {float(getattr(self._layer(0), scale)) for scale in ("_k_scale", "_v_scale")}
+        if name not in _QUANTISED or scales != {1.0}:
+            raise UnsupportedEngine(
+                f"KV cache dtype {name!r} with scales {sorted(scales)} is not supported; use one of "
+                f"{', '.join(_QUANTISED)} without calibrated scales, or auto"
+            )
+        return _QUANTISED[name]
 
     def _layer(self, layer: int) -> Any:
         context = self.model_runner.vllm_config.compilation_config.static_forward_context
@@ -268,13 +335,23 @@ class RunsExtension:
     def _cache(self, layer: int) -> Tensor:
         return self._layer(layer).kv_cache
 
+    def _elements(self, layer: int) -> Tensor:
+        cache = self._cache(layer)
+        return cache if self._quantised is None else cache.view(self._quantised)
+
     def _update(self, layer: int, kv: Tensor, slots: Tensor) -> None:
+        """Write rows [tokens, local features] of one layer."""
         attention = self._layer(layer)
-        keys, values = kv.chunk(2, dim=-1)
-        shape = (len(kv), -1, self._group.kv_cache_spec.head_size)
-        attention.impl.do_kv_cache_update(
-            attention, keys.reshape(shape), values.reshape(shape), self._cache(layer), slots
+        parts = kv.split([segment.features for segment in self._local], dim=-1)
+        first, second = (
+            part.reshape(len(kv), segment.heads, segment.width)
+            for part, segment in zip(parts, self._local, strict=True)
         )
+        update, cache = attention.impl.do_kv_cache_update, self._cache(layer)
+        if self.model_runner.vllm_config.model_config.use_mla:
+            update(first.squeeze(1), second, cache, slots, attention.kv_cache_dtype, attention._k_scale)
+        else:
+            update(attention, first, second, cache, slots)
 
     def _rotary(self) -> Any:
         blocks = tuple(name.rsplit(".", 1)[0] + "." for name in self._group.layer_names)
@@ -282,15 +359,28 @@ class RunsExtension:
         modules = [m for name, m in named if name.startswith(blocks) and hasattr(m, "cos_sin_cache")]
         kinds = {(m.base, m.rotary_dim, type(m).__name__) for m in modules}
         if len(kinds) != 1:
-            raise RuntimeError(f"expected one rotary embedding for all layers, found {sorted(map(str, kinds))}")
+            raise UnsupportedEngine(f"expected one rotary embedding for all layers, found {sorted(map(str, kinds))}")
         return modules[0]
 
     @staticmethod
     def _inverse_frequencies(rotary: Any) -> list[float]:
-        """The engine's own fp32 frequencies; scaled variants are refused until their relocation is proved exact.
+        """The engine's own fp32 frequencies, checked against the table that its kernels read.
 
         Recomputed in fp64 they would differ in the last bits, which a shift of thousands of positions magnifies.
+        Scaled variants (YaRN, linear, Llama 3) change the frequencies and may multiply the table by a constant: keys
+        still turn by a fixed angle per position, so relocation stays exact. Whatever else a table holds is refused.
         """
-        if getattr(rotary, "scaling_factor", None) not in (None, 1, 1.0):
-            raise RuntimeError(f"rotary scaling of {type(rotary).__name__} is not supported: relocation is unproved")
-        return rotary._compute_inv_freq(rotary.base).double().tolist()
+        factors = getattr(rotary, "scaling_factors", None) or [1.0]
+        argument = getattr(rotary, "scaling_factor", None) or rotary.base
+        frequencies = rotary._compute_inv_freq(argument).double().cpu() / factors[0]
+        table = rotary.cos_sin_cache.double().cpu()
+        scale = float(table[0, 0])  # cos(0)
+        angles = torch.arange(len(table), dtype=torch.float64)[:, None] * frequencies
+        exact = scale * torch.cat((angles.cos(), angles.sin()), dim=-1)
+        rounding = torch.finfo(rotary.cos_sin_cache.dtype).eps
+        allowed = abs(scale) * (rounding + 2 * angles.abs().max() * 2.0**-24)
+        if len(factors) != 1 or table.shape != exact.shape or float((table - exact).abs().max()) > allowed:
+            raise UnsupportedEngine(
+                f"{type(rotary).__name__} does not turn keys by a fixed angle per position: chunks cannot be relocated"
+            )
+        return frequencies.tolist()

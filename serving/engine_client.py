@@ -192,7 +192,7 @@ class LinkedEngineClient(_NotOurs):
             result = await self._roles.link(request, (), None)
         except PixelsNeeded as needed:
             encoding = time.perf_counter()
-            embeddings = await self._roles.encode([segments.items[i] for i in needed.chunks])
+            embeddings = await self._roles.encode(segments.pixels(needed.chunks))
             vision_ms = (time.perf_counter() - encoding) * 1e3
             encoded = sum(segments.chunks[i].count for i in needed.chunks)
             result = await self._roles.link(request, needed.chunks, embeddings)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import ModelConfig
 from vllm.multimodal.inputs import MultiModalKwargsItem
 
-from prefill_workers.linker import ChunkSpan
+from prefill_workers.linker import TEXT, ChunkSpan
+from serving.documents import Document, places
 
 
 @dataclass(frozen=True)
@@ -30,22 +31,37 @@ class Delimiters:
 
 @dataclass(frozen=True)
 class Segments:
-    """A prompt cut into chunks and what lies between them, with the processed pixels of each chunk."""
+    """A prompt cut into chunks and what lies between them, with the processed pixels of each (None: a text chunk)."""
 
     token_ids: list[int]
     chunks: tuple[ChunkSpan, ...]
-    items: tuple[tuple[str, MultiModalKwargsItem], ...]
+    items: tuple[tuple[str, MultiModalKwargsItem] | None, ...]
+
+    def pixels(self, chunks: Sequence[int]) -> list[tuple[str, MultiModalKwargsItem]]:
+        """What the vision encoder takes of these chunks, none of which may be a text chunk."""
+        return [item for i in chunks if (item := self.items[i]) is not None]
 
 
-def segment(engine_input: Any, delimiters: Delimiters) -> Segments:
+def segment(engine_input: Any, delimiters: Delimiters, documents: Sequence[Document] = ()) -> Segments:
     """Cut vLLM's rendered prompt (`vllm.inputs.EngineInput`) into segments.
 
-    vLLM's item hashes are our content ids: the API hands them to the renderer as the items' uuids.
+    vLLM's item hashes are our content ids: the API hands them to the renderer as the items' uuids. `documents` are the
+    text chunks that were spliced into the prompt, in order.
     """
     token_ids = list(engine_input["prompt_token_ids"])
-    if engine_input.get("type") != "multimodal":
-        return Segments(token_ids, (), ())
-    found: list[tuple[ChunkSpan, tuple[str, MultiModalKwargsItem]]] = []
+    found: list[tuple[ChunkSpan, tuple[str, MultiModalKwargsItem] | None]] = []
+    for document, start in places(token_ids, documents):
+        count = len(document.token_ids)
+        found.append((ChunkSpan(document.content, TEXT, start, start + count, start, count), None))
+    if engine_input.get("type") == "multimodal":
+        found += _multimodal(engine_input, token_ids, delimiters)
+    found.sort(key=lambda pair: pair[0].start)
+    return Segments(token_ids, tuple(span for span, _ in found), tuple(item for _, item in found))
+
+
+def _multimodal(
+    engine_input: Any, token_ids: Sequence[int], delimiters: Delimiters
+) -> Iterator[tuple[ChunkSpan, tuple[str, MultiModalKwargsItem]]]:
     for modality, ranges in engine_input["mm_placeholders"].items():
         hashes = engine_input["mm_hashes"][modality]
         items = engine_input["mm_kwargs"][modality]
@@ -62,9 +78,7 @@ def segment(engine_input: Any, delimiters: Delimiters) -> Segments:
                 grid=grid,
                 is_embed=place.is_embed,
             )
-            found.append((span, (modality, item)))
-    found.sort(key=lambda pair: pair[0].start)
-    return Segments(token_ids, tuple(span for span, _ in found), tuple(item for _, item in found))
+            yield span, (modality, item)
 
 
 def _widen(token_ids: Sequence[int], start: int, stop: int, delimiters: Delimiters) -> tuple[int, int]:

@@ -12,31 +12,27 @@ from prefill_workers.engine import PrefillEngine
 
 
 @pytest.fixture(scope="session")
-def engines() -> Iterator[dict[str, PrefillEngine]]:
-    """All engines at once: vLLM's start-up looks into every loaded module, and chokes on those that Numba loads."""
-    built = {dtype: tiny_engine(dtype) for dtype in ("float32", "bfloat16")}
-    yield built
-    for engine in built.values():
-        engine.shutdown()
+def fp32() -> Iterator[PrefillEngine]:
+    engine = tiny_engine("float32")
+    yield engine
+    engine.shutdown()
 
 
 @pytest.fixture(scope="session")
-def fp32(engines: dict[str, PrefillEngine]) -> PrefillEngine:
-    return engines["float32"]
-
-
-@pytest.fixture(scope="session")
-def bf16(engines: dict[str, PrefillEngine]) -> PrefillEngine:
-    return engines["bfloat16"]
+def bf16() -> Iterator[PrefillEngine]:
+    engine = tiny_engine("bfloat16")
+    yield engine
+    engine.shutdown()
 
 
 @pytest.fixture
-def make_rig(fp32: PrefillEngine, tmp_path: Path) -> Iterator[Callable[..., Rig]]:
-    """Builds workers on the fp32 engine (or the one given); one at a time may have links running."""
+def make_rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    """Builds workers on the engine given, by default the fp32 one; one at a time may have links running."""
     made: list[Rig] = []
 
     def make(engine: PrefillEngine | None = None, **options) -> Rig:
-        made.append(Rig(engine or fp32, tmp_path / f"library-{len(made)}", **options))
+        engine = engine or request.getfixturevalue("fp32")
+        made.append(Rig(engine, tmp_path / f"library-{len(made)}", **options))
         return made[-1]
 
     yield make

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 
 from infra.checkpoints import checkpoint_path
+from infra.families import FAMILIES, Family
 from kvstore.library import Library
 from kvstore.settings import LibrarySettings
 from prefill_workers.engine import EngineSpec, PrefillEngine
@@ -21,24 +23,43 @@ from prefill_workers.patch_compiler import PatchCompiler
 from prefill_workers.policies import Mode
 from prefill_workers.sequence import Embedded, LinkSequence, Run
 from prefill_workers.worker import LinkResult, PrefillLoop, drain
+from serving.documents import Document, Documents
 from serving.segments import Delimiters, Segments, segment
 
 BLOCK_SIZE = 32
 MAX_MODEL_LEN = 2048
-Part = str | int  # text, or the number of a test image
+QWEN2_5_VL = FAMILIES["qwen2_5_vl"]
 
 
-def tiny_engine(dtype: str) -> PrefillEngine:
-    """The bundled tiny model without hand-off: several such engines live in one process."""
-    return PrefillEngine(
-        EngineSpec(
-            model=str(checkpoint_path("qwen2_5_vl-tiny")),
-            dtype=dtype,
-            max_model_len=MAX_MODEL_LEN,
-            block_size=BLOCK_SIZE,
-            hand_off=False,
-        )
-    )
+@dataclass(frozen=True)
+class Page:
+    """A test document; every number has its own text and, up to 3, its own length."""
+
+    number: int
+
+    @property
+    def content(self) -> str:
+        return f"{self.number:064x}"
+
+    @property
+    def text(self) -> str:
+        letters = np.random.default_rng(self.number).integers(97, 123, 60 + 20 * (self.number % 4))
+        return f"Page {self.number}: {bytes(letters.tolist()).decode()}."
+
+
+Part = str | int | Page  # text, the number of a test image, or a document
+
+
+def tiny_engine(dtype: str, family: Family = QWEN2_5_VL, **options) -> PrefillEngine:
+    """A family's tiny model without hand-off: several such engines live in one process."""
+    spec = {
+        "dtype": dtype,
+        "max_model_len": MAX_MODEL_LEN,
+        "block_size": BLOCK_SIZE if family.layout == "gqa" else None,
+        "trust_remote_code": family.trust_remote_code,
+        "hand_off": False,
+    }
+    return PrefillEngine(EngineSpec(model=str(checkpoint_path(family.checkpoint)), **{**spec, **options}))
 
 
 def image(number: int) -> Image.Image:
@@ -47,16 +68,21 @@ def image(number: int) -> Image.Image:
     return Image.fromarray((pixels * 255).astype("uint8"))
 
 
-def vllm_prompt(parts: Sequence[Part]) -> dict:
-    """The parts as a user's turn, in the form `LLM.generate` takes."""
-    place = "<|vision_start|><|image_pad|><|vision_end|>"
-    body = "".join(place if isinstance(part, int) else part for part in parts)
+def vllm_prompt(parts: Sequence[Part], documents: Documents, image_text: str) -> tuple[dict, list[Document]]:
+    """The parts as a user's turn, in the form `LLM.generate` takes, and the documents among them."""
+
+    def written(part: Part) -> str:
+        if isinstance(part, Page):
+            return documents.mark(part.content, part.text)
+        return image_text if isinstance(part, int) else part
+
+    text = f"<|im_start|>user\n{''.join(map(written, parts))}<|im_end|>\n<|im_start|>assistant\n"
     images = [part for part in parts if isinstance(part, int)]
-    prompt: dict = {"prompt": f"<|im_start|>user\n{body}<|im_end|>\n<|im_start|>assistant\n"}
+    prompt: dict = {"prompt_token_ids": documents.token_ids(text)}
     if images:
         prompt["multi_modal_data"] = {"image": [image(number) for number in images]}
         prompt["multi_modal_uuids"] = {"image": [f"{number:064x}" for number in images]}
-    return prompt
+    return prompt, documents.marked([text])
 
 
 @dataclass
@@ -86,9 +112,11 @@ class Rig:
         directory: Path,
         rank: int | None = None,
         library: Library | None = None,
+        family: Family = QWEN2_5_VL,
         **loop_options,
     ) -> None:
-        self.engine = engine
+        self.engine, self.family = engine, family
+        self.documents = Documents(engine._llm.get_tokenizer())
         self.library = library or Library(LibrarySettings(directory=directory), engine.fingerprint)
         self.compiler = PatchCompiler(self.library, rank)
         self.linker = Linker(engine, self.library, rank, self.compiler.compile)
@@ -111,8 +139,9 @@ class Rig:
         """vLLM's own rendering and processing of a prompt, cut into segments."""
         model = self.engine.config.model_config
         renderer = self.engine._llm.llm_engine.renderer
-        (rendered,) = renderer.render_cmpl([parse_model_prompt(model, vllm_prompt(parts))], skip_mm_cache=True)
-        return segment(rendered, Delimiters.of(model))
+        prompt, documents = vllm_prompt(parts, self.documents, self.family.image)
+        (rendered,) = renderer.render_cmpl([parse_model_prompt(model, prompt)], skip_mm_cache=True)
+        return segment(rendered, Delimiters.of(model), documents)
 
     def plan(self, parts: Sequence[Part], mode: str = "auto", **request) -> LinkPlan:
         """A plan, with the pixels encoded that it asks for."""
@@ -121,7 +150,7 @@ class Rig:
         try:
             return self.linker.plan(asked)
         except PixelsNeeded as needed:
-            embeddings = self.engine.encode([segments.items[i] for i in needed.chunks])
+            embeddings = self.engine.encode(segments.pixels(needed.chunks))
             return self.linker.plan(asked, dict(zip(needed.chunks, embeddings, strict=True)))
 
     def link(self, parts: Sequence[Part], mode: str = "auto", **request) -> Linked:
@@ -148,7 +177,8 @@ class Rig:
         """vLLM's own multimodal prefill in the same engine. Uses any block of the pool: call it before linking."""
         assert self.loop.stats().leases == 0
         params = SamplingParams(max_tokens=1, temperature=0, logprobs=top, detokenize=False)
-        (answer,) = self.engine._llm.generate([vllm_prompt(parts)], params, use_tqdm=False)
+        prompt, _ = vllm_prompt(parts, self.documents, self.family.image)
+        (answer,) = self.engine._llm.generate([prompt], params, use_tqdm=False)
         return {token: entry.logprob for token, entry in answer.outputs[0].logprobs[0].items()}
 
 
@@ -157,18 +187,23 @@ def apart(a: Tensor, b: Tensor) -> float:
     return float((a.float() - b.float()).abs().max() / b.float().abs().max())
 
 
-def lone(rig: Rig, number: int, shift: int) -> Tensor:
-    """KV [layers, tokens, features] of one image computed alone, its first token at position `shift`."""
-    plan = rig.plan([number], "off")
+def lone(rig: Rig, part: Part, shift: int) -> Tensor:
+    """KV [layers, tokens, features] of one chunk computed alone, its first token at position `shift`."""
+    plan = rig.plan([part], "off")
     (chunk,) = plan.chunks
     span = chunk.span
-    assert chunk.embeddings is not None
-    blocks = range(1, 2 + (span.stop - span.start) // BLOCK_SIZE)
+    blocks = range(1, 2 + (span.stop - span.start) // rig.engine.block_size)
+    embedded = () if chunk.embeddings is None else (Embedded(span.first - span.start, chunk.embeddings, span.is_embed),)
     sequence = LinkSequence(
         plan.sequence.token_ids[span.start : span.stop],
         plan.sequence.positions[..., span.start : span.stop] - chunk.start_position + shift,
         blocks,
-        (Embedded(span.first - span.start, chunk.embeddings, span.is_embed),),
+        embedded,
     )
     rig.engine.forward([(sequence, [Run(0, len(sequence))])])
     return rig.engine.read_kv(blocks, 0, len(sequence))
+
+
+def unit_in_the_last_place(x: Tensor) -> Tensor:
+    """Spacing of bfloat16 numbers at `x`."""
+    return torch.exp2(x.abs().clamp_min(2.0**-126).log2().floor() - 7)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from rig import BLOCK_SIZE, Rig, apart, lone
+from rig import BLOCK_SIZE, Rig, apart, lone, unit_in_the_last_place
 from torch import Tensor
 
 from kvstore.patch import relocate
@@ -108,8 +108,3 @@ def test_relocation_in_bf16_errs_as_the_engine_itself_does(make_rig, bf16: Prefi
     assert bool((error(moved) <= 1.05 * error(computed)).all())
     keys = bf16.layout.slices()["keys"]
     assert torch.equal(moved[0, :, keys.stop :], computed[0, :, keys.stop :])  # layer 0's values see no position
-
-
-def unit_in_the_last_place(x: Tensor) -> Tensor:
-    """Spacing of bfloat16 numbers at `x`."""
-    return torch.exp2(x.abs().clamp_min(2.0**-126).log2().floor() - 7)

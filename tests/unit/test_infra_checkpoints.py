@@ -7,7 +7,10 @@ import pytest
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerFast
 
 from infra import checkpoints
-from infra.checkpoints import CHAT_TEMPLATE, RECIPES, checkpoint_path, printable_tokens, tokenizer
+from infra.checkpoints import RECIPES, Qwen25VL, checkpoint_path
+from infra.checkpoints.qwen2_5_vl import MERGE
+from infra.checkpoints.tokens import chat_template, printable_tokens, tokenizer
+from infra.checkpoints.weights import DEFAULT_ANSWER_TOKENS
 
 TINY = "qwen2_5_vl-tiny"
 WEATHER = {
@@ -31,7 +34,7 @@ def chat(tokens: PreTrainedTokenizerFast, messages: list[dict], **options: objec
 
 
 def test_a_current_checkpoint_is_not_written_again(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "write_qwen2_5_vl", lambda *_: pytest.fail("written again"))
+    monkeypatch.setattr(Qwen25VL, "write", lambda *_: pytest.fail("written again"))
     assert checkpoint_path(TINY, tiny.parent) == tiny
 
 
@@ -50,7 +53,7 @@ def test_an_interrupted_build_does_not_pass_for_a_checkpoint(tmp_path: Path, mon
         (folder / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoints, "write_qwen2_5_vl", interrupted)
+    monkeypatch.setattr(Qwen25VL, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         checkpoint_path(TINY, tmp_path)
     assert not (tmp_path / TINY).exists()
@@ -89,7 +92,7 @@ def test_only_printable_tokens_can_be_answered(tiny: Path, tokens: PreTrainedTok
 
 def test_an_answer_without_a_limit_still_ends(tiny: Path) -> None:
     limit = json.loads((tiny / "generation_config.json").read_text())["max_new_tokens"]
-    assert limit == checkpoints.DEFAULT_ANSWER_TOKENS
+    assert limit == DEFAULT_ANSWER_TOKENS
 
 
 @pytest.mark.parametrize(("height", "width", "image_tokens"), [(28, 28, 4), (224, 168, 48), (896, 1792, 2048)])
@@ -98,7 +101,7 @@ def test_an_image_takes_one_token_per_28_by_28_pixels(tiny: Path, height: int, w
 
     processor = AutoImageProcessor.from_pretrained(tiny)
     grid = processor(images=[np.zeros((height, width, 3), np.uint8)], return_tensors="pt")["image_grid_thw"]
-    assert int(grid.prod()) // checkpoints.MERGE**2 == image_tokens
+    assert int(grid.prod()) // MERGE**2 == image_tokens
 
 
 def test_string_and_list_content_render_alike(tokens: PreTrainedTokenizerFast) -> None:
@@ -141,4 +144,4 @@ def test_vllm_sees_that_the_template_takes_content_parts() -> None:
     """Else it would move every image of a message to its front."""
     from vllm.renderers.hf import _detect_content_format
 
-    assert _detect_content_format(CHAT_TEMPLATE, default="string") == "openai"
+    assert _detect_content_format(chat_template(), default="string") == "openai"

@@ -1,0 +1,100 @@
+"""LLaVA-1.5: multi-head attention (one KV head per query head), plain RoPE, a CLIP tower and images of one size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infra.checkpoints.tokens import printable_tokens, tokenizer
+from infra.checkpoints.weights import generation_config, initialise
+
+IMAGE = "<image>"
+
+
+@dataclass(frozen=True)
+class Llava:
+    """Sizes of a LLaVA-1.5 shaped model; an image takes (`image_size` / `patch`)² tokens."""
+
+    vocabulary: int = 512
+    hidden: int = 256
+    intermediate: int = 512
+    layers: int = 4
+    heads: int = 4
+    head_size: int = 64
+    vision_depth: int = 3
+    vision_hidden: int = 128
+    image_size: int = 84
+    patch: int = 14
+    context: int = 4096
+    rope_theta: float = 10000.0
+    seed: int = 0
+
+    def write(self, folder: Path) -> None:
+        """Write configuration, bf16 weights, tokenizer and processor into the existing `folder`."""
+        import torch
+        from safetensors.torch import save_file
+        from transformers import CLIPImageProcessor, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+
+        tokens = tokenizer(self.vocabulary, added=(IMAGE,), image=IMAGE)
+        ids: Callable[[str], Any] = tokens.convert_tokens_to_ids
+        config = LlavaConfig(
+            text_config={
+                "model_type": "llama",
+                "vocab_size": self.vocabulary,
+                "hidden_size": self.hidden,
+                "intermediate_size": self.intermediate,
+                "num_hidden_layers": self.layers,
+                "num_attention_heads": self.heads,
+                "num_key_value_heads": self.heads,
+                "head_dim": self.head_size,
+                "max_position_embeddings": self.context,
+                "tie_word_embeddings": False,
+                "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+                "eos_token_id": ids("<|im_end|>"),
+                "bos_token_id": ids("<|endoftext|>"),
+            },
+            vision_config={
+                "model_type": "clip_vision_model",
+                "hidden_size": self.vision_hidden,
+                "intermediate_size": 2 * self.vision_hidden,
+                "num_hidden_layers": self.vision_depth,
+                "num_attention_heads": 4,
+                "image_size": self.image_size,
+                "patch_size": self.patch,
+                "projection_dim": self.vision_hidden,
+            },
+            image_token_index=ids(IMAGE),
+            image_seq_length=(self.image_size // self.patch) ** 2,
+            vision_feature_layer=-2,
+            vision_feature_select_strategy="default",
+            tie_word_embeddings=False,
+        )
+        model = LlavaForConditionalGeneration(config)
+        initialise(model.named_parameters(), self.seed, printable_tokens(tokens))
+        model.generation_config = generation_config(tokens)
+        config.architectures = ["LlavaForConditionalGeneration"]
+        config.dtype = torch.bfloat16
+        config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        # vLLM's loader knows the tower's weights by the names of transformers 4
+        weights = {
+            name.replace("vision_tower.", "vision_tower.vision_model."): tensor.to(torch.bfloat16).contiguous()
+            for name, tensor in model.state_dict().items()
+            if "position_ids" not in name
+        }
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        processor = LlavaProcessor(
+            CLIPImageProcessor(
+                size={"shortest_edge": self.image_size},
+                crop_size={"height": self.image_size, "width": self.image_size},
+            ),
+            tokens,
+            patch_size=self.patch,
+            vision_feature_select_strategy="default",
+            chat_template=tokens.chat_template,
+            image_token=IMAGE,
+            num_additional_image_tokens=1,
+        )
+        processor.save_pretrained(folder)

@@ -1,0 +1,117 @@
+"""Text models: Qwen2.5-shaped (grouped-query attention) and DeepSeek-V2-shaped (multi-head latent attention, MoE)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from infra.checkpoints.tokens import printable_tokens, tokenizer
+from infra.checkpoints.weights import generation_config, initialise
+
+
+@dataclass(frozen=True)
+class Qwen2:
+    """Sizes of a Qwen2.5-shaped text model. `rope_scaling` joins its RoPE parameters, such as YaRN's."""
+
+    vocabulary: int = 512
+    hidden: int = 256
+    intermediate: int = 512
+    layers: int = 4
+    heads: int = 8
+    kv_heads: int = 2
+    context: int = 4096
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default"})
+    seed: int = 0
+
+    def write(self, folder: Path) -> None:
+        """Write configuration, bf16 weights and tokenizer into the existing `folder`."""
+        import torch
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+
+        tokens = tokenizer(self.vocabulary)
+        ids: Callable[[str], Any] = tokens.convert_tokens_to_ids
+        model = Qwen2ForCausalLM(
+            Qwen2Config(
+                vocab_size=self.vocabulary,
+                hidden_size=self.hidden,
+                intermediate_size=self.intermediate,
+                num_hidden_layers=self.layers,
+                num_attention_heads=self.heads,
+                num_key_value_heads=self.kv_heads,
+                max_position_embeddings=self.context,
+                rope_parameters={"rope_theta": self.rope_theta, **self.rope_scaling},
+                eos_token_id=ids("<|im_end|>"),
+                bos_token_id=ids("<|endoftext|>"),
+                tie_word_embeddings=False,
+            )
+        )
+        initialise(model.named_parameters(), self.seed, printable_tokens(tokens))
+        model.generation_config = generation_config(tokens)
+        model.to(torch.bfloat16).save_pretrained(folder)
+        tokens.save_pretrained(folder)
+
+
+@dataclass(frozen=True)
+class DeepSeekV2:
+    """Sizes of a DeepSeek-V2-shaped text model. Latent and RoPE widths are those that vLLM's CPU kernel knows."""
+
+    vocabulary: int = 512
+    hidden: int = 256
+    intermediate: int = 512
+    expert: int = 128
+    layers: int = 3
+    heads: int = 4
+    experts: int = 4
+    latent: int = 512
+    rope: int = 64
+    nope: int = 128
+    value: int = 128
+    context: int = 4096
+    rope_scaling: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default"})
+    seed: int = 0
+
+    def config(self, ids: Callable[[str], Any]) -> dict[str, Any]:
+        """Keyword arguments of `DeepseekV2Config`."""
+        return {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "moe_intermediate_size": self.expert,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads,
+            "n_shared_experts": 1,
+            "n_routed_experts": self.experts,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": self.latent,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": self.rope,
+            "qk_nope_head_dim": self.nope,
+            "v_head_dim": self.value,
+            "max_position_embeddings": self.context,
+            "rope_parameters": {"rope_theta": 10000.0, **self.rope_scaling},
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": False,
+            "eos_token_id": ids("<|im_end|>"),
+            "bos_token_id": ids("<|endoftext|>"),
+        }
+
+    def write(self, folder: Path) -> None:
+        """Write configuration, bf16 weights and tokenizer into the existing `folder`."""
+        import torch
+        from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+        tokens = tokenizer(self.vocabulary)
+        model = DeepseekV2ForCausalLM(DeepseekV2Config(**self.config(tokens.convert_tokens_to_ids)))
+        initialise(model.named_parameters(), self.seed, printable_tokens(tokens))
+        model.generation_config = generation_config(tokens)
+        model.to(torch.bfloat16).save_pretrained(folder)
+        tokens.save_pretrained(folder)

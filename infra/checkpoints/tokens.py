@@ -1,0 +1,84 @@
+"""The reference models' tokenizer: one token per byte, the families' added tokens, and Qwen2.5's chat format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+VISION, VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
+
+# The order of Qwen2.5-VL's own added tokens. The last two are ordinary text to the tokenizer's decoder: vLLM's hermes
+# tool parser looks for them in the decoded answer.
+SPECIAL_TOKENS = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
+    "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
+    "<|image_pad|>", "<|video_pad|>",
+)  # fmt: skip
+TOOL_TOKENS = ("<tool_call>", "</tool_call>")
+
+
+def chat_template(image: str = VISION, video: str = VIDEO) -> str:
+    """The chat format with a family's text for an image and a video."""
+    template = (Path(__file__).parent / "chat.jinja").read_text()
+    return template.replace("IMAGE\n", f"{image}\n").replace("VIDEO\n", f"{video}\n")
+
+
+def byte_vocabulary(size: int) -> list[str]:
+    """`size` token texts in the byte-level alphabet: all single bytes, then made-up syllables.
+
+    Text is encoded byte by byte, since there are no merges; the syllables only make every id decode to text.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet = sorted(ByteLevel.alphabet())
+    consonants, vowels, space = "bcdfghjklmnprstvwz", "aeiou", "Ġ"
+    syllables = ("".join(parts) for parts in product(consonants, vowels, consonants, vowels))
+    short = ("".join(parts) for parts in product((space, ""), consonants, vowels))
+    for token in (*short, *syllables):
+        if len(alphabet) == size:
+            break
+        alphabet.append(token)
+    if len(alphabet) != size:
+        raise ValueError(f"no {size} tokens to make a vocabulary of")
+    return alphabet
+
+
+def tokenizer(vocabulary: int, added: Sequence[str] = (), image: str = VISION) -> PreTrainedTokenizerFast:
+    """Byte-level tokenizer with Qwen2.5-VL's added tokens and `vocabulary` ids in all, every one of which decodes.
+
+    `added`: a family's further special tokens; `image`: what its chat template writes for an image.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = [*SPECIAL_TOKENS, *added]
+    plain = byte_vocabulary(vocabulary - len(special) - len(TOOL_TOKENS))
+    backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(plain)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in TOOL_TOKENS])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=special,
+        model_max_length=32768,
+    )
+    fast.chat_template = chat_template(image)
+    return fast
+
+
+def printable_tokens(tokens: PreTrainedTokenizerFast) -> list[int]:
+    """Ids whose text is printable ASCII, added tokens excluded."""
+    added = set(tokens.get_added_vocab().values())
+    return [
+        index
+        for index in range(len(tokens))
+        if index not in added and (text := tokens.decode([index])).isascii() and text.isprintable()
+    ]

@@ -1,0 +1,102 @@
+"""Text documents as chunks: their tokens must not depend on the text around them.
+
+A tokenizer that sees a whole prompt may merge a document's edges with its neighbours. So a document is tokenised by
+itself, once; the chat template renders a mark in its place, and where the prompt is tokenised the mark becomes those
+tokens. A mark carries a number drawn at start-up: nobody can write one into a message.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.renderers.base import BaseRenderer
+from vllm.utils.async_utils import make_async
+
+
+@dataclass(frozen=True)
+class Document:
+    """A tokenised document; `content` is its content id."""
+
+    content: str
+    token_ids: array[int]
+
+
+class Documents:
+    """Marks documents in messages and splices their tokens into prompts. Thread-safe.
+
+    Args:
+        limit: token ids that are kept of documents seen before; the least recently used go first.
+    """
+
+    def __init__(self, tokenizer: Any, limit: int = 1 << 22) -> None:
+        self._tokenizer, self._limit = tokenizer, limit
+        self._kept: OrderedDict[str, Document] = OrderedDict()
+        nonce = secrets.token_hex(8)
+        self._mark = f"\ue000{nonce}:{{}}\ue001"
+        self._marks = re.compile(f"\ue000{nonce}:([0-9a-f]{{64}})\ue001")
+
+    def mark(self, content: str, text: str) -> str:
+        """What stands for a document in a message."""
+        document = self._kept.get(content)
+        if document is None:
+            document = Document(content, array("i", self._tokenizer.encode(text, add_special_tokens=False)))
+        self._kept[content] = document
+        self._kept.move_to_end(content)
+        while len(self._kept) > 1 and sum(len(kept.token_ids) for kept in list(self._kept.values())) > self._limit:
+            self._kept.popitem(last=False)
+        return self._mark.format(content)
+
+    def marked(self, texts: Iterable[str]) -> list[Document]:
+        """The documents that are marked in these texts, in order."""
+        return [self._kept[content] for text in texts for content in self._marks.findall(text)]
+
+    def token_ids(self, text: str, **options: Any) -> list[int]:
+        """Tokens of a prompt with marks; `options` are the tokenizer's, for the text around the documents."""
+        pieces = self._marks.split(text)
+        whole: list[int] = []
+        for i, piece in enumerate(pieces):
+            if i % 2:
+                whole += self._kept[piece].token_ids
+            elif piece:
+                own = options if not whole else {**options, "add_special_tokens": False}
+                whole += self._tokenizer.encode(piece, **own)
+        return whole
+
+    def install(self, renderer: BaseRenderer) -> None:
+        """Make a renderer splice documents in where it tokenises prompts."""
+        tokenise = renderer._tokenize_prompt
+
+        def spliced(prompt: Any, params: Any) -> Any:
+            if not self._marks.search(prompt["prompt"]):
+                return tokenise(prompt, params)
+            options = {k: v for k, v in params.get_encode_kwargs().items() if k == "add_special_tokens"}
+            return renderer._build_tokens_prompt(self.token_ids(prompt["prompt"], **options), prompt)
+
+        renderer._tokenize_prompt = spliced
+        renderer._tokenize_prompt_async = make_async(spliced, executor=renderer._executor)
+
+
+def places(token_ids: Sequence[int], documents: Sequence[Document]) -> list[tuple[Document, int]]:
+    """Where each document begins in a prompt that holds them in this order.
+
+    Raises:
+        ValueError: a document is not there; something changed the prompt's tokens after they were spliced in.
+    """
+    whole, found, start = array("i", token_ids), [], 0
+    data = whole.tobytes()
+    for document in documents:
+        wanted = document.token_ids.tobytes()
+        at = data.find(wanted, start * whole.itemsize)
+        while at % whole.itemsize and at >= 0:
+            at = data.find(wanted, at + 1)
+        if at < 0:
+            raise ValueError(f"document {document.content[:16]} is not in the prompt")
+        found.append((document, at // whole.itemsize))
+        start = at // whole.itemsize + len(document.token_ids)
+    return found
