@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from ray.data import DataContext
 from rig import BLOCK_SIZE, MAX_MODEL_LEN, Rig, image
 from vllm.outputs import CompletionOutput, RequestOutput
 
@@ -95,6 +96,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     (folder / "config.yaml").write_text(config.to_yaml())
     kill_once_it_has_stored(6, manifest, folder / "config.yaml", library)
     before = records(library)
+    DataContext.get_current().wait_for_min_actors_s = 120  # neither worker begins before the other is up
     source = Manifest(str(manifest))
     done = {outcome.name: outcome for outcome in outcomes(config, source, source.count())}
     return Job(folder, config, before, records(library), done)
