@@ -1,12 +1,9 @@
 """A worker of the offline caching job: manifest entries in, one outcome per entry out.
 
-    images fetched, checked and named         as `api.media` does for a request
-    prompt rendered and cut into chunks       vLLM's renderer, `segments`
-    claimed                                   what another worker computes just now, this one waits for
-    missing records computed                  `prefill_workers.offline`
-    flushed, looked for, reported             an entry is done when the farthest tier holds all its records
-
-Content ids, keys and prompts come from the code that serves requests, so a request finds what is stored here.
+prepared     images read, named and rendered to prompts, see `precompute_prepare`
+claimed      what another worker computes just now, this one waits for, see `precompute_ledger`
+computed     what is missing, see `prefill_workers.offline`
+reported     an entry is done when the farthest tier holds all its records
 """
 
 from __future__ import annotations
@@ -16,10 +13,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import pyarrow as pa
 import ray
@@ -27,15 +24,14 @@ import ray
 from infra.vllm_env import vllm_environment
 from serving.app import engine_spec
 from serving.config import OrbitServeConfig
-from serving.precompute_manifest import Entry, ImageSource, ManifestError, file_system, from_table
+from serving.precompute_manifest import Entry, from_table
 
 if TYPE_CHECKING:
     from prefill_workers.offline import Name, OfflineTask, Work
-    from serving.segments import Segments
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
-MAX_ORBIT_IMAGES = 4  # 24 orders; every further image multiplies them
 MAX_ATTEMPTS = 3  # of an entry on which workers die: once with others, then alone
 _LOOKS = 16  # records looked for at once: behind a URL each takes a round trip
 
@@ -66,13 +62,9 @@ OUTCOME_SCHEMA = pa.schema(
 )
 
 
-class EntryError(ValueError):
-    """An entry that cannot be precomputed; the message says why."""
-
-
 @dataclass(frozen=True)
 class _Prepared:
-    """An entry with its task, or with the reason why it has none."""
+    """An entry with its task; without one, either there is a reason why, or everything is stored."""
 
     entry: Entry
     began: float
@@ -91,11 +83,10 @@ class PrecomputeWorker:
 
     def __init__(self, config: OrbitServeConfig, threads: int, ledger: Any) -> None:
         os.environ.update(vllm_environment(kv_cache_gib=config.prefill.kv_cache_gib, threads=threads))
-        from kvstore.files import FileStore
         from kvstore.library import Library
         from prefill_workers.engine import PrefillEngine
         from prefill_workers.offline import OfflineWorker
-        from serving.api.media import MediaResolver
+        from serving.precompute_prepare import Preparer
 
         self._config = config
         engine = PrefillEngine(engine_spec(config, config.prefill.tensor_parallel_size, hand_off=False))
@@ -106,12 +97,10 @@ class PrecomputeWorker:
         self._library = Library(config.library.model_copy(update=unbounded), engine.fingerprint)
         self._offline = OfflineWorker(engine, self._library, config.patch.rank, config.prefill.max_batch_tokens)
         self._engine_lock = threading.Lock()
-        secret = config.files.salt_secret.get_secret_value().encode()
-        self._media = MediaResolver(config.http, FileStore(config.files_url, config.files), secret)
-        self._prompts = _Prompts(config)
         self._look = ThreadPoolExecutor(_LOOKS, thread_name_prefix="look")
         self._events = asyncio.new_event_loop()
         threading.Thread(target=self._events.run_forever, name="prepare", daemon=True).start()
+        self._preparer = self._await(Preparer.create(config, self._offline, self._is_stored))
         self._ledger, self._name = ledger, ray.get_runtime_context().get_actor_id()
         ray.get(ledger.restarted.remote(self._name))
 
@@ -131,8 +120,12 @@ class PrecomputeWorker:
     def _settle(self, group: Sequence[Entry]) -> list[Outcome]:
         numbers = [entry.number for entry in group]
         ray.get(self._ledger.begin.remote(numbers))  # known before anything can kill this process
-        prepared = asyncio.run_coroutine_threadsafe(self._prepare_all(group), self._events).result()
-        outcomes = [item.outcome("failed", reason=item.reason) for item in prepared if item.task is None]
+        prepared = self._await(self._prepare_all(group))
+        outcomes = [
+            item.outcome("failed", reason=item.reason) if item.reason else item.outcome("present")
+            for item in prepared
+            if item.task is None
+        ]
         waiting = [item for item in prepared if item.task is not None]
         owner = f"{self._name}/{threading.get_ident()}"
         while waiting:
@@ -146,77 +139,20 @@ class PrecomputeWorker:
         self._ledger.end.remote(numbers)
         return outcomes
 
-    # Preparing
-
     async def _prepare_all(self, group: Sequence[Entry]) -> list[_Prepared]:
         return await asyncio.gather(*(self._prepare(entry) for entry in group))
 
     async def _prepare(self, entry: Entry) -> _Prepared:
+        from serving.precompute_prepare import EntryError
+
         began = time.time()
         try:
-            return _Prepared(entry, began, await self._task(entry))
+            return _Prepared(entry, began, await self._preparer.task(entry))
         except EntryError as error:
             return _Prepared(entry, began, reason=str(error))
         except Exception as error:  # a bad entry never stops the job
             logger.exception("entry %s could not be prepared", entry.name)
             return _Prepared(entry, began, reason=f"{type(error).__name__}: {error}")
-
-    async def _task(self, entry: Entry) -> OfflineTask:
-        from kvstore.patch import PatchKind
-        from prefill_workers.linker import LinkRequest
-        from prefill_workers.offline import OfflineTask
-        from prefill_workers.policies import Mode
-
-        if entry.error is not None:
-            raise EntryError(entry.error)
-        most = self._config.http.max_images_per_request
-        if len(entry.images) > most:
-            raise EntryError(f"{len(entry.images)} images, a request may have at most {most}")
-        if entry.patches == "orbit" and len(entry.images) > MAX_ORBIT_IMAGES:
-            raise EntryError(
-                f"orbit patches of {len(entry.images)} images: at most {MAX_ORBIT_IMAGES}, for all orders are computed"
-            )
-        images = await asyncio.gather(
-            *(asyncio.to_thread(self._open, source, entry.tenant, i) for i, source in enumerate(entry.images))
-        )
-        segments, prefix = await self._prompts.render(entry.prefix, images)
-        if len(segments.token_ids) > self._offline.capacity:
-            raise EntryError(
-                f"the prompt has {len(segments.token_ids)} tokens, the KV pool holds {self._offline.capacity}; "
-                "raise prefill.kv_cache_gib"
-            )
-        request = LinkRequest(entry.name, segments.token_ids, segments.chunks, Mode.EXACT, entry.tenant, prefix)
-        kind = None if entry.patches == "none" else PatchKind(entry.patches)
-        if kind is PatchKind.orbit and len(entry.images) == 1:
-            kind = PatchKind.own  # one chunk has one order
-        if kind is PatchKind.orbit and len({chunk.content for chunk in segments.chunks}) < len(segments.chunks):
-            raise EntryError("orbit patches need images that differ from each other")
-        return OfflineTask(request, segments.items, self._offline.linker.wanted(request, kind))
-
-    def _open(self, source: ImageSource, tenant: str, index: int) -> Any:
-        """The image, checked and named as a request's. Raises EntryError."""
-        from serving.api.errors import InvalidRequest, TooLarge
-
-        where = f"image {index + 1}" if source.location is None else source.location[:200]
-        data = source.data if source.location is None else self._read(source.location, where)
-        try:
-            return self._media.open(data or b"", tenant, where)
-        except (InvalidRequest, TooLarge) as error:
-            raise EntryError(str(error.args[0])) from error
-
-    def _read(self, location: str, where: str) -> bytes:
-        """At most one byte more than an image may have, so that a huge file fails instead of filling the memory."""
-        try:
-            files, path = file_system(location, self._config.precompute.storage_options)
-            return files.cat_file(path, end=self._config.http.max_image_bytes + 1)
-        except FileNotFoundError as error:
-            raise EntryError(f"{where}: no such file") from error
-        except ManifestError as error:
-            raise EntryError(str(error)) from error
-        except Exception as error:  # file systems raise their own client's errors, which share no base class
-            raise EntryError(f"{where}: cannot be read: {error}") from error
-
-    # Computing
 
     def _complete(self, items: Sequence[_Prepared]) -> list[Outcome]:
         tasks = [item.task for item in items if item.task is not None]
@@ -246,6 +182,12 @@ class PrecomputeWorker:
         missing = {(kind, key) for (kind, key, _), there in zip(names, found, strict=True) if not there}
         return [missing.intersection(task.wanted) for task in tasks]
 
+    def _is_stored(self, names: Sequence[Name], tenant: str) -> bool:
+        return all(self._look.map(lambda name: self._library.persisted(name[0], name[1], tenant), names))
+
+    def _await(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self._events).result()
+
     def _compute(self, tasks: Sequence[OfflineTask]) -> Sequence[Work | Exception]:
         """Compute together what can be; if that fails, one by one, so that a task fails alone."""
         if not tasks:
@@ -258,52 +200,6 @@ class PrecomputeWorker:
             if len(tasks) == 1:
                 return [error]
         return [result for task in tasks for result in self._compute([task])]
-
-
-class _Prompts:
-    """Renders entries as the chat handler renders requests: the prefix as system message, the images as user's turn."""
-
-    def __init__(self, config: OrbitServeConfig) -> None:
-        from vllm.renderers import renderer_from_config
-        from vllm.renderers.chat_utils import load_chat_template
-        from vllm.renderers.online_renderer import OnlineRenderer
-
-        from serving.engine_client import front_end_config
-        from serving.segments import Delimiters
-
-        vllm_config = front_end_config(config.model, processor_cache_gib=0)
-        self._model = config.model.served_name
-        self._renderer = renderer_from_config(vllm_config)
-        self._online = OnlineRenderer(
-            vllm_config.model_config,
-            self._renderer,
-            request_logger=None,
-            chat_template=load_chat_template(config.model.chat_template),
-            chat_template_content_format="auto",
-        )
-        self._delimiters = Delimiters.of(vllm_config.model_config)
-
-    async def render(self, prefix: str, images: Iterable[Any]) -> tuple[Segments, tuple[int, ...]]:
-        """The prompt, and the token ids of its fixed prefix as patches are keyed by. Raises EntryError."""
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-
-        from serving.api.chat import fixed_prefix
-        from serving.segments import segment
-
-        messages: list[Any] = [{"role": "system", "content": prefix}] if prefix else []
-        request = ChatCompletionRequest(model=self._model, messages=[*messages, {"role": "user", "content": ""}])
-        tokens = self._renderer.get_tokenizer().encode(fixed_prefix(messages, request), add_special_tokens=False)
-        parts = [{"type": "image_pil", "image_pil": found.image, "uuid": found.content} for found in images]
-        request.messages = [*messages, {"role": "user", "content": parts}]
-        try:
-            rendered = await self._online.render_chat(request, skip_mm_cache=True)
-        except ValueError as error:  # too long, too small for the processor, ...
-            raise EntryError(str(error.args[0])) from error
-        if isinstance(rendered, ErrorResponse):
-            raise EntryError(rendered.error.message)
-        _, (engine_input,) = rendered
-        return segment(engine_input, self._delimiters), tuple(tokens)
 
 
 def to_outcomes(table: pa.Table) -> list[Outcome]:
