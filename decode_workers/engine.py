@@ -39,6 +39,7 @@ class DecodeSpec:
     max_num_seqs: int = 16
     gpu_memory_utilization: float = 0.9
     trust_remote_code: bool = False
+    kv_cache_dtype: str = "auto"
     seed: int = 0
 
 
@@ -132,6 +133,9 @@ class DecodeEngine:
                 seed=spec.seed,
                 enforce_eager=not torch.cuda.is_available(),
                 enable_prefix_caching=False,
+                kv_cache_dtype=spec.kv_cache_dtype,
+                # the CPU kernel of rotary_embedding is wrong on the strided views that MLA passes for k_pe
+                compilation_config={} if torch.cuda.is_available() else {"custom_ops": ["-rotary_embedding"]},
                 language_model_only=True,
                 disable_log_stats=True,
                 kv_transfer_config=KVTransferConfig(

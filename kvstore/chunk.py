@@ -6,7 +6,7 @@ different lists of fields share bytes and no key of one kind equals a key of ano
     content bytes, tenant salt -> content id
     content id, model fingerprint, delimiters, dtype -> canonical key
     fixed prefix, antecedents (content ids) -> antecedent key
-    canonical key, antecedent key, kind, rank -> patch key
+    canonical key, antecedent key, kind, form -> patch key
 """
 
 from __future__ import annotations
@@ -64,9 +64,21 @@ def antecedent_key(prefix_tokens: Sequence[int], antecedents: Sequence[str], ord
     return _digest("antecedent", (mode, _integers(prefix_tokens), *(item.encode() for item in listed)))
 
 
-def patch_key(canonical: str, antecedent: str, kind: str, rank: int | None) -> str:
-    """Key of a patch. `kind` is a `PatchKind` or its value; rank None stands for full rank."""
+def patch_key(
+    canonical: str,
+    antecedent: str,
+    kind: str,
+    rank: int | None,
+    energy: float | None = None,
+    depth: float = 1.0,
+    basis: str = "",
+) -> str:
+    """Key of a patch. `kind` is a `PatchKind` or its value; rank None stands for full rank; `basis` is a version."""
     size = "full" if rank is None else str(rank)
+    # Only what differs from the default is written, so that adding a field leaves all other keys as they were.
+    size += "" if energy is None else f" energy {energy!r}"
+    size += "" if depth == 1.0 else f" depth {depth!r}"
+    size += f" basis {basis}" if basis else ""
     return _digest("patch", (canonical.encode(), antecedent.encode(), str(kind).encode(), size.encode()))
 
 

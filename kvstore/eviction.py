@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 # A prefill of 1,088 tokens of 16 KiB KV each took 0.83 s (ENGINE_NOTES): what a record of unknown cost is taken for.
 DEFAULT_SECONDS_PER_BYTE = 5e-8
 _LOW_WATER = 0.9  # evicting down to this share amortises the scan
+_ANNOUNCE_SECONDS = 60.0  # a tier learns within this time that memory still answers for a record
 _RESCAN_SHARE = 0.05  # other processes write to the same tier: look again after writing this share of the limit
 
 
@@ -33,15 +34,27 @@ def worth(recompute_seconds: float, nbytes: int, idle_seconds: float) -> float:
 class _Resident:
     record: Record
     used: float
+    announced: float  # when the tiers were last told of a use
 
 
 class HotCache:
-    """Decoded records of one process, bounded in bytes, in all and per tenant. Thread-safe."""
+    """Decoded records of one process, bounded in bytes, in all and per tenant. Thread-safe.
 
-    def __init__(self, limit_bytes: int, tenant_limit_bytes: int | None, pinned: Callable[[str], bool]) -> None:
+    `announce(path)` is called now and then for a record that goes on being used, and must not block: a tier that other
+    processes share cannot see these hits, and would let the most wanted records go first.
+    """
+
+    def __init__(
+        self,
+        limit_bytes: int,
+        tenant_limit_bytes: int | None,
+        pinned: Callable[[str], bool],
+        announce: Callable[[str], None] = lambda path: None,
+    ) -> None:
         self._limit = limit_bytes
         self._tenant_limit = limit_bytes if tenant_limit_bytes is None else tenant_limit_bytes
         self._pinned = pinned
+        self._announce = announce
         self._lock = threading.RLock()
         self._residents: dict[str, _Resident] = {}
         self._tenants: dict[str, int] = {}
@@ -53,7 +66,10 @@ class HotCache:
             resident = self._residents.get(path)
             if resident is None:
                 return None
-            resident.used = time.time()
+            resident.used = now = time.time()
+            if now - resident.announced >= _ANNOUNCE_SECONDS:
+                resident.announced = now
+                self._announce(path)
             return resident.record
 
     def put(self, path: str, record: Record) -> bool:
@@ -65,7 +81,8 @@ class HotCache:
             fits = self._make_room(self.nbytes + size - self._limit, self._limit, None)
             fits = fits and self._make_room(own + size - self._tenant_limit, self._tenant_limit, tenant)
             if fits:
-                self._residents[path] = _Resident(record, time.time())
+                now = time.time()
+                self._residents[path] = _Resident(record, now, now)
                 self._account(tenant, size)
             return fits
 
@@ -133,7 +150,8 @@ class TierBudget:
     """Keeps one tier within its bytes, in all and per tenant. Used by one writer thread.
 
     `survey` turns the tier's entries into candidates. Several processes may each keep a budget over one tier: every
-    one counts its own writes and looks again after a twentieth of the limit.
+    one counts its own writes and looks again after a twentieth of the limit, so that n processes may exceed it by
+    (n - 1) twentieths. What one evicts while another uses it stays mapped there until it is let go.
     """
 
     def __init__(
@@ -206,8 +224,8 @@ class TierBudget:
         for candidate in sorted(pool, key=order):
             if freed >= target:
                 break
-            for key in (candidate.path, *candidate.companions):
+            self.evictions += self.tier.delete(candidate.path)  # another process may have been faster
+            for key in candidate.companions:
                 self.tier.delete(key)
-            self.evictions += 1
             freed += candidate.size
         logger.info("%s: evicted %d bytes", self.tier.name, freed)

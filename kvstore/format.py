@@ -7,7 +7,7 @@
       record batch i   one flat column with layer i's numbers (bf16 as uint16)
 
 Every byte is covered by BLAKE3: a layer's numbers by that layer's digest, everything else (metadata, Arrow framing,
-padding, footer) by the frame digest, which is computed with its own digits blanked. The frame is checked before Arrow
+padding, footer) by the frame digest, which leaves out its own digits. The frame is checked before Arrow
 parses anything, so damaged bytes never reach a parser. All record batches have the same size, so the layers lie at a
 constant stride and the KV is ONE [layers, tokens, features] view of the mapped file.
 
@@ -18,10 +18,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -31,12 +34,14 @@ from blake3 import blake3
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from kvstore.basis import SharedBasis
 from kvstore.errors import CorruptRecord, ShapeMismatch
 from kvstore.layout import Layout
 from kvstore.patch import Patch, PatchKind
 
 FORMAT_VERSION = 1
-RecordKind = Literal["canonical", "patch", "embedding"]
+RecordKind = Literal["canonical", "patch", "embedding", "basis"]
+ReadThrough = Callable[[int, int], Iterable[memoryview]]
 
 _ARROW_TYPES = {torch.float32: pa.float32(), torch.float16: pa.float16(), torch.bfloat16: pa.uint16()}
 _DTYPE_NAMES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -44,8 +49,10 @@ _RECORD_KEY, _SEAL_KEY = b"orbitserve.record", b"orbitserve.seal"
 # JSON escapes every quote inside a string, so this text cannot occur in the record's JSON.
 _SEAL_MARK = b'"orbit-seal"="'
 _SEAL = re.compile(re.escape(_SEAL_MARK) + rb"(\d{20}) (\d{20}) (\d{20}) (\d{10}) ([0-9a-f]{64})\"")
-_BLANK = b"0" * 64
-_THREADED_BYTES = 4 << 20  # BLAKE3 gains from a second thread above about this size
+_BLANK = "0" * 64
+_DIGEST_END = 65  # the digest and the closing quote end the seal
+_THREADED_BYTES = 4 << 20  # hashing gains from a second thread above about this size
+_hashers = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="kvstore-hash")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -87,7 +94,10 @@ class CanonicalRecord(_Record):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PatchRecord(_Record):
-    """A patch of the canonical with key `canonical`, formed behind the antecedents with key `antecedent`."""
+    """A patch of the canonical with key `canonical`, formed behind the antecedents with key `antecedent`.
+
+    A patch on a shared basis is stored without the basis' directions, and read back unbound (`Patch.bind`).
+    """
 
     layout: Layout
     patch: Patch
@@ -110,13 +120,30 @@ class EmbeddingRecord(_Record):
         return self.embeddings.nbytes
 
 
-Record: TypeAlias = CanonicalRecord | PatchRecord | EmbeddingRecord
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BasisRecord(_Record):
+    """A shared basis of the model, under its version as key. It belongs to no tenant: `tenant` is empty."""
+
+    layout: Layout
+    basis: SharedBasis
+
+    def __post_init__(self) -> None:
+        self.basis.check(self.layout)
+
+    @property
+    def nbytes(self) -> int:
+        return self.basis.nbytes
+
+
+Record: TypeAlias = CanonicalRecord | PatchRecord | EmbeddingRecord | BasisRecord
 
 
 def kind_of(record: Record) -> RecordKind:
     """The record's kind as the library and its paths name it."""
     if isinstance(record, CanonicalRecord):
         return "canonical"
+    if isinstance(record, BasisRecord):
+        return "basis"
     return "patch" if isinstance(record, PatchRecord) else "embedding"
 
 
@@ -143,10 +170,11 @@ class _Seal:
         return [(start, start + self.size) for start in starts]
 
 
-def encode(record: Record) -> pa.Buffer:
-    """The record as the bytes of one file. Tensors may be strided or on a device; they are copied once.
+def encode_parts(record: Record) -> list[pa.Buffer]:
+    """The record as the bytes of one file, in pieces to be written one after another.
 
-    Raises ShapeMismatch for a dtype that the format does not store.
+    A layer that lies contiguous on the host is not copied: its piece is a view of the record's tensor. Raises
+    ShapeMismatch for a dtype that the format does not store.
     """
     parts = _parts_of(record)
     dtype = next(iter(parts.values())).dtype
@@ -159,11 +187,19 @@ def encode(record: Record) -> pa.Buffer:
         "dtype": str(dtype).removeprefix("torch."),
         "parts": [[name, list(part.shape[1:])] for name, part in parts.items()],
         "layers": len(layers),
-        "digests": [_hash(layer).hexdigest() for layer in layers],
+        "digests": _digests([[layer] for layer in layers], sum(layer.nbytes for layer in layers)),
     }
-    metadata = {_RECORD_KEY: json.dumps(document).encode(), _SEAL_KEY: _Seal(0, 0, 0, len(layers), "0" * 64).text()}
-    buffer = _write(layers, _ARROW_TYPES[dtype], metadata)
-    return _sealed(buffer, len(layers), layers[0].nbytes)
+    metadata = {_RECORD_KEY: json.dumps(document).encode(), _SEAL_KEY: _Seal(0, 0, 0, len(layers), _BLANK).text()}
+    bodies = [pa.py_buffer(layer) for layer in layers]
+    frame = _write(bodies, _ARROW_TYPES[dtype], metadata)
+    _fill_seals(frame, bodies)
+    first, *others = (pa.py_buffer(gap) for gap in frame.gaps)
+    return [first, *chain.from_iterable(zip(bodies, others, strict=True))]
+
+
+def encode(record: Record) -> pa.Buffer:
+    """`encode_parts` joined into one buffer."""
+    return pa.py_buffer(b"".join(memoryview(piece) for piece in encode_parts(record)))
 
 
 def decode(
@@ -173,10 +209,12 @@ def decode(
     expect_fingerprint: str,
     expect_tenant: str,
     verify: bool = True,
+    chunks: ReadThrough | None = None,
 ) -> Record:
     """The record in `buffer`, its tensors zero-copy views of it. Raises CorruptRecord if anything is not as expected.
 
-    `verify=False` skips the layers' digests (the frame, a few KiB, is always checked).
+    `verify=False` skips the layers' digests (the frame, a few KiB, is always checked). `chunks(start, end)` yields the
+    same bytes where there is a faster way to read all of them once than through `buffer`.
     """
     buffer = buffer if isinstance(buffer, pa.Buffer) else pa.py_buffer(buffer)
     seal = _check_frame(buffer)
@@ -187,7 +225,7 @@ def decode(
             raise CorruptRecord(f"the record's {name} is not the one expected")
     try:
         if verify:
-            _check_layers(buffer, seal, document["digests"])
+            _check_layers(chunks or _slices(buffer), seal, document["digests"])
         return _build(document, _views(buffer, seal, document))
     except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
         raise CorruptRecord(f"the record's metadata is inconsistent: {error}") from error
@@ -209,10 +247,14 @@ def _parts_of(record: Record) -> dict[str, Tensor]:
         return {"kv": record.kv}
     if isinstance(record, EmbeddingRecord):
         return {"embeddings": record.embeddings.unsqueeze(0)}
+    names = [segment.name for segment in record.layout.segments]
+    if isinstance(record, BasisRecord):
+        return {f"right.{name}": part for name, part in zip(names, record.basis.directions, strict=True)}
     factors = {}
-    for index, segment in enumerate(record.layout.segments):
-        factors[f"left.{segment.name}"] = record.patch.left[index]
-        factors[f"right.{segment.name}"] = record.patch.right[index]
+    for index, name in enumerate(names):
+        factors[f"left.{name}"] = record.patch.left[index]
+        if record.patch.basis is None:
+            factors[f"right.{name}"] = record.patch.right[index]
     return factors
 
 
@@ -240,8 +282,11 @@ def _document_of(record: Record) -> dict[str, Any]:
                 "rank": patch.rank,
                 "energy": list(patch.energy),
                 "first_layer": patch.first_layer,
+                "basis": patch.basis,
             },
         }
+    elif isinstance(record, BasisRecord):
+        document |= {"layout": record.layout.to_json(), "first_layer": record.basis.first_layer}
     return document
 
 
@@ -251,56 +296,81 @@ def _layer_bytes(parts: Sequence[Tensor], layer: int) -> np.ndarray[Any, np.dtyp
     return (flat[0] if len(flat) == 1 else torch.cat(flat)).numpy()
 
 
-def _write(layers: Sequence[np.ndarray[Any, Any]], arrow_type: pa.DataType, metadata: dict[bytes, bytes]) -> pa.Buffer:
-    """The Arrow file, in one allocation of exactly its size, without copying the numbers twice."""
+class _Frame:
+    """A file for Arrow to write into. It keeps everything but the layers' bodies, which stay where they are."""
+
+    closed = False
+
+    def __init__(self, bodies: Sequence[pa.Buffer]) -> None:
+        self._bodies = {body.address for body in bodies}
+        self.gaps = [bytearray()]  # gaps[i] goes before the body of layer i, the last one after all of them
+        self.starts: list[int] = []  # where in the file each body begins
+        self.size = 0
+
+    def write(self, data: pa.Buffer | bytes) -> int:
+        nbytes = len(memoryview(data))
+        if isinstance(data, pa.Buffer) and data.address in self._bodies:
+            self.starts.append(self.size)
+            self.gaps.append(bytearray())
+        else:
+            self.gaps[-1] += data
+        self.size += nbytes
+        return nbytes
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _write(bodies: Sequence[pa.Buffer], arrow_type: pa.DataType, metadata: dict[bytes, bytes]) -> _Frame:
+    """The Arrow file around the layers' bodies, its seal still empty."""
     schema = pa.schema([pa.field("layer", arrow_type, nullable=False)], metadata=metadata)
-    count = layers[0].nbytes // (arrow_type.bit_width // 8)
-    batches = [
-        pa.record_batch([pa.Array.from_buffers(arrow_type, count, [None, pa.py_buffer(layer)])], schema=schema)
-        for layer in layers
-    ]
-
-    def write(sink: pa.NativeFile) -> None:
-        with pa.ipc.new_file(sink, schema) as writer:
-            for batch in batches:
-                writer.write_batch(batch)
-
-    measure = pa.MockOutputStream()
-    write(measure)
-    buffer = pa.allocate_buffer(measure.size())
-    np.frombuffer(buffer, dtype=np.uint8).fill(0)  # padding must not carry whatever the memory held before
-    with pa.FixedSizeBufferWriter(buffer) as sink:
-        write(sink)
-    return buffer
+    count = bodies[0].size // (arrow_type.bit_width // 8)
+    frame = _Frame(bodies)
+    with pa.PythonFile(frame, mode="w") as sink, pa.ipc.new_file(sink, schema) as writer:
+        for body in bodies:
+            column = pa.Array.from_buffers(arrow_type, count, [None, body])
+            writer.write_batch(pa.record_batch([column], schema=schema))
+    return frame
 
 
-def _sealed(buffer: pa.Buffer, layers: int, size: int) -> pa.Buffer:
-    """`buffer` with both copies of its seal filled in."""
-    reader = pa.ipc.open_file(buffer)
-    starts = [reader.get_batch(i).column(0).buffers()[1].address - buffer.address for i in range(layers)]
-    stride = starts[1] - starts[0] if layers > 1 else size
-    if any(start != starts[0] + i * stride for i, start in enumerate(starts)):
+def _fill_seals(frame: _Frame, bodies: Sequence[pa.Buffer]) -> None:
+    """Fills in both copies of the seal: Arrow repeats the schema in the footer."""
+    starts, size = frame.starts, bodies[0].size
+    stride = starts[1] - starts[0] if len(starts) > 1 else size
+    if len(starts) != len(bodies) or any(start != starts[0] + i * stride for i, start in enumerate(starts)):
         raise ShapeMismatch("record batches of equal size were laid out at unequal strides")
-    data = np.frombuffer(buffer, dtype=np.uint8)
-    blank = _Seal(starts[0], stride, size, layers, _BLANK.decode())
-    places = _seal_places(buffer, blank)
-    for place in places:
-        text = blank.text()
-        data[place : place + len(text)] = np.frombuffer(text, dtype=np.uint8)
-    digest = _frame_digest(buffer, blank, places)
-    for place in places:
-        text = _Seal(starts[0], stride, size, layers, digest).text()
-        data[place : place + len(text)] = np.frombuffer(text, dtype=np.uint8)
-    return buffer
+    blank = _Seal(starts[0], stride, size, len(bodies), _BLANK).text()
+    head, *middle, foot = (memoryview(gap) for gap in frame.gaps)
+    places = []
+    for gap, view in ((frame.gaps[0], head), (frame.gaps[-1], foot)):
+        place = gap.find(_SEAL_MARK)
+        view[place : place + len(blank)] = blank
+        places.append(place + len(blank) - _DIGEST_END)
+    (in_head, in_foot) = places
+    around = [head[:in_head], head[in_head + 64 :], *middle, foot[:in_foot], foot[in_foot + 64 :]]
+    digest = _frame_digest(around, frame.size).encode()
+    head[in_head : in_head + 64] = foot[in_foot : in_foot + 64] = digest
 
 
 # Checking
 
 
-def _hash(data: Any) -> Any:
-    view = memoryview(data).cast("B")
-    threads = blake3.AUTO if len(view) >= _THREADED_BYTES else 1
-    return blake3(view, max_threads=threads)
+def _digest(chunks: Iterable[Any]) -> str:
+    hasher = blake3()
+    for chunk in chunks:
+        hasher.update(chunk)
+    return hasher.hexdigest()
+
+
+def _digests(layers: Iterable[Iterable[Any]], nbytes: int) -> list[str]:
+    """The layers' digests, in order; several at once where that pays."""
+    return list(_hashers.map(_digest, layers) if nbytes >= _THREADED_BYTES else map(_digest, layers))
 
 
 def _seal_places(buffer: pa.Buffer, seal: _Seal) -> tuple[int, int]:
@@ -313,19 +383,23 @@ def _seal_places(buffer: pa.Buffer, seal: _Seal) -> tuple[int, int]:
     return before, seal.end + after
 
 
-def _frame_digest(buffer: pa.Buffer, seal: _Seal, places: tuple[int, int]) -> str:
-    """BLAKE3 over all bytes outside the layers, the seals' own digits read as zeros."""
-    view = memoryview(buffer)
-    digits = len(seal.text()) - 65  # the digest and the closing quote end the seal
-    holes = [*((place + digits, place + digits + 64) for place in places), *seal.spans()]
+def _frame_digest(around: Iterable[memoryview], size: int) -> str:
+    """BLAKE3 over the file's size and `around`: all its bytes but the layers' and the digits of the seals' digests."""
     hasher = blake3(derive_key_context="orbitserve 2026 record frame v1")
-    hasher.update(len(view).to_bytes(8, "little"))
-    position = 0
-    for start, end in sorted(holes):
-        hasher.update(view[position:start])
-        position = end
-    hasher.update(view[position:])
+    hasher.update(size.to_bytes(8, "little"))
+    for part in around:
+        hasher.update(part)
     return hasher.hexdigest()
+
+
+def _around(view: memoryview, seal: _Seal, places: tuple[int, int]) -> Iterator[memoryview]:
+    """What the frame digest covers, of a whole file whose seals are at `places`."""
+    digits = len(seal.text()) - _DIGEST_END
+    position = 0
+    for start, end in sorted([*((place + digits, place + digits + 64) for place in places), *seal.spans()]):
+        yield view[position:start]
+        position = end
+    yield view[position:]
 
 
 _HEAD_BYTES = 1 << 16
@@ -344,7 +418,7 @@ def _check_frame(buffer: pa.Buffer) -> _Seal:
     places = _seal_places(buffer, seal)
     if any(bytes(view[place : place + len(seal.text())]) != seal.text() for place in places):
         raise CorruptRecord("the record's seals differ")
-    if _frame_digest(buffer, seal, places) != seal.digest:
+    if _frame_digest(_around(view, seal, places), len(view)) != seal.digest:
         raise CorruptRecord("the record's frame does not match its checksum")
     return seal
 
@@ -360,12 +434,17 @@ def _read_document(buffer: pa.Buffer) -> dict[str, Any]:
     return document
 
 
-def _check_layers(buffer: pa.Buffer, seal: _Seal, digests: Sequence[str]) -> None:
+def _slices(buffer: pa.Buffer) -> ReadThrough:
+    view = memoryview(buffer)
+    return lambda start, end: [view[start:end]]
+
+
+def _check_layers(chunks: ReadThrough, seal: _Seal, digests: Sequence[str]) -> None:
     if len(digests) != seal.layers:
         raise CorruptRecord("the record does not list one checksum per layer")
-    view = memoryview(buffer)
-    for layer, ((start, end), digest) in enumerate(zip(seal.spans(), digests, strict=True)):
-        if _hash(view[start:end]).hexdigest() != digest:
+    found = _digests((chunks(start, end) for start, end in seal.spans()), seal.size * seal.layers)
+    for layer, (digest, expected) in enumerate(zip(found, digests, strict=True)):
+        if digest != expected:
             raise CorruptRecord(f"layer {layer} does not match its checksum")
 
 
@@ -414,16 +493,22 @@ def _build(document: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Record:
         token_ids = document["token_ids"]
         ids = None if token_ids is None else tuple(int(token) for token in token_ids)
         return CanonicalRecord(**common, layout=layout, kv=parts["kv"], token_ids=ids)
+    names = [segment.name for segment in layout.segments]
+    if kind == "basis":
+        basis = SharedBasis(tuple(parts[f"right.{name}"] for name in names), int(document["first_layer"]))
+        return BasisRecord(**common, layout=layout, basis=basis)
     if kind != "patch":
         raise ValueError(f"unknown record kind {kind!r}")
     described = document["patch"]
+    shared = described.get("basis")
     patch = Patch(
         kind=PatchKind(described["kind"]),
         rank=int(described["rank"]),
-        left=tuple(parts[f"left.{segment.name}"] for segment in layout.segments),
-        right=tuple(parts[f"right.{segment.name}"] for segment in layout.segments),
+        left=tuple(parts[f"left.{name}"] for name in names),
+        right=() if shared else tuple(parts[f"right.{name}"] for name in names),
         energy=tuple(float(share) for share in described["energy"]),
         first_layer=int(described["first_layer"]),
+        basis=shared,
     )
-    names = {"canonical": document["canonical"], "antecedent": document["antecedent"]}
-    return PatchRecord(**common, layout=layout, patch=patch, **names)
+    keys = {"canonical": document["canonical"], "antecedent": document["antecedent"]}
+    return PatchRecord(**common, layout=layout, patch=patch, **keys)

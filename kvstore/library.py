@@ -2,9 +2,9 @@
 
 | call | blocks on | effect |
 |---|---|---|
-| get_canonical, get_patch, get_embedding | a tier, at most load_timeout_s | memory, then disk, then URL |
+| get_canonical, get_patch, get_embedding, get_basis | a tier, at most load_timeout_s | memory, then disk, then URL |
 | load | nothing | the same as a Future, for loading beside compute |
-| put_canonical, put_patch, put_embedding | nothing | memory now, tiers behind the request |
+| put_canonical, put_patch, put_embedding, put_basis | nothing | memory now, tiers behind the request |
 | has | a tier | looks without loading |
 | persisted | a tier | looks in the farthest tier alone |
 | pin | nothing | the keys stay in memory and on disk while the block runs |
@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import cast
@@ -32,7 +32,7 @@ import pyarrow as pa
 
 from kvstore.errors import StoreError, TierUnavailable
 from kvstore.eviction import HotCache
-from kvstore.format import CanonicalRecord, EmbeddingRecord, PatchRecord, Record, RecordKind, encode
+from kvstore.format import BasisRecord, CanonicalRecord, EmbeddingRecord, PatchRecord, Record, RecordKind, encode_parts
 from kvstore.paths import path_of, record_path
 from kvstore.settings import LibrarySettings
 from kvstore.tier_stack import TierStack
@@ -84,11 +84,11 @@ class Library:
         self._load_ms = 0.0
         self._pins: Counter[str] = Counter()
         self._loading: dict[str, Future[Record | None]] = {}
-        self._hot = HotCache(settings.memory_bytes, settings.tenant_memory_bytes, self._is_pinned)
+        self._hot = HotCache(settings.memory_bytes, settings.tenant_memory_bytes, self._is_pinned, self._announce)
         tiers = TierStack.tiers_of(settings) if tiers is None else tiers
         self._stack = TierStack(tiers, settings, self._is_pinned, self._hot.last_used)
-        self._queue = WriteBehind[_Write](
-            self._persist, self._undo, settings.write_queue_items, settings.write_queue_bytes
+        self._queue = WriteBehind[_Write, Sequence[pa.Buffer]](
+            self._encode, self._persist, self._undo, settings.write_queue_items, settings.write_queue_bytes
         )
         self._pool = ThreadPoolExecutor(settings.load_threads, thread_name_prefix="kvstore-load")
 
@@ -105,6 +105,10 @@ class Library:
     def get_embedding(self, key: str, tenant: str) -> EmbeddingRecord | None:
         """A chunk's vision embeddings, or None, as `get_canonical`."""
         return cast(EmbeddingRecord | None, self._get("embedding", key, tenant))
+
+    def get_basis(self, version: str) -> BasisRecord | None:
+        """A shared basis of this model, or None, as `get_canonical`."""
+        return cast(BasisRecord | None, self._get("basis", version, ""))
 
     def load(self, kind: RecordKind, key: str, tenant: str) -> Future[Record | None]:
         """Starts loading and returns at once; loads of one record share one read. The result is None on a miss."""
@@ -147,6 +151,10 @@ class Library:
         self._put(record)
 
     def put_embedding(self, record: EmbeddingRecord) -> None:
+        """As `put_canonical`."""
+        self._put(record)
+
+    def put_basis(self, record: BasisRecord) -> None:
         """As `put_canonical`."""
         self._put(record)
 
@@ -230,6 +238,10 @@ class Library:
     def _is_pinned(self, key: str) -> bool:
         return key in self._pins
 
+    def _announce(self, path: str) -> None:
+        with suppress(RuntimeError):  # the pool is shut down
+            self._pool.submit(self._stack.touch, path)
+
     def _resident(self, path: str) -> Record | None:
         """The record if memory has it: in the cache, or still waiting to be written."""
         record = self._hot.get(path)
@@ -285,9 +297,11 @@ class Library:
             with self._lock:
                 self._counts["dropped_writes"] += 1
 
-    def _persist(self, path: str, write: _Write) -> None:
-        encoded = encode(write.record) if write.encoded is None else write.encoded
-        self._stack.write(write.record, encoded, write.tiers)
+    def _encode(self, write: _Write) -> Sequence[pa.Buffer]:
+        return encode_parts(write.record) if write.encoded is None else [write.encoded]
+
+    def _persist(self, path: str, write: _Write, pieces: Sequence[pa.Buffer]) -> None:
+        self._stack.write(write.record, pieces, write.tiers)
 
     def _undo(self, path: str) -> None:
         try:

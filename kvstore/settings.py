@@ -20,6 +20,11 @@ class LibrarySettings(BaseModel):
         default=Path(".orbitserve/library"),
         description="Local directory; processes of a node may share it. None: no disk.",
     )
+    durable: bool = Field(
+        default=False,
+        description="Sync every record to the local disk before it counts as written. Off, a power cut may lose or "
+        "damage what was written last; that is noticed and computed again. A dying process loses nothing either way.",
+    )
     url: str | None = Field(
         default=None, description="fsspec URL behind the disk, such as s3://bucket/prefix. None: none."
     )

@@ -62,9 +62,9 @@ class TierStack:
         """The tiers that the settings describe, nearest first."""
         tiers: list[Tier] = []
         if settings.directory is not None:
-            tiers.append(DiskTier(settings.directory))
+            tiers.append(DiskTier(settings.directory, durable=settings.durable))
         if settings.url is not None:
-            remote = tier_for_url(settings.url, settings.storage_options)
+            remote = tier_for_url(settings.url, settings.storage_options, settings.durable)
             remote.name = "remote"
             tiers.append(remote)
         return tiers
@@ -77,23 +77,35 @@ class TierStack:
                     continue
                 self._reading[path] = index
                 try:
-                    buffer = tier.get(path)
+                    blob = tier.open(path)
                     self._breakers[index].succeeded()
-                    if buffer is None:
+                    if blob is None:
                         continue
                     record = decode(
-                        buffer, expect_key=key, expect_fingerprint=fingerprint, expect_tenant=tenant, verify=verify
+                        blob.buffer,
+                        expect_key=key,
+                        expect_fingerprint=fingerprint,
+                        expect_tenant=tenant,
+                        verify=verify,
+                        chunks=blob.chunks,
                     )
+                    if path_of(record) != path:
+                        raise CorruptRecord("the record belongs in another place")
                 except TierUnavailable as error:
                     self._failed(index, error)
                 except CorruptRecord as error:
                     self._quarantine(tier, path, error)
                 else:
-                    tier.touch(path)
-                    return Found(record, buffer, index)
+                    self._touch(tier, path)
+                    return Found(record, blob.buffer, index)
             return None
         finally:
             self._reading.pop(path, None)
+
+    def touch(self, path: str) -> None:
+        """Tells the tiers that a record was used which memory answered for."""
+        for tier in self.tiers:
+            self._touch(tier, path)
 
     def blame(self, path: str) -> None:
         """Counts a time-out of `read(path)` against the tier that it is waiting for."""
@@ -101,9 +113,10 @@ class TierStack:
         if index is not None:
             self._failed(index, TierUnavailable(f"{self.tiers[index].name}: no answer in time for {path}"))
 
-    def write(self, record: Record, encoded: pa.Buffer, tiers: Iterable[int]) -> None:
-        """Stores the record and its markers in the named tiers, as far as they work and have room."""
+    def write(self, record: Record, pieces: Sequence[pa.Buffer], tiers: Iterable[int]) -> None:
+        """Stores the encoded record and its markers in the named tiers, as far as they work and have room."""
         path, tenant = path_of(record), tenant_digest(record.tenant)
+        size = sum(piece.size for piece in pieces)
         note = pa.py_buffer(path.encode())
         for index in tiers:
             if self._breakers[index].open:
@@ -111,14 +124,14 @@ class TierStack:
                 continue
             tier, budget = self.tiers[index], self.budgets[index]
             try:
-                if not budget.make_room(tenant, encoded.size):
-                    logger.warning("%s: no room for %d bytes of %s", tier.name, encoded.size, path)
+                if not budget.make_room(tenant, size):
+                    logger.warning("%s: no room for %d bytes of %s", tier.name, size, path)
                     self._count("dropped_writes")
                     continue
                 for marker in marker_paths(record):
                     tier.put(marker, [note])
-                tier.put(path, [encoded])
-                budget.wrote(tenant, encoded.size)
+                tier.put(path, pieces)
+                budget.wrote(tenant, size)
                 self._breakers[index].succeeded()
                 self._count("writes")
             except TierUnavailable as error:
@@ -167,6 +180,12 @@ class TierStack:
     def count(self) -> Counter[str]:
         with self._lock:
             return Counter(self.counts)
+
+    def _touch(self, tier: Tier, path: str) -> None:
+        try:
+            tier.touch(path)
+        except TierUnavailable as error:
+            logger.debug("%s", error)
 
     def _quarantine(self, tier: Tier, path: str, error: CorruptRecord) -> None:
         logger.warning("%s: quarantined %s: %s", tier.name, path, error)

@@ -7,25 +7,31 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 logger = logging.getLogger(__name__)
 Payload = TypeVar("Payload")
+Prepared = TypeVar("Prepared")
 
 
-class WriteBehind(Generic[Payload]):
+class WriteBehind(Generic[Payload, Prepared]):
     """A bounded queue of (path, payload), written in order by one thread; a newer payload replaces a waiting one.
 
-    `write(path, payload)` does the work; `undo(path)` removes what it wrote if the path was cancelled meanwhile.
+    `prepare(payload)` runs on a thread of its own, one payload ahead, beside the write of the one before;
+    `write(path, payload, prepared)` does the work; `undo(path)` removes what it wrote if the path was cancelled
+    meanwhile.
     """
 
     def __init__(
         self,
-        write: Callable[[str, Payload], None],
+        prepare: Callable[[Payload], Prepared],
+        write: Callable[[str, Payload, Prepared], None],
         undo: Callable[[str], None],
         max_items: int,
         max_bytes: int,
     ) -> None:
+        self._prepare = prepare
         self._write = write
         self._undo = undo
         self._max_items = max_items
@@ -101,24 +107,32 @@ class WriteBehind(Generic[Payload]):
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._waiting:
-                    if self._closing:
-                        return
-                    self._changed.wait()
-                path, (payload, nbytes) = self._waiting.popitem(last=False)
-                self._waiting_bytes -= nbytes
-                self._current, self._cancelled = (path, payload), False
-            try:
-                self._write(path, payload)
-            except Exception:  # the thread must outlive any one record
-                logger.exception("could not persist %s", path)
-                self.failures += 1
-            with self._changed:
-                cancelled = self._cancelled
-            if cancelled:
-                self._undo(path)
-            with self._changed:
-                self._current = None
-                self._changed.notify_all()
+        ahead: tuple[Payload, Future[Prepared]] | None = None
+        with ThreadPoolExecutor(1, thread_name_prefix="kvstore-prepare") as preparing:
+            while True:
+                with self._changed:
+                    while not self._waiting:
+                        if self._closing:
+                            return
+                        self._changed.wait()
+                    path, (payload, nbytes) = self._waiting.popitem(last=False)
+                    self._waiting_bytes -= nbytes
+                    self._current, self._cancelled = (path, payload), False
+                    following = next(iter(self._waiting.values()), None)
+                ready = ahead is not None and ahead[0] is payload
+                prepared = ahead[1] if ahead is not None and ready else preparing.submit(self._prepare, payload)
+                ahead = None
+                if following is not None:
+                    ahead = following[0], preparing.submit(self._prepare, following[0])
+                try:
+                    self._write(path, payload, prepared.result())
+                except Exception:  # the thread must outlive any one record
+                    logger.exception("could not persist %s", path)
+                    self.failures += 1
+                with self._changed:
+                    cancelled = self._cancelled
+                if cancelled:
+                    self._undo(path)
+                with self._changed:
+                    self._current = None
+                    self._changed.notify_all()

@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvstore.chunk import antecedent_key, canonical_key, embedding_key, patch_key
+from kvstore.chunk import antecedent_key, canonical_key, embedding_key
 from kvstore.format import CanonicalRecord, EmbeddingRecord, PatchRecord, RecordKind
 from kvstore.library import Library
 from kvstore.patch import PatchKind, apply, deficit, relocate
+from kvstore.patch_form import PatchForm
 from prefill_workers import policies
 from prefill_workers.engine import PrefillEngine
-from prefill_workers.orbit import OrbitChunk, OrbitForming, arrange
+from prefill_workers.orbit import OrbitChunk, OrbitForming, arrange, set_kind
 from prefill_workers.patch_compiler import PatchJob
 from prefill_workers.policies import Mode, OperatingPoint
 from prefill_workers.sequence import Embedded, LinkSequence, Run, complement
@@ -138,16 +139,16 @@ class Linker:
     """Plans and places links for one engine.
 
     Args:
-        rank: rank of the own patches it looks for and asks for; None is full rank.
+        form: of the patches that it looks for and asks for.
         submit_patch: takes a deficit off the request path and stores its patch (see `patch_compiler`).
     """
 
     def __init__(
-        self, engine: PrefillEngine, library: Library, rank: int | None, submit_patch: Callable[[PatchJob], object]
+        self, engine: PrefillEngine, library: Library, form: PatchForm, submit_patch: Callable[[PatchJob], object]
     ) -> None:
         self.engine = engine
         self.library = library
-        self.rank = rank
+        self.form = form
         self._submit_patch = submit_patch
         self._dtype = str(engine.dtype).removeprefix("torch.")
 
@@ -212,7 +213,7 @@ class Linker:
         if policies.looks_up_patch(mode):
             patch = self.library.get_patch(own, tenant)
             if patch is None:
-                orbit = self._patch_key(PatchKind.orbit, canonical_id, request.prefix, antecedents)
+                orbit = self._patch_key(set_kind(len(antecedents)), canonical_id, request.prefix, antecedents)
                 patch = self.library.get_patch(orbit, tenant)
         canonical = None
         if patch is not None or mode is Mode.FULL_REUSE:
@@ -259,7 +260,9 @@ class Linker:
                 names.append(("patch", self._patch_key(PatchKind.own, key, request.prefix, keys[:i])))
             elif patches is PatchKind.orbit:
                 sets = chain.from_iterable(combinations(others, size) for size in range(len(keys)))
-                names += [("patch", self._patch_key(PatchKind.orbit, key, request.prefix, before)) for before in sets]
+                names += [
+                    ("patch", self._patch_key(set_kind(len(before)), key, request.prefix, before)) for before in sets
+                ]
         return list(dict.fromkeys(names))
 
     def _canonical_key(self, request: LinkRequest, span: ChunkSpan) -> str:
@@ -268,9 +271,9 @@ class Linker:
         return canonical_key(self.engine.fingerprint, span.content, outside, self.engine.precision)
 
     def _patch_key(self, kind: PatchKind, canonical: str, prefix: Sequence[int], antecedents: Sequence[str]) -> str:
-        """Key of an own patch behind this list of antecedents, or of an orbit patch behind this set."""
+        """Key of an own patch behind this list of antecedents, or of an orbit or pair patch behind this set."""
         behind = antecedent_key(prefix, antecedents, ordered=kind is PatchKind.own)
-        return patch_key(canonical, behind, kind, self.rank)
+        return self.form.key(canonical, behind, kind)
 
     # -- place --------------------------------------------------------------------------------------------------------
 
@@ -280,9 +283,9 @@ class Linker:
             if not chunk.outcome.operating_point.reuses_kv:
                 continue
             assert chunk.canonical is not None
-            patch = (
-                chunk.patch.patch if chunk.patch and chunk.outcome.operating_point is OperatingPoint.PATCHED else None
-            )
+            patch = None
+            if chunk.patch and chunk.outcome.operating_point is OperatingPoint.PATCHED:
+                patch = chunk.patch.patch.bind(self.form.basis)
             kv = apply(chunk.canonical.kv, patch, chunk.start_position, self.engine.layout)
             self.engine.write_kv(kv, self.engine.slots(plan.sequence.blocks, chunk.span.start, chunk.span.stop))
 
@@ -389,7 +392,7 @@ class Linker:
         antecedent = antecedent_key(prefix, [key for key, _ in behind], ordered=kind is PatchKind.own)
         self._submit_patch(
             PatchJob(
-                key=patch_key(canonical, antecedent, kind, self.rank),
+                key=self.form.key(canonical, antecedent, kind),
                 kind=kind,
                 delta=delta,
                 layout=self.engine.layout,
@@ -413,7 +416,7 @@ class Linker:
         if len(keys) < 2 or len(set(keys)) < len(keys):
             return None
         last = plan.chunks[-1]
-        whole_set = self._patch_key(PatchKind.orbit, last.canonical_key, request.prefix, keys[:-1])
+        whole_set = self._patch_key(set_kind(len(keys) - 1), last.canonical_key, request.prefix, keys[:-1])
         if self.library.get_patch(whole_set, request.tenant) is not None:
             return None
         return self.forming(plan)
@@ -445,32 +448,33 @@ class Linker:
         return OrbitForming(request.prefix, tuple(chunks), request.tenant)
 
     def orbit_step(self, forming: OrbitForming, scratch: Sequence[int]) -> bool:
-        """Run the next order of a forming set; returns False, with the patches sent off, when all have run."""
+        """Run the next order of a forming set and send off the patches that it completes; False when all have run."""
         order = next(forming.orders, None)
         if order is None:
-            contents = {chunk.key: chunk.content for chunk in forming.chunks}
-            for (key, predecessors), delta in forming.means().items():
-                self._submit(
-                    kind=PatchKind.orbit,
-                    delta=delta,
-                    canonical=key,
-                    content=contents[key],
-                    behind=[(before, contents[before]) for before in sorted(predecessors)],
-                    prefix=forming.prefix,
-                    tenant=forming.tenant,
-                )
             return False
         sequence, placed = arrange(forming.prefix, order, scratch)
         self.engine.forward([(sequence, [Run(0, len(sequence))])])
-        before: frozenset[str] = frozenset()
-        for place in placed:
+        for i, place in enumerate(placed):
+            before = [(other.chunk.key, other.chunk.content) for other in placed[:i]]
+            if not forming.wants(place.chunk.key, [key for key, _ in before]):
+                continue
             canonical = self.library.get_canonical(place.chunk.key, forming.tenant)
             if canonical is None:  # evicted meanwhile: nothing to measure the deficit against
                 return False
             kv = self.engine.read_kv(scratch, place.start, len(place.chunk.token_ids))
             conditioned = relocate(kv, -place.position, self.engine.layout)
-            forming.add(place.chunk.key, before, deficit(conditioned, canonical.kv))
-            before |= {place.chunk.key}
+            delta = deficit(conditioned, canonical.kv)
+            mean = forming.add(place.chunk.key, [key for key, _ in before], delta)
+            if mean is not None:
+                self._submit(
+                    kind=set_kind(len(before)),
+                    delta=mean,
+                    canonical=place.chunk.key,
+                    content=place.chunk.content,
+                    behind=sorted(before),
+                    prefix=forming.prefix,
+                    tenant=forming.tenant,
+                )
         return True
 
 

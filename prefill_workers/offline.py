@@ -25,6 +25,7 @@ from kvstore.chunk import embedding_key
 from kvstore.format import RecordKind
 from kvstore.library import Library
 from kvstore.patch import relocate
+from kvstore.patch_form import PatchForm
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.linker import ChunkPlan, Linker, LinkPlan, LinkRequest, PixelsNeeded
 from prefill_workers.patch_compiler import PatchCompiler
@@ -70,14 +71,14 @@ class OfflineWorker:
     """Computes what tasks lack. Not thread-safe: one call at a time.
 
     Args:
-        rank: of the patches; None is full rank. It is part of their keys.
+        form: of the patches; it is part of their keys.
         budget: tokens of one forward at most.
     """
 
-    def __init__(self, engine: PrefillEngine, library: Library, rank: int | None, budget: int) -> None:
+    def __init__(self, engine: PrefillEngine, library: Library, form: PatchForm, budget: int) -> None:
         self.engine, self.library = engine, library
-        self._compiler = PatchCompiler(library, rank)
-        self.linker = Linker(engine, library, rank, self._compiler.compile)
+        self._compiler = PatchCompiler(library, form)
+        self.linker = Linker(engine, library, form, self._compiler.compile)
         self._budget = budget
         self._blocks = range(1, engine.num_blocks)  # block 0 is vLLM's null block
 

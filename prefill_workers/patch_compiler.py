@@ -9,12 +9,37 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvstore.format import PatchRecord
+from kvstore.basis import pool_basis
+from kvstore.errors import StoreError
+from kvstore.format import BasisRecord, PatchRecord
 from kvstore.layout import Layout
 from kvstore.library import Library
-from kvstore.patch import PatchKind, form_patch
+from kvstore.patch import Patch, PatchKind
+from kvstore.patch_form import PatchForm
+from prefill_workers.settings import PatchFormSettings
 
 logger = logging.getLogger(__name__)
+
+_BASIS_SECONDS = 1e6  # every patch that was made of a basis is lost with it: it leaves the library last
+
+
+class UnknownBasis(StoreError):
+    """The shared basis that the settings name is not in the library."""
+
+
+def load_form(settings: PatchFormSettings, library: Library) -> PatchForm:
+    """The form that the settings describe, its shared basis taken from the library.
+
+    Raises:
+        UnknownBasis: the library has no basis of that version for this model.
+    """
+    basis = None
+    if settings.basis is not None:
+        record = library.get_basis(settings.basis)
+        if record is None:
+            raise UnknownBasis(f"patch.basis: the library has no shared basis {settings.basis!r} of this model")
+        basis = record.basis
+    return PatchForm(settings.rank, settings.energy, settings.depth, basis)
 
 
 @dataclass(frozen=True)
@@ -36,17 +61,20 @@ class PatchJob:
 
 
 class PatchCompiler:
-    """Forms patches of one rank and stores them.
+    """Forms patches of one form and stores them.
 
     Args:
         library: where patches go; workers find them there by key.
-        rank: rank of the factors per layer and segment; None keeps full rank.
+        form: of the patches; the same as the linkers', or they do not find them.
+        pool: how many patches to pool into a shared basis, which is then stored under its version; 0: none.
         device: where the factorisation runs; "cuda" where a GPU is at hand.
     """
 
-    def __init__(self, library: Library, rank: int | None, device: str | None = None) -> None:
+    def __init__(self, library: Library, form: PatchForm, pool: int = 0, device: str | None = None) -> None:
         self.library = library
-        self._rank = rank
+        self._form = form
+        self._pool_size = 0 if form.basis is not None else pool
+        self._pool: list[Patch] = []
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.formed = 0
         self.seconds = 0.0
@@ -56,7 +84,7 @@ class PatchCompiler:
         """Factor a deficit [layers, tokens, features] and store the patch (kamera.md eq. 1, 2)."""
         began = time.perf_counter()
         dtype = getattr(torch, job.dtype)
-        patch = form_patch(job.delta.to(self._device), job.layout, rank=self._rank, kind=job.kind, dtype=dtype)
+        patch = self._form.form(job.delta.to(self._device), job.layout, job.kind, dtype)
         record = PatchRecord(
             key=job.key,
             fingerprint=job.fingerprint,
@@ -73,4 +101,25 @@ class PatchCompiler:
         self.formed += 1
         self.seconds += time.perf_counter() - began
         logger.debug("patch %s: rank %d, %d bytes", job.key[:16], patch.rank, patch.nbytes)
+        if len(self._pool) < self._pool_size:
+            self._pool.append(patch)
+            if len(self._pool) == self._pool_size:
+                self._store_basis(job)
         return record
+
+    def _store_basis(self, job: PatchJob) -> None:
+        basis = pool_basis(self._pool, max(patch.rank for patch in self._pool))
+        self.library.put_basis(
+            BasisRecord(
+                key=basis.version,
+                fingerprint=job.fingerprint,
+                tenant="",
+                layout=job.layout,
+                basis=basis,
+                content=basis.version,
+                recompute_seconds=_BASIS_SECONDS,
+                meta={"pooled": len(self._pool)},
+            )
+        )
+        logger.info("shared basis of rank %d pooled from %d patches: %s", basis.rank, len(self._pool), basis.version)
+        self._pool, self._pool_size = [], 0

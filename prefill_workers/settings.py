@@ -5,6 +5,26 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field
 
 
+class PatchFormSettings(BaseModel):
+    """How much of a deficit patches keep. Prefill workers and patch compilers must agree on it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rank: int | None = Field(32, ge=1, description="Rank of patches per layer for keys and for values; None: full.")
+    energy: float | None = Field(
+        None, gt=0, le=1, description="Keep as few ranks, up to `rank`, as hold this share of the norm. None: `rank`."
+    )
+    depth: float = Field(
+        1.0, gt=0, le=1, description="Share of the layers that patches cover, deepest first; 0.5: deep-only patches."
+    )
+    basis: str | None = Field(
+        None, description="Version of the shared basis that patches are coefficients of. None: directions of their own."
+    )
+    pool_basis: int = Field(
+        0, ge=0, description="Pool so many patches into a shared basis, store it and log its version. 0: never."
+    )
+
+
 class PrefillSettings(BaseModel):
     """The prefill worker: engine, linker and the loop that drives them."""
 
@@ -24,8 +44,9 @@ class PrefillSettings(BaseModel):
     orbit_chunks: int = Field(
         3,
         ge=0,
-        le=4,
-        description="Run all orders of up to this many chunks when idle, so that any order links. 0: never.",
+        le=16,
+        description="Run the orders of up to this many chunks when idle, so that any order links: all orders of 5 "
+        "chunks or fewer, 24 times as many forwards as chunks beyond. 0: never.",
     )
     self_check: bool = Field(
         True, description="Compare with vLLM's own prefill at start and refuse to serve otherwise."

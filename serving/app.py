@@ -81,6 +81,7 @@ class PrefillWorker:
         from kvstore.library import Library
         from prefill_workers.engine import PrefillEngine
         from prefill_workers.linker import Linker
+        from prefill_workers.patch_compiler import load_form
         from prefill_workers.worker import PrefillLoop
 
         self._engine = PrefillEngine(engine_spec(config, settings.tensor_parallel_size, hand_off=True))
@@ -91,7 +92,8 @@ class PrefillWorker:
         self._compiler, self._events = compiler, asyncio.get_running_loop()
         self._compiling = self._patches_dropped = 0
         self._max_compiling = settings.max_patch_queue
-        linker = Linker(self._engine, self._library, config.patch.rank, self._submit)
+        form = load_form(config.patch, self._library)
+        linker = Linker(self._engine, self._library, form, self._submit)
         self._linker = linker
         self._loop = PrefillLoop(
             self._engine,
@@ -195,11 +197,14 @@ class PatchCompiler:
     def _compile(self, job: PatchJob) -> None:
         from kvstore.library import Library
         from prefill_workers.patch_compiler import PatchCompiler as Compiler
+        from prefill_workers.patch_compiler import load_form
 
         compiler = self._compilers.get(job.fingerprint)
         if compiler is None:
             library = Library(self._settings.library, job.fingerprint)
-            compiler = self._compilers[job.fingerprint] = Compiler(library, self._settings.patch.rank)
+            settings = self._settings.patch
+            compiler = Compiler(library, load_form(settings, library), settings.pool_basis)
+            self._compilers[job.fingerprint] = compiler
         compiler.compile(job)
 
     async def flush(self) -> int:

@@ -110,6 +110,9 @@ def bench(
     name: Annotated[str, typer.Argument(help="Benchmark to run; `list` describes them.")] = "list",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw the arms' medians here, as PNG.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint to measure, for benchmarks that take one; default: a bundled one.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Within a minute: few turns, small cases.")] = False,
 ) -> None:
     """Measure, both arms of a comparison in one session, and say which targets were met."""
@@ -124,7 +127,13 @@ def bench(
         console.print(f"[red]error:[/red] no benchmark {name!r}; there are {', '.join(BENCHMARKS)}")
         raise typer.Exit(2)
     benchmark = BENCHMARKS[name]
-    outcome = benchmark.run(quick, console)
+    if model is not None and not benchmark.takes_model:
+        console.print(f"[red]error:[/red] benchmark {name} measures a bundled model; it takes no --model")
+        raise typer.Exit(2)
+    if model is not None and not (model / "config.json").exists():
+        console.print(f"[red]error:[/red] {model} holds no config.json; is it a checkpoint?")
+        raise typer.Exit(2)
+    outcome = benchmark.run(quick, console, model=model) if benchmark.takes_model else benchmark.run(quick, console)
     document = harness.report(benchmark, outcome, shlex.join(["orbitserve", *sys.argv[1:]]), quick)
     harness.show(benchmark, document, console)
     if json_file is not None:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, m
 
 from decode_workers.settings import DecodeSettings
 from kvstore.settings import FileSettings, LibrarySettings
-from prefill_workers.settings import PrefillSettings
+from prefill_workers.settings import PatchFormSettings, PrefillSettings
 
 MIB = 1 << 20
 
@@ -104,11 +104,10 @@ class PrefillRoleSettings(RoleSettings, PrefillSettings):
     """The prefill worker."""
 
 
-class PatchSettings(RoleSettings):
+class PatchSettings(RoleSettings, PatchFormSettings):
     """The patch compiler."""
 
     threads: int | None = Field(1, ge=1, description="OpenMP threads; few, because it works beside serving.")
-    rank: int | None = Field(32, ge=1, description="Rank of own patches per layer for keys and for values; None: full.")
 
 
 class DecodeRoleSettings(RoleSettings, DecodeSettings):

@@ -36,7 +36,7 @@ from serving.engine_client import front_end_config
 from serving.precompute_manifest import Entry, ImageSource, ManifestError, file_system
 from serving.segments import Delimiters, Segments, segment
 
-MAX_ORBIT_IMAGES = 4  # 24 orders; every further image multiplies them
+MAX_ORBIT_IMAGES = 5  # of more, not all orders are run, and not every order would link
 
 
 class EntryError(ValueError):

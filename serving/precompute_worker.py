@@ -86,6 +86,7 @@ class PrecomputeWorker:
         from kvstore.library import Library
         from prefill_workers.engine import PrefillEngine
         from prefill_workers.offline import OfflineWorker
+        from prefill_workers.patch_compiler import load_form
         from serving.precompute_prepare import Preparer
 
         self._config = config
@@ -95,7 +96,8 @@ class PrecomputeWorker:
         # Nothing may be dropped; the flush after every group bounds the queue.
         unbounded = {"write_queue_items": 1 << 20, "write_queue_bytes": 1 << 50}
         self._library = Library(config.library.model_copy(update=unbounded), engine.fingerprint)
-        self._offline = OfflineWorker(engine, self._library, config.patch.rank, config.prefill.max_batch_tokens)
+        form = load_form(config.patch, self._library)
+        self._offline = OfflineWorker(engine, self._library, form, config.prefill.max_batch_tokens)
         self._engine_lock = threading.Lock()
         self._look = ThreadPoolExecutor(_LOOKS, thread_name_prefix="look")
         self._events = asyncio.new_event_loop()

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 from infra.vllm_env import vllm_environment
 
 os.environ.update(vllm_environment(kv_cache_gib=1))
+
+pytest.register_assert_rewrite("tier_conformance")

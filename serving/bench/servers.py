@@ -121,7 +121,7 @@ class EmbeddedRoles:
         from kvstore.library import Library
         from prefill_workers.engine import PrefillEngine
         from prefill_workers.linker import Linker
-        from prefill_workers.patch_compiler import PatchCompiler
+        from prefill_workers.patch_compiler import PatchCompiler, load_form
         from prefill_workers.worker import PrefillLoop
 
         spec = engine_spec(config, 1, hand_off=True)
@@ -130,8 +130,9 @@ class EmbeddedRoles:
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
         self.engine = PrefillEngine(spec)
         self._library = Library(config.library, self.engine.fingerprint)
-        compiler = PatchCompiler(self._library, config.patch.rank)
-        self._linker = Linker(self.engine, self._library, config.patch.rank, compiler.compile)
+        form = load_form(config.patch, self._library)
+        compiler = PatchCompiler(self._library, form)
+        self._linker = Linker(self.engine, self._library, form, compiler.compile)
         settings = config.prefill
         self._loop = PrefillLoop(
             self.engine,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 from infra.checkpoints import checkpoint_path
 from infra.families import FAMILIES, Family
 from kvstore.library import Library
+from kvstore.patch_form import PatchForm
 from kvstore.settings import LibrarySettings
 from prefill_workers.engine import EngineSpec, PrefillEngine
 from prefill_workers.linker import Linker, LinkPlan, LinkRequest, PixelsNeeded
@@ -112,14 +114,16 @@ class Rig:
         directory: Path,
         rank: int | None = None,
         library: Library | None = None,
+        form: PatchForm | None = None,
         family: Family = QWEN2_5_VL,
         **loop_options,
     ) -> None:
         self.engine, self.family = engine, family
         self.documents = Documents(engine._llm.get_tokenizer())
         self.library = library or Library(LibrarySettings(directory=directory), engine.fingerprint)
-        self.compiler = PatchCompiler(self.library, rank)
-        self.linker = Linker(engine, self.library, rank, self.compiler.compile)
+        form = form or PatchForm(rank)
+        self.compiler = PatchCompiler(self.library, form)
+        self.linker = Linker(engine, self.library, form, self.compiler.compile)
         options = {
             "budget": 4096,
             "max_queue": 64,
@@ -172,6 +176,12 @@ class Rig:
         """Wait until the loop is idle and everything it learnt is stored."""
         drain(self.loop)
         self.library.flush()
+
+    def wait_until_free(self, seconds: float = 10.0) -> None:
+        """Wait until decode engines have told that they read everything."""
+        deadline = time.monotonic() + seconds
+        while self.loop.stats().leases and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def vllm_logprobs(self, parts: Sequence[Part], top: int = 20) -> dict[int, float]:
         """vLLM's own multimodal prefill in the same engine. Uses any block of the pool: call it before linking."""

@@ -197,16 +197,22 @@ def ask(job: Job, fp32: PrefillEngine) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "prefix", "kind"),
-    [([0], None, "own"), ([1, 2], PREFIX, "own"), ([3, 4, 5], PREFIX, "orbit"), ([5, 3, 4], PREFIX, "orbit")],
+    ("numbers", "prefix", "kinds"),
+    [
+        ([0], None, ["own"]),
+        ([1, 2], PREFIX, ["own", "own"]),
+        ([3, 4, 5], PREFIX, ["orbit", "pair", "orbit"]),
+        ([5, 3, 4], PREFIX, ["orbit", "pair", "orbit"]),
+    ],
 )
 async def test_a_first_request_over_precomputed_images_is_a_pure_link(
-    ask: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, numbers: list[int], prefix: str | None, kind: str
+    ask: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, numbers: list[int], prefix: str | None, kinds: list[str]
 ):
     monkeypatch.setattr(ask.rig.library, "get_embedding", pytest.fail)  # type: ignore[attr-defined]
     report = await ask(numbers, prefix)
     assert [chunk["operating_point"] for chunk in report["chunks"]] == ["patched"] * len(numbers)
-    assert {chunk["reason"] for chunk in report["chunks"]} == {f"stored {kind} patch for these antecedents"}
+    reasons = [chunk["reason"] for chunk in report["chunks"]]
+    assert reasons == [f"stored {kind} patch for these antecedents" for kind in kinds]
     assert report["tokens_reused"] == sum(chunk["tokens"] for chunk in report["chunks"])
 
 

@@ -47,6 +47,29 @@ def test_a_report_has_every_field_and_can_be_drawn(tmp_path: Path, capsys: pytes
     assert "quick" in shown
 
 
+def test_tables_are_reported_shown_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    benchmark = Benchmark("demo", "", outcome, {})
+    measured = Outcome({}, [], {"small": 0.0000123449}, {"loss": {"own": {"8": 0.25, "full": 1.23456e-7}}})
+    document = harness.report(benchmark, measured, "orbitserve bench demo", quick=False)
+    assert document["tables"] == {"loss": {"own": {"8": 0.25, "full": 1.235e-7}}}
+    assert document["figures"] == {"small": 1.234e-5}
+    harness.show(benchmark, document, Console())
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("loss", "own", "full", "1.235e-07"))
+    harness.plot(document, tmp_path / "report.png")
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_only_some_benchmarks_take_a_model(tmp_path: Path):
+    assert BENCHMARKS["patch-rank"].takes_model
+    refused = CliRunner().invoke(app, ["bench", "patch-form", "--model", str(tmp_path)])
+    assert refused.exit_code == 2
+    assert "takes no --model" in refused.output
+    missing = CliRunner().invoke(app, ["bench", "patch-rank", "--model", str(tmp_path)])
+    assert missing.exit_code == 2
+    assert "config.json" in missing.output
+
+
 def test_the_command_lists_benchmarks_and_refuses_unknown_ones():
     listed = CliRunner().invoke(app, ["bench", "list"])
     assert listed.exit_code == 0

@@ -73,6 +73,14 @@ def test_patches_are_told_apart_by_kind_and_rank() -> None:
     assert patch_key("c", "a", PatchKind.own, 8) == patch_key("c", "a", "own", 8)
 
 
+def test_patches_are_told_apart_by_form() -> None:
+    forms = [(8,), (8, 0.9), (8, 0.95), (8, None, 0.5), (8, 0.9, 0.5), (8, None, 0.25), (8, None, 1.0, "aa"),
+             (8, None, 1.0, "ab"), (8, None, 0.5, "aa"), (None, 0.9), (80,)]  # fmt: skip
+    keys = {patch_key("c", "a", PatchKind.own, *form) for form in forms}
+    assert len(keys) == len(forms)
+    assert patch_key("c", "a", PatchKind.own, 8, None, 1.0, "") in keys
+
+
 def test_tenants_get_unrelated_content_ids() -> None:
     ids = {content_id(b"picture", tenant_salt(tenant, secret)) for tenant in ("a", "b") for secret in (b"", b"s")}
     assert len(ids) == 4

@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from kvstore_support import FaultyTier
 from pydantic import SecretStr
 
 from kvstore.chunk import content_id, tenant_salt
 from kvstore.errors import FileTooLarge, InvalidUpload, QuotaExceeded, TierUnavailable, UnknownFile
 from kvstore.files import FileStore
 from kvstore.settings import FileSettings
+from kvstore.tier_faults import FaultyTier
 from kvstore.tiers import MemoryTier
 
 

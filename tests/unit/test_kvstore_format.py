@@ -12,11 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvstore_support import FINGERPRINT, GQA, MLA, canonical, embedding_of, patch_of, random_kv
+from kvstore_support import FINGERPRINT, GQA, MLA, basis_record, canonical, embedding_of, patch_of, random_kv
 
 from kvstore import format as record_format
 from kvstore.errors import CorruptRecord, ShapeMismatch
 from kvstore.format import (
+    BasisRecord,
     CanonicalRecord,
     EmbeddingRecord,
     PatchRecord,
@@ -32,6 +33,7 @@ KINDS: dict[str, Callable[[], Record]] = {
     "canonical": canonical,
     "patch": lambda: patch_of(canonical(), ["before"]),
     "embedding": lambda: embedding_of(canonical()),
+    "basis": basis_record,
 }
 kinds = pytest.mark.parametrize("kind", list(KINDS))
 
@@ -51,6 +53,8 @@ def tensors(record: Record) -> list[torch.Tensor]:
         return [record.kv]
     if isinstance(record, EmbeddingRecord):
         return [record.embeddings]
+    if isinstance(record, BasisRecord):
+        return [*record.basis.directions]
     return [*record.patch.left, *record.patch.right]
 
 
@@ -98,6 +102,26 @@ def test_patch_keeps_everything(kind: PatchKind, dtype: torch.dtype) -> None:
     assert (restored.kind, restored.rank, restored.first_layer) == (kind, patch.rank, patch.first_layer)
     assert restored.energy == patch.energy
     assert (back.canonical, back.antecedent, back.antecedents) == ("c", "a", ("x",))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_patch_on_a_shared_basis_is_stored_without_it(dtype: torch.dtype) -> None:
+    basis = basis_record().basis
+    patch = form_patch(random_kv(GQA, 7), GQA, dtype=dtype, basis=basis)
+    record = PatchRecord(key="k", fingerprint="f", tenant="t", layout=GQA, patch=patch)
+    back = decoded(encode(record), record)
+    assert isinstance(back, PatchRecord)
+    assert (back.patch.basis, back.patch.right) == (basis.version, ())
+    assert back.nbytes == record.nbytes == sum(left.nbytes for left in patch.left)
+    assert torch.equal(back.patch.bind(basis).dense(), patch.dense())
+
+
+def test_basis_keeps_its_version() -> None:
+    record = basis_record()
+    back = decoded(encode(record), record)
+    assert isinstance(back, BasisRecord)
+    assert back.basis.version == record.key
+    assert back.layout == record.layout
 
 
 @settings(max_examples=40, deadline=None)

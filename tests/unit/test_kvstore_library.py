@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvstore_support import FINGERPRINT, FaultyTier, SlowTier, canonical, embedding_of, patch_of
+from kvstore_support import FINGERPRINT, canonical, embedding_of, patch_of
 
 from kvstore.errors import InvalidKey, StoreError, TierUnavailable
 from kvstore.eviction import HotCache, worth
@@ -20,6 +20,7 @@ from kvstore.format import CanonicalRecord, Record
 from kvstore.library import Library
 from kvstore.paths import path_of
 from kvstore.settings import LibrarySettings
+from kvstore.tier_faults import FaultyTier, HeldTier
 from kvstore.tiers import DiskTier, MemoryTier, Tier
 from kvstore.write_behind import WriteBehind
 
@@ -114,7 +115,7 @@ def test_malformed_keys_are_refused(make: MakeLibrary) -> None:
 
 
 def test_a_record_is_found_while_it_waits_to_be_written(make: MakeLibrary) -> None:
-    slow = SlowTier(MemoryTier(), "put")
+    slow = HeldTier(MemoryTier(), "put")
     library = make(slow, memory_bytes=0)  # nothing fits in memory, so only the queue can answer
     record = canonical()
     library.put_canonical(record)
@@ -129,7 +130,7 @@ def test_a_record_is_found_while_it_waits_to_be_written(make: MakeLibrary) -> No
 
 
 def test_flush_waits_for_the_tier(make: MakeLibrary) -> None:
-    slow = SlowTier(MemoryTier(), "put")
+    slow = HeldTier(MemoryTier(), "put")
     library = make(slow)
     library.put_canonical(canonical())
     assert not library.flush(0.05)
@@ -139,7 +140,7 @@ def test_flush_waits_for_the_tier(make: MakeLibrary) -> None:
 
 
 def test_a_full_queue_drops_the_write_and_counts_it(make: MakeLibrary) -> None:
-    slow = SlowTier(MemoryTier(), "put")
+    slow = HeldTier(MemoryTier(), "put")
     library = make(slow, write_queue_items=1)
     records = [canonical(name) for name in "abc"]
     library.put_canonical(records[0])
@@ -231,7 +232,7 @@ def test_a_slow_load_is_a_miss_now_and_a_hit_later(make: MakeLibrary) -> None:
     record, tier = canonical(), MemoryTier()
     with Library(LibrarySettings(), FINGERPRINT, [tier]) as writer:
         writer.put_canonical(record)
-    slow = SlowTier(tier, "get")
+    slow = HeldTier(tier, "get")
     library = make(slow, load_timeout_s=0.05)
     assert library.get_canonical(record.key, "acme") is None
     assert library.stats().timeouts == 1
@@ -242,7 +243,7 @@ def test_a_slow_load_is_a_miss_now_and_a_hit_later(make: MakeLibrary) -> None:
 
 
 def test_a_tier_that_keeps_dawdling_is_left_alone_for_a_while(make: MakeLibrary) -> None:
-    slow = SlowTier(MemoryTier(), "get")
+    slow = HeldTier(MemoryTier(), "get")
     library = make(slow, load_timeout_s=0.02, tier_failures=2, tier_cooldown_s=3600)
     for name in "abcdef":
         assert library.get_canonical(canonical(name).key, "acme") is None
@@ -255,7 +256,7 @@ def test_simultaneous_loads_share_one_read(make: MakeLibrary) -> None:
     record, tier = canonical(), MemoryTier()
     with Library(LibrarySettings(), FINGERPRINT, [tier]) as writer:
         writer.put_canonical(record)
-    slow = SlowTier(tier, "get")
+    slow = HeldTier(tier, "get")
     library = make(slow, load_timeout_s=10)
     with ThreadPoolExecutor(8) as pool:
         futures = [pool.submit(library.get_canonical, record.key, "acme") for _ in range(8)]
@@ -335,7 +336,7 @@ def test_a_deleted_record_is_gone_everywhere(make: MakeLibrary) -> None:
 
 
 def test_deleting_overtakes_a_write_under_way(make: MakeLibrary) -> None:
-    slow = SlowTier(MemoryTier(), "put")
+    slow = HeldTier(MemoryTier(), "put")
     library = make(slow)
     being_written, waiting = canonical("a"), canonical("b")
     library.put_canonical(being_written)
@@ -355,7 +356,7 @@ def test_deleting_overtakes_a_load_under_way(make: MakeLibrary) -> None:
         writer.put_canonical(record)
     held = threading.Event()
 
-    class HoldsWhatItRead(SlowTier):
+    class HoldsWhatItRead(HeldTier):
         def get(self, key: str) -> pa.Buffer | None:
             buffer = self.inner.get(key)
             self.entered.set()
@@ -392,7 +393,7 @@ def test_deleting_content_takes_all_that_derives_from_it(make: MakeLibrary, tmp_
 
 
 def test_deleting_content_reaches_what_another_process_stored_and_what_is_still_queued(make: MakeLibrary) -> None:
-    tier = SlowTier(MemoryTier())
+    tier = HeldTier(MemoryTier())
     with Library(LibrarySettings(), FINGERPRINT, [tier]) as writer:
         writer.put_canonical(canonical("page"))
         writer.put_patch(patch_of(canonical("other"), ["some page", canonical("page").content]))
@@ -622,12 +623,13 @@ def test_many_threads_on_few_records_never_see_a_wrong_one(make: MakeLibrary) ->
 def test_a_failing_write_does_not_end_the_writer() -> None:
     written: list[str] = []
 
-    def write(path: str, payload: int) -> None:
+    def write(path: str, payload: int, prepared: int) -> None:
+        assert prepared == -payload
         if payload < 0:
             raise ValueError(payload)
         written.append(path)
 
-    queue: WriteBehind[int] = WriteBehind(write, written.remove, 10, 10)
+    queue: WriteBehind[int, int] = WriteBehind(int.__neg__, write, written.remove, 10, 10)
     assert queue.submit("bad", -1, 1)
     assert queue.submit("good", 1, 1)
     assert queue.flush(5)

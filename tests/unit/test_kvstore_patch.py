@@ -192,7 +192,7 @@ def test_truncation_is_as_good_as_the_svd(layout: Layout, tokens: int, rank: int
         assert 1 - patch.energy[index] == pytest.approx(error.item(), rel=1e-3)
 
 
-def test_wide_deficit_takes_the_subspace_path_and_stays_accurate() -> None:
+def test_wide_deficit_takes_the_krylov_path_and_stays_accurate() -> None:
     layout = Layout.gqa(2, 2, 64, RotaryScheme.from_base(64))  # 128 features, rank 8: a sixteenth
     delta = low_rank(layout, 300, 8) + 0.01 * random_kv(layout, 300)
     patch = form_patch(delta, layout, 8)
@@ -261,7 +261,7 @@ def test_composed_patch_is_the_scaled_sum(layout: Layout) -> None:
 @names
 def test_deep_patch_covers_the_deepest_half_only(layout: Layout) -> None:
     kv, delta = random_kv(layout, 9), random_kv(layout, 9, seed=1)
-    own, deep = form_patch(delta, layout), form_patch(delta, layout, kind=PatchKind.deep)
+    own, deep = form_patch(delta, layout), form_patch(delta, layout, depth=0.5)
     half = layout.layers // 2
     assert deep.first_layer == half
     assert deep.nbytes < own.nbytes
@@ -273,7 +273,7 @@ def test_deep_patch_covers_the_deepest_half_only(layout: Layout) -> None:
 @names
 def test_deep_and_own_patches_compose(layout: Layout) -> None:
     own = form_patch(random_kv(layout, 9, seed=1), layout, 2)
-    deep = form_patch(random_kv(layout, 9, seed=2), layout, 2, kind=PatchKind.deep)
+    deep = form_patch(random_kv(layout, 9, seed=2), layout, 2, depth=0.5)
     expected = own.dense()
     expected[deep.first_layer :] += deep.dense()
     torch.testing.assert_close(compose([deep, own]).dense(), expected, rtol=1e-5, atol=1e-5)

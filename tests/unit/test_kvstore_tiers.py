@@ -1,4 +1,4 @@
-"""One conformance suite; every tier inherits it."""
+"""Every tier passes the conformance suite; below it, what each does on its own."""
 
 from __future__ import annotations
 
@@ -7,155 +7,23 @@ import threading
 import uuid
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
-from kvstore_support import FaultyTier, SlowTier
+from tier_conformance import TierConformance, buffers
 
-from kvstore.errors import InvalidKey, TierUnavailable
+from kvstore.errors import TierUnavailable
+from kvstore.tier_faults import FaultyTier, HeldTier, SlowTier
 from kvstore.tiers import DiskTier, FsspecTier, MemoryTier, Tier, tier_for_url
 
 
-def buffers(*parts: bytes) -> list[pa.Buffer]:
-    return [pa.py_buffer(part) for part in parts]
-
-
-class TierConformance:
-    """What `Tier` promises."""
-
-    def make(self, tmp_path: Path) -> Tier:
-        raise NotImplementedError
-
-    @pytest.fixture
-    def tier(self, tmp_path: Path) -> Tier:
-        return self.make(tmp_path)
-
-    def test_absent_blob_is_none(self, tier: Tier) -> None:
-        assert tier.get("a/b") is None
-        assert not tier.contains("a/b")
-        assert not tier.delete("a/b")
-        assert not tier.quarantine("a/b")
-        assert list(tier.keys()) == []
-        assert tier.size_bytes() == 0
-
-    def test_stored_blob_comes_back(self, tier: Tier) -> None:
-        tier.put("a/b.arrow", buffers(b"hello"))
-        found = tier.get("a/b.arrow")
-        assert found is not None
-        assert bytes(found) == b"hello"
-        assert tier.contains("a/b.arrow")
-
-    def test_buffers_are_joined_in_order(self, tier: Tier) -> None:
-        tier.put("k", buffers(b"one ", b"", b"two ", b"three"))
-        assert bytes(tier.get("k") or b"") == b"one two three"
-
-    def test_large_and_empty_blobs(self, tier: Tier) -> None:
-        large = os.urandom(3 << 20)
-        tier.put("large", buffers(large))
-        tier.put("empty", buffers(b""))
-        assert bytes(tier.get("large") or b"") == large
-        assert tier.get("empty") is not None
-        assert tier.size_bytes() == len(large)
-
-    def test_put_replaces(self, tier: Tier) -> None:
-        tier.put("k", buffers(b"a long first version"))
-        tier.put("k", buffers(b"second"))
-        assert bytes(tier.get("k") or b"") == b"second"
-        assert tier.size_bytes() == 6
-
-    def test_a_buffer_outlives_replacement_and_deletion(self, tier: Tier) -> None:
-        tier.put("k", buffers(b"first" * 2000))
-        held = tier.get("k")
-        tier.put("k", buffers(b"other" * 2000))
-        tier.delete("k")
-        assert held is not None
-        assert bytes(held) == b"first" * 2000
-
-    def test_deleted_blob_is_gone(self, tier: Tier) -> None:
-        tier.put("d/e/f", buffers(b"x"))
-        tier.put("d/e/g", buffers(b"y"))
-        assert tier.delete("d/e/f")
-        assert not tier.delete("d/e/f")
-        assert tier.get("d/e/f") is None
-        assert list(tier.keys()) == ["d/e/g"]
-
-    def test_keys_are_listed_by_prefix(self, tier: Tier) -> None:
-        for key in ("a/x1", "a/x2", "a/y", "ab/x", "b"):
-            tier.put(key, buffers(b"12"))
-        assert sorted(tier.keys()) == ["a/x1", "a/x2", "a/y", "ab/x", "b"]
-        assert sorted(tier.keys("a/")) == ["a/x1", "a/x2", "a/y"]
-        assert sorted(tier.keys("a/x")) == ["a/x1", "a/x2"]
-        assert sorted(tier.keys("a")) == ["a/x1", "a/x2", "a/y", "ab/x"]
-        assert list(tier.keys("c/d/e")) == []
-        assert list(tier.keys("b/d")) == []
-        assert tier.size_bytes("a/") == 6
-
-    def test_entries_tell_size_and_recency(self, tier: Tier) -> None:
-        tier.put("k", buffers(b"12345"))
-        (entry,) = tier.entries()
-        assert (entry.key, entry.size) == ("k", 5)
-        assert entry.used > 1.6e9
-
-    def test_touching_changes_nothing_but_recency(self, tier: Tier) -> None:
-        tier.put("k", buffers(b"12345"))
-        tier.touch("k")
-        tier.touch("absent")
-        assert list(tier.keys()) == ["k"]
-        assert bytes(tier.get("k") or b"") == b"12345"
-
-    def test_quarantined_blob_is_moved_aside(self, tier: Tier) -> None:
-        tier.put("a/b", buffers(b"bad"))
-        assert tier.quarantine("a/b")
-        assert tier.get("a/b") is None
-        assert bytes(tier.get("quarantine/a/b") or b"") == b"bad"
-
-    def test_a_folder_is_not_a_blob(self, tier: Tier) -> None:
-        tier.put("a/b/c", buffers(b"x"))
-        assert tier.get("a/b") is None
-        assert not tier.contains("a/b")
-        assert not tier.delete("a/b")
-        assert tier.contains("a/b/c")
-
-    @pytest.mark.parametrize(
-        "key", ["", "/", "/etc/passwd", "..", "a/../b", "a//b", "a/", ".hidden", "a/.b", "a b", "a\x00", "é", "a\n"]
-    )
-    def test_keys_that_could_leave_the_tier_are_refused(self, tier: Tier, key: str) -> None:
-        with pytest.raises(InvalidKey):
-            tier.put(key, buffers(b"x"))
-        with pytest.raises(InvalidKey):
-            tier.get(key)
-        with pytest.raises(InvalidKey):
-            tier.delete(key)
-        with pytest.raises(InvalidKey):
-            tier.contains(key)
-
-    def test_readers_see_whole_versions_only(self, tier: Tier) -> None:
-        versions = [bytes([n]) * 200_000 for n in range(4)]
-        tier.put("k", buffers(versions[0]))
-        seen: list[bytes] = []
-        stop = threading.Event()
-
-        def read() -> None:
-            while not stop.is_set():
-                seen.append(bytes(tier.get("k") or b"missing"))
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        for _ in range(5):
-            for version in versions:
-                tier.put("k", buffers(version[:100_000], version[100_000:]))
-        stop.set()
-        reader.join()
-        assert seen
-        assert all(value in versions for value in seen)
-
-
 class TestMemoryTier(TierConformance):
-    def make(self, tmp_path: Path) -> Tier:
+    @pytest.fixture
+    def tier(self) -> Tier:
         return MemoryTier()
 
 
 class TestDiskTier(TierConformance):
-    def make(self, tmp_path: Path) -> Tier:
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> Tier:
         return DiskTier(tmp_path / "tier")
 
     def test_reading_maps_the_file_and_holds_no_descriptor(self, tmp_path: Path) -> None:
@@ -237,7 +105,8 @@ class TestDiskTier(TierConformance):
 
 
 class TestFsspecTier(TierConformance):
-    def make(self, tmp_path: Path) -> Tier:
+    @pytest.fixture
+    def tier(self) -> Tier:
         return FsspecTier(f"memory://{uuid.uuid4().hex}/prefix")
 
     def test_two_prefixes_do_not_see_each_other(self) -> None:
@@ -253,7 +122,7 @@ class TestFsspecTier(TierConformance):
         def broken(*args: object, **kwargs: object) -> None:
             raise RuntimeError("the client library's own error")
 
-        for name in ("cat_file", "pipe_file", "isfile", "find"):
+        for name in ("cat_file", "pipe_file", "info", "find"):
             monkeypatch.setattr(tier._fs, name, broken, raising=False)
         for call in (
             lambda: tier.get("k"),
@@ -267,10 +136,32 @@ class TestFsspecTier(TierConformance):
 
 
 class TestWrappedTier(TierConformance):
-    """The wrappers that other tests use must be tiers themselves."""
+    """The wrappers that other tests and benchmarks use must be tiers themselves."""
 
-    def make(self, tmp_path: Path) -> Tier:
-        return SlowTier(FaultyTier(MemoryTier()))
+    @pytest.fixture
+    def tier(self) -> Tier:
+        return SlowTier(HeldTier(FaultyTier(MemoryTier())), bytes_per_s=1e12)
+
+
+def test_a_faulty_tier_fails_as_told_and_recovers() -> None:
+    tier = FaultyTier(MemoryTier("far"), "get")
+    tier.put("k", buffers(b"x"))
+    with pytest.raises(TierUnavailable, match="far: get fails on purpose"):
+        tier.get("k")
+    tier.failing.clear()
+    assert tier.get("k") is not None
+    assert tier.calls == [("put", "k"), ("get", "k"), ("get", "k")]
+
+
+def test_a_slow_tier_shares_its_link_and_not_its_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, waits = 100.0, []
+    monkeypatch.setattr("kvstore.tier_faults.time.monotonic", lambda: clock)
+    monkeypatch.setattr("kvstore.tier_faults.time.sleep", waits.append)
+    tier = SlowTier(MemoryTier(), latency_s=0.25, bytes_per_s=1000)
+    tier.put("k", buffers(b"x" * 500))
+    tier.get("k")  # the clock stands still: the link is still busy with the put
+    tier.get("absent")
+    assert waits == [0.5, 0.25, 0.25, 1.0, 0.25]
 
 
 def test_local_urls_get_the_tier_that_writes_atomically(tmp_path: Path) -> None:

@@ -1,0 +1,80 @@
+"""The patch compiler: forms as the settings say, and pools a shared basis that later patches are made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from kvstore_support import FINGERPRINT, GQA, random_kv
+
+from kvstore.library import Library
+from kvstore.patch import PatchKind, apply, form_patch
+from kvstore.patch_form import PatchForm
+from kvstore.settings import LibrarySettings
+from prefill_workers.patch_compiler import PatchCompiler, PatchJob, UnknownBasis, load_form
+from prefill_workers.settings import PatchFormSettings
+
+
+def job(number: int, form: PatchForm, kind: PatchKind = PatchKind.own) -> PatchJob:
+    return PatchJob(
+        key=form.key("c" * 64, f"behind {number}", kind),
+        kind=kind,
+        delta=random_kv(GQA, 9, seed=number),
+        layout=GQA,
+        fingerprint=FINGERPRINT,
+        dtype="bfloat16",
+        tenant="acme",
+        canonical="c" * 64,
+        antecedent=f"behind {number}",
+        content="content",
+        antecedents=(),
+    )
+
+
+def test_patches_are_formed_as_the_settings_say(tmp_path: Path):
+    with Library(LibrarySettings(directory=tmp_path), FINGERPRINT) as library:
+        form = load_form(PatchFormSettings(rank=6, energy=0.5, depth=0.5), library)
+        assert form == PatchForm(6, 0.5, 0.5, None)
+        record = PatchCompiler(library, form, device="cpu").compile(job(1, form, PatchKind.orbit))
+        expected = form_patch(random_kv(GQA, 9, seed=1), GQA, 6, 0.5, PatchKind.orbit, torch.bfloat16, depth=0.5)
+        assert record.patch.kind is PatchKind.orbit
+        assert 0 < record.patch.rank < 6  # half of the energy needs fewer
+        assert torch.equal(record.patch.dense(), expected.dense())
+        assert library.get_patch(record.key, "acme") is record
+
+
+def test_a_basis_is_pooled_once_and_serves_patches_of_other_processes(tmp_path: Path):
+    """Three stages, as operated: own directions, pooled to a version; compiled with it; read back by another worker."""
+    settings = LibrarySettings(directory=tmp_path)
+    with Library(settings, FINGERPRINT) as library:
+        own = PatchForm(4)
+        compiler = PatchCompiler(library, own, pool=3, device="cpu")
+        for number in range(5):
+            compiler.compile(job(number, own))
+        library.flush()
+    (stored,) = tmp_path.rglob("basis/**/*.arrow")
+    version = stored.stem
+
+    with Library(settings, FINGERPRINT) as library:
+        form = load_form(PatchFormSettings(rank=3, basis=version), library)
+        assert form.basis is not None
+        assert (form.basis.version, form.basis.rank) == (version, 4)
+        compiled = PatchCompiler(library, form, device="cpu").compile(job(9, form))
+        assert compiled.nbytes == sum(left.nbytes for left in compiled.patch.left)
+
+    with Library(settings, FINGERPRINT) as library:
+        form = load_form(PatchFormSettings(rank=3, basis=version), library)
+        read = library.get_patch(compiled.key, "acme")
+        assert read is not None
+        kv = random_kv(GQA, 9, torch.bfloat16)
+        result = apply(kv, read.patch.bind(form.basis), 5, GQA)
+        assert torch.equal(result, apply(kv, compiled.patch, 5, GQA))
+
+
+def test_a_basis_that_the_library_lacks_is_named(tmp_path: Path):
+    with (
+        Library(LibrarySettings(directory=tmp_path), FINGERPRINT) as library,
+        pytest.raises(UnknownBasis, match=r"patch\.basis.*'0a0a"),
+    ):
+        load_form(PatchFormSettings(basis="0a" * 32), library)
