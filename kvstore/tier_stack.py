@@ -152,8 +152,10 @@ class TierStack:
 
     def persisted(self, path: str) -> bool:
         """Whether the farthest tier has the path; False if there is none, or it does not answer."""
+        if not self.tiers or self._breakers[-1].open:
+            return False
         try:
-            return bool(self.tiers) and self.tiers[-1].contains(path)
+            return self.tiers[-1].contains(path)
         except TierUnavailable as error:
             self._failed(len(self.tiers) - 1, error)
             return False

@@ -11,8 +11,9 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from moto.server import ThreadedMotoServer
 
-from serving.precompute_manifest import Entry, ImageSource, Manifest, ManifestError, from_table, to_table
+from serving.precompute_manifest import Entry, ImageSource, Manifest, ManifestError, file_system, from_table, to_table
 
 
 def write_lines(folder: Path, *lines: object) -> str:
@@ -110,6 +111,25 @@ def test_a_manifest_may_lie_behind_a_url_and_its_images_beside_it():
     with fsspec.open("memory://precompute-manifest/list.jsonl", "w") as file:
         file.write('{"path": "1.png"}\n')
     assert only("memory://precompute-manifest/list.jsonl").images[0].location == "memory:///precompute-manifest/1.png"
+
+
+def test_a_manifest_on_s3_is_read_with_the_options_of_its_protocol():
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        options = {"s3": {"key": "any", "secret": "any", "endpoint_url": f"http://{host}:{port}"}}
+        bucket, _ = file_system("s3://pages/", options)
+        bucket.mkdir("pages")
+        bucket.pipe_file("pages/list.jsonl", b'{"path": "deep/1.png"}\n{"path": "s3://other/2.png"}\n')
+        bucket.pipe_file("pages/deep/1.png", b"pixels")
+        lines = [entry.images[0].location for entry in Manifest("s3://pages/list.jsonl", options).entries()]
+        assert lines == ["s3://pages/deep/1.png", "s3://other/2.png"]
+        assert [entry.name for entry in Manifest("s3://pages", options).entries()] == ["deep/1.png"]
+        with pytest.raises(ManifestError, match=r"s3://pages/missing\.jsonl: there is no such manifest"):
+            Manifest("s3://pages/missing.jsonl", options)
+    finally:
+        server.stop()
 
 
 def test_the_first_entries_alone_are_read_when_no_more_are_asked_for(tmp_path: Path):
