@@ -96,8 +96,7 @@ def precompute(
         if dry_run:
             good = job.dry_run(source, limit, console)
         else:
-            summary = job.precompute(settings, source, limit, failures, console)
-            good = summary.statuses["failed"] == 0
+            good = job.precompute(settings, source, limit, failures, console)
     except (ConfigError, ManifestError, job.PrecomputeError, OSError) as error:
         console.print(f"[red]error:[/red] {error}")
         raise typer.Exit(2) from None

@@ -154,7 +154,7 @@ def _run(config: OrbitServeConfig, manifest: Manifest, entries: int) -> Iterator
     cpus = int(ray.cluster_resources().get("CPU", 1))
     here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}  # where a local manifest lies
     source = ManifestSource(manifest.url, settings.storage_options, entries, batch)
-    dataset = ray.data.read_datasource(source, override_numentry_blocks=1, num_cpus=0, label_selector=here).map_batches(
+    dataset = ray.data.read_datasource(source, override_num_blocks=1, num_cpus=0, label_selector=here).map_batches(
         PrecomputeWorker,
         fn_constructor_args=(config, settings.threads or max(1, cpus // settings.workers), ledger),
         compute=ActorPoolStrategy(
@@ -182,8 +182,8 @@ def _last_line(error: BaseException) -> str:
 
 def precompute(
     config: OrbitServeConfig, manifest: Manifest, limit: int | None, failures: Path | None, console: Console
-) -> Summary:
-    """Run the job with a progress bar and print what came of it.
+) -> bool:
+    """Run the job with a progress bar and print what came of it; returns whether every entry is stored.
 
     Args:
         limit: only so many entries, from the first; None: all.
@@ -223,7 +223,7 @@ def precompute(
         except KeyboardInterrupt:
             progress.update(bar, description="stopped; run it again to go on")
     show(summary, entries, failures, console)
-    return summary
+    return summary.statuses["failed"] == 0 and summary.entries == entries
 
 
 def _log(file: TextIO, outcome: Outcome) -> None:

@@ -12,6 +12,7 @@ stored already is known from the bytes alone: a job that is resumed decodes noth
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -120,7 +121,12 @@ class Preparer:
             return source.data or b""
         try:
             files, path = file_system(source.location, self._config.precompute.storage_options)
-            return files.cat_file(path, end=self._config.http.max_image_bytes + 1)
+            try:
+                return files.cat_file(path, end=self._config.http.max_image_bytes + 1)
+            except OSError as error:
+                if error.errno == errno.EINVAL and files.size(path) == 0:
+                    return b""  # S3 has no range of an empty object
+                raise
         except FileNotFoundError as error:
             raise EntryError(f"{_named(source)}: no such file") from error
         except ManifestError as error:
