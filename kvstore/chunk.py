@@ -3,7 +3,7 @@
 Every key is the BLAKE3 digest, as 64 hex digits, of a domain string and length-prefixed fields, so that no two
 different lists of fields share bytes and no key of one kind equals a key of another.
 
-    content bytes, tenant salt -> content id
+    content bytes, salt of the tenant or of the dynamic library -> content id
     content id, model fingerprint, delimiters, dtype -> canonical key
     fixed prefix, antecedents (content ids) -> antecedent key
     canonical key, antecedent key, kind, form -> patch key
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
+DYNAMIC_TENANT = "dynamic-library"  # owns what is derived from references alone; no API key may name it
+_SHARED = "shared-"
 _THREADED_BYTES = 4 << 20  # BLAKE3 gains from a second thread above about this size
 
 
@@ -47,6 +49,25 @@ def content_id(data: bytes, salt: bytes = b"") -> str:
     hasher.update(salt)
     hasher.update(data)
     return hasher.hexdigest()
+
+
+def owned_content_id(data: bytes, owner: str, secret: bytes = b"") -> str:
+    """Content id of bytes that a tenant, or the dynamic library, owns; equal bytes of two owners share nothing.
+
+    A reference's says of itself that it is shared, so whoever stores what derives from it knows the owner (`owner_of`).
+    """
+    content = content_id(data, tenant_salt(owner, secret))
+    return _SHARED + content if owner == DYNAMIC_TENANT else content
+
+
+def is_shared(content: str) -> bool:
+    """Whether a content id is a reference's."""
+    return content.startswith(_SHARED)
+
+
+def owner_of(tenant: str, *contents: str) -> str:
+    """Who owns what a request of `tenant` derives from these contents and nothing else: all, if all are references."""
+    return DYNAMIC_TENANT if contents and all(map(is_shared, contents)) else tenant
 
 
 def canonical_key(fingerprint: str, content: str, delimiters: Sequence[int], dtype: str) -> str:

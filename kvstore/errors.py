@@ -8,6 +8,7 @@
 | InvalidKey | invalid_key | 400 | a tier key could leave its tier (`..`, absolute, odd characters) |
 | TierUnavailable | tier_unavailable | 503 | a tier could not answer; the library turns it into a miss |
 | UnknownFile | file_not_found | 404 | no such file *for this tenant* |
+| UnknownVectorStore | vector_store_not_found | 404 | no such vector store, or no such file or batch in it |
 | FileTooLarge | file_too_large | 413 | one upload exceeds the limit |
 | QuotaExceeded | quota_exceeded | 413 | a tenant's files would exceed the tenant's limit |
 | InvalidUpload | invalid_upload | 400 | an upload's own fields are unusable (empty, bad expiry, bad name) |
@@ -60,6 +61,16 @@ class UnknownFile(StoreError, KeyError):
     def __init__(self, file_id: str) -> None:
         super().__init__(f"No such file: {file_id}")
         self.file_id = file_id
+
+    def __str__(self) -> str:  # KeyError would print the repr
+        return str(self.args[0])
+
+
+class UnknownVectorStore(StoreError, KeyError):
+    """No such vector store (any more), or nothing of that id in it."""
+
+    code = "vector_store_not_found"
+    status = 404
 
     def __str__(self) -> str:  # KeyError would print the repr
         return str(self.args[0])

@@ -9,27 +9,25 @@ others. Ids are random, so they say nothing about content either.
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from kvstore.chunk import content_id, tenant_salt
+from kvstore.chunk import owned_content_id
 from kvstore.errors import FileTooLarge, InvalidUpload, QuotaExceeded, UnknownFile
-from kvstore.paths import tenant_digest
+from kvstore.objects import JsonObjects
+from kvstore.paths import ORPHAN_SECONDS, tenant_digest
 from kvstore.settings import FileSettings
 from kvstore.tiers import Tier, tier_for_url
 
 _ID = re.compile(r"file-[0-9a-f]{32}")
 _ROOT = "files/"
-_ORPHAN_SECONDS = 3600.0  # a blob without its object may be an upload under way; not after this long
 
 
 @dataclass(frozen=True)
@@ -69,9 +67,10 @@ class FileStore:
         """`location`: a directory, an fsspec URL, or a tier."""
         self.settings = settings or FileSettings()
         if isinstance(location, Tier):
-            self._tier = location
+            self.tier = location
         else:
-            self._tier = tier_for_url(str(location), self.settings.storage_options)
+            self.tier = tier_for_url(str(location), self.settings.storage_options)
+        self._objects = JsonObjects(self.tier, FileObject, immutable=True)
         self._creating = threading.Lock()  # the quota is checked and used up in one step
 
     def create(
@@ -100,26 +99,26 @@ class FileStore:
             bytes=len(data),
             created_at=now,
             expires_at=None if lifetime is None else now + lifetime,
-            content=content_id(data, tenant_salt(tenant, limits.salt_secret.get_secret_value().encode())),
+            content=owned_content_id(data, tenant, limits.salt_secret.get_secret_value().encode()),
         )
         with self._creating:
             self._check_quota(tenant, len(data))
-            self._tier.put(_blob_key(file), [pa.py_buffer(data)])
-            self._tier.put(_object_key(file), [pa.py_buffer(json.dumps(asdict(file)).encode())])
+            self.tier.put(_blob_key(file), [pa.py_buffer(data)])
+            self._objects.write(_object_key(file), file)
         return file
 
     def get(self, tenant: str, file_id: str) -> FileObject:
         """Raises UnknownFile if the tenant has no such file (any more)."""
         if not _ID.fullmatch(file_id):
             raise UnknownFile(file_id)
-        file = self._read(_folder(tenant) + file_id + ".json")
+        file = self._objects.read(_folder(tenant) + file_id + ".json")
         if file is None or file.tenant != tenant or file.expired(time.time()):
             raise UnknownFile(file_id)
         return file
 
     def content(self, tenant: str, file_id: str) -> bytes:
         """The uploaded bytes. Raises UnknownFile."""
-        blob = self._tier.get(_blob_key(self.get(tenant, file_id)))
+        blob = self.tier.get(_blob_key(self.get(tenant, file_id)))
         if blob is None:
             raise UnknownFile(file_id)
         return bytes(memoryview(blob))
@@ -138,7 +137,7 @@ class FileStore:
         """
         if order not in ("asc", "desc"):
             raise InvalidUpload("order must be asc or desc")
-        files = sorted(self._files(_folder(tenant)), key=lambda f: (f.created_at, f.id), reverse=order == "desc")
+        files = sorted(self._objects.find(_folder(tenant)), key=lambda f: (f.created_at, f.id), reverse=order == "desc")
         now = time.time()
         files = [f for f in files if not f.expired(now) and (purpose is None or f.purpose == purpose)]
         if after is not None:
@@ -157,49 +156,42 @@ class FileStore:
     def has_content(self, tenant: str, content: str) -> bool:
         """Whether some file of the tenant still holds this content."""
         now = time.time()
-        return any(file.content == content and not file.expired(now) for file in self._files(_folder(tenant)))
+        return any(file.content == content and not file.expired(now) for file in self._objects.find(_folder(tenant)))
+
+    def ids(self) -> set[str]:
+        """Ids of the files of all tenants that have not expired."""
+        now = time.time()
+        return {file.id for file in self._objects.find(_ROOT) if not file.expired(now)}
+
+    def expired(self, now: float | None = None) -> tuple[FileObject, ...]:
+        """The files of all tenants that have expired and are still to be swept."""
+        now = time.time() if now is None else now
+        return tuple(file for file in self._objects.find(_ROOT) if file.expired(now))
 
     def sweep(self, now: float | None = None) -> tuple[FileObject, ...]:
         """Removes expired files of all tenants, and leftovers of uploads that never finished; returns the files."""
         now = time.time() if now is None else now
-        entries = list(self._tier.entries(_ROOT))
+        entries = list(self.tier.entries(_ROOT))
         kept = {entry.key.removesuffix(".json") for entry in entries if entry.key.endswith(".json")}
         for entry in entries:
             orphan = entry.key.endswith(".blob") and entry.key.removesuffix(".blob") not in kept
-            if orphan and entry.used < now - _ORPHAN_SECONDS:
-                self._tier.delete(entry.key)
-        expired = tuple(file for file in self._files(_ROOT) if file.expired(now))
+            if orphan and entry.used < now - ORPHAN_SECONDS:
+                self.tier.delete(entry.key)
+        expired = self.expired(now)
         for file in expired:
             self._remove(file)
         return expired
 
     def _check_quota(self, tenant: str, size: int) -> None:
-        sizes = [entry.size for entry in self._tier.entries(_folder(tenant)) if entry.key.endswith(".blob")]
+        sizes = [entry.size for entry in self.tier.entries(_folder(tenant)) if entry.key.endswith(".blob")]
         if len(sizes) + 1 > self.settings.max_tenant_files:
             raise QuotaExceeded(f"the limit is {self.settings.max_tenant_files} files")
         if sum(sizes) + size > self.settings.max_tenant_bytes:
             raise QuotaExceeded(f"the files would exceed {self.settings.max_tenant_bytes} bytes in all")
 
-    def _files(self, prefix: str) -> Iterator[FileObject]:
-        for key in self._tier.keys(prefix):
-            if key.endswith(".json"):
-                file = self._read(key)
-                if file is not None:
-                    yield file
-
-    def _read(self, key: str) -> FileObject | None:
-        """The object stored under a key; None if absent or unreadable."""
-        buffer = self._tier.get(key)
-        if buffer is None:
-            return None
-        try:
-            return FileObject(**json.loads(memoryview(buffer).tobytes()))
-        except (TypeError, ValueError):
-            return None
-
     def _remove(self, file: FileObject) -> None:
-        self._tier.delete(_object_key(file))
-        self._tier.delete(_blob_key(file))
+        self.tier.delete(_object_key(file))
+        self.tier.delete(_blob_key(file))
 
 
 def _folder(tenant: str) -> str:

@@ -238,6 +238,15 @@ def read_metadata(buffer: pa.Buffer | bytes) -> dict[str, Any]:
     return _read_document(buffer)
 
 
+def layer_checks(buffer: pa.Buffer | bytes) -> list[tuple[str, bool]]:
+    """Every layer's recorded checksum and whether its bytes match. Raises CorruptRecord if the frame is damaged."""
+    buffer = buffer if isinstance(buffer, pa.Buffer) else pa.py_buffer(buffer)
+    seal, view = _check_frame(buffer), memoryview(buffer)
+    digests = _read_document(buffer)["digests"]
+    found = (blake3(view[start:end], max_threads=blake3.AUTO).hexdigest() for start, end in seal.spans())
+    return [(digest, digest == actual) for digest, actual in zip(digests, found, strict=True)]
+
+
 # Writing
 
 

@@ -2,8 +2,9 @@
 
 | call | blocks on | effect |
 |---|---|---|
-| get_canonical, get_patch, get_embedding, get_basis | a tier, at most load_timeout_s | memory, then disk, then URL |
-| load | nothing | the same as a Future, for loading beside compute |
+| get_canonical, get_patch, get_embedding, get_basis | a tier, at most load_timeout_s | memory, then the tiers |
+| load | nothing | the same as a Loading, for loading beside compute |
+| wait | a tier, at most load_timeout_s | what a Loading gives |
 | put_canonical, put_patch, put_embedding, put_basis | nothing | memory now, tiers behind the request |
 | has | a tier | looks without loading |
 | persisted | a tier | looks in the farthest tier alone |
@@ -30,6 +31,7 @@ from typing import cast
 
 import pyarrow as pa
 
+from kvstore.deletions import Deletions, derives
 from kvstore.errors import StoreError, TierUnavailable
 from kvstore.eviction import HotCache
 from kvstore.format import BasisRecord, CanonicalRecord, EmbeddingRecord, PatchRecord, Record, RecordKind, encode_parts
@@ -63,6 +65,14 @@ class LibraryStats:
     load_ms: float  # spent in these, in all
 
 
+class Loading(Future["Record | None"]):
+    """A load under way; its result is None on a miss. One is shared by all who wait for the same record."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+
 @dataclass(frozen=True)
 class _Write:
     """A queued write: the record, its encoded bytes if they are known, and the tiers that lack it."""
@@ -83,7 +93,8 @@ class Library:
         self._counts: Counter[str] = Counter()
         self._load_ms = 0.0
         self._pins: Counter[str] = Counter()
-        self._loading: dict[str, Future[Record | None]] = {}
+        self._deletions = Deletions(settings.deletion_grace_s)
+        self._loading: dict[str, Loading] = {}
         self._hot = HotCache(settings.memory_bytes, settings.tenant_memory_bytes, self._is_pinned, self._announce)
         tiers = TierStack.tiers_of(settings) if tiers is None else tiers
         self._stack = TierStack(tiers, settings, self._is_pinned, self._hot.last_used)
@@ -110,23 +121,32 @@ class Library:
         """A shared basis of this model, or None, as `get_canonical`."""
         return cast(BasisRecord | None, self._get("basis", version, ""))
 
-    def load(self, kind: RecordKind, key: str, tenant: str) -> Future[Record | None]:
-        """Starts loading and returns at once; loads of one record share one read. The result is None on a miss."""
+    def load(self, kind: RecordKind, key: str, tenant: str) -> Loading:
+        """Starts loading and returns at once; loads of one record share one read."""
         path = record_path(kind, key, self.fingerprint, tenant)
         with self._lock:
-            future = self._loading.get(path)
-            if future is None:
+            loading = self._loading.get(path)
+            if loading is None:
+                loading = Loading(path)
                 resident = self._resident(path)
                 if resident is not None:
                     self._counts["memory_hits"] += 1
-                    future = Future()
-                    future.set_result(resident)
-                    return future
-                future = Future()
-                self._pool.submit(self._load, future, path, key, tenant)
-                self._loading[path] = future
-        future.add_done_callback(self._count_loaded)
-        return future
+                    loading.set_result(resident)
+                    return loading
+                self._pool.submit(self._load, loading, path, key, tenant)
+                self._loading[path] = loading
+        loading.add_done_callback(self._count_loaded)
+        return loading
+
+    def wait(self, loading: Loading) -> Record | None:
+        """The record; None on a miss, and when the load takes longer than load_timeout_s from now."""
+        try:
+            return loading.result(self.settings.load_timeout_s)
+        except TimeoutError:
+            self._stack.blame(loading.path)
+            with self._lock:
+                self._counts["timeouts"] += 1
+            return None
 
     def has(self, kind: RecordKind, key: str, tenant: str) -> bool:
         """Whether a record exists, without loading it. A tier that fails counts as not having it."""
@@ -178,13 +198,16 @@ class Library:
     def delete_content(self, content: str, tenant: str) -> int:
         """Removes whatever was derived from a content id or conditioned on it, in every tier and for every model.
 
+        A reference's content (see `kvstore.chunk.is_shared`) takes every tenant's records with it. For
+        `deletion_grace_s` this process keeps nothing that still derives from the content.
         Returns how many records went. Memory of other processes is not reached: call it in each of them. Raises
         TierUnavailable if a tier cannot be reached; call it again then.
         """
 
         def derived(record: Record) -> bool:
-            return record.tenant == tenant and (record.content == content or content in record.antecedents)
+            return derives(record, content, tenant)
 
+        self._deletions.note(content, tenant)
         paths = set(self._hot.matching(derived)) | set(self._queue.matching(lambda write: derived(write.record)))
         removed = {path for path in paths if self._forget(path)}
         stored, markers = self._stack.derived_from(content, tenant)
@@ -251,21 +274,14 @@ class Library:
         return record
 
     def _get(self, kind: RecordKind, key: str, tenant: str) -> Record | None:
-        future = self.load(kind, key, tenant)
-        try:
-            return future.result(self.settings.load_timeout_s)
-        except TimeoutError:
-            self._stack.blame(record_path(kind, key, self.fingerprint, tenant))
-            with self._lock:
-                self._counts["timeouts"] += 1
-            return None
+        return self.wait(self.load(kind, key, tenant))
 
     def _count_loaded(self, future: Future[Record | None]) -> None:
         with self._lock:
             self._counts["misses" if future.result() is None else "tier_hits"] += 1
 
-    def _load(self, future: Future[Record | None], path: str, key: str, tenant: str) -> None:
-        """Reads through the tiers and resolves `future`; runs in the pool, once per path at a time."""
+    def _load(self, loading: Loading, path: str, key: str, tenant: str) -> None:
+        """Reads through the tiers and resolves `loading`; runs in the pool, once per path at a time."""
         started = time.perf_counter()
         found = None
         try:
@@ -275,8 +291,8 @@ class Library:
         with self._lock:
             self._counts["loads"] += 1
             self._load_ms += (time.perf_counter() - started) * 1e3
-            # A deletion takes the future away: then the record must not come back into memory or nearer tiers.
-            current = self._loading.get(path) is future
+            # A deletion takes the load away: then the record must not come back into memory or nearer tiers.
+            current = self._loading.get(path) is loading
             if current:
                 del self._loading[path]
             if found is not None and current:
@@ -284,11 +300,13 @@ class Library:
                 nearer = _Write(found.record, found.encoded, range(found.tier))
                 if nearer.tiers and not self._queue.submit(path, nearer, found.encoded.size):
                     logger.info("write queue full: %s is not copied to nearer tiers", path)
-        future.set_result(None if found is None else found.record)
+        loading.set_result(None if found is None else found.record)
 
     def _put(self, record: Record) -> None:
         if record.fingerprint != self.fingerprint:
             raise StoreError("the record's model fingerprint is not this library's")
+        if self._deletions.covers(record):
+            return
         path = path_of(record)
         self._hot.put(path, record)
         write = _Write(record, None, range(len(self._stack.tiers)))

@@ -1,12 +1,13 @@
 """Where the library keeps things inside a tier.
 
     records/<fingerprint>/<kind>/<tenant>/<first two digits of key>/<key>.arrow     a record
-    by-content/<tenant>/<content id>/<fingerprint>.<kind>.<key>.<milliseconds>      a marker, see below
+    by-content/<owner>/<content id>/<fingerprint>.<kind>.[<tenant>.]<key>.<milliseconds>    a marker, see below
     quarantine/<path>                                                              a record that failed its checks
 
-Fingerprint and tenant appear as digests. A marker says that a record was derived from a content id and what a miss
-would cost; it is written before its record, so that deleting by content never overlooks one, and both eviction and
-deletion work from a listing alone, without opening files.
+Fingerprint, tenant and owner appear as digests. A marker says that a record was derived from a content id and what a
+miss would cost; it is written before its record, so that deleting by content never overlooks one, and both eviction
+and deletion work from a listing alone, without opening files. It lies with the owner of the content, which for a
+reference is the dynamic library, and names the record's tenant if that is another.
 """
 
 from __future__ import annotations
@@ -16,14 +17,21 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
+from kvstore.chunk import owner_of
 from kvstore.errors import InvalidKey
 from kvstore.format import Record, RecordKind, kind_of
 
 RECORDS = "records/"
 MARKERS = "by-content/"
+ORPHAN_SECONDS = 3600.0  # what is missing its other half may be half written; not after this long
 _HEX64 = re.compile(r"[0-9a-f]{64}")
-_RECORD = re.compile(r"(?:quarantine/)?records/[0-9a-f]{16}/\w+/([0-9a-f]{32})/[0-9a-f]{2}/([0-9a-f]{64})\.arrow")
-_MARKER = re.compile(r"by-content/([0-9a-f]{32})/[0-9a-f]{64}/([0-9a-f]{16})\.(\w+)\.([0-9a-f]{64})\.(\d+)")
+_RECORD = re.compile(
+    r"(?P<quarantine>quarantine/)?records/(?P<fingerprint>[0-9a-f]{16})/(?P<kind>\w+)/(?P<tenant>[0-9a-f]{32})"
+    r"/[0-9a-f]{2}/(?P<key>[0-9a-f]{64})\.arrow"
+)
+_MARKER = re.compile(
+    r"by-content/([0-9a-f]{32})/[0-9a-f]{64}/([0-9a-f]{16})\.(\w+)\.(?:([0-9a-f]{32})\.)?([0-9a-f]{64})\.(\d+)"
+)
 
 
 def tenant_digest(tenant: str) -> str:
@@ -31,7 +39,7 @@ def tenant_digest(tenant: str) -> str:
     return blake3(tenant.encode(), derive_key_context="orbitserve 2026 tenant v1").hexdigest()[:32]
 
 
-def _fingerprint_digest(fingerprint: str) -> str:
+def fingerprint_digest(fingerprint: str) -> str:
     return blake3(fingerprint.encode(), derive_key_context="orbitserve 2026 fingerprint v1").hexdigest()[:16]
 
 
@@ -43,7 +51,7 @@ def record_path(kind: RecordKind, key: str, fingerprint: str, tenant: str) -> st
     """Raises InvalidKey unless `key` is 64 hex digits."""
     if not _HEX64.fullmatch(key):
         raise InvalidKey(f"a record's key is 64 hex digits, not {key!r}")
-    return f"{RECORDS}{_fingerprint_digest(fingerprint)}/{kind}/{tenant_digest(tenant)}/{key[:2]}/{key}.arrow"
+    return f"{RECORDS}{fingerprint_digest(fingerprint)}/{kind}/{tenant_digest(tenant)}/{key[:2]}/{key}.arrow"
 
 
 def path_of(record: Record) -> str:
@@ -53,28 +61,40 @@ def path_of(record: Record) -> str:
 def marker_paths(record: Record) -> list[str]:
     """One marker for the content the record was derived from and for each content it was conditioned on."""
     contents = dict.fromkeys(content for content in (record.content, *record.antecedents) if content)
-    fingerprint, milliseconds = _fingerprint_digest(record.fingerprint), round(record.recompute_seconds * 1000)
-    name = f"{fingerprint}.{kind_of(record)}.{record.key}.{milliseconds}"
-    return [content_prefix(content, record.tenant) + name for content in contents]
+    derived = f"{fingerprint_digest(record.fingerprint)}.{kind_of(record)}"
+    name = f"{record.key}.{round(record.recompute_seconds * 1000)}"
+    paths = []
+    for content in contents:
+        foreign = owner_of(record.tenant, content) != record.tenant
+        whose = f"{tenant_digest(record.tenant)}." if foreign else ""
+        paths.append(f"{content_prefix(content, record.tenant)}{derived}.{whose}{name}")
+    return paths
 
 
 def content_prefix(content: str, tenant: str) -> str:
-    """What the markers of one content id of one tenant start with."""
-    return f"{MARKERS}{tenant_digest(tenant)}/{_content_digest(content)}/"
+    """What the markers of one content id start with: a reference's lie together, whoever the records belong to."""
+    return f"{MARKERS}{tenant_digest(owner_of(tenant, content))}/{_content_digest(content)}/"
 
 
 @dataclass(frozen=True)
 class RecordPath:
-    """What a record's path says."""
+    """What a record's path says; fingerprint and tenant are digests."""
 
+    fingerprint: str
+    kind: str
     tenant: str
     key: str
+    quarantined: bool
 
     @classmethod
     def parse(cls, path: str) -> RecordPath | None:
         """None if `path` is not a record's, quarantined or not."""
         match = _RECORD.fullmatch(path)
-        return None if match is None else cls(match.group(1), match.group(2))
+        if match is None:
+            return None
+        return cls(
+            **{name: match[name] for name in ("fingerprint", "kind", "tenant", "key")}, quarantined=bool(match[1])
+        )
 
 
 @dataclass(frozen=True)
@@ -90,5 +110,5 @@ class Marker:
         match = _MARKER.fullmatch(path)
         if match is None:
             return None
-        tenant, fingerprint, kind, key, milliseconds = match.groups()
-        return cls(f"{RECORDS}{fingerprint}/{kind}/{tenant}/{key[:2]}/{key}.arrow", int(milliseconds) / 1000)
+        owner, fingerprint, kind, tenant, key, milliseconds = match.groups()
+        return cls(f"{RECORDS}{fingerprint}/{kind}/{tenant or owner}/{key[:2]}/{key}.arrow", int(milliseconds) / 1000)

@@ -35,6 +35,11 @@ class LibrarySettings(BaseModel):
     tenant_memory_bytes: int | None = Field(
         default=None, ge=0, description="The same for any one tenant. None: memory_bytes."
     )
+    object_store_bytes: int = Field(
+        default=1 * GIB,
+        ge=0,
+        description="Bytes of records in the object stores of the Ray cluster, in all; 0, and outside a cluster: none.",
+    )
     disk_bytes: int = Field(default=64 * GIB, ge=0, description="Bytes of records in the directory.")
     remote_bytes: int | None = Field(
         default=None, ge=0, description="Bytes of records behind the URL. None: unbounded."
@@ -53,6 +58,12 @@ class LibrarySettings(BaseModel):
         default=3, ge=1, description="Failures in a row after which a tier is left alone for a while."
     )
     tier_cooldown_s: float = Field(default=10.0, gt=0, description="How long a failing tier is left alone, in seconds.")
+    deletion_grace_s: float = Field(
+        default=60.0,
+        ge=0,
+        description="For how long after a deletion nothing that derives from the content is kept: requests may still "
+        "be at work on it.",
+    )
     salt_secret: SecretStr = Field(
         default=SecretStr(""),
         description="Secret in every tenant's content-id salt; set it where tenants must not guess ids.",

@@ -15,6 +15,7 @@ from kvstore.errors import CorruptRecord, TierUnavailable
 from kvstore.eviction import Candidate, TierBudget
 from kvstore.format import Record, decode
 from kvstore.paths import Marker, RecordPath, content_prefix, marker_paths, path_of, tenant_digest
+from kvstore.ray_tier import RayTier, directory_name, ray_is_running
 from kvstore.settings import LibrarySettings
 from kvstore.tiers import QUARANTINE, DiskTier, Entry, Tier, tier_for_url
 
@@ -46,7 +47,8 @@ class TierStack:
     ) -> None:
         self.tiers = tuple(tiers)
         self.counts: Counter[str] = Counter()
-        limits = [settings.remote_bytes if tier.name == "remote" else settings.disk_bytes for tier in self.tiers]
+        named = {"object-store": settings.object_store_bytes, "remote": settings.remote_bytes}
+        limits = [named.get(tier.name, settings.disk_bytes) for tier in self.tiers]
         self.budgets = [
             TierBudget(tier, limit, settings.tenant_bytes, self._survey)
             for tier, limit in zip(self.tiers, limits, strict=True)
@@ -61,6 +63,8 @@ class TierStack:
     def tiers_of(settings: LibrarySettings) -> list[Tier]:
         """The tiers that the settings describe, nearest first."""
         tiers: list[Tier] = []
+        if settings.object_store_bytes and ray_is_running():
+            tiers.append(RayTier(directory_name(settings), settings.object_store_bytes))
         if settings.directory is not None:
             tiers.append(DiskTier(settings.directory, durable=settings.durable))
         if settings.url is not None:

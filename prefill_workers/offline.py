@@ -7,7 +7,8 @@
 | own patch  | a forward over the whole prompt, against the canonical                                 |
 | orbit patch | a forward for every order of the prompt's chunks, see `orbit`                         |
 
-Positions, keys, deficits and patches are the linker's: what is stored here is what a request would have stored.
+Keys and positions are the linker's, deficits and patches the harvester's: what is stored here is what a request would
+have stored.
 """
 
 from __future__ import annotations
@@ -16,19 +17,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, combinations
 
 import torch
 from torch import Tensor
 from vllm.multimodal.inputs import MultiModalKwargsItem
 
-from kvstore.chunk import embedding_key
+from kvstore.chunk import antecedent_key, embedding_key
 from kvstore.format import RecordKind
 from kvstore.library import Library
-from kvstore.patch import relocate
+from kvstore.patch import PatchKind, relocate
 from kvstore.patch_form import PatchForm
 from prefill_workers.engine import PrefillEngine
-from prefill_workers.linker import ChunkPlan, Linker, LinkPlan, LinkRequest, PixelsNeeded
+from prefill_workers.linker import Linker
+from prefill_workers.orbit import set_kind
 from prefill_workers.patch_compiler import PatchCompiler
+from prefill_workers.plan import ChunkPlan, LinkPlan, LinkRequest, PixelsNeeded
 from prefill_workers.sequence import LinkSequence, Run, split_runs
 
 Name = tuple[RecordKind, str]
@@ -78,7 +82,8 @@ class OfflineWorker:
     def __init__(self, engine: PrefillEngine, library: Library, form: PatchForm, budget: int) -> None:
         self.engine, self.library = engine, library
         self._compiler = PatchCompiler(library, form)
-        self.linker = Linker(engine, library, form, self._compiler.compile)
+        self._linker = Linker(engine, library, form, self._compiler.compile)
+        self._harvester = self._linker.harvester
         self._budget = budget
         self._blocks = range(1, engine.num_blocks)  # block 0 is vLLM's null block
 
@@ -86,6 +91,25 @@ class OfflineWorker:
     def capacity(self) -> int:
         """Tokens of the longest prompt that the KV pool takes."""
         return len(self._blocks) * self.engine.block_size
+
+    def wanted(self, request: LinkRequest, patches: PatchKind | None) -> list[Name]:
+        """The records with which a link of a request's chunks is pure: nothing encoded, no chunk computed.
+
+        Args:
+            patches: own: in this order; orbit: in any order; None: no patches, only what they are formed from.
+        """
+        keys = self._linker.keys(request)
+        names: list[Name] = [("canonical", chunk.canonical) for chunk in keys]
+        names += [("embedding", chunk.embedding) for chunk in keys if chunk.embedding is not None]
+        if patches is PatchKind.own:
+            names += [("patch", chunk.own_patch) for chunk in keys]
+        elif patches is PatchKind.orbit:
+            for i, chunk in enumerate(keys):
+                others = [other.canonical for other in keys[:i] + keys[i + 1 :]]
+                for before in chain.from_iterable(combinations(others, size) for size in range(len(keys))):
+                    behind = antecedent_key(request.prefix, before, ordered=False)
+                    names.append(("patch", self._linker.form.key(chunk.canonical, behind, set_kind(len(before)))))
+        return list(dict.fromkeys(names))
 
     @torch.inference_mode()
     def compute(self, tasks: Sequence[OfflineTask]) -> list[Work]:
@@ -102,7 +126,7 @@ class OfflineWorker:
         jobs: list[tuple[LinkSequence, Callable[[Tensor, float], None]]] = []
         for item in planned:
             jobs += [
-                (self.linker.lone(item.plan, chunk, ()), partial(self._keep_canonical, item, chunk))
+                (self._harvester.lone(item.plan, chunk, ()), partial(self._keep_canonical, item, chunk))
                 for chunk in item.plan.chunks
                 if take("canonical", chunk.canonical_key)
             ]
@@ -132,14 +156,14 @@ class OfflineWorker:
         for task in tasks:
             given = {i: encoded[c.content] for i, c in enumerate(task.request.chunks) if c.content in encoded}
             try:
-                plan = self.linker.plan(task.request, given)
+                plan = self._linker.plan(task.request, given)
             except PixelsNeeded as needed:  # stored once, and not readable now
                 again = self.engine.encode([item for i in needed.chunks if (item := task.items[i]) is not None])
-                plan = self.linker.plan(task.request, given | dict(zip(needed.chunks, again, strict=True)))
+                plan = self._linker.plan(task.request, given | dict(zip(needed.chunks, again, strict=True)))
             planned.append(_Planned(task, plan))
             for chunk in plan.chunks:
                 if pixels.pop(chunk.span.content, None) is not None:
-                    self.linker.keep_embeddings(plan, chunk)
+                    self._harvester.keep_embeddings(plan, chunk)
                     planned[-1].work.embeddings += 1
         return planned
 
@@ -183,7 +207,7 @@ class OfflineWorker:
             pending = later
 
     def _keep_canonical(self, item: _Planned, chunk: ChunkPlan, kv: Tensor, seconds: float) -> None:
-        self.linker.keep_canonical(item.plan, chunk, kv, seconds)
+        self._harvester.keep_canonical(item.plan, chunk, kv, seconds)
         item.work.canonicals += 1
         item.work.tokens += kv.shape[1]
 
@@ -195,14 +219,14 @@ class OfflineWorker:
         for chunk in chunks:
             inside = kv[:, chunk.span.start : chunk.span.stop]
             conditioned = relocate(inside, -chunk.start_position, self.engine.layout)
-            self.linker.harvest(plan, chunk, conditioned, self._blocks)
+            self._harvester.harvest(plan, chunk, conditioned, self._blocks)
             item.work.patches += 1
 
     def _form_orbits(self, item: _Planned) -> None:
-        forming = self.linker.forming(item.plan)
+        forming = self._harvester.forming(item.plan)
         if forming is None:
             return
         formed = self._compiler.formed
-        while self.linker.orbit_step(forming, self._blocks):
+        while self._harvester.orbit_step(forming, self._blocks):
             item.work.tokens += forming.tokens
         item.work.patches += self._compiler.formed - formed

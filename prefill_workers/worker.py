@@ -1,9 +1,9 @@
 """The prefill loop: one thread that drives the engine.
 
-Each turn it frees what decode engines have read, admits waiting links while blocks last, places their reused chunks,
-and runs ONE forward over the runs of all admitted links up to a token budget; a long run goes on in the next turn.
-When no link waits it works off the harvest: canonical KV and deficits of what earlier links computed. A link that
-arrives meanwhile waits for one background forward at most.
+Each turn it frees what decode engines have read, admits waiting links while blocks last, places the chunks whose loads
+have ended, and runs ONE forward over what all admitted links can compute, up to a token budget; a long run goes on in
+the next turn. A link computes while its later chunks still load (mpic.md §3.2): up to its frontier, the first token
+that waits for one. When there is no link it works off the harvest of earlier ones (see `background`).
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from typing import Any
 
 import torch
 
-from kvstore.errors import StoreError
+from prefill_workers.background import Background
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.handoff import BlockPool, Lease, PoolExhausted
-from prefill_workers.linker import ChunkOutcome, ChunkPlan, Linker, LinkPlan
-from prefill_workers.orbit import OrbitForming
-from prefill_workers.sequence import Run, split_runs
+from prefill_workers.linker import Linker
+from prefill_workers.plan import ChunkOutcome, LinkPlan, PixelsNeeded
+from prefill_workers.sequence import Run, merge_runs, split_runs
 
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.002  # between looks for NIXL notifications while a lease is out
-_MAX_ORBITS = 64  # sets that wait for their orbit patches; the oldest give way
+# A forward over a few tokens takes as long as one over this many: a link that still waits for loads leaves fewer to a
+# later forward, unless one runs anyway.
+_FORWARD_TOKENS = 64
 
 
 class Overloaded(RuntimeError):
@@ -59,16 +61,18 @@ class _Job:
     done: Future[LinkResult]
     submitted: float
     lease: Lease | None = None
+    reached: int = 0  # the frontier up to which runs are pending or computed
     pending: list[Run] = field(default_factory=list)
-    forward_began: float = 0.0
 
+    @property
+    def loads(self) -> bool:
+        """Whether some chunk's KV is still on its way."""
+        return self.reached < len(self.plan.sequence)
 
-@dataclass(eq=False)
-class _Harvest:
-    plan: LinkPlan
-    chunk: ChunkPlan
-    lease: str
-    since: float
+    @property
+    def computes(self) -> bool:
+        """Whether the link has enough to compute for a forward of its own."""
+        return sum(map(len, self.pending)) >= (_FORWARD_TOKENS if self.loads else 1)
 
 
 @dataclass(frozen=True)
@@ -117,20 +121,16 @@ class PrefillLoop:
         last = engine.num_blocks
         longest = -(-engine.max_model_len // engine.block_size)
         scratch = min(longest, (last - 1) // 4)
-        self._scratch = range(last - scratch, last)
         self._pool = BlockPool(range(1, last - scratch), engine.block_size, lease_seconds, owner, clock)
         self._waiting: deque[_Job] = deque()
         self._running: list[_Job] = []
-        self._harvest: deque[_Harvest] = deque()
-        self._orbits: deque[LinkPlan] = deque(maxlen=_MAX_ORBITS)
-        self._forming: OrbitForming | None = None
-        self._orbit_chunks = orbit_chunks
+        self._background = Background(linker.harvester, self._pool, range(last - scratch, last), orbit_chunks)
         self._patience = patience_seconds
         self._last_finished = -patience_seconds
         self._abandoned: deque[str] = deque()
         self._wake = threading.Condition()
         self._stopping = False
-        self._forwards = self._tokens = self._expired = self._failures = 0
+        self._forwards = self._tokens = self._expired = 0
         self._thread = threading.Thread(target=self._run, name="prefill-loop", daemon=True)
 
     # -- called from other threads ------------------------------------------------------------------------------------
@@ -142,6 +142,8 @@ class PrefillLoop:
     def submit(self, plan: LinkPlan) -> Future[LinkResult]:
         """Queue a plan. Cancelling the future drops the link and frees its blocks.
 
+        The future raises PixelsNeeded when stored KV could not be loaded after all and must be computed instead.
+
         Raises:
             Overloaded: too many links wait already.
             PromptTooLarge: the pool could never hold the prompt.
@@ -149,7 +151,7 @@ class PrefillLoop:
         needed = self._pool.blocks_for(len(plan.sequence))
         if needed > self._pool.total:
             raise PromptTooLarge(f"the prompt needs {needed} KV blocks, the prefill worker has {self._pool.total}")
-        job = _Job(plan, Future(), time.perf_counter(), pending=list(plan.runs))
+        job = _Job(plan, Future(), time.perf_counter())
         with self._wake:
             if self._stopping:
                 raise Overloaded("the prefill worker is shutting down")
@@ -157,6 +159,9 @@ class PrefillLoop:
                 raise Overloaded(f"{len(self._waiting)} links wait already")
             self._waiting.append(job)
             self._wake.notify()
+        for chunk in plan.chunks:
+            if chunk.loading is not None:
+                chunk.loading.when_done(self._notify)
         return job.done
 
     def abandon(self, lease: str) -> None:
@@ -170,14 +175,14 @@ class PrefillLoop:
         return LoopStats(
             waiting=len(self._waiting),
             running=len(self._running),
-            harvest=len(self._harvest) + len(self._orbits) + (self._forming is not None),
+            harvest=len(self._background),
             blocks_free=self._pool.free,
             blocks_total=self._pool.total,
             leases=self._pool.leases,
             forwards=self._forwards,
             tokens_forwarded=self._tokens,
             leases_expired=self._expired,
-            harvest_failures=self._failures,
+            harvest_failures=self._background.failures,
         )
 
     def alive(self) -> bool:
@@ -225,19 +230,21 @@ class PrefillLoop:
                 with self._wake:  # leave the machine to somebody's first token
                     if not self._waiting:
                         self._wake.wait(_POLL_SECONDS)
-            elif self._harvest:
-                self._harvest_one()
-            elif self._forming or self._orbits:
-                self._orbit_one()
+            elif self._background:
+                self._background.step()
 
     def _has_work(self) -> bool:
-        return bool(self._waiting or self._running or self._harvest or self._orbits or self._forming)
+        return bool(self._waiting or self._running or self._background)
 
     def _gives_way(self) -> bool:
         """Whether background work should wait: a hand-off is under way, and neither has waited long."""
-        now = time.perf_counter()
-        late = bool(self._harvest) and now - self._harvest[0].since > self._patience
+        now, since = time.perf_counter(), self._background.waits_since()
+        late = since is not None and now - since > self._patience
         return self._pool.unread and now - self._last_finished < self._patience and not late
+
+    def _notify(self) -> None:
+        with self._wake:
+            self._wake.notify()
 
     def _free_blocks(self) -> None:
         while self._abandoned:
@@ -253,7 +260,7 @@ class PrefillLoop:
         if expired:
             self._expired += len(expired)
             logger.warning("leases expired unread, blocks freed: %s", ", ".join(expired))
-            self._harvest = deque(h for h in self._harvest if h.lease not in expired)
+            self._background.drop(expired)
 
     def _admit(self) -> None:
         while self._waiting and not self._stopping:
@@ -261,62 +268,80 @@ class PrefillLoop:
             if job.done.cancelled():
                 self._waiting.popleft()
                 continue
-            began = time.perf_counter()
             try:
                 job.lease = self._pool.allocate(len(job.plan.sequence), job.plan.request.readers)
             except PoolExhausted:
-                if self._make_room():
+                if self._background.make_room():
                     continue
                 return  # blocks come free when decode engines have read theirs
             self._waiting.popleft()
             job.plan.sequence.blocks = job.lease.blocks
-            job.plan.stages_ms["queue"] = (began - job.submitted) * 1e3
-            try:
-                self._linker.place(job.plan)
-            except Exception as error:
-                self._fail(job, error)
-                continue
-            job.forward_began = time.perf_counter()
-            job.plan.stages_ms["place"] = (job.forward_began - began) * 1e3
+            job.plan.stages_ms["queue"] = (time.perf_counter() - job.submitted) * 1e3
             self._running.append(job)
 
     def _step(self) -> None:
-        cancelled = [job for job in self._running if job.done.cancelled()]
-        for job in cancelled:
-            self._running.remove(job)
+        self._running = [job for job in self._running if self._advance(job)]
+        if any(job.computes for job in self._running):
+            self._forward()
+        finished = [job for job in self._running if not (job.loads or job.pending)]
+        if not finished:
+            self._wait_for_loads()
+        self._running = [job for job in self._running if job not in finished]
+        for job in finished:
+            self._finish(job)
+
+    def _advance(self, job: _Job) -> bool:
+        """Place what has been loaded for a link, and take up the runs that may be computed then. False if it ends."""
+        if job.done.cancelled():
             self._free(job)
-        budget, work = self._budget, []
+            return False
+        try:
+            self._linker.advance(job.plan)
+        except PixelsNeeded as needed:
+            self._free(job)
+            with suppress(InvalidStateError):
+                job.done.set_exception(needed)
+            return False
+        except Exception as error:
+            self._fail(job, error)
+            return False
+        reached, job.reached = job.reached, job.plan.frontier
+        job.pending = merge_runs([*job.pending, *job.plan.runs_between(reached, job.reached)])
+        return True
+
+    def _forward(self) -> None:
+        """One forward over what the running links can compute, up to the budget."""
+        began, budget, work = time.perf_counter(), self._budget, []
         for job in self._running:
             now, job.pending = split_runs(job.pending, budget)
             if now:
-                work.append((job.plan.sequence, now))
+                work.append((job, now))
                 budget -= sum(len(run) for run in now)
-        if work:
-            try:
-                self._engine.forward(work)
-            except Exception as error:
-                for job in self._running:
-                    self._fail(job, error)
-                self._running.clear()
-                return
-            self._forwards += 1
-            self._tokens += self._budget - budget
-        finished = [job for job in self._running if not job.pending]
-        self._running = [job for job in self._running if job.pending]
-        for job in finished:
-            self._finish(job)
+        try:
+            self._engine.forward([(job.plan.sequence, runs) for job, runs in work])
+        except Exception as error:
+            for job in self._running:
+                self._fail(job, error)
+            self._running.clear()
+            return
+        self._forwards += 1
+        self._tokens += self._budget - budget
+        spent = (time.perf_counter() - began) * 1e3
+        for job, _ in work:
+            job.plan.stages_ms["forward"] = job.plan.stages_ms.get("forward", 0.0) + spent
+
+    def _wait_for_loads(self) -> None:
+        """Sleep until a load ends, if nothing can be computed before; not long, leases have no event to wait for."""
+        with self._wake:
+            if self._running and not any(job.computes or job.plan.has_news for job in self._running):
+                self._wake.wait(_POLL_SECONDS)
 
     def _finish(self, job: _Job) -> None:
         assert job.lease is not None
         plan = job.plan
         self._last_finished = time.perf_counter()
-        plan.stages_ms["forward"] = (time.perf_counter() - job.forward_began) * 1e3
         if self._form:
-            for chunk in self._linker.harvestable(plan):
-                self._pool.hold(job.lease.id)
-                self._harvest.append(_Harvest(plan, chunk, job.lease.id, time.perf_counter()))
-            if 1 < len(plan.chunks) <= self._orbit_chunks and self._linker.harvestable(plan):
-                self._orbits.append(plan)
+            self._background.add(plan, job.lease.id)
         result = LinkResult(
             lease=job.lease.id,
             transfer=self._engine.transfer_parameters(job.lease.id, job.lease.blocks, len(plan.sequence)),
@@ -330,54 +355,8 @@ class PrefillLoop:
         except InvalidStateError:  # cancelled meanwhile: nobody will read these blocks
             self._free(job)
 
-    def _harvest_one(self) -> None:
-        item = self._harvest[0]
-        try:
-            self._keep(item)
-        except (StoreError, RuntimeError, OSError) as error:
-            self._failures += 1
-            logger.warning("chunk %s could not be kept: %s", item.chunk.span.content[:16], error)
-        finally:
-            self._harvest.popleft()
-
-    def _keep(self, item: _Harvest) -> None:
-        try:
-            if self._linker.is_kept(item.plan, item.chunk):
-                return
-            conditioned = self._linker.conditioned(item.plan, item.chunk)
-        finally:
-            self._pool.unhold(item.lease)
-        self._linker.keep_embeddings(item.plan, item.chunk)
-        tokens = item.chunk.span.stop - item.chunk.span.start
-        if tokens > len(self._scratch) * self._engine.block_size:
-            logger.info("a chunk of %d tokens is too long for a background forward; not kept", tokens)
-            return
-        self._linker.harvest(item.plan, item.chunk, conditioned, self._scratch)
-
-    def _orbit_one(self) -> None:
-        try:
-            if self._forming is None:
-                try:
-                    self._forming = self._linker.orbit(self._orbits[0])
-                finally:
-                    self._orbits.popleft()  # only now: until then it counts as work to be done
-                return
-            fits = self._forming.tokens <= len(self._scratch) * self._engine.block_size
-            if not fits or not self._linker.orbit_step(self._forming, self._scratch):
-                self._forming = None
-        except (StoreError, RuntimeError, OSError) as error:
-            self._failures += 1
-            self._forming = None
-            logger.warning("orbit patches could not be formed: %s", error)
-
-    def _make_room(self) -> bool:
-        """Give up harvests that hold blocks somebody waits for. Returns whether any block came free."""
-        before = self._pool.free
-        while self._harvest and self._pool.free == before:
-            self._pool.unhold(self._harvest.popleft().lease)
-        return self._pool.free > before
-
     def _free(self, job: _Job) -> None:
+        job.plan.unpin()
         if job.lease is not None:
             self._pool.abandon(job.lease.id)
 

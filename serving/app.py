@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
     from prefill_workers.engine import EngineSpec
-    from prefill_workers.linker import LinkRequest
     from prefill_workers.patch_compiler import PatchJob
+    from prefill_workers.plan import LinkRequest, PrefetchRequest
     from prefill_workers.worker import LinkResult
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class PrefillWorker:
             form=settings.form_patches,
             orbit_chunks=settings.orbit_chunks,
         )
-        self._planners = ThreadPoolExecutor(4, thread_name_prefix="plan")
+        self._planners = ThreadPoolExecutor(32, thread_name_prefix="plan")  # a plan waits for look-ups
         self._loop.start()
 
     def _submit(self, job: PatchJob) -> None:
@@ -125,14 +125,20 @@ class PrefillWorker:
         finally:
             self._compiling -= 1
 
-    async def link(self, request: LinkRequest, indices: Sequence[int] = (), embeddings: Any = None) -> LinkResult:
+    async def prefetch(self, request: PrefetchRequest) -> None:
+        """Start loading what a prompt on its way will need."""
+        self._linker.prefetch(request)
+
+    async def link(
+        self, request: LinkRequest, indices: Sequence[int] = (), embeddings: Sequence[Tensor] = ()
+    ) -> LinkResult:
         """Link one request. Cancelling the call frees what it holds.
 
         Raises:
             PixelsNeeded: embeddings are missing; the caller encodes and calls again.
             Overloaded: the queue is full.
         """
-        given = dict(zip(indices, embeddings or (), strict=True))
+        given = dict(zip(indices, embeddings, strict=True))
         loop = asyncio.get_running_loop()
         plan = await loop.run_in_executor(self._planners, self._linker.plan, request, given)
         future = self._loop.submit(plan)
@@ -207,6 +213,11 @@ class PatchCompiler:
             self._compilers[job.fingerprint] = compiler
         compiler.compile(job)
 
+    async def forget(self, content: str, tenant: str) -> None:
+        """Drop deleted content from this process: its memory, and what it has not written yet."""
+        for compiler in list(self._compilers.values()):
+            await asyncio.to_thread(compiler.library.delete_content, content, tenant)
+
     async def flush(self) -> int:
         """Wait until nothing is queued and everything is stored; returns how many patches were formed."""
         while self._queued:
@@ -276,32 +287,40 @@ class DecodeWorker:
 class LibraryKeeper:
     """What the library needs that is nobody's request: deletion, expiry, statistics."""
 
-    async def __init__(self, config: OrbitServeConfig, prefill: DeploymentHandle) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, config: OrbitServeConfig, prefill: DeploymentHandle, compiler: DeploymentHandle
+    ) -> None:
         from kvstore.files import FileStore
         from kvstore.library import Library
+        from kvstore.vector_stores import VectorStores
         from prefill_workers.fingerprint import fingerprint
 
-        self._prefill = prefill
+        self._prefill, self._compiler = prefill, compiler
         self._files = FileStore(config.files_url, config.files)
+        self._stores = VectorStores(self._files)
         self._library = Library(config.library, fingerprint(Path(config.model.path)))
         self._sweeping = asyncio.create_task(self._sweep(config.keeper.sweep_period_s))
 
     async def delete_content(self, content: str, tenant: str) -> int:
-        """Remove everything derived from a content id, in the tiers and in every prefill worker's memory.
+        """Remove everything derived from a content id, in the tiers and in the memory of every worker that has one.
 
         Returns how many records went.
         """
-        removed = await asyncio.to_thread(self._library.delete_content, content, tenant)
-        await self._prefill.broadcast("forget", content, tenant).results_async()
-        return removed
+        for workers in (self._prefill, self._compiler):
+            await workers.broadcast("forget", content, tenant).results_async()
+        return await asyncio.to_thread(self._library.delete_content, content, tenant)
 
     async def _sweep(self, period_s: float) -> None:
-        """Delete expired files, and what was derived from content that no file holds any more."""
+        """Delete expired files and vector stores, and what was derived from content that nothing holds any more."""
+        from kvstore.chunk import DYNAMIC_TENANT
+
         while True:
             try:
                 for file in await asyncio.to_thread(self._files.sweep):
                     if not await asyncio.to_thread(self._files.has_content, file.tenant, file.content):
                         await self.delete_content(file.content, file.tenant)
+                for content in await asyncio.to_thread(self._stores.sweep):
+                    await self.delete_content(content, DYNAMIC_TENANT)
             except Exception:
                 logger.exception("expired files could not be swept; trying again in %s s", period_s)
             await asyncio.sleep(period_s)
@@ -347,13 +366,17 @@ class RayRoles:
         self._decode_once = handles["decode"]
         self.library = handles["library"]
 
-    async def encode(self, items: Sequence[tuple[str, Any]]) -> Any:
-        """A future that Serve resolves on its way to the prefill worker: embeddings do not pass through here."""
+    def prefetch(self, request: PrefetchRequest) -> None:
+        """Best effort. Another replica that links the prompt finds what was loaded in the tiers that they share."""
+        self.prefill.prefetch.remote(request)
+
+    async def encode(self, items: Sequence[tuple[str, Any]]) -> list[Tensor]:
+        """See `VisionEncoder.encode`."""
         return await _answer(self.vision.encode.remote(items))
 
-    async def link(self, request: LinkRequest, indices: Sequence[int], embeddings: Any) -> LinkResult:
+    async def link(self, request: LinkRequest, indices: Sequence[int], embeddings: Sequence[Tensor]) -> LinkResult:
         """See `PrefillWorker.link`."""
-        return await _answer(self.prefill.link.remote(request, tuple(indices), embeddings))
+        return await _answer(self.prefill.link.remote(request, tuple(indices), tuple(embeddings)))
 
     async def generate(
         self, token_ids: list[int], transfer: dict[str, Any], params: SamplingParams, request_id: str, **options: Any
@@ -376,13 +399,13 @@ class RayRoles:
         """Send a tiny prompt for every pair of prefill and decode replica: a pair's first transfer shakes hands."""
         from vllm.sampling_params import SamplingParams
 
-        from prefill_workers.linker import LinkRequest
+        from prefill_workers.plan import LinkRequest
         from prefill_workers.policies import Mode
 
         async def one(number: int) -> None:
             tokens = list(range(1, 9))
             name = f"warm-up-{number}"
-            linked = await self.link(LinkRequest(name, tokens, mode=Mode.OFF), (), None)
+            linked = await self.link(LinkRequest(name, tokens, mode=Mode.OFF), (), ())
             params = SamplingParams(max_tokens=2, temperature=0, detokenize=False, ignore_eos=True)
             async for _ in self.generate(tokens, linked.transfer, params, name):
                 pass
@@ -431,7 +454,7 @@ def build(config: OrbitServeConfig) -> serve.Application:
         vision=_deployment(VisionEncoder, config.vision).bind(config),
         prefill=prefill,
         decode=_deployment(DecodeWorker, config.decode).bind(config),
-        library=_deployment(LibraryKeeper, config.keeper).bind(config, prefill),
+        library=_deployment(LibraryKeeper, config.keeper).bind(config, prefill, compiler),
     )
 
 

@@ -11,7 +11,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from serving import library_cli
+
 app = typer.Typer(help="Serve multimodal models without paying twice for what was already seen.", no_args_is_help=True)
+app.add_typer(library_cli.app, name="library")
 console = Console(soft_wrap=True)
 Config = Annotated[Path | None, typer.Option("--config", "-c", help="YAML of an OrbitServeConfig; see `config`.")]
 

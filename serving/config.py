@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
 from decode_workers.settings import DecodeSettings
+from kvstore.chunk import DYNAMIC_TENANT
 from kvstore.settings import FileSettings, LibrarySettings
 from prefill_workers.settings import PatchFormSettings, PrefillSettings
 
@@ -55,6 +56,25 @@ class ModelSettings(_Settings):
         return values
 
 
+class ApiKey(_Settings):
+    """Who a bearer key stands for; a tenant's name alone means an ordinary key of that tenant."""
+
+    tenant: str = Field(min_length=1, description="Whose files and content the key reaches.")
+    admin: bool = Field(False, description="May also maintain the dynamic library (/v1/vector_stores).")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ordinary(cls, value: object) -> object:
+        return {"tenant": value} if isinstance(value, str) else value
+
+    @field_validator("tenant")
+    @classmethod
+    def _not_reserved(cls, tenant: str) -> str:
+        if tenant == DYNAMIC_TENANT:
+            raise ValueError(f"{DYNAMIC_TENANT!r} names the dynamic library; choose another name")
+        return tenant
+
+
 class HttpSettings(_Settings):
     """The HTTP surface and its limits."""
 
@@ -70,8 +90,10 @@ class HttpSettings(_Settings):
         False, description="Fetch http(s) image URLs. Private addresses are always refused."
     )
     http_image_timeout_s: float = Field(10.0, gt=0, description="Time allowed to fetch one image.")
-    api_keys: dict[str, str] = Field(
-        default_factory=dict, description="Bearer key to tenant. Empty: no key needed, one tenant named `local`."
+    api_keys: dict[str, ApiKey] = Field(
+        default_factory=dict,
+        description="Bearer key to its tenant, or to {tenant: NAME, admin: true} for an administrator's. "
+        "Empty: no key needed, one tenant named `local` who is the administrator.",
     )
 
 
@@ -198,8 +220,9 @@ class OrbitServeConfig(_Settings):
         return config
 
     def to_yaml(self) -> str:
-        """The configuration as YAML; secrets are left out."""
+        """The configuration as YAML; secrets are left out, API keys among them."""
         values = self.model_dump(mode="json", exclude_none=True)
+        values["http"].pop("api_keys")
         for section in (values["library"], values["files"]):
             section.pop("salt_secret", None)
         return yaml.safe_dump(values, sort_keys=False)

@@ -39,7 +39,7 @@ class Documents:
         self._kept: OrderedDict[str, Document] = OrderedDict()
         nonce = secrets.token_hex(8)
         self._mark = f"\ue000{nonce}:{{}}\ue001"
-        self._marks = re.compile(f"\ue000{nonce}:([0-9a-f]{{64}})\ue001")
+        self._marks = re.compile(f"\ue000{nonce}:([a-z0-9-]+)\ue001")
 
     def mark(self, content: str, text: str) -> str:
         """What stands for a document in a message."""

@@ -6,6 +6,9 @@ an engine: `generate`, from a rendered prompt to a stream of outputs. Here that 
     rendered prompt → segments → link on a prefill worker → NIXL → stock decode engine → outputs
                           └ pixels needed? → vision encoder → link again with embeddings
 
+The prefill worker loads what is stored from the moment that the images are known (`prefetch`), while the prompt
+is rendered and its other images are encoded (mpic.md §3.2).
+
 The roles are reached through `Roles`: Ray Serve handles in the application, plain objects in tests.
 """
 
@@ -28,12 +31,13 @@ from vllm.sampling_params import SamplingParams
 from vllm.tasks import SupportedTask
 from vllm.v1.engine.input_processor import InputProcessor
 
-from prefill_workers.linker import LinkRequest, PixelsNeeded
+from prefill_workers.plan import LinkRequest, PixelsNeeded, PrefetchRequest
 from prefill_workers.policies import Mode
 from prefill_workers.worker import LinkResult, Overloaded
 from serving.api.errors import OverloadedError
 from serving.api.extension import ChunkReport, RequestTrace, current_trace
 from serving.config import ModelSettings
+from serving.encodings import Encodings
 from serving.errors import RoleUnavailable
 from serving.segments import Delimiters, Segments, segment
 
@@ -45,16 +49,20 @@ class Roles(Protocol):
 
     | primitive  | role           | raises                                        |
     |------------|----------------|-----------------------------------------------|
+    | `prefetch` | prefill worker | nothing: best effort                          |
     | `encode`   | vision encoder | RoleUnavailable                               |
     | `link`     | prefill worker | PixelsNeeded, Overloaded, RoleUnavailable     |
     | `generate` | decode worker  | ValueError (request too large), RoleUnavailable |
     | `abandon`  | decode worker  | nothing: best effort, leases end by time-out  |
     """
 
-    async def encode(self, items: Sequence[tuple[str, MultiModalKwargsItem]]) -> Any:
-        """Embeddings of processed images, in whatever form `link` of the same object accepts."""
+    def prefetch(self, request: PrefetchRequest) -> None:
+        """Start loading what a prompt on its way will need."""
 
-    async def link(self, request: LinkRequest, indices: Sequence[int], embeddings: Any) -> LinkResult:
+    async def encode(self, items: Sequence[tuple[str, MultiModalKwargsItem]]) -> Sequence[Any]:
+        """Embeddings of each processed image, in whatever form `link` of the same object accepts."""
+
+    async def link(self, request: LinkRequest, indices: Sequence[int], embeddings: Sequence[Any]) -> LinkResult:
         """Link a request; `embeddings` (from `encode`) belong to the chunks at `indices`."""
 
     def generate(
@@ -110,6 +118,7 @@ class LinkedEngineClient(_NotOurs):
         self.renderer = renderer_from_config(vllm_config)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
         self._roles = roles
+        self._encodings = Encodings(roles.encode)
         self._delimiters = Delimiters.of(self.model_config)
         self._failure: BaseException | None = None
 
@@ -141,6 +150,14 @@ class LinkedEngineClient(_NotOurs):
             "reasoning_parser_kwargs": reasoning_parser_kwargs,
         }
         return self._generate(prompt, sampling_params, request_id, current_trace(), options)
+
+    def prefetch(self, contents: Sequence[str], trace: RequestTrace) -> None:
+        """Let a prefill worker load what is stored for a prompt's chunks while the prompt is still being rendered."""
+        mode = Mode(trace.options.mode)
+        if contents and mode is not Mode.OFF:
+            self._roles.prefetch(
+                PrefetchRequest(tuple(contents), mode=mode, tenant=trace.tenant, prefix=trace.prefix_tokens)
+            )
 
     async def _generate(
         self, prompt: Any, params: SamplingParams, request_id: str, trace: RequestTrace, options: dict[str, Any]
@@ -187,15 +204,21 @@ class LinkedEngineClient(_NotOurs):
 
     async def _link(self, request: LinkRequest, segments: Segments, trace: RequestTrace) -> LinkResult:
         began = time.perf_counter()
-        vision_ms, encoded = 0.0, 0
-        try:
-            result = await self._roles.link(request, (), None)
-        except PixelsNeeded as needed:
-            encoding = time.perf_counter()
-            embeddings = await self._roles.encode(segments.pixels(needed.chunks))
-            vision_ms = (time.perf_counter() - encoding) * 1e3
-            encoded = sum(segments.chunks[i].count for i in needed.chunks)
-            result = await self._roles.link(request, needed.chunks, embeddings)
+        vision_ms, embeddings = 0.0, dict[int, Any]()
+        while True:
+            try:
+                result = await self._roles.link(request, tuple(embeddings), tuple(embeddings.values()))
+                break
+            except PixelsNeeded as needed:  # again if stored KV turns out to be unreadable only while it is loaded
+                if embeddings.keys() >= set(needed.chunks):
+                    raise RuntimeError(f"chunks {needed.chunks} were encoded, and asked for again") from needed
+                encoding = time.perf_counter()
+                contents = {i: segments.chunks[i].content for i in needed.chunks}
+                pixels = segments.pixels(needed.chunks)
+                found = await self._encodings.get(request.tenant, dict(zip(contents.values(), pixels, strict=False)))
+                embeddings |= {i: found[content] for i, content in contents.items()}
+                vision_ms += (time.perf_counter() - encoding) * 1e3
+        encoded = sum(segments.chunks[i].count for i in embeddings)
         report = trace.report
         report.chunks = [
             ChunkReport(

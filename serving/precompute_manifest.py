@@ -12,7 +12,7 @@
 |                     | (base64 in JSON)                                                                     |
 | image, images       | the same as one object or string; several of them: a set, in this order              |
 | id                  | the entry's name in reports; default: where it stands in the manifest                |
-| tenant              | whose content it is; default `local`                                                 |
+| tenant              | whose content it is; default `local`; `dynamic-library`: everybody's references      |
 | prefix              | the system prompt that requests over these images will have; default none            |
 | patches             | `own` (this order; default), `orbit` (every order) or `none`                         |
 

@@ -23,11 +23,12 @@ from vllm.renderers import renderer_from_config
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
 
-from kvstore.chunk import content_id, tenant_salt
+from kvstore.chunk import owned_content_id
 from kvstore.files import FileStore
 from kvstore.patch import PatchKind
-from prefill_workers.linker import ChunkSpan, LinkRequest
+from kvstore.vector_stores import VectorStores
 from prefill_workers.offline import Name, OfflineTask, OfflineWorker
+from prefill_workers.plan import ChunkSpan, LinkRequest
 from prefill_workers.policies import Mode
 from serving.api.chat import fixed_prefix
 from serving.api.errors import InvalidRequest, TooLarge
@@ -52,7 +53,8 @@ class Preparer:
     ) -> None:
         self._config, self._offline, self._is_stored = config, offline, is_stored
         self._secret = config.files.salt_secret.get_secret_value().encode()
-        self._media = MediaResolver(config.http, FileStore(config.files_url, config.files), self._secret)
+        files = FileStore(config.files_url, config.files)
+        self._media = MediaResolver(config.http, files, VectorStores(files))
         self._prompts = Prompts(config)
         self._delimiters: tuple[list[int], list[int]] = ([], [])  # what opens and closes an image's chunk
 
@@ -73,12 +75,11 @@ class Preparer:
         kind = None if entry.patches == "none" else PatchKind(entry.patches)
         if len(data) == 1 and kind is PatchKind.orbit:
             kind = PatchKind.own  # one chunk has one order
-        salt = tenant_salt(entry.tenant, self._secret)
-        contents = [await asyncio.to_thread(content_id, image, salt) for image in data]
+        contents = [await asyncio.to_thread(owned_content_id, image, entry.tenant, self._secret) for image in data]
         if kind is PatchKind.orbit and len(set(contents)) < len(contents):
             raise EntryError("orbit patches need images that differ from each other")
         prefix = self._prompts.prefix_tokens(entry.prefix)
-        names = self._offline.linker.wanted(self._outline(contents, prefix), kind)
+        names = self._offline.wanted(self._outline(contents, entry.tenant, prefix), kind)
         if await asyncio.to_thread(self._is_stored, names, entry.tenant):
             return None
         images = await asyncio.gather(
@@ -91,7 +92,7 @@ class Preparer:
                 "raise prefill.kv_cache_gib"
             )
         request = LinkRequest(entry.name, segments.token_ids, segments.chunks, Mode.EXACT, entry.tenant, prefix)
-        return OfflineTask(request, segments.items, self._offline.linker.wanted(request, kind))
+        return OfflineTask(request, segments.items, self._offline.wanted(request, kind))
 
     def _check(self, entry: Entry) -> None:
         if entry.error is not None:
@@ -104,7 +105,7 @@ class Preparer:
                 f"orbit patches of {count} images: at most {MAX_ORBIT_IMAGES}, for all orders are computed"
             )
 
-    def _outline(self, contents: Sequence[str], prefix: tuple[int, ...]) -> LinkRequest:
+    def _outline(self, contents: Sequence[str], tenant: str, prefix: tuple[int, ...]) -> LinkRequest:
         """A prompt of these images without their placeholders, which no key depends on."""
         opening, closing = self._delimiters
         chunks: list[ChunkSpan] = []
@@ -113,7 +114,7 @@ class Preparer:
             start, first = len(tokens), len(tokens) + len(opening)
             tokens += [*opening, *closing]
             chunks.append(ChunkSpan(content, "image", start, len(tokens), first, 0))
-        return LinkRequest("outline", tokens, tuple(chunks), Mode.EXACT, prefix=prefix)
+        return LinkRequest("outline", tokens, tuple(chunks), Mode.EXACT, tenant, prefix)
 
     def _read(self, source: ImageSource) -> bytes:
         """At most one byte more than an image may have, so that a huge file fails instead of filling the memory."""

@@ -9,7 +9,7 @@ from typing import Any
 from vllm.config import ModelConfig
 from vllm.multimodal.inputs import MultiModalKwargsItem
 
-from prefill_workers.linker import TEXT, ChunkSpan
+from prefill_workers.plan import TEXT, ChunkSpan
 from serving.documents import Document, places
 
 

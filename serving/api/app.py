@@ -6,12 +6,12 @@
 | POST /v1/completions, /tokenize, ...    | vLLM's handlers; text only                    |
 | GET /v1/models                          | vLLM's handler                                |
 | /v1/files                               | `files`                                       |
+| /v1/vector_stores                       | `vector_stores`                               |
 | GET /health, /metrics, /docs            | here                                          |
 """
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -23,20 +23,21 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.api_router import router as models_router
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.tokenize.api_router import router as tokenize_router
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from kvstore.files import FileStore
+from kvstore.vector_stores import VectorStores
 from serving.api.auth import Authenticate, Limit
 from serving.api.chat import OrbitServingChat, refuse_unsupported
-from serving.api.errors import OverloadedError, error_body
+from serving.api.errors import answer_errors
 from serving.api.extension import RequestTrace, set_trace
 from serving.api.files import OnDelete, files_router
 from serving.api.media import MediaResolver
 from serving.api.metrics import Metrics
+from serving.api.vector_stores import vector_stores_router
 from serving.config import OrbitServeConfig
 from serving.engine_client import LinkedEngineClient
 
@@ -63,29 +64,26 @@ async def build_api(client: LinkedEngineClient, config: OrbitServeConfig, on_del
     """The ASGI application of one ingress replica.
 
     Args:
-        on_delete: called with (content id, tenant) when a tenant's last file of some content was deleted.
+        on_delete: called with (content id, owner) when the last file of some content was deleted; the owner is a
+            tenant, or DYNAMIC_TENANT when no vector store holds the content any more.
     """
     http, model = config.http, config.model
     files = FileStore(config.files_url, config.files)
-    media = MediaResolver(http, files, config.files.salt_secret.get_secret_value().encode())
+    stores = VectorStores(files)
+    media = MediaResolver(http, files, stores)
     metrics = Metrics()
 
     app = FastAPI(title="OrbitServe", description="Multimodal serving that does not pay twice for what it has seen.")
-    app.state.args = Namespace(log_error_stack=False)  # what vLLM's exception handlers look at
     app.state.metrics = metrics
     await _add_openai(app, client, config, media, metrics)
-    app.include_router(files_router(files, media, http.max_file_bytes, on_delete))
+    app.include_router(files_router(files, stores, media, http.max_file_bytes, on_delete))
+    app.include_router(vector_stores_router(stores, on_delete))
     _add_operations(app, client, metrics)
-    init_exception_handler(app)
-    app.exception_handler(OverloadedError)(_try_later)
+    answer_errors(app)
     app.add_middleware(Limit, http.max_body_bytes, http.max_concurrent_requests, metrics)
     app.add_middleware(Authenticate, http.api_keys)
     app.state.model_name = model.served_name
     return app
-
-
-async def _try_later(_: Request, error: OverloadedError) -> JSONResponse:
-    return JSONResponse(error_body(error.message, error.http_status), 429, headers={"Retry-After": "1"})
 
 
 async def _add_openai(

@@ -13,38 +13,43 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.api.errors import error_body
 from serving.api.metrics import Metrics
+from serving.config import ApiKey
 
 LOCAL_TENANT = "local"
 _OPEN_PATHS = frozenset({"/health", "/metrics", "/docs", "/openapi.json", "/redoc"})
 
 
-class Authenticate:
-    """Bearer key to tenant, in `scope["state"]["tenant"]`. Without configured keys everyone is the local tenant."""
+_LOCAL = ApiKey(tenant=LOCAL_TENANT, admin=True)
 
-    def __init__(self, app: ASGIApp, api_keys: Mapping[str, str]) -> None:
+
+class Authenticate:
+    """Bearer key to `tenant` and `admin` in `scope["state"]`. Without configured keys everyone is the local tenant."""
+
+    def __init__(self, app: ASGIApp, api_keys: Mapping[str, ApiKey]) -> None:
         self._app = app
-        self._keys = {key.encode(): tenant for key, tenant in api_keys.items()}
+        self._keys = {key.encode(): owner for key, owner in api_keys.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        tenant = self._tenant(Headers(scope=scope).get("authorization", ""))
-        if tenant is None and scope["path"] not in _OPEN_PATHS:
+        owner = self._owner(Headers(scope=scope).get("authorization", ""))
+        if owner is None and scope["path"] not in _OPEN_PATHS:
             body = error_body("missing or unknown API key", HTTPStatus.UNAUTHORIZED)
             await JSONResponse(body, 401, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)
             return
-        scope.setdefault("state", {})["tenant"] = tenant
+        if owner is not None:
+            scope.setdefault("state", {}).update(tenant=owner.tenant, admin=owner.admin)
         await self._app(scope, receive, send)
 
-    def _tenant(self, authorization: str) -> str | None:
+    def _owner(self, authorization: str) -> ApiKey | None:
         if not self._keys:
-            return LOCAL_TENANT
+            return _LOCAL
         scheme, _, given = authorization.partition(" ")
         found = None
-        for key, tenant in self._keys.items():  # every key is compared, so that timing tells nothing
+        for key, owner in self._keys.items():  # every key is compared, so that timing tells nothing
             if hmac.compare_digest(key, given.strip().encode()) and scheme.lower() == "bearer":
-                found = tenant
+                found = owner
         return found
 
 

@@ -1,15 +1,35 @@
-"""Errors of the HTTP surface, in OpenAI's shape. vLLM's exception handlers turn them into responses."""
+"""Errors of the HTTP surface, in OpenAI's shape. vLLM's exception handlers turn most of them into responses."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from http import HTTPStatus
 from typing import Any
 
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+
+from kvstore.errors import StoreError
 
 
 class InvalidRequest(VLLMValidationError):
     """400: the request is wrong; `parameter` names the part, such as `messages[0].content[2]`."""
+
+
+class Forbidden(GracefulHTTPError):
+    """403: the key is known, but not an administrator's."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, HTTPStatus.FORBIDDEN)
+
+
+class NotAvailable(GracefulHTTPError):
+    """501: part of OpenAI's API that this version does not answer."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, HTTPStatus.NOT_IMPLEMENTED)
 
 
 class NotFound(GracefulHTTPError):
@@ -36,3 +56,17 @@ class OverloadedError(GracefulHTTPError):
 def error_body(message: str, status: HTTPStatus, parameter: str | None = None) -> dict[str, Any]:
     """OpenAI's error object, for places that vLLM's handlers do not reach (middleware)."""
     return {"error": {"message": message, "type": status.phrase, "param": parameter, "code": status.value}}
+
+
+def answer_errors(app: FastAPI) -> None:
+    """Turn what a route raises into responses: vLLM's errors, ours, and those of the library and its files."""
+    app.state.args = Namespace(log_error_stack=False)  # what vLLM's exception handlers look at
+    init_exception_handler(app)
+
+    @app.exception_handler(OverloadedError)
+    async def try_later(_: Request, error: OverloadedError) -> JSONResponse:
+        return JSONResponse(error_body(error.message, error.http_status), 429, headers={"Retry-After": "1"})
+
+    @app.exception_handler(StoreError)
+    async def refused(_: Request, error: StoreError) -> JSONResponse:
+        return JSONResponse(error_body(str(error), HTTPStatus(error.status)), error.status)

@@ -8,20 +8,25 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, File, Form, Query, Request, Response, UploadFile
 
-from kvstore.errors import FileTooLarge, InvalidUpload, QuotaExceeded, UnknownFile
-from kvstore.files import FileObject, FileStore
-from serving.api.errors import InvalidRequest, NotFound, TooLarge
+from kvstore.chunk import DYNAMIC_TENANT
+from kvstore.files import FileStore
+from kvstore.vector_stores import VectorStores
+from serving.api.errors import InvalidRequest, TooLarge
 from serving.api.media import MediaResolver
 
 OnDelete = Callable[[str, str], Awaitable[None]]
+Purpose = Literal["assistants", "vision", "user_data"]
 _BLOCK = 1 << 20
 
 
-def files_router(files: FileStore, media: MediaResolver, max_file_bytes: int, on_delete: OnDelete) -> APIRouter:
+def files_router(
+    files: FileStore, stores: VectorStores, media: MediaResolver, max_file_bytes: int, on_delete: OnDelete
+) -> APIRouter:
     """The file endpoints, as OpenAI defines them.
 
     Args:
-        on_delete: called with (content id, tenant) when a tenant's last file of some content is gone.
+        on_delete: called with (content id, owner) when a tenant's last file of some content is gone, or the last
+            vector store's.
     """
     router = APIRouter(prefix="/v1/files", tags=["files"])
 
@@ -29,7 +34,7 @@ def files_router(files: FileStore, media: MediaResolver, max_file_bytes: int, on
     async def create(
         request: Request,
         file: Annotated[UploadFile, File(description="The image.")],
-        purpose: Annotated[Literal["vision", "user_data"], Form(description="What the file is for.")],
+        purpose: Annotated[Purpose, Form(description="What the file is for.")],
         anchor: Annotated[Literal["created_at"] | None, Form(alias="expires_after[anchor]")] = None,
         seconds: Annotated[int | None, Form(alias="expires_after[seconds]")] = None,
     ) -> dict[str, Any]:
@@ -44,13 +49,7 @@ def files_router(files: FileStore, media: MediaResolver, max_file_bytes: int, on
         image = bytes(data)
         await asyncio.to_thread(media.open, image, tenant, "file")
         name = file.filename or "upload"
-        try:
-            stored = await asyncio.to_thread(files.create, tenant, name, purpose, image, seconds)
-        except InvalidUpload as error:
-            raise InvalidRequest(str(error), parameter="file") from error
-        except (FileTooLarge, QuotaExceeded) as error:
-            raise TooLarge(str(error)) from error
-        return stored.to_openai()
+        return (await asyncio.to_thread(files.create, tenant, name, purpose, image, seconds)).to_openai()
 
     @router.get("", summary="List uploads")
     async def listing(
@@ -60,10 +59,7 @@ def files_router(files: FileStore, media: MediaResolver, max_file_bytes: int, on
         after: str | None = None,
         order: Literal["asc", "desc"] = "desc",
     ) -> dict[str, Any]:
-        try:
-            page, more = await asyncio.to_thread(files.list, request.state.tenant, purpose, limit, after, order)
-        except UnknownFile as error:
-            raise NotFound(f"no such file: {after}") from error
+        page, more = await asyncio.to_thread(files.list, request.state.tenant, purpose, limit, after, order)
         objects = [entry.to_openai() for entry in page]
         return {
             "object": "list",
@@ -73,27 +69,21 @@ def files_router(files: FileStore, media: MediaResolver, max_file_bytes: int, on
             "has_more": more,
         }
 
-    async def known(request: Request, file_id: str) -> FileObject:
-        try:
-            return await asyncio.to_thread(files.get, request.state.tenant, file_id)
-        except UnknownFile as error:
-            raise NotFound(f"no such file: {file_id}") from error
-
     @router.get("/{file_id}", summary="Describe an upload")
     async def retrieve(request: Request, file_id: str) -> dict[str, Any]:
-        return (await known(request, file_id)).to_openai()
+        return (await asyncio.to_thread(files.get, request.state.tenant, file_id)).to_openai()
 
     @router.get("/{file_id}/content", summary="Download an upload")
     async def content(request: Request, file_id: str) -> Response:
-        await known(request, file_id)
         data = await asyncio.to_thread(files.content, request.state.tenant, file_id)
         return Response(data, media_type="application/octet-stream")
 
-    @router.delete("/{file_id}", summary="Delete an upload and what was derived from it")
+    @router.delete("/{file_id}", summary="Delete an upload, also from vector stores, and what was derived from it")
     async def delete(request: Request, file_id: str) -> dict[str, Any]:
-        await known(request, file_id)
         tenant: str = request.state.tenant
         gone = await asyncio.to_thread(files.delete, tenant, file_id)
+        for content in await asyncio.to_thread(stores.remove_file, file_id):
+            await on_delete(content, DYNAMIC_TENANT)
         if not await asyncio.to_thread(files.has_content, tenant, gone.content):
             await on_delete(gone.content, tenant)
         return {"id": file_id, "object": "file", "deleted": True}

@@ -1,7 +1,9 @@
 """Content parts to images: fetched, bounded, checked and named, before anything else sees them.
 
-An image's name is the BLAKE3 of its bytes under the tenant's salt. It is handed to vLLM as the item's uuid, so that the
-processor cache, the chunk's keys and the file store agree on it; a repeated image is opened lazily and never decoded.
+An image's name is the BLAKE3 of its bytes under the tenant's salt, or for a file of a vector store under the dynamic
+library's, so that what is computed from a reference serves every tenant and nothing else passes between them. It is
+handed to vLLM as the item's uuid, so that the processor cache, the chunk's keys and the file store agree on it; a
+repeated image is opened lazily and never decoded.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import io
 import ipaddress
 import socket
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,9 +24,10 @@ import httpx
 from PIL import Image, UnidentifiedImageError
 from vllm.multimodal.image import convert_image_mode
 
-from kvstore.chunk import content_id, tenant_salt
+from kvstore.chunk import DYNAMIC_TENANT, owned_content_id
 from kvstore.errors import UnknownFile
 from kvstore.files import FileStore
+from kvstore.vector_stores import VectorStores
 from serving.api.errors import InvalidRequest, NotFound, TooLarge
 from serving.config import HttpSettings
 
@@ -42,8 +46,9 @@ class ResolvedImage:
 class MediaResolver:
     """Resolves the image parts of one deployment's requests."""
 
-    def __init__(self, settings: HttpSettings, files: FileStore, secret: bytes = b"") -> None:
-        self._settings, self._files, self._secret = settings, files, secret
+    def __init__(self, settings: HttpSettings, files: FileStore, stores: VectorStores) -> None:
+        self._settings, self._files, self._stores = settings, files, stores
+        self._secret = files.settings.salt_secret.get_secret_value().encode()
         self._decoded: OrderedDict[str, None] = OrderedDict()  # content ids that have proved decodable
 
     async def resolve_messages(self, messages: list[Any], tenant: str) -> list[Any]:
@@ -79,18 +84,21 @@ class MediaResolver:
         return resolved
 
     async def _resolve(self, part: dict[str, Any], kind: str, tenant: str, where: str) -> ResolvedImage:
+        owner = tenant
         if kind == "file":
-            data = await self._file(part, tenant, where)
+            data, owner = await self._file(part, tenant, where)
         else:
             image_url = part.get("image_url")
             url = image_url.get("url") if isinstance(image_url, dict) else image_url
             if not isinstance(url, str):
                 raise InvalidRequest(f"{where}: image_url needs a url", parameter=where)
             data = self._data_url(url, where) if url.startswith("data:") else await self._fetch(url, where)
-        return await asyncio.to_thread(self.open, data, tenant, where)
+        return await asyncio.to_thread(self.open, data, owner, where)
 
-    def open(self, data: bytes, tenant: str, where: str) -> ResolvedImage:
-        """Check an image's bytes and name it. Pixels are decoded only the first time this content is seen.
+    def open(self, data: bytes, owner: str, where: str) -> ResolvedImage:
+        """Check an image's bytes and name it for its owner, a tenant or DYNAMIC_TENANT.
+
+        Pixels are decoded only the first time this content is seen.
 
         Raises:
             InvalidRequest: not an image, or broken. TooLarge: more bytes or pixels than allowed.
@@ -115,7 +123,7 @@ class MediaResolver:
                 f"{where}: the image has {image.width}x{image.height} pixels, "
                 f"at most {limits.max_image_pixels} are allowed"
             )
-        content = content_id(data, tenant_salt(tenant, self._secret))
+        content = owned_content_id(data, owner, self._secret)
         if content in self._decoded:
             self._decoded.move_to_end(content)
             return ResolvedImage(content, image)
@@ -129,13 +137,16 @@ class MediaResolver:
             self._decoded.popitem(last=False)
         return ResolvedImage(content, image)
 
-    async def _file(self, part: dict[str, Any], tenant: str, where: str) -> bytes:
+    async def _file(self, part: dict[str, Any], tenant: str, where: str) -> tuple[bytes, str]:
+        """A file's bytes, and who owns what is computed from it. References come first: their KV serves everybody."""
         reference = part.get("file")
         file_id = reference.get("file_id") if isinstance(reference, dict) else None
         if not isinstance(file_id, str):
             raise InvalidRequest(f"{where}: a file part needs file.file_id", parameter=where)
+        with suppress(UnknownFile):
+            return await asyncio.to_thread(self._stores.content, file_id), DYNAMIC_TENANT
         try:
-            return await asyncio.to_thread(self._files.content, tenant, file_id)
+            return await asyncio.to_thread(self._files.content, tenant, file_id), tenant
         except UnknownFile as error:
             raise NotFound(f"{where}: no such file: {file_id}") from error
 

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from serving.bench import handoff, overhead, patch_apply, patch_form, patch_rank, precompute, relocation, store, ttft
+from serving.bench import (
+    handoff,
+    overhead,
+    parallel_load,
+    patch_apply,
+    patch_form,
+    patch_rank,
+    precompute,
+    relocation,
+    store,
+    ttft,
+)
 from serving.bench.harness import Benchmark
 
 _MODULES = (
     ttft,
     handoff,
     overhead,
+    parallel_load,
     patch_apply,
     patch_form,
     patch_rank,

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from kvstore.basis import SharedBasis
     from kvstore.patch import Patch
     from prefill_workers.engine import PrefillEngine
-    from prefill_workers.linker import ChunkPlan, LinkPlan
+    from prefill_workers.plan import ChunkPlan, LinkPlan
     from serving.segments import Segments
 
 CHECKPOINT = "qwen2_5_vl-tiny"
@@ -189,12 +189,12 @@ class Probe:
         plan = self._plan([*tested, b])
         self._forward(plan, self._blocks)
         target = plan.chunks[-1]
-        canonical = self._linker.canonical(plan, target, self._scratch).kv
+        canonical = self._linker.harvester.canonical(plan, target, self._scratch).kv
 
         def behind(order: Sequence[int]) -> Tensor:
             run = self._plan([*order, b])
             self._forward(run, self._scratch)
-            return deficit(self._linker.conditioned(run, run.chunks[-1]), canonical)
+            return deficit(self._linker.harvester.conditioned(run, run.chunks[-1]), canonical)
 
         orders = [behind(order) for order in others]
         return Item(
@@ -202,7 +202,7 @@ class Probe:
             target=target,
             exact=self._answer(plan, target),
             canonical=canonical,
-            own=deficit(self._linker.conditioned(plan, target), canonical),
+            own=deficit(self._linker.harvester.conditioned(plan, target), canonical),
             orbit=mean_deficit(orders),
             transfer=orders[-1],
             stale=behind([other, *pages[1:]]),
@@ -245,7 +245,7 @@ class Probe:
         return pool_basis([form_patch(other.own, layout) for other in others], widest)
 
     def _plan(self, numbers: Sequence[int]) -> LinkPlan:
-        from prefill_workers.linker import LinkRequest, PixelsNeeded
+        from prefill_workers.plan import LinkRequest, PixelsNeeded
         from prefill_workers.policies import Mode
 
         segments = self._pages.prompt(numbers)
@@ -256,7 +256,7 @@ class Probe:
             encoded = self._engine.encode(segments.pixels(needed.chunks))
             plan = self._linker.plan(request, dict(zip(needed.chunks, encoded, strict=True)))
             for chunk in plan.chunks:
-                self._linker.keep_embeddings(plan, chunk)
+                self._linker.harvester.keep_embeddings(plan, chunk)
             return plan
 
     def _forward(self, plan: LinkPlan, blocks: range) -> None:

@@ -145,13 +145,17 @@ class EmbeddedRoles:
         self._loop.start()
         self._thread = ThreadPoolExecutor(1)
 
+    def prefetch(self, request: Any) -> None:
+        """See `serving.app.PrefillWorker.prefetch`."""
+        self._linker.prefetch(request)
+
     async def encode(self, items: Sequence[Any]) -> Any:
         """Embeddings, from the prefill engine's own vision tower; the loop must be idle (one request at a time)."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.engine.encode, list(items))
 
     async def link(self, request: Any, indices: Sequence[int], embeddings: Any) -> Any:
         """See `serving.app.PrefillWorker.link`."""
-        given = dict(zip(indices, embeddings or (), strict=True))
+        given = dict(zip(indices, embeddings, strict=True))
         plan = await asyncio.get_running_loop().run_in_executor(self._thread, self._linker.plan, request, given)
         return await asyncio.wrap_future(self._loop.submit(plan))
 

@@ -94,9 +94,9 @@ class Service:
         assert lines.pop() == "[DONE]"
         return [json.loads(line) for line in lines]
 
-    def openai(self) -> OpenAI:
+    def openai(self, key: str = "none") -> OpenAI:
         """The official client, unchanged."""
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=120, max_retries=0)
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, timeout=120, max_retries=0)
 
     def role(self, name: str, method: str, *arguments: Any) -> Any:
         """Call a role's replica directly."""

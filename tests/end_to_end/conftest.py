@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from client import Reference, Service, running
 
+KEYS = {"key-of-one": "one", "key-of-two": "two", "key-of-ops": {"tenant": "ops", "admin": True}}
+
 
 @pytest.fixture(scope="session")
 def reference() -> Iterator[Reference]:
@@ -40,3 +42,15 @@ def only_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
 def service(reference: Reference, only_service: Callable[..., Service]) -> Service:
     """The service that most tests share: fp32, open to everybody."""
     return only_service("fp32", "float32")
+
+
+@pytest.fixture
+def guarded(only_service: Callable[..., Service]) -> Service:
+    """A service with keys, and a prefill queue so short that a burst does not fit."""
+    return only_service(
+        "guarded",
+        "float32",
+        http={"api_keys": KEYS},
+        prefill={"max_queue": 1, "max_batch_tokens": 64},
+        decode={"health_check_period_s": 1},
+    )

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import ray
-from client import Service, picture, png, user
+from client import CHECKPOINT, Service, picture, png, user
+from typer.testing import CliRunner
+
+from infra.checkpoints import checkpoint_path
+from serving.cli import app as cli
 
 pytestmark = pytest.mark.service
-
-KEYS = {"key-of-one": "one", "key-of-two": "two"}
-
-
-@pytest.fixture
-def guarded(only_service: Callable[..., Service]) -> Service:
-    """A service with keys, and a prefill queue so short that a burst does not fit."""
-    return only_service(
-        "guarded",
-        "float32",
-        http={"api_keys": KEYS},
-        prefill={"max_queue": 1, "max_batch_tokens": 64},
-        decode={"health_check_period_s": 1},
-    )
 
 
 def ask(service: Service, key: str | None, messages: list[dict[str, Any]], **fields: Any) -> httpx.Response:
@@ -53,7 +43,8 @@ def test_keys_are_needed_and_tenants_are_apart(guarded: Service):
     assert ask(guarded, "key-of-two", user(part, "?")).status_code == 404
     guarded.settle()
     points = {
-        key: ask(guarded, key, user(picture(1), "?")).json()["orbit"]["chunks"][0]["operating_point"] for key in KEYS
+        key: ask(guarded, key, user(picture(1), "?")).json()["orbit"]["chunks"][0]["operating_point"]
+        for key in ("key-of-one", "key-of-two")
     }
     assert points == {"key-of-one": "patched", "key-of-two": "encoded"}
 
@@ -76,6 +67,27 @@ def test_a_burst_beyond_the_queue_is_told_to_come_back_and_nothing_is_lost(guard
         return loop.leases == 0 and loop.blocks_free == loop.blocks_total
 
     guarded.wait_until(nothing_held)
+
+
+def test_a_library_is_checked_copied_and_emptied_while_it_serves(guarded: Service, tmp_path: Path):
+    def library(*arguments: str) -> str:
+        options = ["--library", str(guarded.root / "library")]
+        result = CliRunner().invoke(cli, ["library", *arguments, *options], env={"COLUMNS": "200"})
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    messages = user(picture(8), "What?")
+    ask(guarded, "key-of-one", messages)
+    guarded.settle()
+    assert "0 corrupt" in library("verify")
+    library("export", str(tmp_path / "all.tar"))
+    library("gc", "--shrink", "0")
+    assert "all: 0 records" in library("ls")
+    again = ask(guarded, "key-of-one", messages)
+    assert again.json()["choices"][0]["message"]["content"]
+    guarded.settle()
+    library("import", str(tmp_path / "all.tar"), "--model", str(checkpoint_path(CHECKPOINT)))
+    assert "0 corrupt" in library("verify")
 
 
 @pytest.mark.parametrize("role", ["PrefillWorker", "DecodeWorker", "VisionEncoder"])

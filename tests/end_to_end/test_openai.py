@@ -243,7 +243,7 @@ def test_bad_uploads_are_refused_and_not_kept(service: Service, data: bytes, sta
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"purpose": "assistants"}, {"purpose": "vision", "expires_after[seconds]": "60"},
+    [{}, {"purpose": "fine-tune"}, {"purpose": "vision", "expires_after[seconds]": "60"},
      {"purpose": "vision", "expires_after[anchor]": "created_at", "expires_after[seconds]": "-5"}],
     ids=str,
 )  # fmt: skip

@@ -20,8 +20,9 @@ from kvstore.library import Library
 from kvstore.patch_form import PatchForm
 from kvstore.settings import LibrarySettings
 from prefill_workers.engine import EngineSpec, PrefillEngine
-from prefill_workers.linker import Linker, LinkPlan, LinkRequest, PixelsNeeded
+from prefill_workers.linker import Linker
 from prefill_workers.patch_compiler import PatchCompiler
+from prefill_workers.plan import LinkPlan, LinkRequest, PixelsNeeded
 from prefill_workers.policies import Mode
 from prefill_workers.sequence import Embedded, LinkSequence, Run
 from prefill_workers.worker import LinkResult, PrefillLoop, drain

@@ -14,7 +14,7 @@ from kvstore.library import Library
 from kvstore.settings import LibrarySettings
 from kvstore.tiers import MemoryTier
 from prefill_workers.engine import PrefillEngine
-from prefill_workers.linker import LinkRequest, PixelsNeeded
+from prefill_workers.plan import LinkRequest, PixelsNeeded
 
 pytestmark = pytest.mark.engine
 

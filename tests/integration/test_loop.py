@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError, Future
 import pytest
 from rig import MAX_MODEL_LEN, Rig, apart
 
-from prefill_workers.linker import LinkPlan
+from prefill_workers.plan import LinkPlan
 from prefill_workers.worker import LinkResult, Overloaded, PromptTooLarge, drain
 
 pytestmark = pytest.mark.engine

@@ -155,11 +155,15 @@ class RigRoles:
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
 
+    def prefetch(self, request: Any) -> None:
+        self._rig.linker.prefetch(request)
+
     async def encode(self, items: Any) -> Any:
-        pytest.fail("a precomputed image was encoded")
+        return self._rig.engine.encode(items)
 
     async def link(self, request: Any, indices: Sequence[int], embeddings: Any) -> Any:
-        result = self._rig.loop.submit(self._rig.linker.plan(request)).result(60)
+        plan = self._rig.linker.plan(request, dict(zip(indices, embeddings, strict=True)))
+        result = self._rig.loop.submit(plan).result(60)
         self._rig.loop.abandon(result.lease)
         return result
 
@@ -214,6 +218,7 @@ async def test_a_first_request_over_precomputed_images_is_a_pure_link(
     reasons = [chunk["reason"] for chunk in report["chunks"]]
     assert reasons == [f"stored {kind} patch for these antecedents" for kind in kinds]
     assert report["tokens_reused"] == sum(chunk["tokens"] for chunk in report["chunks"])
+    assert report["vision_tokens_encoded"] == 0
 
 
 async def test_content_is_its_tenants_and_without_patches_only_the_encoder_is_spared(ask: Callable[..., Any], job: Job):
@@ -222,5 +227,6 @@ async def test_content_is_its_tenants_and_without_patches_only_the_encoder_is_sp
     )
     report = await ask([1, 2], None, alices)
     assert [chunk["operating_point"] for chunk in report["chunks"]] == ["recomputed"] * 2
-    with pytest.raises(pytest.fail.Exception, match="was encoded"):
-        await ask([3], None, alices)
+    assert report["vision_tokens_encoded"] == 0
+    (not_hers,) = (await ask([3], None, alices))["chunks"]
+    assert not_hers["operating_point"] == "encoded"

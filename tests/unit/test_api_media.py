@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from kvstore.chunk import is_shared
 from kvstore.files import FileStore
 from kvstore.settings import FileSettings
+from kvstore.vector_stores import VectorStores
 from serving.api import media
 from serving.api.errors import InvalidRequest, NotFound, TooLarge
 from serving.api.media import MediaResolver, pinned
@@ -37,7 +39,7 @@ def files(tmp_path: Path) -> FileStore:
 
 
 def resolver(files: FileStore, **limits) -> MediaResolver:
-    return MediaResolver(HttpSettings(**limits), files)
+    return MediaResolver(HttpSettings(**limits), files, VectorStores(files))
 
 
 def ask(*parts) -> list[dict]:
@@ -104,6 +106,26 @@ async def test_a_file_of_another_tenant_does_not_exist(files: FileStore):
     await resolver(files).resolve_messages(ask(part), "one")
     with pytest.raises(NotFound, match=made.id):
         await resolver(files).resolve_messages(ask(part), "two")
+
+
+async def test_a_reference_is_everybodys_and_an_upload_of_the_same_bytes_its_tenants(files: FileStore):
+    made, own = (files.create(tenant, "a.png", "vision", png(), None) for tenant in ("one", "two"))
+    store = VectorStores(files).create("pages")
+    VectorStores(files).add(store.id, "one", {made.id: {}})
+
+    async def name(file_id: str, tenant: str) -> str:
+        part = {"type": "file", "file": {"file_id": file_id}}
+        (message,) = await resolver(files).resolve_messages(ask(part), tenant)
+        return message["content"][0]["uuid"]
+
+    shared = await name(made.id, "one")
+    assert shared == await name(made.id, "two") == await name(made.id, "three")
+    assert is_shared(shared)
+    assert await name(own.id, "two") == own.content != shared
+    VectorStores(files).remove(store.id, made.id)
+    assert await name(made.id, "one") == made.content
+    with pytest.raises(NotFound, match=made.id):
+        await name(made.id, "two")
 
 
 async def test_a_data_url_is_measured_before_it_is_decoded(files: FileStore, monkeypatch: pytest.MonkeyPatch):

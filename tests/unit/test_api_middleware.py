@@ -10,9 +10,10 @@ from fastapi import FastAPI, Request
 
 from serving.api.auth import Authenticate, Limit
 from serving.api.metrics import Metrics
+from serving.config import ApiKey, HttpSettings
 
 
-def api(keys: dict[str, str] | None = None, max_body: int = 1000, at_once: int = 2) -> FastAPI:
+def api(keys: dict[str, ApiKey] | None = None, max_body: int = 1000, at_once: int = 2) -> FastAPI:
     app = FastAPI()
     app.state.gate = asyncio.Event()
     app.state.metrics = Metrics()
@@ -30,7 +31,7 @@ def api(keys: dict[str, str] | None = None, max_body: int = 1000, at_once: int =
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict:
-        return {"tenant": request.state.tenant}
+        return {"tenant": request.state.tenant, "admin": request.state.admin}
 
     app.add_middleware(Limit, max_body, at_once, app.state.metrics)
     app.add_middleware(Authenticate, keys or {})
@@ -41,9 +42,16 @@ def client(app: FastAPI, **headers: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", headers=headers)
 
 
-async def test_without_keys_everyone_is_the_local_tenant():
+async def test_without_keys_everyone_is_the_local_tenant_and_administrator():
     async with client(api()) as c:
-        assert (await c.get("/v1/models")).json() == {"tenant": "local"}
+        assert (await c.get("/v1/models")).json() == {"tenant": "local", "admin": True}
+
+
+async def test_an_administrators_key_is_marked_as_one():
+    keys = HttpSettings.model_validate({"api_keys": {"a": "acme", "b": {"tenant": "acme", "admin": True}}}).api_keys
+    for key, admin in (("a", False), ("b", True)):
+        async with client(api(keys), Authorization=f"Bearer {key}") as c:
+            assert (await c.get("/v1/models")).json() == {"tenant": "acme", "admin": admin}
 
 
 @pytest.mark.parametrize(
@@ -51,18 +59,18 @@ async def test_without_keys_everyone_is_the_local_tenant():
     [("Bearer one", 200), ("bearer one", 200), ("Bearer two", 401), ("Basic one", 401), ("one", 401), ("", 401)],
 )
 async def test_a_key_is_a_tenant_and_anything_else_is_refused(header: str, status: int):
-    async with client(api({"one": "acme"}), Authorization=header) as c:
+    async with client(api({"one": ApiKey(tenant="acme")}), Authorization=header) as c:
         answer = await c.get("/v1/models")
     assert answer.status_code == status
     if status == 200:
-        assert answer.json() == {"tenant": "acme"}
+        assert answer.json() == {"tenant": "acme", "admin": False}
     else:
         assert answer.headers["WWW-Authenticate"] == "Bearer"
         assert answer.json()["error"]["code"] == 401
 
 
 async def test_health_needs_no_key():
-    async with client(api({"one": "acme"})) as c:
+    async with client(api({"one": ApiKey(tenant="acme")})) as c:
         assert (await c.get("/health")).status_code == 200
 
 

@@ -40,6 +40,8 @@ def test_a_file_and_the_command_line_are_put_together(tmp_path: Path, checkpoint
         ("model: {path: MODEL}\nhttp: {port: often}\n", "http.port"),
         ("model: {path: MODEL, dtype: int4}\n", "model.dtype"),
         ("model: {path: /nowhere}\n", "holds no config.json"),
+        ("model: {path: MODEL}\nhttp: {api_keys: {key: dynamic-library}}\n", "names the dynamic library"),
+        ("model: {path: MODEL}\nhttp: {api_keys: {key: {admin: true}}}\n", "http.api_keys.key.tenant"),
         ("http: {}\n", "no checkpoint is named"),
         ("- a list\n", "expected sections"),
         ("model: [\n", "is not YAML"),
@@ -63,8 +65,10 @@ def test_a_configuration_survives_being_written(tmp_path: Path, checkpoint: Path
 
 
 def test_secrets_are_not_written(checkpoint: Path):
-    config = OrbitServeConfig.model_validate({"model": {"path": checkpoint}, "library": {"salt_secret": "hush-hush"}})
-    assert "hush-hush" not in config.to_yaml()
+    config = OrbitServeConfig.model_validate(
+        {"model": {"path": checkpoint}, "library": {"salt_secret": "hush-hush"}, "http": {"api_keys": {"hush": "acme"}}}
+    )
+    assert "hush" not in config.to_yaml()
     assert "hush-hush" not in repr(config)
 
 

@@ -10,14 +10,16 @@ import pytest
 from vllm.exceptions import GenerationError
 from vllm.sampling_params import SamplingParams
 
-from prefill_workers.linker import ChunkOutcome, LinkRequest, PixelsNeeded
+from prefill_workers.plan import ChunkOutcome, LinkRequest, PixelsNeeded, PrefetchRequest
 from prefill_workers.policies import OperatingPoint
 from prefill_workers.worker import LinkResult, Overloaded
+from serving.api.chat import contents_of
 from serving.api.errors import OverloadedError
 from serving.api.extension import OrbitOptions, RequestTrace, set_trace
+from serving.encodings import Encodings
 from serving.engine_client import LinkedEngineClient
 from serving.errors import RoleUnavailable
-from serving.segments import Delimiters
+from serving.segments import Delimiters, Segments
 
 OUTPUTS = 3
 
@@ -30,6 +32,7 @@ class Roles:
         self.calls: list[str] = []
         self.abandoned: list[tuple[str, int]] = []
         self.linked: list[LinkRequest] = []
+        self.prefetched: list[PrefetchRequest] = []
 
     def _maybe_fail(self, name: str) -> None:
         self.calls.append(name)
@@ -37,6 +40,9 @@ class Roles:
         error = pending.pop(0) if pending else None
         if error is not None:
             raise error
+
+    def prefetch(self, request: PrefetchRequest) -> None:
+        self.prefetched.append(request)
 
     async def encode(self, items: Sequence[Any]) -> list[str]:
         self._maybe_fail("encode")
@@ -68,6 +74,7 @@ def client_of(roles: Roles) -> LinkedEngineClient:
     """A client without vLLM's renderer, which none of these tests reaches."""
     client = object.__new__(LinkedEngineClient)
     client._roles = roles
+    client._encodings = Encodings(roles.encode)
     client._delimiters = Delimiters(frozenset(), frozenset())
     return client
 
@@ -144,8 +151,8 @@ async def test_an_answer_that_nobody_reads_to_its_end_is_closed():
 async def test_pixels_are_encoded_only_when_asked_for():
     roles = Roles(link=[PixelsNeeded([0]), None])
     client = client_of(roles)
-    segments = SimpleNamespace(
-        items=(("image", "pixels"),), chunks=(SimpleNamespace(count=5),), token_ids=list(range(12))
+    segments = Segments(
+        items=(("image", "pixels"),), chunks=(SimpleNamespace(content="page", count=5),), token_ids=list(range(12))
     )
     trace = RequestTrace()
     result = await client._link(LinkRequest("request", list(range(12))), segments, trace)
@@ -153,3 +160,40 @@ async def test_pixels_are_encoded_only_when_asked_for():
     assert result.chunks[0].operating_point is OperatingPoint.ENCODED
     assert trace.report.vision_tokens_encoded == 5
     assert "vision" in trace.report.stages_ms
+
+
+async def test_pixels_may_be_asked_for_again_but_not_the_same_twice():
+    """Stored KV that is unreadable is only noticed when it is loaded."""
+    contents = ("one", "two", "three")
+    segments = Segments(
+        items=tuple(("image", content) for content in contents),
+        chunks=tuple(SimpleNamespace(content=content, count=5) for content in contents),
+        token_ids=list(range(12)),
+    )
+    request = LinkRequest("request", list(range(12)))
+    roles, trace = Roles(link=[PixelsNeeded([2]), PixelsNeeded([0]), None]), RequestTrace()
+    await client_of(roles)._link(request, segments, trace)
+    assert roles.calls == ["link", "encode", "link", "encode", "link"]
+    assert trace.report.vision_tokens_encoded == 10
+    with pytest.raises(RuntimeError, match="asked for again"):
+        await client_of(Roles(link=[PixelsNeeded([2])] * 2))._link(request, segments, RequestTrace())
+
+
+@pytest.mark.parametrize(("mode", "contents", "sent"), [("auto", ["a", "b"], 1), ("off", ["a"], 0), ("auto", [], 0)])
+def test_stored_chunks_are_asked_for_before_the_prompt_is_rendered(mode: str, contents: list[str], sent: int):
+    roles = Roles()
+    trace = RequestTrace(OrbitOptions(mode=mode), tenant="acme", prefix_tokens=(1, 2))
+    client_of(roles).prefetch(contents, trace)
+    assert len(roles.prefetched) == sent
+    for request in roles.prefetched:
+        assert request == PrefetchRequest(("a", "b"), mode="auto", tenant="acme", prefix=(1, 2))
+
+
+def test_the_chunks_of_a_request_are_found_in_its_order():
+    image = {"type": "image_pil", "image_pil": None}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{**image, "uuid": "a"}, {"type": "text", "text": "and"}, {**image, "uuid": "b"}]},
+        {"role": "user", "content": [{**image, "uuid": "a"}]},
+    ]
+    assert contents_of(messages) == ["a", "b", "a"]

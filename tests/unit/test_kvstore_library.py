@@ -425,6 +425,23 @@ def test_deleting_content_reaches_what_another_process_stored_and_what_is_still_
     assert list(tier.keys("records/")) == []
 
 
+def test_what_a_request_under_way_derives_from_deleted_content_is_not_kept(make: MakeLibrary) -> None:
+    page, other, tier = canonical("page"), canonical("other"), MemoryTier()
+    library = make(tier)
+    library.delete_content(page.content, "acme")
+    for late in (page, patch_of(other, [page.content]), embedding_of(page)):
+        library._put(late)
+    for kept in (other, canonical("page", tenant="rival")):
+        library._put(kept)
+    library.flush()
+    assert stored(tier) == {other.key, canonical("page", tenant="rival").key}
+    assert library.get_canonical(page.key, "acme") is None
+    again = make(tier, deletion_grace_s=0)
+    again.delete_content(page.content, "acme")
+    again.put_canonical(page)
+    assert again.get_canonical(page.key, "acme") is page
+
+
 def test_deleting_tells_when_a_tier_could_not_be_reached(make: MakeLibrary) -> None:
     record, tier = canonical(), FaultyTier(MemoryTier("far"))
     near = MemoryTier("near")

@@ -1,0 +1,39 @@
+"""What was deleted a moment ago: requests may still be at work on it, and must not bring it back."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from kvstore.chunk import is_shared, owner_of
+from kvstore.format import Record
+
+
+class Deletions:
+    """Deleted content ids, remembered for `seconds`. Thread-safe."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._until: dict[tuple[str, str], float] = {}  # by content id and its owner
+
+    def note(self, content: str, tenant: str) -> None:
+        """A content id of a tenant is being deleted; a reference's is every tenant's."""
+        now = time.monotonic()
+        with self._lock:
+            self._until = {known: until for known, until in self._until.items() if until > now}
+            self._until[content, owner_of(tenant, content)] = now + self._seconds
+
+    def covers(self, record: Record) -> bool:
+        """Whether a record derives from deleted content, or was conditioned on it."""
+        now = time.monotonic()
+        return any(
+            self._until.get((content, owner_of(record.tenant, content)), now) > now
+            for content in (record.content, *record.antecedents)
+        )
+
+
+def derives(record: Record, content: str, tenant: str) -> bool:
+    """Whether a record goes when a tenant's content is deleted; a reference's takes every tenant's records along."""
+    reachable = record.tenant == tenant or is_shared(content)
+    return reachable and (record.content == content or content in record.antecedents)

@@ -1,0 +1,126 @@
+"""Background work of a prefill worker: the harvest of finished links, in the engine's idle time.
+
+Harvests hold their sequence's blocks until the conditioned KV has been read out; orbit patches need none. Work goes on
+one engine forward at a time, so that a link that arrives meanwhile waits for one of them at most.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from kvstore.errors import StoreError
+from prefill_workers.handoff import BlockPool
+from prefill_workers.harvest import Harvester
+from prefill_workers.orbit import OrbitForming
+from prefill_workers.plan import ChunkPlan, LinkPlan
+
+logger = logging.getLogger(__name__)
+
+_MAX_ORBITS = 64  # sets that wait for their orbit patches; the oldest give way
+
+
+@dataclass(eq=False)
+class _Harvest:
+    plan: LinkPlan
+    chunk: ChunkPlan
+    lease: str
+    since: float
+
+
+class Background:
+    """Queues of what finished links can teach. Belongs to the prefill loop's thread.
+
+    Args:
+        scratch: blocks for background forwards.
+        orbit_chunks: largest set of chunks whose orders are all run for orbit patches; 0: none.
+    """
+
+    def __init__(self, harvester: Harvester, pool: BlockPool, scratch: range, orbit_chunks: int) -> None:
+        self._harvester, self._pool, self._scratch = harvester, pool, scratch
+        self._orbit_chunks = orbit_chunks
+        self._harvests: deque[_Harvest] = deque()
+        self._orbits: deque[LinkPlan] = deque(maxlen=_MAX_ORBITS)
+        self._forming: OrbitForming | None = None
+        self.failures = 0
+
+    def __len__(self) -> int:
+        """Pieces of work left."""
+        return len(self._harvests) + len(self._orbits) + (self._forming is not None)
+
+    def add(self, plan: LinkPlan, lease: str) -> None:
+        """Take up a finished link; its blocks stay until its chunks have been read."""
+        chunks = self._harvester.harvestable(plan)
+        for chunk in chunks:
+            self._pool.hold(lease)
+            self._harvests.append(_Harvest(plan, chunk, lease, time.perf_counter()))
+        if chunks and 1 < len(plan.chunks) <= self._orbit_chunks:
+            self._orbits.append(plan)
+
+    def waits_since(self) -> float | None:
+        """When the oldest harvest that holds blocks was queued (`time.perf_counter`); None if there is none."""
+        return self._harvests[0].since if self._harvests else None
+
+    def step(self) -> None:
+        """Do one piece of work; what fails is counted and given up."""
+        if self._harvests:
+            self._harvest_one()
+        else:
+            self._orbit_one()
+
+    def make_room(self) -> bool:
+        """Give up harvests that hold blocks somebody waits for. Returns whether any block came free."""
+        before = self._pool.free
+        while self._harvests and self._pool.free == before:
+            self._pool.unhold(self._harvests.popleft().lease)
+        return self._pool.free > before
+
+    def drop(self, leases: Collection[str]) -> None:
+        """Give up the harvests of leases that have ended."""
+        self._harvests = deque(harvest for harvest in self._harvests if harvest.lease not in leases)
+
+    @property
+    def _scratch_tokens(self) -> int:
+        return len(self._scratch) * self._pool.block_size
+
+    def _harvest_one(self) -> None:
+        item = self._harvests[0]
+        try:
+            self._keep(item)
+        except (StoreError, RuntimeError, OSError) as error:
+            self.failures += 1
+            logger.warning("chunk %s could not be kept: %s", item.chunk.span.content[:16], error)
+        finally:
+            self._harvests.popleft()  # only now: until then it counts as work to be done
+
+    def _keep(self, item: _Harvest) -> None:
+        try:
+            if self._harvester.is_kept(item.plan, item.chunk):
+                return
+            conditioned = self._harvester.conditioned(item.plan, item.chunk)
+        finally:
+            self._pool.unhold(item.lease)
+        self._harvester.keep_embeddings(item.plan, item.chunk)
+        if len(item.chunk.span) > self._scratch_tokens:
+            logger.info("a chunk of %d tokens is too long for a background forward; not kept", len(item.chunk.span))
+            return
+        self._harvester.harvest(item.plan, item.chunk, conditioned, self._scratch)
+
+    def _orbit_one(self) -> None:
+        try:
+            if self._forming is None:
+                try:
+                    self._forming = self._harvester.orbit(self._orbits[0])
+                finally:
+                    self._orbits.popleft()
+                return
+            fits = self._forming.tokens <= self._scratch_tokens
+            if not fits or not self._harvester.orbit_step(self._forming, self._scratch):
+                self._forming = None
+        except (StoreError, RuntimeError, OSError) as error:
+            self.failures += 1
+            self._forming = None
+            logger.warning("orbit patches could not be formed: %s", error)

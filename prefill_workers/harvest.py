@@ -1,0 +1,235 @@
+"""Harvest: what a forward computed for chunks becomes canonical KV, deficits and orbit patches, off the request path.
+
+The prefill loop calls it when no link waits (see `background`); every method that computes runs on the engine's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from kvstore.chunk import antecedent_key, embedding_key, owner_of
+from kvstore.format import CanonicalRecord, EmbeddingRecord
+from kvstore.library import Library
+from kvstore.patch import PatchKind, deficit, relocate
+from kvstore.patch_form import PatchForm
+from prefill_workers import policies
+from prefill_workers.engine import PrefillEngine
+from prefill_workers.orbit import OrbitChunk, OrbitForming, arrange, set_kind
+from prefill_workers.patch_compiler import PatchJob
+from prefill_workers.plan import ChunkPlan, LinkPlan
+from prefill_workers.policies import OperatingPoint
+from prefill_workers.sequence import Embedded, LinkSequence, Run
+
+
+class Harvester:
+    """Keeps what links of one engine have computed. Arguments as `Linker`'s."""
+
+    def __init__(
+        self, engine: PrefillEngine, library: Library, form: PatchForm, submit_patch: Callable[[PatchJob], object]
+    ) -> None:
+        self.engine = engine
+        self.library = library
+        self.form = form
+        self._submit_patch = submit_patch
+        self._dtype = str(engine.dtype).removeprefix("torch.")
+
+    def harvestable(self, plan: LinkPlan) -> list[ChunkPlan]:
+        """Chunks of a finished plan whose computed KV may be worth keeping."""
+        if not policies.forms_patches(plan.request.mode):
+            return []
+        return [c for c in plan.chunks if not c.reuses_kv]
+
+    def is_kept(self, plan: LinkPlan, chunk: ChunkPlan) -> bool:
+        """Whether a computed chunk has taught the library all it can: its canonical KV and its patch are stored."""
+        tenant, owner = plan.request.tenant, owner_of(plan.request.tenant, chunk.span.content)
+        stored = self.library.has("patch", chunk.patch_key, tenant)
+        return stored and self.library.has("canonical", chunk.canonical_key, owner)
+
+    def conditioned(self, plan: LinkPlan, chunk: ChunkPlan) -> Tensor:
+        """KV(B|A) of a computed chunk, moved to the canonical frame: [layers, tokens, features]."""
+        kv = self.engine.read_kv(plan.sequence.blocks, chunk.span.start, chunk.span.stop - chunk.span.start)
+        return relocate(kv, -chunk.start_position, self.engine.layout)
+
+    def canonical(self, plan: LinkPlan, chunk: ChunkPlan, scratch: Sequence[int]) -> CanonicalRecord:
+        """KV(B|∅) of a chunk: from the library, or computed alone in the blocks `scratch` and stored."""
+        tenant = owner_of(plan.request.tenant, chunk.span.content)
+        stored = self.library.get_canonical(chunk.canonical_key, tenant)
+        if stored is not None:
+            return stored
+        lone = self.lone(plan, chunk, scratch)
+        began = time.perf_counter()
+        self.engine.forward([(lone, [Run(0, len(lone))])])
+        kv = self.engine.read_kv(scratch, 0, len(lone))
+        return self.keep_canonical(plan, chunk, kv, time.perf_counter() - began)
+
+    def lone(self, plan: LinkPlan, chunk: ChunkPlan, blocks: Sequence[int]) -> LinkSequence:
+        """The chunk as a sequence of its own, from position 0: its KV is KV(B|∅)."""
+        span, whole = chunk.span, plan.sequence
+        return LinkSequence(
+            token_ids=whole.token_ids[span.start : span.stop],
+            positions=whole.positions[..., span.start : span.stop] - chunk.start_position,
+            blocks=blocks,
+            embedded=()
+            if chunk.embeddings is None
+            else (Embedded(span.first - span.start, chunk.embeddings, span.is_embed),),
+        )
+
+    def keep_canonical(self, plan: LinkPlan, chunk: ChunkPlan, kv: Tensor, seconds: float) -> CanonicalRecord:
+        """Store KV(B|∅) [layers, tokens, features] of a chunk, which took `seconds` to compute."""
+        record = CanonicalRecord(
+            key=chunk.canonical_key,
+            fingerprint=self.engine.fingerprint,
+            tenant=owner_of(plan.request.tenant, chunk.span.content),
+            layout=self.engine.layout,
+            kv=kv,
+            content=chunk.span.content,
+            recompute_seconds=seconds,
+            meta={"modality": chunk.span.modality},
+        )
+        self.library.put_canonical(record)
+        return record
+
+    def keep_embeddings(self, plan: LinkPlan, chunk: ChunkPlan) -> None:
+        """Store a freshly encoded chunk's embeddings, so that nobody encodes these pixels again."""
+        if chunk.outcome.operating_point is not OperatingPoint.ENCODED or chunk.embeddings is None:
+            return
+        fingerprint = self.engine.fingerprint
+        self.library.put_embedding(
+            EmbeddingRecord(
+                key=embedding_key(fingerprint, chunk.span.content),
+                fingerprint=fingerprint,
+                tenant=owner_of(plan.request.tenant, chunk.span.content),
+                embeddings=chunk.embeddings,
+                content=chunk.span.content,
+                meta={"modality": chunk.span.modality},
+            )
+        )
+
+    def harvest(self, plan: LinkPlan, chunk: ChunkPlan, conditioned: Tensor, scratch: Sequence[int]) -> None:
+        """Store a computed chunk's canonical KV and send its deficit (kamera.md eq. 2) to the patch compiler."""
+        canonical = self.canonical(plan, chunk, scratch)
+        before = plan.chunks[: plan.chunks.index(chunk)]
+        tokens = chunk.span.stop - chunk.span.start
+        self._submit(
+            kind=PatchKind.own,
+            delta=deficit(conditioned, canonical.kv),
+            canonical=chunk.canonical_key,
+            content=chunk.span.content,
+            behind=[(c.canonical_key, c.span.content) for c in before],
+            prefix=plan.request.prefix,
+            tenant=plan.request.tenant,
+            seconds=plan.stages_ms.get("forward", 0.0) * 1e-3 * tokens / max(plan.tokens_computed, 1),
+        )
+
+    def _submit(
+        self,
+        *,
+        kind: PatchKind,
+        delta: Tensor,
+        canonical: str,
+        content: str,
+        behind: Sequence[tuple[str, str]],
+        prefix: Sequence[int],
+        tenant: str,
+        seconds: float = 0.0,
+    ) -> None:
+        """Hand a deficit over; `behind` are the antecedents' (canonical key, content id)."""
+        antecedent = antecedent_key(prefix, [key for key, _ in behind], ordered=kind is PatchKind.own)
+        self._submit_patch(
+            PatchJob(
+                key=self.form.key(canonical, antecedent, kind),
+                kind=kind,
+                delta=delta,
+                layout=self.engine.layout,
+                fingerprint=self.engine.fingerprint,
+                dtype=self._dtype,
+                tenant=tenant,
+                canonical=canonical,
+                antecedent=antecedent,
+                content=content,
+                antecedents=tuple(name for _, name in behind),
+                recompute_seconds=seconds,
+            )
+        )
+
+    # -- orbit --------------------------------------------------------------------------------------------------------
+
+    def orbit(self, plan: LinkPlan) -> OrbitForming | None:
+        """The orbit patches that a finished plan's chunks still lack; None when there is nothing to form."""
+        request = plan.request
+        keys = [chunk.canonical_key for chunk in plan.chunks]
+        if len(keys) < 2 or len(set(keys)) < len(keys):
+            return None
+        last = plan.chunks[-1]
+        behind = antecedent_key(request.prefix, keys[:-1], ordered=False)
+        whole_set = self.form.key(last.canonical_key, behind, set_kind(len(keys) - 1))
+        owner = _set_owner(request.tenant, request.prefix, *(chunk.span.content for chunk in plan.chunks))
+        if self.library.get_patch(whole_set, owner) is not None:
+            return None
+        return self.forming(plan)
+
+    def forming(self, plan: LinkPlan) -> OrbitForming | None:
+        """The orders of a plan's chunks, which must be different ones; None when embeddings are missing."""
+        request = plan.request
+        chunks = []
+        for chunk in plan.chunks:
+            embeddings = chunk.embeddings
+            if chunk.lacks_embeddings:
+                key = embedding_key(self.engine.fingerprint, chunk.span.content)
+                stored = self.library.get_embedding(key, owner_of(request.tenant, chunk.span.content))
+                if stored is None:
+                    return None
+                embeddings = stored.embeddings
+            span, whole = chunk.span, plan.sequence
+            chunks.append(
+                OrbitChunk(
+                    key=chunk.canonical_key,
+                    content=span.content,
+                    token_ids=whole.token_ids[span.start : span.stop],
+                    positions=whole.positions[..., span.start : span.stop] - chunk.start_position,
+                    embeddings=embeddings,
+                    first=span.first - span.start,
+                    mask=span.is_embed,
+                )
+            )
+        return OrbitForming(request.prefix, tuple(chunks), request.tenant)
+
+    def orbit_step(self, forming: OrbitForming, scratch: Sequence[int]) -> bool:
+        """Run the next order of a forming set and send off the patches that it completes; False when all have run."""
+        order = next(forming.orders, None)
+        if order is None:
+            return False
+        sequence, placed = arrange(forming.prefix, order, scratch)
+        self.engine.forward([(sequence, [Run(0, len(sequence))])])
+        for i, place in enumerate(placed):
+            before = [(other.chunk.key, other.chunk.content) for other in placed[:i]]
+            if not forming.wants(place.chunk.key, [key for key, _ in before]):
+                continue
+            owner = owner_of(forming.tenant, place.chunk.content)
+            canonical = self.library.get_canonical(place.chunk.key, owner)
+            if canonical is None:  # evicted meanwhile: nothing to measure the deficit against
+                return False
+            kv = self.engine.read_kv(scratch, place.start, len(place.chunk.token_ids))
+            conditioned = relocate(kv, -place.position, self.engine.layout)
+            delta = deficit(conditioned, canonical.kv)
+            mean = forming.add(place.chunk.key, [key for key, _ in before], delta)
+            if mean is not None:
+                self._submit(
+                    kind=set_kind(len(before)),
+                    delta=mean,
+                    canonical=place.chunk.key,
+                    content=place.chunk.content,
+                    behind=sorted(before),
+                    prefix=forming.prefix,
+                    tenant=_set_owner(forming.tenant, forming.prefix, place.chunk.content, *(c for _, c in before)),
+                )
+        return True
+
+
+def _set_owner(tenant: str, prefix: Sequence[int], *contents: str) -> str:
+    """Who owns a patch behind a set. It has seen the prefix and these chunks, nothing else of the request; the prefix
+    is the tenant's. (An own patch has also seen the tenant's text before the chunk: it is always the tenant's.)"""
+    return tenant if prefix else owner_of(tenant, *contents)

@@ -1,0 +1,130 @@
+"""Look-ups: what the library holds for a request's chunks, all of them at once and beside everything else.
+
+A look-up says early whether a chunk's KV is *coming* (its patch is stored, or its canonical KV where that is enough),
+long before the KV itself is loaded. So a request learns at once which of its images miss and must be encoded, while
+the hits of all tiers go on loading (mpic.md §3.2).
+
+    patch ── stored ──▶ coming ── canonical KV ──▶ found: KV
+      └── missing ─────────┴── failed, slow or damaged ──▶ embeddings ──▶ found: embeddings, or nothing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import cast
+
+from torch import Tensor
+
+from kvstore.format import CanonicalRecord, PatchRecord
+from kvstore.library import Library
+from prefill_workers.policies import Mode, looks_up_patch
+
+_THREADS = 128  # they wait for tiers; the library bounds the reads themselves
+
+
+@dataclass(frozen=True)
+class ChunkKeys:
+    """Under which keys a chunk's records are stored, and whose they are."""
+
+    canonical: str
+    own_patch: str  # behind this list of antecedents
+    set_patch: str  # behind this set, in any order
+    embedding: str | None  # None: a text chunk
+    owner: str  # of canonical KV and embeddings: the request's tenant, or the dynamic library
+    patch_owners: tuple[str, ...]  # whose patches serve
+
+    def all(self) -> list[str]:
+        """Every key."""
+        return [key for key in (self.canonical, self.own_patch, self.set_patch, self.embedding) if key is not None]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the library gave for one chunk: KV to place, or else embeddings to compute with, or nothing."""
+
+    canonical: CanonicalRecord | None = None
+    patch: PatchRecord | None = None
+    embeddings: Tensor | None = None
+
+
+class Lookup:
+    """One chunk's way through the library."""
+
+    def __init__(self) -> None:
+        self._coming: Future[bool] = Future()
+        self._found: Future[Found] = Future()
+
+    def is_coming(self, timeout_s: float) -> bool:
+        """Whether the chunk's KV is stored and on its way; waits for the answer, after `timeout_s` it is no."""
+        try:
+            return self._coming.result(timeout_s)
+        except TimeoutError:
+            return False
+
+    def _decide(self, *, coming: bool) -> None:
+        if not self._coming.done():
+            self._coming.set_result(coming)
+
+    def done(self) -> bool:
+        """Whether `found` answers at once."""
+        return self._found.done()
+
+    def found(self) -> Found:
+        """What was found; waits until the look-up has ended."""
+        return self._found.result()
+
+    def when_done(self, call: Callable[[], object]) -> None:
+        """Call when the look-up ends; at once if it has ended."""
+        self._found.add_done_callback(lambda _: call())
+
+
+class Lookups:
+    """Starts look-ups in one library."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="look-up")
+
+    def start(self, keys: ChunkKeys, mode: Mode) -> Lookup:
+        """Start looking for what serves a request of this mode."""
+        lookup = Lookup()
+        if mode is Mode.OFF:
+            lookup._found.set_result(Found())
+            lookup._decide(coming=False)
+        else:
+            self._threads.submit(self._run, lookup, keys, mode)
+        return lookup
+
+    def _run(self, lookup: Lookup, keys: ChunkKeys, mode: Mode) -> None:
+        try:
+            found = self._kv(lookup, keys, mode)
+            if found.canonical is None and keys.embedding is not None:
+                record = self._library.get_embedding(keys.embedding, keys.owner)
+                found = replace(found, embeddings=record.embeddings if record else None)
+            lookup._found.set_result(found)
+            lookup._decide(coming=found.canonical is not None)
+        except BaseException as error:  # a defect: whoever asked must hear of it, not wait for ever
+            lookup._found.set_exception(error)
+            lookup._decide(coming=True)
+
+    def _kv(self, lookup: Lookup, keys: ChunkKeys, mode: Mode) -> Found:
+        """Canonical KV and the patch that the mode needs, as far as they are stored."""
+        library, patch = self._library, None
+        if looks_up_patch(mode):
+            # Without a patch the canonical KV is of no use: its bytes are only moved once there is one.
+            wanted = ((key, owner) for key in (keys.own_patch, keys.set_patch) for owner in keys.patch_owners)
+            patch = next((found for key, owner in wanted if (found := library.get_patch(key, owner))), None)
+            if patch is None:
+                return Found()
+            loading = library.load("canonical", keys.canonical, keys.owner)
+        elif mode is Mode.FULL_REUSE:
+            loading = library.load("canonical", keys.canonical, keys.owner)
+            if not (loading.done() or library.has("canonical", keys.canonical, keys.owner)):
+                return Found()
+        else:
+            return Found()
+        if not loading.done():
+            lookup._decide(coming=True)
+        return Found(cast(CanonicalRecord | None, library.wait(loading)), patch)

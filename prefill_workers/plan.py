@@ -1,0 +1,189 @@
+"""What a prefill worker is asked to link, and the plan by which it does: plain values that the roles pass around.
+
+token      0 ........ text ...... | chunk 1 | text | chunk 2 | text ......... n
+reused                            |#########|
+runs       [====================]           [======================]
+frontier   if chunk 2's KV is still loading ........^
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from prefill_workers.lookup import Lookup
+from prefill_workers.policies import Mode, OperatingPoint
+from prefill_workers.sequence import Embedded, LinkSequence, Run, complement
+
+TEXT = "text"  # the modality of a document: its tokens are its content
+
+
+@dataclass(frozen=True)
+class ChunkSpan:
+    """One chunk of a prompt, as plain values.
+
+    The chunk is the tokens `start` up to `stop`, delimiters included; its placeholders are `first` up to
+    `first + count`. `grid` carries the processed fields that fix the positions (vLLM's item without pixels). In a text
+    chunk every token counts as a placeholder: its content id alone names it.
+    """
+
+    content: str
+    modality: str
+    start: int
+    stop: int
+    first: int
+    count: int
+    grid: Any = None
+    is_embed: Tensor | None = None
+
+    @property
+    def needs_embeddings(self) -> bool:
+        """Whether computing the chunk takes embeddings that its token ids do not give."""
+        return self.modality != TEXT
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class LinkRequest:
+    """What a prefill worker is asked to link.
+
+    `prefix` are the token ids of the fixed prefix (system prompt and tools) that patches are keyed by; `readers` is how
+    many decode sequences will pull the KV (`n` of the request).
+    """
+
+    request_id: str
+    token_ids: Sequence[int]
+    chunks: tuple[ChunkSpan, ...] = ()
+    mode: Mode = Mode.AUTO
+    tenant: str = "local"
+    prefix: tuple[int, ...] = ()
+    readers: int = 1
+
+
+@dataclass(frozen=True)
+class PrefetchRequest:
+    """Chunks that a prompt on its way will bring, in its order: content ids, and what their patches are keyed by.
+
+    `documents` are those of the contents that are text chunks.
+    """
+
+    contents: tuple[str, ...]
+    documents: frozenset[str] = frozenset()
+    mode: Mode = Mode.AUTO
+    tenant: str = "local"
+    prefix: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ChunkOutcome:
+    """How one chunk was linked, for the request's report."""
+
+    tokens: int
+    operating_point: OperatingPoint
+    antecedents: int
+    reason: str
+    rank: int | None = None
+
+
+class PixelsNeeded(Exception):
+    """Chunks must be computed whose embeddings are stored nowhere: send their pixels (indices into `chunks`)."""
+
+    def __init__(self, chunks: Sequence[int]) -> None:
+        super().__init__(f"pixels needed for chunks {list(chunks)}")
+        self.chunks = tuple(chunks)
+
+    def __reduce__(self) -> tuple[type[PixelsNeeded], tuple[tuple[int, ...]]]:
+        return PixelsNeeded, (self.chunks,)
+
+
+@dataclass(eq=False)
+class ChunkPlan:
+    """One chunk of a plan: where it stands, what is loading for it, and how it is linked.
+
+    While `loading` is set the chunk's KV is on its way and `outcome` is what is expected.
+    """
+
+    span: ChunkSpan
+    canonical_key: str
+    patch_key: str
+    antecedents: tuple[str, ...]
+    start_position: int  # RoPE position of its first token, in the shifted frame
+    outcome: ChunkOutcome
+    loading: Lookup | None = None
+    embeddings: Tensor | None = None  # [placeholders that carry one, hidden]
+
+    @property
+    def reuses_kv(self) -> bool:
+        """Whether the chunk needs no forward."""
+        return self.outcome.operating_point.reuses_kv
+
+    @property
+    def lacks_embeddings(self) -> bool:
+        """Whether a forward could not compute the chunk, as far as is known."""
+        return self.span.needs_embeddings and self.embeddings is None
+
+
+@dataclass(eq=False)
+class LinkPlan:
+    """Everything needed to link one request; made by `Linker.plan`.
+
+    `unpin` lets go of the stored records that the plan uses; it also happens when the plan is dropped.
+    """
+
+    request: LinkRequest
+    sequence: LinkSequence
+    chunks: list[ChunkPlan]
+    stages_ms: dict[str, float] = field(default_factory=dict)
+    unpin: Callable[[], object] = field(default=lambda: None)
+
+    def pinned_by(self, unpin: Callable[[], object]) -> LinkPlan:
+        """This plan, which from now on owns the pins that `unpin` undoes."""
+        finalizer = weakref.finalize(self, unpin)
+        finalizer.atexit = False
+        self.unpin = finalizer
+        return self
+
+    @property
+    def runs(self) -> list[Run]:
+        """What a forward computes, if what is loading arrives."""
+        reused = [Run(c.span.start, c.span.stop) for c in self.chunks if c.reuses_kv]
+        return complement(reused, len(self.sequence))
+
+    def runs_between(self, start: int, stop: int) -> list[Run]:
+        """The parts of the runs that lie in the tokens `start` up to `stop`."""
+        cut = (Run(max(run.start, start), min(run.stop, stop)) for run in self.runs)
+        return [run for run in cut if run.start < run.stop]
+
+    @property
+    def frontier(self) -> int:
+        """The first token that waits for a load. Tokens attend to all before them: none behind it can be computed."""
+        return next((c.span.start for c in self.chunks if c.loading is not None), len(self.sequence))
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a load has ended that `Linker.advance` has not seen."""
+        return any(c.loading is not None and c.loading.done() for c in self.chunks)
+
+    @property
+    def tokens_reused(self) -> int:
+        """Prompt tokens whose KV needs no forward."""
+        return len(self.sequence) - self.tokens_computed
+
+    @property
+    def tokens_computed(self) -> int:
+        """Prompt tokens that a forward computes."""
+        return sum(len(run) for run in self.runs)
+
+    def embed(self) -> None:
+        """Hand the embeddings of the chunks that are computed to the sequence, in prompt order."""
+        self.sequence.embedded = tuple(
+            Embedded(c.span.first, c.embeddings, c.span.is_embed)
+            for c in self.chunks
+            if c.embeddings is not None and not c.reuses_kv
+        )

@@ -1,0 +1,98 @@
+"""One encoding for all requests of a tenant that wait for the same image."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from serving.encodings import Encodings
+from serving.errors import RoleUnavailable
+
+
+class Encoder:
+    """Notes its calls and holds them until `release` is set."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+        self.cancelled = 0
+        self.release = asyncio.Event()
+        self.error: Exception | None = None
+
+    async def encode(self, items: Sequence[Any]) -> list[str]:
+        self.calls.append(list(items))
+        try:
+            await self.release.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if self.error is not None:
+            raise self.error
+        return [f"embedding of {item}" for item in items]
+
+
+def start(encodings: Encodings, tenant: str, *names: str) -> asyncio.Task[dict[str, Any]]:
+    return asyncio.create_task(encodings.get(tenant, {name: name.upper() for name in names}))
+
+
+async def test_requests_that_overlap_share_calls_and_each_gets_its_own():
+    encoder = Encoder()
+    encodings = Encodings(encoder.encode)
+    one, two, three = start(encodings, "t", "a", "b"), start(encodings, "t", "c", "b"), start(encodings, "t", "a")
+    await asyncio.sleep(0)
+    encoder.release.set()
+    assert await one == {"a": "embedding of A", "b": "embedding of B"}
+    assert await two == {"c": "embedding of C", "b": "embedding of B"}
+    assert await three == {"a": "embedding of A"}
+    assert encoder.calls == [["A", "B"], ["C"]]
+
+
+async def test_what_has_ended_is_encoded_again():
+    encoder = Encoder()
+    encoder.release.set()
+    encodings = Encodings(encoder.encode)
+    for _ in range(2):
+        await start(encodings, "t", "a")
+    assert encoder.calls == [["A"], ["A"]]
+
+
+async def test_tenants_share_nothing():
+    encoder = Encoder()
+    encodings = Encodings(encoder.encode)
+    tasks = [start(encodings, tenant, "a") for tenant in ("one", "two")]
+    await asyncio.sleep(0)
+    encoder.release.set()
+    await asyncio.gather(*tasks)
+    assert encoder.calls == [["A"], ["A"]]
+
+
+async def test_a_call_goes_on_while_somebody_waits_and_ends_when_nobody_does():
+    encoder = Encoder()
+    encodings = Encodings(encoder.encode)
+    one, two = start(encodings, "t", "a"), start(encodings, "t", "a")
+    await asyncio.sleep(0)
+    one.cancel()
+    await asyncio.wait([one])
+    assert encoder.cancelled == 0
+    two.cancel()
+    await asyncio.wait([two])
+    late = start(encodings, "t", "a")  # must not join the call that has just been given up
+    encoder.release.set()
+    assert await late == {"a": "embedding of A"}
+    assert (encoder.cancelled, len(encoder.calls)) == (1, 2)
+
+
+async def test_a_failure_reaches_all_who_wait_and_is_not_kept():
+    encoder = Encoder()
+    encoder.error = RoleUnavailable("gone")
+    encodings = Encodings(encoder.encode)
+    tasks = [start(encodings, "t", "a") for _ in range(2)]
+    await asyncio.sleep(0)
+    encoder.release.set()
+    for task in tasks:
+        with pytest.raises(RoleUnavailable):
+            await task
+    encoder.error = None
+    assert await start(encodings, "t", "a") == {"a": "embedding of A"}

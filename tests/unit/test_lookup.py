@@ -1,0 +1,178 @@
+"""Look-ups: what is known early, what is loaded, and what a tier that stalls or fails may cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from kvstore_support import FINGERPRINT, canonical, embedding_of, patch_of
+
+from kvstore.format import CanonicalRecord
+from kvstore.library import Library
+from kvstore.settings import LibrarySettings
+from kvstore.tier_faults import FaultyTier, HeldTier
+from kvstore.tiers import MemoryTier, Tier
+from prefill_workers.lookup import ChunkKeys, Lookup, Lookups
+from prefill_workers.plan import ChunkOutcome, ChunkPlan, ChunkSpan, LinkPlan, LinkRequest
+from prefill_workers.policies import Mode, OperatingPoint
+from prefill_workers.sequence import LinkSequence, Run
+
+TENANT = "acme"
+RECORD = canonical("page")
+OWN, ORBIT = patch_of(RECORD, ["own"]), patch_of(RECORD, ["orbit"])
+EMBEDDING = embedding_of(RECORD)
+KEYS = ChunkKeys(RECORD.key, OWN.key, ORBIT.key, EMBEDDING.key, owner=TENANT, patch_owners=(TENANT,))
+
+
+class KindTier(HeldTier):
+    """Holds, or fails, the reads of some kinds of records only."""
+
+    def __init__(self, inner: Tier, *kinds: str) -> None:
+        super().__init__(inner, "get")
+        self.kinds = kinds
+
+    def before(self, action: str, key: str) -> None:
+        if any(f"/{kind}/" in key for kind in self.kinds):
+            super().before(action, key)
+        else:
+            self.calls.append((action, key))
+
+    def read(self) -> list[str]:
+        """Kinds of the records that were asked for, in order."""
+        return [key.split("/")[2] for action, key in self.calls if action == "get"]
+
+
+@pytest.fixture
+def full() -> Iterator[MemoryTier]:
+    """A tier with everything stored for one chunk, except its own patch."""
+    tier = MemoryTier()
+    with Library(LibrarySettings(directory=None), FINGERPRINT, [tier]) as library:
+        for record in (RECORD, ORBIT, EMBEDDING):
+            library._put(record)
+    return tier
+
+
+def start(tier: Tier, mode: Mode = Mode.AUTO, keys: ChunkKeys = KEYS, **settings: float) -> Lookup:
+    library = Library(LibrarySettings(directory=None, load_timeout_s=10, **settings), FINGERPRINT, [tier])
+    return Lookups(library).start(keys, mode)
+
+
+def test_kv_is_known_to_come_before_it_is_loaded(full: MemoryTier) -> None:
+    tier = KindTier(full, "canonical")
+    lookup = start(tier)
+    assert lookup.is_coming(5)
+    assert not lookup.done()
+    ended: list[bool] = []
+    lookup.when_done(lambda: ended.append(True))
+    tier.release.set()
+    found = lookup.found()
+    assert isinstance(found.canonical, CanonicalRecord)
+    assert torch.equal(found.canonical.kv, RECORD.kv)
+    assert found.patch is not None
+    assert found.patch.key == ORBIT.key, "the list has no patch of its own, its set has"
+    assert ended == [True]
+    assert "embedding" not in tier.read()
+
+
+def test_canonical_kv_is_not_moved_without_a_patch(full: MemoryTier) -> None:
+    tier = KindTier(full)
+    lookup = start(tier, keys=replace(KEYS, set_patch="0" * 64))
+    assert not lookup.is_coming(5)
+    found = lookup.found()
+    assert (found.canonical, found.patch) == (None, None)
+    assert found.embeddings is not None
+    assert tier.read() == ["patch", "patch", "embedding"]
+
+
+def test_full_reuse_needs_no_patch(full: MemoryTier) -> None:
+    tier = KindTier(full, "canonical")
+    lookup = start(tier, Mode.FULL_REUSE)
+    assert lookup.is_coming(5)
+    tier.release.set()
+    assert lookup.found().canonical is not None
+    assert not start(full, Mode.FULL_REUSE, replace(KEYS, canonical="0" * 64)).is_coming(5)
+
+
+@pytest.mark.parametrize(("mode", "read"), [(Mode.EXACT, ["embedding"]), (Mode.OFF, [])])
+def test_other_modes_look_for_no_kv(full: MemoryTier, mode: Mode, read: list[str]) -> None:
+    tier = KindTier(full)
+    lookup = start(tier, mode)
+    assert not lookup.is_coming(5)
+    assert lookup.found().canonical is None
+    assert tier.read() == read
+
+
+def test_kv_that_fails_to_come_leaves_the_embeddings(full: MemoryTier) -> None:
+    lookup = start(full, keys=replace(KEYS, canonical="0" * 64))
+    found = lookup.found()
+    assert found.canonical is None
+    assert found.patch is not None
+    assert found.embeddings is not None
+
+
+def test_a_failing_tier_finds_nothing_and_raises_nothing(full: MemoryTier) -> None:
+    lookup = start(FaultyTier(full, "get", "contains"))
+    assert not lookup.is_coming(5)
+    assert lookup.found().embeddings is None
+
+
+def test_a_stalled_tier_is_not_waited_for(full: MemoryTier) -> None:
+    tier = KindTier(full, "patch")
+    lookup = start(tier)
+    assert not lookup.is_coming(0.01)
+    tier.release.set()
+    assert lookup.found().canonical is not None
+
+
+def test_a_defect_is_heard_of(full: MemoryTier) -> None:
+    lookup = start(full, keys=replace(KEYS, own_patch="not a key"))
+    assert lookup.is_coming(5), "so that whoever plans asks for what was found"
+    with pytest.raises(ValueError, match="64 hex digits"):
+        lookup.found()
+
+
+# Plans
+
+
+def chunk(start: int, stop: int, point: OperatingPoint, loading: bool = False) -> ChunkPlan:
+    span = ChunkSpan("content", "image", start, stop, start, stop - start, grid=None)
+    outcome = ChunkOutcome(stop - start, point, 0, "")
+    return ChunkPlan(span, "key", "patch", (), 0, outcome, Lookup() if loading else None)
+
+
+def plan_of(*chunks: ChunkPlan, tokens: int = 100) -> LinkPlan:
+    sequence = LinkSequence(torch.zeros(tokens, dtype=torch.int32), torch.arange(tokens), ())
+    return LinkPlan(LinkRequest("request", [0] * tokens), sequence, list(chunks))
+
+
+def test_the_frontier_is_where_the_first_load_is_waited_for() -> None:
+    patched, encoded = OperatingPoint.PATCHED, OperatingPoint.ENCODED
+    plan = plan_of(chunk(10, 20, patched), chunk(30, 40, encoded), chunk(50, 60, patched, True), chunk(70, 80, patched))
+    assert plan.frontier == 50
+    assert plan.runs == [Run(0, 10), Run(20, 50), Run(60, 70), Run(80, 100)]
+    assert plan.runs_between(0, plan.frontier) == [Run(0, 10), Run(20, 50)]
+    assert plan.runs_between(15, 65) == [Run(20, 50), Run(60, 65)]
+    assert (plan.tokens_reused, plan.tokens_computed) == (30, 70)
+    plan.chunks[2].loading = None
+    assert plan.frontier == 100
+
+
+def test_a_plan_knows_of_loads_that_have_ended() -> None:
+    plan = plan_of(chunk(10, 20, OperatingPoint.PATCHED, True))
+    assert not plan.has_news
+    lookup = plan.chunks[0].loading
+    assert lookup is not None
+    lookup._found.set_result(start(MemoryTier(), Mode.OFF).found())
+    assert plan.has_news
+
+
+def test_pins_end_with_the_plan_or_when_it_says_so() -> None:
+    ended: list[str] = []
+    plan = plan_of().pinned_by(lambda: ended.append("said"))
+    plan.unpin()
+    plan.unpin()
+    assert ended == ["said"]
+    plan_of().pinned_by(lambda: ended.append("dropped"))
+    assert ended == ["said", "dropped"]
