@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from serving import library_cli
 
@@ -101,7 +102,7 @@ def precompute(
         else:
             good = job.precompute(settings, source, limit, failures, console)
     except (ConfigError, ManifestError, job.PrecomputeError, OSError) as error:
-        console.print(f"[red]error:[/red] {error}")
+        console.print(f"[red]error:[/red] {escape(str(error))}")
         raise typer.Exit(2) from None
     if not good:
         raise typer.Exit(1)

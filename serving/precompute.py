@@ -1,6 +1,6 @@
 """The offline caching job: everything in a manifest encoded and stored before anybody asks (`orbitserve precompute`).
 
-    Manifest ── one read task ──▶ entries, a few per block ── Ray Data ──▶ PrecomputeWorker, N of them ──▶ outcomes
+    Manifest ── one read task ──▶ entries, a few per block ── Ray Data ──▶ PrecomputeWorker, N of them ──▶ Ledger
 
 A job is resumed by running it again: workers skip what the library holds. A worker that dies is started again and goes
 on where it was; an entry that no worker survives is reported and left, as bad ones are.
@@ -25,6 +25,7 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import ReadTask
 from ray.exceptions import RayError
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -40,11 +41,11 @@ from rich.table import Table
 from rich.text import Text
 
 from serving.config import OrbitServeConfig
-from serving.precompute_ledger import Ledger
+from serving.precompute_ledger import Ledger, Outcome
 from serving.precompute_manifest import ENTRY_SCHEMA, Entry, Manifest, StorageOptions, to_table
-from serving.precompute_worker import Outcome, PrecomputeWorker, to_outcomes
+from serving.precompute_worker import PrecomputeWorker
 
-_ENTRY_BYTES = 128  # of an entry with one path, and of an outcome, in Arrow: sizes blocks
+_ENTRY_BYTES = 128  # of an entry with one path, in Arrow: sizes blocks
 _SHOWN_FAILURES = 10
 _TASKS_PER_WORKER = 4  # at least, so that workers share also a short manifest
 
@@ -150,7 +151,7 @@ def _run(config: OrbitServeConfig, manifest: Manifest, entries: int) -> Iterator
     context.target_max_block_size = _ENTRY_BYTES * batch
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
 
-    ledger = ray.remote(Ledger).options(num_cpus=0).remote()
+    ledger = ray.remote(Ledger).options(num_cpus=0).remote(entries)
     cpus = int(ray.cluster_resources().get("CPU", 1))
     here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}  # where a local manifest lies
     source = ManifestSource(manifest.url, settings.storage_options, entries, batch)
@@ -168,8 +169,9 @@ def _run(config: OrbitServeConfig, manifest: Manifest, entries: int) -> Iterator
         num_cpus=settings.num_cpus,
         num_gpus=settings.num_gpus,
     )
-    for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
-        yield from to_outcomes(table)
+    for _ in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+        yield from ray.get(ledger.drain.remote())
+    yield from ray.get(ledger.drain.remote())
 
 
 def _last_line(error: BaseException) -> str:
@@ -246,7 +248,7 @@ def show(summary: Summary, entries: int, failures: Path | None, console: Console
         table.add_row(name, value)
     console.print(table)
     for outcome in summary.failures:
-        console.print(f"  [red]failed[/red] {outcome.name}: {outcome.reason}", highlight=False)
+        console.print(f"  [red]failed[/red] {escape(outcome.name)}: {escape(outcome.reason or '')}", highlight=False)
     if counts["failed"] > len(summary.failures):
         where = f"see {failures}" if failures is not None else "pass --failures FILE for all of them"
         console.print(f"  ... and {counts['failed'] - len(summary.failures)} more; {where}")
@@ -269,13 +271,13 @@ def dry_run(manifest: Manifest, limit: int | None, console: Console) -> bool:
         if entry.error is not None:
             bad += 1
             if bad <= _SHOWN_FAILURES:
-                console.print(f"  [red]bad entry[/red] {entry.name}: {entry.error}", highlight=False)
+                console.print(f"  [red]bad entry[/red] {escape(entry.name)}: {escape(entry.error)}", highlight=False)
             continue
         images += len(entry.images)
         kinds[entry.patches] += 1
         tenants[entry.tenant] += 1
     console.print(f"{entries} entries, {bad} of them bad; {images} images; nothing was computed", highlight=False)
-    console.print(f"patches: {_listed(kinds)}; tenants: {_listed(tenants)}", highlight=False)
+    console.print(f"patches: {_listed(kinds)}; tenants: {escape(_listed(tenants))}", highlight=False)
     return not bad
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 import ray
@@ -24,6 +24,7 @@ import ray
 from infra.vllm_env import vllm_environment
 from serving.app import engine_spec
 from serving.config import OrbitServeConfig
+from serving.precompute_ledger import Outcome, Status
 from serving.precompute_manifest import Entry, from_table
 
 if TYPE_CHECKING:
@@ -37,32 +38,6 @@ _LOOKS = 16  # records looked for at once: behind a URL each takes a round trip
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of one entry. `began` and `ended` are Unix seconds; counts are of records computed for it."""
-
-    number: int
-    name: str
-    status: Literal["stored", "present", "failed"]  # present: everything was stored already
-    reason: str | None = None
-    images: int = 0
-    embeddings: int = 0
-    canonicals: int = 0
-    patches: int = 0
-    tokens: int = 0
-    began: float = 0.0
-    ended: float = 0.0
-
-
-OUTCOME_SCHEMA = pa.schema(
-    [
-        *((name, pa.int64()) for name in ("number", "images", "embeddings", "canonicals", "patches", "tokens")),
-        *((name, pa.string()) for name in ("name", "status", "reason")),
-        *((name, pa.float64()) for name in ("began", "ended")),
-    ]
-)
-
-
-@dataclass(frozen=True)
 class _Prepared:
     """An entry with its task; without one, either there is a reason why, or everything is stored."""
 
@@ -71,7 +46,7 @@ class _Prepared:
     task: OfflineTask | None = None
     reason: str | None = None
 
-    def outcome(self, status: Literal["stored", "present", "failed"], **fields: Any) -> Outcome:
+    def outcome(self, status: Status, **fields: Any) -> Outcome:
         entry = self.entry
         return Outcome(
             entry.number, entry.name, status, images=len(entry.images), began=self.began, ended=time.time(), **fields
@@ -93,9 +68,10 @@ class PrecomputeWorker:
         engine = PrefillEngine(engine_spec(config, config.prefill.tensor_parallel_size, hand_off=False))
         if config.prefill.self_check:
             engine.require_self_check()
-        # Nothing may be dropped; the flush after every group bounds the queue.
-        unbounded = {"write_queue_items": 1 << 20, "write_queue_bytes": 1 << 50}
-        self._library = Library(config.library.model_copy(update=unbounded), engine.fingerprint)
+        # No write may be dropped: the flush after every group bounds the queue. And what serving keeps at hand in the
+        # cluster's memory must not make way for what nobody has asked for yet.
+        ours = {"write_queue_items": 1 << 20, "write_queue_bytes": 1 << 50, "object_store_bytes": 0}
+        self._library = Library(config.library.model_copy(update=ours), engine.fingerprint)
         form = load_form(config.patch, self._library)
         self._offline = OfflineWorker(engine, self._library, form, config.prefill.max_batch_tokens)
         self._engine_lock = threading.Lock()
@@ -107,21 +83,26 @@ class PrecomputeWorker:
         ray.get(ledger.restarted.remote(self._name))
 
     def __call__(self, table: pa.Table) -> Iterator[pa.Table]:
-        """Settle a batch of entries; yields outcomes (`OUTCOME_SCHEMA`) group by group."""
+        """Settle a batch of entries and tell the ledger what became of each; yields their numbers, group by group.
+
+        Ray Data runs a batch again when a worker dies on it. What the ledger has is not settled again.
+        """
         entries = from_table(table)
         begun = ray.get(self._ledger.attempts.remote([entry.number for entry in entries]))
         attempts = {entry.number: times for entry, times in zip(entries, begun, strict=True) if times}
-        for group in groups(entries, self._config.precompute.images_in_memory, alone=attempts):
+        unsettled = [entry for entry, times in zip(entries, begun, strict=True) if times is not None]
+        for group in groups(unsettled, self._config.precompute.images_in_memory, alone=attempts):
+            numbers = [entry.number for entry in group]
             if attempts.get(group[0].number, 0) < MAX_ATTEMPTS:
+                ray.get(self._ledger.begin.remote(numbers))  # known before anything can kill this process
                 outcomes = self._settle(group)
             else:
                 reason = f"the worker died on it, {MAX_ATTEMPTS} times"
                 outcomes = [_Prepared(entry, time.time()).outcome("failed", reason=reason) for entry in group]
-            yield pa.Table.from_pylist([asdict(outcome) for outcome in outcomes], schema=OUTCOME_SCHEMA)
+            ray.get(self._ledger.end.remote(outcomes))
+            yield pa.table({"number": numbers})
 
     def _settle(self, group: Sequence[Entry]) -> list[Outcome]:
-        numbers = [entry.number for entry in group]
-        ray.get(self._ledger.begin.remote(numbers))  # known before anything can kill this process
         prepared = self._await(self._prepare_all(group))
         outcomes = [
             item.outcome("failed", reason=item.reason) if item.reason else item.outcome("present")
@@ -138,7 +119,6 @@ class PrecomputeWorker:
             finally:
                 self._ledger.release.remote(owner)
             waiting = [item for i, item in enumerate(waiting) if i not in taken]
-        self._ledger.end.remote(numbers)
         return outcomes
 
     async def _prepare_all(self, group: Sequence[Entry]) -> list[_Prepared]:
@@ -202,11 +182,6 @@ class PrecomputeWorker:
             if len(tasks) == 1:
                 return [error]
         return [result for task in tasks for result in self._compute([task])]
-
-
-def to_outcomes(table: pa.Table) -> list[Outcome]:
-    """The outcomes of a table that a worker yielded."""
-    return [Outcome(**row) for row in table.to_pylist()]
 
 
 def groups(entries: Iterable[Entry], images: int, alone: Collection[int] = ()) -> Iterator[list[Entry]]:

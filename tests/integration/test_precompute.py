@@ -27,8 +27,8 @@ from serving.api.app import build_api
 from serving.config import OrbitServeConfig
 from serving.engine_client import LinkedEngineClient, front_end_config
 from serving.precompute import outcomes
+from serving.precompute_ledger import Outcome
 from serving.precompute_manifest import Manifest
-from serving.precompute_worker import Outcome
 
 pytestmark = pytest.mark.engine
 

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from serving.cli import app
 from serving.config import OrbitServeConfig
 from serving.precompute import PrecomputeError, Summary, entry_blocks, outcomes
-from serving.precompute_ledger import Ledger
+from serving.precompute_ledger import Ledger, Outcome
 from serving.precompute_manifest import Entry, ImageSource, Manifest, from_table
-from serving.precompute_worker import Outcome, groups
+from serving.precompute_worker import groups
 
 
 def entries(*sizes: int) -> list[Entry]:
@@ -35,7 +35,7 @@ def test_an_entry_that_was_begun_in_vain_is_tried_alone():
 
 
 async def test_a_record_has_one_owner_at_a_time_and_whoever_waits_gets_it_then():
-    ledger = Ledger()
+    ledger = Ledger(10)
     assert await ledger.take("a/1", [["x", "y"], ["z"]]) == [0, 1]
     assert await ledger.take("b/1", [["y", "w"], ["v"]]) == [1]  # all of a group, or none of it
     waiting = asyncio.create_task(ledger.take("b/2", [["y", "w"]]))
@@ -48,11 +48,11 @@ async def test_a_record_has_one_owner_at_a_time_and_whoever_waits_gets_it_then()
 
 
 async def test_one_owner_may_have_the_same_record_in_two_groups():
-    assert await Ledger().take("a/1", [["x", "y"], ["y", "z"]]) == [0, 1]
+    assert await Ledger(10).take("a/1", [["x", "y"], ["y", "z"]]) == [0, 1]
 
 
 async def test_what_a_worker_held_when_it_died_is_free_when_it_starts_again_or_after_the_lease():
-    ledger = Ledger(lease_seconds=0.05)
+    ledger = Ledger(10, lease_seconds=0.05)
     await ledger.take("a/1", [["x"]])
     await ledger.restarted("a")
     assert await ledger.take("b/1", [["x"]]) == [0]
@@ -60,11 +60,20 @@ async def test_what_a_worker_held_when_it_died_is_free_when_it_starts_again_or_a
 
 
 async def test_entries_that_were_begun_and_never_ended_are_counted():
-    ledger = Ledger()
+    ledger = Ledger(10)
     await ledger.begin([1, 2])
-    await ledger.end([1])
+    await ledger.end([Outcome(1, "one", "stored")])
     await ledger.begin([2])
-    assert await ledger.attempts([1, 2, 3]) == [0, 2, 0]
+    assert await ledger.attempts([1, 2, 3]) == [None, 2, 0]
+
+
+async def test_an_entry_has_one_outcome_and_it_is_seen_once():
+    ledger = Ledger(10)
+    await ledger.end([Outcome(1, "one", "stored"), Outcome(2, "two", "failed")])
+    assert [outcome.name for outcome in await ledger.drain()] == ["one", "two"]
+    await ledger.end([Outcome(1, "one", "present"), Outcome(3, "three", "stored")])  # a batch that was run again
+    assert [outcome.name for outcome in await ledger.drain()] == ["three"]
+    assert await ledger.drain() == []
 
 
 def test_a_manifest_travels_inentry_blocks_of_a_few_entries(tmp_path: Path):
@@ -100,14 +109,14 @@ def test_a_library_that_keeps_nothing_is_refused(checkpoint: Path, tmp_path: Pat
 
 
 def test_a_dry_run_reads_the_manifest_alone_and_fails_for_bad_entries(checkpoint: Path, tmp_path: Path):
-    lines = ['{"path": "1.png"}', '{"images": ["1.png", "2.png"], "patches": "orbit", "tenant": "alice"}']
+    lines = ['{"path": "1.png"}', '{"images": ["1.png", "2.png"], "patches": "orbit", "tenant": "a[/b]"}']
     path = tmp_path / "list.jsonl"
     path.write_text("\n".join(lines))
     arguments = ["precompute", str(path), "--model", str(checkpoint), "--dry-run"]
     good = CliRunner().invoke(app, arguments)
     assert good.exit_code == 0
     assert "2 entries, 0 of them bad; 3 images" in good.output
-    assert "orbit (1), own (1); tenants: alice (1), local (1)" in good.output
+    assert "orbit (1), own (1); tenants: a[/b] (1), local (1)" in good.output
     path.write_text("\n".join([*lines, "{"]))
     bad = CliRunner().invoke(app, arguments)
     assert bad.exit_code == 1
