@@ -187,7 +187,7 @@ def encode_parts(record: Record) -> list[pa.Buffer]:
         "dtype": str(dtype).removeprefix("torch."),
         "parts": [[name, list(part.shape[1:])] for name, part in parts.items()],
         "layers": len(layers),
-        "digests": _digests([[layer] for layer in layers], sum(layer.nbytes for layer in layers)),
+        "digests": _digests(layers),
     }
     metadata = {_RECORD_KEY: json.dumps(document).encode(), _SEAL_KEY: _Seal(0, 0, 0, len(layers), _BLANK).text()}
     bodies = [pa.py_buffer(layer) for layer in layers]
@@ -209,12 +209,12 @@ def decode(
     expect_fingerprint: str,
     expect_tenant: str,
     verify: bool = True,
-    chunks: ReadThrough | None = None,
+    read: ReadThrough | None = None,
 ) -> Record:
     """The record in `buffer`, its tensors zero-copy views of it. Raises CorruptRecord if anything is not as expected.
 
-    `verify=False` skips the layers' digests (the frame, a few KiB, is always checked). `chunks(start, end)` yields the
-    same bytes where there is a faster way to read all of them once than through `buffer`.
+    `verify=False` skips the layers' digests (the frame, a few KiB, is always checked). `read(start, end)` yields the
+    same bytes where that is faster than going through `buffer`.
     """
     buffer = buffer if isinstance(buffer, pa.Buffer) else pa.py_buffer(buffer)
     seal = _check_frame(buffer)
@@ -225,7 +225,7 @@ def decode(
             raise CorruptRecord(f"the record's {name} is not the one expected")
     try:
         if verify:
-            _check_layers(chunks or _slices(buffer), seal, document["digests"])
+            _check_layers(buffer, read, seal, document["digests"])
         return _build(document, _views(buffer, seal, document))
     except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
         raise CorruptRecord(f"the record's metadata is inconsistent: {error}") from error
@@ -377,9 +377,11 @@ def _digest(chunks: Iterable[Any]) -> str:
     return hasher.hexdigest()
 
 
-def _digests(layers: Iterable[Iterable[Any]], nbytes: int) -> list[str]:
-    """The layers' digests, in order; several at once where that pays."""
-    return list(_hashers.map(_digest, layers) if nbytes >= _THREADED_BYTES else map(_digest, layers))
+def _digests(layers: Sequence[Any]) -> list[str]:
+    """The digests of layers in memory; several at once where that pays."""
+    alone = ([layer] for layer in layers)
+    many = sum(memoryview(layer).nbytes for layer in layers) >= _THREADED_BYTES
+    return list(_hashers.map(_digest, alone) if many else map(_digest, alone))
 
 
 def _seal_places(buffer: pa.Buffer, seal: _Seal) -> tuple[int, int]:
@@ -443,15 +445,14 @@ def _read_document(buffer: pa.Buffer) -> dict[str, Any]:
     return document
 
 
-def _slices(buffer: pa.Buffer) -> ReadThrough:
-    view = memoryview(buffer)
-    return lambda start, end: [view[start:end]]
-
-
-def _check_layers(chunks: ReadThrough, seal: _Seal, digests: Sequence[str]) -> None:
+def _check_layers(buffer: pa.Buffer, read: ReadThrough | None, seal: _Seal, digests: Sequence[str]) -> None:
     if len(digests) != seal.layers:
         raise CorruptRecord("the record does not list one checksum per layer")
-    found = _digests((chunks(start, end) for start, end in seal.spans()), seal.size * seal.layers)
+    view = memoryview(buffer)
+    if read is None:
+        found = _digests([view[start:end] for start, end in seal.spans()])
+    else:
+        found = [_digest(read(start, end)) for start, end in seal.spans()]
     for layer, (digest, expected) in enumerate(zip(found, digests, strict=True)):
         if digest != expected:
             raise CorruptRecord(f"layer {layer} does not match its checksum")

@@ -91,7 +91,7 @@ class TierStack:
                         expect_fingerprint=fingerprint,
                         expect_tenant=tenant,
                         verify=verify,
-                        chunks=blob.chunks,
+                        read=blob.read,
                     )
                     if path_of(record) != path:
                         raise CorruptRecord("the record belongs in another place")

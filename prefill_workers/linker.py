@@ -44,8 +44,7 @@ from prefill_workers.plan import (
 from prefill_workers.policies import Mode, OperatingPoint
 from prefill_workers.sequence import LinkSequence
 
-# A chunk's patch, its orbit patch, its canonical KV and its embeddings may each take the library's time-out.
-_LOADS_OF_A_CHUNK = 4
+_TIMEOUTS = 2  # of the library, until a chunk counts as not stored: whether its KV is there, and its embeddings
 
 
 class Linker:
@@ -161,7 +160,7 @@ class Linker:
         fresh: Tensor | None,
     ) -> ChunkPlan:
         span, keys = request.chunks[index], wanted[index]
-        coming = lookup.is_coming(_LOADS_OF_A_CHUNK * self.library.settings.load_timeout_s)
+        coming = lookup.is_coming(_TIMEOUTS * self.library.settings.load_timeout_s)
         chunk = ChunkPlan(
             span=span,
             canonical_key=keys.canonical,

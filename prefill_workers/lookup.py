@@ -1,11 +1,11 @@
 """Look-ups: what the library holds for a request's chunks, all of them at once and beside everything else.
 
 A look-up says early whether a chunk's KV is *coming* (its patch is stored, or its canonical KV where that is enough),
-long before the KV itself is loaded. So a request learns at once which of its images miss and must be encoded, while
+long before anything of it is loaded. So a request learns at once which of its images miss and must be encoded, while
 the hits of all tiers go on loading (mpic.md §3.2).
 
-    patch ── stored ──▶ coming ── canonical KV ──▶ found: KV
-      └── missing ─────────┴── failed, slow or damaged ──▶ embeddings ──▶ found: embeddings, or nothing
+    a patch is stored ──▶ coming ── patch ∥ canonical KV ──▶ found: KV
+          └── none ──────────┴── failed, slow or damaged ──▶ embeddings ──▶ found: embeddings, or nothing
 """
 
 from __future__ import annotations
@@ -113,18 +113,20 @@ class Lookups:
         """Canonical KV and the patch that the mode needs, as far as they are stored."""
         library, patch = self._library, None
         if looks_up_patch(mode):
-            # Without a patch the canonical KV is of no use: its bytes are only moved once there is one.
+            # Without a patch the canonical KV is of no use: nothing is moved until one is known to be stored.
             wanted = ((key, owner) for key in (keys.own_patch, keys.set_patch) for owner in keys.patch_owners)
-            patch = next((found for key, owner in wanted if (found := library.get_patch(key, owner))), None)
-            if patch is None:
+            stored = next((place for place in wanted if library.has("patch", *place)), None)
+            if stored is None:
                 return Found()
-            loading = library.load("canonical", keys.canonical, keys.owner)
-        elif mode is Mode.FULL_REUSE:
-            loading = library.load("canonical", keys.canonical, keys.owner)
-            if not (loading.done() or library.has("canonical", keys.canonical, keys.owner)):
-                return Found()
-        else:
+            patch = library.load("patch", *stored)
+        elif mode is not Mode.FULL_REUSE:
             return Found()
-        if not loading.done():
+        canonical = library.load("canonical", keys.canonical, keys.owner)
+        if library.has("canonical", keys.canonical, keys.owner):
             lookup._decide(coming=True)
-        return Found(cast(CanonicalRecord | None, library.wait(loading)), patch)
+        found = Found(
+            canonical=cast(CanonicalRecord | None, library.wait(canonical)),
+            patch=cast(PatchRecord | None, library.wait(patch)) if patch is not None else None,
+        )
+        lacks_patch = patch is not None and found.patch is None
+        return replace(found, canonical=None) if lacks_patch else found

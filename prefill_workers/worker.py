@@ -30,8 +30,8 @@ from prefill_workers.sequence import Run, merge_runs, split_runs
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.002  # between looks for NIXL notifications while a lease is out
-# A forward over a few tokens takes as long as one over this many: a link that still waits for loads leaves fewer to a
-# later forward, unless one runs anyway.
+# What a link that still waits for loads must have to compute for a forward of its own; fewer tokens wait for the next.
+# Whatever it computes, a forward costs as much as 16 tokens (250M parameters, two cores; on GPUs many more).
 _FORWARD_TOKENS = 64
 
 
@@ -99,7 +99,7 @@ class PrefillLoop:
         max_queue: links that may wait; more are refused with `Overloaded`.
         form: whether computed chunks are kept (canonical KV, patches) in the background.
         patience_seconds: how long background work gives way to hand-offs of links that have finished.
-        orbit_chunks: largest set of chunks whose orders are all run in the background for orbit patches; 0: none.
+        orbit_chunks: largest set of chunks whose orders are run in the background for orbit patches; 0: none.
     """
 
     def __init__(

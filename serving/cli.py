@@ -69,11 +69,23 @@ def doctor(
     model: Annotated[
         Path | None, typer.Option(help="Checkpoint to check the engine with; default: the bundled.")
     ] = None,
+    config: Config = None,
 ) -> None:
-    """Check versions, engine, transfers, memory and ports, and say what to do about each failure."""
+    """Check versions, engine, transfers, memory and ports, and say what to do about each failure.
+
+    With a configuration its model and its library's tiers are checked too.
+    """
+    from serving.config import ConfigError, OrbitServeConfig
     from serving.doctor import print_report, run_doctor
 
-    results = run_doctor(model)
+    try:
+        settings = None if config is None else OrbitServeConfig.load(config, model=model)
+    except ConfigError as error:
+        console.print(f"[red]error:[/red] {error}")
+        raise typer.Exit(1) from None
+    if settings is not None:
+        model = settings.model.path
+    results = run_doctor(model, library=None if settings is None else settings.library)
     print_report(results, console)
     if not all(result.ok for result in results):
         raise typer.Exit(1)

@@ -4,6 +4,7 @@
 |-------------------|---------------------------------------------------------------------------|--------------|
 | packages          | compares installed versions with the lock file                            | here         |
 | processor, memory, disk, ports | reads what the system says                                   | here         |
+| library           | stores, reads and deletes a blob in every tier of the given configuration | here         |
 | torch             | imports torch and torchvision                                             | own process  |
 | NIXL loopback     | moves 1 MiB between two agents over UCX and compares the bytes            | own process  |
 | Ray               | starts a local cluster and runs one task                                  | own process  |
@@ -25,11 +26,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
+import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -37,6 +40,9 @@ from rich.text import Text
 import infra
 from infra.checkpoints import checkpoint_path
 from infra.vllm_env import is_cpu_build, vllm_environment
+from kvstore.errors import TierUnavailable
+from kvstore.settings import LibrarySettings
+from kvstore.tier_stack import TierStack
 
 GIB = 1 << 30
 DEFAULT_CHECKPOINT = "qwen2_5_vl-tiny"
@@ -58,15 +64,19 @@ class CheckResult:
     remedy: str = ""
 
 
-def run_doctor(checkpoint: Path | None = None, ports: Sequence[int] = DEFAULT_PORTS) -> list[CheckResult]:
+def run_doctor(
+    checkpoint: Path | None = None, ports: Sequence[int] = DEFAULT_PORTS, library: LibrarySettings | None = None
+) -> list[CheckResult]:
     """Run every check and return all findings; takes about a minute on two cores. Never raises for a bad machine.
 
     Args:
         checkpoint: the model whose engine is checked; None takes the bundled tiny one, building it if need be.
         ports: TCP ports that have to be free on this machine.
+        library: settings of the library whose tiers are checked; None checks none.
     """
     results = [check_packages(_lock_file()), check_processor(), check_memory(), check_disk(Path.cwd())]
     results += [check_port(port) for port in ports]
+    results += check_library(library) if library is not None else []
     results += run_probe("torch", remedy="run `make setup`; `.venv/bin/python -c 'import torchvision'` shows the error")
     results += run_probe(
         "nixl", remedy="KV moves over UCX: check that nothing forbids shared memory (/dev/shm) or loopback TCP"
@@ -157,6 +167,31 @@ def check_port(port: int) -> CheckResult:
             remedy = f"see who has it with `ss -ltnp 'sport = :{port}'`, or set another port in the configuration"
             return CheckResult(f"port {port}", False, error.strerror or str(error), remedy)
     return CheckResult(f"port {port}", True, "free")
+
+
+def check_library(settings: LibrarySettings) -> list[CheckResult]:
+    """Store, read and delete a small blob in the directory and behind the URL, as far as there are any."""
+    results = []
+    for name, field, other in (("library directory", "directory", "url"), ("library URL", "url", "directory")):
+        place = getattr(settings, field)
+        if place is None:
+            continue
+        key, probe = f"doctor/{uuid.uuid4().hex}", os.urandom(1 << 16)
+        start = time.perf_counter()
+        try:
+            tier = TierStack.tiers_of(settings.model_copy(update={other: None}))[-1]
+            tier.put(key, [pa.py_buffer(probe)])
+            found = tier.get(key)
+            tier.delete(key)
+        except TierUnavailable as error:
+            ok, detail = False, str(error)
+        else:
+            ok = found is not None and found.to_pybytes() == probe
+            elapsed_ms = 1e3 * (time.perf_counter() - start)
+            detail = f"{place}: stored, read and deleted in {elapsed_ms:.0f} ms" if ok else f"{place}: the bytes differ"
+        remedy = f"correct `library.{field}`" + (" or `library.storage_options`" if field == "url" else "")
+        results.append(_verdict(name, ok, detail, f"{remedy}; until then chunks are computed instead of loaded"))
+    return results
 
 
 def _verdict(name: str, ok: bool, detail: str, remedy: str) -> CheckResult:

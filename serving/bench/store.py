@@ -36,14 +36,14 @@ from serving.bench.harness import Arm, Benchmark, Outcome, clock_ms, in_turns
 # Qwen2.5-VL-7B: 28 layers, 4 KV heads of 128, bf16, so 56 KiB a token.
 LAYOUT = Layout.gqa(layers=28, kv_heads=4, head_size=128, rotary=RotaryScheme.from_base(128))
 FINGERPRINT, TENANT, BUCKET = "bench-store", "local", "bench"
-RECORDS = 4  # a turn
+RECORDS = 8  # a turn
 DIRECTORY = Path(".orbitserve")
 Work = Callable[[], float]  # does one turn, returns its milliseconds
 
 
 def run(quick: bool, console: Console) -> Outcome:
     """Measure every tier in turns with its raw medium."""
-    cases, turns = ([256], 3) if quick else ([256, 1024], 15)
+    cases, turns = ([256], 3) if quick else ([256, 1024], 9)
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in _DESCRIPTIONS}
     nbytes = {}
     DIRECTORY.mkdir(exist_ok=True)

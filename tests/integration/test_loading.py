@@ -52,6 +52,9 @@ class GatedTier(WrappedTier):
             raise TierUnavailable("injected: the connection dropped")
         return None if name in self.absent else super().get(key)
 
+    def contains(self, key: str) -> bool:
+        return not any(name in key for name in self.absent) and super().contains(key)
+
     def reads(self, name: str) -> int:
         """Reads of the record with this key that went through."""
         return sum(action == "get" and name in key for action, key in self.calls)

@@ -24,6 +24,7 @@ from kvstore.library import Library
 from kvstore.paths import path_of
 from kvstore.settings import LibrarySettings
 from kvstore.tiers import Tier, tier_for_url
+from serving.doctor import check_library
 
 _buckets = (f"bucket-{number}" for number in itertools.count())
 OpenLibrary = Callable[..., Library]
@@ -95,6 +96,7 @@ def test_records_come_back_bit_for_bit(library: OpenLibrary, server: S3Server, b
     writer = library()
     for record in (small, large):
         put(writer, record)
+    assert all(finding.ok for finding in check_library(writer.settings))
     reader = library()
     for record in (small, large):
         found = reader.get_canonical(record.key, "acme")
@@ -125,6 +127,9 @@ def test_a_missing_bucket_costs_misses_and_is_named(library: OpenLibrary, caplog
     stats = nowhere.stats()
     assert (stats.misses, stats.dropped_writes) == (1, 1)
     assert "the bucket 'no-such-bucket' does not exist" in caplog.text
+    (finding,) = check_library(nowhere.settings)
+    assert not finding.ok
+    assert "the bucket 'no-such-bucket' does not exist" in finding.detail
 
 
 def test_a_stalled_server_is_a_miss_now_and_a_hit_later(

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from kvstore.settings import LibrarySettings
 from serving import doctor
-from serving.doctor import CheckResult, check_disk, check_packages, check_port, print_report, run_probe
+from serving.doctor import CheckResult, check_disk, check_library, check_packages, check_port, print_report, run_probe
 
 
 def probe_that_runs(code: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **options: object) -> list[CheckResult]:
@@ -55,6 +56,24 @@ def test_too_little_disk_fails_with_what_is_needed(tmp_path: Path, monkeypatch: 
     result = check_disk(tmp_path)
     assert not result.ok
     assert f"{1 << 30} GiB" in result.remedy
+
+
+def test_a_library_whose_tiers_answer_passes_and_keeps_nothing(tmp_path: Path) -> None:
+    settings = LibrarySettings(directory=tmp_path / "near", url=f"file://{tmp_path}/far")
+    results = check_library(settings)
+    assert [result.name for result in results] == ["library directory", "library URL"]
+    assert all(result.ok for result in results)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_tier_that_does_not_answer_is_named_with_its_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    directory, url = check_library(LibrarySettings(directory=tmp_path / "file", url="no-such-scheme://somewhere"))
+    assert not directory.ok
+    assert "library.directory" in directory.remedy
+    assert not url.ok
+    assert "no-such-scheme" in url.detail
+    assert "library.storage_options" in url.remedy
 
 
 def test_findings_of_a_probe_arrive_between_noise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -260,10 +260,10 @@ def test_shared_patches_of_unequal_ranks_and_depths_compose(layout: Layout) -> N
     delta = [random_kv(layout, TOKENS, seed=seed) for seed in (1, 2)]
     wide, narrow = (form_patch(d, layout, rank, basis=basis) for d, rank in zip(delta, (5, 2), strict=True))
     torch.testing.assert_close(compose([narrow, wide]).dense(), narrow.dense() + wide.dense(), rtol=1e-4, atol=1e-4)
-    deep = form_patch(delta[1], layout, 2, depth=0.5, basis=basis)
-    expected = wide.dense().clone()
+    deep = form_patch(delta[0], layout, 5, depth=0.5, basis=basis)
+    expected = narrow.dense().clone()
     expected[deep.first_layer :] += deep.dense()
-    torch.testing.assert_close(compose([deep, wide]).dense(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(compose([deep, narrow]).dense(), expected, rtol=1e-4, atol=1e-4)
 
 
 @families

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tier_conformance import TierConformance, buffers
 
+from kvstore import tiers
 from kvstore.errors import TierUnavailable
 from kvstore.tier_faults import FaultyTier, HeldTier, SlowTier
 from kvstore.tiers import DiskTier, FsspecTier, MemoryTier, Tier, tier_for_url
@@ -33,6 +34,20 @@ class TestDiskTier(TierConformance):
         held = [tier.get("k") for _ in range(50)]
         assert len(os.listdir("/proc/self/fd")) == before
         assert {bytes(buffer or b"") for buffer in held} == {b"x" * 10_000}
+
+    @pytest.mark.parametrize("cached", [True, False])
+    def test_a_cold_file_can_be_read_through_in_chunks(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
+    ) -> None:
+        monkeypatch.setattr(tiers, "_in_page_cache", lambda descriptor, size: cached)
+        tier, content = DiskTier(tmp_path), os.urandom(1_300_000)
+        tier.put("k", buffers(content))
+        blob = tier.open("k")
+        assert blob is not None
+        assert bytes(blob.buffer) == content
+        assert (blob.read is None) == cached
+        if blob.read is not None:
+            assert b"".join(map(bytes, blob.read(5, 1_299_999))) == content[5:1_299_999]
 
     def test_leftovers_of_dead_writers_are_swept_when_opened(self, tmp_path: Path) -> None:
         DiskTier(tmp_path)
@@ -65,6 +80,29 @@ class TestDiskTier(TierConformance):
             tier.put("k", buffers(b"new"))
         assert bytes(tier.get("k") or b"") == b"old"
         assert list((tmp_path / ".partial").iterdir()) == []
+
+    def test_a_durable_tier_syncs_the_file_before_its_name_and_the_folders_after(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        steps: list[str] = []
+        real_sync, real_rename = os.fsync, os.rename
+
+        def sync(descriptor: int) -> None:
+            steps.append(os.readlink(f"/proc/self/fd/{descriptor}").removeprefix(str(tmp_path)) or "/")
+            real_sync(descriptor)
+
+        def rename(source: Path, target: Path) -> None:
+            steps.append("rename")
+            real_rename(source, target)
+
+        monkeypatch.setattr(os, "fsync", sync)
+        monkeypatch.setattr(os, "rename", rename)
+        DiskTier(tmp_path, durable=True).put("a/b", buffers(b"x"))
+        assert steps[0].startswith("/.partial/")
+        assert steps[1:] == ["rename", "/a", "/"]
+        steps.clear()
+        DiskTier(tmp_path, durable=False).put("a/b", buffers(b"x"))
+        assert steps == ["rename"]
 
     def test_deletion_leaves_no_folder_that_names_what_was_there(self, tmp_path: Path) -> None:
         tier = DiskTier(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import pyarrow as pa
 import pytest
 import torch
 from kvstore_support import FINGERPRINT, canonical, embedding_of, patch_of
@@ -27,10 +28,10 @@ KEYS = ChunkKeys(RECORD.key, OWN.key, ORBIT.key, EMBEDDING.key, owner=TENANT, pa
 
 
 class KindTier(HeldTier):
-    """Holds, or fails, the reads of some kinds of records only."""
+    """Holds actions on some kinds of records only."""
 
-    def __init__(self, inner: Tier, *kinds: str) -> None:
-        super().__init__(inner, "get")
+    def __init__(self, inner: Tier, *kinds: str, action: str = "get") -> None:
+        super().__init__(inner, action)
         self.kinds = kinds
 
     def before(self, action: str, key: str) -> None:
@@ -59,8 +60,9 @@ def start(tier: Tier, mode: Mode = Mode.AUTO, keys: ChunkKeys = KEYS, **settings
     return Lookups(library).start(keys, mode)
 
 
-def test_kv_is_known_to_come_before_it_is_loaded(full: MemoryTier) -> None:
-    tier = KindTier(full, "canonical")
+@pytest.mark.parametrize("held", ["canonical", "patch"])
+def test_kv_is_known_to_come_before_it_is_loaded(full: MemoryTier, held: str) -> None:
+    tier = KindTier(full, held)
     lookup = start(tier)
     assert lookup.is_coming(5)
     assert not lookup.done()
@@ -83,7 +85,7 @@ def test_canonical_kv_is_not_moved_without_a_patch(full: MemoryTier) -> None:
     found = lookup.found()
     assert (found.canonical, found.patch) == (None, None)
     assert found.embeddings is not None
-    assert tier.read() == ["patch", "patch", "embedding"]
+    assert tier.read() == ["embedding"]
 
 
 def test_full_reuse_needs_no_patch(full: MemoryTier) -> None:
@@ -104,11 +106,23 @@ def test_other_modes_look_for_no_kv(full: MemoryTier, mode: Mode, read: list[str
     assert tier.read() == read
 
 
-def test_kv_that_fails_to_come_leaves_the_embeddings(full: MemoryTier) -> None:
+def test_kv_that_is_not_there_is_not_awaited_and_leaves_the_embeddings(full: MemoryTier) -> None:
     lookup = start(full, keys=replace(KEYS, canonical="0" * 64))
+    assert not lookup.is_coming(5)
     found = lookup.found()
     assert found.canonical is None
     assert found.patch is not None
+    assert found.embeddings is not None
+
+
+@pytest.mark.parametrize("kind", ["canonical", "patch"])
+def test_kv_that_fails_to_come_leaves_the_embeddings(full: MemoryTier, kind: str) -> None:
+    class Torn(KindTier):
+        def get(self, key: str) -> pa.Buffer | None:
+            return pa.py_buffer(b"torn") if f"/{kind}/" in key else super().get(key)
+
+    found = start(Torn(full)).found()
+    assert found.canonical is None
     assert found.embeddings is not None
 
 
@@ -119,7 +133,7 @@ def test_a_failing_tier_finds_nothing_and_raises_nothing(full: MemoryTier) -> No
 
 
 def test_a_stalled_tier_is_not_waited_for(full: MemoryTier) -> None:
-    tier = KindTier(full, "patch")
+    tier = KindTier(full, "patch", action="contains")
     lookup = start(tier)
     assert not lookup.is_coming(0.01)
     tier.release.set()
