@@ -24,7 +24,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from infra.checkpoints import checkpoint_path
 from prefill_workers.engine import PrefillEngine
 from serving.api.app import build_api
-from serving.config import OrbitServeConfig
+from serving.config import HttpSettings, OrbitServeConfig
 from serving.engine_client import LinkedEngineClient, front_end_config
 from serving.precompute import outcomes
 from serving.precompute_ledger import Outcome
@@ -222,9 +222,7 @@ async def test_a_first_request_over_precomputed_images_is_a_pure_link(
 
 
 async def test_content_is_its_tenants_and_without_patches_only_the_encoder_is_spared(ask: Callable[..., Any], job: Job):
-    alices = job.config.model_copy(
-        update={"http": job.config.http.model_copy(update={"api_keys": {"alices": "alice"}})}
-    )
+    alices = job.config.model_copy(update={"http": HttpSettings.model_validate({"api_keys": {"alices": "alice"}})})
     report = await ask([1, 2], None, alices)
     assert [chunk["operating_point"] for chunk in report["chunks"]] == ["recomputed"] * 2
     assert report["vision_tokens_encoded"] == 0
