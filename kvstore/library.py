@@ -7,6 +7,7 @@
 | wait | a tier, at most load_timeout_s | what a Loading gives |
 | put_canonical, put_patch, put_embedding, put_basis | nothing | memory now, tiers behind the request |
 | has | a tier | looks without loading |
+| persisted | a tier | looks in the farthest tier alone |
 | pin | nothing | the keys stay in memory and on disk while the block runs |
 | delete, delete_content | every tier | removes everywhere, also what is queued |
 | flush, close | the queue | persists what is queued |
@@ -151,6 +152,10 @@ class Library:
         """Whether a record exists, without loading it. A tier that fails counts as not having it."""
         path = record_path(kind, key, self.fingerprint, tenant)
         return self._resident(path) is not None or self._stack.contains(path)
+
+    def persisted(self, kind: RecordKind, key: str, tenant: str) -> bool:
+        """Whether the farthest tier, the one that all nodes share, holds a record. False if it does not answer."""
+        return self._stack.persisted(record_path(kind, key, self.fingerprint, tenant))
 
     # Writing
 

@@ -154,6 +154,16 @@ class TierStack:
                 self._failed(index, error)
         return False
 
+    def persisted(self, path: str) -> bool:
+        """Whether the farthest tier has the path; False if there is none, or it does not answer."""
+        if not self.tiers or self._breakers[-1].open:
+            return False
+        try:
+            return self.tiers[-1].contains(path)
+        except TierUnavailable as error:
+            self._failed(len(self.tiers) - 1, error)
+            return False
+
     def remove(self, path: str) -> bool:
         """Deletes a record from every tier, quarantined copies too. Raises TierUnavailable after trying all."""
         removed, failure = False, None

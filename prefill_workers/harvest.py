@@ -59,26 +59,35 @@ class Harvester:
         stored = self.library.get_canonical(chunk.canonical_key, tenant)
         if stored is not None:
             return stored
+        lone = self.lone(plan, chunk, scratch)
+        began = time.perf_counter()
+        self.engine.forward([(lone, [Run(0, len(lone))])])
+        kv = self.engine.read_kv(scratch, 0, len(lone))
+        return self.keep_canonical(plan, chunk, kv, time.perf_counter() - began)
+
+    def lone(self, plan: LinkPlan, chunk: ChunkPlan, blocks: Sequence[int]) -> LinkSequence:
+        """The chunk as a sequence of its own, from position 0: its KV is KV(B|∅)."""
         span, whole = chunk.span, plan.sequence
-        lone = LinkSequence(
+        return LinkSequence(
             token_ids=whole.token_ids[span.start : span.stop],
             positions=whole.positions[..., span.start : span.stop] - chunk.start_position,
-            blocks=scratch,
+            blocks=blocks,
             embedded=()
             if chunk.embeddings is None
             else (Embedded(span.first - span.start, chunk.embeddings, span.is_embed),),
         )
-        began = time.perf_counter()
-        self.engine.forward([(lone, [Run(0, len(lone))])])
+
+    def keep_canonical(self, plan: LinkPlan, chunk: ChunkPlan, kv: Tensor, seconds: float) -> CanonicalRecord:
+        """Store KV(B|∅) [layers, tokens, features] of a chunk, which took `seconds` to compute."""
         record = CanonicalRecord(
             key=chunk.canonical_key,
             fingerprint=self.engine.fingerprint,
-            tenant=tenant,
+            tenant=owner_of(plan.request.tenant, chunk.span.content),
             layout=self.engine.layout,
-            kv=self.engine.read_kv(scratch, 0, len(lone)),
-            content=span.content,
-            recompute_seconds=time.perf_counter() - began,
-            meta={"modality": span.modality},
+            kv=kv,
+            content=chunk.span.content,
+            recompute_seconds=seconds,
+            meta={"modality": chunk.span.modality},
         )
         self.library.put_canonical(record)
         return record
@@ -160,6 +169,11 @@ class Harvester:
         owner = _set_owner(request.tenant, request.prefix, *(chunk.span.content for chunk in plan.chunks))
         if self.library.get_patch(whole_set, owner) is not None:
             return None
+        return self.forming(plan)
+
+    def forming(self, plan: LinkPlan) -> OrbitForming | None:
+        """The orders of a plan's chunks, which must be different ones; None when embeddings are missing."""
+        request = plan.request
         chunks = []
         for chunk in plan.chunks:
             embeddings = chunk.embeddings

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from serving import library_cli
 
@@ -87,6 +88,35 @@ def doctor(
     results = run_doctor(model, library=None if settings is None else settings.library)
     print_report(results, console)
     if not all(result.ok for result in results):
+        raise typer.Exit(1)
+
+
+@app.command()
+def precompute(
+    manifest: Annotated[str, typer.Argument(help="Folder of images, or JSONL or Parquet file; a path or fsspec URL.")],
+    model: Annotated[Path | None, typer.Option(help="Checkpoint directory; overrides the configuration's.")] = None,
+    config: Config = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Workers; overrides the configuration's.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many entries, from the first.")] = None,
+    failures: Annotated[Path | None, typer.Option(help="JSONL file for the entries that failed, with reasons.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Read the manifest alone; compute nothing.")] = False,
+) -> None:
+    """Encode and store everything in a manifest, so that first requests over it link. Run it again to resume."""
+    from serving import precompute as job
+    from serving.config import ConfigError, OrbitServeConfig
+    from serving.precompute_manifest import Manifest, ManifestError
+
+    try:
+        settings = OrbitServeConfig.load(config, model=model, workers=workers)
+        source = Manifest(manifest, settings.precompute.storage_options)
+        if dry_run:
+            good = job.dry_run(source, limit, console)
+        else:
+            good = job.precompute(settings, source, limit, failures, console)
+    except (ConfigError, ManifestError, job.PrecomputeError, OSError) as error:
+        console.print(f"[red]error:[/red] {escape(str(error))}")
+        raise typer.Exit(2) from None
+    if not good:
         raise typer.Exit(1)
 
 

@@ -146,6 +146,23 @@ class LibraryRoleSettings(RoleSettings):
     sweep_period_s: float = Field(60.0, gt=0, description="Seconds between looks for expired files.")
 
 
+class PrecomputeSettings(_Settings):
+    """The offline caching job; its engines are prefill engines (see `prefill`)."""
+
+    workers: int = Field(1, ge=1, description="Workers, each with an engine of its own.")
+    num_cpus: float = Field(0.1, ge=0, description="CPUs that Ray reserves for a worker.")
+    num_gpus: float = Field(0, ge=0, description="GPUs that Ray reserves for a worker.")
+    threads: int | None = Field(
+        None, ge=1, description="OpenMP threads of a worker. None: the cluster's CPUs, divided by the workers."
+    )
+    entries_per_task: int = Field(16, ge=1, description="Entries that a worker is given at a time.")
+    images_in_memory: int = Field(16, ge=1, description="Images that a worker prepares together; a larger set, alone.")
+    storage_options: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="Options of fsspec's file systems by protocol, for manifests and images: {s3: {key: ..., ...}}.",
+    )
+
+
 class OrbitServeConfig(_Settings):
     """A whole deployment."""
 
@@ -160,6 +177,7 @@ class OrbitServeConfig(_Settings):
     patch: PatchSettings = PatchSettings()
     decode: DecodeRoleSettings = DecodeRoleSettings()
     keeper: LibraryRoleSettings = LibraryRoleSettings()
+    precompute: PrecomputeSettings = PrecomputeSettings()
 
     @classmethod
     def from_yaml(cls, path: Path) -> OrbitServeConfig:
@@ -172,7 +190,12 @@ class OrbitServeConfig(_Settings):
 
     @classmethod
     def load(
-        cls, path: Path | None, model: Path | None = None, host: str | None = None, port: int | None = None
+        cls,
+        path: Path | None,
+        model: Path | None = None,
+        host: str | None = None,
+        port: int | None = None,
+        workers: int | None = None,
     ) -> OrbitServeConfig:
         """Read a configuration file, if there is one, and put the given values over it.
 
@@ -180,7 +203,12 @@ class OrbitServeConfig(_Settings):
             ConfigError: see `from_yaml`; or no model is named anywhere.
         """
         values: dict[str, Any] = _read(path) if path is not None else {}
-        for section, name, value in (("model", "path", model), ("http", "host", host), ("http", "port", port)):
+        for section, name, value in (
+            ("model", "path", model),
+            ("http", "host", host),
+            ("http", "port", port),
+            ("precompute", "workers", workers),
+        ):
             if value is not None:
                 values[section] = {**(values.get(section) or {}), name: value}
         source = str(path) if path is not None else "the command line"

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from serving.bench import handoff, overhead, parallel_load, patch_apply, patch_form, patch_rank, relocation, store, ttft
+from serving.bench import (
+    handoff,
+    overhead,
+    parallel_load,
+    patch_apply,
+    patch_form,
+    patch_rank,
+    precompute,
+    relocation,
+    store,
+    ttft,
+)
 from serving.bench.harness import Benchmark
 
 _MODULES = (
@@ -13,6 +24,7 @@ _MODULES = (
     patch_apply,
     patch_form,
     patch_rank,
+    precompute,
     relocation,
     store,
 )

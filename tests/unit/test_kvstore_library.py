@@ -193,6 +193,23 @@ def test_every_tier_gets_a_copy(make: MakeLibrary) -> None:
     assert library.stats().tier_bytes["one"] > SIZE
 
 
+def test_only_what_the_farthest_tier_holds_is_persisted(make: MakeLibrary) -> None:
+    record, near, far = canonical(), MemoryTier("near"), FaultyTier(MemoryTier("far"))
+    with Library(LibrarySettings(), FINGERPRINT, [near]) as writer:
+        writer.put_canonical(record)
+    library = make(near, far, tier_failures=2, tier_cooldown_s=3600)
+    assert library.has("canonical", record.key, "acme")
+    assert not library.persisted("canonical", record.key, "acme")
+    library.put_canonical(record)
+    library.flush()
+    assert library.persisted("canonical", record.key, "acme")
+    assert not library.persisted("canonical", record.key, "other")
+    far.failing.add("contains")
+    far.calls.clear()
+    assert not any(library.persisted("canonical", record.key, "acme") for _ in range(5))
+    assert len(far.calls) == 2  # then it is left alone
+
+
 def test_a_failing_tier_costs_a_miss_and_the_next_one_answers(make: MakeLibrary) -> None:
     record, sound = canonical(), MemoryTier("sound")
     with Library(LibrarySettings(), FINGERPRINT, [sound]) as writer:
