@@ -19,9 +19,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
@@ -38,6 +37,7 @@ from kvstore.basis import SharedBasis
 from kvstore.errors import CorruptRecord, ShapeMismatch
 from kvstore.layout import Layout
 from kvstore.patch import Patch, PatchKind
+from kvstore.seal import Frame, Seal, blank_seal, check_frame, fill_seals, find_seal
 
 FORMAT_VERSION = 1
 RecordKind = Literal["canonical", "patch", "embedding", "basis"]
@@ -46,11 +46,6 @@ ReadThrough = Callable[[int, int], Iterable[memoryview]]
 _ARROW_TYPES = {torch.float32: pa.float32(), torch.float16: pa.float16(), torch.bfloat16: pa.uint16()}
 _DTYPE_NAMES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _RECORD_KEY, _SEAL_KEY = b"orbitserve.record", b"orbitserve.seal"
-# JSON escapes every quote inside a string, so this text cannot occur in the record's JSON.
-_SEAL_MARK = b'"orbit-seal"="'
-_SEAL = re.compile(re.escape(_SEAL_MARK) + rb"(\d{20}) (\d{20}) (\d{20}) (\d{10}) ([0-9a-f]{64})\"")
-_BLANK = "0" * 64
-_DIGEST_END = 65  # the digest and the closing quote end the seal
 _THREADED_BYTES = 4 << 20  # hashing gains from a second thread above about this size
 _hashers = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="kvstore-hash")
 
@@ -147,29 +142,6 @@ def kind_of(record: Record) -> RecordKind:
     return "patch" if isinstance(record, PatchRecord) else "embedding"
 
 
-@dataclass(frozen=True)
-class _Seal:
-    """Where the layers' bytes lie in the file, and the digest of all other bytes."""
-
-    first: int  # offset of layer 0
-    stride: int  # from one layer's first byte to the next one's
-    size: int  # bytes of a layer
-    layers: int
-    digest: str
-
-    def text(self) -> bytes:
-        numbers = f"{self.first:020d} {self.stride:020d} {self.size:020d} {self.layers:010d} {self.digest}"
-        return _SEAL_MARK + numbers.encode() + b'"'
-
-    @property
-    def end(self) -> int:
-        return self.first + (self.layers - 1) * self.stride + self.size
-
-    def spans(self) -> list[tuple[int, int]]:
-        starts = (self.first + layer * self.stride for layer in range(self.layers))
-        return [(start, start + self.size) for start in starts]
-
-
 def encode_parts(record: Record) -> list[pa.Buffer]:
     """The record as the bytes of one file, in pieces to be written one after another.
 
@@ -189,10 +161,10 @@ def encode_parts(record: Record) -> list[pa.Buffer]:
         "layers": len(layers),
         "digests": [_digest([layer]) for layer in layers],  # in the background: one thread is enough
     }
-    metadata = {_RECORD_KEY: json.dumps(document).encode(), _SEAL_KEY: _Seal(0, 0, 0, len(layers), _BLANK).text()}
+    metadata = {_RECORD_KEY: json.dumps(document).encode(), _SEAL_KEY: blank_seal(len(layers))}
     bodies = [pa.py_buffer(layer) for layer in layers]
     frame = _write(bodies, _ARROW_TYPES[dtype], metadata)
-    _fill_seals(frame, bodies)
+    fill_seals(frame, bodies)
     first, *others = (pa.py_buffer(gap) for gap in frame.gaps)
     return [first, *chain.from_iterable(zip(bodies, others, strict=True))]
 
@@ -217,10 +189,10 @@ def decode(
     same bytes where that is faster than going through `buffer`.
     """
     buffer = buffer if isinstance(buffer, pa.Buffer) else pa.py_buffer(buffer)
-    seal = _find_seal(buffer)
+    seal = find_seal(buffer)
     # Before the frame, which touches the file at many places: a cold file is then read in order, once.
     digests = _layer_digests(buffer, read, seal) if verify else None
-    _check_frame(buffer, seal)
+    check_frame(buffer, seal)
     document = _read_document(buffer)
     expected = {"key": expect_key, "fingerprint": expect_fingerprint, "tenant": expect_tenant}
     for name, value in expected.items():
@@ -237,15 +209,15 @@ def decode(
 def read_metadata(buffer: pa.Buffer | bytes) -> dict[str, Any]:
     """The record's JSON document, after checking the frame. Reads no tensor bytes. Raises CorruptRecord."""
     buffer = buffer if isinstance(buffer, pa.Buffer) else pa.py_buffer(buffer)
-    _check_frame(buffer, _find_seal(buffer))
+    check_frame(buffer, find_seal(buffer))
     return _read_document(buffer)
 
 
 def layer_checks(buffer: pa.Buffer | bytes) -> list[tuple[str, bool]]:
     """Every layer's recorded checksum and whether its bytes match. Raises CorruptRecord if the frame is damaged."""
     buffer = buffer if isinstance(buffer, pa.Buffer) else pa.py_buffer(buffer)
-    seal, view = _find_seal(buffer), memoryview(buffer)
-    _check_frame(buffer, seal)
+    seal, view = find_seal(buffer), memoryview(buffer)
+    check_frame(buffer, seal)
     digests = _read_document(buffer)["digests"]
     found = (blake3(view[start:end], max_threads=blake3.AUTO).hexdigest() for start, end in seal.spans())
     return [(digest, digest == actual) for digest, actual in zip(digests, found, strict=True)]
@@ -309,66 +281,16 @@ def _layer_bytes(parts: Sequence[Tensor], layer: int) -> np.ndarray[Any, np.dtyp
     return (flat[0] if len(flat) == 1 else torch.cat(flat)).numpy()
 
 
-class _Frame:
-    """A file for Arrow to write into. It keeps everything but the layers' bodies, which stay where they are."""
-
-    closed = False
-
-    def __init__(self, bodies: Sequence[pa.Buffer]) -> None:
-        self._bodies = {body.address for body in bodies}
-        self.gaps = [bytearray()]  # gaps[i] goes before the body of layer i, the last one after all of them
-        self.starts: list[int] = []  # where in the file each body begins
-        self.size = 0
-
-    def write(self, data: pa.Buffer | bytes) -> int:
-        nbytes = len(memoryview(data))
-        if isinstance(data, pa.Buffer) and data.address in self._bodies:
-            self.starts.append(self.size)
-            self.gaps.append(bytearray())
-        else:
-            self.gaps[-1] += data
-        self.size += nbytes
-        return nbytes
-
-    def tell(self) -> int:
-        return self.size
-
-    def flush(self) -> None:
-        """Nothing is buffered."""
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-def _write(bodies: Sequence[pa.Buffer], arrow_type: pa.DataType, metadata: dict[bytes, bytes]) -> _Frame:
+def _write(bodies: Sequence[pa.Buffer], arrow_type: pa.DataType, metadata: dict[bytes, bytes]) -> Frame:
     """The Arrow file around the layers' bodies, its seal still empty."""
     schema = pa.schema([pa.field("layer", arrow_type, nullable=False)], metadata=metadata)
     count = bodies[0].size // (arrow_type.bit_width // 8)
-    frame = _Frame(bodies)
+    frame = Frame(bodies)
     with pa.PythonFile(frame, mode="w") as sink, pa.ipc.new_file(sink, schema) as writer:
         for body in bodies:
             column = pa.Array.from_buffers(arrow_type, count, [None, body])
             writer.write_batch(pa.record_batch([column], schema=schema))
     return frame
-
-
-def _fill_seals(frame: _Frame, bodies: Sequence[pa.Buffer]) -> None:
-    """Fills in both copies of the seal: Arrow repeats the schema in the footer."""
-    starts, size = frame.starts, bodies[0].size
-    stride = starts[1] - starts[0] if len(starts) > 1 else size
-    if len(starts) != len(bodies) or any(start != starts[0] + i * stride for i, start in enumerate(starts)):
-        raise ShapeMismatch("record batches of equal size were laid out at unequal strides")
-    blank = _Seal(starts[0], stride, size, len(bodies), _BLANK).text()
-    head, *middle, foot = (memoryview(gap) for gap in frame.gaps)
-    places = []
-    for gap, view in ((frame.gaps[0], head), (frame.gaps[-1], foot)):
-        place = gap.find(_SEAL_MARK)
-        view[place : place + len(blank)] = blank
-        places.append(place + len(blank) - _DIGEST_END)
-    (in_head, in_foot) = places
-    around = [head[:in_head], head[in_head + 64 :], *middle, foot[:in_foot], foot[in_foot + 64 :]]
-    digest = _frame_digest(around, frame.size).encode()
-    head[in_head : in_head + 64] = foot[in_foot : in_foot + 64] = digest
 
 
 # Checking
@@ -379,61 +301,6 @@ def _digest(chunks: Iterable[Any]) -> str:
     for chunk in chunks:
         hasher.update(chunk)
     return hasher.hexdigest()
-
-
-def _seal_places(buffer: pa.Buffer, seal: _Seal) -> tuple[int, int]:
-    """Offsets of the two copies of the seal: Arrow repeats the schema in the footer. Raises CorruptRecord."""
-    view = memoryview(buffer)
-    before = bytes(view[: seal.first]).find(_SEAL_MARK)
-    after = bytes(view[seal.end :]).find(_SEAL_MARK)
-    if before < 0 or after < 0:
-        raise CorruptRecord("the record's seal is missing")
-    return before, seal.end + after
-
-
-def _frame_digest(around: Iterable[memoryview], size: int) -> str:
-    """BLAKE3 over the file's size and `around`: all its bytes but the layers' and the digits of the seals' digests."""
-    hasher = blake3(derive_key_context="orbitserve 2026 record frame v1")
-    hasher.update(size.to_bytes(8, "little"))
-    for part in around:
-        hasher.update(part)
-    return hasher.hexdigest()
-
-
-def _around(view: memoryview, seal: _Seal, places: tuple[int, int]) -> Iterator[memoryview]:
-    """What the frame digest covers, of a whole file whose seals are at `places`."""
-    digits = len(seal.text()) - _DIGEST_END
-    position = 0
-    for start, end in sorted([*((place + digits, place + digits + 64) for place in places), *seal.spans()]):
-        yield view[position:start]
-        position = end
-    yield view[position:]
-
-
-_HEAD_BYTES = 1 << 16
-
-
-def _find_seal(buffer: pa.Buffer) -> _Seal:
-    """The seal at the file's start, not checked yet but within the file's bounds. Raises CorruptRecord."""
-    view = memoryview(buffer)
-    match = _SEAL.search(bytes(view[:_HEAD_BYTES])) or _SEAL.search(view)
-    if match is None:
-        raise CorruptRecord("not a record of this format, or its start is damaged")
-    first, stride, size, layers = (int(number) for number in match.groups()[:4])
-    seal = _Seal(first, stride, size, layers, match.group(5).decode())
-    if layers < 1 or size < 1 or stride < size or match.end() > first or seal.end > len(view):
-        raise CorruptRecord("the record is truncated or its seal is damaged")
-    return seal
-
-
-def _check_frame(buffer: pa.Buffer, seal: _Seal) -> None:
-    """Checks everything but the layers against the seal. Raises CorruptRecord."""
-    view = memoryview(buffer)
-    places = _seal_places(buffer, seal)
-    if any(bytes(view[place : place + len(seal.text())]) != seal.text() for place in places):
-        raise CorruptRecord("the record's seals differ")
-    if _frame_digest(_around(view, seal, places), len(view)) != seal.digest:
-        raise CorruptRecord("the record's frame does not match its checksum")
 
 
 def _read_document(buffer: pa.Buffer) -> dict[str, Any]:
@@ -447,7 +314,7 @@ def _read_document(buffer: pa.Buffer) -> dict[str, Any]:
     return document
 
 
-def _layer_digests(buffer: pa.Buffer, read: ReadThrough | None, seal: _Seal) -> list[str]:
+def _layer_digests(buffer: pa.Buffer, read: ReadThrough | None, seal: Seal) -> list[str]:
     """The digests of the layers as they are."""
     if read is not None:
         return [_digest(read(start, end)) for start, end in seal.spans()]
@@ -467,7 +334,7 @@ def _compare(found: Sequence[str], listed: Sequence[str]) -> None:
 # Reading
 
 
-def _views(buffer: pa.Buffer, seal: _Seal, document: Mapping[str, Any]) -> dict[str, Tensor]:
+def _views(buffer: pa.Buffer, seal: Seal, document: Mapping[str, Any]) -> dict[str, Tensor]:
     """Every part as a view [layers, ...] of the buffer: one layer's numbers after another, at a constant stride."""
     dtype = _DTYPE_NAMES[document["dtype"]]
     width = dtype.itemsize
