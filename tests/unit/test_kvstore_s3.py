@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import s3fs
-from moto.server import ThreadedMotoServer
+from s3_mock import s3_mock
 from tier_conformance import TierConformance, buffers
 
 from kvstore import s3_tier
@@ -24,11 +24,8 @@ _buckets = (f"bucket-{number}" for number in itertools.count())
 @pytest.fixture(scope="module")
 def options() -> Iterator[dict[str, Any]]:
     """storage_options of a running server."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield {"key": "any", "secret": "any", "endpoint_url": f"http://{host}:{port}"}
-    server.stop()
+    with s3_mock() as options:
+        yield options
 
 
 @pytest.fixture

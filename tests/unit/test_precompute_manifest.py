@@ -11,7 +11,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from moto.server import ThreadedMotoServer
+from s3_mock import s3_mock
 
 from serving.precompute_manifest import Entry, ImageSource, Manifest, ManifestError, file_system, from_table, to_table
 
@@ -114,11 +114,8 @@ def test_a_manifest_may_lie_behind_a_url_and_its_images_beside_it():
 
 
 def test_a_manifest_on_s3_is_read_with_the_options_of_its_protocol():
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        options = {"s3": {"key": "any", "secret": "any", "endpoint_url": f"http://{host}:{port}"}}
+    with s3_mock() as server:
+        options = {"s3": server}
         bucket, _ = file_system("s3://pages/", options)
         bucket.mkdir("pages")
         bucket.pipe_file("pages/list.jsonl", b'{"path": "deep/1.png"}\n{"path": "s3://other/2.png"}\n')
@@ -128,8 +125,6 @@ def test_a_manifest_on_s3_is_read_with_the_options_of_its_protocol():
         assert [entry.name for entry in Manifest("s3://pages", options).entries()] == ["deep/1.png"]
         with pytest.raises(ManifestError, match=r"s3://pages/missing\.jsonl: there is no such manifest"):
             Manifest("s3://pages/missing.jsonl", options)
-    finally:
-        server.stop()
 
 
 def test_the_first_entries_alone_are_read_when_no_more_are_asked_for(tmp_path: Path):
