@@ -28,13 +28,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayActorError, RayTaskError
-from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from infra.vllm_env import vllm_environment
 from serving.config import OrbitServeConfig, RoleSettings
-from serving.errors import RoleUnavailable
+from serving.ray_roles import RayRoles, answered
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,7 +116,7 @@ class PrefillWorker:
 
     async def _compile(self, job: PatchJob) -> None:
         try:
-            await _answer(self._compiler.compile.remote(job))
+            await answered(self._compiler.compile.remote(job))
         except Exception as error:
             self._patches_dropped += 1
             logger.warning("patch %s was not formed: %s", job.key[:16], error)
@@ -355,92 +353,6 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._app
-
-
-class RayRoles:
-    """`serving.engine_client.Roles` over Ray Serve handles."""
-
-    def __init__(self, handles: dict[str, DeploymentHandle]) -> None:
-        self.vision = handles["vision"]
-        self.prefill = handles["prefill"]
-        self.decode = handles["decode"].options(stream=True)
-        self._decode_once = handles["decode"]
-        self.library = handles["library"]
-
-    def prefetch(self, request: PrefetchRequest) -> None:
-        """Best effort. Another replica that links the prompt finds what was loaded in the tiers that they share."""
-        self.prefill.prefetch.remote(request)
-
-    async def encode(self, items: Sequence[tuple[str, Any]]) -> list[Tensor]:
-        """See `VisionEncoder.encode`."""
-        return await _answer(self.vision.encode.remote(items))
-
-    async def link(self, request: LinkRequest, indices: Sequence[int], embeddings: Sequence[Tensor]) -> LinkResult:
-        """See `PrefillWorker.link`."""
-        return await _answer(self.prefill.link.remote(request, tuple(indices), tuple(embeddings)))
-
-    async def generate(
-        self, token_ids: list[int], transfer: dict[str, Any], params: SamplingParams, request_id: str, **options: Any
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """See `DecodeWorker.generate`. Closing the generator aborts the request on its replica."""
-        stream, ended = self.decode.generate.remote(token_ids, transfer, params, request_id, options), False
-        try:
-            async for output in _stream(stream):
-                yield output
-            ended = True
-        finally:
-            if not ended:
-                stream.cancel()
-
-    async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
-        """Best effort; leases end by time-out."""
-        self._decode_once.abandon.remote(transfer, readers)
-
-    async def warm_up(self, config: OrbitServeConfig) -> None:
-        """Send a tiny prompt for every pair of prefill and decode replica: a pair's first transfer shakes hands."""
-        from vllm.sampling_params import SamplingParams
-
-        from prefill_workers.plan import LinkRequest
-        from prefill_workers.policies import Mode
-
-        async def one(number: int) -> None:
-            tokens = list(range(1, 9))
-            name = f"warm-up-{number}"
-            linked = await self.link(LinkRequest(name, tokens, mode=Mode.OFF), (), ())
-            params = SamplingParams(max_tokens=2, temperature=0, detokenize=False, ignore_eos=True)
-            async for _ in self.generate(tokens, linked.transfer, params, name):
-                pass
-
-        pairs = config.prefill.replicas * config.decode.replicas
-        await asyncio.gather(*(one(number) for number in range(pairs)))
-
-    async def check_health(self) -> None:
-        """Serve restarts unhealthy replicas; an unanswered call means that a role has none."""
-        await asyncio.gather(
-            _answer(self.prefill.check_health.remote()), _answer(self._decode_once.check_health.remote())
-        )
-
-
-async def _answer(response: Any) -> Any:
-    try:
-        return await response
-    except RayTaskError as error:
-        raise error.cause if isinstance(error.cause, Exception) else error from None
-    except (RayActorError, DeploymentUnavailableError) as error:
-        raise RoleUnavailable(str(error)) from error
-    except asyncio.CancelledError:
-        response.cancel()
-        raise
-
-
-async def _stream(responses: Any) -> AsyncGenerator[Any, None]:
-    try:
-        async for item in responses:
-            yield item
-    except RayTaskError as error:
-        raise error.cause if isinstance(error.cause, Exception) else error from None
-    except (RayActorError, DeploymentUnavailableError) as error:
-        raise RoleUnavailable(str(error)) from error
 
 
 # -- the graph --------------------------------------------------------------------------------------------------------

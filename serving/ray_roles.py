@@ -1,0 +1,109 @@
+"""The roles as the ingress reaches them: Ray Serve handles, with Ray's errors in our words."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from serving.config import OrbitServeConfig
+from serving.errors import RoleUnavailable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams
+
+    from prefill_workers.plan import LinkRequest, PrefetchRequest
+    from prefill_workers.worker import LinkResult
+
+
+class RayRoles:
+    """`serving.engine_client.Roles` over Ray Serve handles."""
+
+    def __init__(self, handles: dict[str, DeploymentHandle]) -> None:
+        self.vision = handles["vision"]
+        self.prefill = handles["prefill"]
+        self.decode = handles["decode"].options(stream=True)
+        self._decode_once = handles["decode"]
+        self.library = handles["library"]
+
+    def prefetch(self, request: PrefetchRequest) -> None:
+        """Best effort. Another replica that links the prompt finds what was loaded in the tiers that they share."""
+        self.prefill.prefetch.remote(request)
+
+    async def encode(self, items: Sequence[tuple[str, Any]]) -> list[Tensor]:
+        """See `VisionEncoder.encode`."""
+        return await answered(self.vision.encode.remote(items))
+
+    async def link(self, request: LinkRequest, indices: Sequence[int], embeddings: Sequence[Tensor]) -> LinkResult:
+        """See `PrefillWorker.link`."""
+        return await answered(self.prefill.link.remote(request, tuple(indices), tuple(embeddings)))
+
+    async def generate(
+        self, token_ids: list[int], transfer: dict[str, Any], params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """See `DecodeWorker.generate`. Closing the generator aborts the request on its replica."""
+        stream, ended = self.decode.generate.remote(token_ids, transfer, params, request_id, options), False
+        try:
+            async for output in _stream(stream):
+                yield output
+            ended = True
+        finally:
+            if not ended:
+                stream.cancel()
+
+    async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
+        """Best effort; leases end by time-out."""
+        self._decode_once.abandon.remote(transfer, readers)
+
+    async def warm_up(self, config: OrbitServeConfig) -> None:
+        """Send a tiny prompt for every pair of prefill and decode replica: a pair's first transfer shakes hands."""
+        from vllm.sampling_params import SamplingParams
+
+        from prefill_workers.plan import LinkRequest
+        from prefill_workers.policies import Mode
+
+        async def one(number: int) -> None:
+            tokens = list(range(1, 9))
+            name = f"warm-up-{number}"
+            linked = await self.link(LinkRequest(name, tokens, mode=Mode.OFF), (), ())
+            params = SamplingParams(max_tokens=2, temperature=0, detokenize=False, ignore_eos=True)
+            async for _ in self.generate(tokens, linked.transfer, params, name):
+                pass
+
+        pairs = config.prefill.replicas * config.decode.replicas
+        await asyncio.gather(*(one(number) for number in range(pairs)))
+
+    async def check_health(self) -> None:
+        """Serve restarts unhealthy replicas; an unanswered call means that a role has none."""
+        await asyncio.gather(
+            answered(self.prefill.check_health.remote()), answered(self._decode_once.check_health.remote())
+        )
+
+
+async def answered(response: Any) -> Any:
+    """What a call to a role gives. Raises what the role raised, or RoleUnavailable if it was lost."""
+    try:
+        return await response
+    except RayTaskError as error:
+        raise error.cause if isinstance(error.cause, Exception) else error from None
+    except (RayActorError, DeploymentUnavailableError) as error:
+        raise RoleUnavailable(str(error)) from error
+    except asyncio.CancelledError:
+        response.cancel()
+        raise
+
+
+async def _stream(responses: Any) -> AsyncGenerator[Any, None]:
+    try:
+        async for item in responses:
+            yield item
+    except RayTaskError as error:
+        raise error.cause if isinstance(error.cause, Exception) else error from None
+    except (RayActorError, DeploymentUnavailableError) as error:
+        raise RoleUnavailable(str(error)) from error
