@@ -122,7 +122,8 @@ def test_time_does_not_tell_what_another_tenant_holds(guarded: Service):
         """What all requests so far made the roles do."""
         stats = guarded.role("PrefillWorker", "stats")
         loop, library = stats["loop"], stats["library"]
-        done = {name: getattr(library, name) for name in ("hits", "memory_hits", "tier_hits", "misses", "loads")}
+        # how many looks for what is absent share one read depends on when they meet: they are not counted
+        done = {name: getattr(library, name) for name in ("hits", "memory_hits", "tier_hits")}
         done |= {"forwards": loop.forwards, "tokens": loop.tokens_forwarded}
         return done | {"images": guarded.role("VisionEncoder", "stats")["images"]}
 
