@@ -47,7 +47,8 @@ def files_router(
                 raise TooLarge(f"file: larger than {max_file_bytes} bytes")
         tenant: str = request.state.tenant
         content = bytes(data)
-        await asyncio.to_thread(media.open_file, content, tenant, "file")
+        check = media.open if purpose == "vision" else media.open_file
+        await asyncio.to_thread(check, content, tenant, "file")
         name = file.filename or "upload"
         return (await asyncio.to_thread(files.create, tenant, name, purpose, content, seconds)).to_openai()
 

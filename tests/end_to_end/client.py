@@ -7,8 +7,10 @@ import io
 import json
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +164,17 @@ class Reference:
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
+
+
+def token_ids_alone(dtype: str, checkpoint: str, trust_remote_code: bool, messages: list[dict[str, Any]]) -> list[int]:
+    """What vLLM by itself answers, in a process of its own: beside a dense engine one of experts does not start."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(_token_ids, dtype, checkpoint, trust_remote_code, messages).result()
+
+
+def _token_ids(dtype: str, checkpoint: str, trust_remote_code: bool, messages: list[dict[str, Any]]) -> list[int]:
+    engine = Reference(dtype, checkpoint, trust_remote_code)
+    try:
+        return list(engine.chat(messages).token_ids)
+    finally:
+        engine.close()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-from client import MAX_MODEL_LEN, Reference, Service, picture, user
+from client import MAX_MODEL_LEN, Service, picture, token_ids_alone, user
 
 from infra.checkpoints import checkpoint_path
 from infra.families import FAMILIES
@@ -16,15 +16,8 @@ KIMI = FAMILIES["kimi_vl"]
 PAGES = user("Look: ", picture(1), " then ", picture(2), " what changed?")
 
 
-@pytest.fixture(scope="module")
-def kimi_alone() -> Iterator[Reference]:
-    engine = Reference("float32", KIMI.checkpoint, trust_remote_code=True)
-    yield engine
-    engine.close()
-
-
 @pytest.fixture
-def kimi(kimi_alone: Reference, only_service: Callable[..., Service]) -> Service:
+def kimi(only_service: Callable[..., Service]) -> Service:
     model = {
         "path": checkpoint_path(KIMI.checkpoint),
         "dtype": "float32",
@@ -38,8 +31,8 @@ def points(answer: dict) -> list[str]:
     return [chunk["operating_point"] for chunk in answer["orbit"]["chunks"]]
 
 
-def test_the_answer_is_that_of_one_engine_computed_and_linked(kimi: Service, kimi_alone: Reference):
-    expected = list(kimi_alone.chat(PAGES).token_ids)
+def test_the_answer_is_that_of_one_engine_computed_and_linked(kimi: Service):
+    expected = token_ids_alone("float32", KIMI.checkpoint, True, PAGES)
     first = kimi.chat(PAGES, return_token_ids=True)
     kimi.settle()
     again = kimi.chat(PAGES, return_token_ids=True)
