@@ -1,28 +1,57 @@
-"""Real engines, one per dtype for the whole session; every test gets a fresh library and loop on one of them."""
+"""Real engines; every test gets a fresh library and loop on one of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from rig import Rig, tiny_engine
+from rig import QWEN2_5_VL, Rig, tiny_engine
 
+from infra.families import Family
 from prefill_workers.engine import PrefillEngine
 
 
-@pytest.fixture(scope="session")
-def fp32() -> Iterator[PrefillEngine]:
-    engine = tiny_engine("float32")
-    yield engine
-    engine.shutdown()
+class OnlyEngines:
+    """The engines of one model at a time: shutting an engine down takes away what others in the process stand on."""
+
+    def __init__(self) -> None:
+        self._model: object = None
+        self._built: dict[str, PrefillEngine] = {}
+
+    def get(self, dtype: str, family: Family = QWEN2_5_VL, **options: Any) -> PrefillEngine:
+        """A running engine, built unless it is there; engines of other models end first."""
+        model = (family, tuple(sorted(options.items())))
+        if model != self._model:
+            self.close()
+            self._model = model
+        if dtype not in self._built:
+            self._built[dtype] = tiny_engine(dtype, family, **options)
+        return self._built[dtype]
+
+    def close(self) -> None:
+        for engine in self._built.values():
+            engine.shutdown()
+        self._built.clear()
+        self._model = None
 
 
 @pytest.fixture(scope="session")
-def bf16() -> Iterator[PrefillEngine]:
-    engine = tiny_engine("bfloat16")
-    yield engine
-    engine.shutdown()
+def only_engines() -> Iterator[OnlyEngines]:
+    engines = OnlyEngines()
+    yield engines
+    engines.close()
+
+
+@pytest.fixture
+def fp32(only_engines: OnlyEngines) -> PrefillEngine:
+    return only_engines.get("float32")
+
+
+@pytest.fixture
+def bf16(only_engines: OnlyEngines) -> PrefillEngine:
+    return only_engines.get("bfloat16")
 
 
 @pytest.fixture

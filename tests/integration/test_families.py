@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
-from rig import Page, Part, Rig, apart, lone, tiny_engine, unit_in_the_last_place
+from rig import Page, Part, Rig, apart, lone, unit_in_the_last_place
 from torch import Tensor
 
 from infra.families import FAMILIES, Family
@@ -35,12 +36,9 @@ class Engines:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def engines(request: pytest.FixtureRequest) -> Iterator[Engines]:
+def engines(request: pytest.FixtureRequest, only_engines: Any) -> Engines:
     family = FAMILIES[request.param]
-    built = Engines(family, tiny_engine("float32", family), tiny_engine("bfloat16", family))
-    yield built
-    built.fp32.shutdown()
-    built.bf16.shutdown()
+    return Engines(family, only_engines.get("float32", family), only_engines.get("bfloat16", family))
 
 
 @pytest.fixture
