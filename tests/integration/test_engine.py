@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,11 +138,12 @@ def test_a_cache_that_the_backend_cannot_keep_is_refused(only_engines: Any):
         only_engines.get("bfloat16", FAMILIES["deepseek_v2"], kv_cache_dtype="fp8")
 
 
-def test_rotary_embeddings_that_are_no_plain_rotation_are_refused(fp32: PrefillEngine, monkeypatch: pytest.MonkeyPatch):
+def test_rotary_embeddings_that_are_no_plain_rotation_are_refused(fp32: PrefillEngine):
     worker = fp32._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     rotary = worker._rotary()
-    bent = rotary.cos_sin_cache.clone()
-    bent[1000:] = bent[1000:].roll(1, 0)  # as dynamic NTK does: other angles from some position on
-    monkeypatch.setattr(rotary, "cos_sin_cache", bent)
+    table = rotary.cos_sin_cache.clone()
+    like = SimpleNamespace(base=rotary.base, _compute_inv_freq=rotary._compute_inv_freq, cos_sin_cache=table)
+    assert worker._inverse_frequencies(like) == list(fp32.layout.rotary.inverse_frequencies)
+    table[1000:] = table[1000:].roll(1, 0)  # as dynamic NTK does: other angles from some position on
     with pytest.raises(UnsupportedEngine, match="fixed angle per position"):
-        worker.describe()
+        worker._inverse_frequencies(like)
