@@ -44,12 +44,12 @@ def only_engines() -> Iterator[OnlyEngines]:
     engines.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def fp32(only_engines: OnlyEngines) -> PrefillEngine:
     return only_engines.get("float32")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def bf16(only_engines: OnlyEngines) -> PrefillEngine:
     return only_engines.get("bfloat16")
 

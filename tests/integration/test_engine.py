@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from rig import BLOCK_SIZE, Rig, apart, lone, unit_in_the_last_place
 from torch import Tensor
 
-from infra.families import FAMILIES
 from kvstore.patch import relocate
 from prefill_workers.engine import PrefillEngine, SelfCheckError
 from prefill_workers.runs import UnsupportedEngine
@@ -114,28 +112,9 @@ def test_relocation_in_bf16_errs_as_the_engine_itself_does(make_rig, bf16: Prefi
     assert torch.equal(moved[0, :, keys.stop :], computed[0, :, keys.stop :])  # layer 0's values see no position
 
 
-@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
-def test_a_quantised_cache_is_relocated_to_the_rounding_of_its_numbers(make_rig, only_engines: Any, kind: str):
-    engine = only_engines.get("bfloat16", kv_cache_dtype=kind)
-    rig = make_rig(engine)
-    assert engine.precision == f"bfloat16/{kind}"
-    assert [o for o in engine.require_self_check() if not o.passed] == []
-    parts = PROMPTS["three images"]
-    rig.link(parts, "auto")
-    linked, exact, blind = (rig.link(parts, mode) for mode in ("auto", "exact", "full-reuse"))
-    assert linked.points == ["patched"] * 3
-    off = [float((arm.logprobs - exact.logprobs).abs().max()) for arm in (linked, blind)]
-    assert off[0] < off[1]
-
-
 def test_kv_of_another_precision_is_another_chunk(rig: Rig, make_rig, bf16: PrefillEngine):
     keys = {rig.linker.keys(rig.plan([1]).request)[0].canonical for rig in (rig, make_rig(bf16))}
     assert len(keys) == 2
-
-
-def test_a_cache_that_the_backend_cannot_keep_is_refused(only_engines: Any):
-    with pytest.raises(Exception, match="CPU_MLA with KV cache dtype 'fp8' does not give back what is written"):
-        only_engines.get("bfloat16", FAMILIES["deepseek_v2"], kv_cache_dtype="fp8")
 
 
 def test_rotary_embeddings_that_are_no_plain_rotation_are_refused(fp32: PrefillEngine):

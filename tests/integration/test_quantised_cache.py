@@ -1,0 +1,30 @@
+"""KV kept in fewer bits than it is computed in: served where the backend can keep it, refused where it cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from infra.families import FAMILIES
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
+def test_a_quantised_cache_is_relocated_to_the_rounding_of_its_numbers(make_rig, only_engines: Any, kind: str):
+    engine = only_engines.get("bfloat16", kv_cache_dtype=kind)
+    rig = make_rig(engine)
+    assert engine.precision == f"bfloat16/{kind}"
+    assert [o for o in engine.require_self_check() if not o.passed] == []
+    parts = [1, 2, 3, "Compare them."]
+    rig.link(parts, "auto")
+    linked, exact, blind = (rig.link(parts, mode) for mode in ("auto", "exact", "full-reuse"))
+    assert linked.points == ["patched"] * 3
+    off = [float((arm.logprobs - exact.logprobs).abs().max()) for arm in (linked, blind)]
+    assert off[0] < off[1]
+
+
+def test_a_cache_that_the_backend_cannot_keep_is_refused(only_engines: Any):
+    with pytest.raises(Exception, match="CPU_MLA with KV cache dtype 'fp8' does not give back what is written"):
+        only_engines.get("bfloat16", FAMILIES["deepseek_v2"], kv_cache_dtype="fp8")
