@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,10 @@ from kvstore.basis import pool_basis
 from kvstore.chunk import canonical_key, content_id, embedding_key, patch_key
 from kvstore.format import BasisRecord, CanonicalRecord, EmbeddingRecord, PatchRecord
 from kvstore.layout import Layout
+from kvstore.library import Library
 from kvstore.patch import PatchKind, form_patch
 from kvstore.rotary import RotaryScheme
+from kvstore.tiers import Tier
 
 FINGERPRINT = "tiny-model@1"
 GQA = Layout.gqa(layers=3, kv_heads=2, head_size=8, rotary=RotaryScheme.from_base(8))
@@ -66,3 +68,12 @@ def embedding_of(record: CanonicalRecord) -> EmbeddingRecord:
         content=record.content,
         embeddings=torch.randn(4, 6),
     )
+
+
+SIZE = canonical().nbytes  # bytes of one test record in memory
+MakeLibrary = Callable[..., Library]
+
+
+def stored(tier: Tier) -> set[str]:
+    """Keys of the sound records in a tier."""
+    return {key.rpartition("/")[2].removesuffix(".arrow") for key in tier.keys("records/")}

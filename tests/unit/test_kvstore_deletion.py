@@ -1,0 +1,136 @@
+"""Deleting records and content: everywhere, also from what is under way."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import wait as wait_for
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from kvstore_support import FINGERPRINT, MakeLibrary, canonical, embedding_of, patch_of, stored
+
+from kvstore.errors import TierUnavailable
+from kvstore.format import Record
+from kvstore.library import Library
+from kvstore.settings import LibrarySettings
+from kvstore.tier_faults import FaultyTier, HeldTier
+from kvstore.tiers import DiskTier, MemoryTier
+
+
+def test_a_deleted_record_is_gone_everywhere(make_library: MakeLibrary) -> None:
+    tiers, record = [MemoryTier("one"), MemoryTier("two")], canonical()
+    library = make_library(*tiers)
+    library.put_canonical(record)
+    library.flush()
+    assert library.delete("canonical", record.key, "acme")
+    assert not library.delete("canonical", record.key, "acme")
+    assert library.get_canonical(record.key, "acme") is None
+    assert [stored(tier) for tier in tiers] == [set(), set()]
+
+
+def test_deleting_overtakes_a_write_under_way(make_library: MakeLibrary) -> None:
+    slow = HeldTier(MemoryTier(), "put")
+    library = make_library(slow)
+    being_written, waiting = canonical("a"), canonical("b")
+    library.put_canonical(being_written)
+    assert slow.entered.wait(5)
+    library.put_canonical(waiting)
+    for record in (being_written, waiting):
+        assert library.delete("canonical", record.key, "acme")
+        assert library.get_canonical(record.key, "acme") is None
+    slow.release.set()
+    library.flush()
+    assert stored(slow.inner) == set()
+
+
+def test_deleting_overtakes_a_load_under_way(make_library: MakeLibrary) -> None:
+    record, tier = canonical(), MemoryTier()
+    with Library(LibrarySettings(), FINGERPRINT, [tier]) as writer:
+        writer.put_canonical(record)
+    held = threading.Event()
+
+    class HoldsWhatItRead(HeldTier):
+        def get(self, key: str) -> pa.Buffer | None:
+            buffer = self.inner.get(key)
+            self.entered.set()
+            held.wait(10)
+            return buffer
+
+    slow = HoldsWhatItRead(tier)
+    library = make_library(slow, load_timeout_s=5)
+    loading = library.load("canonical", record.key, "acme")
+    assert slow.entered.wait(5)
+    assert library.delete("canonical", record.key, "acme")
+    held.set()
+    wait_for([loading], 5)
+    assert library.get_canonical(record.key, "acme") is None
+    library.flush()
+    assert stored(tier) == set()
+
+
+def test_deleting_content_takes_all_that_derives_from_it(make_library: MakeLibrary, tmp_path: Path) -> None:
+    page, other = canonical("page"), canonical("other")
+    of_page = [page, patch_of(page), embedding_of(page), patch_of(other, [page.content])]
+    kept: list[Record] = [other, patch_of(other), canonical("page", tenant="rival")]
+    library = make_library(DiskTier(tmp_path / "one"), MemoryTier("two"))
+    for record in (*of_page, *kept):
+        library._put(record)
+    library.flush()
+    assert library.delete_content(page.content, "acme") == len(of_page)
+    for tier in (DiskTier(tmp_path / "one"), library._stack.tiers[1]):
+        assert stored(tier) == {record.key for record in kept}
+        assert not [entry.key for entry in tier.entries() if page.content in entry.key]
+    assert library.get_canonical(page.key, "acme") is None
+    assert library.get_canonical(other.key, "acme") is other
+    assert library.delete_content(page.content, "acme") == 0
+
+
+def test_deleting_content_reaches_what_another_process_stored_and_what_is_still_queued(
+    make_library: MakeLibrary,
+) -> None:
+    tier = HeldTier(MemoryTier())
+    with Library(LibrarySettings(), FINGERPRINT, [tier]) as writer:
+        writer.put_canonical(canonical("page"))
+        writer.put_patch(patch_of(canonical("other"), ["some page", canonical("page").content]))
+    with Library(LibrarySettings(), "another-model", [tier]) as writer:
+        writer.put_canonical(canonical("page", fingerprint="another-model"))
+    library = make_library(tier)
+    tier.held = {"put"}
+    library.put_patch(patch_of(canonical("page")))
+    assert library.delete_content(canonical("page").content, "acme") == 4
+    tier.release.set()
+    library.flush()
+    assert list(tier.keys("records/")) == []
+
+
+def test_what_a_request_under_way_derives_from_deleted_content_is_not_kept(make_library: MakeLibrary) -> None:
+    page, other, tier = canonical("page"), canonical("other"), MemoryTier()
+    library = make_library(tier)
+    library.delete_content(page.content, "acme")
+    for late in (page, patch_of(other, [page.content]), embedding_of(page)):
+        library._put(late)
+    for kept in (other, canonical("page", tenant="rival")):
+        library._put(kept)
+    library.flush()
+    assert stored(tier) == {other.key, canonical("page", tenant="rival").key}
+    assert library.get_canonical(page.key, "acme") is None
+    again = make_library(tier, deletion_grace_s=0)
+    again.delete_content(page.content, "acme")
+    again.put_canonical(page)
+    assert again.get_canonical(page.key, "acme") is page
+
+
+def test_deleting_tells_when_a_tier_could_not_be_reached(make_library: MakeLibrary) -> None:
+    record, tier = canonical(), FaultyTier(MemoryTier("far"))
+    near = MemoryTier("near")
+    library = make_library(near, tier)
+    library.put_canonical(record)
+    library.flush()
+    tier.failing = {"delete"}
+    with pytest.raises(TierUnavailable):
+        library.delete("canonical", record.key, "acme")
+    assert stored(near) == set()
+    tier.failing = {"entries"}
+    with pytest.raises(TierUnavailable):
+        library.delete_content(record.content, "acme")

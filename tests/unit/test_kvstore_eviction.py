@@ -1,0 +1,170 @@
+"""Bounds of memory and tiers, in all and per tenant, and what leaves first."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvstore_support import FINGERPRINT, SIZE, MakeLibrary, canonical, stored
+
+from kvstore.eviction import HotCache, worth
+from kvstore.library import Library
+from kvstore.paths import path_of
+from kvstore.settings import LibrarySettings
+from kvstore.tiers import MemoryTier
+
+
+def test_memory_is_bounded_and_keeps_what_was_used_last(make_library: MakeLibrary) -> None:
+    library = make_library(MemoryTier(), memory_bytes=3 * SIZE)
+    records = [canonical(name) for name in "abcdef"]
+    for record in records:
+        library.put_canonical(record)
+        assert library.stats().bytes <= 3 * SIZE
+    assert library.stats().evictions >= 3
+    library.flush()
+    assert library.get_canonical(records[-1].key, "acme") is records[-1]
+    assert library.get_canonical(records[0].key, "acme") is not records[0]  # from the tier again
+
+
+def test_pinned_records_stay_in_memory(make_library: MakeLibrary) -> None:
+    library = make_library(MemoryTier(), memory_bytes=2 * SIZE)
+    pinned = canonical("pinned")
+    library.put_canonical(pinned)
+    with library.pin([pinned.key]), library.pin([pinned.key]):
+        for name in "abcdef":
+            library.put_canonical(canonical(name))
+        library.flush()
+        assert library.get_canonical(pinned.key, "acme") is pinned
+        assert library.stats().bytes <= 2 * SIZE
+    for name in "ghi":
+        library.put_canonical(canonical(name))
+    library.flush()
+    assert library.get_canonical(pinned.key, "acme") is not pinned
+
+
+def test_pins_are_let_go_when_the_block_fails(make_library: MakeLibrary) -> None:
+    library = make_library(MemoryTier())
+    with pytest.raises(RuntimeError), library.pin(["a"]):
+        raise RuntimeError
+    assert not library._is_pinned("a")
+
+
+def test_a_record_larger_than_memory_is_only_persisted(make_library: MakeLibrary) -> None:
+    library = make_library(MemoryTier(), memory_bytes=SIZE - 1)
+    library.put_canonical(canonical())
+    library.flush()
+    assert library.stats().bytes == 0
+    assert library.get_canonical(canonical().key, "acme") is not None
+
+
+def test_one_tenant_cannot_crowd_out_another(make_library: MakeLibrary) -> None:
+    library = make_library(MemoryTier(), memory_bytes=6 * SIZE, tenant_memory_bytes=2 * SIZE)
+    quiet = canonical("quiet", tenant="quiet")
+    library.put_canonical(quiet)
+    for number in range(20):
+        library.put_canonical(canonical(f"n{number}", tenant="greedy"))
+    assert library.get_canonical(quiet.key, "quiet") is quiet
+    assert library.stats().bytes <= 3 * SIZE
+
+
+def file_size(tier_type: type[MemoryTier] = MemoryTier) -> int:
+    tier = tier_type()
+    with Library(LibrarySettings(), FINGERPRINT, [tier]) as library:
+        library.put_canonical(canonical())
+    return tier.size_bytes()
+
+
+def test_a_tier_is_bounded_and_keeps_its_markers_in_step(make_library: MakeLibrary) -> None:
+    size, tier = file_size(), MemoryTier()
+    library = make_library(tier, disk_bytes=4 * size, memory_bytes=0)
+    for number in range(20):
+        library.put_canonical(canonical(f"n{number}"))
+        library.flush()
+        assert tier.size_bytes() <= 4 * size + 500  # the newest record's marker is not counted beforehand
+    assert 1 <= len(stored(tier)) <= 4
+    assert len(list(tier.keys("by-content/"))) == len(stored(tier))
+    assert library.stats().evictions == 20 - len(stored(tier))
+    assert library.get_canonical(canonical("n19").key, "acme") is not None
+
+
+def test_a_tier_gives_up_what_is_cheap_to_recompute_first(make_library: MakeLibrary) -> None:
+    size, tier = file_size(), MemoryTier()
+    library = make_library(tier, disk_bytes=5 * size)
+    dear = canonical("dear", recompute_seconds=100.0)
+    library.put_canonical(dear)
+    for number in range(20):
+        library.put_canonical(canonical(f"n{number}", recompute_seconds=0.001))
+        library.flush()
+    assert dear.key in stored(tier)
+
+
+def test_a_tier_spares_pinned_records_and_drops_the_write_instead(make_library: MakeLibrary) -> None:
+    size, tier = file_size(), MemoryTier()
+    library = make_library(tier, disk_bytes=2 * size + 100)
+    records = [canonical(name) for name in "ab"]
+    with library.pin([record.key for record in records]):
+        for record in (*records, canonical("c")):
+            library.put_canonical(record)
+            library.flush()
+        assert stored(tier) == {record.key for record in records}
+        assert library.stats().dropped_writes == 1
+
+
+def test_a_tenants_share_of_a_tier_is_bounded(make_library: MakeLibrary) -> None:
+    size, tier = file_size(), MemoryTier()
+    library = make_library(tier, disk_bytes=100 * size, tenant_bytes=3 * size)
+    library.put_canonical(canonical("quiet", tenant="quiet"))
+    for number in range(12):
+        library.put_canonical(canonical(f"n{number}", tenant="greedy"))
+        library.flush()
+    assert canonical("quiet", tenant="quiet").key in stored(tier)
+    assert len(stored(tier)) <= 4
+
+
+def test_quarantined_records_go_before_sound_ones(make_library: MakeLibrary) -> None:
+    size, tier = file_size(), MemoryTier()
+    with Library(LibrarySettings(), FINGERPRINT, [tier]) as writer:
+        writer.put_canonical(canonical("bad"))
+        writer.put_canonical(canonical("good"))
+    tier.quarantine(path_of(canonical("bad")))
+    library = make_library(tier, disk_bytes=tier.size_bytes() + size // 2)
+    library.put_canonical(canonical("new"))
+    library.flush()
+    assert list(tier.keys("quarantine/")) == []
+    assert stored(tier) == {canonical("good").key, canonical("new").key}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(["put", "get", "remove", "pin"]), st.integers(0, 9)), max_size=60),
+    limit=st.integers(0, 5),
+    share=st.one_of(st.none(), st.integers(0, 5)),
+)
+def test_hot_cache_is_always_within_its_bounds(steps: list[tuple[str, int]], limit: int, share: int | None) -> None:
+    pinned: set[str] = set()
+    cache = HotCache(limit * SIZE, None if share is None else share * SIZE, pinned.__contains__)
+    for action, number in steps:
+        record = canonical(f"n{number}", tenant=f"t{number % 2}")
+        path = path_of(record)
+        if action == "put":
+            held = {p for p in cache.last_used() if cache.get(p) is not None and p.rpartition("/")[2][:64] in pinned}
+            cache.put(path, record)
+            assert held - {path} <= set(cache.last_used())
+        elif action == "get":
+            cache.get(path)
+        elif action == "remove":
+            cache.remove(path)
+            assert cache.get(path) is None
+        elif cache.get(path) is not None:
+            pinned.add(record.key)
+        assert cache.nbytes == len(cache.last_used()) * SIZE <= limit * SIZE
+        for tenant in ("t0", "t1"):
+            own = cache.matching(lambda r, tenant=tenant: r.tenant == tenant)  # type: ignore[misc]
+            assert share is None or len(own) <= share
+
+
+def test_worth_weighs_cost_size_and_idleness() -> None:
+    assert worth(2.0, 100, 10) > worth(1.0, 100, 10)
+    assert worth(1.0, 100, 10) > worth(1.0, 200, 10)
+    assert worth(1.0, 100, 10) > worth(1.0, 100, 20)
+    assert worth(0.0, 100, 10) == worth(0.0, 5000, 10)  # unknown cost: taken as proportional to size
