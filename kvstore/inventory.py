@@ -17,7 +17,7 @@ import pyarrow as pa
 from kvstore.errors import CorruptRecord
 from kvstore.eviction import worth
 from kvstore.format import Record, decode, layer_checks, read_metadata
-from kvstore.paths import ORPHAN_SECONDS, Marker, RecordPath, content_prefix, record_path
+from kvstore.paths import ORPHAN_SECONDS, Marker, content_prefix, record_path, sorted_out
 from kvstore.tiers import QUARANTINE, Entry, Tier
 
 _READERS = 8  # records read at once: their checksums use the other cores, an object store's latency overlaps
@@ -91,32 +91,23 @@ class Removal:
 
 def contents(tier: Tier) -> Contents:
     """What a tier holds, from its listing alone. Raises TierUnavailable."""
-    records: list[tuple[Entry, RecordPath]] = []
-    markers: dict[str, list[tuple[Entry, Marker]]] = {}
-    for entry in tier.entries():
-        record, marker = RecordPath.parse(entry.key), Marker.parse(entry.key)
-        if record is not None:
-            records.append((entry, record))
-        elif marker is not None:
-            markers.setdefault(marker.record, []).append((entry, marker))
-    items = []
-    for entry, record in records:
-        own = markers.pop(entry.key, [])
-        items.append(
-            Item(
-                path=entry.key,
-                kind=record.kind,
-                tenant=record.tenant,
-                fingerprint=record.fingerprint,
-                key=record.key,
-                size=entry.size,
-                used=entry.used,
-                quarantined=record.quarantined,
-                recompute_seconds=max((marker.recompute_seconds for _, marker in own), default=0.0),
-                markers=tuple(marker_entry.key for marker_entry, _ in own),
-            )
+    records, orphans = sorted_out(tier.entries())
+    items = [
+        Item(
+            path=entry.key,
+            kind=path.kind,
+            tenant=path.tenant,
+            fingerprint=path.fingerprint,
+            key=path.key,
+            size=entry.size,
+            used=entry.used,
+            quarantined=path.quarantined,
+            recompute_seconds=recompute_seconds,
+            markers=markers,
         )
-    return Contents(tuple(items), tuple(entry for group in markers.values() for entry, _ in group))
+        for entry, path, markers, recompute_seconds in records
+    ]
+    return Contents(tuple(items), tuple(orphans))
 
 
 def inspect(tier: Tier, item: Item) -> dict[str, Any] | None:

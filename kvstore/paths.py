@@ -13,13 +13,16 @@ reference is the dynamic library, and names the record's tenant if that is anoth
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from blake3 import blake3
 
 from kvstore.chunk import owner_of
 from kvstore.errors import InvalidKey
 from kvstore.format import Record, RecordKind, kind_of
+from kvstore.tiers import Entry
 
 RECORDS = "records/"
 MARKERS = "by-content/"
@@ -112,3 +115,30 @@ class Marker:
             return None
         owner, fingerprint, kind, tenant, key, milliseconds = match.groups()
         return cls(f"{RECORDS}{fingerprint}/{kind}/{tenant or owner}/{key[:2]}/{key}.arrow", int(milliseconds) / 1000)
+
+
+class StoredRecord(NamedTuple):
+    """A record as a tier lists it, its markers, and what they say a miss would cost."""
+
+    entry: Entry
+    path: RecordPath
+    markers: tuple[str, ...]
+    recompute_seconds: float
+
+
+def sorted_out(entries: Iterable[Entry]) -> tuple[list[StoredRecord], list[Entry]]:
+    """A tier's listing as its records, and the markers that have no record."""
+    records: list[tuple[Entry, RecordPath]] = []
+    markers: dict[str, list[tuple[Entry, Marker]]] = {}
+    for entry in entries:
+        record, marker = RecordPath.parse(entry.key), Marker.parse(entry.key)
+        if record is not None:
+            records.append((entry, record))
+        elif marker is not None:
+            markers.setdefault(marker.record, []).append((entry, marker))
+    found = []
+    for entry, record in records:
+        own = markers.pop(entry.key, [])
+        cost = max((marker.recompute_seconds for _, marker in own), default=0.0)
+        found.append(StoredRecord(entry, record, tuple(marked.key for marked, _ in own), cost))
+    return found, [entry for group in markers.values() for entry, _ in group]

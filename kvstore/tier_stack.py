@@ -14,13 +14,12 @@ import pyarrow as pa
 from kvstore.errors import CorruptRecord, TierUnavailable
 from kvstore.eviction import Candidate, TierBudget
 from kvstore.format import Record, decode
-from kvstore.paths import Marker, RecordPath, content_prefix, marker_paths, path_of, tenant_digest
+from kvstore.paths import ORPHAN_SECONDS, Marker, content_prefix, marker_paths, path_of, sorted_out, tenant_digest
 from kvstore.ray_tier import RayTier, directory_name, ray_is_running
 from kvstore.settings import LibrarySettings
 from kvstore.tiers import QUARANTINE, DiskTier, Entry, Tier, tier_for_url
 
 logger = logging.getLogger(__name__)
-_ORPHAN_SECONDS = 3600.0  # a marker without its record may belong to a write under way; not after this long
 
 
 @dataclass(frozen=True)
@@ -213,35 +212,24 @@ class TierStack:
 
     def _survey(self, tier: Tier, entries: Iterable[Entry]) -> list[Candidate]:
         """What eviction may take: records with their cost from the markers; sweeps markers that lost their record."""
-        records: list[tuple[Entry, RecordPath]] = []
-        markers: dict[str, list[tuple[Entry, float]]] = {}
-        for entry in entries:
-            record, marker = RecordPath.parse(entry.key), Marker.parse(entry.key)
-            if record is not None:
-                records.append((entry, record))
-            elif marker is not None:
-                markers.setdefault(marker.record, []).append((entry, marker.recompute_seconds))
         used = self._last_used()
-        candidates = []
-        for entry, record in records:
-            own = markers.pop(entry.key, [])
-            candidates.append(
-                Candidate(
-                    path=entry.key,
-                    tenant=record.tenant,
-                    size=entry.size,
-                    used=max(entry.used, used.get(entry.key, 0.0)),
-                    recompute_seconds=max((seconds for _, seconds in own), default=0.0),
-                    pinned=self._pinned(record.key),
-                    companions=tuple(marker.key for marker, _ in own),
-                )
+        records, orphans = sorted_out(entries)
+        deadline = time.time() - ORPHAN_SECONDS
+        for orphan in orphans:
+            if orphan.used < deadline:
+                tier.delete(orphan.key)
+        return [
+            Candidate(
+                path=entry.key,
+                tenant=path.tenant,
+                size=entry.size,
+                used=max(entry.used, used.get(entry.key, 0.0)),
+                recompute_seconds=recompute_seconds,
+                pinned=self._pinned(path.key),
+                companions=markers,
             )
-        deadline = time.time() - _ORPHAN_SECONDS
-        for orphans in markers.values():
-            for entry, _ in orphans:
-                if entry.used < deadline:
-                    tier.delete(entry.key)
-        return candidates
+            for entry, path, markers, recompute_seconds in records
+        ]
 
 
 class _Breaker:

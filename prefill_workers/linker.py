@@ -165,7 +165,6 @@ class Linker:
             span=span,
             canonical_key=keys.canonical,
             patch_key=keys.own_patch,
-            antecedents=tuple(before.canonical for before in wanted[:index]),
             start_position=int(positions[..., span.start].flatten()[0]),
             outcome=ChunkOutcome(len(span), _expected(request.mode), index, "stored KV is loading"),
             loading=lookup if coming else None,

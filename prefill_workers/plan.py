@@ -112,7 +112,6 @@ class ChunkPlan:
     span: ChunkSpan
     canonical_key: str
     patch_key: str
-    antecedents: tuple[str, ...]
     start_position: int  # RoPE position of its first token, in the shifted frame
     outcome: ChunkOutcome
     loading: Lookup | None = None

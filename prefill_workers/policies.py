@@ -33,11 +33,6 @@ def looks_up_patch(mode: Mode) -> bool:
     return mode is Mode.AUTO
 
 
-def looks_up_canonical(mode: Mode) -> bool:
-    """Whether stored canonical KV could serve a request of this mode."""
-    return mode in (Mode.AUTO, Mode.FULL_REUSE)
-
-
 def forms_patches(mode: Mode) -> bool:
     """Whether what a request of this mode computed is kept for later requests."""
     return mode is not Mode.OFF
