@@ -242,7 +242,9 @@ def test_what_was_acknowledged_outlives_kill_and_nothing_half_written_is_read(tm
                 if left == 0:
                     time.sleep(rng.uniform(0, 0.02))  # somewhere in the middle of the next writes
                     subprocess.run(["kill", f"-{signal.SIGKILL.value}", str(pid)], check=True)
-            with Library(LibrarySettings(directory=tmp_path, memory_bytes=0), FINGERPRINT) as library:
+            # a slow load is a miss, which on a busy machine would look like a loss
+            patient = LibrarySettings(directory=tmp_path, memory_bytes=0, load_timeout_s=60)
+            with Library(patient, FINGERPRINT) as library:
                 for name in said["stored"] - said["deleting"]:
                     expected = canonical(name, tokens=400)
                     found = library.get_canonical(expected.key, "acme")
