@@ -11,12 +11,13 @@ _SAMPLE_BYTES = 64 * 1024
 
 
 def fingerprint(model: Path) -> str:
-    """Digest (64 hex digits) of a checkpoint's configuration, and of name, size and samples of every weight file.
+    """Digest (64 hex digits) of a checkpoint's configuration and tokenizer (a text chunk's id names text, its KV is of
+    tokens), and of name, size and samples of every weight file.
 
     Sampling keeps the start of a large model fast; 1 MiB spread over each file tells trained weights apart.
     """
     digest = blake3()
-    for name in ("config.json", "preprocessor_config.json", "processor_config.json"):
+    for name in ("config.json", "preprocessor_config.json", "processor_config.json", "tokenizer.json"):
         if (model / name).exists():
             digest.update(name.encode() + (model / name).read_bytes())
     for file in sorted(model.glob("*.safetensors")):

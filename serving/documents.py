@@ -38,6 +38,7 @@ class Documents:
     def __init__(self, tokenizer: Any, limit: int = 1 << 22) -> None:
         self._tokenizer, self._limit = tokenizer, limit
         self._kept: OrderedDict[str, Document] = OrderedDict()
+        self._held = 0  # token ids of all of them
         self._lock = threading.Lock()
         nonce = secrets.token_hex(8)
         self._mark = f"\ue000{nonce}:{{}}\ue001"
@@ -45,14 +46,16 @@ class Documents:
 
     def mark(self, content: str, text: str) -> str:
         """What stands for a document in a message."""
-        document = self._kept.get(content)
-        if document is None:
-            document = Document(content, array("i", self._tokenizer.encode(text, add_special_tokens=False)))
+        kept = self._kept.get(content)
+        document = kept or Document(content, array("i", self._tokenizer.encode(text, add_special_tokens=False)))
         with self._lock:
+            if content not in self._kept:
+                self._held += len(document.token_ids)
             self._kept[content] = document
             self._kept.move_to_end(content)
-            while len(self._kept) > 1 and sum(len(kept.token_ids) for kept in self._kept.values()) > self._limit:
-                self._kept.popitem(last=False)
+            while self._held > self._limit and len(self._kept) > 1:
+                _, forgotten = self._kept.popitem(last=False)
+                self._held -= len(forgotten.token_ids)
         return self._mark.format(content)
 
     def marked(self, texts: Iterable[str]) -> list[Document]:
