@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from infra.checkpoints.language import draw_weights
 from infra.checkpoints.text import DeepSeekV2
-from infra.checkpoints.tokens import printable_tokens, tokenizer
-from infra.checkpoints.weights import generation_config, initialise
+from infra.checkpoints.tokens import tokenizer
+from infra.checkpoints.weights import initialise
 
 PATCH, MERGE = 14, 2
 MEDIA_TOKENS = ("<|media_start|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>")
@@ -47,14 +48,13 @@ class KimiVL:
         ids: Callable[[str], Any] = tokens.convert_tokens_to_ids
         language = DeepseekV2ForCausalLM(DeepseekV2Config(**self.text.config(ids)))
         tower = {name: torch.empty(shape) for name, shape in self._vision_shapes()}
-        initialise(language.named_parameters(), self.seed, printable_tokens(tokens))
+        draw_weights(language, tokens, self.seed)
         initialise(tower.items(), self.seed + 1, ())
         language.to(torch.bfloat16).save_pretrained(folder)
         weights = {f"language_model.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
         weights |= {name: tensor.to(torch.bfloat16) for name, tensor in tower.items()}
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         tokens.save_pretrained(folder)
-        generation_config(tokens).save_pretrained(folder)
         shutil.copy(Path(__file__).parent / f"{_PROCESSING}.py", folder)
         self._write_json(folder / "config.json", self._config(json.loads((folder / "config.json").read_text()), ids))
         names = {"AutoImageProcessor": "KimiVLImageProcessor", "AutoProcessor": "KimiVLProcessor"}

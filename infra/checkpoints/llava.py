@@ -7,29 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.checkpoints.tokens import printable_tokens, tokenizer
-from infra.checkpoints.weights import generation_config, initialise
+from infra.checkpoints.language import Language, draw_weights
+from infra.checkpoints.tokens import tokenizer
 
 IMAGE = "<image>"
 
 
-@dataclass(frozen=True)
-class Llava:
+@dataclass(frozen=True, kw_only=True)
+class Llava(Language):
     """Sizes of a LLaVA-1.5 shaped model; an image takes (`image_size` / `patch`)² tokens."""
 
-    vocabulary: int = 512
-    hidden: int = 256
-    intermediate: int = 512
-    layers: int = 4
     heads: int = 4
+    kv_heads: int = 4
     head_size: int = 64
+    context: int = 4096
     vision_depth: int = 3
     vision_hidden: int = 128
     image_size: int = 84
     patch: int = 14
-    context: int = 4096
-    rope_theta: float = 10000.0
-    seed: int = 0
 
     def write(self, folder: Path) -> None:
         """Write configuration, bf16 weights, tokenizer and processor into the existing `folder`."""
@@ -40,21 +35,7 @@ class Llava:
         tokens = tokenizer(self.vocabulary, added=(IMAGE,), image=IMAGE)
         ids: Callable[[str], Any] = tokens.convert_tokens_to_ids
         config = LlavaConfig(
-            text_config={
-                "model_type": "llama",
-                "vocab_size": self.vocabulary,
-                "hidden_size": self.hidden,
-                "intermediate_size": self.intermediate,
-                "num_hidden_layers": self.layers,
-                "num_attention_heads": self.heads,
-                "num_key_value_heads": self.heads,
-                "head_dim": self.head_size,
-                "max_position_embeddings": self.context,
-                "tie_word_embeddings": False,
-                "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
-                "eos_token_id": ids("<|im_end|>"),
-                "bos_token_id": ids("<|endoftext|>"),
-            },
+            text_config={"model_type": "llama", **self.language_config(ids)},
             vision_config={
                 "model_type": "clip_vision_model",
                 "hidden_size": self.vision_hidden,
@@ -72,8 +53,7 @@ class Llava:
             tie_word_embeddings=False,
         )
         model = LlavaForConditionalGeneration(config)
-        initialise(model.named_parameters(), self.seed, printable_tokens(tokens))
-        model.generation_config = generation_config(tokens)
+        draw_weights(model, tokens, self.seed)
         config.architectures = ["LlavaForConditionalGeneration"]
         config.dtype = torch.bfloat16
         config.save_pretrained(folder)

@@ -7,51 +7,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from infra.checkpoints.tokens import printable_tokens, tokenizer
-from infra.checkpoints.weights import generation_config, initialise
+from infra.checkpoints.language import Language, save
+from infra.checkpoints.tokens import tokenizer
 
 
-@dataclass(frozen=True)
-class Qwen2:
+@dataclass(frozen=True, kw_only=True)
+class Qwen2(Language):
     """Sizes of a Qwen2.5-shaped text model. `rope_scaling` joins its RoPE parameters, such as YaRN's."""
 
-    vocabulary: int = 512
-    hidden: int = 256
-    intermediate: int = 512
-    layers: int = 4
-    heads: int = 8
-    kv_heads: int = 2
     context: int = 4096
-    rope_theta: float = 10000.0
-    rope_scaling: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default"})
-    seed: int = 0
+    rope_scaling: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Write configuration, bf16 weights and tokenizer into the existing `folder`."""
-        import torch
         from transformers import Qwen2Config, Qwen2ForCausalLM
 
         tokens = tokenizer(self.vocabulary)
-        ids: Callable[[str], Any] = tokens.convert_tokens_to_ids
-        model = Qwen2ForCausalLM(
-            Qwen2Config(
-                vocab_size=self.vocabulary,
-                hidden_size=self.hidden,
-                intermediate_size=self.intermediate,
-                num_hidden_layers=self.layers,
-                num_attention_heads=self.heads,
-                num_key_value_heads=self.kv_heads,
-                max_position_embeddings=self.context,
-                rope_parameters={"rope_theta": self.rope_theta, **self.rope_scaling},
-                eos_token_id=ids("<|im_end|>"),
-                bos_token_id=ids("<|endoftext|>"),
-                tie_word_embeddings=False,
-            )
-        )
-        initialise(model.named_parameters(), self.seed, printable_tokens(tokens))
-        model.generation_config = generation_config(tokens)
-        model.to(torch.bfloat16).save_pretrained(folder)
-        tokens.save_pretrained(folder)
+        config = Qwen2Config(**self.language_config(tokens.convert_tokens_to_ids, **self.rope_scaling))
+        save(Qwen2ForCausalLM(config), tokens, self.seed, folder)
 
 
 @dataclass(frozen=True)
@@ -106,12 +79,8 @@ class DeepSeekV2:
 
     def write(self, folder: Path) -> None:
         """Write configuration, bf16 weights and tokenizer into the existing `folder`."""
-        import torch
         from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
         tokens = tokenizer(self.vocabulary)
         model = DeepseekV2ForCausalLM(DeepseekV2Config(**self.config(tokens.convert_tokens_to_ids)))
-        initialise(model.named_parameters(), self.seed, printable_tokens(tokens))
-        model.generation_config = generation_config(tokens)
-        model.to(torch.bfloat16).save_pretrained(folder)
-        tokens.save_pretrained(folder)
+        save(model, tokens, self.seed, folder)

@@ -8,7 +8,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerF
 
 from infra import checkpoints
 from infra.checkpoints import RECIPES, Qwen25VL, checkpoint_path
-from infra.checkpoints.qwen2_5_vl import MERGE
+from infra.checkpoints.qwen_vl import MERGE
 from infra.checkpoints.tokens import chat_template, printable_tokens, tokenizer
 from infra.checkpoints.weights import DEFAULT_ANSWER_TOKENS
 

@@ -1,0 +1,60 @@
+"""What Qwen2.5-VL and Qwen3-VL share: M-RoPE, vision tokens, and an image processor that merges 2 x 2 patches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from infra.checkpoints.language import Language
+
+if TYPE_CHECKING:
+    from transformers.image_processing_base import ImageProcessingMixin
+
+MERGE = 2
+MIN_IMAGE_TOKENS, MAX_IMAGE_TOKENS = 4, 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenVL(Language):
+    """Sizes of a Qwen-VL shaped model. Its vision tower has 4 heads."""
+
+    patch: ClassVar[int]
+
+    mrope_section: tuple[int, int, int]
+    vision_depth: int
+    vision_hidden: int = 128
+
+    def config(self, ids: Callable[[str], Any], vision: dict[str, Any], **rope: Any) -> dict[str, Any]:
+        """Keyword arguments of the model's configuration; `vision` and `rope` join those of its parts."""
+        return {
+            "text_config": self.language_config(ids, mrope_section=list(self.mrope_section), **rope),
+            "vision_config": {
+                "depth": self.vision_depth,
+                "hidden_size": self.vision_hidden,
+                "intermediate_size": 2 * self.vision_hidden,
+                "num_heads": 4,
+                "out_hidden_size": self.hidden,
+                "patch_size": self.patch,
+                "spatial_merge_size": MERGE,
+                "temporal_patch_size": 2,
+                **vision,
+            },
+            "image_token_id": ids("<|image_pad|>"),
+            "video_token_id": ids("<|video_pad|>"),
+            "vision_start_token_id": ids("<|vision_start|>"),
+            "vision_end_token_id": ids("<|vision_end|>"),
+            "tie_word_embeddings": False,
+        }
+
+    def image_processor(self) -> ImageProcessingMixin:
+        """Images of `MIN_IMAGE_TOKENS` to `MAX_IMAGE_TOKENS` tokens."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        pixels_per_token = (self.patch * MERGE) ** 2
+        return Qwen2VLImageProcessorPil(
+            min_pixels=MIN_IMAGE_TOKENS * pixels_per_token,
+            max_pixels=MAX_IMAGE_TOKENS * pixels_per_token,
+            patch_size=self.patch,
+            merge_size=MERGE,
+        )
