@@ -84,13 +84,10 @@ class Patch:
     basis: str | None = None
 
     def __post_init__(self) -> None:
-        if len(self.left) != len(self.energy) or not (self.right or self.basis):
+        unbound = not self.right and self.basis is not None
+        if len(self.left) != len(self.energy) or not (unbound or len(self.left) == len(self.right)):
             raise ShapeMismatch("a patch needs one left factor, right factor and energy per segment")
-        if not self.right:
-            return
-        if len(self.left) != len(self.right):
-            raise ShapeMismatch("a patch needs one left factor, right factor and energy per segment")
-        for left, right in zip(self.left, self.right, strict=True):
+        for left, right in zip(self.left, self.right, strict=not unbound):
             if left.dim() != 3 or right.dim() != 3 or left.shape[::2] != right.shape[::2]:
                 raise ShapeMismatch(f"factors {list(left.shape)} and {list(right.shape)} do not multiply")
 

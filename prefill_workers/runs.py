@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -302,7 +303,7 @@ class RunsExtension:
 
     # -- vLLM's inside ------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def _group(self) -> Any:
         groups = [group for groups in self.model_runner.attn_groups for group in groups]
         if len(groups) != 1:
@@ -314,7 +315,7 @@ class RunsExtension:
     def _device(self) -> torch.device:
         return self.model_runner.device
 
-    @property
+    @cached_property
     def _quantised(self) -> torch.dtype | None:
         """What the cache's bytes are, if the KV cache is quantised."""
         name = self.model_runner.vllm_config.cache_config.cache_dtype

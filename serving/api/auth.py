@@ -15,11 +15,8 @@ from serving.api.errors import error_body
 from serving.api.metrics import Metrics
 from serving.config import ApiKey
 
-LOCAL_TENANT = "local"
+_LOCAL = ApiKey(tenant="local", admin=True)
 _OPEN_PATHS = frozenset({"/health", "/metrics", "/docs", "/openapi.json", "/redoc"})
-
-
-_LOCAL = ApiKey(tenant=LOCAL_TENANT, admin=True)
 
 
 class Authenticate:
