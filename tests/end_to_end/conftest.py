@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,30 +13,39 @@ from client import Reference, Service, running
 KEYS = {"key-of-one": "one", "key-of-two": "two", "key-of-ops": {"tenant": "ops", "admin": True}}
 
 
+# What this folder's tests share, ended after the last of them: whatever is tested next must find no Ray cluster.
+_shared = ExitStack()
+
+
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+        _shared.close()
+
+
 @pytest.fixture(scope="session")
-def reference() -> Iterator[Reference]:
+def reference() -> Reference:
     engine = Reference("float32")
-    yield engine
-    engine.close()
+    _shared.callback(engine.close)
+    return engine
 
 
 @pytest.fixture(scope="session")
-def only_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Service]]:
+def only_service(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Service]:
     """`only_service(name, dtype, **sections)`: that service, started unless it is the one that runs.
 
     All of them are one Serve application, so that another one ends first.
     """
-    with ExitStack() as stack:
-        current: list[tuple[str, Service]] = []
+    current: dict[str, Service] = {}
+    stack = _shared.enter_context(ExitStack())
 
-        def get(name: str, dtype: str, **sections: Any) -> Service:
-            if not current or current[0][0] != name:
-                stack.close()
-                started = stack.enter_context(running(dtype, tmp_path_factory.mktemp(name), **sections))
-                current[:] = [(name, started)]
-            return current[0][1]
+    def get(name: str, dtype: str, **sections: Any) -> Service:
+        if name not in current:
+            current.clear()
+            stack.close()
+            current[name] = stack.enter_context(running(dtype, tmp_path_factory.mktemp(name), **sections))
+        return current[name]
 
-        yield get
+    return get
 
 
 @pytest.fixture
