@@ -287,7 +287,7 @@ def _probe_ray() -> list[CheckResult]:
     import ray
 
     start = time.perf_counter()
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
     answer = ray.get(ray.remote(lambda: 6 * 7).remote())
     ray.shutdown()
     detail = f"{ray.__version__}, cluster and task in {time.perf_counter() - start:.1f} s"

@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import ray
 from ray import serve
 from rich.console import Console
 
 from serving.app import build
 from serving.config import OrbitServeConfig
+from serving.ray_cluster import ray_cluster
 
 APPLICATION = "orbitserve"
 _ROLES = ("PatchCompiler", "LibraryKeeper", "VisionEncoder", "PrefillWorker", "DecodeWorker", "Ingress")
@@ -44,25 +44,16 @@ def application(config: OrbitServeConfig, console: Console, timeout_s: float = 6
         StartUpError: a role failed to start, or did not within `timeout_s`.
     """
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    ours = not ray.is_initialized()
-    if ours:
-        ray.init(
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            runtime_env={"env_vars": FAST_REQUEST_PATH},
-        )
-    _end_by_signal()  # after Ray, which brings a handler of its own
-    try:
-        serve.start(http_options={"host": config.http.host, "port": config.http.port})
-        target = serve.RunTarget(build(config), name=APPLICATION, route_prefix="/")
-        serve.run_many([target], wait_for_applications_running=False)
-        wait_until_ready(console, timeout_s)
-        yield f"http://{config.http.host}:{config.http.port}"
-    finally:
-        serve.delete(APPLICATION)  # lets running requests end and the engines free what they hold
-        if ours:
-            ray.shutdown()
+    with ray_cluster(runtime_env={"env_vars": FAST_REQUEST_PATH}):
+        _end_by_signal()  # after Ray, which brings a handler of its own
+        try:
+            serve.start(http_options={"host": config.http.host, "port": config.http.port})
+            target = serve.RunTarget(build(config), name=APPLICATION, route_prefix="/")
+            serve.run_many([target], wait_for_applications_running=False)
+            wait_until_ready(console, timeout_s)
+            yield f"http://{config.http.host}:{config.http.port}"
+        finally:
+            serve.delete(APPLICATION)  # lets running requests end and the engines free what they hold
 
 
 def _end_by_signal() -> None:

@@ -44,6 +44,7 @@ from serving.config import OrbitServeConfig
 from serving.precompute_ledger import Ledger, Outcome
 from serving.precompute_manifest import ENTRY_SCHEMA, Entry, Manifest, StorageOptions, to_table
 from serving.precompute_worker import PrecomputeWorker
+from serving.ray_cluster import ray_cluster
 
 _ENTRY_BYTES = 128  # of an entry with one path, in Arrow: sizes blocks
 _SHOWN_FAILURES = 10
@@ -133,10 +134,7 @@ def outcomes(config: OrbitServeConfig, manifest: Manifest, entries: int) -> Iter
     """
     if config.library.directory is None and config.library.url is None:
         raise PrecomputeError("the library has neither a directory nor a url: nothing would be kept")
-    with ExitStack() as stack:
-        if not ray.is_initialized():
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-            stack.callback(ray.shutdown)
+    with ray_cluster():
         try:
             yield from _run(config, manifest, entries)
         except RayError as error:

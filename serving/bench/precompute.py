@@ -7,13 +7,11 @@ leading place. The clock runs from the first image's start to the last one's end
 from __future__ import annotations
 
 import json
-import logging
 import os
 import tempfile
 from functools import partial
 from pathlib import Path
 
-import ray
 from rich.console import Console
 
 from infra.checkpoints import checkpoint_path
@@ -21,6 +19,7 @@ from serving.bench.harness import Arm, Benchmark, Outcome, in_turns
 from serving.bench.requests import image_url
 from serving.bench.servers import bench_config
 from serving.bench.ttft import CHECKPOINT
+from serving.ray_cluster import ray_cluster
 
 IMAGE_TOKENS = 256
 _START_SECONDS = 600
@@ -32,17 +31,13 @@ def run(quick: bool, console: Console) -> Outcome:
 
     images, turns = (8, 1) if quick else (48, 3)
     threads = max(1, (os.cpu_count() or 1) // 2)
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     DataContext.get_current().wait_for_min_actors_s = _START_SECONDS
-    try:
-        with tempfile.TemporaryDirectory(prefix="orbitserve-bench-") as folder:
-            manifest = Path(folder) / "manifest.jsonl"
-            lines = (json.dumps({"url": image_url(IMAGE_TOKENS, number)}) for number in range(images))
-            manifest.write_text("\n".join(lines))
-            jobs = {f"workers-{n}": partial(_job_ms, n, threads, manifest, console) for n in (1, 2)}
-            samples = in_turns(jobs, turns)
-    finally:
-        ray.shutdown()
+    with ray_cluster(), tempfile.TemporaryDirectory(prefix="orbitserve-bench-") as folder:
+        manifest = Path(folder) / "manifest.jsonl"
+        lines = (json.dumps({"url": image_url(IMAGE_TOKENS, number)}) for number in range(images))
+        manifest.write_text("\n".join(lines))
+        jobs = {f"workers-{n}": partial(_job_ms, n, threads, manifest, console) for n in (1, 2)}
+        samples = in_turns(jobs, turns)
     case = str(images)
     arms = [
         Arm(name, f"job of {images} images with {name[-1]} worker(s)", {case: times}) for name, times in samples.items()

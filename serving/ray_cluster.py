@@ -1,0 +1,54 @@
+"""The Ray cluster that a command works in: one that is there, else one of its own for as long as it runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray._private.services import find_bootstrap_address
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_SECONDS = 2.0
+
+
+@contextmanager
+def ray_cluster(**options: Any) -> Iterator[None]:
+    """Join the cluster this process is in already, one that RAY_ADDRESS names, or one that runs on this machine.
+
+    Without any, a cluster is started, and ended at the end.
+
+    Args:
+        options: further ones of `ray.init`.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    ray.init(address=_address(), include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, **options)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _address() -> str | None:
+    """What `ray.init` is told. A cluster that was killed leaves its address behind, and Ray would wait for it."""
+    left = None if os.environ.get("RAY_ADDRESS") else find_bootstrap_address(None)
+    if left is None or _answers(left):
+        return None
+    logger.warning("no Ray cluster answers at %s, the address that the last one left: starting another", left)
+    return "local"
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS):
+            return True
+    except (OSError, ValueError):
+        return False
