@@ -28,9 +28,14 @@ def enter_vllm() -> None:
 
 
 def answer(output: Any) -> dict[str, Any]:
-    """Token ids and their log-probabilities."""
+    """Token ids, their log-probabilities, and by how much each leads the next best one."""
     chosen = zip(output.token_ids, output.logprobs, strict=True)
-    return {"tokens": list(output.token_ids), "logprobs": [entry[token].logprob for token, entry in chosen]}
+    ranked = (sorted((entry.logprob for entry in top.values()), reverse=True) for top in output.logprobs)
+    return {
+        "tokens": list(output.token_ids),
+        "logprobs": [entry[token].logprob for token, entry in chosen],
+        "leads": [best - second for best, second, *_ in ranked],
+    }
 
 
 def decode(family: Family, dtype: str, block_size: int | None, ranks: int, prompts: Any, answers: Any) -> None:
@@ -52,7 +57,7 @@ def decode(family: Family, dtype: str, block_size: int | None, ranks: int, promp
     )
 
     async def one(token_ids: list[int], transfer: dict[str, Any]) -> dict[str, Any]:
-        params = SamplingParams(max_tokens=TOKENS, temperature=0, logprobs=1, detokenize=False, ignore_eos=True)
+        params = SamplingParams(max_tokens=TOKENS, temperature=0, logprobs=2, detokenize=False, ignore_eos=True)
         async for output in engine.generate(token_ids, transfer, params, "request"):
             last = output
         return answer(last.outputs[0])
@@ -84,7 +89,7 @@ def main(name: str, dtype: str, prefill_ranks: int, decode_ranks: int) -> None:
         chunk = (lambda n: n) if family.image else Page
         parts = ["See ", chunk(1), " and ", chunk(2), " and then say what follows."]
         prompt, _ = vllm_prompt(parts, rig.documents, family.image)
-        params = SamplingParams(max_tokens=TOKENS, temperature=0, logprobs=1, detokenize=False, ignore_eos=True)
+        params = SamplingParams(max_tokens=TOKENS, temperature=0, logprobs=2, detokenize=False, ignore_eos=True)
         expected = answer(engine._llm.generate([prompt], params, use_tqdm=False)[0].outputs[0])
 
         report: dict[str, Any] = {"expected": expected, "linked": []}
