@@ -7,6 +7,7 @@
 | CorruptRecord | corrupt_record | 500 | a stored record fails any check; the library turns it into a miss |
 | InvalidKey | invalid_key | 400 | a tier key could leave its tier (`..`, absolute, odd characters) |
 | TierUnavailable | tier_unavailable | 503 | a tier could not answer; the library turns it into a miss |
+| BlobReplaced | tier_unavailable | 503 | a blob was written anew while it was read; the library reads it again |
 | UnknownFile | file_not_found | 404 | no such file *for this tenant* |
 | UnknownVectorStore | vector_store_not_found | 404 | no such vector store, or no such file or batch in it |
 | FileTooLarge | file_too_large | 413 | one upload exceeds the limit |
@@ -50,6 +51,10 @@ class TierUnavailable(StoreError):
 
     code = "tier_unavailable"
     status = 503
+
+
+class BlobReplaced(TierUnavailable):
+    """A blob was written anew while it was read: the bytes so far belong to no blob that is there."""
 
 
 class UnknownFile(StoreError, KeyError):

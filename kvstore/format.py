@@ -37,15 +37,17 @@ from kvstore.basis import SharedBasis
 from kvstore.errors import CorruptRecord, ShapeMismatch
 from kvstore.layout import Layout
 from kvstore.patch import Patch, PatchKind
-from kvstore.seal import Frame, Seal, blank_seal, check_frame, fill_seals, find_seal
+from kvstore.seal import Frame, ReadThrough, Seal, blank_seal, check_frame, fill_seals, find_seal, read_all
 
 FORMAT_VERSION = 1
 RecordKind = Literal["canonical", "patch", "embedding", "basis"]
-ReadThrough = Callable[[int, int], Iterable[memoryview]]
+# Told a record whose layers still come in, and how many of them are there and checked.
+Arrived = Callable[["Record", int], object]
 
 _ARROW_TYPES = {torch.float32: pa.float32(), torch.float16: pa.float16(), torch.bfloat16: pa.uint16()}
 _DTYPE_NAMES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _RECORD_KEY, _SEAL_KEY = b"orbitserve.record", b"orbitserve.seal"
+_MAGIC = 8  # bytes before the schema: "ARROW1", padded
 _THREADED_BYTES = 4 << 20  # hashing gains from a second thread above about this size
 _hashers = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="kvstore-hash")
 
@@ -182,26 +184,43 @@ def decode(
     expect_tenant: str,
     verify: bool = True,
     read: ReadThrough | None = None,
+    arrived: Arrived | None = None,
 ) -> Record:
     """The record in `buffer`, its tensors zero-copy views of it. Raises CorruptRecord if anything is not as expected.
 
-    `verify=False` skips the layers' digests (the frame, a few KiB, is always checked). `read(start, end)` yields the
-    same bytes where that is faster than going through `buffer`.
+    Args:
+        verify: False skips the layers' digests (the frame, a few KiB, is always checked).
+        read: `read(start, end)` yields the same bytes, where that is faster than going through `buffer`, or where
+            `buffer` is still being filled: a byte of it counts once `read` has yielded it.
+        arrived: called after each layer of a `read`, in order, with the record that `decode` will return. Its layers so
+            far match their checksums. What lists the checksums is checked last: until `decode` returns, whoever uses
+            such a layer must be ready to throw away what it made of it.
     """
     buffer = buffer if isinstance(buffer, pa.Buffer) else pa.py_buffer(buffer)
-    seal = find_seal(buffer)
-    # Before the frame, which touches the file at many places: a cold file is then read in order, once.
-    digests = _layer_digests(buffer, read, seal) if verify else None
-    check_frame(buffer, seal)
-    document = _read_document(buffer)
     expected = {"key": expect_key, "fingerprint": expect_fingerprint, "tenant": expect_tenant}
-    for name, value in expected.items():
-        if document.get(name) != value:
-            raise CorruptRecord(f"the record's {name} is not the one expected")
     try:
-        if digests is not None:
-            _compare(digests, document["digests"])
-        return _build(document, _views(buffer, seal, document))
+        # The layers come before the frame, which touches the file at many places: a cold file is read in order, once.
+        if read is None:
+            seal = find_seal(buffer)
+            digests = _layer_digests(buffer, seal) if verify else None
+            check_frame(buffer, seal)
+            document = _read_document(buffer, expected)
+            if digests is not None:
+                _compare(digests, document["digests"])
+            return _build(document, _views(buffer, seal, document))
+        seal = find_seal(buffer, read)
+        document = _read_document(buffer, expected, head=seal.first)
+        record = _build(document, _views(buffer, seal, document))
+        for layer, (start, end) in enumerate(seal.spans()):
+            if verify:
+                _compare([_digest(read(start, end))], document["digests"][layer : layer + 1], layer)
+            else:
+                read_all(read, start, end)
+            if arrived is not None:
+                arrived(record, layer + 1)
+        read_all(read, seal.end, buffer.size)
+        check_frame(buffer, seal)
+        return record
     except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
         raise CorruptRecord(f"the record's metadata is inconsistent: {error}") from error
 
@@ -210,7 +229,7 @@ def read_metadata(buffer: pa.Buffer | bytes) -> dict[str, Any]:
     """The record's JSON document, after checking the frame. Reads no tensor bytes. Raises CorruptRecord."""
     buffer = buffer if isinstance(buffer, pa.Buffer) else pa.py_buffer(buffer)
     check_frame(buffer, find_seal(buffer))
-    return _read_document(buffer)
+    return _read_document(buffer, {})
 
 
 def layer_checks(buffer: pa.Buffer | bytes) -> list[tuple[str, bool]]:
@@ -218,7 +237,7 @@ def layer_checks(buffer: pa.Buffer | bytes) -> list[tuple[str, bool]]:
     buffer = buffer if isinstance(buffer, pa.Buffer) else pa.py_buffer(buffer)
     seal, view = find_seal(buffer), memoryview(buffer)
     check_frame(buffer, seal)
-    digests = _read_document(buffer)["digests"]
+    digests = _read_document(buffer, {})["digests"]
     found = (blake3(view[start:end], max_threads=blake3.AUTO).hexdigest() for start, end in seal.spans())
     return [(digest, digest == actual) for digest, actual in zip(digests, found, strict=True)]
 
@@ -303,30 +322,36 @@ def _digest(chunks: Iterable[Any]) -> str:
     return hasher.hexdigest()
 
 
-def _read_document(buffer: pa.Buffer) -> dict[str, Any]:
-    """The JSON document of a file whose frame was checked."""
+def _read_document(buffer: pa.Buffer, expected: Mapping[str, str], head: int | None = None) -> dict[str, Any]:
+    """The JSON document of a file, from its checked footer, or from its first `head` bytes. Raises CorruptRecord."""
     try:
-        document = json.loads(pa.ipc.open_file(buffer).schema.metadata[_RECORD_KEY])
+        if head is None:
+            schema = pa.ipc.open_file(buffer).schema
+        else:
+            schema = pa.ipc.read_schema(buffer.slice(_MAGIC, head - _MAGIC))
+        document = json.loads(schema.metadata[_RECORD_KEY])
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         raise CorruptRecord(f"the record's metadata cannot be read: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT_VERSION:
         raise CorruptRecord(f"the record is not of format version {FORMAT_VERSION}")
+    for name, value in expected.items():
+        if document.get(name) != value:
+            raise CorruptRecord(f"the record's {name} is not the one expected")
     return document
 
 
-def _layer_digests(buffer: pa.Buffer, read: ReadThrough | None, seal: Seal) -> list[str]:
+def _layer_digests(buffer: pa.Buffer, seal: Seal) -> list[str]:
     """The digests of the layers as they are."""
-    if read is not None:
-        return [_digest(read(start, end)) for start, end in seal.spans()]
     view = memoryview(buffer)
     layers = [[view[start:end]] for start, end in seal.spans()]
     return list(_hashers.map(_digest, layers) if len(view) >= _THREADED_BYTES else map(_digest, layers))
 
 
-def _compare(found: Sequence[str], listed: Sequence[str]) -> None:
+def _compare(found: Sequence[str], listed: Sequence[str], first: int = 0) -> None:
+    """Raises CorruptRecord unless the digests of the layers from `first` on are the ones listed for them."""
     if len(found) != len(listed):
         raise CorruptRecord("the record does not list one checksum per layer")
-    for layer, (digest, expected) in enumerate(zip(found, listed, strict=True)):
+    for layer, (digest, expected) in enumerate(zip(found, listed, strict=True), first):
         if digest != expected:
             raise CorruptRecord(f"layer {layer} does not match its checksum")
 

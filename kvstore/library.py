@@ -27,7 +27,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import cast
+from typing import NamedTuple, cast
 
 import pyarrow as pa
 
@@ -65,12 +65,60 @@ class LibraryStats:
     load_ms: float  # spent in these, in all
 
 
+class Arrival(NamedTuple):
+    """How far a load has come: the first `layers` layers of the record's tensors are there."""
+
+    record: Record
+    layers: int
+    seconds: float  # since the load began
+
+
 class Loading(Future["Record | None"]):
-    """A load under way; its result is None on a miss. One is shared by all who wait for the same record."""
+    """A load under way; its result is None on a miss. One is shared by all who wait for the same record.
+
+    Where a tier can tell, layers may be used as they come in, before the record as a whole is known to be sound. They
+    were, if in the end the result is the very record that they belong to.
+    """
 
     def __init__(self, path: str) -> None:
         super().__init__()
         self.path = path
+        self._changed = threading.Condition()
+        self._began = time.monotonic()
+        self._arrival: Arrival | None = None
+        self.add_done_callback(self._notify)
+
+    @property
+    def arrival(self) -> Arrival | None:
+        """How far the load has come; None before the first layer."""
+        return self._arrival
+
+    def wait_for_layer(self, record: Record, layer: int, deadline: float) -> bool:
+        """Whether this layer of an arriving record is there; waits for it until `deadline` (monotonic seconds)."""
+        with self._changed:
+            while True:
+                arrival, left = self._arrival, deadline - time.monotonic()
+                if arrival is None or arrival.record is not record:
+                    return False
+                if arrival.layers > layer:
+                    return True
+                if self.done() or left <= 0:
+                    return False
+                self._changed.wait(left)
+
+    def begin(self) -> None:
+        """The load leaves the queue."""
+        self._began = time.monotonic()
+
+    def arrived(self, record: Record, layers: int) -> None:
+        """The record's first layers are there."""
+        with self._changed:
+            self._arrival = Arrival(record, layers, time.monotonic() - self._began)
+            self._changed.notify_all()
+
+    def _notify(self, _: Future[Record | None]) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
 
 @dataclass(frozen=True)
@@ -285,7 +333,8 @@ class Library:
         started = time.perf_counter()
         found = None
         try:
-            found = self._stack.read(path, key, self.fingerprint, tenant, self.settings.verify)
+            loading.begin()
+            found = self._stack.read(path, key, self.fingerprint, tenant, self.settings.verify, loading.arrived)
         except Exception:  # whatever went wrong, the request computes instead
             logger.exception("could not load %s", path)
         with self._lock:

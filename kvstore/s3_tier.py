@@ -1,13 +1,15 @@
 """S3 and what speaks its protocol. s3fs brings session, credentials and uploads; reads and look-ups go to its client.
 
 A read is one ranged GET for a small blob. A larger one fetches the rest in parallel ranges, all of the version that
-answered first. A look-up is one HEAD. What a server may refuse is said in words that name the setting to look at.
+answered first. Its bytes may be used in order as they come in (`open`). A look-up is one HEAD. What a server may
+refuse is said in words that name the setting to look at.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+import threading
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import aiohttp
@@ -15,12 +17,14 @@ import pyarrow as pa
 from botocore.exceptions import BotoCoreError, ClientError
 from fsspec.asyn import sync
 
-from kvstore.tiers import QUARANTINE, FsspecTier, check_key
+from kvstore.errors import BlobReplaced
+from kvstore.tiers import QUARANTINE, Blob, FsspecTier, Guard, check_key
 
 _Answer = TypeVar("_Answer")
 _RANGE_BYTES = 16 << 20  # one range of a parallel read; smaller blobs take one request
 _PARALLEL = 4  # ranges of one blob under way at once
 _ATTEMPTS = 3  # of a read whose connection broke, or whose blob was replaced meanwhile
+_CHUNK_BYTES = 1 << 19  # what is taken from a connection at once, and what a reader gets to see at once
 _PART_BYTES = 5 << 29  # s3fs uploads less than twice this, S3's limit of 5 GiB, with one PUT
 _CONFIG = {
     "connect_timeout": 3,
@@ -37,6 +41,41 @@ _REASONS = {
     "AccessDenied": "the credentials do not allow it (storage_options: key, secret; the bucket's policy)",
     "403": "the credentials do not allow it (storage_options: key, secret; the bucket's policy)",
 }
+
+
+class _Download:
+    """A blob on its way: written by s3fs's thread, read in order by one other."""
+
+    def __init__(self, size: int) -> None:
+        self.buffer = pa.allocate_buffer(size)
+        self.view = memoryview(self.buffer).cast("B")
+        self.task: asyncio.Task[None] | None = None  # the event loop itself holds tasks weakly
+        self._ends = {first: first for first in range(0, size, _RANGE_BYTES)}  # how far each range has come
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+
+    def fill(self, first: int, position: int, part: bytes) -> None:
+        """Bytes of the range that begins at `first`."""
+        self.view[position : position + len(part)] = part
+        with self._changed:
+            self._ends[first] = position + len(part)
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """No more bytes will come."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def wait_beyond(self, position: int) -> int:
+        """Wait until a byte at `position` is there; how far they reach from there. Raises what ended the download."""
+        first = position // _RANGE_BYTES * _RANGE_BYTES
+        with self._changed:
+            while self._ends[first] <= position:
+                if self._error is not None:
+                    raise self._error
+                self._changed.wait()
+            return self._ends[first]
 
 
 class S3Tier(FsspecTier):
@@ -61,9 +100,34 @@ class S3Tier(FsspecTier):
         self._prefix = f"{prefix}/" if prefix else ""
 
     def get(self, key: str) -> pa.Buffer | None:
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                blob = self.open(key)
+                if blob is not None and blob.read is not None:
+                    for _ in blob.read(0, blob.buffer.size):
+                        pass
+                return None if blob is None else blob.buffer
+            except BlobReplaced:
+                if not left:
+                    raise
+        raise AssertionError("every attempt returns or raises")
+
+    def open(self, key: str) -> Blob | None:
+        """The blob as soon as its size is known; `read` waits for its bytes."""
         place = self._place(key)
         with self._guarded("read", key):
-            return self._wait(self._read(place))
+            download = self._wait(self._start(place))
+        if download is None:
+            return None
+
+        def read(start: int, end: int) -> Iterator[memoryview]:
+            while start < end:
+                with self._guarded("read", key):
+                    arrived = download.wait_beyond(start)
+                yield download.view[start : min(arrived, end)]
+                start = arrived
+
+        return Blob(download.buffer, read)
 
     def put(self, key: str, buffers: Sequence[pa.Buffer]) -> None:
         path = self._path(key)
@@ -85,58 +149,65 @@ class S3Tier(FsspecTier):
         with self._guarded("quarantine", key):
             return self._wait(self._move(source, target))
 
-    async def _read(self, place: Mapping[str, str]) -> pa.Buffer | None:
-        for attempt in range(_ATTEMPTS):
-            try:
-                return await self._read_version(place)
-            except ClientError as error:
-                if _code(error) in _ABSENT:
-                    return None
-                if _code(error) not in _REPLACED or attempt + 1 == _ATTEMPTS:
-                    raise
-        raise AssertionError("every attempt returns or raises")
-
-    async def _read_version(self, place: Mapping[str, str]) -> pa.Buffer:
-        """The blob as it was when its first range was answered. Raises ClientError if it is absent or replaced."""
+    async def _start(self, place: Mapping[str, str]) -> _Download | None:
+        """Ask for a blob's first range; whatever follows arrives behind the download that this returns."""
+        client = await self._fs.set_session()
         try:
-            start, answer = await self._fetch(place, Range=f"bytes=0-{_RANGE_BYTES - 1}")
+            answer = await client.get_object(**place, Range=f"bytes=0-{_RANGE_BYTES - 1}")
         except ClientError as error:
+            if _code(error) in _ABSENT:
+                return None
             if _code(error) not in {"416", "InvalidRange"}:
                 raise
-            return pa.py_buffer(b"")  # an empty blob has no first byte
-        size = int(answer["ContentRange"].rpartition("/")[2]) if "ContentRange" in answer else len(start)
-        if size == len(start):
-            return pa.py_buffer(start)
-        whole = pa.allocate_buffer(size)
-        view, turn = memoryview(whole).cast("B"), asyncio.Semaphore(_PARALLEL)
-        view[: len(start)] = start
+            return _Download(0)  # an empty blob has no first byte
+        size = int(answer["ContentRange"].rpartition("/")[2]) if "ContentRange" in answer else answer["ContentLength"]
+        download = _Download(size)
+        download.task = asyncio.create_task(self._fill(download, place, answer))
+        return download
 
-        async def fill(first: int, end: int) -> None:
+    async def _fill(self, download: _Download, place: Mapping[str, str], answer: Mapping[str, Any]) -> None:
+        """Bring in a whole blob as it was when its first range was answered."""
+        turn = asyncio.Semaphore(_PARALLEL)
+
+        async def fill(first: int, answer: Mapping[str, Any] | None = None) -> None:
             async with turn:
-                part, _ = await self._fetch(place, Range=f"bytes={first}-{end - 1}", IfMatch=answer["ETag"])
-                view[first:end] = part
+                await self._fetch(download, place, first, etag, answer)
 
+        etag = answer["ETag"]
         try:
-            async with asyncio.TaskGroup() as group:
-                for first in range(len(start), size, _RANGE_BYTES):
-                    group.create_task(fill(first, min(first + _RANGE_BYTES, size)))
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        return whole
+            async with asyncio.timeout(self._timeout_s), asyncio.TaskGroup() as group:
+                group.create_task(fill(0, answer))
+                for first in range(_RANGE_BYTES, download.buffer.size, _RANGE_BYTES):
+                    group.create_task(fill(first))
+        except* Exception as failed:
+            error: BaseException = failed
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            download.fail(error)
 
-    async def _fetch(self, place: Mapping[str, str], **options: str) -> tuple[bytes, Mapping[str, Any]]:
-        """The bytes of one GET and its headers. Tries again when the connection breaks while they arrive."""
+    async def _fetch(
+        self, download: _Download, place: Mapping[str, str], first: int, etag: str, answer: Mapping[str, Any] | None
+    ) -> None:
+        """Bring in one range. Goes on where it was when the connection breaks."""
         client = await self._fs.set_session()
+        position, end = first, min(first + _RANGE_BYTES, download.buffer.size)
         for left in reversed(range(_ATTEMPTS)):
-            answer = await client.get_object(**place, **options)
+            if answer is None:
+                answer = await client.get_object(**place, Range=f"bytes={position}-{end - 1}", IfMatch=etag)
             try:
-                return await answer["Body"].read(), answer
+                while position < end:
+                    part = await answer["Body"].read(_CHUNK_BYTES)
+                    if not part:
+                        raise OSError("the connection ended before its last byte")
+                    download.fill(first, position, part)
+                    position += len(part)
+                return
             except (BotoCoreError, aiohttp.ClientError, OSError):
                 if not left:
                     raise
             finally:
                 answer["Body"].close()
-        raise AssertionError("every attempt returns or raises")
+            answer = None
 
     async def _exists(self, place: Mapping[str, str]) -> bool:
         client = await self._fs.set_session()
@@ -167,6 +238,9 @@ class S3Tier(FsspecTier):
         await client.delete_object(**source)
         return True
 
+    def _guarded(self, action: str, key: str) -> _S3Guard:
+        return _S3Guard(self.name, action, key, (Exception,), self._reason)
+
     def _wait(self, work: Awaitable[_Answer]) -> _Answer:
         """Runs `work` on s3fs's event loop, which is a thread of its own. Raises TimeoutError."""
         return sync(self._fs.loop, asyncio.wait_for, work, self._timeout_s)
@@ -181,6 +255,15 @@ class S3Tier(FsspecTier):
         if isinstance(error, TimeoutError):
             return f"no whole answer within {self._timeout_s:g} s"
         return super()._reason(error)
+
+
+class _S3Guard(Guard):
+    """Knows a blob that was replaced while it was read from one that cannot be read."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ClientError) and _code(error) in _REPLACED:
+            raise BlobReplaced(f"{self.what}: it was written anew") from error
+        super().__exit__(kind, error, trace)
 
 
 def _code(error: ClientError) -> str:

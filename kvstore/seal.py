@@ -7,13 +7,15 @@ out. `Frame` collects the bytes around the layers while Arrow writes a file.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
 from blake3 import blake3
 
 from kvstore.errors import CorruptRecord, ShapeMismatch
+
+ReadThrough = Callable[[int, int], Iterable[memoryview]]
 
 # JSON escapes every quote inside a string, so this text cannot occur in the record's JSON.
 _SEAL_MARK = b'"orbit-seal"="'
@@ -102,9 +104,23 @@ def fill_seals(frame: Frame, bodies: Sequence[pa.Buffer]) -> None:
     head[in_head : in_head + 64] = foot[in_foot : in_foot + 64] = digest
 
 
-def find_seal(buffer: pa.Buffer) -> Seal:
-    """The seal at the file's start, not checked yet but within the file's bounds. Raises CorruptRecord."""
+def read_all(read: ReadThrough, start: int, end: int) -> None:
+    """Waits until bytes have come in."""
+    for _ in read(start, end):
+        pass
+
+
+def find_seal(buffer: pa.Buffer, read: ReadThrough | None = None) -> Seal:
+    """The seal at the file's start, not checked yet but within the file's bounds. Raises CorruptRecord.
+
+    `read` brings what comes before the layers, and more only if the seal is not where it should be.
+    """
     view = memoryview(buffer)
+    if read is not None:
+        head = min(_HEAD_BYTES, len(view))
+        read_all(read, 0, head)
+        if not _SEAL.search(bytes(view[:head])):
+            read_all(read, head, len(view))
     match = _SEAL.search(bytes(view[:_HEAD_BYTES])) or _SEAL.search(view)
     if match is None:
         raise CorruptRecord("not a record of this format, or its start is damaged")
@@ -112,6 +128,8 @@ def find_seal(buffer: pa.Buffer) -> Seal:
     seal = Seal(first, stride, size, layers, match.group(5).decode())
     if layers < 1 or size < 1 or stride < size or match.end() > first or seal.end > len(view):
         raise CorruptRecord("the record is truncated or its seal is damaged")
+    if read is not None and first > _HEAD_BYTES:
+        read_all(read, _HEAD_BYTES, first)
     return seal
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 
 from kvstore.errors import TierUnavailable
-from kvstore.tiers import Entry, Tier
+from kvstore.tiers import Blob, Entry, Tier
 
 
 class WrappedTier(Tier):
@@ -95,8 +95,10 @@ class HeldTier(WrappedTier):
 class SlowTier(WrappedTier):
     """A tier behind a network: every call costs `latency_s`, every blob its size over `bytes_per_s`.
 
-    Latencies of concurrent calls overlap; their bytes follow one another over one link. `bytes_per_s` None: unbounded.
+    Latencies of concurrent calls overlap; they share one link fairly, a packet each. `bytes_per_s` None: unbounded.
     """
+
+    _PACKET_BYTES = 1 << 17
 
     def __init__(self, inner: Tier, latency_s: float = 0.0, bytes_per_s: float | None = None) -> None:
         super().__init__(inner)
@@ -115,12 +117,32 @@ class SlowTier(WrappedTier):
             self._transfer(found.size)
         return found
 
+    def open(self, key: str) -> Blob | None:
+        """The blob before its bytes have passed; they pass as they are read."""
+        self.before("get", key)
+        blob = self.inner.open(key)
+        if blob is None or self.bytes_per_s is None:
+            return blob
+
+        def read(start: int, end: int) -> Iterator[memoryview]:
+            for first in range(start, end, self._PACKET_BYTES):
+                last = min(first + self._PACKET_BYTES, end)
+                self._pass(last - first)
+                yield from blob.read(first, last) if blob.read else [memoryview(blob.buffer)[first:last]]
+
+        return Blob(blob.buffer, read)
+
     def put(self, key: str, buffers: Sequence[pa.Buffer]) -> None:
         self._transfer(sum(buffer.size for buffer in buffers))
         super().put(key, buffers)
 
     def _transfer(self, nbytes: int) -> None:
-        """Waits for the link's turn and for `nbytes` to pass."""
+        """Waits until `nbytes` have passed over the link."""
+        for first in range(0, nbytes, self._PACKET_BYTES):
+            self._pass(min(self._PACKET_BYTES, nbytes - first))
+
+    def _pass(self, nbytes: int) -> None:
+        """Waits for the link's turn and for one packet to pass."""
         if self.bytes_per_s is None:
             return
         with self._lock:

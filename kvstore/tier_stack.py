@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from kvstore.errors import CorruptRecord, TierUnavailable
+from kvstore.errors import BlobReplaced, CorruptRecord, TierUnavailable
 from kvstore.eviction import Candidate, TierBudget
-from kvstore.format import Record, decode
+from kvstore.format import Arrived, Record, decode
 from kvstore.paths import ORPHAN_SECONDS, Marker, content_prefix, marker_paths, path_of, sorted_out, tenant_digest
 from kvstore.ray_tier import RayTier, directory_name, ray_is_running
 from kvstore.settings import LibrarySettings
-from kvstore.tiers import QUARANTINE, DiskTier, Entry, Tier, tier_for_url
+from kvstore.tiers import QUARANTINE, Blob, DiskTier, Entry, Tier, tier_for_url
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +72,28 @@ class TierStack:
             tiers.append(remote)
         return tiers
 
-    def read(self, path: str, key: str, fingerprint: str, tenant: str, verify: bool) -> Found | None:
-        """The record from the nearest tier that has a sound copy. Unsound copies are quarantined."""
+    def read(
+        self, path: str, key: str, fingerprint: str, tenant: str, verify: bool, arrived: Arrived | None = None
+    ) -> Found | None:
+        """The record from the nearest tier that has a sound copy. Unsound copies are quarantined.
+
+        `arrived` hears of layers as they come in (see `format.decode`), of an unsound copy's first ones too.
+        """
+
+        def decoded(blob: Blob) -> Record:
+            record = decode(
+                blob.buffer,
+                expect_key=key,
+                expect_fingerprint=fingerprint,
+                expect_tenant=tenant,
+                verify=verify,
+                read=blob.read,
+                arrived=arrived,
+            )
+            if path_of(record) != path:
+                raise CorruptRecord("the record belongs in another place")
+            return record
+
         try:
             for index, tier in enumerate(self.tiers):
                 if self._breakers[index].open:
@@ -84,16 +104,14 @@ class TierStack:
                     self._breakers[index].succeeded()
                     if blob is None:
                         continue
-                    record = decode(
-                        blob.buffer,
-                        expect_key=key,
-                        expect_fingerprint=fingerprint,
-                        expect_tenant=tenant,
-                        verify=verify,
-                        read=blob.read,
-                    )
-                    if path_of(record) != path:
-                        raise CorruptRecord("the record belongs in another place")
+                    try:
+                        record = decoded(blob)
+                    except BlobReplaced:
+                        whole = tier.get(path)
+                        if whole is None:
+                            continue
+                        blob = Blob(whole)
+                        record = decoded(blob)
                 except TierUnavailable as error:
                     self._failed(index, error)
                 except CorruptRecord as error:

@@ -55,8 +55,9 @@ ReadThrough = Callable[[int, int], Iterator[memoryview]]
 class Blob(NamedTuple):
     """A blob that a tier found: `buffer` is what `Tier.get` gives.
 
-    `read(start, end)`, where it is given, yields the same bytes in order, faster than `buffer` for a caller that goes
-    through all of them once. A chunk is valid until the next one. It may raise TierUnavailable.
+    `read(start, end)`, where it is given, yields the same bytes in order, for a caller that goes through all of them
+    once: faster than `buffer`, which may also still be on its way. A byte of it counts once `read` has yielded it. A
+    chunk is valid until the next one. It may raise TierUnavailable, or BlobReplaced: then open the blob again.
     """
 
     buffer: pa.Buffer
@@ -322,8 +323,8 @@ class DiskTier(Tier):
                     status = item.stat()
                     yield Entry(key, status.st_size, status.st_mtime)
 
-    def _guarded(self, action: str, key: str = "") -> _Guard:
-        return _Guard(self.name, action, key, (OSError, pa.ArrowException))
+    def _guarded(self, action: str, key: str = "") -> Guard:
+        return Guard(self.name, action, key, (OSError, pa.ArrowException))
 
 
 def _in_page_cache(descriptor: int, size: int) -> bool:
@@ -404,9 +405,9 @@ class FsspecTier(Tier):
         """Why the backend failed, in words for the log."""
         return f"{type(error).__name__}: {error}"
 
-    def _guarded(self, action: str, key: str) -> _Guard:
+    def _guarded(self, action: str, key: str) -> Guard:
         # Backends raise their own client's errors (botocore, aiohttp, ...), which share no base class.
-        return _Guard(self.name, action, key, (Exception,), self._reason)
+        return Guard(self.name, action, key, (Exception,), self._reason)
 
 
 def tier_for_url(url: str, storage_options: Mapping[str, Any] | None = None, durable: bool = True) -> Tier:
@@ -432,7 +433,7 @@ def _modified(info: Mapping[str, Any]) -> float:
     return 0.0
 
 
-class _Guard:
+class Guard:
     """Turns a backend's errors into TierUnavailable; `kvstore`'s own pass unchanged."""
 
     def __init__(
@@ -443,7 +444,7 @@ class _Guard:
         errors: tuple[type[Exception], ...],
         reason: Callable[[BaseException], str] = str,
     ) -> None:
-        self._what = f"{tier}: cannot {action} {key}".rstrip()
+        self.what = f"{tier}: cannot {action} {key}".rstrip()
         self._errors = errors
         self._reason = reason
 
@@ -452,4 +453,4 @@ class _Guard:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, self._errors) and not isinstance(error, InvalidKey | TierUnavailable):
-            raise TierUnavailable(f"{self._what}: {self._reason(error)}") from error
+            raise TierUnavailable(f"{self.what}: {self._reason(error)}") from error

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +16,7 @@ from s3_mock import s3_mock
 from tier_conformance import TierConformance, buffers
 
 from kvstore import s3_tier
-from kvstore.errors import TierUnavailable
+from kvstore.errors import BlobReplaced, TierUnavailable
 from kvstore.s3_tier import S3Tier
 from kvstore.tiers import Tier, tier_for_url
 
@@ -66,38 +68,64 @@ def test_ranges_of_any_number_make_up_the_blob(tier: Tier, size: int, monkeypatc
     assert bytes(tier.get("k") or b"") == blob
 
 
-def test_a_blob_replaced_while_it_is_read_is_read_anew(tier: S3Tier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_tier, "_RANGE_BYTES", 1000)
-    tier.put("k", buffers(b"a" * 3000))
-    fetch, replaced = tier._fetch, False
+def replace_after_first_answers(tier: S3Tier, monkeypatch: pytest.MonkeyPatch, bodies: Iterator[bytes]) -> None:
+    """Writes the next of `bodies` in a blob's place each time its first range was answered."""
+    fill = tier._fill
 
-    async def replace_after_the_first_range(place: dict[str, str], **asked: str) -> Any:
-        nonlocal replaced
-        answer = await fetch(place, **asked)
-        if not replaced:
-            replaced = True
+    async def replace_then_fill(download: Any, place: dict[str, str], answer: Any) -> None:
+        body = next(bodies, None)
+        if body is not None:
             client = await tier._fs.set_session()
-            await client.put_object(**place, Body=b"b" * 2500)
-        return answer
+            await client.put_object(**place, Body=body)
+        await fill(download, place, answer)
 
-    monkeypatch.setattr(tier, "_fetch", replace_after_the_first_range)
+    monkeypatch.setattr(s3_tier, "_RANGE_BYTES", 1000)
+    monkeypatch.setattr(tier, "_fill", replace_then_fill)
+
+
+def test_a_blob_replaced_while_it_is_read_is_read_anew(tier: S3Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier.put("k", buffers(b"a" * 3000))
+    bodies = iter([b"b" * 2500])
+    replace_after_first_answers(tier, monkeypatch, bodies)
     assert bytes(tier.get("k") or b"") == b"b" * 2500
-    assert replaced
+    assert next(bodies, None) is None
+
+
+def test_a_reader_that_uses_bytes_as_they_come_in_hears_of_a_replacement(
+    tier: S3Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier.put("k", buffers(b"a" * 3000))
+    replace_after_first_answers(tier, monkeypatch, iter([b"b" * 2500]))
+    blob = tier.open("k")
+    assert blob is not None
+    assert blob.read is not None
+    with pytest.raises(BlobReplaced):
+        b"".join(blob.read(0, 3000))
+
+
+def test_bytes_may_be_used_while_later_ones_are_on_their_way(tier: S3Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_tier, "_RANGE_BYTES", 1000)
+    blob, fetch, held = os.urandom(2500), tier._fetch, threading.Event()
+
+    async def hold_later_ranges(download: Any, place: Any, first: int, *others: Any) -> None:
+        if first:
+            await asyncio.to_thread(held.wait, 20)
+        await fetch(download, place, first, *others)
+
+    monkeypatch.setattr(tier, "_fetch", hold_later_ranges)
+    tier.put("k", buffers(blob))
+    opened = tier.open("k")
+    assert opened is not None
+    assert opened.read is not None
+    assert b"".join(opened.read(0, 1000)) == blob[:1000]
+    held.set()
+    assert b"".join(opened.read(1000, 2500)) == blob[1000:]
+    assert bytes(opened.buffer) == blob
 
 
 def test_a_blob_that_never_stands_still_is_unavailable(tier: S3Tier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_tier, "_RANGE_BYTES", 1000)
     tier.put("k", buffers(b"0" * 3000))
-    fetch, versions = tier._fetch, itertools.count(1)
-
-    async def replace_after_every_first_range(place: dict[str, str], **asked: str) -> Any:
-        answer = await fetch(place, **asked)
-        if "IfMatch" not in asked:
-            client = await tier._fs.set_session()
-            await client.put_object(**place, Body=str(next(versions)).encode() * 3000)
-        return answer
-
-    monkeypatch.setattr(tier, "_fetch", replace_after_every_first_range)
+    replace_after_first_answers(tier, monkeypatch, (str(n).encode() * 3000 for n in itertools.count(1)))
     with pytest.raises(TierUnavailable, match="cannot read k"):
         tier.get("k")
 
