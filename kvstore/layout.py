@@ -80,6 +80,11 @@ class Layout:
     def features(self) -> int:
         return sum(segment.features for segment in self.segments)
 
+    @cached_property
+    def of_one_layer(self) -> Layout:
+        """The same features in one layer."""
+        return replace(self, layers=1)
+
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """KV bytes of one token over all layers."""
         return self.layers * self.features * dtype.itemsize

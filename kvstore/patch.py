@@ -113,6 +113,14 @@ class Patch:
         parts = zip(basis.from_layer(self.first_layer), self.left, strict=True)
         return replace(self, right=tuple(part[..., : left.shape[2]] for part, left in parts))
 
+    def of_layer(self, layer: int) -> Patch | None:
+        """The patch of this layer alone, for KV [1, tokens, features]; None where it covers none."""
+        first = layer - self.first_layer
+        if first < 0:
+            return None
+        left, right = (tuple(part[first : first + 1] for part in side) for side in (self.left, self.right))
+        return replace(self, left=left, right=right, first_layer=0)
+
     def dense(self) -> Tensor:
         """U Vᵀ of every segment: fp32 [layers - first_layer, tokens, features]."""
         self.check_bound()

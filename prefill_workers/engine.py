@@ -27,7 +27,7 @@ from kvstore.layout import Layout
 from kvstore.patch import relocate
 from kvstore.rotary import RotaryScheme
 from prefill_workers.fingerprint import fingerprint
-from prefill_workers.runs import assemble
+from prefill_workers.runs import ArrivingLayers, assemble
 from prefill_workers.sequence import LinkSequence, Run
 
 NULL_BLOCK = 0  # vLLM keeps block 0 as its null block
@@ -160,9 +160,25 @@ class PrefillEngine:
 
     # -- primitives ---------------------------------------------------------------------------------------------------
 
-    def forward(self, work: Sequence[tuple[LinkSequence, Sequence[Run]]]) -> None:
-        """One forward over the runs of several sequences: computes and stores the KV of their tokens."""
-        self._call("forward_runs", assemble(work, self.block_size), False)
+    def forward(
+        self,
+        work: Sequence[tuple[LinkSequence, Sequence[Run]]],
+        arriving: Sequence[ArrivingLayers] = (),
+        deadline: float = 0.0,
+    ) -> None:
+        """One forward over the runs of several sequences: computes and stores the KV of their tokens.
+
+        Args:
+            arriving: KV to be written by the same forward, each layer before it is attended to; only if
+                `takes_arriving`. `deadline` (monotonic seconds) is until when the forward waits for layers.
+        """
+        extra = (arriving, deadline) if arriving else ()
+        self._call("forward_runs", assemble(work, self.block_size), False, *extra)
+
+    @property
+    def takes_arriving(self) -> bool:
+        """Whether a forward can write KV that is still coming in: where it runs in this process."""
+        return self.spec.tensor_parallel_size == 1
 
     def logits(self, work: Sequence[tuple[LinkSequence, Sequence[Run]]]) -> Tensor:
         """`forward`, and the logits [runs, vocabulary] fp32 of each run's last token (self-check and tests)."""

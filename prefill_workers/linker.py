@@ -28,6 +28,7 @@ from kvstore.library import Library
 from kvstore.patch import PatchKind, apply
 from kvstore.patch_form import PatchForm
 from prefill_workers import policies
+from prefill_workers.arriving import Arriving
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.harvest import Harvester
 from prefill_workers.lookup import ChunkKeys, Found, Lookup, Lookups
@@ -176,20 +177,28 @@ class Linker:
 
     # -- advance ------------------------------------------------------------------------------------------------------
 
-    def advance(self, plan: LinkPlan) -> None:
+    def advance(self, plan: LinkPlan) -> int | None:
         """Settle every chunk whose load has ended: write its KV into the sequence's blocks, or leave it to a forward.
+
+        Returns:
+            The first token that must be computed again: what a forward took from an arriving chunk was not sound.
 
         Raises:
             PixelsNeeded: a load failed, and neither the request nor the library has the chunk's embeddings.
         """
-        began, missing = time.perf_counter(), []
+        began, missing, spoiled = time.perf_counter(), [], None
         ended = [
             (i, chunk) for i, chunk in enumerate(plan.chunks) if chunk.loading is not None and chunk.loading.done()
         ]
         for i, chunk in ended:
             assert chunk.loading is not None
             found, chunk.loading = chunk.loading.found(), None
+            written, chunk.written = chunk.written, None
             self._settle(chunk, plan.request.mode, found)
+            if written is not None and found.canonical is written:
+                continue
+            if written is not None and spoiled is None:
+                spoiled = chunk.span.start
             if chunk.reuses_kv:
                 self._write(plan.sequence, chunk, found)
             elif chunk.lacks_embeddings:
@@ -199,8 +208,31 @@ class Linker:
         if ended:
             plan.embed()
             plan.stages_ms["place"] = plan.stages_ms.get("place", 0.0) + (time.perf_counter() - began) * 1e3
-        if plan.frontier == len(plan.sequence):
+        if not plan.loads:
             plan.unpin()
+        return spoiled
+
+    def arriving(self, plan: LinkPlan) -> tuple[list[Arriving], int]:
+        """Chunks on their way whose layers a forward may write as they come in, and the frontier behind them."""
+        chunks: list[Arriving] = []
+        for chunk in plan.chunks:
+            if not chunk.waits:
+                continue
+            assert chunk.loading is not None
+            found = chunk.loading.arriving()
+            if found is None:
+                return chunks, chunk.span.start
+            loading, record, patch = found
+            chunks.append(
+                Arriving(
+                    chunk,
+                    loading,
+                    record,
+                    patch.patch.bind(self.form.basis) if patch else None,
+                    self.engine.slots(plan.sequence.blocks, chunk.span.start, chunk.span.stop),
+                )
+            )
+        return chunks, len(plan.sequence)
 
     def _settle(self, chunk: ChunkPlan, mode: Mode, found: Found) -> None:
         """Fix a chunk's operating point by what was found for it. Embeddings that came with the request go first."""

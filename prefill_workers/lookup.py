@@ -18,7 +18,7 @@ from typing import cast
 from torch import Tensor
 
 from kvstore.format import CanonicalRecord, PatchRecord
-from kvstore.library import Library
+from kvstore.library import Library, Loading
 from prefill_workers.policies import Mode, looks_up_patch
 
 _THREADS = 128  # they wait for tiers; the library bounds the reads themselves
@@ -55,6 +55,7 @@ class Lookup:
     def __init__(self) -> None:
         self._coming: Future[bool] = Future()
         self._found: Future[Found] = Future()
+        self._loads: tuple[Loading, Loading | None] | None = None
 
     def is_coming(self, timeout_s: float) -> bool:
         """Whether the chunk's KV is stored and on its way; waits for the answer, after `timeout_s` it is no."""
@@ -62,6 +63,19 @@ class Lookup:
             return self._coming.result(timeout_s)
         except TimeoutError:
             return False
+
+    def arriving(self) -> tuple[Loading, CanonicalRecord, PatchRecord | None] | None:
+        """The load whose first layers may be used already, its record, and the patch, if that is complete."""
+        if self._loads is None or self.done():
+            return None
+        canonical, patch = self._loads
+        arrival = canonical.arrival
+        if arrival is None or (patch is not None and not patch.done()):
+            return None
+        loaded = None if patch is None else patch.result()
+        if patch is not None and loaded is None:
+            return None
+        return canonical, cast(CanonicalRecord, arrival.record), cast(PatchRecord | None, loaded)
 
     def _decide(self, *, coming: bool) -> None:
         if not self._coming.done():
@@ -122,6 +136,7 @@ class Lookups:
         elif mode is not Mode.FULL_REUSE:
             return Found()
         canonical = library.load("canonical", keys.canonical, keys.owner)
+        lookup._loads = canonical, patch
         if library.has("canonical", keys.canonical, keys.owner):
             lookup._decide(coming=True)
         found = Found(

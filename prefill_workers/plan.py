@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvstore.format import CanonicalRecord
 from prefill_workers.lookup import Lookup
 from prefill_workers.policies import Mode, OperatingPoint
 from prefill_workers.sequence import Embedded, LinkSequence, Run, complement
@@ -106,7 +107,8 @@ class PixelsNeeded(Exception):
 class ChunkPlan:
     """One chunk of a plan: where it stands, what is loading for it, and how it is linked.
 
-    While `loading` is set the chunk's KV is on its way and `outcome` is what is expected.
+    While `loading` is set the chunk's KV is on its way and `outcome` is what is expected. `written` is the record whose
+    layers a forward has written meanwhile; whether it was sound is known when the load has ended.
     """
 
     span: ChunkSpan
@@ -116,6 +118,12 @@ class ChunkPlan:
     outcome: ChunkOutcome
     loading: Lookup | None = None
     embeddings: Tensor | None = None  # [placeholders that carry one, hidden]
+    written: CanonicalRecord | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether what stands behind the chunk must wait for its load."""
+        return self.loading is not None and self.written is None
 
     @property
     def reuses_kv(self) -> bool:
@@ -162,7 +170,12 @@ class LinkPlan:
     @property
     def frontier(self) -> int:
         """The first token that waits for a load. Tokens attend to all before them: none behind it can be computed."""
-        return next((c.span.start for c in self.chunks if c.loading is not None), len(self.sequence))
+        return next((c.span.start for c in self.chunks if c.waits), len(self.sequence))
+
+    @property
+    def loads(self) -> bool:
+        """Whether some chunk's KV is still on its way."""
+        return any(c.loading is not None for c in self.chunks)
 
     @property
     def has_news(self) -> bool:

@@ -20,10 +20,11 @@ Checked on vLLM 0.32.0. Together with `engine.py` this is the only file that kno
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -45,6 +46,15 @@ _QUANTISED = {
 
 
 _DTYPE_NAMES = ("float32", "float16", "bfloat16")
+
+
+class ArrivingLayers(Protocol):
+    """KV of a chunk that comes in layer by layer (`arriving.Arriving`)."""
+
+    slots: Tensor  # [tokens] int64
+
+    def layer(self, index: int, deadline: float) -> Tensor | None:
+        """Rows [tokens, features] of a layer, waited for; None if it is not there at `deadline`."""
 
 
 class UnsupportedEngine(RuntimeError):
@@ -173,8 +183,18 @@ class RunsExtension:
         self._pages = found.argsort().to(self._device)
 
     @torch.inference_mode()
-    def forward_runs(self, batch: RunBatch, logits: bool = False) -> Tensor | None:
+    def forward_runs(
+        self,
+        batch: RunBatch,
+        logits: bool = False,
+        arriving: Sequence[ArrivingLayers] = (),
+        deadline: float = 0.0,
+    ) -> Tensor | None:
         """Compute and store the KV of every token in `batch`.
+
+        Args:
+            arriving: KV that is stored meanwhile, each layer of it before that layer attends. A layer that is not there
+                at `deadline` is left out; whoever gave it knows.
 
         Returns:
             Logits [rows, vocabulary] fp32 of each row's last token if asked for, else None.
@@ -204,12 +224,13 @@ class RunsExtension:
                 is_prefilling=torch.zeros(len(rows.ends), dtype=torch.bool),
             ),
         )
-        with set_forward_context(
+        context = set_forward_context(
             dict.fromkeys(group.layer_names, metadata),
             runner.vllm_config,
             num_tokens=len(batch.slots),
             slot_mapping=dict.fromkeys(group.layer_names, slots),
-        ):
+        )
+        with context, self._writing(arriving, deadline):
             hidden = runner.model(
                 input_ids=None,
                 positions=batch.positions.to(to, non_blocking=True),
@@ -221,6 +242,32 @@ class RunsExtension:
         last = batch.rows.lengths.cumsum(0) - 1
         scores = runner.model.compute_logits(hidden[last.to(to)])
         return None if scores is None else scores.float().cpu()  # gathered on the first rank
+
+    @contextmanager
+    def _writing(self, arriving: Sequence[ArrivingLayers], deadline: float) -> Iterator[None]:
+        """Before each layer attends, its KV of what is `arriving` is written."""
+        if not arriving:
+            yield
+            return
+        slots = [chunk.slots.to(self._device, non_blocking=True) for chunk in arriving]
+        layers = range(len(self._group.layer_names))
+        reached: list[int] = []
+
+        def write(layer: int) -> None:
+            reached.append(layer)
+            found = [(chunk.layer(layer, deadline), place) for chunk, place in zip(arriving, slots, strict=True)]
+            there = [(rows, place) for rows, place in found if rows is not None]
+            if there:
+                rows = torch.cat([rows for rows, _ in there])
+                self._update(layer, rows.to(self._device, non_blocking=True), torch.cat([place for _, place in there]))
+
+        with ExitStack() as hooks:
+            for layer in layers:
+                hook = self._layer(layer).register_forward_pre_hook(lambda *_, layer=layer: write(layer))
+                hooks.callback(hook.remove)
+            yield
+        if reached != list(layers):
+            raise UnsupportedEngine(f"layers ran as {reached}: KV cannot be written while it comes in")
 
     def _rows(self, batch: RunBatch) -> Rows:
         """The attention batch: a row per run. CPU_MLA's prefill does not see paged context: there, a row per token."""

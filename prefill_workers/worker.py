@@ -3,7 +3,8 @@
 Each turn it frees what decode engines have read, admits waiting links while blocks last, places the chunks whose loads
 have ended, and runs ONE forward over what all admitted links can compute, up to a token budget; a long run goes on in
 the next turn. A link computes while its later chunks still load (mpic.md §3.2): up to its frontier, the first token
-that waits for one. When there is no link it works off the harvest of earlier ones (see `background`).
+that waits for one, and beyond it where layers come in faster than they are needed (see `arriving`). When there is no
+link it works off the harvest of earlier ones (see `background`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
 
+from prefill_workers.arriving import Arriving, Pace
 from prefill_workers.background import Background
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.handoff import BlockPool, Lease, PoolExhausted
@@ -63,16 +66,29 @@ class _Job:
     lease: Lease | None = None
     reached: int = 0  # the frontier up to which runs are pending or computed
     pending: list[Run] = field(default_factory=list)
-
-    @property
-    def loads(self) -> bool:
-        """Whether some chunk's KV is still on its way."""
-        return self.reached < len(self.plan.sequence)
+    arriving: list[Arriving] = field(default_factory=list)  # what the forward over `pending` writes as it comes in
+    by_layer: bool = True  # whether layers are worth waiting for: not again once some came too late
 
     @property
     def computes(self) -> bool:
         """Whether the link has enough to compute for a forward of its own."""
-        return sum(map(len, self.pending)) >= (_FORWARD_TOKENS if self.loads else 1)
+        return self.tokens >= (_FORWARD_TOKENS if self.reached < len(self.plan.sequence) else 1)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens to be computed."""
+        return sum(map(len, self.pending))
+
+    def compute_up_to(self, frontier: int) -> None:
+        """Take up the runs before the frontier."""
+        self.pending = merge_runs([*self.pending, *self.plan.runs_between(self.reached, frontier)])
+        self.reached = frontier
+
+    def go_back_to(self, token: int) -> None:
+        """What was computed from this token on is worth nothing."""
+        if token < self.reached:
+            self.pending = [Run(run.start, min(run.stop, token)) for run in self.pending if run.start < token]
+            self.reached = token
 
 
 @dataclass(frozen=True)
@@ -86,6 +102,7 @@ class LoopStats:
     blocks_total: int
     leases: int
     forwards: int
+    forwards_by_layer: int  # of these: beside loads that kept ahead of them
     tokens_forwarded: int
     leases_expired: int
     harvest_failures: int
@@ -100,6 +117,7 @@ class PrefillLoop:
         form: whether computed chunks are kept (canonical KV, patches) in the background.
         patience_seconds: how long background work gives way to hand-offs of links that have finished.
         orbit_chunks: largest set of chunks whose orders are run in the background for orbit patches; 0: none.
+        pace: decides which loads keep ahead of a forward.
     """
 
     def __init__(
@@ -114,6 +132,7 @@ class PrefillLoop:
         form: bool = True,
         orbit_chunks: int = 3,
         patience_seconds: float = 0.5,
+        pace: Pace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine, self._linker = engine, linker
@@ -126,11 +145,12 @@ class PrefillLoop:
         self._running: list[_Job] = []
         self._background = Background(linker.harvester, self._pool, range(last - scratch, last), orbit_chunks)
         self._patience = patience_seconds
+        self._pace = pace or Pace()
         self._last_finished = -patience_seconds
         self._abandoned: deque[str] = deque()
         self._wake = threading.Condition()
         self._stopping = False
-        self._forwards = self._tokens = self._expired = 0
+        self._forwards = self._by_layer = self._tokens = self._expired = 0
         self._thread = threading.Thread(target=self._run, name="prefill-loop", daemon=True)
 
     # -- called from other threads ------------------------------------------------------------------------------------
@@ -180,6 +200,7 @@ class PrefillLoop:
             blocks_total=self._pool.total,
             leases=self._pool.leases,
             forwards=self._forwards,
+            forwards_by_layer=self._by_layer,
             tokens_forwarded=self._tokens,
             leases_expired=self._expired,
             harvest_failures=self._background.failures,
@@ -283,7 +304,7 @@ class PrefillLoop:
         self._running = [job for job in self._running if self._advance(job)]
         if any(job.computes for job in self._running):
             self._forward()
-        finished = [job for job in self._running if not (job.loads or job.pending)]
+        finished = [job for job in self._running if not (job.plan.loads or job.pending)]
         if not finished:
             self._wait_for_loads()
         self._running = [job for job in self._running if job not in finished]
@@ -296,7 +317,12 @@ class PrefillLoop:
             self._free(job)
             return False
         try:
-            self._linker.advance(job.plan)
+            spoiled = self._linker.advance(job.plan)
+            if spoiled is not None:
+                job.go_back_to(spoiled)
+            job.compute_up_to(job.plan.frontier)
+            if job.plan.loads and job.by_layer and self._engine.takes_arriving:
+                self._take_up_arriving(job)
         except PixelsNeeded as needed:
             self._free(job)
             with suppress(InvalidStateError):
@@ -305,30 +331,56 @@ class PrefillLoop:
         except Exception as error:
             self._fail(job, error)
             return False
-        reached, job.reached = job.reached, job.plan.frontier
-        job.pending = merge_runs([*job.pending, *job.plan.runs_between(reached, job.reached)])
         return True
+
+    def _take_up_arriving(self, job: _Job) -> None:
+        """Let this turn's forward write the chunks that are coming in, if their layers keep ahead of it."""
+        arriving, frontier = self._linker.arriving(job.plan)
+        if not arriving:
+            return
+        tokens = job.tokens + sum(map(len, job.plan.runs_between(job.reached, frontier)))
+        ahead = sum(other.tokens for other in takewhile(lambda other: other is not job, self._running))
+        worth_it = tokens >= _FORWARD_TOKENS and ahead + tokens <= self._budget  # or it would not be this turn's
+        if worth_it and self._pace.keeps_ahead(arriving, tokens):
+            for chunk in arriving:
+                chunk.chunk.written = chunk.record
+            job.arriving += arriving
+            job.compute_up_to(frontier)
 
     def _forward(self) -> None:
         """One forward over what the running links can compute, up to the budget."""
         began, budget, work = time.perf_counter(), self._budget, []
+        arriving: list[tuple[_Job, Arriving]] = []
         for job in self._running:
             now, job.pending = split_runs(job.pending, budget)
             if now:
                 work.append((job, now))
                 budget -= sum(len(run) for run in now)
+                arriving += [(job, chunk) for chunk in job.arriving]
+                job.arriving = []
+        tokens = self._budget - budget
         try:
-            self._engine.forward([(job.plan.sequence, runs) for job, runs in work])
+            self._engine.forward(
+                [(job.plan.sequence, runs) for job, runs in work],
+                [chunk for _, chunk in arriving],
+                self._pace.deadline(tokens),
+            )
         except Exception as error:
             for job in self._running:
                 self._fail(job, error)
             self._running.clear()
             return
         self._forwards += 1
-        self._tokens += self._budget - budget
-        spent = (time.perf_counter() - began) * 1e3
+        self._by_layer += bool(arriving)
+        self._tokens += tokens
+        spent = time.perf_counter() - began
+        if tokens >= _FORWARD_TOKENS:
+            self._pace.learn(tokens, spent - sum(chunk.waited for _, chunk in arriving))
         for job, _ in work:
-            job.plan.stages_ms["forward"] = job.plan.stages_ms.get("forward", 0.0) + spent
+            job.plan.stages_ms["forward"] = job.plan.stages_ms.get("forward", 0.0) + spent * 1e3
+        for job, late in ((job, chunk.chunk) for job, chunk in arriving if chunk.late):
+            late.written, job.by_layer = None, False
+            job.go_back_to(late.span.start)
 
     def _wait_for_loads(self) -> None:
         """Sleep until a load ends, if nothing can be computed before; not long, leases have no event to wait for."""

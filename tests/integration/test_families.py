@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from layers import LayerTier, cold_rig, parts_of, teach
 from rig import Page, Part, Rig, apart, lone, unit_in_the_last_place
 from torch import Tensor
 
@@ -125,3 +127,14 @@ def test_a_chunk_computed_once_serves_any_position(engines: Engines, rigs: dict[
     linked, exact = rig.link(far, "full-reuse"), rig.link(far, "exact")
     assert linked.points == ["relocated"]
     assert torch.equal(linked.kv[:, : linked.plan.chunks[0].span.start], exact.kv[:, : exact.plan.chunks[0].span.start])
+
+
+def test_layers_that_are_written_while_they_come_in_equal_a_full_prefill(
+    engines: Engines, make_rig: Callable[..., Rig], tmp_path: Path
+):
+    taught, reference = teach(engines.fp32, engines.family, tmp_path)
+    rig = cold_rig(make_rig, engines.fp32, engines.family, LayerTier(taught))
+    linked = rig.link(parts_of(engines.family))
+    assert rig.loop.stats().forwards_by_layer == 1
+    assert linked.points == ["patched"] * 3
+    assert max(abs(float(linked.logprobs[token]) - logprob) for token, logprob in reference.items()) < 1e-4

@@ -1,0 +1,111 @@
+"""KV that a forward writes layer by layer while it comes in: whatever comes late or damaged, the answer stands.
+
+`test_families` has the case in which all goes well, for every family.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from layers import LayerTier, cold_rig, parts_of, teach
+from rig import QWEN2_5_VL, Linked, Rig
+
+from kvstore.tiers import Tier
+from prefill_workers.arriving import Pace
+from prefill_workers.engine import PrefillEngine
+
+pytestmark = pytest.mark.engine
+
+PARTS = parts_of(QWEN2_5_VL)
+Lesson = tuple[Tier, dict[int, float]]
+
+
+@pytest.fixture(scope="module")
+def lesson(fp32: PrefillEngine, tmp_path_factory: pytest.TempPathFactory) -> Lesson:
+    return teach(fp32, QWEN2_5_VL, tmp_path_factory.mktemp("taught"))
+
+
+@pytest.fixture
+def tier(lesson: Lesson) -> Iterator[LayerTier]:
+    tier = LayerTier(lesson[0])
+    yield tier
+    tier.held.set()
+
+
+@pytest.fixture
+def cold(make_rig: Callable[..., Rig], fp32: PrefillEngine, tier: LayerTier) -> Callable[[float], Rig]:
+    return lambda patience: cold_rig(make_rig, fp32, QWEN2_5_VL, tier, patience)
+
+
+def off_by(linked: Linked, lesson: Lesson) -> float:
+    """Largest difference in log-probability from vLLM's own prefill."""
+    return max(abs(float(linked.logprobs[token]) - value) for token, value in lesson[1].items())
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "condition did not come true"
+        time.sleep(0.002)
+
+
+def test_one_forward_computes_everything_beside_the_loads(cold: Callable[[float], Rig], lesson: Lesson):
+    rig = cold(30.0)
+    linked = rig.link(PARTS)
+    assert linked.points == ["patched"] * 3
+    assert off_by(linked, lesson) < 1e-4
+    stats = rig.loop.stats()
+    assert stats.forwards_by_layer == 1
+    assert stats.tokens_forwarded == linked.result.tokens_computed
+
+
+def test_layers_that_come_too_late_are_waited_for_as_chunks(
+    cold: Callable[[float], Rig], tier: LayerTier, lesson: Lesson
+):
+    rig = cold(0.0)
+    plan = rig.plan(PARTS)
+    future = rig.loop.submit(plan)
+    wait_for(lambda: rig.loop.stats().forwards_by_layer == 1)
+    assert not future.done()
+    assert [chunk.written for chunk in plan.chunks] == [None] * 3
+    tier.held.set()
+    linked = rig.finish(plan, future.result(30))
+    assert linked.points == ["patched"] * 3
+    assert off_by(linked, lesson) < 1e-4
+    assert rig.loop.stats().forwards_by_layer == 1, "once late, layers are not waited for again"
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_what_was_taken_from_a_damaged_record_is_computed_again(
+    cold: Callable[[float], Rig], tier: LayerTier, lesson: Lesson, index: int
+):
+    rig = cold(30.0)
+    key = rig.plan(PARTS, "off").chunks[index].canonical_key
+    tier.damaged.add(key)
+    linked = rig.link(PARTS)
+    assert linked.points == ["recomputed" if i == index else "patched" for i in range(3)]
+    assert off_by(linked, lesson) < 1e-4
+    assert rig.loop.stats().forwards_by_layer == 1
+    assert rig.library.stats().corrupt == 1
+
+
+def test_a_link_cancelled_while_its_layers_come_in_leaves_nothing(cold: Callable[[float], Rig], tier: LayerTier):
+    rig = cold(0.0)
+    future = rig.loop.submit(rig.plan(PARTS))
+    wait_for(lambda: rig.loop.stats().forwards_by_layer == 1)
+    future.cancel()
+    wait_for(lambda: rig.loop.stats().blocks_free == rig.loop.stats().blocks_total and not rig.library._pins)
+    tier.held.set()
+    assert rig.link(PARTS).points == ["patched"] * 3
+
+
+def test_a_worker_that_knows_no_pace_waits_for_whole_chunks(
+    make_rig: Callable[..., Rig], fp32: PrefillEngine, tier: LayerTier, lesson: Lesson
+):
+    rig = cold_rig(make_rig, fp32, QWEN2_5_VL, tier, 0.0)
+    rig.loop._pace = Pace()
+    tier.held.set()
+    assert off_by(rig.link(PARTS), lesson) < 1e-4
+    assert rig.loop.stats().forwards_by_layer == 0
