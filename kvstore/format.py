@@ -41,8 +41,8 @@ from kvstore.seal import Frame, ReadThrough, Seal, blank_seal, check_frame, fill
 
 FORMAT_VERSION = 1
 RecordKind = Literal["canonical", "patch", "embedding", "basis"]
-# Told a record whose layers still come in, and how many of them are there and checked.
-Arrived = Callable[["Record", int], object]
+# Told a record whose layers still come in, how many of them are there and checked, and how many it has.
+Arrived = Callable[["Record", int, int], object]
 
 _ARROW_TYPES = {torch.float32: pa.float32(), torch.float16: pa.float16(), torch.bfloat16: pa.uint16()}
 _DTYPE_NAMES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -217,7 +217,7 @@ def decode(
             else:
                 read_all(read, start, end)
             if arrived is not None:
-                arrived(record, layer + 1)
+                arrived(record, layer + 1, seal.layers)
         read_all(read, seal.end, buffer.size)
         check_frame(buffer, seal)
         return record

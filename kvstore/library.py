@@ -66,11 +66,12 @@ class LibraryStats:
 
 
 class Arrival(NamedTuple):
-    """How far a load has come: the first `layers` layers of the record's tensors are there."""
+    """How far a load has come: the first `layers` of all `of` layers are there, after so many seconds."""
 
     record: Record
     layers: int
-    seconds: float  # since the load began
+    of: int
+    seconds: float
 
 
 class Loading(Future["Record | None"]):
@@ -89,31 +90,40 @@ class Loading(Future["Record | None"]):
         self.add_done_callback(self._notify)
 
     @property
-    def arrival(self) -> Arrival | None:
-        """How far the load has come; None before the first layer."""
-        return self._arrival
+    def record(self) -> Record | None:
+        """The record whose layers are there, or come in; None before the first one."""
+        if self.done():
+            return self.result()
+        return self._arrival.record if self._arrival else None
+
+    @property
+    def seconds_left(self) -> float:
+        """When the last layer will be there if the others come in as fast as those before."""
+        arrival = self._arrival
+        if self.done() or arrival is None:
+            return 0.0
+        return arrival.seconds * (arrival.of - arrival.layers) / arrival.layers
 
     def wait_for_layer(self, record: Record, layer: int, deadline: float) -> bool:
-        """Whether this layer of an arriving record is there; waits for it until `deadline` (monotonic seconds)."""
+        """Whether this layer of `record` is there; waits for it until `deadline` (monotonic seconds)."""
         with self._changed:
-            while True:
-                arrival, left = self._arrival, deadline - time.monotonic()
-                if arrival is None or arrival.record is not record:
-                    return False
-                if arrival.layers > layer:
+            while self.record is record:
+                if self.done() or (self._arrival is not None and self._arrival.layers > layer):
                     return True
-                if self.done() or left <= 0:
+                left = deadline - time.monotonic()
+                if left <= 0:
                     return False
                 self._changed.wait(left)
+            return False
 
     def begin(self) -> None:
         """The load leaves the queue."""
         self._began = time.monotonic()
 
-    def arrived(self, record: Record, layers: int) -> None:
+    def arrived(self, record: Record, layers: int, of: int) -> None:
         """The record's first layers are there."""
         with self._changed:
-            self._arrival = Arrival(record, layers, time.monotonic() - self._began)
+            self._arrival = Arrival(record, layers, of, time.monotonic() - self._began)
             self._changed.notify_all()
 
     def _notify(self, _: Future[Record | None]) -> None:

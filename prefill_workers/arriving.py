@@ -14,10 +14,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor
 
-from kvstore.format import CanonicalRecord
+from kvstore.basis import SharedBasis
+from kvstore.format import CanonicalRecord, PatchRecord
 from kvstore.library import Loading
 from kvstore.patch import Patch, apply
 from prefill_workers.plan import ChunkPlan
@@ -33,34 +35,51 @@ class Arriving:
     """
 
     chunk: ChunkPlan
-    loading: Loading
-    record: CanonicalRecord
-    patch: Patch | None
     slots: Tensor  # [tokens] int64, where the chunk's KV goes
+    canonical: CanonicalRecord
+    patch: PatchRecord | None
+    bound: Patch | None  # the patch with its basis
+    loads: tuple[Loading, Loading | None]  # of canonical KV and patch
     late: bool = False
     waited: float = 0.0  # seconds
+
+    @classmethod
+    def of(cls, chunk: ChunkPlan, slots: Tensor, basis: SharedBasis | None) -> Arriving | None:
+        """None before the first layer of both canonical KV and patch is there."""
+        loads = chunk.loading.loads if chunk.loading else None
+        records = [load.record for load in loads or () if load is not None]
+        if loads is None or None in records:
+            return None
+        canonical, *patches = records
+        patch = cast(PatchRecord, patches[0]) if patches else None
+        bound = patch.patch.bind(basis) if patch else None
+        return cls(chunk, slots, cast(CanonicalRecord, canonical), patch, bound, loads)
 
     def layer(self, index: int, deadline: float) -> Tensor | None:
         """KV [tokens, features] of a layer; waits for it until `deadline` (monotonic seconds)."""
         if self.late:
             return None
         began = time.monotonic()
-        self.late = not self.loading.wait_for_layer(self.record, index, deadline)
+        self.late = not self._wait_for(index, deadline)
         self.waited += time.monotonic() - began
         if self.late:
             return None
-        patch = self.patch.of_layer(index) if self.patch else None
-        kv, layout = self.record.kv[index : index + 1], self.record.layout.of_one_layer
+        patch = self.bound.of_layer(index) if self.bound else None
+        kv, layout = self.canonical.kv[index : index + 1], self.canonical.layout.of_one_layer
         return apply(kv, patch, self.chunk.start_position, layout)[0]
 
     @property
     def seconds_left(self) -> float:
-        """When the last layer will be there if the rest comes in as fast as what is there."""
-        arrival = self.loading.arrival
-        if self.loading.done() or arrival is None:
-            return 0.0
-        share = arrival.layers / self.record.layout.layers
-        return arrival.seconds * (1 - share) / share
+        """When the last layer will be there if the others come in as fast as those before."""
+        return max(load.seconds_left for load in self.loads if load is not None)
+
+    def _wait_for(self, index: int, deadline: float) -> bool:
+        load, patch_load = self.loads
+        if not load.wait_for_layer(self.canonical, index, deadline):
+            return False
+        if self.patch is None or patch_load is None or index < self.patch.patch.first_layer:
+            return True
+        return patch_load.wait_for_layer(self.patch, index - self.patch.patch.first_layer, deadline)
 
 
 class Pace:

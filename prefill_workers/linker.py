@@ -195,10 +195,10 @@ class Linker:
             found, chunk.loading = chunk.loading.found(), None
             written, chunk.written = chunk.written, None
             self._settle(chunk, plan.request.mode, found)
-            if written is not None and found.canonical is written:
-                continue
-            if written is not None and spoiled is None:
-                spoiled = chunk.span.start
+            if written is not None:
+                if found.canonical is written.canonical and found.patch is written.patch:
+                    continue
+                spoiled = chunk.span.start if spoiled is None else spoiled
             if chunk.reuses_kv:
                 self._write(plan.sequence, chunk, found)
             elif chunk.lacks_embeddings:
@@ -212,27 +212,17 @@ class Linker:
             plan.unpin()
         return spoiled
 
-    def arriving(self, plan: LinkPlan) -> tuple[list[Arriving], int]:
-        """Chunks on their way whose layers a forward may write as they come in, and the frontier behind them."""
+    def arriving(self, plan: LinkPlan) -> list[Arriving]:
+        """All chunks on their way, for a forward that writes them as they come in; none if one has no layer yet."""
         chunks: list[Arriving] = []
         for chunk in plan.chunks:
-            if not chunk.waits:
-                continue
-            assert chunk.loading is not None
-            found = chunk.loading.arriving()
-            if found is None:
-                return chunks, chunk.span.start
-            loading, record, patch = found
-            chunks.append(
-                Arriving(
-                    chunk,
-                    loading,
-                    record,
-                    patch.patch.bind(self.form.basis) if patch else None,
-                    self.engine.slots(plan.sequence.blocks, chunk.span.start, chunk.span.stop),
-                )
-            )
-        return chunks, len(plan.sequence)
+            if chunk.waits:
+                slots = self.engine.slots(plan.sequence.blocks, chunk.span.start, chunk.span.stop)
+                arriving = Arriving.of(chunk, slots, self.form.basis)
+                if arriving is None:
+                    return []
+                chunks.append(arriving)
+        return chunks
 
     def _settle(self, chunk: ChunkPlan, mode: Mode, found: Found) -> None:
         """Fix a chunk's operating point by what was found for it. Embeddings that came with the request go first."""

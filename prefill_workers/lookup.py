@@ -64,18 +64,10 @@ class Lookup:
         except TimeoutError:
             return False
 
-    def arriving(self) -> tuple[Loading, CanonicalRecord, PatchRecord | None] | None:
-        """The load whose first layers may be used already, its record, and the patch, if that is complete."""
-        if self._loads is None or self.done():
-            return None
-        canonical, patch = self._loads
-        arrival = canonical.arrival
-        if arrival is None or (patch is not None and not patch.done()):
-            return None
-        loaded = None if patch is None else patch.result()
-        if patch is not None and loaded is None:
-            return None
-        return canonical, cast(CanonicalRecord, arrival.record), cast(PatchRecord | None, loaded)
+    @property
+    def loads(self) -> tuple[Loading, Loading | None] | None:
+        """The loads of canonical KV and patch that `found` waits for, once they have begun."""
+        return self._loads
 
     def _decide(self, *, coming: bool) -> None:
         if not self._coming.done():

@@ -11,14 +11,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from kvstore.format import CanonicalRecord
 from prefill_workers.lookup import Lookup
 from prefill_workers.policies import Mode, OperatingPoint
 from prefill_workers.sequence import Embedded, LinkSequence, Run, complement
+
+if TYPE_CHECKING:
+    from prefill_workers.arriving import Arriving
 
 TEXT = "text"  # the modality of a document: its tokens are its content
 
@@ -107,8 +109,8 @@ class PixelsNeeded(Exception):
 class ChunkPlan:
     """One chunk of a plan: where it stands, what is loading for it, and how it is linked.
 
-    While `loading` is set the chunk's KV is on its way and `outcome` is what is expected. `written` is the record whose
-    layers a forward has written meanwhile; whether it was sound is known when the load has ended.
+    While `loading` is set the chunk's KV is on its way and `outcome` is what is expected. `written` is what a
+    forward has written of it meanwhile; whether that was sound is known when the load has ended.
     """
 
     span: ChunkSpan
@@ -118,7 +120,7 @@ class ChunkPlan:
     outcome: ChunkOutcome
     loading: Lookup | None = None
     embeddings: Tensor | None = None  # [placeholders that carry one, hidden]
-    written: CanonicalRecord | None = None
+    written: Arriving | None = None
 
     @property
     def waits(self) -> bool:

@@ -335,17 +335,18 @@ class PrefillLoop:
 
     def _take_up_arriving(self, job: _Job) -> None:
         """Let this turn's forward write the chunks that are coming in, if their layers keep ahead of it."""
-        arriving, frontier = self._linker.arriving(job.plan)
+        arriving = self._linker.arriving(job.plan)
         if not arriving:
             return
-        tokens = job.tokens + sum(map(len, job.plan.runs_between(job.reached, frontier)))
+        whole = len(job.plan.sequence)
+        tokens = job.tokens + sum(map(len, job.plan.runs_between(job.reached, whole)))
         ahead = sum(other.tokens for other in takewhile(lambda other: other is not job, self._running))
         worth_it = tokens >= _FORWARD_TOKENS and ahead + tokens <= self._budget  # or it would not be this turn's
         if worth_it and self._pace.keeps_ahead(arriving, tokens):
             for chunk in arriving:
-                chunk.chunk.written = chunk.record
-            job.arriving += arriving
-            job.compute_up_to(frontier)
+                chunk.chunk.written = chunk
+            job.arriving = arriving
+            job.compute_up_to(whole)
 
     def _forward(self) -> None:
         """One forward over what the running links can compute, up to the budget."""

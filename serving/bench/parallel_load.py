@@ -3,12 +3,14 @@
 | arm     | what is timed                                                                                  |
 |---------|------------------------------------------------------------------------------------------------|
 | both    | the whole link: what is stored loads from the tier while the missing images are encoded and computed |
+| chunks  | the same, but whatever stands behind a stored image waits until all of that has come |
 | load    | the stored records of the same images until the last one is in memory, nothing computed         |
 | compute | the same link with every stored record in memory already                                        |
 
 The cases differ in the tier and in where the missing images stand: spread evenly, or at an end. Tokens attend to all
-before them, so an image that is missing behind all stored ones is encoded while they load, but not prefilled. Loading
-from the slow tier takes about half as long as computing.
+before them, so without loading by layer (`prefill_workers.arriving`) an image that is missing behind all stored ones
+would be encoded while they load, but not prefilled: `chunks` is that arm. Loading from the slow tier takes about half
+as long as computing.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from serving.bench.ttft import CHECKPOINT
 if TYPE_CHECKING:
     from kvstore.library import Library
     from kvstore.tiers import Tier
+    from prefill_workers.arriving import Pace
     from prefill_workers.engine import PrefillEngine
     from prefill_workers.linker import Linker
     from prefill_workers.plan import LinkRequest
@@ -44,6 +47,7 @@ TOKENS, RANK, TENANT = 256, 32, "local"
 LATENCY_S, BYTES_PER_S = 0.005, 48 * (1 << 20)
 _DESCRIPTIONS = {
     "both": "the whole link; stored images load while missing ones are encoded and computed",
+    "chunks": "the same, but what stands behind a stored image waits until all of it has come",
     "load": "only loading what is stored",
     "compute": "the whole link, everything stored in memory already",
 }
@@ -88,9 +92,13 @@ def run(quick: bool, console: Console) -> Outcome:
     arms = {name: Arm(name, text, samples[name]) for name, text in _DESCRIPTIONS.items()}
     figures: dict[str, float] = {}
     for case in cases:
-        both, load, compute = (arms[name].median_ms(case.name) for name in _DESCRIPTIONS)
+        both, chunks, load, compute = (arms[name].median_ms(case.name) for name in _DESCRIPTIONS)
         suffix = "" if case is CASES[0] else "_" + case.name.replace("-", "_")
-        figures |= {f"over_max{suffix}": both / max(load, compute), f"over_sum{suffix}": both / (load + compute)}
+        figures |= {
+            f"over_max{suffix}": both / max(load, compute),
+            f"over_sum{suffix}": both / (load + compute),
+            f"chunks_over_max{suffix}": chunks / max(load, compute),
+        }
     workload = {
         "model": CHECKPOINT,
         "dtype": "bfloat16",
@@ -108,7 +116,9 @@ class _Measurement:
     def __init__(self, engine: PrefillEngine, case: Case, directory: Path) -> None:
         from kvstore.tier_faults import SlowTier
         from kvstore.tiers import DiskTier
+        from prefill_workers.arriving import Pace
 
+        self._pace = Pace()
         self._engine, self._directory = engine, directory
         disk = DiskTier(directory)
         self._request, self._items = self._prompt(case.images)
@@ -118,12 +128,17 @@ class _Measurement:
 
     def samples(self, turns: int) -> dict[str, list[float]]:
         """Milliseconds of every turn, by arm."""
-        arms = {"both": lambda: self._link(warm=False), "load": self._load, "compute": lambda: self._link(warm=True)}
-        in_turns(arms, 1)  # compiles, warms
+        arms = {
+            "both": lambda: self._link(warm=False),
+            "chunks": lambda: self._link(warm=False, by_layer=False),
+            "load": self._load,
+            "compute": lambda: self._link(warm=True),
+        }
+        in_turns(arms, 1)  # compiles, warms, learns the pace of forwards
         return in_turns(arms, turns)
 
-    def _link(self, warm: bool) -> float:
-        with self._opened(self._tier) as (library, linker, loop):
+    def _link(self, warm: bool, by_layer: bool = True) -> float:
+        with self._opened(self._tier, self._pace if by_layer else None) as (library, linker, loop):
             if warm:
                 self._load_all(library)
             return clock_ms(lambda: self._link_once(linker, loop))
@@ -152,8 +167,11 @@ class _Measurement:
             raise RuntimeError("a record that was stored could not be loaded")
 
     @contextmanager
-    def _opened(self, tier: Tier) -> Iterator[tuple[Library, Linker, PrefillLoop]]:
-        """A worker whose memory is empty, and whose files the system has not cached either."""
+    def _opened(self, tier: Tier, pace: Pace | None = None) -> Iterator[tuple[Library, Linker, PrefillLoop]]:
+        """A worker whose memory is empty, and whose files the system has not cached either.
+
+        `pace`: what it knows of its forwards, and goes on learning; None: nothing, so that it loads by chunk.
+        """
         from kvstore.library import Library
         from kvstore.patch_form import PatchForm
         from kvstore.settings import LibrarySettings
@@ -168,7 +186,8 @@ class _Measurement:
         engine = self._engine
         with Library(LibrarySettings(directory=None, load_timeout_s=60), engine.fingerprint, [tier]) as library:
             linker = Linker(engine, library, PatchForm(RANK), lambda job: None)
-            loop = PrefillLoop(engine, linker, budget=4096, max_queue=1, lease_seconds=600, owner="bench", form=False)
+            options: dict[str, Any] = {"budget": 4096, "max_queue": 1, "lease_seconds": 600, "owner": "bench"}
+            loop = PrefillLoop(engine, linker, form=False, pace=pace, **options)
             loop.start()
             try:
                 yield library, linker, loop
