@@ -90,6 +90,11 @@ class Loading(Future["Record | None"]):
         self.add_done_callback(self._notify)
 
     @property
+    def arrival(self) -> Arrival | None:
+        """How far the load came so far; None before its first layer, and where the tier cannot tell."""
+        return self._arrival
+
+    @property
     def record(self) -> Record | None:
         """The record whose layers are there, or come in; None before the first one."""
         if self.done():

@@ -57,7 +57,7 @@ class Eager(Pace):
         self._tier, self._patience = tier, patience
 
     def keeps_ahead(self, arriving: Sequence[Arriving], tokens: int) -> bool:
-        arrivals = [chunk.loads[0]._arrival for chunk in arriving]
+        arrivals = [chunk.loads[0].arrival for chunk in arriving]
         begins = len(arriving) == 3 and all(arrival and arrival.layers == FIRST_LAYERS for arrival in arrivals)
         if begins and self._patience:
             self._tier.held.set()
