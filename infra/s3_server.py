@@ -27,6 +27,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from infra.ports import free_port
+
 ENVIRONMENT = Path(".orbitserve/s3-server")
 REQUIREMENTS = Path(__file__).with_name("requirements-s3-server.txt")
 ACCESS_KEY, SECRET_KEY = "orbit:serve", "local-secret"
@@ -104,7 +106,7 @@ class S3Server:
         """Raises S3ServerUnavailable if the server's software cannot be installed."""
         self.directory = directory.absolute()
         self._python = install()
-        self._ports = dict(zip(("proxy", *_STORAGE), _free_ports(4), strict=True))
+        self._ports = {name: free_port() for name in ("proxy", *_STORAGE)}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._configure()
 
@@ -226,18 +228,6 @@ def _run(command: list[Any], failure: str) -> None:
     if done.returncode != 0:
         said = [line for line in done.stderr.splitlines() if line.strip()]
         raise S3ServerUnavailable(f"{failure}: {said[-1] if said else f'exit status {done.returncode}'}")
-
-
-def _free_ports(count: int) -> list[int]:
-    """TCP ports of the loopback interface that nobody has now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for probe in sockets:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in sockets]
-    finally:
-        for probe in sockets:
-            probe.close()
 
 
 def _tail(log: Path) -> str:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +29,7 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from infra.ports import free_port
 from infra.vllm_env import vllm_environment
 from serving.config import OrbitServeConfig, RoleSettings
 from serving.ray_roles import RayRoles, answered
@@ -433,10 +433,3 @@ def _set_threads(settings: RoleSettings) -> None:
     """OpenMP threads of this replica. Ray would give an actor with a fraction of a CPU a single one."""
     reserved = int(settings.num_cpus) or os.cpu_count() or 1
     os.environ["OMP_NUM_THREADS"] = str(settings.threads or reserved)
-
-
-def free_port() -> int:
-    """A TCP port nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

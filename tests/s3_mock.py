@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from serving.app import free_port
+from infra.ports import free_port
 
 
 @contextmanager

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 from rich.console import Console
 
+from infra.ports import free_port
 from infra.vllm_env import vllm_environment
-from serving.app import engine_spec, free_port
+from serving.app import engine_spec
 from serving.config import OrbitServeConfig
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from rich.console import Console
 from vllm import LLM, SamplingParams
 
 from infra.checkpoints import checkpoint_path
-from serving.app import free_port
+from infra.ports import free_port
 from serving.config import OrbitServeConfig
 from serving.launch import APPLICATION, application
 

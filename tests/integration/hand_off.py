@@ -1,7 +1,8 @@
-"""`python tests/integration/hand_off.py FAMILY DTYPE [PREFILL_RANKS DECODE_RANKS]`: one engine against two.
+"""`python tests/integration/hand_off.py`: one engine against two, case by case.
 
-Links a prompt on a prefill engine and decodes it on a stock, text-only engine in another process, over NIXL. Prints
-what that engine answers and what one multimodal engine does, as one line of JSON.
+Reads cases from standard input, each a line of JSON: [family, dtype, prefill ranks, decode ranks]. For each it links a
+prompt on a prefill engine and decodes it on a stock, text-only engine in another process, over NIXL; writes what that
+engine answers and what one multimodal engine does, as a line of JSON. One process can hold one NIXL engine at a time.
 """
 
 from __future__ import annotations
@@ -12,19 +13,26 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from infra.checkpoints import checkpoint_path
 from infra.families import FAMILIES, Family
+from infra.ports import free_port
 from infra.vllm_env import vllm_environment
-from serving.app import free_port
 
 TOKENS = 8
+SECONDS = 90  # a process that has to answer within them and does not is stuck
 
 
 def enter_vllm() -> None:
     os.environ.update(vllm_environment(kv_cache_gib=1, nixl_host="127.0.0.1", nixl_port=free_port()))
+
+
+def block_size(family: Family) -> int | None:
+    return 32 if family.layout == "gqa" else None
 
 
 def answer(output: Any) -> dict[str, Any]:
@@ -38,52 +46,49 @@ def answer(output: Any) -> dict[str, Any]:
     }
 
 
-def decode(family: Family, dtype: str, block_size: int | None, ranks: int, prompts: Any, answers: Any) -> None:
-    """The other process: a stock engine that is given token ids."""
+def decode(asked: Any, answers: Any) -> None:
+    """The other process: per case a stock engine, which is given token ids until it is told None."""
     enter_vllm()
     from vllm import SamplingParams
 
     from decode_workers.engine import DecodeEngine, DecodeSpec
 
-    engine = DecodeEngine(
-        DecodeSpec(
-            model=str(checkpoint_path(family.checkpoint)),
-            dtype=dtype,
-            max_model_len=2048,
-            block_size=block_size,
-            trust_remote_code=family.trust_remote_code,
-            tensor_parallel_size=ranks,
-        )
-    )
+    params = SamplingParams(max_tokens=TOKENS, temperature=0, logprobs=2, detokenize=False, ignore_eos=True)
 
-    async def one(token_ids: list[int], transfer: dict[str, Any]) -> dict[str, Any]:
-        params = SamplingParams(max_tokens=TOKENS, temperature=0, logprobs=2, detokenize=False, ignore_eos=True)
+    async def one(engine: DecodeEngine, token_ids: list[int], transfer: dict[str, Any]) -> dict[str, Any]:
         async for output in engine.generate(token_ids, transfer, params, "request"):
             last = output
         return answer(last.outputs[0])
 
-    async def serve() -> None:
-        while (prompt := await asyncio.to_thread(prompts.get)) is not None:
-            answers.put(await one(*prompt))
+    async def case(name: str, dtype: str, ranks: int) -> None:
+        family = FAMILIES[name]
+        engine = DecodeEngine(
+            DecodeSpec(
+                model=str(checkpoint_path(family.checkpoint)),
+                dtype=dtype,
+                max_model_len=2048,
+                block_size=block_size(family),
+                trust_remote_code=family.trust_remote_code,
+                tensor_parallel_size=ranks,
+            )
+        )
+        while (prompt := await asyncio.to_thread(asked.get)) is not None:
+            answers.put(await one(engine, *prompt))
+        engine.shutdown()
 
-    asyncio.run(serve())
-    engine.shutdown()
+    while (begun := asked.get()) is not None:
+        enter_vllm()
+        asyncio.run(case(*begun))
 
 
-def main(name: str, dtype: str, prefill_ranks: int, decode_ranks: int) -> None:
-    family = FAMILIES[name]
-    enter_vllm()
-    context = multiprocessing.get_context("spawn")
-    prompts, answers = context.Queue(), context.Queue()
-    block_size = 32 if family.layout == "gqa" else None
-    checkpoint_path(family.checkpoint)
-    child = context.Process(target=decode, args=(family, dtype, block_size, decode_ranks, prompts, answers))
-    child.start()
-
+def prefill(name: str, dtype: str, ranks: int, ask: Callable[[list[int], dict[str, Any]], Any]) -> dict[str, Any]:
+    """Link a prompt twice, let it be decoded, and report that beside what this engine answers by itself."""
     from rig import Page, Rig, tiny_engine, vllm_prompt
     from vllm import SamplingParams
 
-    engine = tiny_engine(dtype, family, hand_off=True, tensor_parallel_size=prefill_ranks)
+    family = FAMILIES[name]
+    enter_vllm()
+    engine = tiny_engine(dtype, family, hand_off=True, tensor_parallel_size=ranks)
     with tempfile.TemporaryDirectory() as directory:
         rig = Rig(engine, Path(directory), family=family)
         chunk = (lambda n: n) if family.image else Page
@@ -96,19 +101,41 @@ def main(name: str, dtype: str, prefill_ranks: int, decode_ranks: int) -> None:
         for _ in range(2):  # computed in context, then patched at full rank
             plan = rig.plan(parts)
             result = rig.loop.submit(plan).result(60)
-            prompts.put((plan.sequence.token_ids.tolist(), result.transfer))
             points = [str(outcome.operating_point) for outcome in result.chunks]
-            report["linked"].append({"points": points, **answers.get(timeout=300)})
+            report["linked"].append({"points": points, **ask(plan.sequence.token_ids.tolist(), result.transfer)})
             rig.settle()
-        prompts.put(None)
         rig.wait_until_free()
         report["leases"] = rig.loop.stats().leases
-        print(json.dumps(report))
         rig.close()
-        child.join(60)
-        engine.shutdown()
+    engine.shutdown()
+    return report
+
+
+def main() -> None:
+    context = multiprocessing.get_context("spawn")
+    asked, answers = context.Queue(), context.Queue()
+    child = context.Process(target=decode, args=(asked, answers))
+    child.start()
+    enter_vllm()
+
+    def ask(token_ids: list[int], transfer: dict[str, Any]) -> Any:
+        asked.put((token_ids, transfer))
+        return answers.get(timeout=SECONDS)
+
+    try:
+        for line in sys.stdin:
+            name, dtype, prefill_ranks, decode_ranks = json.loads(line)
+            asked.put((name, dtype, decode_ranks))
+            report = prefill(name, dtype, prefill_ranks, ask)
+            asked.put(None)
+            print(json.dumps(report), flush=True)
+    except BaseException:
+        traceback.print_exc()
+        child.kill()
+        os._exit(1)  # not held up by what the case left running
+    asked.put(None)
+    child.join(SECONDS)
 
 
 if __name__ == "__main__":
-    name, dtype, *ranks = sys.argv[1:]
-    main(name, dtype, *(map(int, ranks) if ranks else (1, 1)))
+    main()
