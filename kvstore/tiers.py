@@ -38,6 +38,7 @@ _KEY = re.compile(rf"{_NAME}(?:/{_NAME})*")
 QUARANTINE = "quarantine/"
 _WRITE_ATTEMPTS = 20
 _CHUNK_BYTES = 1 << 19
+_VIEWS_PER_CALL = os.sysconf("SC_IOV_MAX")
 
 
 @dataclass(frozen=True)
@@ -275,10 +276,7 @@ class DiskTier(Tier):
         try:
             with temporary.open("xb", buffering=0) as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
-                for buffer in buffers:
-                    view = memoryview(buffer)
-                    while view:
-                        view = view[file.write(view) :]
+                _write_all(file.fileno(), [memoryview(buffer) for buffer in buffers])
                 if self.durable:
                     os.fsync(file.fileno())
                 os.rename(temporary, path)
@@ -335,6 +333,20 @@ def _in_page_cache(descriptor: int, size: int) -> bool:
     except OSError:  # it would block, or the file system cannot tell
         return False
     return True
+
+
+def _write_all(descriptor: int, views: list[memoryview]) -> None:
+    """Write the views one after the other, with as few calls as there may be.
+
+    With a call for each view, which ends somewhere inside a page, the page cache takes the file up page by page
+    (Linux 6, ext4): `bench store` then wrote at half the speed of the raw disk.
+    """
+    while views:
+        written = os.writev(descriptor, views[:_VIEWS_PER_CALL])
+        while views and written >= len(views[0]):
+            written -= len(views.pop(0))
+        if written:
+            views[0] = views[0][written:]
 
 
 class FsspecTier(Tier):
