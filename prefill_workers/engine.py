@@ -119,6 +119,16 @@ class ReadNotes:
         return done, [lease for _, wanted in told for lease in wanted]
 
 
+class _Known(NamedTuple):
+    """KV [layers, tokens, features] that comes in layer by layer at once (self-check)."""
+
+    slots: Tensor
+    kv: Tensor
+
+    def layer(self, index: int, deadline: float) -> Tensor:
+        return self.kv[index]
+
+
 class PrefillEngine:
     """One model on one worker group. Not thread-safe: one thread drives it (see `worker.PrefillLoop`)."""
 
@@ -180,9 +190,12 @@ class PrefillEngine:
         """Whether a forward can write KV that is still coming in: where it runs in this process."""
         return self.spec.tensor_parallel_size == 1
 
-    def logits(self, work: Sequence[tuple[LinkSequence, Sequence[Run]]]) -> Tensor:
+    def logits(
+        self, work: Sequence[tuple[LinkSequence, Sequence[Run]]], arriving: Sequence[ArrivingLayers] = ()
+    ) -> Tensor:
         """`forward`, and the logits [runs, vocabulary] fp32 of each run's last token (self-check and tests)."""
-        return self._call("forward_runs", assemble(work, self.block_size), True)
+        extra = (arriving, math.inf) if arriving else ()
+        return self._call("forward_runs", assemble(work, self.block_size), True, *extra)
 
     def slots(self, blocks: Sequence[int], start: int, stop: int) -> Tensor:
         """Cache slots [stop - start] of the tokens `start` up to `stop` of a sequence."""
@@ -265,7 +278,7 @@ class PrefillEngine:
     # -- self-check ---------------------------------------------------------------------------------------------------
 
     def self_check(self) -> list[CheckOutcome]:
-        """Compare this engine with vLLM's own prefill, and the reader with the writer. Call before serving.
+        """Compare this engine with vLLM's own prefill, and ways of writing KV with each other. Call before serving.
 
         In fp32 agreement is held to 1e-4 in log-probability and 1e-4 in relocated KV of all layers. In fewer bits the
         log-probability is held to what one more or one fewer split of a matrix product may change, and relocation to
@@ -303,6 +316,20 @@ class PrefillEngine:
         self.write_kv(stored, self.slots(spare, 1, 1 + stored.shape[1]))
         same = torch.equal(self.read_kv(spare, 1, stored.shape[1]), stored)
         outcomes.append(CheckOutcome("KV written equals KV read", same, "bit for bit" if same else "they differ"))
+
+        if self.takes_arriving:
+            half = n // 2
+            other = LinkSequence(sequence.token_ids, sequence.positions, spare)
+            known = _Known(self.slots(spare, 0, half), self.read_kv(blocks, 0, half))
+            logprobs = self.logits([(other, [Run(half, n)])], [known])[-1].log_softmax(-1)
+            worst = max(abs(float(logprobs[token]) - entry.logprob) for token, entry in reference.items())
+            outcomes.append(
+                CheckOutcome(
+                    "KV written by layer equals KV written before",
+                    worst <= (1e-4 if exact else 0.15),
+                    f"log-probability off by {worst:.2g}",
+                )
+            )
 
         shift = 41
         moved = LinkSequence(tokens.int(), self._text_positions(shift, n), spare)

@@ -51,7 +51,9 @@ _DTYPE_NAMES = ("float32", "float16", "bfloat16")
 class ArrivingLayers(Protocol):
     """KV of a chunk that comes in layer by layer (`arriving.Arriving`)."""
 
-    slots: Tensor  # [tokens] int64
+    @property
+    def slots(self) -> Tensor:
+        """Where the chunk's KV goes: [tokens] int64."""
 
     def layer(self, index: int, deadline: float) -> Tensor | None:
         """Rows [tokens, features] of a layer, waited for; None if it is not there at `deadline`."""

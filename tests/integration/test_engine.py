@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from kvstore.patch import relocate
 from prefill_workers.engine import PrefillEngine, SelfCheckError
-from prefill_workers.runs import UnsupportedEngine
+from prefill_workers.runs import RunsExtension, UnsupportedEngine
 from prefill_workers.sequence import LinkSequence, Run
 
 pytestmark = pytest.mark.engine
@@ -34,6 +35,14 @@ def test_self_check_refuses_an_engine_that_reads_other_than_it_wrote(
 ):
     monkeypatch.setattr(fp32, "write_kv", lambda kv, slots: None)
     with pytest.raises(SelfCheckError, match="KV written equals KV read"):
+        fp32.require_self_check()
+
+
+def test_self_check_refuses_an_engine_whose_forward_does_not_write_what_comes_in(
+    fp32: PrefillEngine, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(RunsExtension, "_writing", lambda self, arriving, deadline: nullcontext())
+    with pytest.raises(SelfCheckError, match="KV written by layer equals KV written before"):
         fp32.require_self_check()
 
 
