@@ -12,7 +12,6 @@ different lists of fields share bytes and no key of one kind equals a key of ano
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from blake3 import blake3
 
@@ -106,31 +105,3 @@ def patch_key(
 def embedding_key(fingerprint: str, content: str) -> str:
     """Key of a chunk's vision embeddings."""
     return _digest("embedding", (fingerprint.encode(), content.encode()))
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """One content-addressed unit inside one prompt.
-
-    `key`: canonical key; `content`: content id; `offset`, `length`: first token and token count in the prompt,
-    delimiters included; `position_span`: how many positions the chunk consumes (under M-RoPE fewer than tokens).
-    """
-
-    key: str
-    content: str
-    offset: int
-    length: int
-    position_span: int
-
-    def __post_init__(self) -> None:
-        if self.offset < 0 or self.length < 1 or self.position_span < 1:
-            raise ValueError("a chunk has a non-negative offset, at least one token and at least one position")
-
-    @property
-    def end(self) -> int:
-        """Index of the first token after the chunk."""
-        return self.offset + self.length
-
-    @property
-    def tokens(self) -> range:
-        return range(self.offset, self.end)

@@ -3,11 +3,10 @@ from __future__ import annotations
 import itertools
 import re
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.chunk import Chunk, antecedent_key, canonical_key, content_id, embedding_key, patch_key, tenant_salt
+from kvstore.chunk import antecedent_key, canonical_key, content_id, embedding_key, patch_key, tenant_salt
 from kvstore.patch import PatchKind
 
 texts = st.text(max_size=20)
@@ -85,15 +84,3 @@ def test_tenants_get_unrelated_content_ids() -> None:
     ids = {content_id(b"picture", tenant_salt(tenant, secret)) for tenant in ("a", "b") for secret in (b"", b"s")}
     assert len(ids) == 4
     assert content_id(b"picture") not in ids
-
-
-def test_chunk_knows_its_tokens() -> None:
-    chunk = Chunk(key="k", content="c", offset=3, length=4, position_span=2)
-    assert chunk.end == 7
-    assert list(chunk.tokens) == [3, 4, 5, 6]
-
-
-@pytest.mark.parametrize(("offset", "length", "span"), [(-1, 1, 1), (0, 0, 1), (0, 1, 0)])
-def test_an_impossible_chunk_is_refused(offset: int, length: int, span: int) -> None:
-    with pytest.raises(ValueError, match="chunk"):
-        Chunk(key="k", content="c", offset=offset, length=length, position_span=span)
