@@ -14,12 +14,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from torch import Tensor
 
 from kvstore.basis import SharedBasis
+from kvstore.errors import ShapeMismatch
 from kvstore.format import CanonicalRecord, PatchRecord
+from kvstore.layout import Layout
 from kvstore.library import Loading
 from kvstore.patch import Patch, apply
 from prefill_workers.plan import ChunkPlan
@@ -44,16 +45,29 @@ class Arriving:
     waited: float = 0.0  # seconds
 
     @classmethod
-    def of(cls, chunk: ChunkPlan, slots: Tensor, basis: SharedBasis | None) -> Arriving | None:
-        """None before the first layer of both canonical KV and patch is there."""
+    def of(cls, chunk: ChunkPlan, slots: Tensor, layout: Layout, basis: SharedBasis | None) -> Arriving | None:
+        """None before the first layer of both canonical KV and patch is there.
+
+        Nor if they do not fit the chunk: what a record says of itself is not checked yet either.
+        """
         loads = chunk.loading.loads if chunk.loading else None
-        records = [load.record for load in loads or () if load is not None]
-        if loads is None or None in records:
+        if loads is None:
             return None
-        canonical, *patches = records
-        patch = cast(PatchRecord, patches[0]) if patches else None
-        bound = patch.patch.bind(basis) if patch else None
-        return cls(chunk, slots, cast(CanonicalRecord, canonical), patch, bound, loads)
+        canonical, patch = (None if load is None else load.record for load in loads)
+        if not isinstance(canonical, CanonicalRecord) or canonical.layout != layout:
+            return None
+        if canonical.kv.shape[1] != len(slots):
+            return None
+        if loads[1] is None:
+            return cls(chunk, slots, canonical, None, None, loads)
+        if not isinstance(patch, PatchRecord):
+            return None
+        try:
+            bound = patch.patch.bind(basis)
+            bound.check(canonical.kv, layout)
+        except ShapeMismatch:
+            return None
+        return cls(chunk, slots, canonical, patch, bound, loads)
 
     def layer(self, index: int, deadline: float) -> Tensor | None:
         """KV [tokens, features] of a layer; waits for it until `deadline` (monotonic seconds)."""

@@ -218,7 +218,7 @@ class Linker:
         for chunk in plan.chunks:
             if chunk.waits:
                 slots = self.engine.slots(plan.sequence.blocks, chunk.span.start, chunk.span.stop)
-                arriving = Arriving.of(chunk, slots, self.form.basis)
+                arriving = Arriving.of(chunk, slots, self.engine.layout, self.form.basis)
                 if arriving is None:
                     return []
                 chunks.append(arriving)

@@ -28,17 +28,19 @@ class LayerTier(WrappedTier):
     def __init__(self, inner: Tier) -> None:
         super().__init__(inner)
         self.held = threading.Event()
-        self.damaged: set[str] = set()  # keys of canonicals whose last layer is not what was stored
+        self.damaged: dict[str, bytes] = {}  # by the key of a canonical, behind which bytes of it one is not as stored
 
     def open(self, key: str) -> Blob | None:
         buffer = self.get(key)
         if buffer is None or "/canonical/" not in key:
             return None if buffer is None else Blob(buffer)
         seal = find_seal(buffer)
-        if any(name in key for name in self.damaged):
-            data = bytearray(buffer)
-            data[seal.end - 1] ^= 1
-            buffer = pa.py_buffer(bytes(data))
+        for name, behind in self.damaged.items():
+            if name in key:
+                data = bytearray(buffer)
+                place = data.find(behind) + len(behind) if behind else seal.end - 1
+                data[place] ^= 1
+                buffer = pa.py_buffer(bytes(data))
         passes = seal.first + FIRST_LAYERS * seal.stride
 
         def read(start: int, end: int) -> Iterator[memoryview]:

@@ -83,11 +83,25 @@ def test_what_was_taken_from_a_damaged_record_is_computed_again(
 ):
     rig = cold(30.0)
     key = rig.plan(PARTS, "off").chunks[index].canonical_key
-    tier.damaged.add(key)
+    tier.damaged[key] = b""  # in the last layer
     linked = rig.link(PARTS)
     assert linked.points == ["recomputed" if i == index else "patched" for i in range(3)]
     assert off_by(linked, lesson) < 1e-4
     assert rig.loop.stats().forwards_by_layer == 1
+    assert rig.library.stats().corrupt == 1
+
+
+def test_what_does_not_even_fit_the_model_is_left_alone_until_it_is_known_to_be_damaged(
+    cold: Callable[[float], Rig], tier: LayerTier, lesson: Lesson
+):
+    rig = cold(30.0)
+    key = rig.plan(PARTS, "off").chunks[1].canonical_key
+    tier.damaged[key] = rb"inverse_frequencies\":[1.0,0."
+    tier.held.set()
+    linked = rig.link(PARTS)
+    assert linked.points == ["patched", "recomputed", "patched"]
+    assert off_by(linked, lesson) < 1e-4
+    assert rig.loop.stats().forwards_by_layer == 0
     assert rig.library.stats().corrupt == 1
 
 
