@@ -115,7 +115,7 @@ def test_a_forward_that_fails_fails_its_links_and_nothing_else(
     rig = make_rig(form=False)
     plan = rig.plan(MIXED[1], "off")
 
-    def broken(work) -> None:
+    def broken(*_: object) -> None:
         raise RuntimeError("injected")
 
     with monkeypatch.context() as patched:
