@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
@@ -66,6 +66,14 @@ def user(*parts: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [text(part) if isinstance(part, str) else part for part in parts]}]
 
 
+class Holdings(NamedTuple):
+    """Files below the service's folder, leases, and KV blocks in use."""
+
+    stored: frozenset[str]
+    leases: int
+    blocks: int
+
+
 @dataclass
 class Service:
     """A running application."""
@@ -117,12 +125,21 @@ class Service:
             assert time.monotonic() < deadline, "it did not come true in time"
             time.sleep(0.05)
 
-    def records(self) -> dict[str, Any]:
-        """What is stored and held at the moment, to compare before and after."""
+    def holdings(self) -> Holdings:
+        """What is stored and held at the moment."""
         self.settle()
         loop = self.role("PrefillWorker", "stats")["loop"]
-        stored = sorted(str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file())
-        return {"stored": stored, "leases": loop.leases, "blocks": loop.blocks_free}
+        stored = frozenset(str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file())
+        return Holdings(stored, loop.leases, loop.blocks_total - loop.blocks_free)
+
+    def wait_until_nothing_is_left_since(self, before: Holdings) -> None:
+        """Wait until no more is held than before. Less may be: what earlier tests left expires meanwhile."""
+
+        def nothing_left() -> bool:
+            now = self.holdings()
+            return now.stored <= before.stored and now.leases <= before.leases and now.blocks <= before.blocks
+
+        self.wait_until(nothing_left)
 
 
 @contextmanager

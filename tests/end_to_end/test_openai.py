@@ -197,14 +197,14 @@ BAD: dict[str, tuple[dict[str, Any], int, str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_requests_are_told_what_is_wrong_and_leave_nothing(service: Service, name: str):
     fields, status, words = BAD[name]
-    before = service.records()
+    before = service.holdings()
     response = service.post({"model": service.model, "max_tokens": 4, **fields})
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert error.keys() >= {"message", "type", "param", "code"}
     assert words in error["message"] + str(error["param"])
     assert error["code"] == status
-    service.wait_until(lambda: service.records() == before)
+    service.wait_until_nothing_is_left_since(before)
 
 
 def test_malformed_json_is_a_400(service: Service):
@@ -232,13 +232,13 @@ def test_too_large_a_body_is_a_413_whether_announced_or_not(service: Service):
     ids=["empty", "text", "truncated", "bomb"],
 )
 def test_bad_uploads_are_refused_and_not_kept(service: Service, data: bytes, status: int):
-    before = service.records()
+    before = service.holdings()
     response = httpx.post(
         service.url + "/v1/files", files={"file": ("a.png", data)}, data={"purpose": "vision"}, timeout=30
     )
     assert response.status_code == status, response.text
     assert response.json()["error"]["message"]
-    service.wait_until(lambda: service.records() == before)
+    service.wait_until_nothing_is_left_since(before)
 
 
 @pytest.mark.parametrize(

@@ -59,9 +59,9 @@ def test_full_reuse_needs_no_antecedents(service: Service):
 
 
 def test_off_stores_nothing(service: Service):
-    before = service.records()
+    before = service.holdings()
     service.chat(user(picture(141), "What is this?"), "off")
-    service.wait_until(lambda: service.records() == before)
+    service.wait_until_nothing_is_left_since(before)
     assert points(service.chat(user(picture(141), "What is this?"), "off")) == ["encoded"]
 
 
