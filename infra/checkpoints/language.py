@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Language:
-    """Sizes of a Llama-like language model."""
+    """Sizes of a Llama-like language model, and the words that are one token each (see `tokens.tokenizer`)."""
 
     vocabulary: int = 512
     hidden: int = 256
@@ -28,6 +28,7 @@ class Language:
     context: int = 32768
     rope_theta: float = 10000.0
     seed: int = 0
+    words: tuple[str, ...] = ()
 
     def language_config(self, ids: Callable[[str], Any], **rope: Any) -> dict[str, Any]:
         """Keyword arguments of the language model's configuration; `rope` joins its RoPE parameters."""
@@ -53,10 +54,9 @@ def draw_weights(model: PreTrainedModel, tokens: PreTrainedTokenizerFast, seed: 
     model.generation_config = generation_config(tokens)
 
 
-def save(model: PreTrainedModel, tokens: PreTrainedTokenizerFast, seed: int, folder: Path) -> None:
-    """Write a model in bf16, its weights drawn from `seed`, and its tokenizer."""
+def save(model: PreTrainedModel, tokens: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write a model in bf16 and its tokenizer."""
     import torch
 
-    draw_weights(model, tokens, seed)
     model.to(torch.bfloat16).save_pretrained(folder)
     tokens.save_pretrained(folder)

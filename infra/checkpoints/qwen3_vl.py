@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from infra.checkpoints.language import save
 from infra.checkpoints.qwen_vl import QwenVL
-from infra.checkpoints.tokens import tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +25,19 @@ class Qwen3VL(QwenVL):
     vision_depth: int = 3
     deepstack: tuple[int, ...] = (0, 1)
 
-    def write(self, folder: Path) -> None:
-        """Write configuration, bf16 weights, tokenizer and both processors into the existing `folder`."""
+    def model(self, tokens: PreTrainedTokenizerFast) -> PreTrainedModel:
+        """The model, its weights not yet drawn."""
         from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-        tokens = tokenizer(self.vocabulary)
         vision = {"deepstack_visual_indexes": list(self.deepstack), "num_position_embeddings": 256}
-        config = Qwen3VLConfig(**self.config(tokens.convert_tokens_to_ids, vision, mrope_interleaved=True))
-        save(Qwen3VLForConditionalGeneration(config), tokens, self.seed, folder)
-        self.image_processor().save_pretrained(folder)
+        ids = tokens.convert_tokens_to_ids
+        return Qwen3VLForConditionalGeneration(
+            Qwen3VLConfig(**self.config(ids, vision | dict(self.vision), mrope_interleaved=True))
+        )
+
+    def save(self, model: PreTrainedModel, tokens: PreTrainedTokenizerFast, folder: Path) -> None:
+        """Write configuration, bf16 weights, tokenizer and both processors into the existing `folder`."""
+        super().save(model, tokens, folder)
         settings = json.loads((folder / "preprocessor_config.json").read_text())
         video = settings | {"video_processor_type": "Qwen3VLVideoProcessor"}
         (folder / "video_preprocessor_config.json").write_text(json.dumps(video, indent=2))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from infra.checkpoints.language import Language
+from infra.checkpoints.language import Language, draw_weights, save
+from infra.checkpoints.tokens import tokenizer
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
     from transformers.image_processing_base import ImageProcessingMixin
 
 MERGE = 2
@@ -17,13 +21,34 @@ MIN_IMAGE_TOKENS, MAX_IMAGE_TOKENS = 4, 2048
 
 @dataclass(frozen=True, kw_only=True)
 class QwenVL(Language):
-    """Sizes of a Qwen-VL shaped model. Its vision tower has 4 heads."""
+    """Sizes of a Qwen-VL shaped model. Its vision tower has 4 heads; `vision` overrides its configuration."""
 
     patch: ClassVar[int]
 
     mrope_section: tuple[int, int, int]
     vision_depth: int
     vision_hidden: int = 128
+    vision: Mapping[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write a checkpoint with weights drawn from `seed` into the existing `folder`."""
+        tokens = self.tokenizer()
+        model = self.model(tokens)
+        draw_weights(model, tokens, self.seed)
+        self.save(model, tokens, folder)
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The family's tokenizer with its chat template."""
+        return tokenizer(self.vocabulary, words=self.words)
+
+    @abstractmethod
+    def model(self, tokens: PreTrainedTokenizerFast) -> PreTrainedModel:
+        """The model, its weights not yet drawn."""
+
+    def save(self, model: PreTrainedModel, tokens: PreTrainedTokenizerFast, folder: Path) -> None:
+        """Write configuration, bf16 weights, tokenizer and image processor into the existing `folder`."""
+        save(model, tokens, folder)
+        self.image_processor().save_pretrained(folder)
 
     def config(self, ids: Callable[[str], Any], vision: dict[str, Any], **rope: Any) -> dict[str, Any]:
         """Keyword arguments of the model's configuration; `vision` and `rope` join those of its parts."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from infra.checkpoints.language import Language, save
+from infra.checkpoints.language import Language, draw_weights, save
 from infra.checkpoints.tokens import tokenizer
 
 
@@ -24,7 +24,9 @@ class Qwen2(Language):
 
         tokens = tokenizer(self.vocabulary)
         config = Qwen2Config(**self.language_config(tokens.convert_tokens_to_ids, **self.rope_scaling))
-        save(Qwen2ForCausalLM(config), tokens, self.seed, folder)
+        model = Qwen2ForCausalLM(config)
+        draw_weights(model, tokens, self.seed)
+        save(model, tokens, folder)
 
 
 @dataclass(frozen=True)
@@ -83,4 +85,5 @@ class DeepSeekV2:
 
         tokens = tokenizer(self.vocabulary)
         model = DeepseekV2ForCausalLM(DeepseekV2Config(**self.config(tokens.convert_tokens_to_ids)))
-        save(model, tokens, self.seed, folder)
+        draw_weights(model, tokens, self.seed)
+        save(model, tokens, folder)

@@ -28,37 +28,44 @@ def chat_template(image: str = VISION, video: str = VIDEO) -> str:
     return template.replace("IMAGE\n", f"{image}\n").replace("VIDEO\n", f"{video}\n")
 
 
-def byte_vocabulary(size: int) -> list[str]:
-    """`size` token texts in the byte-level alphabet: all single bytes, then made-up syllables.
+def byte_vocabulary(size: int, words: Sequence[str] = ()) -> list[str]:
+    """`size` token texts in the byte-level alphabet: all single bytes, `words`, then made-up syllables.
 
-    Text is encoded byte by byte, since there are no merges; the syllables only make every id decode to text.
+    Text is encoded word by word where a word is known, else byte by byte, since there are no merges; the syllables
+    only make every id decode to text, and none is a word that anybody writes on its own.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
     alphabet = sorted(ByteLevel.alphabet())
+    alphabet += [word.replace(" ", "Ġ") for word in words if word.replace(" ", "Ġ") not in alphabet]
     consonants, vowels, space = "bcdfghjklmnprstvwz", "aeiou", "Ġ"
     syllables = ("".join(parts) for parts in product(consonants, vowels, consonants, vowels))
     short = ("".join(parts) for parts in product((space, ""), consonants, vowels))
     for token in (*short, *syllables):
         if len(alphabet) == size:
             break
-        alphabet.append(token)
+        if token not in alphabet:
+            alphabet.append(token)
     if len(alphabet) != size:
         raise ValueError(f"no {size} tokens to make a vocabulary of")
     return alphabet
 
 
-def tokenizer(vocabulary: int, added: Sequence[str] = (), image: str = VISION) -> PreTrainedTokenizerFast:
+def tokenizer(
+    vocabulary: int, added: Sequence[str] = (), image: str = VISION, words: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
     """Byte-level tokenizer with Qwen2.5-VL's added tokens and `vocabulary` ids in all, every one of which decodes.
 
-    `added`: a family's further special tokens; `image`: what its chat template writes for an image.
+    `added`: a family's further special tokens; `image`: what its chat template writes for an image; `words`: ASCII
+    texts that are one token each where they stand as a word, with the space before them if they begin with one.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     special = [*SPECIAL_TOKENS, *added]
-    plain = byte_vocabulary(vocabulary - len(special) - len(TOOL_TOKENS))
-    backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(plain)}, merges=[]))
+    plain = byte_vocabulary(vocabulary - len(special) - len(TOOL_TOKENS), words)
+    vocab = {token: index for index, token in enumerate(plain)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=bool(words)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True) for token in special])

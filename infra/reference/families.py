@@ -1,0 +1,84 @@
+"""The families that reference models are made of: sizes, and how each one's language model is driven in training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infra.checkpoints.qwen2_5_vl import Qwen25VL
+from infra.checkpoints.tokens import VISION
+from infra.reference.vocabulary import words
+
+
+class Mropes(nn.Module):
+    """The language model of a Qwen-VL shaped model: positions of three axes."""
+
+    axes = 3
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.text = model.model.language_model
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """Input embeddings of tokens."""
+        return self.text.embed_tokens
+
+    def forward(self, embedded: Tensor, positions: Tensor, sees: Tensor, cells: Tensor, extra: list[Tensor]) -> Tensor:
+        """See `training.Language`."""
+        more: dict[str, Any] = {}
+        if extra:
+            mask = torch.zeros(embedded.shape[:2], dtype=torch.bool)
+            mask[:, cells] = True
+            more = {"visual_pos_masks": mask, "deepstack_visual_embeds": [level.flatten(0, 1) for level in extra]}
+        outputs = self.text(
+            inputs_embeds=embedded,
+            position_ids=positions,
+            attention_mask=additive(sees, embedded.dtype),
+            use_cache=False,
+            **more,
+        )
+        return outputs.last_hidden_state
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of all tokens."""
+        return self.model.lm_head(hidden)
+
+
+def additive(sees: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask [sets, length, length] of what is seen as one [sets, 1, length, length] to add to scores."""
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+    return torch.zeros(sees.shape, dtype=dtype).masked_fill_(~sees, torch.finfo(dtype).min)[:, None]
+
+
+@dataclass(frozen=True)
+class ReferenceFamily:
+    """A family: its recipe, what its chat template writes for an image, and pixels of a cell's side."""
+
+    recipe: Any
+    language: Callable[[Any], Any]
+    image: str
+    cell_token: str
+    cell: int
+    levels: int = 1
+
+
+VOCABULARY = 384
+
+FAMILIES: dict[str, ReferenceFamily] = {
+    "qwen2_5_vl": ReferenceFamily(
+        Qwen25VL(
+            vocabulary=VOCABULARY, hidden=256, intermediate=384, layers=5, heads=4, kv_heads=2, head_size=64,
+            mrope_section=(8, 12, 12), vision_depth=2, vision_hidden=128, words=tuple(words()),
+            # every cell is encoded by itself
+            vision={"fullatt_block_indexes": [], "window_size": 28},
+        ),
+        Mropes, VISION, "<|image_pad|>", cell=28,
+    ),
+}  # fmt: skip

@@ -1,0 +1,243 @@
+"""Pages that refer to one another, and questions about them: drawn in batches, from a generator.
+
+A page holds different things. Each is drawn in a colour, or in pencil with another thing beside it: it has the colour
+that this other thing had on the pages before ("the same colour as the star before"; kamera.md App. B, two-page
+questions). A thing that refers to itself is one that a new frame repeats. What a page says about its pencilled things
+therefore stands on earlier pages only, and the page's own KV has to take it up when the page is read behind them.
+
+| split | the question is about | pages |
+|---|---|---|
+| single | a coloured thing | 3 |
+| multi | a pencilled thing of the last page, half of which is pencilled | 3 |
+| legend | a thing of the last page, all drawn like one of the patterns that the first page colours | 3 |
+| frames | a thing of the last page, which repeats the one before it but for a few changes | 3 |
+| chain | a thing that refers to a pencilled thing that refers to a coloured one | 3 |
+| retrieval | a coloured thing, on one of many pages | 6 |
+| control | two coloured things on two pages: reading each page is enough | 3 |
+
+`legend` and `frames` spread what is lost over most tokens of a page; the others leave it in a few (kamera.md §4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from infra.reference.vocabulary import COLOURS, PATTERNS, THINGS
+
+NOWHERE = -1
+
+
+class Split(StrEnum):
+    """Kinds of questions; see the module's table."""
+
+    single = "single"
+    multi = "multi"
+    legend = "legend"
+    frames = "frames"
+    chain = "chain"
+    retrieval = "retrieval"
+    control = "control"
+
+
+@dataclass(frozen=True)
+class Form:
+    """How many pages, how many things on each, and in how many cells each of these is drawn."""
+
+    pages: int = 3
+    things: int = 8
+    copies: int = 1
+
+    @property
+    def cells(self) -> int:
+        """Cells of a page, each of which becomes one token."""
+        return self.things * self.copies
+
+    @property
+    def rows(self) -> int:
+        """Rows of a page: the most that divide its cells and are no more than its columns."""
+        return max(rows for rows in range(1, int(self.cells**0.5) + 1) if self.cells % rows == 0)
+
+    @property
+    def columns(self) -> int:
+        """Cells of a row."""
+        return self.cells // self.rows
+
+
+@dataclass(frozen=True, eq=False)
+class Scenes:
+    """Sets of pages. `things`, `colours` and `sources` are [sets, pages, things per page].
+
+    `sources`: the thing that is drawn beside a pencilled one, NOWHERE for a thing that is drawn in its colour.
+    `colours`: what colour a thing has, resolved. `order` [sets, pages, cells]: which of the page's things a cell shows.
+    """
+
+    form: Form
+    things: Tensor
+    colours: Tensor
+    sources: Tensor
+    order: Tensor
+
+    def cells(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What every cell shows: thing, colour and source, each [sets, pages, cells]."""
+        return self.things.gather(2, self.order), self.colours.gather(2, self.order), self.sources.gather(2, self.order)
+
+    def last(self) -> Tensor:
+        """Whether a thing is on no later page, [sets, pages, things]: only then is its colour the answer."""
+        present = torch.zeros(*self.things.shape[:2], len(THINGS), dtype=torch.bool).scatter_(2, self.things, True)
+        later = present.flip(1).cumsum(1).flip(1) - present.long()  # how often it comes after a page
+        return later.gather(2, self.things) == 0
+
+
+@dataclass(frozen=True, eq=False)
+class Questions:
+    """Questions on sets of pages: `things`, `colours` and `pages` (where a thing is) are [sets, questions, 1 or 2].
+
+    `asked` [sets, questions]: whether the question has one answer (a thing that comes again later has not).
+    """
+
+    things: Tensor
+    colours: Tensor
+    pages: Tensor
+    asked: Tensor
+
+
+@dataclass(frozen=True)
+class Style:
+    """What pages are made of.
+
+    `pencilled`: the share of pencilled things on the last page, and on those between the first and the last.
+    `repeated`: the share of things that a page repeats from the pages before it. `itself`: the share of repeated and
+    pencilled things that refer to themselves. `patterns`: whether the first page shows patterns, and only they are
+    referred to. `through`: whether only things of the page before are referred to.
+    """
+
+    pencilled: tuple[float, float] = (0.5, 0.0)
+    repeated: float = 0.0
+    itself: float = 0.0
+    patterns: bool = False
+    through: bool = False
+
+
+STYLES = {
+    Split.single: Style(),
+    Split.multi: Style(),
+    Split.legend: Style(pencilled=(1.0, 0.0), patterns=True),
+    Split.frames: Style(pencilled=(0.85, 0.5), repeated=1.0, itself=1.0),
+    Split.chain: Style(pencilled=(1.0, 1.0), through=True),
+    Split.retrieval: Style(),
+    Split.control: Style(),
+}
+
+
+def draw_scenes(count: int, form: Form, style: Style, generator: torch.Generator) -> Scenes:
+    """`count` sets of pages, made as `style` says."""
+    named = len(THINGS) - len(PATTERNS)
+    known = torch.full((count, len(THINGS)), NOWHERE)  # the colour that a thing has by now
+    things, colours, sources = [], [], []
+    for page in range(form.pages):
+        seen = known != NOWHERE
+        rank = torch.rand(count, len(THINGS), generator=generator)
+        if style.patterns:
+            rank[:, named:] += 2.0 if page == 0 else -8.0
+        if page:
+            again = torch.rand(count, len(THINGS), generator=generator) < style.repeated
+            rank += torch.where(seen, torch.where(again, 1.0, -1.0), 0.0)
+        here = rank.topk(form.things, 1).indices[:, torch.randperm(form.things, generator=generator)]
+        colour = torch.randint(len(COLOURS), here.shape, generator=generator)
+        source = torch.full_like(here, NOWHERE)
+        if page:
+            eligible = seen.clone()
+            if style.patterns:
+                eligible[:, :named] = False
+            if style.through:
+                eligible = torch.zeros_like(seen).scatter_(1, things[-1], True)
+            referred = torch.multinomial(eligible.float(), form.things, replacement=True, generator=generator)
+            itself = seen.gather(1, here) & (torch.rand(here.shape, generator=generator) < style.itself)
+            referred = torch.where(itself, here, referred)
+            share = style.pencilled[0 if page == form.pages - 1 else 1]
+            pencilled = torch.rand(here.shape, generator=generator) < share
+            source = torch.where(pencilled, referred, source)
+            colour = torch.where(pencilled, known.gather(1, referred), colour)
+        known = known.scatter(1, here, colour)
+        things.append(here)
+        colours.append(colour)
+        sources.append(source)
+    order = torch.arange(form.things).repeat(form.copies).expand(count, form.pages, form.cells)
+    shuffle = torch.rand(order.shape, generator=generator).argsort(-1)
+    stack = [torch.stack(part, 1) for part in (things, colours, sources)]
+    return Scenes(form, *stack, order=order.gather(2, shuffle))
+
+
+def draw_questions(scenes: Scenes, count: int, two: bool, on_last: float, generator: torch.Generator) -> Questions:
+    """`count` questions on each set, on one thing or `two`; a share `on_last` of them about the last page."""
+    sets, pages, things = scenes.things.shape
+    names = 2 if two else 1
+    page = torch.randint(pages, (sets, count, names), generator=generator)
+    page[..., 0] = torch.where(torch.rand(sets, count, generator=generator) < on_last, pages - 1, page[..., 0])
+    at = torch.randint(things, page.shape, generator=generator)
+    set_index = torch.arange(sets)[:, None, None]
+    drawn = (scenes.things, scenes.colours, scenes.last())
+    thing, colour, last = (part[set_index, page, at] for part in drawn)
+    return Questions(thing, colour, page, last.all(-1) & ((thing[..., 0] != thing[..., -1]) | (not two)))
+
+
+def draw_items(split: Split, count: int, form: Form, generator: torch.Generator) -> tuple[Scenes, Questions]:
+    """`count` sets of pages with one question of `split` each, for evaluation.
+
+    Raises ValueError if the split cannot be drawn in that form.
+    """
+    if split in (Split.chain, Split.legend) and (form.pages < 3 or form.things < 2):
+        raise ValueError(f"{split} needs three pages of two things, not {form}")
+    kept: list[tuple[Scenes, Questions]] = []
+    found = 0
+    while found < count:
+        scenes = draw_scenes(2 * count, form, STYLES[split], generator)
+        on_last = 0.0 if split in (Split.single, Split.retrieval, Split.control) else 1.0
+        questions = draw_questions(scenes, 1, split is Split.control, on_last, generator)
+        fits = questions.asked[:, 0] & _fits(split, scenes, questions)
+        where = fits.nonzero().flatten()[: count - found]
+        kept.append((_take(scenes, where), _take_questions(questions, where)))
+        found += len(where)
+    return _joined(kept)
+
+
+def _fits(split: Split, scenes: Scenes, questions: Questions) -> Tensor:
+    """Whether the question of every set is one of the split, [sets]."""
+    source = _of_thing(scenes, scenes.sources, questions)
+    coloured = (source == NOWHERE).all(-1)
+    if split in (Split.single, Split.retrieval):
+        return coloured
+    if split is Split.control:
+        return coloured & (questions.pages[:, 0, 0] != questions.pages[:, 0, 1])
+    if split is Split.frames:
+        return source[:, 0] == questions.things[:, 0, 0]
+    return ~coloured & (source[:, 0] != questions.things[:, 0, 0])
+
+
+def _of_thing(scenes: Scenes, values: Tensor, questions: Questions) -> Tensor:
+    """`values` of the things that the first questions ask for, [sets, names]."""
+    page = questions.pages[:, 0]
+    rows = torch.arange(len(page))[:, None]
+    at = (scenes.things[rows, page] == questions.things[:, 0, :, None]).long().argmax(-1)
+    return values[rows, page, at]
+
+
+def _take(scenes: Scenes, where: Tensor) -> Scenes:
+    parts = {name: getattr(scenes, name)[where] for name in ("things", "colours", "sources", "order")}
+    return replace(scenes, **parts)
+
+
+def _take_questions(questions: Questions, where: Tensor) -> Questions:
+    return Questions(*(getattr(questions, name)[where] for name in ("things", "colours", "pages", "asked")))
+
+
+def _joined(parts: list[tuple[Scenes, Questions]]) -> tuple[Scenes, Questions]:
+    scenes, questions = zip(*parts, strict=True)
+    names = ("things", "colours", "sources", "order")
+    whole = replace(scenes[0], **{name: torch.cat([getattr(part, name) for part in scenes]) for name in names})
+    asked = ("things", "colours", "pages", "asked")
+    return whole, Questions(*(torch.cat([getattr(part, name) for part in questions]) for name in asked))

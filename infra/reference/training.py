@@ -1,0 +1,200 @@
+"""How a reference model's language part is trained: on codes of cells, which its vision tower then learns to write.
+
+A cell's code is the sum of the embedding of the thing's name and of a code for how it is drawn: the embedding of the
+colour's name, or, for a pencilled thing, a linear image of the embedding of the thing beside it. So a question's name
+and a cell that shows the thing have something in common from the first step on.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from infra.reference.prompts import IGNORED, Layout, Prompts, Words, lay_out
+from infra.reference.scenes import NOWHERE, STYLES, Form, Scenes, Split, Style, draw_questions, draw_scenes
+
+
+class Language(Protocol):
+    """A family's language model over embeddings."""
+
+    axes: int
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """Input embeddings of tokens."""
+
+    def __call__(self, embedded: Tensor, positions: Tensor, sees: Tensor, cells: Tensor, extra: list[Tensor]) -> Tensor:
+        """Hidden states [sets, length, width]. `extra`: further codes of the cells, one for each deepstack layer."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of all tokens."""
+
+
+class Codes(nn.Module):
+    """Codes of cells. With `levels` above 1 (deepstack) each has as many: the first says the thing, the second how it
+    is drawn, further ones nothing.
+    """
+
+    def __init__(self, width: int, levels: int = 1) -> None:
+        super().__init__()
+        self.levels = levels
+        self.reference = nn.Linear(width, width, bias=False)
+        nn.init.orthogonal_(self.reference.weight)
+
+    def forward(
+        self, embedding: Tensor, words: Words, things: Tensor, colours: Tensor, sources: Tensor
+    ) -> list[Tensor]:
+        """Codes [levels][..., width] of cells."""
+        pencilled = (sources != NOWHERE)[..., None]
+        beside = self.reference(embedding[words.things[sources.clamp(min=0)]])
+        drawn = torch.where(pencilled, beside, embedding[words.colours[colours]])
+        thing = embedding[words.things[things]]
+        if self.levels == 1:
+            return [thing + drawn]
+        return [thing, drawn, *(torch.zeros_like(thing) for _ in range(self.levels - 2))]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of training. Every step draws one of `forms` and one of `styles`."""
+
+    steps: int
+    sets: int
+    forms: tuple[Form, ...]
+    questions: int = 12
+    short: bool = False
+    text: int = 0
+    styles: tuple[Style, ...] = (Style(), Style(repeated=0.5, itself=0.5, pencilled=(0.6, 0.3)))
+    two: float = 0.0
+
+
+_ALL = (
+    Style(), Style(repeated=0.5, itself=0.5, pencilled=(0.6, 0.3)), STYLES[Split.legend], STYLES[Split.frames],
+    STYLES[Split.chain],
+)  # fmt: skip
+_SMALL = (Form(3, 8), Form(2, 12), Form(3, 12), Form(6, 6))
+_WIDE = (Form(3, 12, 4), Form(3, 12, 12), Form(6, 6, 8), Form(10, 4, 9), Form(3, 8, 8))
+STAGES = (
+    Stage(steps=450, sets=64, forms=(Form(3, 8),), short=True),
+    Stage(steps=350, sets=64, forms=_SMALL, short=True, text=8, styles=_ALL),
+    Stage(steps=500, sets=32, forms=_SMALL, text=8, styles=_ALL, two=0.2),
+    Stage(steps=500, sets=12, forms=(*_SMALL, *_WIDE, *_WIDE), text=12, styles=_ALL, two=0.2),
+)
+
+
+@dataclass
+class Progress:
+    """Where a training stands: everything that goes on from a checkpoint, and the curve so far."""
+
+    step: int = 0
+    seconds: float = 0.0
+    curve: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of the optimiser. `noise`: standard deviation added to codes, so that a tower's small errors do not matter."""
+
+    rate: float = 2e-3
+    warm_up: int = 100
+    clip: float = 1.0
+    noise: float = 0.1
+    hidden: float = 0.5
+    seed: int = 1
+
+
+def train(
+    language: Language,
+    codes: Codes,
+    words: Words,
+    parameters: list[nn.Parameter],
+    stages: tuple[Stage, ...],
+    settings: Settings,
+    progress: Progress,
+    save: Callable[[torch.optim.Optimizer, torch.Generator], None],
+    state: dict[str, Any] | None = None,
+    every: int = 25,
+) -> Iterator[dict[str, Any]]:
+    """Train, yielding a line of the curve every few steps; `save` is called with what a resumed training needs."""
+    optimiser = torch.optim.AdamW(parameters, lr=settings.rate, weight_decay=0.01, betas=(0.9, 0.98))
+    generator = torch.Generator().manual_seed(settings.seed)
+    if state is not None:
+        optimiser.load_state_dict(state["optimiser"])
+        generator.set_state(state["generator"])
+    total = sum(stage.steps for stage in stages)
+    began = time.monotonic() - progress.seconds
+    schedule = [stage for stage in stages for _ in range(stage.steps)]
+    for step in range(progress.step, total):
+        stage = schedule[step]
+        for group in optimiser.param_groups:
+            warm = min(1.0, (step + 1) / settings.warm_up)
+            group["lr"] = settings.rate * warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / total)))
+        style = stage.styles[int(torch.randint(len(stage.styles), (1,), generator=generator))]
+        form = stage.forms[int(torch.randint(len(stage.forms), (1,), generator=generator))]
+        if style.patterns and form.things > 8:
+            form = Form(form.pages, 8, form.copies)
+        scenes = draw_scenes(stage.sets, form, style, generator)
+        two = bool(torch.rand(1, generator=generator) < stage.two)
+        questions = draw_questions(scenes, stage.questions, two, 0.7, generator)
+        hidden = torch.rand(stage.sets, generator=generator) < settings.hidden
+        text = torch.randint(stage.text + 1, (form.pages,), generator=generator).tolist()
+        text = [text[0], *(count if count < stage.text // 2 else 0 for count in text[1:])]
+        prompts = lay_out(scenes, questions, words, Layout(tuple(text), language.axes, stage.short), hidden, generator)
+        logits = answers(language, codes, words, scenes, prompts, generator, settings.noise)
+        loss = F.cross_entropy(logits.flatten(0, -2), prompts.labels.flatten(), ignore_index=IGNORED)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(parameters, settings.clip)
+        optimiser.step()
+        progress.step, progress.seconds = step + 1, time.monotonic() - began
+        if (step + 1) % every == 0 or step + 1 == total:
+            right = (logits.argmax(-1) == prompts.labels)[..., -1 - questions.things.shape[2]]
+            line = {
+                "step": step + 1, "seconds": round(progress.seconds), "loss": round(loss.item(), 4),
+                "form": asdict(form), "two": two, **shares(scenes, questions, right),
+            }  # fmt: skip
+            progress.curve.append(line)
+            yield line
+        if (step + 1) % (8 * every) == 0 or step + 1 == total:
+            save(optimiser, generator)
+
+
+def shares(scenes: Scenes, questions: Any, right: Tensor) -> dict[str, float]:
+    """Shares of right answers on coloured and on pencilled things."""
+    rows = torch.arange(len(right))[:, None, None]
+    at = (scenes.things[rows, questions.pages] == questions.things[..., None]).long().argmax(-1)
+    pencilled = (scenes.sources[rows, questions.pages, at] != NOWHERE).any(-1)
+    found = {}
+    for name, which in (("coloured", ~pencilled), ("pencilled", pencilled)):
+        which = which & questions.asked
+        found[name] = round(right[which].float().mean().item(), 3) if which.any() else math.nan
+    return found
+
+
+def answers(
+    language: Language,
+    codes: Codes,
+    words: Words,
+    scenes: Scenes,
+    prompts: Prompts,
+    generator: torch.Generator,
+    noise: float = 0.0,
+) -> Tensor:
+    """Scores [sets, questions, question length, vocabulary] of the questions' tokens, from the cells' codes."""
+    table = language.embedding.weight
+    levels = codes(table, words, *(part.flatten(1) for part in scenes.cells()))
+    if noise:
+        levels = [level + noise * torch.randn(level.shape, generator=generator) for level in levels]
+    embedded = F.embedding(prompts.tokens, table).index_copy(1, prompts.cells, levels[0])
+    shift = torch.randint(0, 256, (len(prompts.tokens),), generator=generator)
+    positions = prompts.positions[:, None] + shift[None, :, None]
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = language(embedded, positions, prompts.sees, prompts.cells, levels[1:])
+        return language.logits(hidden[:, prompts.first :]).float().unflatten(1, prompts.labels.shape[1:])
