@@ -12,23 +12,23 @@ from pathlib import Path
 def main(arguments: Sequence[str]) -> None:
     """Command line; see `--help`."""
     from infra.reference.families import FAMILIES
+    from infra.reference.making import WEIGHTS, make
 
     parser = argparse.ArgumentParser(prog="python -m infra.reference", description="Make the reference models.")
     commands = parser.add_subparsers(dest="command", required=True)
-    training = commands.add_parser("train", help="train the language model of a family; goes on where it was stopped")
-    training.add_argument("family", choices=FAMILIES)
-    training.add_argument("--work", type=Path, default=Path(".orbitserve/reference"), help="default: %(default)s")
-    training.add_argument("--threads", type=int, default=2, help="default: %(default)s")
+    making = commands.add_parser("make", help="train a family's model, write and evaluate it; goes on where it stopped")
+    making.add_argument("family", choices=FAMILIES)
+    making.add_argument("--work", type=Path, default=Path(".orbitserve/reference"), help="default: %(default)s")
+    making.add_argument("--out", type=Path, default=WEIGHTS, help="default: beside this package")
+    making.add_argument("--items", type=int, default=500, help="evaluated per split (default: %(default)s)")
+    making.add_argument("--threads", type=int, default=2, help="default: %(default)s")
     options = parser.parse_args(arguments)
 
     import torch
 
     torch.set_num_threads(options.threads)
-    if options.command == "train":
-        from infra.reference.making import train_language
-
-        for line in train_language(options.family, options.work):
-            print(json.dumps(line), flush=True)
+    for line in make(options.family, options.work, options.out, options.items):
+        print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

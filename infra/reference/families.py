@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from infra.checkpoints.qwen2_5_vl import Qwen25VL
+from infra.checkpoints.qwen3_vl import Qwen3VL
 from infra.checkpoints.tokens import VISION
+from infra.reference.vision import Tower, qwen_tower
 from infra.reference.vocabulary import words
 
 
@@ -59,14 +61,23 @@ def additive(sees: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class ReferenceFamily:
-    """A family: its recipe, what its chat template writes for an image, and pixels of a cell's side."""
+    """A family: its recipe, how its parts are driven in training, and what its chat template writes for an image.
+
+    `cell`: pixels of a cell's side, one token's. `levels`: of codes (see `training.Codes`).
+    """
 
     recipe: Any
     language: Callable[[Any], Any]
+    tower: Callable[[Any, Any], Tower]
+    tower_module: Callable[[Any], nn.Module]
     image: str
     cell_token: str
     cell: int
     levels: int = 1
+
+
+def _visual(model: Any) -> nn.Module:
+    return model.model.visual
 
 
 VOCABULARY = 384
@@ -79,6 +90,13 @@ FAMILIES: dict[str, ReferenceFamily] = {
             # every cell is encoded by itself
             vision={"fullatt_block_indexes": [], "window_size": 28},
         ),
-        Mropes, VISION, "<|image_pad|>", cell=28,
+        Mropes, qwen_tower, _visual, VISION, "<|image_pad|>", cell=28,
+    ),
+    "qwen3_vl": ReferenceFamily(
+        Qwen3VL(
+            vocabulary=VOCABULARY, hidden=256, intermediate=384, layers=5, heads=4, kv_heads=2, head_size=64,
+            vision_hidden=128, words=tuple(words()),
+        ),
+        Mropes, qwen_tower, _visual, VISION, "<|image_pad|>", cell=32, levels=3,
     ),
 }  # fmt: skip

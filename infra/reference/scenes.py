@@ -81,6 +81,11 @@ class Scenes:
     sources: Tensor
     order: Tensor
 
+    def take(self, sets: Tensor) -> Scenes:
+        """These sets only."""
+        parts = {name: getattr(self, name)[sets] for name in ("things", "colours", "sources", "order")}
+        return replace(self, **parts)
+
     def cells(self) -> tuple[Tensor, Tensor, Tensor]:
         """What every cell shows: thing, colour and source, each [sets, pages, cells]."""
         return self.things.gather(2, self.order), self.colours.gather(2, self.order), self.sources.gather(2, self.order)
@@ -103,6 +108,10 @@ class Questions:
     colours: Tensor
     pages: Tensor
     asked: Tensor
+
+    def take(self, sets: Tensor) -> Questions:
+        """Those on these sets only."""
+        return Questions(*(getattr(self, name)[sets] for name in ("things", "colours", "pages", "asked")))
 
 
 @dataclass(frozen=True)
@@ -168,8 +177,8 @@ def draw_scenes(count: int, form: Form, style: Style, generator: torch.Generator
         sources.append(source)
     order = torch.arange(form.things).repeat(form.copies).expand(count, form.pages, form.cells)
     shuffle = torch.rand(order.shape, generator=generator).argsort(-1)
-    stack = [torch.stack(part, 1) for part in (things, colours, sources)]
-    return Scenes(form, *stack, order=order.gather(2, shuffle))
+    drawn = [torch.stack(part, 1) for part in (things, colours, sources)]
+    return Scenes(form, drawn[0], drawn[1], drawn[2], order.gather(2, shuffle))
 
 
 def draw_questions(scenes: Scenes, count: int, two: bool, on_last: float, generator: torch.Generator) -> Questions:
@@ -200,7 +209,7 @@ def draw_items(split: Split, count: int, form: Form, generator: torch.Generator)
         questions = draw_questions(scenes, 1, split is Split.control, on_last, generator)
         fits = questions.asked[:, 0] & _fits(split, scenes, questions)
         where = fits.nonzero().flatten()[: count - found]
-        kept.append((_take(scenes, where), _take_questions(questions, where)))
+        kept.append((scenes.take(where), questions.take(where)))
         found += len(where)
     return _joined(kept)
 
@@ -224,15 +233,6 @@ def _of_thing(scenes: Scenes, values: Tensor, questions: Questions) -> Tensor:
     rows = torch.arange(len(page))[:, None]
     at = (scenes.things[rows, page] == questions.things[:, 0, :, None]).long().argmax(-1)
     return values[rows, page, at]
-
-
-def _take(scenes: Scenes, where: Tensor) -> Scenes:
-    parts = {name: getattr(scenes, name)[where] for name in ("things", "colours", "sources", "order")}
-    return replace(scenes, **parts)
-
-
-def _take_questions(questions: Questions, where: Tensor) -> Questions:
-    return Questions(*(getattr(questions, name)[where] for name in ("things", "colours", "pages", "asked")))
 
 
 def _joined(parts: list[tuple[Scenes, Questions]]) -> tuple[Scenes, Questions]:

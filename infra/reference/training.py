@@ -150,7 +150,7 @@ def train(
         logits = answers(language, codes, words, scenes, prompts, generator, settings.noise)
         loss = F.cross_entropy(logits.flatten(0, -2), prompts.labels.flatten(), ignore_index=IGNORED)
         optimiser.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(parameters, settings.clip)
         optimiser.step()
         progress.step, progress.seconds = step + 1, time.monotonic() - began
