@@ -87,8 +87,7 @@ FAMILIES: dict[str, ReferenceFamily] = {
         Qwen25VL(
             vocabulary=VOCABULARY, hidden=256, intermediate=384, layers=5, heads=4, kv_heads=2, head_size=64,
             mrope_section=(8, 12, 12), vision_depth=2, vision_hidden=128, words=tuple(words()),
-            # every cell is encoded by itself
-            vision={"fullatt_block_indexes": [], "window_size": 28},
+            vision={"fullatt_block_indexes": [0, 1]},
         ),
         Mropes, qwen_tower, _visual, VISION, "<|image_pad|>", cell=28,
     ),

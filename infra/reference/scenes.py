@@ -146,7 +146,9 @@ def draw_scenes(count: int, form: Form, style: Style, generator: torch.Generator
     """`count` sets of pages, made as `style` says."""
     named = len(THINGS) - len(PATTERNS)
     known = torch.full((count, len(THINGS)), NOWHERE)  # the colour that a thing has by now
-    things, colours, sources = [], [], []
+    things: list[Tensor] = []
+    colours: list[Tensor] = []
+    sources: list[Tensor] = []
     for page in range(form.pages):
         seen = known != NOWHERE
         rank = torch.rand(count, len(THINGS), generator=generator)

@@ -1,0 +1,193 @@
+"""The arms: ways to put together the KV of pages that were computed alone, without or with part of a forward.
+
+| arm | what it does | kind |
+|---|---|---|
+| exact | full prefill | product |
+| blind | canonical KV, relocated (`full-reuse`) | product |
+| patch_m | with the rank-m patch of this order (kamera.md eq. 1) | product |
+| orbit_m | with the rank-m patch of the mean deficit over the predecessors' orders | product |
+| composed_m | with the sum of rank-m pair patches | product |
+| mpic_k | the first k tokens of every page computed again in context (mpic.md §4) | product |
+| cacheblend_r | the r % of tokens whose KV deviates most in the second layer, computed again in context | product |
+| deep_m | patch_m in the deepest half of the layers only | product |
+| shared_m | patch_m with directions from a basis pooled over other items | product |
+| first_k | the first k tokens' KV from an exact prefill | research |
+| oracle_p | the share p of tokens with the largest true deficit, their KV from an exact prefill | research |
+| asked_p | the same, but tokens that show what is asked for come first (query-aware) | research |
+| lowrank_k_m | keys from the rank-m approximation of the exact keys, values canonical (ShadowKV-style) | research |
+| layers_p | the deepest share p of the layers exact: no partial prefill can do better | research |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvstore.basis import SharedBasis
+from kvstore.layout import Layout
+from kvstore.patch import Patch, PatchKind, apply, compose, form_patch
+
+
+@dataclass(frozen=True, eq=False)
+class PageKV:
+    """One page of one item. Tensors are [layers, tokens, features] in the canonical frame.
+
+    `exact` is KV(B|A); `orbit` the mean deficit over the orders of A; `pairs` the deficits behind each predecessor
+    alone and `base` that behind the fixed text alone, where they were asked for. `asked` [tokens]: whether a token
+    shows what the question is about.
+    """
+
+    canonical: Tensor
+    exact: Tensor
+    orbit: Tensor | None = None
+    pairs: tuple[Tensor, ...] = ()
+    base: Tensor | None = None
+    asked: Tensor | None = None
+
+    @property
+    def delta(self) -> Tensor:
+        """Δ of this order (kamera.md eq. 2)."""
+        return self.exact.float() - self.canonical.float()
+
+
+@dataclass(frozen=True, eq=False)
+class Repaired:
+    """A page as an arm links it: KV, tokens that are computed again (sorted), bytes kept beside the canonical KV."""
+
+    kv: Tensor
+    again: Tensor | None = None
+    nbytes: int = 0
+
+
+Arm = Callable[[PageKV], Repaired]
+
+
+class Arms:
+    """Makes arms for one model."""
+
+    def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
+        self.layout, self.dtype = layout, dtype
+
+    def patched(self, page: PageKV, patch: Patch) -> Repaired:
+        """Canonical KV with a patch."""
+        return Repaired(apply(page.canonical, patch, 0, self.layout), nbytes=patch.nbytes)
+
+    def formed(self, delta: Tensor, rank: int | None, kind: PatchKind = PatchKind.own, depth: float = 1.0) -> Patch:
+        """The patch of a deficit."""
+        return form_patch(delta, self.layout, rank, kind=kind, dtype=self.dtype, depth=depth)
+
+    def patch(self, rank: int | None, depth: float = 1.0) -> Arm:
+        """patch_m, deep_m."""
+        return lambda page: self.patched(page, self.formed(page.delta, rank, depth=depth))
+
+    def orbit(self, rank: int | None) -> Arm:
+        """orbit_m."""
+
+        def arm(page: PageKV) -> Repaired:
+            delta = page.delta if page.orbit is None else page.orbit
+            return self.patched(page, self.formed(delta, rank, PatchKind.orbit))
+
+        return arm
+
+    def composed(self, rank: int | None, scale: float = 1.0) -> Arm:
+        """composed_m."""
+
+        def arm(page: PageKV) -> Repaired:
+            if not page.pairs or page.base is None:
+                return self.patched(page, self.formed(page.delta, rank))
+            pairs = [self.formed(pair, rank, PatchKind.pair) for pair in page.pairs]
+            patch = compose(pairs, scale, self.formed(page.base, rank))
+            return self.patched(page, patch)
+
+        return arm
+
+    def shared(self, rank: int, basis: SharedBasis) -> Arm:
+        """shared_m."""
+
+        def arm(page: PageKV) -> Repaired:
+            patch = form_patch(page.delta, self.layout, rank, dtype=self.dtype, basis=basis)
+            return self.patched(page, patch)
+
+        return arm
+
+    def mpic(self, k: int) -> Arm:
+        """mpic_k."""
+        return lambda page: Repaired(page.canonical, torch.arange(min(k, page.canonical.shape[1])))
+
+    def cacheblend(self, share: float, layer: int = 1) -> Arm:
+        """cacheblend_r: the second layer is the first whose KV depends on context."""
+
+        def arm(page: PageKV) -> Repaired:
+            return Repaired(page.canonical, _largest(page.delta[layer].norm(dim=-1), share))
+
+        return arm
+
+    def first(self, k: int) -> Arm:
+        """first_k."""
+        return lambda page: self._exact_at(page, torch.arange(min(k, page.canonical.shape[1])))
+
+    def oracle(self, share: float, asked: bool = False) -> Arm:
+        """oracle_p, asked_p."""
+
+        def arm(page: PageKV) -> Repaired:
+            size = page.delta.square().sum((0, 2)).sqrt()
+            if asked and page.asked is not None:
+                size = size + page.asked * (size.max() + 1)
+            return self._exact_at(page, _largest(size, share))
+
+        return arm
+
+    def _exact_at(self, page: PageKV, tokens: Tensor) -> Repaired:
+        kv = page.canonical.clone()
+        kv[:, tokens] = page.exact[:, tokens]
+        return Repaired(kv, nbytes=kv[:, tokens].nbytes)
+
+    def lowrank_keys(self, rank: int) -> Arm:
+        """lowrank_k_m: of the first segment, which holds the keys (MLA: the latent)."""
+
+        def arm(page: PageKV) -> Repaired:
+            kv = page.canonical.clone()
+            width = self.layout.segments[0].features
+            u, s, v = torch.linalg.svd(page.exact[..., :width].float(), full_matrices=False)
+            kv[..., :width] = ((u[..., :rank] * s[..., None, :rank]) @ v[:, :rank]).to(kv.dtype)
+            kept = rank * (kv.shape[1] + width) * kv.shape[0] * kv.element_size()
+            return Repaired(kv, nbytes=kept)
+
+        return arm
+
+    def deep_layers(self, share: float) -> Arm:
+        """layers_p."""
+
+        def arm(page: PageKV) -> Repaired:
+            kv = page.canonical.clone()
+            first = self.layout.layers - round(share * self.layout.layers)
+            kv[first:] = page.exact[first:]
+            return Repaired(kv, nbytes=kv[first:].nbytes)
+
+        return arm
+
+    def standard(self, ranks: Sequence[int], basis: SharedBasis | None) -> Mapping[str, Arm]:
+        """The arms of the main tables, by name."""
+        found: dict[str, Arm] = {"blind": lambda page: Repaired(page.canonical)}
+        found |= {f"patch_{rank}": self.patch(rank) for rank in ranks}
+        found |= {"orbit": self.orbit(ranks[-2]), "deep": self.patch(ranks[-2], depth=0.5)}
+        found |= {"composed": self.composed(ranks[-2])}
+        if basis is not None:
+            found["shared"] = self.shared(ranks[-2], basis)
+        found |= {f"mpic_{k}": self.mpic(k) for k in (8, 32)}
+        found |= {f"cacheblend_{percent}": self.cacheblend(percent / 100) for percent in (15, 30, 50)}
+        found |= {"first_32": self.first(32)}
+        found |= {f"oracle_{percent}": self.oracle(percent / 100) for percent in (15, 50)}
+        found |= {"asked_15": self.oracle(0.15, asked=True)}
+        found |= {"lowrank_k_16": self.lowrank_keys(16), "layers_50": self.deep_layers(0.5)}
+        return found
+
+
+def _largest(sizes: Tensor, share: float) -> Tensor:
+    """Indices of the largest share of `sizes`, rounded up, ascending."""
+    count = math.ceil(share * len(sizes) - 1e-9)
+    return sizes.topk(count).indices.sort().values

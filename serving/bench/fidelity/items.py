@@ -1,0 +1,52 @@
+"""Items of the fidelity tables: held-out pages with a question, as pictures, words and prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infra.reference.pictures import page_picture
+from infra.reference.scenes import Form, Scenes, Split, draw_items
+from infra.reference.vocabulary import COLOURS, THINGS, answer, question
+from serving.bench.fidelity.reader import Page, Prompt, Reader
+
+SEED = 77_000_001  # training and its evaluation draw from other seeds
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """A set of pages with one question. `asked` [pages][cells]: whether a cell shows what is asked for."""
+
+    pages: tuple[Page, ...]
+    question: str
+    answer: str
+    asked: tuple[Tensor, ...]
+
+    def prompt(self, reader: Reader, order: Sequence[int] | None = None, **text: Any) -> Prompt:
+        """The question behind the pages of these indices, in this order; None: behind all, as they come."""
+        pages = self.pages if order is None else [self.pages[i] for i in order]
+        return reader.prompt(pages, self.question, self.answer, **text)
+
+
+def items(reader: Reader, cell: int, split: Split, count: int, form: Form, seed: int = SEED) -> Iterator[Item]:
+    """`count` held-out items of a split; the same at every call."""
+    generator = torch.Generator().manual_seed(seed)
+    scenes, questions = draw_items(split, count, form, generator)
+    things, colours = tuple(THINGS), tuple(COLOURS)
+    for index in range(count):
+        asked = questions.things[index, 0]
+        yield Item(
+            pages=tuple(reader.pages([page_picture(scenes, index, page, cell) for page in range(form.pages)])),
+            question=question([things[thing] for thing in asked.tolist()]),
+            answer=answer([colours[colour] for colour in questions.colours[index, 0].tolist()]),
+            asked=_shown(scenes, index, asked.tolist()),
+        )
+
+
+def _shown(scenes: Scenes, index: int, asked: Sequence[int]) -> tuple[Tensor, ...]:
+    shown = scenes.cells()[0][index]
+    return tuple(torch.isin(page, torch.tensor(asked)) for page in shown)

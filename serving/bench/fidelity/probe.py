@@ -1,0 +1,60 @@
+"""Trying patches on one page of a prompt whose other tokens are exact: the protocol of kamera.md §5 and App. D."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvstore.patch import Patch, apply
+from serving.bench.fidelity.reader import Page, Prompt, Read, Reader
+from serving.bench.fidelity.scores import Scores
+
+
+@dataclass(frozen=True, eq=False)
+class Behind:
+    """The last page of a prompt behind others: the prompt, what an exact prefill gave, and its deficit there."""
+
+    prompt: Prompt
+    exact: Read
+    canonical: Tensor
+
+    @property
+    def delta(self) -> Tensor:
+        """Δ of the last page [layers, tokens, features], fp32."""
+        return self.exact.pages[-1].float() - self.canonical.float()
+
+
+class Probe:
+    """Tries patches on the last pages of prompts."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+
+    def canonical(self, pages: Sequence[Page]) -> list[Tensor]:
+        """KV(B|∅) of each page."""
+        prompts = [self.reader.prompt([page], "?", "red") for page in pages]
+        return self.reader.alone([prompt.places[0] for prompt in prompts])
+
+    def behind(self, prompts: Sequence[Prompt], canonical: Sequence[Tensor]) -> list[Behind]:
+        """What an exact prefill makes of each prompt's last page, whose canonical KV is given."""
+        reads = self.reader.exact(prompts, keep=[-1])
+        return [Behind(*parts) for parts in zip(prompts, reads, canonical, strict=True)]
+
+    def score(
+        self, scores: Mapping[str, Scores], cases: Sequence[Behind], patches: Mapping[str, list[Patch | None]]
+    ) -> None:
+        """Add every case's outcome by each arm, whose patch of every case's last page is given; None is blind reuse."""
+        layout = self.reader.engine.layout
+        prompts = [case.prompt for case in cases]
+        for case in cases:
+            scores["exact"].add(case.exact.answers, case.exact.answers, case.prompt.answer)
+        for name, formed in patches.items():
+            linked = [
+                [None] * (len(case.prompt.places) - 1) + [apply(case.canonical, patch, 0, layout)]
+                for case, patch in zip(cases, formed, strict=True)
+            ]
+            for case, patch, read in zip(cases, formed, self.reader.over(prompts, linked), strict=True):
+                kept = 0.0 if patch is None else patch.nbytes / case.canonical.nbytes
+                scores[name].add(read.answers, case.exact.answers, case.prompt.answer, kept)

@@ -1,0 +1,76 @@
+"""What arms scored: accuracy, KL to exact, η, flips recovered and bytes, with bootstrap intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+RESAMPLES = 1000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A figure with its 95% bootstrap interval over items."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass
+class Scores:
+    """Every item's outcome by one arm; lists of equal length, one entry an item.
+
+    `right`: whether the whole answer is right; `kl`: KL(exact ‖ arm) in nats, mean over the answer's tokens; `top`: the
+    arm's first answer token; `bytes_fraction`: bytes stored beside the canonical KV, as a share of that KV;
+    `computed`: the share of the pages' tokens that a forward computes.
+    """
+
+    right: list[bool] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
+    top: list[int] = field(default_factory=list)
+    bytes_fraction: list[float] = field(default_factory=list)
+    computed: list[float] = field(default_factory=list)
+
+    def add(
+        self, answers: Tensor, exact: Tensor, wanted: Sequence[int], kept: float = 0.0, computed: float = 0.0
+    ) -> None:
+        """Take an item's answer log-probabilities [tokens, vocabulary] and the exact prefill's."""
+        best = answers.argmax(-1)
+        self.right.append(bool((best == torch.tensor(wanted)).all()))
+        self.kl.append(max(0.0, float((exact.exp() * (exact - answers)).sum(-1).mean())))
+        self.top.append(int(best[0]))
+        self.bytes_fraction.append(kept)
+        self.computed.append(computed)
+
+
+def figures(arm: Scores, blind: Scores, exact: Scores, seed: int = 0) -> dict[str, Interval]:
+    """Accuracy, `kl`, `eta` (the share of the blind loss that the arm closes, kamera.md §5) and `flip_recover` (how
+    often the arm agrees with exact where blind reuse does not). What is undefined is left out.
+    """
+    count = len(arm.right)
+    draws = np.random.default_rng(seed).integers(count, size=(RESAMPLES, count))
+    right, kl = np.asarray(arm.right, float), np.asarray(arm.kl)
+    lost = np.asarray(blind.kl)
+    flipped = np.asarray(blind.top) != np.asarray(exact.top)
+    agrees = np.asarray(arm.top) == np.asarray(exact.top)
+    found = {
+        "accuracy": _interval(right.mean(), right[draws].mean(1)),
+        "kl": _interval(kl.mean(), kl[draws].mean(1)),
+    }
+    if lost.mean() > 1e-6:
+        found["eta"] = _interval(1 - kl.mean() / lost.mean(), 1 - kl[draws].mean(1) / lost[draws].mean(1).clip(1e-9))
+    if flipped.sum() >= 10:
+        among = flipped[draws]
+        share = (agrees[draws] & among).sum(1) / among.sum(1).clip(1)
+        found["flip_recover"] = _interval(agrees[flipped].mean(), share)
+    return found
+
+
+def _interval(value: float, resampled: np.ndarray) -> Interval:
+    low, high = np.quantile(resampled, (0.025, 0.975))
+    return Interval(float(value), float(low), float(high))
