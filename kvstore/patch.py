@@ -113,6 +113,13 @@ class Patch:
         parts = zip(basis.from_layer(self.first_layer), self.left, strict=True)
         return replace(self, right=tuple(part[..., : left.shape[2]] for part, left in parts))
 
+    def truncated(self, rank: int) -> Patch:
+        """The first `rank` directions: the strongest, unless the patch is of full rank, where they have no order."""
+        if rank >= self.rank:
+            return self
+        left, right = (tuple(part[..., :rank] for part in side) for side in (self.left, self.right))
+        return replace(self, rank=rank, left=left, right=right)
+
     def of_layer(self, layer: int) -> Patch | None:
         """The patch of this layer alone, for KV [1, tokens, features]; None where it covers none."""
         first = layer - self.first_layer

@@ -14,6 +14,7 @@ from serving.bench import (
     store,
     ttft,
 )
+from serving.bench.fidelity import bench as fidelity
 from serving.bench.harness import Benchmark
 
 _MODULES = (
@@ -27,6 +28,7 @@ _MODULES = (
     precompute,
     relocation,
     store,
+    fidelity,
 )
 
 BENCHMARKS: dict[str, Benchmark] = {module.BENCHMARK.name: module.BENCHMARK for module in _MODULES}

@@ -5,12 +5,12 @@
 | exact | full prefill | product |
 | blind | canonical KV, relocated (`full-reuse`) | product |
 | patch_m | with the rank-m patch of this order (kamera.md eq. 1) | product |
-| orbit_m | with the rank-m patch of the mean deficit over the predecessors' orders | product |
-| composed_m | with the sum of rank-m pair patches | product |
+| orbit | with the rank-16 patch of the mean deficit over the predecessors' orders | product |
+| composed | with the sum of rank-16 pair patches | product |
 | mpic_k | the first k tokens of every page computed again in context (mpic.md §4) | product |
 | cacheblend_r | the r % of tokens whose KV deviates most in the second layer, computed again in context | product |
-| deep_m | patch_m in the deepest half of the layers only | product |
-| shared_m | patch_m with directions from a basis pooled over other items | product |
+| deep | patch_16 in the deepest half of the layers only | product |
+| shared | patch_16 with directions from a basis pooled over other items | product |
 | first_k | the first k tokens' KV from an exact prefill | research |
 | oracle_p | the share p of tokens with the largest true deficit, their KV from an exact prefill | research |
 | asked_p | the same, but tokens that show what is asked for come first (query-aware) | research |
@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -63,6 +64,8 @@ class Repaired:
     nbytes: int = 0
 
 
+COMMON = 16  # rank of the arms that are measured at one rank only
+
 Arm = Callable[[PageKV], Repaired]
 
 
@@ -81,11 +84,20 @@ class Arms:
         return form_patch(delta, self.layout, rank, kind=kind, dtype=self.dtype, depth=depth)
 
     def patch(self, rank: int | None, depth: float = 1.0) -> Arm:
-        """patch_m, deep_m."""
+        """deep; of any rank."""
         return lambda page: self.patched(page, self.formed(page.delta, rank, depth=depth))
 
+    def patches(self, ranks: Sequence[int]) -> dict[str, Arm]:
+        """patch_m for several m, all of them cut from the largest."""
+        widest = lru_cache(maxsize=64)(lambda page: self.formed(page.delta, max(ranks)))
+
+        def arm(rank: int) -> Arm:
+            return lambda page: self.patched(page, widest(page).truncated(rank))
+
+        return {f"patch_{rank}": arm(rank) for rank in ranks}
+
     def orbit(self, rank: int | None) -> Arm:
-        """orbit_m."""
+        """orbit."""
 
         def arm(page: PageKV) -> Repaired:
             delta = page.delta if page.orbit is None else page.orbit
@@ -94,7 +106,7 @@ class Arms:
         return arm
 
     def composed(self, rank: int | None, scale: float = 1.0) -> Arm:
-        """composed_m."""
+        """composed."""
 
         def arm(page: PageKV) -> Repaired:
             if not page.pairs or page.base is None:
@@ -106,7 +118,7 @@ class Arms:
         return arm
 
     def shared(self, rank: int, basis: SharedBasis) -> Arm:
-        """shared_m."""
+        """shared."""
 
         def arm(page: PageKV) -> Repaired:
             patch = form_patch(page.delta, self.layout, rank, dtype=self.dtype, basis=basis)
@@ -173,11 +185,10 @@ class Arms:
     def standard(self, ranks: Sequence[int], basis: SharedBasis | None) -> Mapping[str, Arm]:
         """The arms of the main tables, by name."""
         found: dict[str, Arm] = {"blind": lambda page: Repaired(page.canonical)}
-        found |= {f"patch_{rank}": self.patch(rank) for rank in ranks}
-        found |= {"orbit": self.orbit(ranks[-2]), "deep": self.patch(ranks[-2], depth=0.5)}
-        found |= {"composed": self.composed(ranks[-2])}
+        found |= self.patches(ranks)
+        found |= {"orbit": self.orbit(COMMON), "deep": self.patch(COMMON, depth=0.5), "composed": self.composed(COMMON)}
         if basis is not None:
-            found["shared"] = self.shared(ranks[-2], basis)
+            found["shared"] = self.shared(COMMON, basis)
         found |= {f"mpic_{k}": self.mpic(k) for k in (8, 32)}
         found |= {f"cacheblend_{percent}": self.cacheblend(percent / 100) for percent in (15, 30, 50)}
         found |= {"first_32": self.first(32)}

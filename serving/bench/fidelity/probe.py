@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -43,9 +43,16 @@ class Probe:
         return [Behind(*parts) for parts in zip(prompts, reads, canonical, strict=True)]
 
     def score(
-        self, scores: Mapping[str, Scores], cases: Sequence[Behind], patches: Mapping[str, list[Patch | None]]
+        self,
+        scores: Mapping[str, Scores],
+        cases: Sequence[Behind],
+        patches: Mapping[str, list[Patch | None]],
+        nbytes: Callable[[str, Patch], int] = lambda arm, patch: patch.nbytes,
     ) -> None:
-        """Add every case's outcome by each arm, whose patch of every case's last page is given; None is blind reuse."""
+        """Add every case's outcome by each arm, whose patch of every case's last page is given; None is blind reuse.
+
+        `nbytes`: what an arm's patch would take where it is stored.
+        """
         layout = self.reader.engine.layout
         prompts = [case.prompt for case in cases]
         for case in cases:
@@ -56,5 +63,5 @@ class Probe:
                 for case, patch in zip(cases, formed, strict=True)
             ]
             for case, patch, read in zip(cases, formed, self.reader.over(prompts, linked), strict=True):
-                kept = 0.0 if patch is None else patch.nbytes / case.canonical.nbytes
+                kept = 0.0 if patch is None else nbytes(name, patch) / case.canonical.nbytes
                 scores[name].add(read.answers, case.exact.answers, case.prompt.answer, kept)

@@ -5,7 +5,8 @@
 | uniform | rank m in every layer and segment, bf16 factors: the product's patch |
 | spread | directions chosen over all layers and segments by energy per byte, as many as `uniform` has bytes for |
 | int8 | rank 2m, factors in 8 bits with one scale per column |
-| neutral | a canonical computed behind a constant neutral prefix, and its deficit's rank-m patch; `neutral_blind`: no patch |
+| neutral | a canonical computed behind a constant neutral prefix, and its deficit's rank-m patch |
+| neutral_blind | that canonical, and no patch |
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def storage(study: Study, split: Split, rank: int, count: int, form: Form) -> di
             "spread": [spread(case.delta, layout, patch.nbytes) for case, patch in zip(cases, uniform, strict=True)],
             "int8": [_rounded(patch) for patch in doubled],
         }
-        probe.score(scores, cases, patches)
+        probe.score(scores, cases, patches, _stored)
         others = [replace(case, canonical=kv) for case, kv in zip(cases, neutral, strict=True)]
         behind: dict[str, list[Patch | None]] = {
             "neutral_blind": [None] * len(others),
@@ -88,6 +89,18 @@ def spread(delta: Tensor, layout: Layout, nbytes: int) -> Patch:
     right = tuple(v.mT[..., :rank].bfloat16() for _, _, v in parts)
     total = float(gain.sum())
     return Patch(PatchKind.own, rank, left, right, (float(gain[chosen].sum()) / total,) * len(parts))
+
+
+def _stored(arm: str, patch: Patch) -> int:
+    """Bytes of an arm's patch: int8 elements and an fp32 scale per column; of `spread` only what was chosen."""
+    if arm == "int8":
+        factors = (*patch.left, *patch.right)
+        return sum(factor.numel() + 4 * factor.shape[0] * factor.shape[2] for factor in factors)
+    if arm == "spread":
+        kept = sum(int(left.abs().amax(1).count_nonzero()) * (left.shape[1] + right.shape[1])
+                   for left, right in zip(patch.left, patch.right, strict=True))  # fmt: skip
+        return 2 * kept
+    return patch.nbytes
 
 
 def _rounded(patch: Patch) -> Patch:
