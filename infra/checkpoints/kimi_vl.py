@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from infra.checkpoints.language import draw_weights
 from infra.checkpoints.text import DeepSeekV2
 from infra.checkpoints.tokens import tokenizer
-from infra.checkpoints.weights import initialise
+from infra.checkpoints.weights import generation_config, initialise
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 PATCH, MERGE = 14, 2
+POSITIONS, HEADS = 8, 4  # as in `moonvit`
 MEDIA_TOKENS = ("<|media_start|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>")
 IMAGE = "<|media_start|>image<|media_content|><|media_pad|><|media_end|>"
 _PROCESSING = "kimi_vl_processing"
@@ -28,34 +32,73 @@ class KimiVL:
     vision_depth: int = 2
     vision_hidden: int = 128
     seed: int = 0
+    words: tuple[str, ...] = ()
 
     @property
     def vocabulary(self) -> int:
         """Token ids in all."""
         return self.text.vocabulary
 
-    def write(self, folder: Path) -> None:
-        """Write configuration, bf16 weights, tokenizer and processor code into the existing `folder`.
+    @property
+    def hidden(self) -> int:
+        """Width of the language model."""
+        return self.text.hidden
 
-        The library that writes the others has no Kimi-VL: the language model is its DeepSeek-V2, the tower is written
-        by the names that vLLM's loader knows.
+    def write(self, folder: Path) -> None:
+        """Write a checkpoint with weights drawn from `seed` into the existing `folder`."""
+        tokens = self.tokenizer()
+        model = self.model(tokens)
+        draw_weights(model["language_model"], tokens, self.seed)
+        tower = {
+            name: parameter for name, parameter in model.named_parameters() if not name.startswith("language_model.")
+        }
+        initialise(tower.items(), self.seed + 1, ())
+        self.save(model, tokens, folder)
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The family's tokenizer with its chat template."""
+        return tokenizer(self.vocabulary, added=MEDIA_TOKENS, image=IMAGE, words=self.words)
+
+    def model(self, tokens: PreTrainedTokenizerFast) -> Any:
+        """The model, its weights not yet drawn: `language_model`, `vision_tower` and `multi_modal_projector`.
+
+        The library that writes the others has no Kimi-VL: the language model is its DeepSeek-V2, the tower is ours.
         """
-        import torch
-        from safetensors.torch import load_file, save_file
+        from torch import nn
         from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
-        tokens = tokenizer(self.vocabulary, added=MEDIA_TOKENS, image=IMAGE)
-        ids: Callable[[str], Any] = tokens.convert_tokens_to_ids
-        language = DeepseekV2ForCausalLM(DeepseekV2Config(**self.text.config(ids)))
-        tower = {name: torch.empty(shape) for name, shape in self._vision_shapes()}
-        draw_weights(language, tokens, self.seed)
-        initialise(tower.items(), self.seed + 1, ())
-        language.to(torch.bfloat16).save_pretrained(folder)
+        from infra.checkpoints.moonvit import MoonViT, Projector
+
+        language = DeepseekV2ForCausalLM(DeepseekV2Config(**self.text.config(tokens.convert_tokens_to_ids)))
+        return nn.ModuleDict(
+            {
+                "language_model": language,
+                "vision_tower": MoonViT(self.vision_hidden, self.vision_depth, PATCH),
+                "multi_modal_projector": Projector(self.vision_hidden, self.text.hidden, MERGE),
+            }
+        )
+
+    def image_processor(self) -> Any:
+        """The image processor that comes with the checkpoint."""
+        from infra.checkpoints.kimi_vl_processing import KimiVLImageProcessor
+
+        return KimiVLImageProcessor(PATCH, (MERGE, MERGE))
+
+    def save(self, model: Any, tokens: PreTrainedTokenizerFast, folder: Path) -> None:
+        """Write configuration, bf16 weights, tokenizer and processor code into the existing `folder`."""
+        import torch
+        from safetensors.torch import load_file, save_file
+
+        language = model.to(torch.bfloat16)["language_model"]
+        language.generation_config = generation_config(tokens)
+        language.save_pretrained(folder)
         weights = {f"language_model.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
-        weights |= {name: tensor.to(torch.bfloat16) for name, tensor in tower.items()}
+        for part in ("vision_tower", "multi_modal_projector"):
+            weights |= {f"{part}.{name}": tensor for name, tensor in model[part].state_dict().items()}
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         tokens.save_pretrained(folder)
         shutil.copy(Path(__file__).parent / f"{_PROCESSING}.py", folder)
+        ids: Callable[[str], Any] = tokens.convert_tokens_to_ids
         self._write_json(folder / "config.json", self._config(json.loads((folder / "config.json").read_text()), ids))
         names = {"AutoImageProcessor": "KimiVLImageProcessor", "AutoProcessor": "KimiVLProcessor"}
         preprocessor = {
@@ -77,9 +120,9 @@ class KimiVL:
             "vision_config": {
                 "model_type": "moonvit",
                 "patch_size": PATCH,
-                "init_pos_emb_height": 8,
-                "init_pos_emb_width": 8,
-                "num_attention_heads": 4,
+                "init_pos_emb_height": POSITIONS,
+                "init_pos_emb_width": POSITIONS,
+                "num_attention_heads": HEADS,
                 "num_hidden_layers": self.vision_depth,
                 "hidden_size": self.vision_hidden,
                 "intermediate_size": 2 * self.vision_hidden,
@@ -91,33 +134,6 @@ class KimiVL:
             "bos_token_id": ids("<|endoftext|>"),
             "tie_word_embeddings": False,
         }
-
-    def _vision_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        width, merged = self.vision_hidden, self.vision_hidden * MERGE**2
-
-        def linear(name: str, features: int, inputs: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-            yield f"{name}.weight", (features, inputs)
-            yield f"{name}.bias", (features,)
-
-        def norm(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-            yield f"{name}.weight", (width,)
-            yield f"{name}.bias", (width,)
-
-        yield "vision_tower.patch_embed.proj.weight", (width, 3, PATCH, PATCH)
-        yield "vision_tower.patch_embed.proj.bias", (width,)
-        yield "vision_tower.patch_embed.pos_emb.weight", (8, 8, width)
-        for layer in range(self.vision_depth):
-            block = f"vision_tower.encoder.blocks.{layer}"
-            yield from norm(f"{block}.norm0")
-            yield from norm(f"{block}.norm1")
-            yield from linear(f"{block}.wqkv", 3 * width, width)
-            yield from linear(f"{block}.wo", width, width)
-            yield from linear(f"{block}.mlp.fc0", 2 * width, width)
-            yield from linear(f"{block}.mlp.fc1", width, 2 * width)
-        yield from norm("vision_tower.encoder.final_layernorm")
-        yield from norm("multi_modal_projector.pre_norm")
-        yield from linear("multi_modal_projector.linear_1", merged, merged)
-        yield from linear("multi_modal_projector.linear_2", self.text.hidden, merged)
 
     @staticmethod
     def _write_json(path: Path, document: dict[str, Any]) -> None:

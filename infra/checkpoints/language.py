@@ -49,14 +49,14 @@ class Language:
 
 
 def draw_weights(model: PreTrainedModel, tokens: PreTrainedTokenizerFast, seed: int) -> None:
-    """Give a model its weights and its generation configuration."""
+    """Give a model its weights."""
     initialise(model.named_parameters(), seed, printable_tokens(tokens))
-    model.generation_config = generation_config(tokens)
 
 
 def save(model: PreTrainedModel, tokens: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write a model in bf16 and its tokenizer."""
+    """Write a model in bf16 with its generation configuration, and its tokenizer."""
     import torch
 
+    model.generation_config = generation_config(tokens)
     model.to(torch.bfloat16).save_pretrained(folder)
     tokens.save_pretrained(folder)

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from infra.checkpoints.language import Language, draw_weights
 from infra.checkpoints.tokens import tokenizer
+from infra.checkpoints.weights import generation_config
+
+if TYPE_CHECKING:
+    from transformers import CLIPImageProcessor, PreTrainedModel, PreTrainedTokenizerFast
 
 IMAGE = "<image>"
 
@@ -27,12 +31,20 @@ class Llava(Language):
     patch: int = 14
 
     def write(self, folder: Path) -> None:
-        """Write configuration, bf16 weights, tokenizer and processor into the existing `folder`."""
-        import torch
-        from safetensors.torch import save_file
-        from transformers import CLIPImageProcessor, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+        """Write a checkpoint with weights drawn from `seed` into the existing `folder`."""
+        tokens = self.tokenizer()
+        model = self.model(tokens)
+        draw_weights(model, tokens, self.seed)
+        self.save(model, tokens, folder)
 
-        tokens = tokenizer(self.vocabulary, added=(IMAGE,), image=IMAGE)
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The family's tokenizer with its chat template."""
+        return tokenizer(self.vocabulary, added=(IMAGE,), image=IMAGE, words=self.words)
+
+    def model(self, tokens: PreTrainedTokenizerFast) -> PreTrainedModel:
+        """The model, its weights not yet drawn."""
+        from transformers import LlavaConfig, LlavaForConditionalGeneration
+
         ids: Callable[[str], Any] = tokens.convert_tokens_to_ids
         config = LlavaConfig(
             text_config={"model_type": "llama", **self.language_config(ids)},
@@ -52,12 +64,27 @@ class Llava(Language):
             vision_feature_select_strategy="default",
             tie_word_embeddings=False,
         )
-        model = LlavaForConditionalGeneration(config)
-        draw_weights(model, tokens, self.seed)
-        config.architectures = ["LlavaForConditionalGeneration"]
-        config.dtype = torch.bfloat16
-        config.save_pretrained(folder)
-        model.generation_config.save_pretrained(folder)
+        return LlavaForConditionalGeneration(config)
+
+    def image_processor(self) -> CLIPImageProcessor:
+        """Images of one size, scaled and cropped to it."""
+        from transformers import CLIPImageProcessor
+
+        return CLIPImageProcessor(
+            size={"shortest_edge": self.image_size},
+            crop_size={"height": self.image_size, "width": self.image_size},
+        )
+
+    def save(self, model: PreTrainedModel, tokens: PreTrainedTokenizerFast, folder: Path) -> None:
+        """Write configuration, bf16 weights, tokenizer and processor into the existing `folder`."""
+        import torch
+        from safetensors.torch import save_file
+        from transformers import LlavaProcessor
+
+        model.config.architectures = ["LlavaForConditionalGeneration"]
+        model.config.dtype = torch.bfloat16
+        model.config.save_pretrained(folder)
+        generation_config(tokens).save_pretrained(folder)
         # vLLM's loader knows the tower's weights by the names of transformers 4
         weights = {
             name.replace("vision_tower.", "vision_tower.vision_model."): tensor.to(torch.bfloat16).contiguous()
@@ -66,10 +93,7 @@ class Llava(Language):
         }
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         processor = LlavaProcessor(
-            CLIPImageProcessor(
-                size={"shortest_edge": self.image_size},
-                crop_size={"height": self.image_size, "width": self.image_size},
-            ),
+            self.image_processor(),
             tokens,
             patch_size=self.patch,
             vision_feature_select_strategy="default",

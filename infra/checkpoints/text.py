@@ -38,6 +38,7 @@ class DeepSeekV2:
     intermediate: int = 512
     expert: int = 128
     layers: int = 3
+    dense_layers: int = 1  # the first ones; the others are mixtures of experts
     heads: int = 4
     experts: int = 4
     latent: int = 512
@@ -61,7 +62,7 @@ class DeepSeekV2:
             "n_shared_experts": 1,
             "n_routed_experts": self.experts,
             "num_experts_per_tok": 2,
-            "first_k_dense_replace": 1,
+            "first_k_dense_replace": self.dense_layers,
             "kv_lora_rank": self.latent,
             "q_lora_rank": None,
             "qk_rope_head_dim": self.rope,

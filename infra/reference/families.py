@@ -9,10 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infra.checkpoints import kimi_vl, llava
+from infra.checkpoints.kimi_vl import KimiVL
+from infra.checkpoints.llava import Llava
 from infra.checkpoints.qwen2_5_vl import Qwen25VL
 from infra.checkpoints.qwen3_vl import Qwen3VL
+from infra.checkpoints.text import DeepSeekV2
 from infra.checkpoints.tokens import VISION
-from infra.reference.vision import Tower, qwen_tower
+from infra.reference.scenes import Form
+from infra.reference.vision import Tower, kimi_tower, llava_tower, qwen_tower
 from infra.reference.vocabulary import words
 
 
@@ -52,6 +57,33 @@ class Mropes(nn.Module):
         return self.model.lm_head(hidden)
 
 
+class Plain(nn.Module):
+    """A language model whose positions are one number: Llama's, DeepSeek-V2's."""
+
+    axes = 1
+
+    def __init__(self, text: Any, head: nn.Linear) -> None:
+        super().__init__()
+        self.text, self.head = text, head
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """Input embeddings of tokens."""
+        return self.text.embed_tokens
+
+    def forward(self, embedded: Tensor, positions: Tensor, sees: Tensor, cells: Tensor, extra: list[Tensor]) -> Tensor:
+        """See `training.Language`."""
+        mask = additive(sees, embedded.dtype)
+        outputs = self.text(
+            inputs_embeds=embedded, position_ids=positions[0], attention_mask=mask, use_cache=False
+        )  # fmt: skip
+        return outputs.last_hidden_state
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of all tokens."""
+        return self.head(hidden)
+
+
 def additive(sees: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask [sets, length, length] of what is seen as one [sets, 1, length, length] to add to scores."""
     if torch.is_autocast_enabled("cpu"):
@@ -63,7 +95,8 @@ def additive(sees: Tensor, dtype: torch.dtype) -> Tensor:
 class ReferenceFamily:
     """A family: its recipe, how its parts are driven in training, and what its chat template writes for an image.
 
-    `cell`: pixels of a cell's side, one token's. `levels`: of codes (see `training.Codes`).
+    `cell`: pixels of a cell's side, one token's. `levels`: of codes (see `training.Codes`). `forms`: of the pages
+    that its tower is trained on; none: of any.
     """
 
     recipe: Any
@@ -74,10 +107,19 @@ class ReferenceFamily:
     cell_token: str
     cell: int
     levels: int = 1
+    forms: tuple[Form, ...] = ()
 
 
 def _visual(model: Any) -> nn.Module:
     return model.model.visual
+
+
+def _kimi_tower(model: Any) -> nn.Module:
+    return nn.ModuleList([model["vision_tower"], model["multi_modal_projector"]])
+
+
+def _llava_tower(model: Any) -> nn.Module:
+    return nn.ModuleList([model.model.vision_tower, model.model.multi_modal_projector])
 
 
 VOCABULARY = 384
@@ -97,5 +139,22 @@ FAMILIES: dict[str, ReferenceFamily] = {
             vision_hidden=128, words=tuple(words()),
         ),
         Mropes, qwen_tower, _visual, VISION, "<|image_pad|>", cell=32, levels=3,
+    ),
+    "kimi_vl": ReferenceFamily(
+        KimiVL(
+            DeepSeekV2(vocabulary=VOCABULARY, hidden=256, intermediate=256, layers=4, dense_layers=4),
+            vision_hidden=96, words=tuple(words()),
+        ),
+        lambda model: Plain(model["language_model"].model, model["language_model"].lm_head),
+        kimi_tower, _kimi_tower, kimi_vl.IMAGE, "<|media_pad|>", cell=28,
+    ),
+    "llava": ReferenceFamily(
+        # every page has 12 x 12 cells
+        Llava(
+            vocabulary=VOCABULARY, hidden=256, intermediate=384, layers=5, heads=4, kv_heads=4, head_size=64,
+            image_size=12 * 28, patch=28, words=tuple(words()),
+        ),
+        lambda model: Plain(model.model.language_model, model.lm_head),
+        llava_tower, _llava_tower, llava.IMAGE, llava.IMAGE, cell=28, forms=(Form(3, 12, 12),),
     ),
 }  # fmt: skip

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from infra.checkpoints.weights import generation_config
 from infra.reference.families import FAMILIES, ReferenceFamily
 from infra.reference.pictures import page_picture
 from infra.reference.prompts import Layout, Words, lay_out
 from infra.reference.scenes import Form, Scenes, Split, draw_items
 from infra.reference.training import STAGES, Codes, Progress, Settings, train
-from infra.reference.vision import Tower, train_tower
+from infra.reference.vision import FORMS, Tower, train_tower
 
 WEIGHTS = Path(__file__).parent / "weights"
 CURVE = "training.json"
@@ -88,8 +87,9 @@ class Making:
         """Teach the tower the codes of the trained language model; yields the curve."""
         embedding = self.language.embedding.weight.detach().float()
         parameters = list(self.kind.tower_module(self.model).parameters())
+        forms = self.kind.forms or FORMS
         for line in train_tower(
-            self.tower(), parameters, self.codes, embedding, self.words, self.kind.cell, TOWER_STEPS
+            self.tower(), parameters, self.codes, embedding, self.words, self.kind.cell, TOWER_STEPS, forms
         ):
             self.progress.curve.append({"tower": True, **line})
             yield line
@@ -102,7 +102,6 @@ class Making:
     def export(self, folder: Path) -> None:
         """Write the checkpoint, and the training's curve beside it."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.model.generation_config = generation_config(self.tokens)
         self.kind.recipe.save(self.model, self.tokens, folder)
         lines = ",\n".join(json.dumps(line) for line in self.progress.curve)
         (folder / CURVE).write_text(f"[\n{lines}\n]\n")

@@ -30,6 +30,7 @@ def train_tower(
     words: Words,
     cell: int,
     steps: int,
+    forms: Sequence[Form] = FORMS,
     rate: float = 1e-3,
     every: int = 100,
 ) -> Iterator[dict[str, float]]:
@@ -44,7 +45,7 @@ def train_tower(
     for step in range(steps):
         for group in optimiser.param_groups:
             group["lr"] = rate * min(1.0, (step + 1) / 50) * (0.02 + 0.49 * (1 + math.cos(math.pi * step / steps)))
-        form = FORMS[int(torch.randint(len(FORMS), (1,), generator=generator))]
+        form = forms[int(torch.randint(len(forms), (1,), generator=generator))]
         pages = max(1, _CELLS // form.cells)
         things, colours, sources = random_cells(pages * form.cells, generator)
         shown = zip(*(part.split(form.cells) for part in (things, colours, sources)), strict=True)
@@ -78,5 +79,29 @@ def qwen_tower(model: Any, processor: Any) -> Tower:
         inputs = processor(images=list(pictures), return_tensors="pt")
         outputs = model.model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
         return [outputs.pooler_output, *(getattr(outputs, "deepstack_features", None) or ())]
+
+    return tower
+
+
+def kimi_tower(model: Any, processor: Any) -> Tower:
+    """The tower of a Kimi-VL shaped model."""
+
+    def tower(pictures: Sequence[Image.Image]) -> list[Tensor]:
+        inputs = processor.preprocess(list(pictures))
+        grids = inputs["image_grid_hws"].tolist()
+        patches = inputs["pixel_values"].split([rows * columns for rows, columns in grids])
+        see, project = model["vision_tower"], model["multi_modal_projector"]
+        return [torch.cat([project(see(part, grid), grid) for part, grid in zip(patches, grids, strict=True)])]
+
+    return tower
+
+
+def llava_tower(model: Any, processor: Any) -> Tower:
+    """The tower of a LLaVA shaped model."""
+
+    def tower(pictures: Sequence[Image.Image]) -> list[Tensor]:
+        inputs = processor(images=list(pictures), return_tensors="pt")
+        features = model.model.get_image_features(pixel_values=inputs["pixel_values"])
+        return [torch.cat(list(features.pooler_output))]
 
     return tower
