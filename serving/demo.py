@@ -1,4 +1,7 @@
-"""The demo: three pictures, two questions, and what the second one did not have to pay for again."""
+"""The demo: three pages that refer to one another, questions about them, and what the later ones did not pay for again.
+
+The bundled model is small, but it was trained to read such pages (`infra.reference`): its answers are checked.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from openai import OpenAI
-from PIL import Image, ImageDraw
 from ray import serve
 from rich.console import Console
 from rich.table import Table
 
-from infra.checkpoints import checkpoint_path
+from infra.reference import DEFAULT_MODEL, weights
+from infra.reference.pictures import page_picture
+from infra.reference.scenes import Form, Scenes, Split, draw_items
+from infra.reference.vocabulary import COLOURS, THINGS, question
 from serving.config import OrbitServeConfig
 from serving.launch import APPLICATION, StartUpError, application
 
-CHECKPOINT = "qwen2_5_vl-tiny"
+PAGES = Form(pages=3, things=12, copies=12)
 _ROOT = Path(".orbitserve")
 
 
@@ -36,7 +42,7 @@ def demo_config(port: int, root: Path = _ROOT) -> OrbitServeConfig:
     """The embedded defaults: bundled checkpoint, one replica a role, library on local disk."""
     return OrbitServeConfig.model_validate(
         {
-            "model": {"path": checkpoint_path(CHECKPOINT), "dtype": "float32", "max_model_len": 8192},
+            "model": {"path": weights(DEFAULT_MODEL), "dtype": "float32", "max_model_len": 4096},
             "http": {"port": port},
             "library": {"directory": root / "demo" / "library"},
             "files_url": str(root / "demo" / "files"),
@@ -45,10 +51,10 @@ def demo_config(port: int, root: Path = _ROOT) -> OrbitServeConfig:
 
 
 def run_demo(console: Console, port: int, keep: bool = False) -> bool:
-    """Run the whole demo; returns whether the second request reused what the first had computed."""
+    """Run the whole demo; returns whether the second request reused every page and the answers are right."""
     began = time.monotonic()
     config = demo_config(port)
-    console.print(f"starting OrbitServe on port {port}: one replica of every role, bundled model {CHECKPOINT}")
+    console.print(f"starting OrbitServe on port {port}: one replica of every role, bundled model {DEFAULT_MODEL}")
     try:
         with application(config, console) as url:
             console.print(f"ready after {time.monotonic() - began:.0f} s\n")
@@ -66,53 +72,83 @@ def run_demo(console: Console, port: int, keep: bool = False) -> bool:
     return good
 
 
+@dataclass(frozen=True)
+class Story:
+    """Three pages and two questions about the last one, which an earlier page answers."""
+
+    pictures: list[bytes]
+    questions: list[str]
+    answers: list[str]
+    hints: list[str]
+
+    @classmethod
+    def drawn(cls, seed: int) -> Story:
+        """A new one for every seed."""
+        generator = torch.Generator().manual_seed(seed % (1 << 62))
+        while True:
+            scenes, _ = draw_items(Split.multi, 1, PAGES, generator)
+            asked = _referring(scenes)
+            if len(asked) >= 2:
+                break
+        names, colours = tuple(THINGS), tuple(COLOURS)
+        pictures = []
+        for page in range(PAGES.pages):
+            buffer = io.BytesIO()
+            page_picture(scenes, 0, page, 28).save(buffer, "PNG")
+            pictures.append(buffer.getvalue())
+        two = asked[:2]
+        return cls(
+            pictures,
+            [question([names[thing]]) for thing, _, _ in two],
+            [colours[colour] for _, colour, _ in two],
+            [f"page 3 shows the {names[thing]} in pencil beside {names[beside]}" for thing, _, beside in two],
+        )
+
+
+def _referring(scenes: Scenes) -> list[tuple[int, int, int]]:
+    """Things of the last page that are drawn in pencil: (thing, its colour, the thing beside it)."""
+    last = (part[0, -1].tolist() for part in (scenes.things, scenes.colours, scenes.sources))
+    return [(thing, colour, beside) for thing, colour, beside in zip(*last, strict=True) if beside >= 0]
+
+
 def _converse(console: Console, url: str, model: str) -> bool:
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
-    stamp = time.time_ns()  # new pictures in every run: the first request must not profit from the last demo
+    # new pages in every run: the first request must not profit from the last demo
+    story, warming = Story.drawn(time.time_ns()), Story.drawn(time.time_ns() + 1)
     files = [
-        client.files.create(file=(f"picture-{i + 1}.png", picture(i, stamp)), purpose="vision").id for i in range(3)
+        client.files.create(file=(f"page-{i + 1}.png", picture), purpose="vision").id
+        for i, picture in enumerate(story.pictures)
     ]
-    console.print(f"uploaded three pictures: {', '.join(files)}\n")
-    _ask(client, model, [_inline_part(picture(9, stamp)), "warm-up"], mode="off")
+    console.print(f"uploaded three pages: {', '.join(files)}\n")
+    _ask(client, model, [*map(_inline_part, warming.pictures), warming.questions[0]], mode="off")
 
     one, two, three = (_picture_part(file) for file in files)
-    first = _ask(client, model, ["Here are three pages.", one, two, three, "What changes from page to page?"])
-    _show(console, "first request: pages 1-2-3", first)
+    first = _ask(client, model, [one, two, three, story.questions[0]])
+    right = _show(console, "first request: pages 1-2-3", first, story, 0)
     wait_until_formed()
-    second = _ask(client, model, [three, "was last; before it came", one, "and", two, "Which one has the most shapes?"])
-    _show(console, "second request: pages 3-1-2, other text around them", second)
-
+    second = _ask(client, model, ["Page", two, "Page", one, "Page", three, story.questions[1]])
+    right &= _show(console, "second request: pages 2-1-3, other text around them", second, story, 1)
+    blind = _ask(client, model, [two, one, three, story.questions[1]], mode="full-reuse")
+    console.print(
+        f"[bold]the same without patches[/bold] (mode full-reuse): {blind.text!r}. What page 3 takes from the others "
+        "is lost, and nothing says so.\n"
+    )
     reused = all(chunk["operating_point"] == "patched" for chunk in second.orbit["chunks"])
-    faster = first.ttft_ms / second.ttft_ms
     console.print(
         f"time to first token: {first.ttft_ms:.0f} ms, then {second.ttft_ms:.0f} ms: "
-        f"[bold]{faster:.1f} times sooner[/bold]; {second.orbit['tokens_reused']} of {second.orbit['prompt_tokens']} "
-        "prompt tokens linked from the library, "
+        f"[bold]{first.ttft_ms / second.ttft_ms:.1f} times sooner[/bold]; {second.orbit['tokens_reused']} of "
+        f"{second.orbit['prompt_tokens']} prompt tokens linked from the library, "
         f"{second.orbit['vision_tokens_encoded']} vision tokens encoded"
     )
     if not reused:
         console.print("[red]the second request did not reuse every page[/red]")
-    return reused
+    return reused and right
 
 
 def wait_until_formed() -> None:
     """Wait until the prefill worker and the patch compiler have stored what they learnt so far."""
     serve.get_deployment_handle("PrefillWorker", APPLICATION).flush.remote().result(timeout_s=120)
     serve.get_deployment_handle("PatchCompiler", APPLICATION).flush.remote().result(timeout_s=120)
-
-
-def picture(number: int, seed: int, size: int = 448) -> bytes:
-    """A page of coloured shapes as PNG bytes."""
-    image = Image.new("RGB", (size, size), "white")
-    draw = ImageDraw.Draw(image)
-    for i in range(4 + number):
-        x, y = 30 + (i * 97 + number * 53) % (size - 120), 30 + (i * 61 + number * 89) % (size - 120)
-        colour = ("crimson", "royalblue", "seagreen", "orange", "purple")[(i + number) % 5]
-        (draw.ellipse if (i + number) % 2 else draw.rectangle)((x, y, x + 80, y + 80), fill=colour)
-    draw.text((8, size - 20), f"page {number + 1}, printed at {seed}", fill="black")
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def _picture_part(file_id: str) -> dict[str, Any]:
@@ -146,7 +182,14 @@ def _ask(client: OpenAI, model: str, parts: list[Any], mode: str = "auto") -> An
     return Answer(text, ttft, orbit)
 
 
-def _show(console: Console, title: str, answer: Answer) -> None:
+def _show(console: Console, title: str, answer: Answer, story: Story, asked: int) -> bool:
+    """Print an answer and how it came to be; returns whether it is right."""
+    wanted = story.answers[asked]
+    right = answer.text == wanted
+    verdict = "[green]right[/green]" if right else f"[red]wrong: it is {wanted}[/red]"
+    console.print(f"[bold]{title}[/bold]")
+    console.print(f"  {story.questions[asked]} ({story.hints[asked]})", markup=False)
+    console.print(f"  answer: {answer.text!r}, {verdict}")
     orbit = answer.orbit
     console.print(f"[bold]{title}[/bold]")
     console.print(f"  answer: {answer.text!r} (an untrained model: the words mean nothing)", markup=False)
@@ -160,6 +203,7 @@ def _show(console: Console, title: str, answer: Answer) -> None:
         table.add_row(str(chunk["index"] + 1), str(chunk["tokens"]), chunk["operating_point"], chunk["reason"])
     console.print(table)
     console.print()
+    return right
 
 
 def _how_to_go_on(console: Console, url: str, model: str) -> None:

@@ -1,5 +1,22 @@
 """Small vision-language models that really read pages and bind across them, and how they are made.
 
 Their weights lie in this folder, one Hugging Face checkpoint per family, each with a card that says how it was trained
-and what it scores. `python -m infra.reference` trains, evaluates and draws (`--help`).
+and what it scores. `python -m infra.reference make FAMILY` makes them anew.
 """
+
+from pathlib import Path
+
+WEIGHTS = Path(__file__).parent / "weights"
+DEFAULT_MODEL = "qwen2_5_vl"
+
+
+def weights(family: str) -> Path:
+    """The folder of a family's checkpoint.
+
+    Raises:
+        FileNotFoundError: none is bundled.
+    """
+    folder = WEIGHTS / family
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(f"no reference model of the family {family} is bundled")
+    return folder

@@ -8,11 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from infra.reference import WEIGHTS
+
 
 def main(arguments: Sequence[str]) -> None:
     """Command line; see `--help`."""
     from infra.reference.families import FAMILIES
-    from infra.reference.making import WEIGHTS, make
+    from infra.reference.making import make
 
     parser = argparse.ArgumentParser(prog="python -m infra.reference", description="Make the reference models.")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -20,7 +20,6 @@ from infra.reference.scenes import Form, Scenes, Split, draw_items
 from infra.reference.training import STAGES, Codes, Progress, Settings, train
 from infra.reference.vision import FORMS, Tower, train_tower
 
-WEIGHTS = Path(__file__).parent / "weights"
 CURVE = "training.json"
 TOWER_STEPS = 1500
 EVALUATED = {split: Form(6, 6, 4) if split is Split.retrieval else Form(3, 8, 6) for split in Split}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 
+from infra.reference import WEIGHTS
 from infra.reference.families import FAMILIES
 from infra.reference.scenes import Form, Split
 from infra.vllm_env import vllm_environment
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from serving.bench.fidelity.scores import Scores
     from serving.bench.fidelity.study import Study
 
-WEIGHTS = Path(__file__).resolve().parents[3] / "infra" / "reference" / "weights"
 KINDS = {"gqa": "qwen2_5_vl", "deepstack": "qwen3_vl", "mla": "kimi_vl", "mha": "llava"}
 FORMS = {
     Split.single: Form(3, 12, 12), Split.multi: Form(3, 12, 12), Split.legend: Form(3, 8, 18),

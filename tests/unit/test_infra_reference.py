@@ -1,0 +1,186 @@
+"""Scenes, pictures and prompts of the reference models: what they are trained on and asked about."""
+
+import numpy as np
+import pytest
+import torch
+
+from infra.checkpoints.moonvit import phases
+from infra.reference.families import FAMILIES
+from infra.reference.pictures import cell_pixels, page_picture
+from infra.reference.prompts import IGNORED, Layout, Words, lay_out
+from infra.reference.scenes import NOWHERE, STYLES, Form, Scenes, Split, draw_items, draw_questions, draw_scenes
+from infra.reference.vocabulary import COLOURS, PATTERNS, THINGS, answer, question, words
+
+
+def generator(seed: int = 3) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def told(scenes: Scenes, index: int) -> list[dict[int, int]]:
+    """The colour of every thing after each page, by reading the pages in order as the module's docstring says."""
+    known: dict[int, int] = {}
+    after = []
+    for page in range(scenes.form.pages):
+        things, colours, sources = (
+            part[index, page].tolist() for part in (scenes.things, scenes.colours, scenes.sources)
+        )
+        now = {}
+        for thing, colour, source in zip(things, colours, sources, strict=True):
+            now[thing] = colour if source == NOWHERE else known[source]
+        known |= now
+        after.append(dict(known))
+    return after
+
+
+@pytest.mark.parametrize("split", Split)
+def test_a_pencilled_thing_has_the_colour_that_earlier_pages_give(split: Split):
+    form = Form(6, 6) if split is Split.retrieval else Form(3, 8)
+    scenes, questions = draw_items(split, 20, form, generator())
+    for index in range(20):
+        state = told(scenes, index)
+        for page in range(form.pages):
+            for thing, colour in zip(
+                scenes.things[index, page].tolist(), scenes.colours[index, page].tolist(), strict=True
+            ):
+                assert state[page][thing] == colour
+        wanted = [state[-1][thing] for thing in questions.things[index, 0].tolist()]
+        assert wanted == questions.colours[index, 0].tolist()
+
+
+def sources_of_asked(scenes: Scenes, questions) -> list[list[int]]:
+    found = []
+    for index in range(len(scenes.things)):
+        pages = zip(questions.things[index, 0].tolist(), questions.pages[index, 0].tolist(), strict=True)
+        found.append([int(scenes.sources[index, p][scenes.things[index, p] == t]) for t, p in pages])
+    return found
+
+
+@pytest.mark.parametrize("split", [Split.single, Split.retrieval, Split.control])
+def test_what_one_page_answers_refers_to_nothing(split: Split):
+    scenes, questions = draw_items(split, 30, Form(3, 8), generator())
+    assert all(source == NOWHERE for sources in sources_of_asked(scenes, questions) for source in sources)
+    if split is Split.control:
+        assert (questions.pages[:, 0, 0] != questions.pages[:, 0, 1]).all()
+
+
+@pytest.mark.parametrize("split", [Split.multi, Split.legend, Split.frames, Split.chain])
+def test_what_needs_two_pages_refers_to_an_earlier_one(split: Split):
+    scenes, questions = draw_items(split, 30, Form(3, 8), generator())
+    for index, (source,) in enumerate(sources_of_asked(scenes, questions)):
+        asked = int(questions.things[index, 0, 0])
+        assert int(questions.pages[index, 0, 0]) == 2
+        assert (source == asked) == (split is Split.frames)
+        if split is Split.legend:
+            assert THINGS[source] in PATTERNS
+        if split is Split.chain:
+            before = scenes.sources[index, 1][scenes.things[index, 1] == source]
+            assert int(before) != NOWHERE
+            assert int(before) in scenes.things[index, 0].tolist()
+
+
+def test_a_thing_that_comes_again_is_not_asked_about():
+    scenes = draw_scenes(50, Form(3, 12), STYLES[Split.frames], generator())
+    questions = draw_questions(scenes, 8, False, 0.3, generator())
+    for index, number in (~questions.asked).nonzero().tolist():
+        thing, page = int(questions.things[index, number, 0]), int(questions.pages[index, number, 0])
+        assert any(thing in scenes.things[index, later].tolist() for later in range(page + 1, 3))
+
+
+def test_the_same_seed_draws_the_same_pages():
+    one, two = (draw_items(Split.multi, 5, Form(3, 8), generator(9)) for _ in range(2))
+    assert torch.equal(one[0].things, two[0].things)
+    assert torch.equal(one[1].things, two[1].things)
+
+
+def test_chains_need_three_pages():
+    with pytest.raises(ValueError, match="three pages"):
+        draw_items(Split.chain, 1, Form(2, 8), generator())
+
+
+def test_every_cell_has_its_own_picture():
+    coloured = [(thing, colour, NOWHERE) for thing in range(len(THINGS)) for colour in range(len(COLOURS))]
+    pencilled = [(thing, 0, source) for thing in range(len(THINGS)) for source in range(len(THINGS))]
+    seen = {cell_pixels(*cell, 28).tobytes() for cell in (*coloured, *pencilled)}
+    assert len(seen) == len(coloured) + len(pencilled)
+
+
+def test_a_page_shows_its_cells_row_by_row():
+    scenes, _ = draw_items(Split.multi, 1, Form(3, 8, 3), generator())
+    picture = np.asarray(page_picture(scenes, 0, 2, 28))
+    assert picture.shape == (scenes.form.rows * 28, scenes.form.columns * 28, 3)
+    things, colours, sources = (part[0, 2].tolist() for part in scenes.cells())
+    row, column = 1, 2
+    at = row * scenes.form.columns + column
+    shown = picture[row * 28 : row * 28 + 28, column * 28 : column * 28 + 28]
+    assert np.array_equal(shown, cell_pixels(things[at], colours[at], sources[at], 28))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    kind = FAMILIES[request.param]
+    tokens = kind.recipe.tokenizer()
+    return kind, tokens, Words(tokens, kind.image, kind.cell_token)
+
+
+def test_words_and_all_else_are_encoded_and_decoded(family):
+    _, tokens, _ = family
+    for word in words():
+        assert len(tokens(word)["input_ids"]) == 1, word
+    for text in (question(["K"]), question(["star", "dots"]), answer(["red", "cyan"]), "Straße, 你好 🙂 redden ReD"):
+        assert tokens.decode(tokens(text)["input_ids"]) == text
+    assert len(tokens(question(["moon"]))["input_ids"]) == 6
+
+
+def test_a_prompt_is_what_the_chat_template_writes(family):
+    kind, tokens, vocabulary = family
+    scenes, questions = draw_items(Split.control, 1, Form(2, 4), generator())
+    prompts = lay_out(scenes, questions, vocabulary, Layout((0, 0), 1), torch.tensor([False]), generator())
+    names = [THINGS[thing] for thing in questions.things[0, 0].tolist()]
+    content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": question(names)}]
+    text = tokens.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+    )
+    text = text.replace(kind.cell_token, kind.cell_token * 4)
+    colours = [tuple(COLOURS)[colour] for colour in questions.colours[0, 0].tolist()]
+    assert prompts.tokens[0].tolist() == tokens(text + answer(colours))["input_ids"]
+    labels = prompts.labels[0, 0]
+    assert labels[-1] == vocabulary.end
+    assert labels[-3:-1].tolist() == prompts.tokens[0, -2:].tolist()
+
+
+def test_questions_see_the_pages_and_themselves_only(family):
+    _, _, vocabulary = family
+    scenes = draw_scenes(1, Form(3, 4), STYLES[Split.multi], generator())
+    questions = draw_questions(scenes, 3, False, 0.5, generator())
+    for hidden in (False, True):
+        prompts = lay_out(scenes, questions, vocabulary, Layout((2, 0, 1), 3), torch.tensor([hidden]), generator())
+        sees, first = prompts.sees[0], prompts.first
+        length = prompts.labels.shape[2]
+        assert torch.equal(sees, sees.tril())
+        assert sees[:first, :first].equal(torch.ones(first, first, dtype=torch.bool).tril())
+        for number in range(3):
+            rows = sees[first + number * length : first + (number + 1) * length]
+            others = rows[:, first:].clone()
+            others[:, number * length : (number + 1) * length] = False
+            assert not others.any()
+            cells = rows[0, prompts.cells].unflatten(0, (3, 4)).all(-1)
+            asked = int(questions.pages[0, number, 0])
+            assert cells.tolist() == [not hidden or page == asked for page in range(3)]
+        assert (prompts.positions[:, first] == prompts.positions[:, first + length]).all()
+
+
+def test_questions_without_an_answer_have_no_labels(family):
+    _, _, vocabulary = family
+    scenes = draw_scenes(20, Form(3, 12), STYLES[Split.frames], generator())
+    questions = draw_questions(scenes, 8, False, 0.3, generator())
+    _, labels = vocabulary.question(questions, short=False)
+    assert not questions.asked.all()
+    assert ((labels != IGNORED).any(-1) == questions.asked).all()
+
+
+def test_phases_are_of_the_column_then_of_the_row():
+    angles = phases((2, 3), 8).unflatten(0, (2, 3))
+    assert angles.shape == (2, 3, 4)
+    assert torch.equal(angles[1, 0, 0::2], torch.zeros(2))
+    assert torch.equal(angles[0, 2, 1::2], torch.zeros(2))
+    assert torch.allclose(angles[1, 2], torch.tensor([2.0, 1.0, 2.0 / 100, 1.0 / 100]))
