@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+import platform
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infra.reference.card import card, curve_text
 from infra.reference.families import FAMILIES, ReferenceFamily
 from infra.reference.pictures import page_picture
 from infra.reference.prompts import Layout, Words, lay_out
@@ -102,8 +103,7 @@ class Making:
         """Write the checkpoint, and the training's curve beside it."""
         folder.mkdir(parents=True, exist_ok=True)
         self.kind.recipe.save(self.model, self.tokens, folder)
-        lines = ",\n".join(json.dumps(line) for line in self.progress.curve)
-        (folder / CURVE).write_text(f"[\n{lines}\n]\n")
+        (folder / CURVE).write_text(curve_text(self.progress.curve))
 
     @torch.no_grad()
     def evaluate(self, split: Split, count: int, form: Form | None = None, batch: int = 25) -> float:
@@ -139,10 +139,20 @@ def make(family: str, work: Path, out: Path, count: int) -> Iterator[dict[str, A
     if not any("tower" in line for line in making.progress.curve):
         yield from making.train_tower()
     making.export(out / family)
-    began = time.monotonic()
+    began, scores = time.monotonic(), {}
     for split in Split:
-        share = making.evaluate(split, count)
+        scores[str(split)] = share = making.evaluate(split, count)
         yield {"split": str(split), "items": count, "right": share, "seconds": round(time.monotonic() - began)}
+    parameters = sum(parameter.numel() for parameter in making.model.parameters())
+    machine = {"cpu": processor(), "threads": torch.get_num_threads()}
+    text = card(family, parameters, making.progress.curve, machine, scores, count)
+    (out / family / "README.md").write_text(text)
+
+
+def processor() -> str:
+    """Name of this machine's processor."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.processor())
 
 
 def draw(parameters: Iterator[tuple[str, nn.Parameter]]) -> None:
