@@ -1,0 +1,91 @@
+"""What the fidelity tables say offline is what the service answers: some items, asked over HTTP in three modes."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from client import Service, inline, user
+
+from infra.reference import DEFAULT_MODEL, weights
+from infra.reference.families import FAMILIES
+from infra.reference.pictures import page_picture
+from infra.reference.scenes import Form, Split, draw_items
+from serving.bench.fidelity.arms import Repaired
+from serving.bench.fidelity.items import SEED, items
+from serving.bench.fidelity.reader import Reader
+from serving.bench.fidelity.study import Gathered, Study
+
+pytestmark = pytest.mark.service
+
+RANK, ITEMS, FORM = 16, 6, Form(3, 8, 6)
+CELL = FAMILIES[DEFAULT_MODEL].cell
+
+
+@pytest.fixture
+def service(only_service: Callable[..., Service]) -> Service:
+    model = {"path": weights(DEFAULT_MODEL), "dtype": "float32", "max_model_len": 2048}
+    return only_service("reference model", "float32", model=model, patch={"rank": RANK})
+
+
+@pytest.fixture(scope="module")
+def study() -> Iterator[Study]:
+    reader = Reader(weights(DEFAULT_MODEL))
+    yield Study(reader, CELL)
+    reader.close()
+
+
+def asked() -> list[list[dict[str, Any]]]:
+    """The items' messages; the same pages and questions as `items` draws."""
+    scenes, questions = draw_items(Split.multi, ITEMS, FORM, torch.Generator().manual_seed(SEED))
+    found = []
+    for index in range(ITEMS):
+        parts: list[Any] = []
+        for page in range(FORM.pages):
+            buffer = io.BytesIO()
+            page_picture(scenes, index, page, CELL).save(buffer, "PNG")
+            parts.append(inline(buffer.getvalue()))
+        found.append(user(*parts))
+    assert questions.asked.all()
+    return found
+
+
+def top(answer: dict[str, Any]) -> dict[str, float]:
+    first = answer["choices"][0]["logprobs"]["content"][0]
+    return {entry["token"]: entry["logprob"] for entry in first["top_logprobs"]}
+
+
+def test_the_service_answers_as_the_offline_arms(service: Service, study: Study):
+    with torch.inference_mode():
+        drawn = list(items(study.reader, CELL, Split.multi, ITEMS, FORM))
+        gathered = study.gather(drawn)
+        offline = {
+            "exact": [one.exact.answers[0] for one in gathered],
+            "full-reuse": answers(study, gathered, lambda page: Repaired(page.canonical)),
+            "auto": answers(study, gathered, study.arms.patch(RANK)),
+        }
+    wrong = 0
+    for index, (messages, item) in enumerate(zip(asked(), drawn, strict=True)):
+        messages[0]["content"].append({"type": "text", "text": item.question})
+        for mode in ("exact", "full-reuse", "auto"):
+            answer = service.chat(messages, mode=mode, logprobs=True, top_logprobs=5, max_tokens=4)
+            service.settle()
+            points = {chunk["operating_point"] for chunk in answer["orbit"]["chunks"]}
+            assert points <= {"exact": {"encoded"}, "full-reuse": {"relocated"}, "auto": {"patched"}}[mode]
+            expected = offline[mode][index]
+            for token, logprob in top(answer).items():
+                (number,) = study.reader.ids(token)
+                assert logprob == pytest.approx(float(expected[number]), abs=2e-3), (mode, token)
+            text = answer["choices"][0]["message"]["content"]
+            assert (text == item.answer) == (int(expected.argmax()) == gathered[index].prompt.answer[0])
+            wrong += mode == "full-reuse" and text != item.answer
+            assert mode == "full-reuse" or text == item.answer
+    assert wrong > 0, "blind reuse lost nothing: these items say nothing"
+
+
+def answers(study: Study, gathered: list[Gathered], arm: Callable[..., Repaired]) -> list[torch.Tensor]:
+    linked = [[arm(page).kv for page in one.pages] for one in gathered]
+    return [read.answers[0] for read in study.reader.over([one.prompt for one in gathered], linked)]
