@@ -120,6 +120,12 @@ class Patch:
         left, right = (tuple(part[..., :rank] for part in side) for side in (self.left, self.right))
         return replace(self, rank=rank, left=left, right=right)
 
+    def from_depth(self, depth: float) -> Patch:
+        """The patch of the deepest share `depth` of its layers (see `first_patched_layer`)."""
+        skipped = first_patched_layer(depth, len(self.left[0]))
+        left, right = (tuple(part[skipped:] for part in side) for side in (self.left, self.right))
+        return replace(self, left=left, right=right, first_layer=self.first_layer + skipped)
+
     def of_layer(self, layer: int) -> Patch | None:
         """The patch of this layer alone, for KV [1, tokens, features]; None where it covers none."""
         first = layer - self.first_layer

@@ -129,6 +129,9 @@ def bench(
     model: Annotated[
         Path | None, typer.Option(help="Checkpoint to measure, for benchmarks that take one; default: a bundled one.")
     ] = None,
+    items: Annotated[
+        int | None, typer.Option(min=1, help="Items to measure, for benchmarks that ask questions; default: theirs.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Within a minute: few turns, small cases.")] = False,
 ) -> None:
     """Measure, both arms of a comparison in one session, and say which targets were met."""
@@ -149,7 +152,11 @@ def bench(
     if model is not None and not (model / "config.json").exists():
         console.print(f"[red]error:[/red] {model} holds no config.json; is it a checkpoint?")
         raise typer.Exit(2)
-    outcome = benchmark.run(quick, console, model=model) if benchmark.takes_model else benchmark.run(quick, console)
+    if items is not None and not benchmark.takes_items:
+        console.print(f"[red]error:[/red] benchmark {name} has no items to choose the number of")
+        raise typer.Exit(2)
+    options = {"model": model} if benchmark.takes_model else {}
+    outcome = benchmark.run(quick, console, **options, **({"items": items} if benchmark.takes_items else {}))
     document = harness.report(benchmark, outcome, shlex.join(["orbitserve", *sys.argv[1:]]), quick)
     harness.show(benchmark, document, console)
     if json_file is not None:

@@ -58,7 +58,8 @@ class Outcome:
 class Benchmark:
     """A benchmark by name. `targets`: figure → (comparison, number), from the project's goals.
 
-    `run` takes `quick` and the console, and with `takes_model` a checkpoint's path or None as `model`.
+    `run` takes `quick` and the console, with `takes_model` a checkpoint's path or None as `model`, and with
+    `takes_items` how much to measure or None as `items`.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Benchmark:
     run: Callable[..., Outcome]
     targets: Mapping[str, tuple[str, float]]
     takes_model: bool = False
+    takes_items: bool = False
 
 
 def in_turns(arms: Mapping[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:

@@ -21,7 +21,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -64,6 +64,7 @@ class Repaired:
     nbytes: int = 0
 
 
+RANKS = (4, 8, 16, 32, 64)
 COMMON = 16  # rank of the arms that are measured at one rank only
 
 Arm = Callable[[PageKV], Repaired]
@@ -74,46 +75,48 @@ class Arms:
 
     def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
         self.layout, self.dtype = layout, dtype
+        self._widest = lru_cache(maxsize=64)(lambda page: self.formed(page.delta, RANKS[-1]))
+
+    def own(self, page: PageKV, rank: int) -> Patch:
+        """The own patch of a page, cut from the widest that the tables ask for."""
+        return self._widest(page).truncated(rank)
 
     def patched(self, page: PageKV, patch: Patch) -> Repaired:
         """Canonical KV with a patch."""
         return Repaired(apply(page.canonical, patch, 0, self.layout), nbytes=patch.nbytes)
 
-    def formed(self, delta: Tensor, rank: int | None, kind: PatchKind = PatchKind.own, depth: float = 1.0) -> Patch:
+    def formed(self, delta: Tensor, rank: int | None, kind: PatchKind = PatchKind.own) -> Patch:
         """The patch of a deficit."""
-        return form_patch(delta, self.layout, rank, kind=kind, dtype=self.dtype, depth=depth)
+        return form_patch(delta, self.layout, rank, kind=kind, dtype=self.dtype)
 
-    def patch(self, rank: int | None, depth: float = 1.0) -> Arm:
-        """deep; of any rank."""
-        return lambda page: self.patched(page, self.formed(page.delta, rank, depth=depth))
+    def patch(self, rank: int | None) -> Arm:
+        """patch_m, at full rank for None."""
+        if rank is None or rank > RANKS[-1]:
+            return lambda page: self.patched(page, self.formed(page.delta, rank))
+        return lambda page: self.patched(page, self.own(page, rank))
 
-    def patches(self, ranks: Sequence[int]) -> dict[str, Arm]:
-        """patch_m for several m, all of them cut from the largest."""
-        widest = lru_cache(maxsize=64)(lambda page: self.formed(page.delta, max(ranks)))
+    def deep(self, rank: int, depth: float = 0.5) -> Arm:
+        """deep."""
+        return lambda page: self.patched(page, self.own(page, rank).from_depth(depth))
 
-        def arm(rank: int) -> Arm:
-            return lambda page: self.patched(page, widest(page).truncated(rank))
-
-        return {f"patch_{rank}": arm(rank) for rank in ranks}
-
-    def orbit(self, rank: int | None) -> Arm:
-        """orbit."""
+    def orbit(self, rank: int) -> Arm:
+        """orbit; the own patch where there is but one order."""
 
         def arm(page: PageKV) -> Repaired:
-            delta = page.delta if page.orbit is None else page.orbit
-            return self.patched(page, self.formed(delta, rank, PatchKind.orbit))
+            if page.orbit is None:
+                return self.patched(page, self.own(page, rank))
+            return self.patched(page, self.formed(page.orbit, rank, PatchKind.orbit))
 
         return arm
 
-    def composed(self, rank: int | None, scale: float = 1.0) -> Arm:
-        """composed."""
+    def composed(self, rank: int, scale: float = 1.0) -> Arm:
+        """composed; the own patch where there is but one antecedent."""
 
         def arm(page: PageKV) -> Repaired:
             if not page.pairs or page.base is None:
-                return self.patched(page, self.formed(page.delta, rank))
+                return self.patched(page, self.own(page, rank))
             pairs = [self.formed(pair, rank, PatchKind.pair) for pair in page.pairs]
-            patch = compose(pairs, scale, self.formed(page.base, rank))
-            return self.patched(page, patch)
+            return self.patched(page, compose(pairs, scale, self.formed(page.base, rank)))
 
         return arm
 
@@ -182,11 +185,11 @@ class Arms:
 
         return arm
 
-    def standard(self, ranks: Sequence[int], basis: SharedBasis | None) -> Mapping[str, Arm]:
+    def standard(self, basis: SharedBasis | None) -> Mapping[str, Arm]:
         """The arms of the main tables, by name."""
         found: dict[str, Arm] = {"blind": lambda page: Repaired(page.canonical)}
-        found |= self.patches(ranks)
-        found |= {"orbit": self.orbit(COMMON), "deep": self.patch(COMMON, depth=0.5), "composed": self.composed(COMMON)}
+        found |= {f"patch_{rank}": self.patch(rank) for rank in RANKS}
+        found |= {"orbit": self.orbit(COMMON), "deep": self.deep(COMMON), "composed": self.composed(COMMON)}
         if basis is not None:
             found["shared"] = self.shared(COMMON, basis)
         found |= {f"mpic_{k}": self.mpic(k) for k in (8, 32)}

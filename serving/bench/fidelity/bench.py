@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from serving.bench.fidelity.scores import Scores
     from serving.bench.fidelity.study import Study
 
+ITEMS = 500
 KINDS = {"gqa": "qwen2_5_vl", "deepstack": "qwen3_vl", "mla": "kimi_vl", "mha": "llava"}
 FORMS = {
     Split.single: Form(3, 12, 12), Split.multi: Form(3, 12, 12), Split.legend: Form(3, 8, 18),
@@ -31,9 +32,9 @@ FORMS = {
 Tables = dict[str, dict[str, dict[str, float]]]
 
 
-def run(quick: bool, console: Console, model: Path | None = None) -> Outcome:
-    """Measure the reference models that are there, or the one in the folder `model`."""
-    os.environ.update(vllm_environment(kv_cache_gib=1, threads=os.cpu_count()))
+def run(quick: bool, console: Console, model: Path | None = None, items: int | None = None) -> Outcome:
+    """Measure the reference models that are there, or the one in the folder `model`, on `items` items a split."""
+    os.environ.update(vllm_environment(kv_cache_gib=1, threads=len(os.sched_getaffinity(0))))
     logging.getLogger("vllm.v1.worker.cpu_worker").setLevel(logging.ERROR)
     shipped = {kind: WEIGHTS / family for kind, family in KINDS.items() if (WEIGHTS / family).exists()}
     if model is not None:
@@ -42,7 +43,7 @@ def run(quick: bool, console: Console, model: Path | None = None) -> Outcome:
             raise ValueError(f"{model} is no reference model: its folder must be called one of {[*KINDS.values()]}")
     figures: dict[str, float] = {}
     tables: Tables = {}
-    items = 24 if quick else 500
+    items = items or (24 if quick else ITEMS)
     for kind, folder in shipped.items():
         for name, table in measured(kind, folder, items, console):
             tables[f"{kind}: {name}"] = table
@@ -76,13 +77,13 @@ def measured(
 
 def _tables(study: Study, items: int, console: Console) -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
     from serving.bench.fidelity import composition, envelope, reorder, storage
-    from serving.bench.fidelity.study import RANKS, Shape
+    from serving.bench.fidelity.study import Shape
 
-    few = max(items // 5, 8)
+    few = max(items // 5, 16)
     by_split: dict[Split, dict[str, Scores]] = {}
     shapes: dict[str, dict[str, float]] = {}
     basis = study.basis(FORMS[Split.multi])
-    arms = study.arms.standard(RANKS, basis)
+    arms = study.arms.standard(basis)
     for split, form in FORMS.items():
         console.print(f"  {split}: {items} items")
         shape = Shape()
@@ -188,4 +189,5 @@ BENCHMARK = Benchmark(
         "gqa.multi.patch_64.flip_recover": (">=", 0.95),
     },
     takes_model=True,
+    takes_items=True,
 )

@@ -12,13 +12,13 @@ from torch import Tensor
 from infra.reference.scenes import Form, Split
 from kvstore.basis import SharedBasis, pool_basis
 from kvstore.patch import mean_deficit, orderings
-from serving.bench.fidelity.arms import Arm, Arms, PageKV
+from serving.bench.fidelity.arms import RANKS, Arm, Arms, PageKV
 from serving.bench.fidelity.items import SEED, Item, items
 from serving.bench.fidelity.reader import Prompt, Read, Reader
 from serving.bench.fidelity.scores import Scores
 
 BATCH = 8
-RANKS = (4, 8, 16, 32, 64)
+MOST_PREDECESSORS = 3
 _BASIS_ITEMS = 24
 
 
@@ -95,8 +95,8 @@ class Study:
                     PageKV(
                         kv,
                         exact,
-                        orbit=mean_deficit([exact.float() - kv.float(), *orders]) if at > 1 else None,
-                        pairs=tuple(deltas[(i,)] for i in range(at)) if at > 1 else (),
+                        orbit=mean_deficit([exact.float() - kv.float(), *orders]) if orders else None,
+                        pairs=tuple(deltas[(i,)] for i in range(at)) if orders else (),
                         base=deltas.get(()),
                         asked=asked,
                     )
@@ -105,10 +105,13 @@ class Study:
         return found
 
     def _others(self, group: Sequence[Item]) -> dict[tuple[int, int], dict[tuple[int, ...], Tensor]]:
-        """KV(B|A) behind other antecedents, by (item, page) and the antecedents' indices: orders, pairs, nothing."""
+        """KV(B|A) behind other antecedents, by (item, page) and the antecedents' indices: orders, pairs, nothing.
+
+        Of pages with up to MOST_PREDECESSORS: an item of many pages would take dozens of forwards.
+        """
         wanted: list[tuple[int, int, tuple[int, ...]]] = []
         for index, item in enumerate(group):
-            for at in range(2, len(item.pages)):
+            for at in range(2, min(len(item.pages), 1 + MOST_PREDECESSORS)):
                 before = tuple(range(at))
                 orders = [order for order in orderings(before, 6) if order != before]
                 wanted += [(index, at, order) for order in (*orders, *((i,) for i in before), ())]
