@@ -191,10 +191,12 @@ class RunsExtension:
         logits: bool = False,
         arriving: Sequence[ArrivingLayers] = (),
         deadline: float = 0.0,
+        layers: int | None = None,
     ) -> Tensor | None:
         """Compute and store the KV of every token in `batch`.
 
         Args:
+            layers: how many layers run, the first; None: all of them. Without all there are no logits.
             arriving: KV that is stored meanwhile, each layer of it before that layer attends. A layer that is not there
                 at `deadline` is left out; whoever gave it knows.
 
@@ -232,7 +234,7 @@ class RunsExtension:
             num_tokens=len(batch.slots),
             slot_mapping=dict.fromkeys(group.layer_names, slots),
         )
-        with context, self._writing(arriving, deadline):
+        with context, self._writing(arriving, deadline), self._ending_behind(layers):
             hidden = runner.model(
                 input_ids=None,
                 positions=batch.positions.to(to, non_blocking=True),
@@ -244,6 +246,24 @@ class RunsExtension:
         last = batch.rows.lengths.cumsum(0) - 1
         scores = runner.model.compute_logits(hidden[last.to(to)])
         return None if scores is None else scores.float().cpu()  # gathered on the first rank
+
+    @contextmanager
+    def _ending_behind(self, layers: int | None) -> Iterator[None]:
+        """The model ends behind its first `layers` layers.
+
+        vLLM's models walk `layers[start_layer:end_layer]`, which is how they are split into pipelines. Leaving the
+        forward by an exception instead would leave behind what models hand their layers (Qwen3-VL's deepstack features)
+        for the next forward to find.
+        """
+        if layers is None:
+            yield
+            return
+        walker, whole = self._walker, self._walker.end_layer
+        walker.end_layer = walker.start_layer + layers
+        try:
+            yield
+        finally:
+            walker.end_layer = whole
 
     @contextmanager
     def _writing(self, arriving: Sequence[ArrivingLayers], deadline: float) -> Iterator[None]:
@@ -300,20 +320,23 @@ class RunsExtension:
             self._update(layer, rows, slots)
 
     @torch.inference_mode()
-    def read_kv(self, blocks: Sequence[int], first: int, count: int) -> Tensor:
-        """KV of `count` tokens that begin `first` tokens into `blocks`: [layers, count, local features], as stored."""
+    def read_kv(self, blocks: Sequence[int], first: int, count: int, layers: Sequence[int] | None = None) -> Tensor:
+        """KV of `count` tokens that begin `first` tokens into `blocks`: [layers, count, local features], as stored.
+
+        Of the layers named, or of all.
+        """
         if self._pages is None:
             raise RuntimeError("learn_pages has not run")
         size, features = self._group.kv_cache_spec.block_size, sum(segment.features for segment in self._local)
         used = torch.tensor(blocks, device=self._device)[first // size : -(-(first + count) // size)]
         skip = first % size
-        layers = len(self._group.layer_names)
-        out = torch.empty(layers, count, features, dtype=self.model_runner.vllm_config.model_config.dtype)
-        for layer in range(layers):
+        read = range(len(self._group.layer_names)) if layers is None else layers
+        out = torch.empty(len(read), count, features, dtype=self.model_runner.vllm_config.model_config.dtype)
+        for rows, layer in zip(out, read, strict=True):
             pages = self._cache(layer)[used].flatten(1).index_select(1, self._pages)
             if self._quantised is not None:
                 pages = pages.view(self._quantised)
-            out[layer] = pages.view(-1, features)[skip : skip + count]
+            rows.copy_(pages.view(-1, features)[skip : skip + count])
         return out
 
     @torch.inference_mode()
@@ -359,6 +382,16 @@ class RunsExtension:
             kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
             raise UnsupportedEngine(f"the model's layers keep KV in {len(groups)} different ways ({kinds}), not in one")
         return groups[0]
+
+    @cached_property
+    def _walker(self) -> Any:
+        """The module that runs the layers which keep KV, one after the other."""
+        named = self.model_runner.model.named_modules()
+        layers = self._group.layer_names[0]
+        walkers = [m for name, m in named if hasattr(m, "end_layer") and layers.startswith(f"{name}.")]
+        if len(walkers) != 1:
+            raise UnsupportedEngine(f"expected one module that walks the model's layers, found {len(walkers)}")
+        return walkers[0]
 
     @property
     def _device(self) -> torch.device:
