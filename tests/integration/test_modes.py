@@ -39,7 +39,7 @@ def engine(family: Family, only_engines: Any) -> PrefillEngine:
 @pytest.fixture
 def worker(engine: PrefillEngine, family: Family, make_rig: Callable[..., Rig]) -> Rig:
     """A worker that has stored the images one by one: no patch of it fits a prompt of several."""
-    return taught(make_rig(engine, family=family))
+    return taught(make_rig(engine, family=family, orbit_chunks=0))
 
 
 def taught(rig: Rig) -> Rig:
@@ -134,10 +134,7 @@ def test_what_was_computed_in_part_teaches_nothing(worker: Rig):
         assert not worker.library.has("patch", linked.plan.chunks[1].patch_key, "local")
         assert all(torch.equal(stored(worker, linked, i), kept[i]) for i in range(2))
     assert worker.compiler.formed == formed
-    assert worker.link(PAGES, "auto").points == ["patched", "recomputed"]  # the first chunk has nothing before it
-    patched, exact = worker.link(PAGES, "auto"), worker.link(PAGES, "exact")
-    assert patched.points == ["patched", "patched"]
-    assert apart(patched.kv, exact.kv) < 1e-5
+    assert worker.link(PAGES, "auto").points == ["patched", "recomputed"]  # before the first chunk there was none
 
 
 @pytest.mark.parametrize("mode", ["mpic-20", "cacheblend-40", "full-reuse"])
