@@ -9,7 +9,7 @@ attends, so one forward gives exactly what a full prefill would, with no kernel 
 |--------------------|---------------------------------------------------------------------|
 | `describe`         | shapes, block size, rotary frequencies: plain values                 |
 | `learn_pages`      | takes this rank's share of the layout, finds how a block stores a token |
-| `forward_runs`     | one forward over the runs of several sequences                       |
+| `forward_runs`     | one forward over several sequences' runs, all layers or the first    |
 | `write_kv`         | a linked chunk into blocks, through the backend's own update op      |
 | `read_kv`          | a chunk's KV out of blocks, through the learned page layout          |
 | `encode`           | pixels to embeddings                                                 |
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -36,7 +35,7 @@ from vllm.multimodal.utils import group_and_batch_mm_kwargs
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvstore.layout import Layout
-from prefill_workers.sequence import LinkSequence, Run
+from prefill_workers.batch import Rows, RunBatch
 
 _QUANTISED = {
     "fp8": torch.float8_e4m3fn,
@@ -61,60 +60,6 @@ class ArrivingLayers(Protocol):
 
 class UnsupportedEngine(RuntimeError):
     """The model keeps or rotates its KV in a way that chunks cannot be relocated in."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of an attention batch."""
-
-    lengths: Tensor  # [r] int32, tokens of each row
-    ends: Tensor  # [r] int32, index behind each row's last token
-    block_tables: Tensor  # [r, blocks] int32
-
-
-@dataclass(frozen=True)
-class RunBatch:
-    """One forward: the tokens of all runs, concatenated. `t` tokens; a row is a run."""
-
-    token_ids: Tensor  # [t] int32
-    positions: Tensor  # [t] or [3, t] int64
-    slots: Tensor  # [t] int64, where each token's KV goes
-    index: Tensor  # [t] int64, index of each token in its own sequence
-    rows: Rows
-    is_embedding: Tensor  # [t] bool
-    embeddings: Tensor | None  # [is_embedding.sum(), hidden]
-
-
-def assemble(work: Sequence[tuple[LinkSequence, Sequence[Run]]], block_size: int) -> RunBatch:
-    """Concatenate the runs of several sequences into one batch, in order."""
-    lengths = torch.tensor([run.stop - run.start for _, runs in work for run in runs], dtype=torch.int32)
-    ends = torch.tensor([run.stop for _, runs in work for run in runs], dtype=torch.int32)
-    widest = max(len(sequence.blocks) for sequence, _ in work)
-    tables = torch.zeros(len(lengths), widest, dtype=torch.int32)
-    parts: dict[str, list[Tensor]] = {name: [] for name in ("ids", "positions", "slots", "index", "mask", "embeddings")}
-    row = 0
-    for sequence, runs in work:
-        table = torch.tensor(sequence.blocks, dtype=torch.int32)
-        tables[row : row + len(runs), : len(table)] = table
-        row += len(runs)
-        index = torch.cat([torch.arange(run.start, run.stop) for run in runs])
-        parts["ids"].append(sequence.token_ids[index])
-        parts["positions"].append(sequence.positions[..., index])
-        parts["slots"].append(table[index // block_size].long() * block_size + index % block_size)
-        parts["index"].append(index)
-        rows, mask = sequence.embedding_rows(index)
-        parts["mask"].append(mask)
-        if rows is not None:
-            parts["embeddings"].append(rows)
-    return RunBatch(
-        token_ids=torch.cat(parts["ids"]),
-        positions=torch.cat(parts["positions"], dim=-1),
-        slots=torch.cat(parts["slots"]),
-        index=torch.cat(parts["index"]),
-        rows=Rows(lengths, ends, tables),
-        is_embedding=torch.cat(parts["mask"]),
-        embeddings=torch.cat(parts["embeddings"]) if parts["embeddings"] else None,
-    )
 
 
 class RunsExtension:
