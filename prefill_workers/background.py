@@ -98,12 +98,12 @@ class Background:
 
     def _keep(self, item: _Harvest) -> None:
         try:
+            self._harvester.keep_embeddings(item.plan, item.chunk)  # they may be missing where all else is stored
             if self._harvester.is_kept(item.plan, item.chunk):
                 return
             conditioned = self._harvester.conditioned(item.plan, item.chunk)
         finally:
             self._pool.unhold(item.lease)
-        self._harvester.keep_embeddings(item.plan, item.chunk)
         if len(item.chunk.span) > self._scratch_tokens:
             logger.info("a chunk of %d tokens is too long for a background forward; not kept", len(item.chunk.span))
             return

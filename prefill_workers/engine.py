@@ -26,8 +26,9 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, 
 from kvstore.layout import Layout
 from kvstore.patch import relocate
 from kvstore.rotary import RotaryScheme
+from prefill_workers.batch import assemble
 from prefill_workers.fingerprint import fingerprint
-from prefill_workers.runs import ArrivingLayers, assemble
+from prefill_workers.runs import ArrivingLayers
 from prefill_workers.sequence import LinkSequence, Run
 
 NULL_BLOCK = 0  # vLLM keeps block 0 as its null block
@@ -185,6 +186,10 @@ class PrefillEngine:
         extra = (arriving, deadline) if arriving else ()
         self._call("forward_runs", assemble(work, self.block_size), False, *extra)
 
+    def forward_first(self, work: Sequence[tuple[LinkSequence, Sequence[Run]]], layers: int) -> None:
+        """`forward` through the first `layers` layers only: the others' KV stays what it was."""
+        self._call("forward_runs", assemble(work, self.block_size), False, (), 0.0, layers)
+
     @property
     def takes_arriving(self) -> bool:
         """Whether a forward can write KV that is still coming in: where it runs in this process."""
@@ -206,9 +211,12 @@ class PrefillEngine:
         """Store KV [layers, tokens, features] in `slots` [tokens]."""
         self._call("write_kv", kv, slots)
 
-    def read_kv(self, blocks: Sequence[int], start: int, count: int) -> Tensor:
-        """KV [layers, count, features] of `count` tokens that begin at index `start` of the sequence in `blocks`."""
-        parts = self._llm.collective_rpc("read_kv", args=(list(blocks), start, count))
+    def read_kv(self, blocks: Sequence[int], start: int, count: int, layers: Sequence[int] | None = None) -> Tensor:
+        """KV [layers, count, features] of `count` tokens that begin at index `start` of the sequence in `blocks`.
+
+        Of the layers named, or of all.
+        """
+        parts = self._llm.collective_rpc("read_kv", args=(list(blocks), start, count, layers))
         if len(parts) == 1:
             return parts[0]
         whole = torch.empty(*parts[0].shape[:2], self.layout.features, dtype=parts[0].dtype)
@@ -316,6 +324,19 @@ class PrefillEngine:
         self.write_kv(stored, self.slots(spare, 1, 1 + stored.shape[1]))
         same = torch.equal(self.read_kv(spare, 1, stored.shape[1]), stored)
         outcomes.append(CheckOutcome("KV written equals KV read", same, "bit for bit" if same else "they differ"))
+
+        ran = min(2, self.layout.layers)
+        self.forward_first([(LinkSequence(sequence.token_ids, sequence.positions, spare), split)], ran)
+        whole, partial = self.read_kv(blocks, 0, n), self.read_kv(spare, 0, n)
+        worst = float((partial[:ran] - whole[:ran]).float().abs().max() / whole[:ran].float().abs().max())
+        ended = torch.equal(partial[ran:, 1 : 1 + stored.shape[1]], stored[ran:])
+        outcomes.append(
+            CheckOutcome(
+                "a partial forward equals a forward's first layers",
+                worst <= (1e-4 if exact else 0.02) and ended,
+                f"KV off by {worst:.2g}; the layers behind {'were left alone' if ended else 'ran too'}",
+            )
+        )
 
         if self.takes_arriving:
             half = n // 2

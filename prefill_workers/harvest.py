@@ -37,15 +37,20 @@ class Harvester:
         self._dtype = str(engine.dtype).removeprefix("torch.")
 
     def harvestable(self, plan: LinkPlan) -> list[ChunkPlan]:
-        """Chunks of a finished plan whose computed KV may be worth keeping."""
+        """Chunks of a finished plan whose computed KV may be worth keeping: all of it must have been computed."""
         if not policies.forms_patches(plan.request.mode):
             return []
         return [c for c in plan.chunks if not c.reuses_kv]
 
+    def forms_patch(self, plan: LinkPlan, chunk: ChunkPlan) -> bool:
+        """Whether a computed chunk's KV is KV(B|A): not if some of A was linked without what its neighbours add."""
+        before = plan.chunks[: plan.chunks.index(chunk)]
+        return all(c.outcome.operating_point.is_conditioned for c in before)
+
     def is_kept(self, plan: LinkPlan, chunk: ChunkPlan) -> bool:
         """Whether a computed chunk has taught the library all it can: its canonical KV and its patch are stored."""
         tenant, owner = plan.request.tenant, owner_of(plan.request.tenant, chunk.span.content)
-        stored = self.library.has("patch", chunk.patch_key, tenant)
+        stored = not self.forms_patch(plan, chunk) or self.library.has("patch", chunk.patch_key, tenant)
         return stored and self.library.has("canonical", chunk.canonical_key, owner)
 
     def conditioned(self, plan: LinkPlan, chunk: ChunkPlan) -> Tensor:
@@ -111,6 +116,8 @@ class Harvester:
     def harvest(self, plan: LinkPlan, chunk: ChunkPlan, conditioned: Tensor, scratch: Sequence[int]) -> None:
         """Store a computed chunk's canonical KV and send its deficit (kamera.md eq. 2) to the patch compiler."""
         canonical = self.canonical(plan, chunk, scratch)
+        if not self.forms_patch(plan, chunk):
+            return
         before = plan.chunks[: plan.chunks.index(chunk)]
         tokens = chunk.span.stop - chunk.span.start
         self._submit(

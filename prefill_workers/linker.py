@@ -5,6 +5,7 @@
 | `prefetch` | any             | starts loading what a prompt on its way will need                                    |
 | `plan`     | any             | starts all look-ups, waits until it is known which chunks miss, not for what loads   |
 | `advance`  | the engine's    | relocates, patches and writes every chunk whose load has ended (kamera.md eq. 1)     |
+| `select`   | the engine's    | cacheblend: chooses which tokens of chunks with stored KV are computed all the same  |
 
 What is left are runs, which `worker.PrefillLoop` computes, several requests to a forward, up to the plan's frontier
 (see `plan`). Loads so run beside the vision encoder and beside forwards: the slower of the two bounds the time to the
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kvstore.chunk import DYNAMIC_TENANT, antecedent_key, canonical_key, embedding_key, owner_of
-from kvstore.format import PatchRecord
+from kvstore.format import CanonicalRecord
 from kvstore.library import Library
 from kvstore.patch import PatchKind, apply
 from kvstore.patch_form import PatchForm
@@ -43,7 +44,8 @@ from prefill_workers.plan import (
     PrefetchRequest,
 )
 from prefill_workers.policies import Mode, OperatingPoint
-from prefill_workers.sequence import LinkSequence
+from prefill_workers.selection import MEASURED_LAYER, deviations, selected_by_deviation, selected_by_place
+from prefill_workers.sequence import LinkSequence, Run, forwards
 
 _TIMEOUTS = 2  # of the library, until a chunk counts as not stored: whether its KV is there, and its embeddings
 
@@ -172,7 +174,8 @@ class Linker:
             embeddings=fresh,
         )
         if not coming:
-            self._settle(chunk, request.mode, lookup.found() if lookup.done() else Found())
+            # the load may have ended only now, too late for the plan: its KV would never be written
+            self._settle(chunk, request.mode, replace(lookup.found(), canonical=None) if lookup.done() else Found())
         return chunk
 
     # -- advance ------------------------------------------------------------------------------------------------------
@@ -199,7 +202,7 @@ class Linker:
                 if found.canonical is written.canonical and found.patch is written.patch:
                     continue
                 spoiled = chunk.span.start if spoiled is None else spoiled
-            if chunk.reuses_kv:
+            if chunk.reuses_kv and chunk.unmeasured is None:
                 self._write(plan.sequence, chunk, found)
             elif chunk.lacks_embeddings:
                 missing.append(i)
@@ -208,9 +211,42 @@ class Linker:
         if ended:
             plan.embed()
             plan.stages_ms["place"] = plan.stages_ms.get("place", 0.0) + (time.perf_counter() - began) * 1e3
-        if not plan.loads:
+        if plan.settled:
             plan.unpin()
         return spoiled
+
+    def select(self, work: Sequence[tuple[LinkPlan, Sequence[Run]]], budget: int) -> int:
+        """Choose the tokens that plans which measure compute, and write what is stored of the others.
+
+        The model's first two layers run over the links' tokens in context, chunks with stored KV included; what they
+        leave behind is overwritten, here or by the forward over the plan's runs.
+
+        Args:
+            work: plans, and what no forward has computed of each up to the last chunk that is measured.
+            budget: tokens of one partial forward at most.
+
+        Returns:
+            How many partial forwards it took.
+        """
+        began, taken = time.perf_counter(), 0
+        for part in forwards([(plan.sequence, runs) for plan, runs in work], budget):
+            self.engine.forward_first(part, MEASURED_LAYER + 1)
+            taken += 1
+        for plan, _ in work:
+            for chunk in plan.chunks:
+                if chunk.unmeasured is not None:
+                    self._select_of(plan, chunk, chunk.unmeasured)
+            plan.stages_ms["select"] = (time.perf_counter() - began) * 1e3
+            plan.unpin()
+        return taken
+
+    def _select_of(self, plan: LinkPlan, chunk: ChunkPlan, stored: CanonicalRecord) -> None:
+        mode, span, layer = plan.request.mode, chunk.span, [MEASURED_LAYER]
+        in_context = self.engine.read_kv(plan.sequence.blocks, span.start, len(span), layer)
+        deviation = deviations(in_context, stored.kv[layer], chunk.start_position, self.engine.layout)
+        chunk.selected, chunk.unmeasured = selected_by_deviation(mode, deviation, span.start), None
+        chunk.outcome = replace(chunk.outcome, reason=_selected_reason(mode, chunk))
+        self._write(plan.sequence, chunk, Found(canonical=stored))
 
     def arriving(self, plan: LinkPlan) -> list[Arriving]:
         """All chunks on their way, for a forward that writes them as they come in; none if one has no layer yet."""
@@ -233,14 +269,19 @@ class Linker:
             mode,
             canonical=found.canonical is not None,
             patch=found.patch is not None,
-            embeddings=not fresh and chunk.embeddings is not None,
+            embeddings=not (fresh or chunk.lacks_embeddings),
         )
         if not point.reuses_kv and not chunk.span.needs_embeddings:
             point = OperatingPoint.RECOMPUTED
         rank = found.patch.patch.rank if found.patch and point is OperatingPoint.PATCHED else None
-        chunk.outcome = replace(
-            chunk.outcome, operating_point=point, reason=_reason(mode, point, found.patch), rank=rank
-        )
+        reason = _reason(mode, point, found)
+        if point is OperatingPoint.SELECTED:
+            if mode.measures:
+                chunk.unmeasured = found.canonical
+            else:
+                chunk.selected = selected_by_place(mode, chunk.span.start, chunk.span.stop)
+            reason = _selected_reason(mode, chunk)
+        chunk.outcome = replace(chunk.outcome, operating_point=point, reason=reason, rank=rank)
 
     def _write(self, sequence: LinkSequence, chunk: ChunkPlan, found: Found) -> None:
         """Relocate, patch and write a chunk's stored KV."""
@@ -251,16 +292,24 @@ class Linker:
 
 
 def _expected(mode: Mode) -> OperatingPoint:
-    return policies.operating_point(mode, canonical=True, patch=True, embeddings=False)
+    return policies.operating_point(mode, canonical=True, patch=True, embeddings=True)
 
 
-def _reason(mode: Mode, point: OperatingPoint, patch: PatchRecord | None) -> str:
-    if point is OperatingPoint.PATCHED and patch is not None:
-        return f"stored {patch.patch.kind} patch for these antecedents"
+def _selected_reason(mode: Mode, chunk: ChunkPlan) -> str:
+    if chunk.unmeasured is not None:
+        return f"mode {mode}: deviations are to be measured"
+    return f"mode {mode}: {sum(map(len, chunk.selected))} of {len(chunk.span)} tokens computed in context"
+
+
+def _reason(mode: Mode, point: OperatingPoint, found: Found) -> str:
+    if point is OperatingPoint.PATCHED and found.patch is not None:
+        return f"stored {found.patch.patch.kind} patch for these antecedents"
     if point is OperatingPoint.RELOCATED:
         return "mode full-reuse: canonical KV, no patch"
     if mode in (Mode.EXACT, Mode.OFF):
         return f"mode {mode}: computed in context"
-    if patch is not None:
+    if found.patch is not None:
         return "a patch is stored, but no canonical KV could be loaded"
-    return "no patch stored for these antecedents" if mode is Mode.AUTO else "no canonical KV stored"
+    if found.canonical is not None:
+        return "canonical KV is stored, but no embeddings for the tokens to compute"
+    return "no patch stored for these antecedents" if mode == Mode.AUTO else "no canonical KV stored"

@@ -6,6 +6,9 @@ the hits of all tiers go on loading (mpic.md §3.2).
 
     a patch is stored ──▶ coming ── patch ∥ canonical KV ──▶ found: KV
           └── none ──────────┴── failed, slow or damaged ──▶ embeddings ──▶ found: embeddings, or nothing
+
+Modes that link canonical KV without a patch begin at the canonical; those that compute some of a chunk's tokens all the
+same load its embeddings beside.
 """
 
 from __future__ import annotations
@@ -17,9 +20,9 @@ from typing import cast
 
 from torch import Tensor
 
-from kvstore.format import CanonicalRecord, PatchRecord
+from kvstore.format import CanonicalRecord, EmbeddingRecord, PatchRecord
 from kvstore.library import Library, Loading
-from prefill_workers.policies import Mode, looks_up_patch
+from prefill_workers.policies import Mode, ModeKind, looks_up_patch, uses_canonical_alone
 
 _THREADS = 128  # they wait for tiers; the library bounds the reads themselves
 
@@ -42,7 +45,10 @@ class ChunkKeys:
 
 @dataclass(frozen=True)
 class Found:
-    """What the library gave for one chunk: KV to place, or else embeddings to compute with, or nothing."""
+    """What the library gave for one chunk: KV to place, embeddings to compute with, or nothing.
+
+    Both only for modes that compute some tokens of a chunk whose KV is stored.
+    """
 
     canonical: CanonicalRecord | None = None
     patch: PatchRecord | None = None
@@ -96,7 +102,7 @@ class Lookups:
     def start(self, keys: ChunkKeys, mode: Mode) -> Lookup:
         """Start looking for what serves a request of this mode."""
         lookup = Lookup()
-        if mode is Mode.OFF:
+        if mode.kind is ModeKind.OFF:
             lookup._found.set_result(Found())
             lookup._decide(coming=False)
         else:
@@ -105,10 +111,13 @@ class Lookups:
 
     def _run(self, lookup: Lookup, keys: ChunkKeys, mode: Mode) -> None:
         try:
+            library, key = self._library, keys.embedding
+            beside = library.load("embedding", key, keys.owner) if key is not None and mode.recomputes else None
             found = self._kv(lookup, keys, mode)
-            if found.canonical is None and keys.embedding is not None:
-                record = self._library.get_embedding(keys.embedding, keys.owner)
-                found = replace(found, embeddings=record.embeddings if record else None)
+            if key is not None and (found.canonical is None or beside is not None):
+                record = library.wait(beside) if beside is not None else library.get_embedding(key, keys.owner)
+                embeddings = cast(EmbeddingRecord, record).embeddings if record is not None else None
+                found = replace(found, embeddings=embeddings)
             lookup._found.set_result(found)
             lookup._decide(coming=found.canonical is not None)
         except BaseException as error:  # a defect: whoever asked must hear of it, not wait for ever
@@ -125,7 +134,7 @@ class Lookups:
             if stored is None:
                 return Found()
             patch = library.load("patch", *stored)
-        elif mode is not Mode.FULL_REUSE:
+        elif not uses_canonical_alone(mode):
             return Found()
         canonical = library.load("canonical", keys.canonical, keys.owner)
         lookup._loads = canonical, patch

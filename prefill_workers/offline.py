@@ -33,7 +33,7 @@ from prefill_workers.linker import Linker
 from prefill_workers.orbit import set_kind
 from prefill_workers.patch_compiler import PatchCompiler
 from prefill_workers.plan import ChunkPlan, LinkPlan, LinkRequest, PixelsNeeded
-from prefill_workers.sequence import LinkSequence, Run, split_runs
+from prefill_workers.sequence import LinkSequence, Run, forwards
 
 Name = tuple[RecordKind, str]
 
@@ -184,27 +184,14 @@ class OfflineWorker:
                 group.append(sequence)
                 tokens, block = tokens + len(sequence), end
             began = time.perf_counter()
-            self._run(group)
+            for work in forwards([(sequence, [Run(0, len(sequence))]) for sequence in group], self._budget):
+                self.engine.forward(work)
             seconds = time.perf_counter() - began
             # All of them before the first is used: whoever uses it may compute in the same blocks.
             computed = [self.engine.read_kv(sequence.blocks, 0, len(sequence)) for sequence in group]
             for sequence, kv in zip(group, computed, strict=True):
                 yield kv, seconds * len(sequence) / tokens
             waiting = waiting[len(group) :]
-
-    def _run(self, group: Sequence[LinkSequence]) -> None:
-        pending = [(sequence, [Run(0, len(sequence))]) for sequence in group]
-        while pending:
-            budget, work, later = self._budget, [], []
-            for sequence, runs in pending:
-                now, rest = split_runs(runs, budget)
-                if now:
-                    work.append((sequence, now))
-                    budget -= sum(len(run) for run in now)
-                if rest:
-                    later.append((sequence, rest))
-            self.engine.forward(work)
-            pending = later
 
     def _keep_canonical(self, item: _Planned, chunk: ChunkPlan, kv: Tensor, seconds: float) -> None:
         self._harvester.keep_canonical(item.plan, chunk, kv, seconds)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from kvstore.format import CanonicalRecord
 from prefill_workers.lookup import Lookup
 from prefill_workers.policies import Mode, OperatingPoint
 from prefill_workers.sequence import Embedded, LinkSequence, Run, complement
@@ -111,6 +112,9 @@ class ChunkPlan:
 
     While `loading` is set the chunk's KV is on its way and `outcome` is what is expected. `written` is what a
     forward has written of it meanwhile; whether that was sound is known when the load has ended.
+
+    `selected` are the tokens of a chunk with stored KV that a forward computes all the same. While `unmeasured` is set
+    they are still to be found: those whose KV in context is farthest from this.
     """
 
     span: ChunkSpan
@@ -121,16 +125,23 @@ class ChunkPlan:
     loading: Lookup | None = None
     embeddings: Tensor | None = None  # [placeholders that carry one, hidden]
     written: Arriving | None = None
+    selected: tuple[Run, ...] = ()
+    unmeasured: CanonicalRecord | None = None
 
     @property
     def waits(self) -> bool:
-        """Whether what stands behind the chunk must wait for its load."""
-        return self.loading is not None and self.written is None
+        """Whether what stands behind the chunk must wait for its load, or for the choice of its tokens."""
+        return self.unmeasured is not None or (self.loading is not None and self.written is None)
 
     @property
     def reuses_kv(self) -> bool:
-        """Whether the chunk needs no forward."""
+        """Whether the chunk's stored KV is used."""
         return self.outcome.operating_point.reuses_kv
+
+    @property
+    def reused(self) -> list[Run]:
+        """The chunk's tokens that need no forward."""
+        return complement(self.selected, self.span.stop, self.span.start) if self.reuses_kv else []
 
     @property
     def lacks_embeddings(self) -> bool:
@@ -161,8 +172,7 @@ class LinkPlan:
     @property
     def runs(self) -> list[Run]:
         """What a forward computes, if what is loading arrives."""
-        reused = [Run(c.span.start, c.span.stop) for c in self.chunks if c.reuses_kv]
-        return complement(reused, len(self.sequence))
+        return complement([run for c in self.chunks for run in c.reused], len(self.sequence))
 
     def runs_between(self, start: int, stop: int) -> list[Run]:
         """The parts of the runs that lie in the tokens `start` up to `stop`."""
@@ -171,13 +181,26 @@ class LinkPlan:
 
     @property
     def frontier(self) -> int:
-        """The first token that waits for a load. Tokens attend to all before them: none behind it can be computed."""
+        """The first token that waits for a load or a choice.
+
+        Tokens attend to all before them: none behind it can be computed.
+        """
         return next((c.span.start for c in self.chunks if c.waits), len(self.sequence))
 
     @property
     def loads(self) -> bool:
         """Whether some chunk's KV is still on its way."""
         return any(c.loading is not None for c in self.chunks)
+
+    @property
+    def measures(self) -> bool:
+        """Whether `Linker.select` must choose now which tokens of some chunks are computed."""
+        return not self.loads and any(c.unmeasured is not None for c in self.chunks)
+
+    @property
+    def settled(self) -> bool:
+        """Whether all stored KV that the link uses has been written: what is left is a forward over `runs`."""
+        return not self.loads and not self.measures
 
     @property
     def has_news(self) -> bool:
@@ -195,9 +218,9 @@ class LinkPlan:
         return sum(len(run) for run in self.runs)
 
     def embed(self) -> None:
-        """Hand the embeddings of the chunks that are computed to the sequence, in prompt order."""
+        """Hand the embeddings of the chunks that are computed, wholly or in part, to the sequence, in prompt order."""
         self.sequence.embedded = tuple(
             Embedded(c.span.first, c.embeddings, c.span.is_embed)
             for c in self.chunks
-            if c.embeddings is not None and not c.reuses_kv
+            if c.embeddings is not None and c.outcome.operating_point.computes
         )

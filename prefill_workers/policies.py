@@ -1,17 +1,93 @@
-"""Which operating point a chunk is linked at (DESIGN.md, "Operating points"). Pure functions."""
+"""What a request allows, and at which operating point a chunk is linked (DESIGN.md, "Operating points").
+
+Pure functions and values.
+"""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar
 
 
-class Mode(StrEnum):
-    """What a request allows."""
+class ModeKind(StrEnum):
+    """What a request allows, but for how much of it."""
 
     AUTO = "auto"  # stored patches where they fit, exact otherwise
     EXACT = "exact"  # every chunk computed in context
     FULL_REUSE = "full-reuse"  # canonical KV wherever stored, no patch: the blind baseline
     OFF = "off"  # nothing looked up, nothing stored
+    MPIC = "mpic"  # as full-reuse, but a chunk's first tokens are computed in context (mpic.md §4.2)
+    CACHEBLEND = "cacheblend"  # as full-reuse, but the tokens are whose KV deviates most (CacheBlend, §4)
+
+
+_LARGEST = {ModeKind.MPIC: 4096, ModeKind.CACHEBLEND: 100}
+_WITH_AMOUNT = re.compile(r"(mpic|cacheblend)-([0-9]{1,4})")
+MODES = "auto, exact, full-reuse, off, mpic-K (K from 0 to 4096) or cacheblend-R (R from 0 to 100)"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What a request allows.
+
+    `amount` is how much of a chunk with stored KV is computed in context all the same: the first so many tokens (mpic),
+    or so many per cent of its tokens (cacheblend). Other kinds have none.
+    """
+
+    kind: ModeKind
+    amount: int = 0
+
+    AUTO: ClassVar[Mode]
+    EXACT: ClassVar[Mode]
+    FULL_REUSE: ClassVar[Mode]
+    OFF: ClassVar[Mode]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.amount <= _LARGEST.get(self.kind, 0):
+            raise ValueError(f"amount {self.amount} of mode {self.kind!r} is out of range; use {MODES}")
+
+    @classmethod
+    def parse(cls, text: str) -> Mode:
+        """The mode that a request writes as `text`, such as `auto` or `mpic-32`.
+
+        Raises:
+            ValueError: naming what is allowed.
+        """
+        named = _NAMED.get(text)
+        if named is not None:
+            return named
+        written = _WITH_AMOUNT.fullmatch(text)
+        if written is None or int(written[2]) > _LARGEST[ModeKind(written[1])]:
+            raise ValueError(f"unknown mode {text!r}; use {MODES}")
+        return cls(ModeKind(written[1]), int(written[2]))
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.amount}" if self.selects else str(self.kind)
+
+    def selected(self, tokens: int) -> int:
+        """How many of a chunk's `tokens` with stored KV are computed in context; a share of a token counts as one."""
+        return -(-tokens * self.amount // 100) if self.kind is ModeKind.CACHEBLEND else min(self.amount, tokens)
+
+    @property
+    def selects(self) -> bool:
+        """Whether some tokens of a chunk with stored KV may be computed in context, and the others not."""
+        return self.kind in _LARGEST
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether some tokens of every chunk with stored KV are computed in context."""
+        return self.amount > 0
+
+    @property
+    def measures(self) -> bool:
+        """Whether which tokens are computed in context must be found out by a partial forward."""
+        return self.kind is ModeKind.CACHEBLEND and 0 < self.amount < _LARGEST[self.kind]
+
+
+Mode.AUTO, Mode.EXACT = Mode(ModeKind.AUTO), Mode(ModeKind.EXACT)
+Mode.FULL_REUSE, Mode.OFF = Mode(ModeKind.FULL_REUSE), Mode(ModeKind.OFF)
+_NAMED = {str(mode): mode for mode in (Mode.AUTO, Mode.EXACT, Mode.FULL_REUSE, Mode.OFF)}
 
 
 class OperatingPoint(StrEnum):
@@ -19,29 +95,47 @@ class OperatingPoint(StrEnum):
 
     PATCHED = "patched"  # relocated and patched, no forward
     RELOCATED = "relocated"  # relocated only (blind), no forward
+    SELECTED = "selected"  # relocated, and some tokens computed in context
     RECOMPUTED = "recomputed"  # computed in context, from stored embeddings or from text
     ENCODED = "encoded"  # never seen: pixels encoded, then computed in context
 
     @property
     def reuses_kv(self) -> bool:
-        """Whether the chunk needed no forward."""
-        return self in (OperatingPoint.PATCHED, OperatingPoint.RELOCATED)
+        """Whether the chunk's stored KV is used."""
+        return self in (OperatingPoint.PATCHED, OperatingPoint.RELOCATED, OperatingPoint.SELECTED)
+
+    @property
+    def computes(self) -> bool:
+        """Whether a forward computes tokens of the chunk."""
+        return self not in (OperatingPoint.PATCHED, OperatingPoint.RELOCATED)
+
+    @property
+    def is_conditioned(self) -> bool:
+        """Whether all of the chunk's KV knows of the chunks before: patches may be formed behind it."""
+        return self not in (OperatingPoint.RELOCATED, OperatingPoint.SELECTED)
 
 
 def looks_up_patch(mode: Mode) -> bool:
     """Whether a stored patch could serve a request of this mode."""
-    return mode is Mode.AUTO
+    return mode.kind is ModeKind.AUTO
+
+
+def uses_canonical_alone(mode: Mode) -> bool:
+    """Whether stored canonical KV serves a request of this mode without a patch."""
+    return mode.kind is ModeKind.FULL_REUSE or mode.selects
 
 
 def forms_patches(mode: Mode) -> bool:
     """Whether what a request of this mode computed is kept for later requests."""
-    return mode is not Mode.OFF
+    return mode.kind is not ModeKind.OFF
 
 
 def operating_point(mode: Mode, *, canonical: bool, patch: bool, embeddings: bool) -> OperatingPoint:
     """The cheapest point that `mode` allows, given what is stored for the chunk behind these antecedents."""
-    if canonical and patch and mode is Mode.AUTO:
+    if canonical and patch and looks_up_patch(mode):
         return OperatingPoint.PATCHED
-    if canonical and mode is Mode.FULL_REUSE:
+    if canonical and mode.kind is ModeKind.FULL_REUSE:
         return OperatingPoint.RELOCATED
-    return OperatingPoint.RECOMPUTED if embeddings and mode is not Mode.OFF else OperatingPoint.ENCODED
+    if canonical and mode.selects and (embeddings or not mode.recomputes):
+        return OperatingPoint.SELECTED
+    return OperatingPoint.RECOMPUTED if embeddings and mode.kind is not ModeKind.OFF else OperatingPoint.ENCODED

@@ -9,7 +9,7 @@ attends, so one forward gives exactly what a full prefill would, with no kernel 
 |--------------------|---------------------------------------------------------------------|
 | `describe`         | shapes, block size, rotary frequencies: plain values                 |
 | `learn_pages`      | takes this rank's share of the layout, finds how a block stores a token |
-| `forward_runs`     | one forward over the runs of several sequences                       |
+| `forward_runs`     | one forward over several sequences' runs, all layers or the first    |
 | `write_kv`         | a linked chunk into blocks, through the backend's own update op      |
 | `read_kv`          | a chunk's KV out of blocks, through the learned page layout          |
 | `encode`           | pixels to embeddings                                                 |
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -36,7 +35,7 @@ from vllm.multimodal.utils import group_and_batch_mm_kwargs
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvstore.layout import Layout
-from prefill_workers.sequence import LinkSequence, Run
+from prefill_workers.batch import Rows, RunBatch
 
 _QUANTISED = {
     "fp8": torch.float8_e4m3fn,
@@ -61,60 +60,6 @@ class ArrivingLayers(Protocol):
 
 class UnsupportedEngine(RuntimeError):
     """The model keeps or rotates its KV in a way that chunks cannot be relocated in."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of an attention batch."""
-
-    lengths: Tensor  # [r] int32, tokens of each row
-    ends: Tensor  # [r] int32, index behind each row's last token
-    block_tables: Tensor  # [r, blocks] int32
-
-
-@dataclass(frozen=True)
-class RunBatch:
-    """One forward: the tokens of all runs, concatenated. `t` tokens; a row is a run."""
-
-    token_ids: Tensor  # [t] int32
-    positions: Tensor  # [t] or [3, t] int64
-    slots: Tensor  # [t] int64, where each token's KV goes
-    index: Tensor  # [t] int64, index of each token in its own sequence
-    rows: Rows
-    is_embedding: Tensor  # [t] bool
-    embeddings: Tensor | None  # [is_embedding.sum(), hidden]
-
-
-def assemble(work: Sequence[tuple[LinkSequence, Sequence[Run]]], block_size: int) -> RunBatch:
-    """Concatenate the runs of several sequences into one batch, in order."""
-    lengths = torch.tensor([run.stop - run.start for _, runs in work for run in runs], dtype=torch.int32)
-    ends = torch.tensor([run.stop for _, runs in work for run in runs], dtype=torch.int32)
-    widest = max(len(sequence.blocks) for sequence, _ in work)
-    tables = torch.zeros(len(lengths), widest, dtype=torch.int32)
-    parts: dict[str, list[Tensor]] = {name: [] for name in ("ids", "positions", "slots", "index", "mask", "embeddings")}
-    row = 0
-    for sequence, runs in work:
-        table = torch.tensor(sequence.blocks, dtype=torch.int32)
-        tables[row : row + len(runs), : len(table)] = table
-        row += len(runs)
-        index = torch.cat([torch.arange(run.start, run.stop) for run in runs])
-        parts["ids"].append(sequence.token_ids[index])
-        parts["positions"].append(sequence.positions[..., index])
-        parts["slots"].append(table[index // block_size].long() * block_size + index % block_size)
-        parts["index"].append(index)
-        rows, mask = sequence.embedding_rows(index)
-        parts["mask"].append(mask)
-        if rows is not None:
-            parts["embeddings"].append(rows)
-    return RunBatch(
-        token_ids=torch.cat(parts["ids"]),
-        positions=torch.cat(parts["positions"], dim=-1),
-        slots=torch.cat(parts["slots"]),
-        index=torch.cat(parts["index"]),
-        rows=Rows(lengths, ends, tables),
-        is_embedding=torch.cat(parts["mask"]),
-        embeddings=torch.cat(parts["embeddings"]) if parts["embeddings"] else None,
-    )
 
 
 class RunsExtension:
@@ -191,10 +136,12 @@ class RunsExtension:
         logits: bool = False,
         arriving: Sequence[ArrivingLayers] = (),
         deadline: float = 0.0,
+        layers: int | None = None,
     ) -> Tensor | None:
         """Compute and store the KV of every token in `batch`.
 
         Args:
+            layers: how many layers run, the first; None: all of them. Without all there are no logits.
             arriving: KV that is stored meanwhile, each layer of it before that layer attends. A layer that is not there
                 at `deadline` is left out; whoever gave it knows.
 
@@ -232,7 +179,7 @@ class RunsExtension:
             num_tokens=len(batch.slots),
             slot_mapping=dict.fromkeys(group.layer_names, slots),
         )
-        with context, self._writing(arriving, deadline):
+        with context, self._writing(arriving, deadline), self._ending_behind(layers):
             hidden = runner.model(
                 input_ids=None,
                 positions=batch.positions.to(to, non_blocking=True),
@@ -244,6 +191,24 @@ class RunsExtension:
         last = batch.rows.lengths.cumsum(0) - 1
         scores = runner.model.compute_logits(hidden[last.to(to)])
         return None if scores is None else scores.float().cpu()  # gathered on the first rank
+
+    @contextmanager
+    def _ending_behind(self, layers: int | None) -> Iterator[None]:
+        """The model ends behind its first `layers` layers.
+
+        vLLM's models walk `layers[start_layer:end_layer]`, which is how they are split into pipelines. Leaving the
+        forward by an exception instead would leave behind what models hand their layers (Qwen3-VL's deepstack features)
+        for the next forward to find.
+        """
+        if layers is None:
+            yield
+            return
+        walker, whole = self._walker, self._walker.end_layer
+        walker.end_layer = walker.start_layer + layers
+        try:
+            yield
+        finally:
+            walker.end_layer = whole
 
     @contextmanager
     def _writing(self, arriving: Sequence[ArrivingLayers], deadline: float) -> Iterator[None]:
@@ -300,20 +265,23 @@ class RunsExtension:
             self._update(layer, rows, slots)
 
     @torch.inference_mode()
-    def read_kv(self, blocks: Sequence[int], first: int, count: int) -> Tensor:
-        """KV of `count` tokens that begin `first` tokens into `blocks`: [layers, count, local features], as stored."""
+    def read_kv(self, blocks: Sequence[int], first: int, count: int, layers: Sequence[int] | None = None) -> Tensor:
+        """KV of `count` tokens that begin `first` tokens into `blocks`: [layers, count, local features], as stored.
+
+        Of the layers named, or of all.
+        """
         if self._pages is None:
             raise RuntimeError("learn_pages has not run")
         size, features = self._group.kv_cache_spec.block_size, sum(segment.features for segment in self._local)
         used = torch.tensor(blocks, device=self._device)[first // size : -(-(first + count) // size)]
         skip = first % size
-        layers = len(self._group.layer_names)
-        out = torch.empty(layers, count, features, dtype=self.model_runner.vllm_config.model_config.dtype)
-        for layer in range(layers):
+        read = range(len(self._group.layer_names)) if layers is None else layers
+        out = torch.empty(len(read), count, features, dtype=self.model_runner.vllm_config.model_config.dtype)
+        for rows, layer in zip(out, read, strict=True):
             pages = self._cache(layer)[used].flatten(1).index_select(1, self._pages)
             if self._quantised is not None:
                 pages = pages.view(self._quantised)
-            out[layer] = pages.view(-1, features)[skip : skip + count]
+            rows.copy_(pages.view(-1, features)[skip : skip + count])
         return out
 
     @torch.inference_mode()
@@ -359,6 +327,16 @@ class RunsExtension:
             kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
             raise UnsupportedEngine(f"the model's layers keep KV in {len(groups)} different ways ({kinds}), not in one")
         return groups[0]
+
+    @cached_property
+    def _walker(self) -> Any:
+        """The module that runs the layers which keep KV, one after the other."""
+        named = self.model_runner.model.named_modules()
+        layers = self._group.layer_names[0]
+        walkers = [m for name, m in named if hasattr(m, "end_layer") and layers.startswith(f"{name}.")]
+        if len(walkers) != 1:
+            raise UnsupportedEngine(f"expected one module that walks the model's layers, found {len(walkers)}")
+        return walkers[0]
 
     @property
     def _device(self) -> torch.device:

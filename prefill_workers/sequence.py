@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -63,9 +63,9 @@ class LinkSequence:
         return (torch.cat(rows) if rows and bool(mask.any()) else None), mask
 
 
-def complement(reused: Sequence[Run], length: int) -> list[Run]:
-    """The runs of `length` tokens that `reused` (in order, disjoint) leaves to be computed."""
-    edges = [0, *(edge for run in reused for edge in (run.start, run.stop)), length]
+def complement(runs: Sequence[Run], stop: int, start: int = 0) -> list[Run]:
+    """What `runs` (in order, disjoint) leave of the tokens `start` up to `stop`."""
+    edges = [start, *(edge for run in runs for edge in (run.start, run.stop)), stop]
     return merge_runs([Run(a, b) for a, b in list(pairwise(edges))[::2]])
 
 
@@ -84,6 +84,24 @@ def split_runs(runs: Sequence[Run], budget: int) -> tuple[list[Run], list[Run]]:
         now.append(run)
         budget -= len(run)
     return now, []
+
+
+def forwards(
+    work: Sequence[tuple[LinkSequence, Sequence[Run]]], budget: int
+) -> Iterator[list[tuple[LinkSequence, list[Run]]]]:
+    """The runs of several sequences, cut into the work of one forward after another; each has up to `budget` tokens."""
+    pending = [(sequence, list(runs)) for sequence, runs in work if runs]
+    while pending:
+        left, now, later = budget, [], []
+        for sequence, runs in pending:
+            taken, rest = split_runs(runs, left)
+            left -= sum(map(len, taken))
+            if taken:
+                now.append((sequence, taken))
+            if rest:
+                later.append((sequence, rest))
+        yield now
+        pending = later
 
 
 def merge_runs(runs: Sequence[Run]) -> list[Run]:

@@ -3,8 +3,9 @@
 Each turn it frees what decode engines have read, admits waiting links while blocks last, places the chunks whose loads
 have ended, and runs ONE forward over what all admitted links can compute, up to a token budget; a long run goes on in
 the next turn. A link computes while its later chunks still load (mpic.md §3.2): up to its frontier, the first token
-that waits for one, and beyond it where layers come in faster than they are needed (see `arriving`). When there is no
-link it works off the harvest of earlier ones (see `background`).
+that waits for one, and beyond it where layers come in faster than they are needed (see `arriving`). Which tokens a link
+chooses by deviation is found out by partial forwards before (`Linker.select`). When there is no link it works off the
+harvest of earlier ones (see `background`).
 """
 
 from __future__ import annotations
@@ -79,6 +80,12 @@ class _Job:
         """Tokens to be computed."""
         return sum(map(len, self.pending))
 
+    @property
+    def to_measure(self) -> list[Run]:
+        """What no forward has computed up to the last chunk whose deviation is measured."""
+        stop = max(c.span.stop for c in self.plan.chunks if c.unmeasured is not None)
+        return merge_runs([*self.pending, Run(self.reached, stop)])
+
     def compute_up_to(self, frontier: int) -> None:
         """Take up the runs before the frontier."""
         self.pending = merge_runs([*self.pending, *self.plan.runs_between(self.reached, frontier)])
@@ -103,6 +110,7 @@ class LoopStats:
     leases: int
     forwards: int
     forwards_by_layer: int  # of these: beside loads that kept ahead of them
+    forwards_partial: int  # besides these: to choose tokens by how far their KV deviates
     tokens_forwarded: int
     leases_expired: int
     harvest_failures: int
@@ -150,7 +158,7 @@ class PrefillLoop:
         self._abandoned: deque[str] = deque()
         self._wake = threading.Condition()
         self._stopping = False
-        self._forwards = self._by_layer = self._tokens = self._expired = 0
+        self._forwards = self._by_layer = self._partial = self._tokens = self._expired = 0
         self._thread = threading.Thread(target=self._run, name="prefill-loop", daemon=True)
 
     # -- called from other threads ------------------------------------------------------------------------------------
@@ -171,7 +179,7 @@ class PrefillLoop:
         needed = self._pool.blocks_for(len(plan.sequence))
         if needed > self._pool.total:
             raise PromptTooLarge(f"the prompt needs {needed} KV blocks, the prefill worker has {self._pool.total}")
-        job = _Job(plan, Future(), time.perf_counter())
+        job = _Job(plan, Future(), time.perf_counter(), by_layer=not plan.request.mode.selects)
         with self._wake:
             if self._stopping:
                 raise Overloaded("the prefill worker is shutting down")
@@ -201,6 +209,7 @@ class PrefillLoop:
             leases=self._pool.leases,
             forwards=self._forwards,
             forwards_by_layer=self._by_layer,
+            forwards_partial=self._partial,
             tokens_forwarded=self._tokens,
             leases_expired=self._expired,
             harvest_failures=self._background.failures,
@@ -302,9 +311,10 @@ class PrefillLoop:
 
     def _step(self) -> None:
         self._running = [job for job in self._running if self._advance(job)]
+        self._select()
         if any(job.computes for job in self._running):
             self._forward()
-        finished = [job for job in self._running if not (job.plan.loads or job.pending)]
+        finished = [job for job in self._running if job.plan.settled and not job.pending]
         if not finished:
             self._wait_for_loads()
         self._running = [job for job in self._running if job not in finished]
@@ -332,6 +342,21 @@ class PrefillLoop:
             self._fail(job, error)
             return False
         return True
+
+    def _select(self) -> None:
+        """Choose the tokens of links that measure deviations, once all that they link is loaded."""
+        ready = [job for job in self._running if job.plan.measures]
+        if not ready:
+            return
+        try:
+            self._partial += self._linker.select([(job.plan, job.to_measure) for job in ready], self._budget)
+        except Exception as error:
+            for job in ready:
+                self._fail(job, error)
+            self._running = [job for job in self._running if job not in ready]
+            return
+        for job in ready:
+            job.compute_up_to(job.plan.frontier)
 
     def _take_up_arriving(self, job: _Job) -> None:
         """Let this turn's forward write the chunks that are coming in, if their layers keep ahead of it."""

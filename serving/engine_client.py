@@ -153,8 +153,8 @@ class LinkedEngineClient(_NotOurs):
 
     def prefetch(self, contents: Sequence[str], trace: RequestTrace) -> None:
         """Let a prefill worker load what is stored for a prompt's chunks while the prompt is still being rendered."""
-        mode = Mode(trace.options.mode)
-        if contents and mode is not Mode.OFF:
+        mode = Mode.parse(trace.options.mode)
+        if contents and mode != Mode.OFF:
             self._roles.prefetch(
                 PrefetchRequest(
                     tuple(contents),
@@ -173,7 +173,7 @@ class LinkedEngineClient(_NotOurs):
             request_id=request_id,
             token_ids=segments.token_ids,
             chunks=segments.chunks,
-            mode=Mode(trace.options.mode),
+            mode=Mode.parse(trace.options.mode),
             tenant=trace.tenant,
             prefix=trace.prefix_tokens,
             readers=params.n or 1,

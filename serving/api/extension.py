@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -10,10 +9,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from prefill_workers.policies import Mode
 from serving.api.errors import InvalidRequest
 from serving.documents import Document
-
-_LATER = re.compile(r"mpic-\d+|cacheblend-\d+")
 
 
 class OrbitOptions(BaseModel):
@@ -24,7 +22,10 @@ class OrbitOptions(BaseModel):
     mode: str = Field(
         "auto",
         description="auto: stored patches where they fit, exact otherwise. exact: every chunk computed in context. "
-        "full-reuse: canonical KV without patches (blind baseline). off: nothing looked up, nothing stored.",
+        "full-reuse: canonical KV without patches (blind baseline). off: nothing looked up, nothing stored. "
+        "mpic-K (K from 0 to 4096): as full-reuse, but the first K tokens of every chunk are computed in context. "
+        "cacheblend-R (R from 0 to 100): as full-reuse, but those R per cent of every chunk's tokens are computed in "
+        "context whose KV deviates most from what is stored.",
     )
     order: Literal["fixed"] = Field("fixed", description="Chunks keep the order in which they were sent.")
     text: Literal["free"] = Field("free", description="Text before and between chunks does not key patches.")
@@ -32,11 +33,7 @@ class OrbitOptions(BaseModel):
     @field_validator("mode")
     @classmethod
     def _known_mode(cls, mode: str) -> str:
-        if mode in ("auto", "exact", "full-reuse", "off"):
-            return mode
-        if _LATER.fullmatch(mode):
-            raise ValueError(f"mode {mode!r} is not available in this version; use auto, exact, full-reuse or off")
-        raise ValueError(f"unknown mode {mode!r}; use auto, exact, full-reuse or off")
+        return str(Mode.parse(mode))
 
 
 def parse_options(value: Any) -> OrbitOptions:

@@ -51,6 +51,19 @@ def test_exact_computes_but_does_not_encode_again(service: Service):
     assert again["orbit"]["tokens_reused"] == again["orbit"]["vision_tokens_encoded"] == 0
 
 
+@pytest.mark.parametrize(("number", "mode"), [(141, "mpic-32"), (145, "cacheblend-15")])
+def test_some_tokens_of_a_stored_chunk_are_computed_on_request(service: Service, number: int, mode: str):
+    service.chat(user(picture(number), "What is this?"))
+    service.settle()
+    orbit = service.chat(user(picture(number + 1), picture(number), "And now?"), mode)["orbit"]
+    new, stored = orbit["chunks"]
+    assert (orbit["mode"], new["operating_point"], stored["operating_point"]) == (mode, "encoded", "selected")
+    count = 32 if mode == "mpic-32" else -(-stored["tokens"] * 15 // 100)
+    assert stored["reason"] == f"mode {mode}: {count} of {stored['tokens']} tokens computed in context"
+    assert orbit["tokens_reused"] == stored["tokens"] - count
+    assert orbit["tokens_reused"] + orbit["tokens_computed"] == orbit["prompt_tokens"]
+
+
 def test_full_reuse_needs_no_antecedents(service: Service):
     service.chat(user(picture(131), "What is this?"))
     service.settle()

@@ -163,7 +163,7 @@ class Rig:
     def _with_pixels(self, parts: Sequence[Part], mode: str, request: dict, work: Callable[[LinkPlan], T]) -> T:
         """Plan and do `work`, again with the pixels that either asks for."""
         segments, embeddings = self.render(parts), dict[int, Tensor]()
-        asked = LinkRequest("test", segments.token_ids, segments.chunks, Mode(mode), **request)
+        asked = LinkRequest("test", segments.token_ids, segments.chunks, Mode.parse(mode), **request)
         while True:
             try:
                 return work(self.linker.plan(asked, embeddings))

@@ -14,6 +14,7 @@ from kvstore.library import Library
 from kvstore.settings import LibrarySettings
 from kvstore.tiers import MemoryTier
 from prefill_workers.engine import PrefillEngine
+from prefill_workers.lookup import Lookup
 from prefill_workers.plan import LinkRequest, PixelsNeeded
 
 pytestmark = pytest.mark.engine
@@ -179,6 +180,14 @@ def test_a_damaged_record_is_computed_again(make_rig: Callable[..., Rig], fp32: 
     damaged = rig.link(PAGES, "auto")
     assert "patched" not in damaged.points
     assert difference(damaged.logprobs, healthy.logprobs) < 1e-4
+
+
+def test_kv_that_comes_too_late_for_the_plan_is_computed(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    rig.link(PAGES, "auto")
+    exact = rig.link(PAGES, "exact")
+    monkeypatch.setattr(Lookup, "is_coming", lambda lookup, timeout_s: lookup.found() is None)
+    for mode in ("auto", "full-reuse", "mpic-8"):
+        assert apart(rig.link(PAGES, mode).kv, exact.kv) < 1e-5
 
 
 def test_deleting_content_deletes_what_was_derived_from_it_or_conditioned_on_it(rig: Rig):

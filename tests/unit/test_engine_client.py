@@ -11,7 +11,7 @@ from vllm.exceptions import GenerationError
 from vllm.sampling_params import SamplingParams
 
 from prefill_workers.plan import ChunkOutcome, LinkRequest, PixelsNeeded, PrefetchRequest
-from prefill_workers.policies import OperatingPoint
+from prefill_workers.policies import Mode, OperatingPoint
 from prefill_workers.worker import LinkResult, Overloaded
 from serving.api.chat import contents_of
 from serving.api.errors import OverloadedError
@@ -97,7 +97,7 @@ async def test_outputs_carry_the_callers_id_the_prompt_and_what_was_reused():
         5,
     )
     (request,) = roles.linked
-    assert (request.mode, request.tenant, request.prefix, request.readers) == ("exact", "acme", (1, 2), 2)
+    assert (request.mode, request.tenant, request.prefix, request.readers) == (Mode.EXACT, "acme", (1, 2), 2)
     assert trace.report.tokens_reused == 5
     assert trace.report.ttft_ms is not None
     assert roles.abandoned == []
@@ -187,7 +187,7 @@ def test_stored_chunks_are_asked_for_before_the_prompt_is_rendered(mode: str, co
     client_of(roles).prefetch(contents, trace)
     assert len(roles.prefetched) == sent
     for request in roles.prefetched:
-        assert request == PrefetchRequest(("a", "b"), mode="auto", tenant="acme", prefix=(1, 2))
+        assert request == PrefetchRequest(("a", "b"), mode=Mode.AUTO, tenant="acme", prefix=(1, 2))
 
 
 def test_the_chunks_of_a_request_are_found_in_its_order():

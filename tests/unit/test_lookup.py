@@ -106,6 +106,22 @@ def test_other_modes_look_for_no_kv(full: MemoryTier, mode: Mode, read: list[str
     assert tier.read() == read
 
 
+@pytest.mark.parametrize(("mode", "with_embeddings"), [("mpic-0", False), ("mpic-8", True), ("cacheblend-8", True)])
+def test_modes_that_compute_some_tokens_bring_their_embeddings_along(
+    full: MemoryTier, mode: str, with_embeddings: bool
+) -> None:
+    tier = KindTier(full, "canonical")
+    lookup = start(tier, Mode.parse(mode))
+    assert lookup.is_coming(5)
+    tier.release.set()
+    found = lookup.found()
+    assert (found.canonical is not None, found.patch) == (True, None)
+    assert (found.embeddings is not None) == with_embeddings
+    assert ("embedding" in tier.read()) == with_embeddings
+    lacking = start(full, Mode.parse(mode), replace(KEYS, canonical="0" * 64)).found()
+    assert (lacking.canonical, lacking.embeddings is not None) == (None, True)
+
+
 def test_kv_that_is_not_there_is_not_awaited_and_leaves_the_embeddings(full: MemoryTier) -> None:
     lookup = start(full, keys=replace(KEYS, canonical="0" * 64))
     assert not lookup.is_coming(5)
@@ -171,6 +187,28 @@ def test_the_frontier_is_where_the_first_load_is_waited_for() -> None:
     assert (plan.tokens_reused, plan.tokens_computed) == (30, 70)
     plan.chunks[2].loading = None
     assert plan.frontier == 100
+
+
+def test_a_chunk_with_stored_kv_may_be_computed_in_part() -> None:
+    selected = chunk(10, 20, OperatingPoint.SELECTED)
+    selected.selected = (Run(10, 12), Run(15, 16))
+    whole = chunk(20, 30, OperatingPoint.SELECTED)
+    whole.selected = (Run(20, 30),)
+    plan = plan_of(selected, whole, chunk(40, 50, OperatingPoint.SELECTED), chunk(50, 60, OperatingPoint.ENCODED))
+    assert plan.runs == [Run(0, 12), Run(15, 16), Run(20, 40), Run(50, 100)]
+    assert (plan.tokens_reused, plan.tokens_computed) == (17, 83)
+    assert (plan.settled, plan.measures) == (True, False)
+
+
+def test_what_stands_behind_a_chunk_waits_until_its_tokens_are_chosen() -> None:
+    selected, loading = chunk(10, 20, OperatingPoint.SELECTED), chunk(30, 40, OperatingPoint.SELECTED, True)
+    selected.unmeasured = RECORD
+    plan = plan_of(selected, loading)
+    assert (plan.frontier, plan.settled, plan.measures) == (10, False, False)
+    loading.loading = None
+    assert (plan.frontier, plan.settled, plan.measures) == (10, False, True)
+    selected.unmeasured = None
+    assert (plan.frontier, plan.settled, plan.measures) == (100, True, False)
 
 
 def test_a_plan_knows_of_loads_that_have_ended() -> None:

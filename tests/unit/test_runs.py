@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefill_workers.policies import Mode, OperatingPoint, operating_point
-from prefill_workers.sequence import Embedded, LinkSequence, Run, complement, merge_runs, split_runs
+from prefill_workers.sequence import Embedded, LinkSequence, Run, complement, forwards, merge_runs, split_runs
 
 
 def test_runs_are_what_reuse_leaves():
@@ -16,6 +16,7 @@ def test_runs_are_what_reuse_leaves():
     assert complement([], 4) == [Run(0, 4)]
     assert complement([Run(0, 4)], 4) == []
     assert complement([Run(0, 2), Run(2, 4)], 6) == [Run(4, 6)]
+    assert complement([Run(5, 7), Run(8, 9)], 12, 4) == [Run(4, 5), Run(7, 8), Run(9, 12)]
 
 
 def test_overlapping_runs_are_refused():
@@ -35,6 +36,16 @@ def test_splitting_by_budget_computes_every_token_once_and_in_order(edges, budge
         assert 0 < count <= budget
         seen += [t for run in now for t in range(run.start, run.stop)]
     assert seen == [t for run in runs for t in range(run.start, run.stop)]
+
+
+def test_forwards_take_several_sequences_runs_up_to_the_budget():
+    first, second, third = (LinkSequence(torch.zeros(20).int(), torch.arange(20), ()) for _ in range(3))
+    cut = list(forwards([(first, [Run(0, 3), Run(5, 8)]), (second, []), (third, [Run(0, 5)])], 4))
+    assert [[(place[0] is first, place[1]) for place in work] for work in cut] == [
+        [(True, [Run(0, 3), Run(5, 6)])],
+        [(True, [Run(6, 8)]), (False, [Run(0, 2)])],
+        [(False, [Run(2, 5)])],
+    ]
 
 
 def test_embedding_rows_follow_the_mask_of_placeholders_that_carry_one():
@@ -61,6 +72,12 @@ def test_embedding_rows_follow_the_mask_of_placeholders_that_carry_one():
         (Mode.FULL_REUSE, {"canonical", "patch"}, OperatingPoint.RELOCATED),
         (Mode.FULL_REUSE, {"embeddings"}, OperatingPoint.RECOMPUTED),
         (Mode.OFF, {"canonical", "patch", "embeddings"}, OperatingPoint.ENCODED),
+        (Mode.parse("mpic-8"), {"canonical", "patch", "embeddings"}, OperatingPoint.SELECTED),
+        (Mode.parse("mpic-8"), {"embeddings"}, OperatingPoint.RECOMPUTED),
+        (Mode.parse("mpic-8"), {"canonical", "patch"}, OperatingPoint.ENCODED),
+        (Mode.parse("mpic-0"), {"canonical"}, OperatingPoint.SELECTED),
+        (Mode.parse("cacheblend-8"), {"canonical", "embeddings"}, OperatingPoint.SELECTED),
+        (Mode.parse("cacheblend-8"), {"patch"}, OperatingPoint.ENCODED),
     ],
 )
 def test_operating_point(mode, stored, expected):

@@ -1,0 +1,65 @@
+"""The batch of one forward: the runs of several sequences, concatenated. Plain tensors, no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prefill_workers.sequence import LinkSequence, Run
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of an attention batch."""
+
+    lengths: Tensor  # [r] int32, tokens of each row
+    ends: Tensor  # [r] int32, index behind each row's last token
+    block_tables: Tensor  # [r, blocks] int32
+
+
+@dataclass(frozen=True)
+class RunBatch:
+    """One forward: the tokens of all runs, concatenated. `t` tokens; a row is a run."""
+
+    token_ids: Tensor  # [t] int32
+    positions: Tensor  # [t] or [3, t] int64
+    slots: Tensor  # [t] int64, where each token's KV goes
+    index: Tensor  # [t] int64, index of each token in its own sequence
+    rows: Rows
+    is_embedding: Tensor  # [t] bool
+    embeddings: Tensor | None  # [is_embedding.sum(), hidden]
+
+
+def assemble(work: Sequence[tuple[LinkSequence, Sequence[Run]]], block_size: int) -> RunBatch:
+    """Concatenate the runs of several sequences into one batch, in order."""
+    lengths = torch.tensor([run.stop - run.start for _, runs in work for run in runs], dtype=torch.int32)
+    ends = torch.tensor([run.stop for _, runs in work for run in runs], dtype=torch.int32)
+    widest = max(len(sequence.blocks) for sequence, _ in work)
+    tables = torch.zeros(len(lengths), widest, dtype=torch.int32)
+    parts: dict[str, list[Tensor]] = {name: [] for name in ("ids", "positions", "slots", "index", "mask", "embeddings")}
+    row = 0
+    for sequence, runs in work:
+        table = torch.tensor(sequence.blocks, dtype=torch.int32)
+        tables[row : row + len(runs), : len(table)] = table
+        row += len(runs)
+        index = torch.cat([torch.arange(run.start, run.stop) for run in runs])
+        parts["ids"].append(sequence.token_ids[index])
+        parts["positions"].append(sequence.positions[..., index])
+        parts["slots"].append(table[index // block_size].long() * block_size + index % block_size)
+        parts["index"].append(index)
+        rows, mask = sequence.embedding_rows(index)
+        parts["mask"].append(mask)
+        if rows is not None:
+            parts["embeddings"].append(rows)
+    return RunBatch(
+        token_ids=torch.cat(parts["ids"]),
+        positions=torch.cat(parts["positions"], dim=-1),
+        slots=torch.cat(parts["slots"]),
+        index=torch.cat(parts["index"]),
+        rows=Rows(lengths, ends, tables),
+        is_embedding=torch.cat(parts["mask"]),
+        embeddings=torch.cat(parts["embeddings"]) if parts["embeddings"] else None,
+    )
