@@ -30,6 +30,7 @@ from kvstore.patch_form import PatchForm
 from prefill_workers import policies
 from prefill_workers.arriving import Arriving
 from prefill_workers.engine import PrefillEngine
+from prefill_workers.fidelity import Fidelity
 from prefill_workers.harvest import Harvester
 from prefill_workers.lookup import ChunkKeys, Found, Lookup, Lookups
 from prefill_workers.orbit import set_kind
@@ -44,6 +45,7 @@ from prefill_workers.plan import (
 )
 from prefill_workers.policies import Mode, OperatingPoint
 from prefill_workers.sequence import LinkSequence
+from prefill_workers.settings import FidelitySettings
 
 _TIMEOUTS = 2  # of the library, until a chunk counts as not stored: whether its KV is there, and its embeddings
 
@@ -54,14 +56,21 @@ class Linker:
     Args:
         form: of the patches that it looks for and asks for.
         submit_patch: takes a deficit off the request path and stores its patch (see `patch_compiler`).
+        fidelity: says which operating points are switched off. None: nothing is checked, nothing switched off.
     """
 
     def __init__(
-        self, engine: PrefillEngine, library: Library, form: PatchForm, submit_patch: Callable[[PatchJob], object]
+        self,
+        engine: PrefillEngine,
+        library: Library,
+        form: PatchForm,
+        submit_patch: Callable[[PatchJob], object],
+        fidelity: Fidelity | None = None,
     ) -> None:
         self.engine = engine
         self.library = library
         self.form = form
+        self.fidelity = fidelity or Fidelity(FidelitySettings(share=0))
         self.harvester = Harvester(engine, library, form, submit_patch)
         self._lookups = Lookups(library)
         self._delimiters: tuple[int, ...] = ()  # token ids around the placeholders of the image seen last
@@ -71,11 +80,12 @@ class Linker:
     def prefetch(self, request: PrefetchRequest) -> None:
         """Start loading for a prompt that is still being rendered, so that memory has it when the prompt comes."""
         antecedents: list[str] = []
+        mode = Mode.EXACT if self._ruled_out(request.mode) else request.mode
         for i, content in enumerate(request.contents):
             text = content in request.documents
             delimiters, contents = () if text else self._delimiters, request.contents[: i + 1]
             keys = self._keys(request.tenant, contents, delimiters, request.prefix, antecedents, embeds=not text)
-            self._lookups.start(keys, request.mode)
+            self._lookups.start(keys, mode)
             antecedents.append(keys.canonical)
 
     def plan(self, request: LinkRequest, embeddings: Mapping[int, Tensor] | None = None) -> LinkPlan:
@@ -92,14 +102,16 @@ class Linker:
         wanted = self.keys(request)
         with ExitStack() as pins:
             pins.enter_context(self.library.pin(key for keys in wanted for key in keys.all()))
-            lookups = [self._lookups.start(keys, request.mode) for keys in wanted]
+            ruled_out = self._ruled_out(request.mode)
+            mode = Mode.EXACT if ruled_out else request.mode
+            lookups = [self._lookups.start(keys, mode) for keys in wanted]
             positions, lag = self.engine.positions(
                 request.token_ids,
                 [(c.modality, c.grid, c.first, c.count) for c in request.chunks if c.needs_embeddings],
             )
             positions = positions + lag
             chunks = [
-                self._chunk(request, i, wanted, lookup, positions, (embeddings or {}).get(i))
+                self._chunk(request, i, wanted, lookup, positions, (embeddings or {}).get(i), ruled_out)
                 for i, lookup in enumerate(lookups)
             ]
             missing = [i for i, chunk in enumerate(chunks) if chunk.loading is None and chunk.lacks_embeddings]
@@ -159,6 +171,7 @@ class Linker:
         lookup: Lookup,
         positions: Tensor,
         fresh: Tensor | None,
+        ruled_out: OperatingPoint | None,
     ) -> ChunkPlan:
         span, keys = request.chunks[index], wanted[index]
         coming = lookup.is_coming(_TIMEOUTS * self.library.settings.load_timeout_s)
@@ -170,10 +183,16 @@ class Linker:
             outcome=ChunkOutcome(len(span), _expected(request.mode), index, "stored KV is loading"),
             loading=lookup if coming else None,
             embeddings=fresh,
+            ruled_out=ruled_out,
         )
         if not coming:
             self._settle(chunk, request.mode, lookup.found() if lookup.done() else Found())
         return chunk
+
+    def _ruled_out(self, mode: Mode) -> OperatingPoint | None:
+        """The operating point that a mode looks for, if it is switched off: then its chunks are computed exactly."""
+        point = _expected(mode)
+        return None if self.fidelity.allows(point) else point
 
     # -- advance ------------------------------------------------------------------------------------------------------
 
@@ -226,6 +245,8 @@ class Linker:
 
     def _settle(self, chunk: ChunkPlan, mode: Mode, found: Found) -> None:
         """Fix a chunk's operating point by what was found for it. Embeddings that came with the request go first."""
+        if chunk.ruled_out is not None:
+            mode = Mode.EXACT
         fresh = chunk.embeddings is not None
         if not fresh:
             chunk.embeddings = found.embeddings
@@ -238,9 +259,10 @@ class Linker:
         if not point.reuses_kv and not chunk.span.needs_embeddings:
             point = OperatingPoint.RECOMPUTED
         rank = found.patch.patch.rank if found.patch and point is OperatingPoint.PATCHED else None
-        chunk.outcome = replace(
-            chunk.outcome, operating_point=point, reason=_reason(mode, point, found.patch), rank=rank
-        )
+        reason = _reason(mode, point, found.patch)
+        if chunk.ruled_out is not None:
+            reason = f"operating point {chunk.ruled_out} is switched off: computed in context"
+        chunk.outcome = replace(chunk.outcome, operating_point=point, reason=reason, rank=rank)
 
     def _write(self, sequence: LinkSequence, chunk: ChunkPlan, found: Found) -> None:
         """Relocate, patch and write a chunk's stored KV."""

@@ -110,7 +110,8 @@ class ChunkPlan:
     """One chunk of a plan: where it stands, what is loading for it, and how it is linked.
 
     While `loading` is set the chunk's KV is on its way and `outcome` is what is expected. `written` is what a
-    forward has written of it meanwhile; whether that was sound is known when the load has ended.
+    forward has written of it meanwhile; whether that was sound is known when the load has ended. `ruled_out` is the
+    operating point that the request's mode would have looked for, if it is switched off (see `fidelity`).
     """
 
     span: ChunkSpan
@@ -121,6 +122,7 @@ class ChunkPlan:
     loading: Lookup | None = None
     embeddings: Tensor | None = None  # [placeholders that carry one, hidden]
     written: Arriving | None = None
+    ruled_out: OperatingPoint | None = None
 
     @property
     def waits(self) -> bool:

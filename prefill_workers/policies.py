@@ -28,6 +28,9 @@ class OperatingPoint(StrEnum):
         return self in (OperatingPoint.PATCHED, OperatingPoint.RELOCATED)
 
 
+EXACT_POINTS = frozenset({OperatingPoint.RECOMPUTED, OperatingPoint.ENCODED})  # all others are approximate
+
+
 def looks_up_patch(mode: Mode) -> bool:
     """Whether a stored patch could serve a request of this mode."""
     return mode is Mode.AUTO
