@@ -26,6 +26,8 @@ from serving.config import OrbitServeConfig
 
 if TYPE_CHECKING:
     from prefill_workers.engine import PrefillEngine
+    from prefill_workers.fidelity import PointStatus
+    from prefill_workers.policies import OperatingPoint
 
 _READY_SECONDS = 300.0
 
@@ -173,6 +175,14 @@ class EmbeddedRoles:
     async def check_health(self) -> None:
         """Raises when the decode engine died."""
         await self._decode.check_health()
+
+    async def fidelity(self) -> dict[str, list[PointStatus]]:
+        """Nothing is checked here: both arms of a comparison do the same work."""
+        return {"embedded": self._linker.fidelity.status()}
+
+    async def allow(self, point: OperatingPoint) -> int:
+        """See `prefill_workers.fidelity`."""
+        return int(self._linker.fidelity.allow(point))
 
     async def forget(self, content: str, tenant: str) -> None:
         """Delete everything derived from some content."""
