@@ -148,9 +148,9 @@ def running(dtype: str, root: Path, **sections: Any) -> Iterator[Service]:
     config = OrbitServeConfig.model_validate(
         {
             "model": {"path": checkpoint_path(CHECKPOINT), "dtype": dtype, "max_model_len": MAX_MODEL_LEN},
-            "library": {"directory": root / "library"},
             "files_url": str(root / "files"),
             **sections,
+            "library": {"directory": root / "library", **sections.get("library", {})},
             "http": {**LIMITS, **sections.get("http", {}), "port": free_port()},
         }
     )
