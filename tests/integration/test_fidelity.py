@@ -158,6 +158,18 @@ def test_a_check_leaves_the_served_kv_as_it_was(make_rig: Callable[..., Rig]):
     wait_for(lambda: all_free(rig))
 
 
+def test_wherever_the_compared_tokens_lie_in_their_blocks_nothing_but_the_patch_counts(make_rig: Callable[..., Rig]):
+    rig = make_rig(fidelity=NEVER_OFF)
+    rig.link(PAGES)
+    lengths = set()
+    for words in range(0, 36, 3):
+        linked = rig.link([*PAGES, " and" * words])
+        lengths.add(len(linked.plan.sequence) % rig.engine.block_size)
+    assert lengths & set(range(1, 8)), "some compared tokens must begin in one block and end in the next"
+    now = status(rig)
+    assert (now.checks, now.agreements, now.kl_counts[0]) == (12, 12, 12)
+
+
 def test_documents_and_a_prompt_that_ends_in_a_chunk_are_checked_a_slice_at_a_time(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ):
