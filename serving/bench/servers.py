@@ -46,7 +46,10 @@ class Server:
 
 
 def bench_config(checkpoint: Path, root: Path, **sections: Any) -> OrbitServeConfig:
-    """One replica a role with a fresh library below `root`."""
+    """One replica a role with a fresh library below `root`.
+
+    No checks of fidelity: their models' weights are random, and a point that is switched off would not be measured.
+    """
     return OrbitServeConfig.model_validate(
         {
             "model": {"path": checkpoint, "max_model_len": 4096},
@@ -54,6 +57,7 @@ def bench_config(checkpoint: Path, root: Path, **sections: Any) -> OrbitServeCon
             "library": {"directory": root / "library"},
             "files_url": str(root / "files"),
             **sections,
+            "prefill": {"fidelity": {"share": 0}, **sections.get("prefill", {})},
         }
     )
 
