@@ -1,7 +1,8 @@
-"""Background work of a prefill worker: the harvest of finished links, in the engine's idle time.
+"""Background work of a prefill worker: the harvest of finished links and checks of them, in the engine's idle time.
 
-Harvests hold their sequence's blocks until the conditioned KV has been read out; orbit patches need none. Work goes on
-one engine forward at a time, so that a link that arrives meanwhile waits for one of them at most.
+Harvests hold their sequence's blocks until the conditioned KV has been read out, checks (see `recheck`) until the
+served KV has been attended to; orbit patches need none. Work goes on one engine forward at a time, so that a link that
+arrives meanwhile waits for one of them at most.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from prefill_workers.handoff import BlockPool
 from prefill_workers.harvest import Harvester
 from prefill_workers.orbit import OrbitForming
 from prefill_workers.plan import ChunkPlan, LinkPlan
+from prefill_workers.recheck import Rechecks
 
 logger = logging.getLogger(__name__)
 
+_LOAD_SECONDS = 0.0005  # between looks for the embeddings of a check
 _MAX_ORBITS = 64  # sets that wait for their orbit patches; the oldest give way
 
 
@@ -39,17 +42,24 @@ class Background:
         orbit_chunks: largest set of chunks whose orders are all run for orbit patches; 0: none.
     """
 
-    def __init__(self, harvester: Harvester, pool: BlockPool, scratch: range, orbit_chunks: int) -> None:
+    def __init__(
+        self, harvester: Harvester, pool: BlockPool, scratch: range, orbit_chunks: int, rechecks: Rechecks
+    ) -> None:
         self._harvester, self._pool, self._scratch = harvester, pool, scratch
         self._orbit_chunks = orbit_chunks
         self._harvests: deque[_Harvest] = deque()
         self._orbits: deque[LinkPlan] = deque(maxlen=_MAX_ORBITS)
         self._forming: OrbitForming | None = None
+        self._rechecks = rechecks
         self.failures = 0
 
     def __len__(self) -> int:
         """Pieces of work left."""
-        return len(self._harvests) + len(self._orbits) + (self._forming is not None)
+        return len(self._harvests) + len(self._orbits) + (self._forming is not None) + len(self._rechecks)
+
+    def check(self, plan: LinkPlan, lease: str) -> None:
+        """Compare a finished link with an exact one, if it is drawn; its blocks stay until that has begun."""
+        self._rechecks.offer(plan, lease)
 
     def add(self, plan: LinkPlan, lease: str) -> None:
         """Take up a finished link; its blocks stay until its chunks have been read."""
@@ -61,25 +71,35 @@ class Background:
             self._orbits.append(plan)
 
     def waits_since(self) -> float | None:
-        """When the oldest harvest that holds blocks was queued (`time.perf_counter`); None if there is none."""
-        return self._harvests[0].since if self._harvests else None
+        """When the oldest work that holds blocks was queued (`time.perf_counter`); None if there is none."""
+        harvest = self._harvests[0].since if self._harvests else None
+        return min((since for since in (harvest, self._rechecks.waits_since()) if since is not None), default=None)
 
     def step(self) -> None:
         """Do one piece of work; what fails is counted and given up."""
-        if self._harvests:
+        if self._rechecks.running:  # it alone may use the scratch blocks until it is over
+            self._rechecks.step()
+        elif self._harvests:
             self._harvest_one()
-        else:
+        elif self._rechecks.ready:
+            self._rechecks.step()
+        elif self._orbits or self._forming is not None:
             self._orbit_one()
+        else:
+            time.sleep(_LOAD_SECONDS)
 
     def make_room(self) -> bool:
-        """Give up harvests that hold blocks somebody waits for. Returns whether any block came free."""
+        """Give up work that holds blocks somebody waits for. Returns whether any block came free."""
+        if self._rechecks.make_room():
+            return True
         before = self._pool.free
         while self._harvests and self._pool.free == before:
             self._pool.unhold(self._harvests.popleft().lease)
         return self._pool.free > before
 
     def drop(self, leases: Collection[str]) -> None:
-        """Give up the harvests of leases that have ended."""
+        """Give up the harvests and checks of leases that have ended."""
+        self._rechecks.drop(leases)
         self._harvests = deque(harvest for harvest in self._harvests if harvest.lease not in leases)
 
     @property

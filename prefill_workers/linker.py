@@ -31,6 +31,7 @@ from kvstore.patch_form import PatchForm
 from prefill_workers import policies
 from prefill_workers.arriving import Arriving
 from prefill_workers.engine import PrefillEngine
+from prefill_workers.fidelity import Fidelity
 from prefill_workers.harvest import Harvester
 from prefill_workers.lookup import ChunkKeys, Found, Lookup, Lookups
 from prefill_workers.orbit import set_kind
@@ -46,6 +47,7 @@ from prefill_workers.plan import (
 from prefill_workers.policies import Mode, OperatingPoint
 from prefill_workers.selection import MEASURED_LAYER, deviations, selected_by_deviation, selected_by_place
 from prefill_workers.sequence import LinkSequence, Run, forwards
+from prefill_workers.settings import FidelitySettings
 
 _TIMEOUTS = 2  # of the library, until a chunk counts as not stored: whether its KV is there, and its embeddings
 
@@ -56,14 +58,21 @@ class Linker:
     Args:
         form: of the patches that it looks for and asks for.
         submit_patch: takes a deficit off the request path and stores its patch (see `patch_compiler`).
+        fidelity: says which operating points are switched off. None: nothing is checked, nothing switched off.
     """
 
     def __init__(
-        self, engine: PrefillEngine, library: Library, form: PatchForm, submit_patch: Callable[[PatchJob], object]
+        self,
+        engine: PrefillEngine,
+        library: Library,
+        form: PatchForm,
+        submit_patch: Callable[[PatchJob], object],
+        fidelity: Fidelity | None = None,
     ) -> None:
         self.engine = engine
         self.library = library
         self.form = form
+        self.fidelity = fidelity or Fidelity(FidelitySettings(share=0))
         self.harvester = Harvester(engine, library, form, submit_patch)
         self._lookups = Lookups(library)
         self._delimiters: tuple[int, ...] = ()  # token ids around the placeholders of the image seen last
@@ -73,11 +82,12 @@ class Linker:
     def prefetch(self, request: PrefetchRequest) -> None:
         """Start loading for a prompt that is still being rendered, so that memory has it when the prompt comes."""
         antecedents: list[str] = []
+        mode = Mode.EXACT if self._ruled_out(request.mode) else request.mode
         for i, content in enumerate(request.contents):
             text = content in request.documents
             delimiters, contents = () if text else self._delimiters, request.contents[: i + 1]
             keys = self._keys(request.tenant, contents, delimiters, request.prefix, antecedents, embeds=not text)
-            self._lookups.start(keys, request.mode)
+            self._lookups.start(keys, mode)
             antecedents.append(keys.canonical)
 
     def plan(self, request: LinkRequest, embeddings: Mapping[int, Tensor] | None = None) -> LinkPlan:
@@ -94,14 +104,16 @@ class Linker:
         wanted = self.keys(request)
         with ExitStack() as pins:
             pins.enter_context(self.library.pin(key for keys in wanted for key in keys.all()))
-            lookups = [self._lookups.start(keys, request.mode) for keys in wanted]
+            ruled_out = self._ruled_out(request.mode)
+            mode = Mode.EXACT if ruled_out else request.mode
+            lookups = [self._lookups.start(keys, mode) for keys in wanted]
             positions, lag = self.engine.positions(
                 request.token_ids,
                 [(c.modality, c.grid, c.first, c.count) for c in request.chunks if c.needs_embeddings],
             )
             positions = positions + lag
             chunks = [
-                self._chunk(request, i, wanted, lookup, positions, (embeddings or {}).get(i))
+                self._chunk(request, i, wanted, lookup, positions, (embeddings or {}).get(i), ruled_out)
                 for i, lookup in enumerate(lookups)
             ]
             missing = [i for i, chunk in enumerate(chunks) if chunk.loading is None and chunk.lacks_embeddings]
@@ -161,6 +173,7 @@ class Linker:
         lookup: Lookup,
         positions: Tensor,
         fresh: Tensor | None,
+        ruled_out: OperatingPoint | None,
     ) -> ChunkPlan:
         span, keys = request.chunks[index], wanted[index]
         coming = lookup.is_coming(_TIMEOUTS * self.library.settings.load_timeout_s)
@@ -172,11 +185,17 @@ class Linker:
             outcome=ChunkOutcome(len(span), _expected(request.mode), index, "stored KV is loading"),
             loading=lookup if coming else None,
             embeddings=fresh,
+            ruled_out=ruled_out,
         )
         if not coming:
             # the load may have ended only now, too late for the plan: its KV would never be written
             self._settle(chunk, request.mode, replace(lookup.found(), canonical=None) if lookup.done() else Found())
         return chunk
+
+    def _ruled_out(self, mode: Mode) -> OperatingPoint | None:
+        """The operating point that a mode looks for, if it is switched off: then its chunks are computed exactly."""
+        point = _expected(mode)
+        return None if self.fidelity.allows(point) else point
 
     # -- advance ------------------------------------------------------------------------------------------------------
 
@@ -262,6 +281,8 @@ class Linker:
 
     def _settle(self, chunk: ChunkPlan, mode: Mode, found: Found) -> None:
         """Fix a chunk's operating point by what was found for it. Embeddings that came with the request go first."""
+        if chunk.ruled_out is not None:
+            mode = Mode.EXACT
         fresh = chunk.embeddings is not None
         if not fresh:
             chunk.embeddings = found.embeddings
@@ -281,6 +302,8 @@ class Linker:
             else:
                 chunk.selected = selected_by_place(mode, chunk.span.start, chunk.span.stop)
             reason = _selected_reason(mode, chunk)
+        if chunk.ruled_out is not None:
+            reason = f"operating point {chunk.ruled_out} is switched off: computed in context"
         chunk.outcome = replace(chunk.outcome, operating_point=point, reason=reason, rank=rank)
 
     def _write(self, sequence: LinkSequence, chunk: ChunkPlan, found: Found) -> None:

@@ -111,7 +111,8 @@ class ChunkPlan:
     """One chunk of a plan: where it stands, what is loading for it, and how it is linked.
 
     While `loading` is set the chunk's KV is on its way and `outcome` is what is expected. `written` is what a
-    forward has written of it meanwhile; whether that was sound is known when the load has ended.
+    forward has written of it meanwhile; whether that was sound is known when the load has ended. `ruled_out` is the
+    operating point that the request's mode would have looked for, if it is switched off (see `fidelity`).
 
     `selected` are the tokens of a chunk with stored KV that a forward computes all the same. While `unmeasured` is set
     they are still to be found: those whose KV in context is farthest from this.
@@ -127,6 +128,7 @@ class ChunkPlan:
     written: Arriving | None = None
     selected: tuple[Run, ...] = ()
     unmeasured: CanonicalRecord | None = None
+    ruled_out: OperatingPoint | None = None
 
     @property
     def waits(self) -> bool:

@@ -115,6 +115,9 @@ class OperatingPoint(StrEnum):
         return self not in (OperatingPoint.RELOCATED, OperatingPoint.SELECTED)
 
 
+EXACT_POINTS = frozenset({OperatingPoint.RECOMPUTED, OperatingPoint.ENCODED})  # all others are approximate
+
+
 def looks_up_patch(mode: Mode) -> bool:
     """Whether a stored patch could serve a request of this mode."""
     return mode.kind is ModeKind.AUTO

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from prefill_workers.policies import EXACT_POINTS, OperatingPoint
 
 
 class PatchFormSettings(BaseModel):
@@ -23,6 +25,42 @@ class PatchFormSettings(BaseModel):
     pool_basis: int = Field(
         0, ge=0, description="Pool so many patches into a shared basis, store it and log its version. 0: never."
     )
+
+
+class FidelitySettings(BaseModel):
+    """Online fidelity: how often what is served is compared with exact, and when an operating point is switched off."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    share: float = Field(
+        0.01, ge=0, le=1, description="Share of the requests reusing KV that are computed again exactly, when idle."
+    )
+    tokens: int = Field(
+        8, ge=1, description="Last prompt tokens compared, as far as they stand behind the last chunk; 1: the last."
+    )
+    window: int = Field(64, ge=1, description="Checks of an operating point over which its KL is averaged.")
+    minimum: int = Field(8, ge=1, description="Checks in the window before an operating point is judged.")
+    bounds: dict[OperatingPoint, float] = Field(
+        default_factory=lambda: {OperatingPoint.PATCHED: 0.05},
+        description="Mean KL in nats beyond which an operating point is switched off until an operator allows it. "
+        "Points without a bound are measured only.",
+    )
+
+    @field_validator("bounds")
+    @classmethod
+    def _of_approximate_points(cls, bounds: dict[OperatingPoint, float]) -> dict[OperatingPoint, float]:
+        for point, bound in bounds.items():
+            if point in EXACT_POINTS:
+                raise ValueError(f"{point} is exact: it has no bound")
+            if not bound > 0:
+                raise ValueError(f"the bound of {point} must be positive, not {bound}")
+        return bounds
+
+    @model_validator(mode="after")
+    def _can_be_judged(self) -> FidelitySettings:
+        if self.minimum > self.window:
+            raise ValueError(f"minimum ({self.minimum}) checks never lie in a window of {self.window}")
+        return self
 
 
 class PrefillSettings(BaseModel):
@@ -48,6 +86,7 @@ class PrefillSettings(BaseModel):
         description="Run the orders of up to this many chunks when idle, so that any order links: all orders of 5 "
         "chunks or fewer, 24 times as many forwards as chunks beyond. 0: never.",
     )
+    fidelity: FidelitySettings = FidelitySettings()
     self_check: bool = Field(
         True, description="Compare with vLLM's own prefill at start and refuse to serve otherwise."
     )

@@ -5,7 +5,7 @@ have ended, and runs ONE forward over what all admitted links can compute, up to
 the next turn. A link computes while its later chunks still load (mpic.md §3.2): up to its frontier, the first token
 that waits for one, and beyond it where layers come in faster than they are needed (see `arriving`). Which tokens a link
 chooses by deviation is found out by partial forwards before (`Linker.select`). When there is no link it works off the
-harvest of earlier ones (see `background`).
+harvest and the checks of earlier ones (see `background`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from prefill_workers.engine import PrefillEngine
 from prefill_workers.handoff import BlockPool, Lease, PoolExhausted
 from prefill_workers.linker import Linker
 from prefill_workers.plan import ChunkOutcome, LinkPlan, PixelsNeeded
+from prefill_workers.recheck import Rechecks
 from prefill_workers.sequence import Run, merge_runs, split_runs
 
 logger = logging.getLogger(__name__)
@@ -151,7 +152,9 @@ class PrefillLoop:
         self._pool = BlockPool(range(1, last - scratch), engine.block_size, lease_seconds, owner, clock)
         self._waiting: deque[_Job] = deque()
         self._running: list[_Job] = []
-        self._background = Background(linker.harvester, self._pool, range(last - scratch, last), orbit_chunks)
+        spare = range(last - scratch, last)
+        rechecks = Rechecks(engine, linker.library, linker.fidelity, self._pool, spare)
+        self._background = Background(linker.harvester, self._pool, spare, orbit_chunks, rechecks)
         self._patience = patience_seconds
         self._pace = pace or Pace()
         self._last_finished = -patience_seconds
@@ -420,6 +423,7 @@ class PrefillLoop:
         self._last_finished = time.perf_counter()
         if self._form:
             self._background.add(plan, job.lease.id)
+        self._background.check(plan, job.lease.id)
         result = LinkResult(
             lease=job.lease.id,
             transfer=self._engine.transfer_parameters(job.lease.id, job.lease.blocks, len(plan.sequence)),

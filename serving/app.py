@@ -32,6 +32,7 @@ from ray.serve.handle import DeploymentHandle
 from infra.ports import free_port
 from infra.vllm_env import vllm_environment
 from serving.config import OrbitServeConfig, RoleSettings
+from serving.fidelity_replica import FidelityReplica
 from serving.ray_roles import RayRoles, answered
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class VisionEncoder:
         return {"images": self._encoder.images}
 
 
-class PrefillWorker:
+class PrefillWorker(FidelityReplica):
     """Links requests; see `prefill_workers.linker`."""
 
     async def __init__(self, config: OrbitServeConfig, compiler: DeploymentHandle) -> None:  # type: ignore[misc]
@@ -91,7 +92,7 @@ class PrefillWorker:
         self._compiling = self._patches_dropped = 0
         self._max_compiling = settings.max_patch_queue
         form = load_form(config.patch, self._library)
-        linker = Linker(self._engine, self._library, form, self._submit)
+        linker = Linker(self._engine, self._library, form, self._submit, self.watch_fidelity(settings.fidelity))
         self._linker = linker
         self._loop = PrefillLoop(
             self._engine,

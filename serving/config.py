@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_core import to_jsonable_python
 
 from decode_workers.settings import DecodeSettings
 from kvstore.chunk import DYNAMIC_TENANT
@@ -260,7 +261,7 @@ def documented(model: type[BaseModel], indent: int = 0) -> str:
             shown = '""'
         else:
             shown = re.sub(
-                r"\n\.\.\.$", "", yaml.safe_dump(str(default) if isinstance(default, Path) else default).strip()
+                r"\n\.\.\.$", "", yaml.safe_dump(to_jsonable_python(default), default_flow_style=True).strip()
             )
         lines.append(f"{pad}{name}: {shown}  # {field.description}")
     return "\n".join(lines)

@@ -36,6 +36,7 @@ from prefill_workers.policies import Mode
 from prefill_workers.worker import LinkResult, Overloaded
 from serving.api.errors import OverloadedError
 from serving.api.extension import ChunkReport, RequestTrace, current_trace
+from serving.api.fidelity import FidelityRoles
 from serving.config import ModelSettings
 from serving.encodings import Encodings
 from serving.errors import RoleUnavailable
@@ -44,7 +45,7 @@ from serving.segments import Delimiters, Segments, segment
 logger = logging.getLogger(__name__)
 
 
-class Roles(Protocol):
+class Roles(FidelityRoles, Protocol):
     """What the ingress needs of the other roles.
 
     | primitive  | role           | raises                                        |
@@ -54,6 +55,7 @@ class Roles(Protocol):
     | `link`     | prefill worker | PixelsNeeded, Overloaded, RoleUnavailable     |
     | `generate` | decode worker  | ValueError (request too large), RoleUnavailable |
     | `abandon`  | decode worker  | nothing: best effort, leases end by time-out  |
+    | `fidelity`, `allow` | prefill workers, all of them | RoleUnavailable    |
     """
 
     def prefetch(self, request: PrefetchRequest) -> None:
@@ -121,6 +123,11 @@ class LinkedEngineClient(_NotOurs):
         self._encodings = Encodings(roles.encode)
         self._delimiters = Delimiters.of(self.model_config)
         self._failure: BaseException | None = None
+
+    @property
+    def roles(self) -> Roles:
+        """The roles behind this client."""
+        return self._roles
 
     # -- generate -----------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
 
+    from prefill_workers.fidelity import PointStatus
     from prefill_workers.plan import LinkRequest, PrefetchRequest
+    from prefill_workers.policies import OperatingPoint
     from prefill_workers.worker import LinkResult
 
 
@@ -61,6 +63,14 @@ class RayRoles:
         """Best effort; leases end by time-out."""
         self._decode_once.abandon.remote(transfer, readers)
 
+    async def fidelity(self) -> dict[str, list[PointStatus]]:
+        """See `PrefillWorker.fidelity`; of all replicas."""
+        return dict(await answered_by_all(self.prefill, "fidelity"))
+
+    async def allow(self, point: OperatingPoint) -> int:
+        """See `PrefillWorker.allow`; on all replicas."""
+        return sum(await answered_by_all(self.prefill, "allow", point))
+
     async def warm_up(self, config: OrbitServeConfig) -> None:
         """Send a tiny prompt for every pair of prefill and decode replica: a pair's first transfer shakes hands."""
         from vllm.sampling_params import SamplingParams
@@ -97,6 +107,17 @@ async def answered(response: Any) -> Any:
     except asyncio.CancelledError:
         response.cancel()
         raise
+
+
+async def answered_by_all(role: DeploymentHandle, method: str, *arguments: Any) -> list[Any]:
+    """What a call to every replica of a role gives. Raises RoleUnavailable if any was lost; the others were called."""
+    answers = await role.broadcast(method, *arguments).results_async(return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, RayActorError | DeploymentUnavailableError):
+            raise RoleUnavailable(str(answer)) from answer
+        if isinstance(answer, BaseException):
+            raise answer
+    return list(answers)
 
 
 async def _stream(responses: Any) -> AsyncGenerator[Any, None]:

@@ -7,6 +7,7 @@
 | GET /v1/models                          | vLLM's handler                                |
 | /v1/files                               | `files`                                       |
 | /v1/vector_stores                       | `vector_stores`                               |
+| /v1/orbit/operating_points              | `fidelity`                                    |
 | GET /health, /metrics, /docs            | here                                          |
 """
 
@@ -34,6 +35,7 @@ from serving.api.auth import Authenticate, Limit
 from serving.api.chat import OrbitServingChat, refuse_unsupported
 from serving.api.errors import answer_errors
 from serving.api.extension import RequestTrace, set_trace
+from serving.api.fidelity import families, fidelity_router, scraped
 from serving.api.files import OnDelete, files_router
 from serving.api.media import MediaResolver
 from serving.api.metrics import Metrics
@@ -81,6 +83,7 @@ async def build_api(client: LinkedEngineClient, config: OrbitServeConfig, on_del
     await _add_openai(app, client, config, media, documents, metrics)
     app.include_router(files_router(files, stores, media, http.max_file_bytes, on_delete))
     app.include_router(vector_stores_router(stores, on_delete))
+    app.include_router(fidelity_router(client.roles))
     _add_operations(app, client, metrics)
     answer_errors(app)
     app.add_middleware(Limit, http.max_body_bytes, http.max_concurrent_requests, metrics)
@@ -155,4 +158,5 @@ def _add_operations(app: FastAPI, client: LinkedEngineClient, metrics: Metrics) 
 
     @app.get("/metrics", summary="Prometheus metrics", tags=["operations"])
     async def prometheus() -> Response:
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4")
+        text = metrics.text(families(await scraped(client.roles)))
+        return Response(text, media_type="text/plain; version=0.0.4")

@@ -1,8 +1,11 @@
-"""What the ingress counts, for `/metrics`."""
+"""What the ingress counts, for `/metrics`. What prefill workers measure is in `fidelity`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
 
 from serving.api.extension import OrbitReport
 
@@ -40,6 +43,18 @@ class Metrics:
         if report.ttft_ms is not None:
             self.ttft.observe(report.ttft_ms / 1e3)
 
-    def text(self) -> bytes:
-        """The registry in Prometheus' text format."""
-        return generate_latest(self.registry)
+    def text(self, others: Iterable[Metric] = ()) -> bytes:
+        """The registry, and metrics that others keep, in Prometheus' text format."""
+        return generate_latest(self.registry) + generate_latest(_Given(others))
+
+
+class _Given(CollectorRegistry):
+    """Metrics that somebody else collected."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        super().__init__()
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        """See CollectorRegistry."""
+        return self._metrics

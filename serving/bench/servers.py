@@ -26,6 +26,8 @@ from serving.config import OrbitServeConfig
 
 if TYPE_CHECKING:
     from prefill_workers.engine import PrefillEngine
+    from prefill_workers.fidelity import PointStatus
+    from prefill_workers.policies import OperatingPoint
 
 _READY_SECONDS = 300.0
 
@@ -44,7 +46,10 @@ class Server:
 
 
 def bench_config(checkpoint: Path, root: Path, **sections: Any) -> OrbitServeConfig:
-    """One replica a role with a fresh library below `root`."""
+    """One replica a role with a fresh library below `root`.
+
+    No checks of fidelity: their models' weights are random, and a point that is switched off would not be measured.
+    """
     return OrbitServeConfig.model_validate(
         {
             "model": {"path": checkpoint, "max_model_len": 4096},
@@ -52,6 +57,7 @@ def bench_config(checkpoint: Path, root: Path, **sections: Any) -> OrbitServeCon
             "library": {"directory": root / "library"},
             "files_url": str(root / "files"),
             **sections,
+            "prefill": {"fidelity": {"share": 0}, **sections.get("prefill", {})},
         }
     )
 
@@ -173,6 +179,14 @@ class EmbeddedRoles:
     async def check_health(self) -> None:
         """Raises when the decode engine died."""
         await self._decode.check_health()
+
+    async def fidelity(self) -> dict[str, list[PointStatus]]:
+        """Nothing is checked here: both arms of a comparison do the same work."""
+        return {"embedded": self._linker.fidelity.status()}
+
+    async def allow(self, point: OperatingPoint) -> int:
+        """See `prefill_workers.fidelity`."""
+        return int(self._linker.fidelity.allow(point))
 
     async def forget(self, content: str, tenant: str) -> None:
         """Delete everything derived from some content."""

@@ -21,11 +21,13 @@ from kvstore.library import Library
 from kvstore.patch_form import PatchForm
 from kvstore.settings import LibrarySettings
 from prefill_workers.engine import EngineSpec, PrefillEngine
+from prefill_workers.fidelity import Fidelity
 from prefill_workers.linker import Linker
 from prefill_workers.patch_compiler import PatchCompiler
 from prefill_workers.plan import LinkPlan, LinkRequest, PixelsNeeded
 from prefill_workers.policies import Mode
 from prefill_workers.sequence import Embedded, LinkSequence, Run
+from prefill_workers.settings import FidelitySettings
 from prefill_workers.worker import LinkResult, PrefillLoop, drain
 from serving.documents import Document, Documents
 from serving.segments import Delimiters, Segments, segment
@@ -119,6 +121,7 @@ class Rig:
         library: Library | None = None,
         form: PatchForm | None = None,
         family: Family = QWEN2_5_VL,
+        fidelity: FidelitySettings | None = None,
         **loop_options,
     ) -> None:
         self.engine, self.family = engine, family
@@ -126,7 +129,8 @@ class Rig:
         self.library = library or Library(LibrarySettings(directory=directory), engine.fingerprint)
         form = form or PatchForm(rank)
         self.compiler = PatchCompiler(self.library, form)
-        self.linker = Linker(engine, self.library, form, self.compiler.compile)
+        self.fidelity = Fidelity(fidelity or FidelitySettings(share=0))
+        self.linker = Linker(engine, self.library, form, self.compiler.compile, self.fidelity)
         options = {
             "budget": 4096,
             "max_queue": 64,

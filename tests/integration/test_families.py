@@ -16,6 +16,7 @@ from torch import Tensor
 from infra.families import FAMILIES, Family
 from kvstore.patch import deficit, form_patch, relocate
 from prefill_workers.engine import PrefillEngine
+from prefill_workers.settings import FidelitySettings
 
 pytestmark = pytest.mark.engine
 
@@ -105,6 +106,20 @@ def test_a_full_rank_patch_restores_what_neighbours_add(engines: Engines, rigs: 
     else:  # the factors are rounded to bf16
         assert difference(patched.logprobs, exact.logprobs) < 0.2 * difference(blind.logprobs, exact.logprobs)
     assert difference(blind.logprobs, exact.logprobs) > 1e-2, "blind reuse must lose something"
+
+
+@PRECISIONS
+def test_a_check_finds_honest_patches_near_exact_and_blind_reuse_far(
+    engines: Engines, make_rig: Callable[..., Rig], precision: str
+):
+    """In bf16 what is left is rounding: of the patch's factors, and of forwards over other runs."""
+    fidelity = FidelitySettings(share=1.0, bounds={})
+    rig = make_rig(getattr(engines, precision), family=engines.family, fidelity=fidelity)
+    for mode in ("auto", "auto", "full-reuse"):
+        rig.link(engines.pages, mode)
+    kl = {str(status.point): status.rolling_kl for status in rig.fidelity.status() if status.checks == 1}
+    assert kl["patched"] < (1e-3 if precision == "bf16" else 1e-8)
+    assert kl["relocated"] > 10 * kl["patched"]
 
 
 def test_more_rank_never_restores_less(engines: Engines, rigs: dict[str, Rig]):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 
 from serving.app import build_app
 from serving.config import ConfigError, OrbitServeConfig, documented
@@ -84,7 +85,7 @@ def test_every_setting_is_documented_and_its_default_is_true():
                 continue
             assert field.description, f"{where}{name} has no description"
             if name not in ("path", "served_name", "salt_secret"):
-                assert str(shown[name]) == str(value), f"{where}{name}"
+                assert str(shown[name]) == str(to_jsonable_python(value)), f"{where}{name}"
 
     compare(shown, config, "")
 

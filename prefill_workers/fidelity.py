@@ -1,0 +1,193 @@
+"""Online fidelity: how far what is served is from exact, per operating point, and which points are switched off for it.
+
+A share of the requests that reused KV is computed again exactly (see `recheck`). Each check gives the KL divergence of
+the served next-token distribution from the exact one, and whether both agree on the most likely token. The mean KL of a
+point's last checks is its rolling KL. Once that passes the point's bound, the point is switched off: the linker leaves
+its chunks to a forward, for every request, until an operator allows it again. That is this process's knowledge alone
+and ends with it: a worker that starts allows every point.
+
+A check counts for every approximate point that its request used. It sees their sum and cannot tell which of them erred;
+blaming only one would let another hide behind it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from prefill_workers.policies import EXACT_POINTS, OperatingPoint
+from prefill_workers.settings import FidelitySettings
+
+logger = logging.getLogger(__name__)
+
+KL_BUCKETS = (1e-6, 1e-5, 1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # nats, upper edges
+MAX_KL = 100.0  # nats; what served NaN counts as. A uniform distribution over 150,000 tokens is 12 nats from a sure one
+
+
+class Comparison(NamedTuple):
+    """What one check found: mean KL(exact ‖ served) in nats, and whether the last token's argmax is the same."""
+
+    kl: float
+    agrees: bool
+
+
+def compare(exact: Tensor, served: Tensor) -> Comparison:
+    """Compare logits [tokens, vocabulary] of a prompt's last tokens.
+
+    Raises:
+        RuntimeError: the exact logits are no numbers: there is nothing to compare with.
+    """
+    if exact.isnan().any():
+        raise RuntimeError("the exact forward gave NaN")
+    p, q = exact.double().log_softmax(-1), served.double().log_softmax(-1)
+    terms = torch.where(p > -torch.inf, p.exp() * (p - q), 0.0)
+    kl = terms.sum(-1).mean().nan_to_num(MAX_KL, posinf=MAX_KL).clamp(0.0, MAX_KL)
+    return Comparison(float(kl), bool(exact[-1].argmax() == served[-1].argmax()))
+
+
+@dataclass(frozen=True)
+class PointStatus:
+    """What is known of one operating point. Counts are since the worker started, the rolling values since `allow`."""
+
+    point: OperatingPoint
+    allowed: bool
+    bound: float | None  # nats; None: measured only
+    checks: int
+    agreements: int
+    kl_sum: float  # nats
+    kl_counts: tuple[int, ...]  # checks per bucket of KL_BUCKETS, and one for what lies above
+    rolling_checks: int
+    rolling_kl: float | None  # nats; None before the first check
+    rolling_agreement: float | None  # 0 to 1
+    skipped: dict[str, int]  # checks that were drawn and not made, by reason
+
+
+@dataclass
+class _Record:
+    """One operating point's checks."""
+
+    window: deque[Comparison]
+    allowed: bool = True
+    checks: int = 0
+    agreements: int = 0
+    kl_sum: float = 0.0
+    kl_counts: list[int] = field(default_factory=lambda: [0] * (len(KL_BUCKETS) + 1))
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def rolling_kl(self) -> float | None:
+        return sum(check.kl for check in self.window) / len(self.window) if self.window else None
+
+    def add(self, found: Comparison) -> None:
+        self.window.append(found)
+        self.checks += 1
+        self.agreements += found.agrees
+        self.kl_sum += found.kl
+        self.kl_counts[bisect_left(KL_BUCKETS, found.kl)] += 1
+
+
+class Fidelity:
+    """Rolling fidelity of every approximate operating point. Thread-safe.
+
+    Args:
+        on_switch_off: called with a point that its rolling KL has just switched off, on the recording thread.
+        chance: draws from [0, 1); a request below `share` is checked.
+    """
+
+    def __init__(
+        self,
+        settings: FidelitySettings,
+        on_switch_off: Callable[[OperatingPoint], object] = lambda point: None,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self.settings = settings
+        self._on_switch_off, self._chance = on_switch_off, chance
+        self._lock = threading.Lock()
+        self._records = {
+            point: _Record(deque(maxlen=settings.window)) for point in OperatingPoint if point not in EXACT_POINTS
+        }
+
+    def draw(self, points: Iterable[OperatingPoint]) -> tuple[OperatingPoint, ...]:
+        """The approximate ones among a finished request's points, if it is to be checked; else none."""
+        approximate = tuple(dict.fromkeys(point for point in points if point in self._records))
+        return approximate if approximate and self._chance() < self.settings.share else ()
+
+    def allows(self, point: OperatingPoint) -> bool:
+        """Whether requests may be served at this point."""
+        record = self._records.get(point)
+        return record is None or record.allowed
+
+    def record(self, points: Iterable[OperatingPoint], found: Comparison) -> None:
+        """Count a check, and switch off the points whose rolling KL it brought past their bound."""
+        failed: list[OperatingPoint] = []
+        for point in points:
+            with self._lock:
+                record, bound = self._records[point], self.settings.bounds.get(point)
+                record.add(found)
+                rolling, count = record.rolling_kl, len(record.window)
+                passes = bound is not None and rolling is not None and rolling > bound
+                if not (passes and count >= self.settings.minimum and record.allowed):
+                    continue
+                record.allowed = False
+            failed.append(point)
+            logger.warning(
+                "operating point %s is switched off: its rolling KL is %.3g nats over the last %d checks, its bound is "
+                "%.3g. Its chunks are computed exactly until an operator allows it: orbitserve fidelity allow %s",
+                *(point, rolling, count, bound, point),
+            )
+        for point in failed:
+            self._on_switch_off(point)
+
+    def skip(self, points: Iterable[OperatingPoint], reason: str) -> None:
+        """Count a check that was drawn and could not be made."""
+        with self._lock:
+            for point in points:
+                self._records[point].skipped[reason] += 1
+
+    def switch_off(self, point: OperatingPoint, reason: str) -> None:
+        """Do not serve at an approximate point until it is allowed again."""
+        with self._lock:
+            was_allowed, self._records[point].allowed = self._records[point].allowed, False
+        if was_allowed:
+            logger.warning("operating point %s is switched off: %s", point, reason)
+
+    def allow(self, point: OperatingPoint) -> bool:
+        """Serve at a point again, and judge it by new checks alone. Returns whether it was switched off."""
+        with self._lock:
+            record = self._records.get(point)
+            if record is None or record.allowed:
+                return False
+            record.allowed = True
+            record.window.clear()
+        logger.warning("operating point %s is allowed again by an operator", point)
+        return True
+
+    def status(self) -> list[PointStatus]:
+        """All approximate points, for metrics and operators."""
+        with self._lock:
+            return [self._status(point, record) for point, record in self._records.items()]
+
+    def _status(self, point: OperatingPoint, record: _Record) -> PointStatus:
+        window = record.window
+        return PointStatus(
+            point=point,
+            allowed=record.allowed,
+            bound=self.settings.bounds.get(point),
+            checks=record.checks,
+            agreements=record.agreements,
+            kl_sum=record.kl_sum,
+            kl_counts=tuple(record.kl_counts),
+            rolling_checks=len(window),
+            rolling_kl=record.rolling_kl,
+            rolling_agreement=sum(check.agrees for check in window) / len(window) if window else None,
+            skipped=dict(record.skipped),
+        )
