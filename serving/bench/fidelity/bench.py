@@ -35,7 +35,6 @@ Tables = dict[str, dict[str, dict[str, float]]]
 def run(quick: bool, console: Console, model: Path | None = None, items: int | None = None) -> Outcome:
     """Measure the reference models that are there, or the one in the folder `model`, on `items` items a split."""
     os.environ.update(vllm_environment(kv_cache_gib=1, threads=len(os.sched_getaffinity(0))))
-    logging.getLogger("vllm.v1.worker.cpu_worker").setLevel(logging.ERROR)
     shipped = {kind: WEIGHTS / family for kind, family in KINDS.items() if (WEIGHTS / family).exists()}
     if model is not None:
         shipped = {kind: model for kind, family in KINDS.items() if family == model.name}
@@ -65,6 +64,8 @@ def measured(
 
     console.print(f"[bold]{kind}[/bold]: starting an engine for {folder.name}")
     reader = Reader(folder, trust_remote_code=kind == "mla")
+    # vLLM would say at every picture that an engine in the same process keeps its threads.
+    logging.getLogger("vllm.v1.worker.cpu_worker").setLevel(logging.ERROR)
     try:
         with torch.inference_mode():
             study = Study(reader, FAMILIES[folder.name].cell)
