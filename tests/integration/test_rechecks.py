@@ -1,154 +1,288 @@
-"""The fidelity benchmark's reader and arms on a real engine and the bundled reference model."""
+"""Online fidelity on a real engine: honest patches agree with exact, corrupted ones are noticed and switched off."""
 
-import math
-from collections.abc import Iterator
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-import torch
+from rig import Page, Rig
+from test_loop import all_free, wait_for
+from torch import Tensor
 
-from infra.reference import DEFAULT_MODEL, weights
-from infra.reference.families import FAMILIES
-from infra.reference.scenes import Form, Split
-from kvstore.patch import Patch
-from serving.bench.fidelity import composition, envelope, reorder, storage
-from serving.bench.fidelity.arms import Repaired
-from serving.bench.fidelity.items import items
-from serving.bench.fidelity.probe import Probe
-from serving.bench.fidelity.reader import Reader
-from serving.bench.fidelity.scores import Scores, figures
-from serving.bench.fidelity.study import Shape, Study
+from kvstore.basis import SharedBasis, pool_basis
+from kvstore.format import PatchRecord
+from kvstore.library import Library
+from kvstore.patch_form import PatchForm
+from kvstore.settings import LibrarySettings
+from prefill_workers import recheck
+from prefill_workers.engine import PrefillEngine
+from prefill_workers.fidelity import PointStatus
+from prefill_workers.policies import OperatingPoint
+from prefill_workers.settings import FidelitySettings
 
 pytestmark = pytest.mark.engine
-SMALL = Form(3, 8, 6)
-ITEMS = 24
+
+PAGES = ["See ", 1, " and ", 2, " and then say what follows."]
+ALL = FidelitySettings(share=1.0, window=4, minimum=2)
+NEVER_OFF = ALL.model_copy(update={"bounds": {}})
+FULL = 128  # features of the tiny model's keys, and of its values
 
 
-@pytest.fixture(scope="module")
-def study() -> Iterator[Study]:
-    reader = Reader(weights(DEFAULT_MODEL))
-    with torch.inference_mode():
-        yield Study(reader, FAMILIES[DEFAULT_MODEL].cell)
-    reader.close()
+def status(rig: Rig, point: OperatingPoint = OperatingPoint.PATCHED) -> PointStatus:
+    return next(status for status in rig.fidelity.status() if status.point is point)
 
 
-@pytest.fixture(scope="module")
-def item(study: Study):
-    return next(items(study.reader, study.cell, Split.multi, 1, SMALL))
+def turned(directions: Tensor) -> Tensor:
+    """Right factors [layers, features, rank] that point elsewhere: permuted, negated, and longer."""
+    return -4.0 * directions.flip(1)
 
 
-def test_a_prompt_is_what_the_server_renders(study: Study, item):
-    from infra.reference.pictures import page_picture
-    from infra.reference.scenes import draw_items
-    from serving.bench.fidelity.items import SEED
-
-    scenes, _ = draw_items(Split.multi, 1, SMALL, torch.Generator().manual_seed(SEED))
-    pictures = [page_picture(scenes, 0, page, study.cell) for page in range(3)]
-    rendered = study.reader.rendered(pictures, item.question)
-    prompt = item.prompt(study.reader)
-    assert prompt.token_ids[: len(rendered.token_ids)].tolist() == rendered.token_ids
-    assert [(place.start, place.stop) for place in prompt.places] == [(c.start, c.stop) for c in rendered.chunks]
+def stored_patches(rig: Rig) -> list[PatchRecord]:
+    found = [rig.library.get_patch(chunk.patch_key, "local") for chunk in rig.plan(PAGES).chunks]
+    assert None not in found
+    return found
 
 
-def test_full_rank_patches_and_full_recomputation_are_an_exact_prefill(study: Study, item):
-    (one,) = study.gather([item])
-    arms = study.arms
-    whole = {
-        "full rank": arms.patch(None),
-        "mpic": arms.mpic(10_000),
-        "cacheblend": arms.cacheblend(1.0),
-        "all exact": arms.first(10_000),
-        "all layers": arms.deep_layers(1.0),
-    }
-    for name, arm in whole.items():
-        linked = [arm(page) for page in one.pages]
-        (read,) = study.reader.over(
-            [one.prompt], [[page.kv for page in linked]], [[page.again for page in linked]], keep=None
-        )
-        torch.testing.assert_close(read.answers, one.exact.answers, rtol=0, atol=1e-3, msg=name)
-        for ours, theirs in zip(read.pages, one.exact.pages, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+def corrupt(rig: Rig) -> list[PatchRecord]:
+    """Turn the basis of the pages' stored patches, with sound checksums; returns the honest records."""
+    honest = stored_patches(rig)
+    for record in honest:
+        wrong = tuple(turned(part) for part in record.patch.right)
+        rig.library.put_patch(replace(record, patch=replace(record.patch, right=wrong)))
+    rig.settle()
+    return honest
 
 
-def test_recomputed_tokens_are_computed_over_the_others(study: Study, item):
-    """An arm that computes the first tokens again leaves the others' KV as it was given."""
-    (one,) = study.gather([item])
-    given = [page.canonical for page in one.pages]
-    again = [torch.tensor([0, 3, 4])] * 3
-    (read,) = study.reader.over([one.prompt], [given], [again], keep=None)
-    for page, canonical in zip(read.pages, given, strict=True):
-        kept = torch.ones(canonical.shape[1], dtype=torch.bool)
-        kept[[0, 3, 4]] = False
-        torch.testing.assert_close(page[:, kept], canonical[:, kept], rtol=1e-5, atol=1e-5)
-        assert (page[1:, ~kept] - canonical[1:, ~kept]).abs().max() > 1e-2
+def test_honest_patches_of_full_rank_agree_with_exact(make_rig: Callable[..., Rig]):
+    rig = make_rig(fidelity=ALL)
+    assert rig.link(PAGES).points == ["encoded", "encoded"]
+    assert status(rig).checks == 0, "nothing was reused"
+    for _ in range(3):
+        assert rig.link(PAGES).points == ["patched", "patched"]
+    now = status(rig)
+    assert (now.checks, now.agreements, now.allowed, now.skipped) == (3, 3, True, {})
+    assert now.rolling_kl < 1e-9
+    wait_for(lambda: all_free(rig))
 
 
-def test_the_model_binds_across_pages_and_blind_reuse_loses_it(study: Study):
-    arms = {"blind": lambda page: Repaired(page.canonical), "patch": study.arms.patch(16)}
-    accuracy: dict[tuple[Split, str], float] = {}
-    eta = {}
-    for split in (Split.single, Split.multi):
-        shape = Shape()
-        scores = study.scored(study.gathered(split, ITEMS, SMALL), arms, shape)
-        for arm in scores:
-            accuracy[split, arm] = sum(scores[arm].right) / ITEMS
-        eta[split] = figures(scores["patch"], scores["blind"], scores["exact"]).get("eta")
-        assert shape.depth[0][0] == pytest.approx(0.0, abs=1e-5)  # the first layer sees no neighbours
-        assert shape.depth[0][-1] > 0.05
-    assert accuracy[Split.single, "exact"] >= 0.95
-    assert accuracy[Split.multi, "exact"] >= 0.90
-    assert accuracy[Split.multi, "blind"] <= accuracy[Split.multi, "exact"] - 0.10
-    assert accuracy[Split.single, "blind"] >= accuracy[Split.single, "exact"] - 0.05
-    assert accuracy[Split.multi, "patch"] >= accuracy[Split.multi, "exact"] - 0.05
-    assert eta[Split.multi].value >= 0.9
+def test_a_corrupted_patch_basis_is_switched_off_until_an_operator_allows_it(
+    make_rig: Callable[..., Rig], caplog: pytest.LogCaptureFixture
+):
+    rig = make_rig(fidelity=ALL)
+    rig.link(PAGES)
+    exact = rig.link(PAGES, "exact")
+    honest = corrupt(rig)
+    with caplog.at_level(logging.WARNING, logger="prefill_workers.fidelity"):
+        wrong = [rig.link(PAGES) for _ in range(2)]
+    assert [linked.points for linked in wrong] == [["patched", "patched"]] * 2
+    now = status(rig)
+    assert now.rolling_kl > 10 * now.bound
+    assert not now.allowed
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "prefill_workers.fidelity"]
+    assert "operating point patched is switched off" in line
+    assert "orbitserve fidelity allow patched" in line
+
+    after = rig.link(PAGES)
+    assert after.points == ["recomputed", "recomputed"]
+    reasons = {chunk.reason for chunk in after.result.chunks}
+    assert reasons == {"operating point patched is switched off: computed in context"}
+    assert (after.logprobs - exact.logprobs).abs().max() < 1e-4
+    assert rig.link(["Others: ", 3, 1, "?"]).points == ["encoded", "recomputed"], "no request uses the point"
+    assert status(rig).checks == 2
+
+    for record in honest:
+        rig.library.put_patch(record)
+    assert rig.fidelity.allow(OperatingPoint.PATCHED)
+    assert rig.link(PAGES).points == ["patched", "patched"]
+    now = status(rig)
+    assert (now.checks, now.rolling_checks, now.allowed) == (3, 1, True)
+    assert now.rolling_kl < 1e-9
+    wait_for(lambda: all_free(rig))
 
 
-def test_orbit_patches_serve_another_order(study: Study):
-    scores, apart = reorder.reorder(study, 3, 4)
-    assert set(scores) == {"exact", "blind", "own", "transfer", "orbit"}
-    assert len(scores["orbit"].kl) == 8  # two orders of every item
-    assert 0 < apart < 2
-    assert sum(scores["orbit"].kl) < sum(scores["blind"].kl)
+def test_a_corrupted_shared_basis_is_switched_off(make_rig: Callable[..., Rig], fp32: PrefillEngine, tmp_path: Path):
+    teacher = make_rig()
+    teacher.link(PAGES)
+    basis = pool_basis([record.patch for record in stored_patches(teacher)], FULL)
+    wrong = SharedBasis(tuple(turned(part) for part in basis.directions), basis.first_layer)
+    vars(wrong)["version"] = basis.version  # memory that went bad: it still says that it is the one
+    rigs = []
+    for held in (basis, wrong):
+        library = Library(LibrarySettings(directory=tmp_path / "shared"), fp32.fingerprint)
+        rigs.append(make_rig(library=library, form=PatchForm(None, basis=held), fidelity=ALL))
+    good, bad = rigs
+    good.link(PAGES)
+    for _ in range(2):
+        assert good.link(PAGES).points == bad.link(PAGES).points == ["patched", "patched"]
+    assert status(good).allowed
+    assert status(good).rolling_kl < 1e-9
+    assert not status(bad).allowed
+    assert bad.link(PAGES).points == ["recomputed", "recomputed"]
 
 
-def test_the_envelope_reuses_what_the_rule_reuses(study: Study):
-    scores = envelope.envelope(study, 3)
-    assert set(scores) == {one.name for one in envelope.SITUATIONS}
-    assert scores["same"]["stale"].kl == pytest.approx(scores["same"]["rebuilt"].kl, abs=1e-6)
-    assert 0.0 <= envelope.false_reuse(scores) <= 1.0
+def test_full_reuse_is_measured_and_never_switched_off(make_rig: Callable[..., Rig]):
+    rig = make_rig(fidelity=ALL)
+    rig.link(PAGES)
+    for _ in range(3):
+        assert rig.link(PAGES, "full-reuse").points == ["relocated", "relocated"]
+    now = status(rig, OperatingPoint.RELOCATED)
+    assert (now.checks, now.allowed, now.bound) == (3, True, None)
+    assert now.rolling_kl > 1e-6
 
 
-def test_a_pair_behind_one_page_is_that_pages_own_patch(study: Study):
-    """Behind a single antecedent the sum has one term: composing changes nothing but the rank."""
-    scores = composition.compositions(study, Split.multi, 1, 4)
-    assert scores["sum"].kl == pytest.approx(scores["own"].kl, abs=0.02)
+def test_what_is_measured_is_what_the_request_was_served(make_rig: Callable[..., Rig]):
+    """Only the last token is compared: the check's KL is that of the two requests' own logits."""
+    rig = make_rig(fidelity=NEVER_OFF.model_copy(update={"tokens": 1}))
+    rig.link(PAGES)
+    blind, exact = rig.link(PAGES, "full-reuse"), rig.link(PAGES, "exact")
+    p, q = exact.logprobs.double(), blind.logprobs.double()
+    now = status(rig, OperatingPoint.RELOCATED)
+    assert now.kl_sum == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-3)
+    assert now.agreements == int(p.argmax() == q.argmax())
 
 
-def test_spread_patches_keep_more_energy_in_the_bytes_of_a_uniform_one(study: Study, item):
-    (one,) = study.gather([item])
-    delta, layout = one.pages[-1].delta, study.arms.layout
-
-    def kept(patch: Patch) -> float:
-        return 1 - float((delta - patch.dense()).square().sum() / delta.square().sum())
-
-    uniform = study.arms.formed(delta, 4)
-    budget = uniform.nbytes // 2  # as bf16
-    spread = storage.spread(delta, layout, budget)
-    assert storage._stored("spread", spread) <= budget
-    assert kept(spread) >= kept(uniform) - 1e-3
-
-
-def test_every_probe_counts_what_it_tried(study: Study):
-    scores = storage.storage(study, Split.multi, 8, 3, SMALL)
-    assert {len(one.kl) for arm, one in scores.items()} == {3}
-    assert all(math.isfinite(value) for one in scores.values() for value in one.kl)
+def test_a_check_leaves_the_served_kv_as_it_was(make_rig: Callable[..., Rig]):
+    rig = make_rig(fidelity=NEVER_OFF)
+    rig.link(PAGES)
+    plan = rig.plan(PAGES, "full-reuse")
+    result = rig.loop.submit(plan).result(60)
+    rig.settle()
+    served = rig.engine.read_kv(plan.sequence.blocks, 0, len(plan.sequence))
+    assert status(rig, OperatingPoint.RELOCATED).checks == 1
+    unchecked = make_rig(library=rig.library)
+    assert served.equal(unchecked.link(PAGES, "full-reuse").kv)
+    rig.loop.abandon(result.lease)
+    wait_for(lambda: all_free(rig))
 
 
-def test_patches_on_the_last_page_alone(study: Study, item):
-    """The protocol of the paper: every other token is exact."""
-    probe = Probe(study.reader)
-    canonical = probe.canonical([item.pages[-1]])
-    cases = probe.behind([item.prompt(study.reader)], canonical)
-    scores: dict[str, Scores] = {name: Scores() for name in ("exact", "blind", "full")}
-    probe.score(scores, cases, {"blind": [None], "full": [study.arms.formed(cases[0].delta, None)]})
-    assert scores["full"].kl[0] == pytest.approx(0.0, abs=1e-4)
-    assert scores["blind"].kl[0] > scores["full"].kl[0]
+def test_wherever_the_compared_tokens_lie_in_their_blocks_nothing_but_the_patch_counts(make_rig: Callable[..., Rig]):
+    rig = make_rig(fidelity=NEVER_OFF)
+    rig.link(PAGES)
+    lengths = set()
+    for words in range(0, 36, 3):
+        linked = rig.link([*PAGES, " and" * words])
+        lengths.add(len(linked.plan.sequence) % rig.engine.block_size)
+    assert lengths & set(range(1, 8)), "some compared tokens must begin in one block and end in the next"
+    now = status(rig)
+    assert (now.checks, now.agreements, now.kl_counts[0]) == (12, 12, 12)
+
+
+def test_documents_and_a_prompt_that_ends_in_a_chunk_are_checked_a_slice_at_a_time(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(recheck, "_SLICE_TOKENS", 50)
+    rig = make_rig(fidelity=ALL)
+    for parts in ([Page(1), "then ", Page(2)], [2, " beside ", Page(3)]):
+        rig.link(parts)
+        assert set(rig.link(parts).points) == {"patched"}
+    now = status(rig)
+    assert (now.checks, now.agreements) == (2, 2)
+    assert now.rolling_kl < 1e-9
+    wait_for(lambda: all_free(rig))
+
+
+def test_checks_wait_for_links_and_links_never_for_checks(make_rig: Callable[..., Rig], monkeypatch):
+    rig = make_rig(fidelity=NEVER_OFF)
+    rig.link(PAGES)
+    stepped: list[int] = []
+    step = recheck.Rechecks.step
+
+    def watched(self: recheck.Rechecks) -> None:
+        stepped.append(rig.loop.stats().waiting + rig.loop.stats().running)
+        step(self)
+
+    monkeypatch.setattr(recheck.Rechecks, "step", watched)
+    plans = [rig.plan(PAGES) for _ in range(6)]
+    with rig.loop._wake:
+        futures = [rig.loop.submit(plan) for plan in plans]
+    leases = [future.result(60).lease for future in futures]
+    rig.settle()
+    assert stepped.count(0) == len(stepped) > 0
+    assert status(rig).checks == 6
+    for lease in leases:
+        rig.loop.abandon(lease)
+    wait_for(lambda: all_free(rig))
+
+
+def test_blocks_that_a_link_needs_are_not_held_for_a_check(make_rig: Callable[..., Rig]):
+    taught = make_rig()
+    taught.link(PAGES)
+    rig = make_rig(library=taught.library, fidelity=NEVER_OFF, form=False, patience_seconds=60.0)
+    first, unread = (rig.loop.submit(rig.plan(PAGES)).result(30).lease for _ in range(2))
+    rig.loop.abandon(first)
+    pool = rig.loop._pool
+    wait_for(lambda: not rig.loop._abandoned)
+    taken = []
+    while pool.free > 1:
+        taken.append(pool.allocate(pool.block_size * min(pool.free - 1, 64)).id)
+    assert rig.loop.stats().harvest == 2, "both checks give way to the hand-off, the first holds its blocks alone"
+    linked = rig.loop.submit(rig.plan(PAGES)).result(30)
+    assert status(rig).skipped == {"blocks": 1}
+    for lease in (*taken, unread, linked.lease):
+        rig.loop.abandon(lease)
+    rig.settle()
+    assert status(rig).checks == 2
+    wait_for(lambda: all_free(rig))
+
+
+def test_a_check_ends_with_its_lease(make_rig: Callable[..., Rig]):
+    taught = make_rig()
+    taught.link(PAGES)
+    rig = make_rig(library=taught.library, fidelity=NEVER_OFF, lease_seconds=0.3, patience_seconds=30.0)
+    rig.loop.submit(rig.plan(PAGES)).result(30)
+    wait_for(lambda: all_free(rig))
+    assert status(rig).skipped == {"blocks": 1}
+    assert rig.loop.stats().harvest == 0
+
+
+def test_a_check_without_embeddings_is_skipped_and_counted(make_rig: Callable[..., Rig]):
+    rig = make_rig(fidelity=ALL)
+    rig.link(PAGES)
+    rig.library.delete("embedding", rig.linker.keys(rig.plan(PAGES).request)[0].embedding, "local")
+    assert rig.link(PAGES).points == ["patched", "patched"]
+    assert status(rig).skipped == {"embeddings": 1}
+    wait_for(lambda: all_free(rig))
+
+
+def test_a_check_that_fails_costs_nothing_but_itself(make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
+    rig = make_rig(fidelity=ALL)
+    rig.link(PAGES)
+    plan = rig.plan(PAGES)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.engine, "logits", broken)
+        lease = rig.loop.submit(plan).result(30).lease
+        rig.settle()
+    rig.loop.abandon(lease)
+    assert status(rig).skipped == {"failed": 1}
+    wait_for(lambda: all_free(rig))
+    assert rig.link(PAGES).points == ["patched", "patched"]
+    assert status(rig).checks == 1
+
+
+def test_without_a_share_nothing_is_checked(make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(recheck.Rechecks, "step", pytest.fail)
+    rig = make_rig()
+    rig.link(PAGES)
+    rig.link(PAGES)
+    assert status(rig).checks == 0
+
+
+def test_checks_beyond_the_queue_are_dropped(make_rig: Callable[..., Rig]):
+    rig = make_rig(fidelity=NEVER_OFF)
+    rig.link(PAGES)
+    plans = [rig.plan(PAGES) for _ in range(10)]
+    with rig.loop._wake:
+        futures = [rig.loop.submit(plan) for plan in plans]
+    for future in futures:
+        rig.loop.abandon(future.result(60).lease)
+    rig.settle()
+    now = status(rig)
+    assert now.checks + now.skipped.get("queue", 0) == 10
+    wait_for(lambda: all_free(rig))

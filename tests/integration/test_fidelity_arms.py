@@ -1,0 +1,154 @@
+"""The fidelity benchmark's reader and arms on a real engine and the bundled reference model."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from infra.reference import DEFAULT_MODEL, weights
+from infra.reference.families import FAMILIES
+from infra.reference.scenes import Form, Split
+from kvstore.patch import Patch
+from serving.bench.fidelity import composition, envelope, reorder, storage
+from serving.bench.fidelity.arms import Repaired
+from serving.bench.fidelity.items import items
+from serving.bench.fidelity.probe import Probe
+from serving.bench.fidelity.reader import Reader
+from serving.bench.fidelity.scores import Scores, figures
+from serving.bench.fidelity.study import Shape, Study
+
+pytestmark = pytest.mark.engine
+SMALL = Form(3, 8, 6)
+ITEMS = 24
+
+
+@pytest.fixture(scope="module")
+def study() -> Iterator[Study]:
+    reader = Reader(weights(DEFAULT_MODEL))
+    with torch.inference_mode():
+        yield Study(reader, FAMILIES[DEFAULT_MODEL].cell)
+    reader.close()
+
+
+@pytest.fixture(scope="module")
+def item(study: Study):
+    return next(items(study.reader, study.cell, Split.multi, 1, SMALL))
+
+
+def test_a_prompt_is_what_the_server_renders(study: Study, item):
+    from infra.reference.pictures import page_picture
+    from infra.reference.scenes import draw_items
+    from serving.bench.fidelity.items import SEED
+
+    scenes, _ = draw_items(Split.multi, 1, SMALL, torch.Generator().manual_seed(SEED))
+    pictures = [page_picture(scenes, 0, page, study.cell) for page in range(3)]
+    rendered = study.reader.rendered(pictures, item.question)
+    prompt = item.prompt(study.reader)
+    assert prompt.token_ids[: len(rendered.token_ids)].tolist() == rendered.token_ids
+    assert [(place.start, place.stop) for place in prompt.places] == [(c.start, c.stop) for c in rendered.chunks]
+
+
+def test_full_rank_patches_and_full_recomputation_are_an_exact_prefill(study: Study, item):
+    (one,) = study.gather([item])
+    arms = study.arms
+    whole = {
+        "full rank": arms.patch(None),
+        "mpic": arms.mpic(10_000),
+        "cacheblend": arms.cacheblend(1.0),
+        "all exact": arms.first(10_000),
+        "all layers": arms.deep_layers(1.0),
+    }
+    for name, arm in whole.items():
+        linked = [arm(page) for page in one.pages]
+        (read,) = study.reader.over(
+            [one.prompt], [[page.kv for page in linked]], [[page.again for page in linked]], keep=None
+        )
+        torch.testing.assert_close(read.answers, one.exact.answers, rtol=0, atol=1e-3, msg=name)
+        for ours, theirs in zip(read.pages, one.exact.pages, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_recomputed_tokens_are_computed_over_the_others(study: Study, item):
+    """An arm that computes the first tokens again leaves the others' KV as it was given."""
+    (one,) = study.gather([item])
+    given = [page.canonical for page in one.pages]
+    again = [torch.tensor([0, 3, 4])] * 3
+    (read,) = study.reader.over([one.prompt], [given], [again], keep=None)
+    for page, canonical in zip(read.pages, given, strict=True):
+        kept = torch.ones(canonical.shape[1], dtype=torch.bool)
+        kept[[0, 3, 4]] = False
+        torch.testing.assert_close(page[:, kept], canonical[:, kept], rtol=1e-5, atol=1e-5)
+        assert (page[1:, ~kept] - canonical[1:, ~kept]).abs().max() > 1e-2
+
+
+def test_the_model_binds_across_pages_and_blind_reuse_loses_it(study: Study):
+    arms = {"blind": lambda page: Repaired(page.canonical), "patch": study.arms.patch(16)}
+    accuracy: dict[tuple[Split, str], float] = {}
+    eta = {}
+    for split in (Split.single, Split.multi):
+        shape = Shape()
+        scores = study.scored(study.gathered(split, ITEMS, SMALL), arms, shape)
+        for arm in scores:
+            accuracy[split, arm] = sum(scores[arm].right) / ITEMS
+        eta[split] = figures(scores["patch"], scores["blind"], scores["exact"]).get("eta")
+        assert shape.depth[0][0] == pytest.approx(0.0, abs=1e-5)  # the first layer sees no neighbours
+        assert shape.depth[0][-1] > 0.05
+    assert accuracy[Split.single, "exact"] >= 0.95
+    assert accuracy[Split.multi, "exact"] >= 0.90
+    assert accuracy[Split.multi, "blind"] <= accuracy[Split.multi, "exact"] - 0.10
+    assert accuracy[Split.single, "blind"] >= accuracy[Split.single, "exact"] - 0.05
+    assert accuracy[Split.multi, "patch"] >= accuracy[Split.multi, "exact"] - 0.05
+    assert eta[Split.multi].value >= 0.9
+
+
+def test_orbit_patches_serve_another_order(study: Study):
+    scores, apart = reorder.reorder(study, 3, 4)
+    assert set(scores) == {"exact", "blind", "own", "transfer", "orbit"}
+    assert len(scores["orbit"].kl) == 8  # two orders of every item
+    assert 0 < apart < 2
+    assert sum(scores["orbit"].kl) < sum(scores["blind"].kl)
+
+
+def test_the_envelope_reuses_what_the_rule_reuses(study: Study):
+    scores = envelope.envelope(study, 3)
+    assert set(scores) == {one.name for one in envelope.SITUATIONS}
+    assert scores["same"]["stale"].kl == pytest.approx(scores["same"]["rebuilt"].kl, abs=1e-6)
+    assert 0.0 <= envelope.false_reuse(scores) <= 1.0
+
+
+def test_a_pair_behind_one_page_is_that_pages_own_patch(study: Study):
+    """Behind a single antecedent the sum has one term: composing changes nothing but the rank."""
+    scores = composition.compositions(study, Split.multi, 1, 4)
+    assert scores["sum"].kl == pytest.approx(scores["own"].kl, abs=0.02)
+
+
+def test_spread_patches_keep_more_energy_in_the_bytes_of_a_uniform_one(study: Study, item):
+    (one,) = study.gather([item])
+    delta, layout = one.pages[-1].delta, study.arms.layout
+
+    def kept(patch: Patch) -> float:
+        return 1 - float((delta - patch.dense()).square().sum() / delta.square().sum())
+
+    uniform = study.arms.formed(delta, 4)
+    budget = uniform.nbytes // 2  # as bf16
+    spread = storage.spread(delta, layout, budget)
+    assert storage._stored("spread", spread) <= budget
+    assert kept(spread) >= kept(uniform) - 1e-3
+
+
+def test_every_probe_counts_what_it_tried(study: Study):
+    scores = storage.storage(study, Split.multi, 8, 3, SMALL)
+    assert {len(one.kl) for arm, one in scores.items()} == {3}
+    assert all(math.isfinite(value) for one in scores.values() for value in one.kl)
+
+
+def test_patches_on_the_last_page_alone(study: Study, item):
+    """The protocol of the paper: every other token is exact."""
+    probe = Probe(study.reader)
+    canonical = probe.canonical([item.pages[-1]])
+    cases = probe.behind([item.prompt(study.reader)], canonical)
+    scores: dict[str, Scores] = {name: Scores() for name in ("exact", "blind", "full")}
+    probe.score(scores, cases, {"blind": [None], "full": [study.arms.formed(cases[0].delta, None)]})
+    assert scores["full"].kl[0] == pytest.approx(0.0, abs=1e-4)
+    assert scores["blind"].kl[0] > scores["full"].kl[0]
