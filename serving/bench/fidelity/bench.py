@@ -77,7 +77,7 @@ def measured(
 
 
 def _tables(study: Study, items: int, console: Console) -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
-    from serving.bench.fidelity import composition, envelope, reorder, storage
+    from serving.bench.fidelity import composition, envelope, growth, reorder, storage
     from serving.bench.fidelity.study import Shape
 
     few = max(items // 5, 16)
@@ -116,6 +116,9 @@ def _tables(study: Study, items: int, console: Console) -> Iterator[tuple[str, d
                 arm: _figure(scores, arm, "eta") for arm in scores if arm != "exact"
             }
         yield f"η by composition, {split}", composed
+    grown = {pages: growth.growth(study, pages, few) for pages in growth.PAGES}
+    yield "accuracy by pages", {mode: {str(n): grown[n][mode][0] for n in grown} for mode in growth.MODES}
+    yield "median ms by pages", {mode: {str(n): grown[n][mode][1] for n in grown} for mode in growth.MODES}
     stored = storage.storage(study, Split.multi, 16, few, FORMS[Split.multi])
     yield (
         "equal bytes",

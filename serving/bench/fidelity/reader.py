@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,11 @@ class Page:
     token_ids: tuple[int, ...]
     span: ChunkSpan  # as if the chunk began at token 0
     embeddings: Tensor
+
+    def chunk(self, start: int) -> ChunkSpan:
+        """The chunk in a prompt where it begins at token `start`."""
+        span = self.span
+        return replace(span, start=start, stop=start + span.stop, first=start + span.first)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,9 +109,7 @@ class Reader:
         embeddings = self.engine.encode(segments.pixels(range(len(pictures))))
         found = []
         for span, rows in zip(segments.chunks, embeddings, strict=True):
-            moved = type(span)(
-                span.content, span.modality, 0, len(span), span.first - span.start, span.count, span.grid, span.is_embed
-            )
+            moved = replace(span, start=0, stop=len(span), first=span.first - span.start)
             found.append(Page(tuple(segments.token_ids[span.start : span.stop]), moved, rows))
         return found
 
