@@ -26,7 +26,7 @@ from torch import Tensor
 from kvstore.chunk import DYNAMIC_TENANT, antecedent_key, canonical_key, embedding_key, owner_of
 from kvstore.format import CanonicalRecord
 from kvstore.library import Library
-from kvstore.patch import PatchKind, apply
+from kvstore.patch import Patch, PatchKind, apply, compose
 from kvstore.patch_form import PatchForm
 from prefill_workers import policies
 from prefill_workers.arriving import Arriving
@@ -47,7 +47,7 @@ from prefill_workers.plan import (
 from prefill_workers.policies import Mode, OperatingPoint
 from prefill_workers.selection import MEASURED_LAYER, deviations, selected_by_deviation, selected_by_place
 from prefill_workers.sequence import LinkSequence, Run, forwards
-from prefill_workers.settings import FidelitySettings
+from prefill_workers.settings import COMPOSE_UP_TO, FidelitySettings
 
 _TIMEOUTS = 2  # of the library, until a chunk counts as not stored: whether its KV is there, and its embeddings
 
@@ -59,6 +59,7 @@ class Linker:
         form: of the patches that it looks for and asks for.
         submit_patch: takes a deficit off the request path and stores its patch (see `patch_compiler`).
         fidelity: says which operating points are switched off. None: nothing is checked, nothing switched off.
+        compose_up_to: antecedents that a chunk may stand behind to be linked by the sum of its pair patches.
     """
 
     def __init__(
@@ -68,11 +69,13 @@ class Linker:
         form: PatchForm,
         submit_patch: Callable[[PatchJob], object],
         fidelity: Fidelity | None = None,
+        compose_up_to: int = COMPOSE_UP_TO,
     ) -> None:
         self.engine = engine
         self.library = library
         self.form = form
         self.fidelity = fidelity or Fidelity(FidelitySettings(share=0))
+        self.compose_up_to = compose_up_to
         self.harvester = Harvester(engine, library, form, submit_patch)
         self._lookups = Lookups(library)
         self._delimiters: tuple[int, ...] = ()  # token ids around the placeholders of the image seen last
@@ -155,6 +158,13 @@ class Linker:
             self.form.key(canonical, antecedent_key(prefix, antecedents, ordered=kind is PatchKind.own), kind)
             for kind in (PatchKind.own, set_kind(len(antecedents)))
         )
+        parts: tuple[str, ...] = ()
+        if 1 < len(antecedents) <= self.compose_up_to and len({canonical, *antecedents}) > len(antecedents):
+            alone = [(), *((antecedent,) for antecedent in antecedents)]
+            parts = tuple(
+                self.form.key(canonical, antecedent_key(prefix, one, ordered=False), set_kind(len(one)))
+                for one in alone
+            )  # fmt: skip
         shared = owner_of(tenant, *contents) == DYNAMIC_TENANT
         return ChunkKeys(
             canonical,
@@ -163,6 +173,7 @@ class Linker:
             embedding_key(fingerprint, content) if embeds else None,
             owner=owner_of(tenant, content),
             patch_owners=tuple(dict.fromkeys((tenant, DYNAMIC_TENANT))) if shared else (tenant,),
+            parts=parts,
         )
 
     def _chunk(
@@ -289,12 +300,13 @@ class Linker:
         point = policies.operating_point(
             mode,
             canonical=found.canonical is not None,
-            patch=found.patch is not None,
+            patch=found.patched,
             embeddings=not (fresh or chunk.lacks_embeddings),
         )
         if not point.reuses_kv and not chunk.span.needs_embeddings:
             point = OperatingPoint.RECOMPUTED
-        rank = found.patch.patch.rank if found.patch and point is OperatingPoint.PATCHED else None
+        patch = self._patch(found) if point is OperatingPoint.PATCHED else None
+        rank = None if patch is None else patch.rank
         reason = _reason(mode, point, found)
         if point is OperatingPoint.SELECTED:
             if mode.measures:
@@ -309,9 +321,18 @@ class Linker:
     def _write(self, sequence: LinkSequence, chunk: ChunkPlan, found: Found) -> None:
         """Relocate, patch and write a chunk's stored KV."""
         assert found.canonical is not None
-        patch = found.patch.patch.bind(self.form.basis) if found.patch else None
+        patch = self._patch(found)
         kv = apply(found.canonical.kv, patch, chunk.start_position, self.engine.layout)
         self.engine.write_kv(kv, self.engine.slots(sequence.blocks, chunk.span.start, chunk.span.stop))
+
+    def _patch(self, found: Found) -> Patch | None:
+        """The patch that was found, or the sum of its parts: Δ(B|P) + Σ (Δ(B|P,A_i) - Δ(B|P)), P the fixed prefix."""
+        if found.patch is not None:
+            return found.patch.patch.bind(self.form.basis)
+        if not found.parts:
+            return None
+        base, *pairs = (part.patch.bind(self.form.basis) for part in found.parts)
+        return compose(pairs, base=base)
 
 
 def _expected(mode: Mode) -> OperatingPoint:
@@ -327,11 +348,13 @@ def _selected_reason(mode: Mode, chunk: ChunkPlan) -> str:
 def _reason(mode: Mode, point: OperatingPoint, found: Found) -> str:
     if point is OperatingPoint.PATCHED and found.patch is not None:
         return f"stored {found.patch.patch.kind} patch for these antecedents"
+    if point is OperatingPoint.PATCHED:
+        return f"sum of the stored pair patches behind {len(found.parts) - 1} antecedents"
     if point is OperatingPoint.RELOCATED:
         return "mode full-reuse: canonical KV, no patch"
     if mode in (Mode.EXACT, Mode.OFF):
         return f"mode {mode}: computed in context"
-    if found.patch is not None:
+    if found.patched:
         return "a patch is stored, but no canonical KV could be loaded"
     if found.canonical is not None:
         return "canonical KV is stored, but no embeddings for the tokens to compute"

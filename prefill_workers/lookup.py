@@ -7,13 +7,16 @@ the hits of all tiers go on loading (mpic.md §3.2).
     a patch is stored ──▶ coming ── patch ∥ canonical KV ──▶ found: KV
           └── none ──────────┴── failed, slow or damaged ──▶ embeddings ──▶ found: embeddings, or nothing
 
+Where no patch of the set is stored, the patches behind each of its members may be, whose sum serves in its place: they
+all load beside one another, and count as one.
+
 Modes that link canonical KV without a patch begin at the canonical; those that compute some of a chunk's tokens all the
 same load its embeddings beside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import cast
@@ -37,22 +40,31 @@ class ChunkKeys:
     embedding: str | None  # None: a text chunk
     owner: str  # of canonical KV and embeddings: the request's tenant, or the dynamic library
     patch_owners: tuple[str, ...]  # whose patches serve
+    parts: tuple[str, ...] = ()  # patches behind no antecedent and behind each alone; none where no sum may serve
 
     def all(self) -> list[str]:
         """Every key."""
-        return [key for key in (self.canonical, self.own_patch, self.set_patch, self.embedding) if key is not None]
+        named = (self.canonical, self.own_patch, self.set_patch, self.embedding, *self.parts)
+        return [key for key in named if key is not None]
 
 
 @dataclass(frozen=True)
 class Found:
     """What the library gave for one chunk: KV to place, embeddings to compute with, or nothing.
 
-    Both only for modes that compute some tokens of a chunk whose KV is stored.
+    Both only for modes that compute some tokens of a chunk whose KV is stored. `parts`: in place of `patch`, the
+    patches behind no antecedent and behind each alone.
     """
 
     canonical: CanonicalRecord | None = None
     patch: PatchRecord | None = None
     embeddings: Tensor | None = None
+    parts: tuple[PatchRecord, ...] = ()
+
+    @property
+    def patched(self) -> bool:
+        """Whether there is a patch, or what one can be put together from."""
+        return self.patch is not None or bool(self.parts)
 
 
 class Lookup:
@@ -126,23 +138,36 @@ class Lookups:
 
     def _kv(self, lookup: Lookup, keys: ChunkKeys, mode: Mode) -> Found:
         """Canonical KV and the patch that the mode needs, as far as they are stored."""
-        library, patch = self._library, None
+        library, patches = self._library, list[Loading]()
+        composed = False
         if looks_up_patch(mode):
             # Without a patch the canonical KV is of no use: nothing is moved until one is known to be stored.
-            wanted = ((key, owner) for key in (keys.own_patch, keys.set_patch) for owner in keys.patch_owners)
-            stored = next((place for place in wanted if library.has("patch", *place)), None)
-            if stored is None:
+            stored = self._stored(keys, (keys.own_patch, keys.set_patch))
+            places = [] if stored is None else [stored]
+            if stored is None and keys.parts:
+                every = [self._stored(keys, (key,)) for key in keys.parts]
+                places = [place for place in every if place is not None] if None not in every else []
+                composed = True
+            if not places:
                 return Found()
-            patch = library.load("patch", *stored)
+            patches = [library.load("patch", *place) for place in places]
         elif not uses_canonical_alone(mode):
             return Found()
         canonical = library.load("canonical", keys.canonical, keys.owner)
-        lookup._loads = canonical, patch
+        if not composed:
+            lookup._loads = canonical, patches[0] if patches else None
         if library.has("canonical", keys.canonical, keys.owner):
             lookup._decide(coming=True)
-        found = Found(
-            canonical=cast(CanonicalRecord | None, library.wait(canonical)),
-            patch=cast(PatchRecord | None, library.wait(patch)) if patch is not None else None,
-        )
-        lacks_patch = patch is not None and found.patch is None
-        return replace(found, canonical=None) if lacks_patch else found
+        kv = cast(CanonicalRecord | None, library.wait(canonical))
+        loaded = [cast(PatchRecord | None, library.wait(patch)) for patch in patches]
+        records = tuple(record for record in loaded if record is not None)
+        if len(records) < len(patches):
+            return Found()
+        if composed:
+            return Found(kv, parts=records)
+        return Found(kv, records[0] if records else None)
+
+    def _stored(self, keys: ChunkKeys, wanted: Sequence[str]) -> tuple[str, str] | None:
+        """Key and owner of the first of the `wanted` patches that is stored."""
+        places = ((key, owner) for key in wanted for owner in keys.patch_owners)
+        return next((place for place in places if self._library.has("patch", *place)), None)

@@ -6,6 +6,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from prefill_workers.policies import EXACT_POINTS, OperatingPoint
 
+COMPOSE_UP_TO = 0
+
 
 class PatchFormSettings(BaseModel):
     """How much of a deficit patches keep. Prefill workers and patch compilers must agree on it."""
@@ -87,6 +89,12 @@ class PrefillSettings(BaseModel):
         "chunks or fewer, 24 times as many forwards as chunks beyond. 0: never.",
     )
     fidelity: FidelitySettings = FidelitySettings()
+    compose_up_to: int = Field(
+        COMPOSE_UP_TO,
+        ge=0,
+        description="Link a chunk behind up to so many others by the sum of its patches behind each of them, where no "
+        "patch of their set is stored. 0: never.",
+    )
     self_check: bool = Field(
         True, description="Compare with vLLM's own prefill at start and refuse to serve otherwise."
     )

@@ -92,7 +92,14 @@ class PrefillWorker(FidelityReplica):
         self._compiling = self._patches_dropped = 0
         self._max_compiling = settings.max_patch_queue
         form = load_form(config.patch, self._library)
-        linker = Linker(self._engine, self._library, form, self._submit, self.watch_fidelity(settings.fidelity))
+        linker = Linker(
+            self._engine,
+            self._library,
+            form,
+            self._submit,
+            self.watch_fidelity(settings.fidelity),
+            settings.compose_up_to,
+        )
         self._linker = linker
         self._loop = PrefillLoop(
             self._engine,

@@ -122,6 +122,7 @@ class Rig:
         form: PatchForm | None = None,
         family: Family = QWEN2_5_VL,
         fidelity: FidelitySettings | None = None,
+        compose_up_to: int = 0,
         **loop_options,
     ) -> None:
         self.engine, self.family = engine, family
@@ -130,7 +131,7 @@ class Rig:
         form = form or PatchForm(rank)
         self.compiler = PatchCompiler(self.library, form)
         self.fidelity = Fidelity(fidelity or FidelitySettings(share=0))
-        self.linker = Linker(engine, self.library, form, self.compiler.compile, self.fidelity)
+        self.linker = Linker(engine, self.library, form, self.compiler.compile, self.fidelity, compose_up_to)
         options = {
             "budget": 4096,
             "max_queue": 64,

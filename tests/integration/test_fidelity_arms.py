@@ -24,7 +24,8 @@ ITEMS = 24
 
 
 @pytest.fixture(scope="module")
-def study() -> Iterator[Study]:
+def study(only_engines) -> Iterator[Study]:
+    only_engines.close()
     reader = Reader(weights(DEFAULT_MODEL))
     with torch.inference_mode():
         yield Study(reader, FAMILIES[DEFAULT_MODEL].cell)
