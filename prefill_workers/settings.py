@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from prefill_workers.policies import EXACT_POINTS, OperatingPoint
 
-COMPOSE_UP_TO = 0
+COMPOSE_UP_TO = 0  # the sum of pairs loses single-hop answers on the reference models (`orbitserve bench fidelity`)
 
 
 class PatchFormSettings(BaseModel):

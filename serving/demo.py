@@ -191,8 +191,6 @@ def _show(console: Console, title: str, answer: Answer, story: Story, asked: int
     console.print(f"  {story.questions[asked]} ({story.hints[asked]})", markup=False)
     console.print(f"  answer: {answer.text!r}, {verdict}")
     orbit = answer.orbit
-    console.print(f"[bold]{title}[/bold]")
-    console.print(f"  answer: {answer.text!r} (an untrained model: the words mean nothing)", markup=False)
     console.print(
         f"  TTFT {answer.ttft_ms:.0f} ms; tokens: {orbit['tokens_reused']} reused, "
         f"{orbit['tokens_computed']} computed, {orbit['vision_tokens_encoded']} encoded"

@@ -76,6 +76,8 @@ class Making:
 
     def train_language(self) -> Iterator[dict[str, Any]]:
         """Train the language model from where it stands; yields the curve."""
+        if self.progress.step == sum(stage.steps for stage in STAGES):
+            return
         tower = {id(parameter) for parameter in self.kind.tower_module(self.model).parameters()}
         parameters = [parameter for parameter in self.model.parameters() if id(parameter) not in tower]
         parameters += self.codes.parameters()

@@ -70,6 +70,14 @@ def test_full_rank_patches_and_full_recomputation_are_an_exact_prefill(study: St
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+def test_patches_that_are_cut_from_a_wider_one_are_the_patches_of_that_rank(study: Study, item):
+    (one,) = study.gather([item])
+    for page in one.pages:
+        for rank in (4, 16, 60):  # the last is more than a page's own rank
+            cut, formed = study.arms.own(page, rank), study.arms.formed(page.delta, rank)
+            torch.testing.assert_close(cut.dense(), formed.dense(), rtol=1e-3, atol=1e-3)
+
+
 def test_recomputed_tokens_are_computed_over_the_others(study: Study, item):
     """An arm that computes the first tokens again leaves the others' KV as it was given."""
     (one,) = study.gather([item])

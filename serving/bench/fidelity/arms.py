@@ -75,11 +75,16 @@ class Arms:
 
     def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
         self.layout, self.dtype = layout, dtype
-        self._widest = lru_cache(maxsize=64)(lambda page: self.formed(page.delta, RANKS[-1]))
+        self._widest = lru_cache(maxsize=64)(self._formed_widest)
+
+    def _formed_widest(self, page: PageKV) -> Patch:
+        limits = (min(page.canonical.shape[1], segment.features) for segment in self.layout.segments)
+        return self.formed(page.delta, min(RANKS[-1], min(limits) - 1))
 
     def own(self, page: PageKV, rank: int) -> Patch:
-        """The own patch of a page, cut from the widest that the tables ask for."""
-        return self._widest(page).truncated(rank)
+        """The own patch of a page, cut from the widest that is ordered: one of full rank is not."""
+        widest = self._widest(page)
+        return widest.truncated(rank) if rank <= widest.rank else self.formed(page.delta, rank)
 
     def patched(self, page: PageKV, patch: Patch) -> Repaired:
         """Canonical KV with a patch."""
