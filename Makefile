@@ -10,7 +10,7 @@ ARGS ?=
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: setup tiny-checkpoint ## Start the service, send pictures in two orders, print what was reused; KEEP=1: go on serving
+demo: setup ## Start the service, ask about pages in two orders, print what was reused; KEEP=1: go on serving
 	$(ORBITSERVE) demo $(if $(KEEP),--keep) $(ARGS)
 
 serve: setup ## Serve your own checkpoint: make serve MODEL=path [ARGS="..."]

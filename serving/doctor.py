@@ -38,14 +38,13 @@ from rich.table import Table
 from rich.text import Text
 
 import infra
-from infra.checkpoints import checkpoint_path
+from infra.reference import DEFAULT_MODEL, weights
 from infra.vllm_env import is_cpu_build, vllm_environment
 from kvstore.errors import TierUnavailable
 from kvstore.settings import LibrarySettings
 from kvstore.tier_stack import TierStack
 
 GIB = 1 << 30
-DEFAULT_CHECKPOINT = "qwen2_5_vl-tiny"
 DEFAULT_PORTS = (8000, 8265)  # HTTP; Ray's dashboard, to which `serve deploy` talks
 MIN_MEMORY_BYTES = 6 * GIB  # one replica a role, each a Python process with torch and vLLM, and the object store
 MIN_DISK_BYTES = 4 * GIB
@@ -70,7 +69,7 @@ def run_doctor(
     """Run every check and return all findings; takes about a minute on two cores. Never raises for a bad machine.
 
     Args:
-        checkpoint: the model whose engine is checked; None takes the bundled tiny one, building it if need be.
+        checkpoint: the model whose engine is checked; None takes the bundled one.
         ports: TCP ports that have to be free on this machine.
         library: settings of the library whose tiers are checked; None checks none.
     """
@@ -87,7 +86,7 @@ def run_doctor(
     )
     results += run_probe(
         "engine",
-        str(checkpoint or checkpoint_path(DEFAULT_CHECKPOINT)),
+        str(checkpoint or weights(DEFAULT_MODEL)),
         environment=vllm_environment(kv_cache_gib=1),
         remedy="do not serve with this engine: run `make setup`, then report the model, the processor and this line",
     )
