@@ -87,3 +87,17 @@ def test_a_recorded_result_is_a_whole_report_of_a_benchmark_that_exists(path: Pa
 
 def test_every_benchmark_has_a_recorded_result():
     assert {json.loads(path.read_text())["name"] for path in RESULTS} == BENCHMARKS.keys()
+
+
+def test_tables_are_written_as_markdown_with_their_uncertainty():
+    tables = {
+        "accuracy": {"ours": {"one": 0.5, "one ±": 0.1, "two": float("nan")}, "theirs": {"one": 1.0, "two": 0.25}}
+    }
+    document = harness.report(
+        Benchmark("demo", "", outcome, {}), Outcome({}, [], {}, tables), "bench demo", quick=False
+    )
+    assert "two" not in document["tables"]["accuracy"]["ours"]
+    lines = harness.markdown(document).splitlines()
+    assert "| | one | two |" in lines
+    assert "| ours | 0.5 ± 0.1 |  |" in lines
+    assert "| theirs | 1 | 0.25 |" in lines

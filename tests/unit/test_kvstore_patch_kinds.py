@@ -358,3 +358,22 @@ def test_a_form_names_its_patches_by_everything_that_changes_them() -> None:
              PatchForm(basis=basis), PatchForm(basis=pooled(GQA, 5))]  # fmt: skip
     keys = {form.key("c", "a", kind) for form in forms for kind in PatchKind}
     assert len(keys) == len(forms) * len(PatchKind)
+
+
+@families
+def test_a_truncated_patch_is_the_best_of_its_rank(layout: Layout) -> None:
+    delta = random_kv(layout, TOKENS).float()
+    limit = min(TOKENS, *(segment.features for segment in layout.segments))
+    wide = form_patch(delta, layout, rank=limit - 1)
+    for rank in range(1, limit):
+        torch.testing.assert_close(wide.truncated(rank).dense(), form_patch(delta, layout, rank=rank).dense())
+    assert wide.truncated(limit + 5) is wide
+
+
+@families
+def test_the_deep_part_of_a_patch_is_the_patch_of_the_deep_layers(layout: Layout) -> None:
+    delta = random_kv(layout, TOKENS).float()
+    deep = form_patch(delta, layout, rank=2).from_depth(0.5)
+    formed = form_patch(delta, layout, rank=2, depth=0.5)
+    assert deep.first_layer == formed.first_layer
+    torch.testing.assert_close(deep.dense(), formed.dense())
