@@ -19,14 +19,15 @@ def card(
     items: int,
 ) -> str:
     """The card's text. `machine`: `cpu` and `threads`; `scores`: share of right answers by split."""
-    language = [line for line in curve if "tower" not in line]
-    tower = [line for line in curve if "tower" in line]
+    tower, polish = ([line for line in curve if kind in line] for kind in ("tower", "polish"))
+    language = [line for line in curve if "tower" not in line and "polish" not in line]
     return _TEMPLATE.read_text().format(
         family=family,
         parameters=parameters / 1e6,
         steps=language[-1]["step"],
         tower_steps=tower[-1]["step"],
-        minutes=(language[-1]["seconds"] + tower[-1]["seconds"]) / 60,
+        polish=f", then {polish[-1]['step']} of the language model with its embeddings fixed" if polish else "",
+        minutes=sum(part[-1]["seconds"] for part in (language, tower, polish) if part) / 60,
         cpu=machine["cpu"],
         threads=machine["threads"],
         items=items,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from infra.checkpoints.qwen3_vl import Qwen3VL
 from infra.checkpoints.text import DeepSeekV2
 from infra.checkpoints.tokens import VISION
 from infra.reference.scenes import Form
+from infra.reference.training import STAGES, Stage
 from infra.reference.vision import Tower, kimi_tower, llava_tower, qwen_tower
 from infra.reference.vocabulary import words
 
@@ -96,7 +97,7 @@ class ReferenceFamily:
     """A family: its recipe, how its parts are driven in training, and what its chat template writes for an image.
 
     `cell`: pixels of a cell's side, one token's. `levels`: of codes (see `training.Codes`). `forms`: of the pages
-    that its tower is trained on; none: of any.
+    that its tower is trained on; none: of any. `polish`: stages for the language model once its tower has learnt.
     """
 
     recipe: Any
@@ -108,6 +109,7 @@ class ReferenceFamily:
     cell: int
     levels: int = 1
     forms: tuple[Form, ...] = ()
+    polish: tuple[Stage, ...] = ()
 
 
 def _visual(model: Any) -> nn.Module:
@@ -139,6 +141,7 @@ FAMILIES: dict[str, ReferenceFamily] = {
             vision_hidden=128, words=tuple(words()),
         ),
         Mropes, qwen_tower, _visual, VISION, "<|image_pad|>", cell=32, levels=3,
+        polish=(replace(STAGES[-1], steps=350),),
     ),
     "kimi_vl": ReferenceFamily(
         KimiVL(
