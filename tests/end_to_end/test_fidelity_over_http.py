@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -31,13 +33,6 @@ def service(only_service: Callable[..., Service]) -> Service:
     return only_service("reference model", "float32", model=model, patch={"rank": RANK})
 
 
-@pytest.fixture(scope="module")
-def study() -> Iterator[Study]:
-    reader = Reader(weights(DEFAULT_MODEL))
-    yield Study(reader, CELL)
-    reader.close()
-
-
 def asked() -> list[list[dict[str, Any]]]:
     """The items' messages; the same pages and questions as `items` draws."""
     scenes, questions = draw_items(Split.multi, ITEMS, FORM, torch.Generator().manual_seed(SEED))
@@ -58,34 +53,62 @@ def top(answer: dict[str, Any]) -> dict[str, float]:
     return {entry["token"]: entry["logprob"] for entry in first["top_logprobs"]}
 
 
-def test_the_service_answers_as_the_offline_arms(service: Service, study: Study):
-    with torch.inference_mode():
-        drawn = list(items(study.reader, CELL, Split.multi, ITEMS, FORM))
-        gathered = study.gather(drawn)
-        offline = {
-            "exact": [one.exact.answers[0] for one in gathered],
-            "full-reuse": answers(study, gathered, lambda page: Repaired(page.canonical)),
-            "auto": answers(study, gathered, study.arms.patch(RANK)),
-        }
+class Offline(NamedTuple):
+    """What the arms give offline: log-probabilities [items, vocabulary] of the answer's token, by mode."""
+
+    logprobs: dict[str, torch.Tensor]
+    questions: list[str]
+    answers: list[str]
+    wanted: list[int]
+    numbers: dict[str, int]  # token ids by text
+
+
+def offline() -> Offline:
+    """Measured in a process of its own: ending this engine takes away what others in its process stand on."""
+    reader = Reader(weights(DEFAULT_MODEL))
+    try:
+        with torch.inference_mode():
+            study = Study(reader, CELL)
+            drawn = list(items(reader, CELL, Split.multi, ITEMS, FORM))
+            gathered = study.gather(drawn)
+            logprobs = {
+                "exact": torch.stack([one.exact.answers[0] for one in gathered]),
+                "full-reuse": answers(study, gathered, lambda page: Repaired(page.canonical)),
+                "auto": answers(study, gathered, study.arms.patch(RANK)),
+            }
+            texts = (reader.text(number) for number in range(logprobs["exact"].shape[1]))
+            return Offline(
+                {mode: values.clone() for mode, values in logprobs.items()},
+                [item.question for item in drawn],
+                [item.answer for item in drawn],
+                [one.prompt.answer[0] for one in gathered],
+                {text: number for number, text in enumerate(texts)},
+            )
+    finally:
+        reader.close()
+
+
+def answers(study: Study, gathered: list[Gathered], arm: Callable[..., Repaired]) -> torch.Tensor:
+    linked = [[arm(page).kv for page in one.pages] for one in gathered]
+    return torch.stack([read.answers[0] for read in study.reader.over([one.prompt for one in gathered], linked)])
+
+
+def test_the_service_answers_as_the_offline_arms(service: Service):
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        expected = pool.submit(offline).result()
     wrong = 0
-    for index, (messages, item) in enumerate(zip(asked(), drawn, strict=True)):
-        messages[0]["content"].append({"type": "text", "text": item.question})
+    for index, messages in enumerate(asked()):
+        messages[0]["content"].append({"type": "text", "text": expected.questions[index]})
         for mode in ("exact", "full-reuse", "auto"):
             answer = service.chat(messages, mode=mode, logprobs=True, top_logprobs=5, max_tokens=4)
             service.settle()
             points = {chunk["operating_point"] for chunk in answer["orbit"]["chunks"]}
             assert points <= {"exact": {"encoded"}, "full-reuse": {"relocated"}, "auto": {"patched"}}[mode]
-            expected = offline[mode][index]
+            row = expected.logprobs[mode][index]
             for token, logprob in top(answer).items():
-                (number,) = study.reader.ids(token)
-                assert logprob == pytest.approx(float(expected[number]), abs=2e-3), (mode, token)
-            text = answer["choices"][0]["message"]["content"]
-            assert (text == item.answer) == (int(expected.argmax()) == gathered[index].prompt.answer[0])
-            wrong += mode == "full-reuse" and text != item.answer
-            assert mode == "full-reuse" or text == item.answer
+                assert logprob == pytest.approx(float(row[expected.numbers[token]]), abs=2e-3), (mode, token)
+            text, right = answer["choices"][0]["message"]["content"], expected.answers[index]
+            assert (text == right) == (int(row.argmax()) == expected.wanted[index])
+            wrong += mode == "full-reuse" and text != right
+            assert mode == "full-reuse" or text == right
     assert wrong > 0, "blind reuse lost nothing: these items say nothing"
-
-
-def answers(study: Study, gathered: list[Gathered], arm: Callable[..., Repaired]) -> list[torch.Tensor]:
-    linked = [[arm(page).kv for page in one.pages] for one in gathered]
-    return [read.answers[0] for read in study.reader.over([one.prompt for one in gathered], linked)]

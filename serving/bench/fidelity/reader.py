@@ -158,6 +158,10 @@ class Reader:
         """Token ids of text, with no special tokens added."""
         return list(self._tokens(text, add_special_tokens=False)["input_ids"]) if text else []
 
+    def text(self, token: int) -> str:
+        """What a token reads as."""
+        return str(self._tokens.decode([token]))
+
     # -- KV -----------------------------------------------------------------------------------------------------------
 
     def alone(self, places: Sequence[Place], prefix: Sequence[int] = ()) -> list[Tensor]:
