@@ -26,7 +26,7 @@ from torch import Tensor
 from kvstore.chunk import DYNAMIC_TENANT, antecedent_key, canonical_key, embedding_key, owner_of
 from kvstore.format import CanonicalRecord
 from kvstore.library import Library
-from kvstore.patch import Patch, PatchKind, apply, compose
+from kvstore.patch import PatchKind, apply
 from kvstore.patch_form import PatchForm
 from prefill_workers import policies
 from prefill_workers.arriving import Arriving
@@ -77,7 +77,7 @@ class Linker:
         self.fidelity = fidelity or Fidelity(FidelitySettings(share=0))
         self.compose_up_to = compose_up_to
         self.harvester = Harvester(engine, library, form, submit_patch)
-        self._lookups = Lookups(library)
+        self._lookups = Lookups(library, form.basis)
         self._delimiters: tuple[int, ...] = ()  # token ids around the placeholders of the image seen last
 
     # -- plan ---------------------------------------------------------------------------------------------------------
@@ -300,14 +300,13 @@ class Linker:
         point = policies.operating_point(
             mode,
             canonical=found.canonical is not None,
-            patch=found.patched,
+            patch=found.patch is not None,
             embeddings=not (fresh or chunk.lacks_embeddings),
         )
         if not point.reuses_kv and not chunk.span.needs_embeddings:
             point = OperatingPoint.RECOMPUTED
-        patch = self._patch(found) if point is OperatingPoint.PATCHED else None
-        rank = None if patch is None else patch.rank
-        reason = _reason(mode, point, found)
+        rank = found.patch.patch.rank if found.patch and point is OperatingPoint.PATCHED else None
+        reason = _reason(mode, point, found, chunk.outcome.antecedents)
         if point is OperatingPoint.SELECTED:
             if mode.measures:
                 chunk.unmeasured = found.canonical
@@ -321,18 +320,9 @@ class Linker:
     def _write(self, sequence: LinkSequence, chunk: ChunkPlan, found: Found) -> None:
         """Relocate, patch and write a chunk's stored KV."""
         assert found.canonical is not None
-        patch = self._patch(found)
+        patch = found.patch.patch.bind(self.form.basis) if found.patch else None
         kv = apply(found.canonical.kv, patch, chunk.start_position, self.engine.layout)
         self.engine.write_kv(kv, self.engine.slots(sequence.blocks, chunk.span.start, chunk.span.stop))
-
-    def _patch(self, found: Found) -> Patch | None:
-        """The patch that was found, or the sum of its parts: Δ(B|P) + Σ (Δ(B|P,A_i) - Δ(B|P)), P the fixed prefix."""
-        if found.patch is not None:
-            return found.patch.patch.bind(self.form.basis)
-        if not found.parts:
-            return None
-        base, *pairs = (part.patch.bind(self.form.basis) for part in found.parts)
-        return compose(pairs, base=base)
 
 
 def _expected(mode: Mode) -> OperatingPoint:
@@ -345,16 +335,17 @@ def _selected_reason(mode: Mode, chunk: ChunkPlan) -> str:
     return f"mode {mode}: {sum(map(len, chunk.selected))} of {len(chunk.span)} tokens computed in context"
 
 
-def _reason(mode: Mode, point: OperatingPoint, found: Found) -> str:
+def _reason(mode: Mode, point: OperatingPoint, found: Found, antecedents: int) -> str:
     if point is OperatingPoint.PATCHED and found.patch is not None:
-        return f"stored {found.patch.patch.kind} patch for these antecedents"
-    if point is OperatingPoint.PATCHED:
-        return f"sum of the stored pair patches behind {len(found.parts) - 1} antecedents"
+        kind = found.patch.patch.kind
+        if kind is PatchKind.composed:
+            return f"sum of the stored pair patches behind {antecedents} antecedents"
+        return f"stored {kind} patch for these antecedents"
     if point is OperatingPoint.RELOCATED:
         return "mode full-reuse: canonical KV, no patch"
     if mode in (Mode.EXACT, Mode.OFF):
         return f"mode {mode}: computed in context"
-    if found.patched:
+    if found.patch is not None:
         return "a patch is stored, but no canonical KV could be loaded"
     if found.canonical is not None:
         return "canonical KV is stored, but no embeddings for the tokens to compute"

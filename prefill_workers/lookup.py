@@ -23,8 +23,10 @@ from typing import cast
 
 from torch import Tensor
 
+from kvstore.basis import SharedBasis
 from kvstore.format import CanonicalRecord, EmbeddingRecord, PatchRecord
 from kvstore.library import Library, Loading
+from kvstore.patch import compose
 from prefill_workers.policies import Mode, ModeKind, looks_up_patch, uses_canonical_alone
 
 _THREADS = 128  # they wait for tiers; the library bounds the reads themselves
@@ -52,19 +54,12 @@ class ChunkKeys:
 class Found:
     """What the library gave for one chunk: KV to place, embeddings to compute with, or nothing.
 
-    Both only for modes that compute some tokens of a chunk whose KV is stored. `parts`: in place of `patch`, the
-    patches behind no antecedent and behind each alone.
+    Both only for modes that compute some tokens of a chunk whose KV is stored.
     """
 
     canonical: CanonicalRecord | None = None
     patch: PatchRecord | None = None
     embeddings: Tensor | None = None
-    parts: tuple[PatchRecord, ...] = ()
-
-    @property
-    def patched(self) -> bool:
-        """Whether there is a patch, or what one can be put together from."""
-        return self.patch is not None or bool(self.parts)
 
 
 class Lookup:
@@ -105,10 +100,10 @@ class Lookup:
 
 
 class Lookups:
-    """Starts look-ups in one library."""
+    """Starts look-ups in one library. `basis`: the shared one that its patches are coefficients of, if any."""
 
-    def __init__(self, library: Library) -> None:
-        self._library = library
+    def __init__(self, library: Library, basis: SharedBasis | None = None) -> None:
+        self._library, self._basis = library, basis
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="look-up")
 
     def start(self, keys: ChunkKeys, mode: Mode) -> Lookup:
@@ -164,8 +159,13 @@ class Lookups:
         if len(records) < len(patches):
             return Found()
         if composed:
-            return Found(kv, parts=records)
+            return Found(kv, self._sum(records))
         return Found(kv, records[0] if records else None)
+
+    def _sum(self, parts: Sequence[PatchRecord]) -> PatchRecord:
+        """One patch from those behind the fixed prefix P and behind each A_i: Δ(B|P) + Σ (Δ(B|P,A_i) - Δ(B|P))."""
+        base, *pairs = (part.patch.bind(self._basis) for part in parts)
+        return replace(parts[0], patch=compose(pairs, base=base))
 
     def _stored(self, keys: ChunkKeys, wanted: Sequence[str]) -> tuple[str, str] | None:
         """Key and owner of the first of the `wanted` patches that is stored."""
