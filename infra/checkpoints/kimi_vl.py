@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 PATCH, MERGE = 14, 2
-POSITIONS, HEADS = 8, 4  # as in `moonvit`
+POSITIONS, HEADS = 8, 4  # of the tower: its learnt grid of positions is so many a side
 MEDIA_TOKENS = ("<|media_start|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>")
 IMAGE = "<|media_start|>image<|media_content|><|media_pad|><|media_end|>"
 _PROCESSING = "kimi_vl_processing"

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-POSITIONS = 8  # of the learnt grid of position embeddings, interpolated to a picture's own grid
-HEADS = 4
+from infra.checkpoints.kimi_vl import HEADS, POSITIONS
+
 _THETA = 10000.0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import platform
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infra.machine import processor
 from infra.reference.card import card, curve_text
 from infra.reference.families import FAMILIES, ReferenceFamily
 from infra.reference.pictures import page_picture
@@ -167,12 +167,6 @@ def make(family: str, work: Path, out: Path, count: int) -> Iterator[dict[str, A
     machine = {"cpu": processor(), "threads": torch.get_num_threads()}
     text = card(family, parameters, making.progress.curve, machine, scores, count)
     (out / family / "README.md").write_text(text)
-
-
-def processor() -> str:
-    """Name of this machine's processor."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.processor())
 
 
 def draw(parameters: Iterator[tuple[str, nn.Parameter]]) -> None:

