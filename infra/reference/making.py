@@ -53,6 +53,8 @@ class Making:
         model = kind.recipe.model(tokens)
         language = kind.language(model)
         draw(model.named_parameters())
+        if kind.alike is not None:
+            kind.alike(language)
         made = cls(
             family, kind, tokens, model, language, Codes(kind.recipe.hidden, kind.levels),
             Words(tokens, kind.image, kind.cell_token), work / f"{family}.pt", None, Progress(),
