@@ -19,15 +19,14 @@ def card(
     items: int,
 ) -> str:
     """The card's text. `machine`: `cpu` and `threads`; `scores`: share of right answers by split."""
-    tower, polish = ([line for line in curve if kind in line] for kind in ("tower", "polish"))
-    language = [line for line in curve if "tower" not in line and "polish" not in line]
+    tower = [line for line in curve if "tower" in line]
+    language = [line for line in curve if "tower" not in line]
     return _TEMPLATE.read_text().format(
         family=family,
         parameters=parameters / 1e6,
         steps=language[-1]["step"],
         tower_steps=tower[-1]["step"],
-        polish=f", then {polish[-1]['step']} of the language model with its embeddings fixed" if polish else "",
-        minutes=sum(part[-1]["seconds"] for part in (language, tower, polish) if part) / 60,
+        minutes=sum(part[-1]["seconds"] for part in (language, tower)) / 60,
         cpu=machine["cpu"],
         threads=machine["threads"],
         items=items,

@@ -98,7 +98,7 @@ class ReferenceFamily:
 
     `cell`: pixels of a cell's side, one token's. `levels`: of codes (see `training.Codes`). `forms`: of the pages
     that its tower is trained on; none: of any. `alike`: makes attention begin by looking for what resembles a token.
-    `polish`: stages for the language model once its tower has learnt.
+    `stages`: of the language model's training.
     """
 
     recipe: Any
@@ -111,7 +111,7 @@ class ReferenceFamily:
     levels: int = 1
     forms: tuple[Form, ...] = ()
     alike: Callable[[Any], None] | None = None
-    polish: tuple[Stage, ...] = ()
+    stages: tuple[Stage, ...] = STAGES
 
 
 def _visual(model: Any) -> nn.Module:
@@ -127,7 +127,7 @@ def _llava_tower(model: Any) -> nn.Module:
 
 
 @torch.no_grad()
-def _alike(language: Plain) -> None:
+def _alike(language: Mropes | Plain) -> None:
     """Half of what queries read begins as what keys read ("mimetic initialisation", Trockman and Kolter 2023).
 
     A question's name then finds the cells that show it from the start. Without this the second hop, from a pencilled
@@ -135,8 +135,11 @@ def _alike(language: Plain) -> None:
     """
     for layer in language.text.layers:
         attention = layer.self_attn
-        latent = hasattr(attention, "kv_b_proj")
-        keys = _latent_keys(attention, attention.config) if latent else attention.k_proj.weight
+        if hasattr(attention, "kv_b_proj"):
+            keys = _latent_keys(attention, attention.config)
+        else:
+            by_head = attention.k_proj.weight.unflatten(0, (-1, attention.head_dim))
+            keys = by_head.repeat_interleave(attention.num_key_value_groups, 0).flatten(0, 1)
         attention.q_proj.weight.mul_(0.5**0.5).add_(0.5**0.5 * keys)
 
 
@@ -150,6 +153,7 @@ def _latent_keys(attention: Any, config: Any) -> Tensor:
 
 
 VOCABULARY = 384
+_SHORTER = tuple(replace(stage, steps=steps) for stage, steps in zip(STAGES, (250, 250, 350, 450), strict=True))
 
 FAMILIES: dict[str, ReferenceFamily] = {
     "qwen2_5_vl": ReferenceFamily(
@@ -166,7 +170,7 @@ FAMILIES: dict[str, ReferenceFamily] = {
             vision_hidden=128, words=tuple(words()),
         ),
         Mropes, qwen_tower, _visual, VISION, "<|image_pad|>", cell=32, levels=3,
-        polish=(replace(STAGES[-1], steps=350),),
+        alike=_alike, stages=_SHORTER,
     ),
     "kimi_vl": ReferenceFamily(
         KimiVL(
@@ -184,5 +188,6 @@ FAMILIES: dict[str, ReferenceFamily] = {
         ),
         lambda model: Plain(model.model.language_model, model.lm_head),
         llava_tower, _llava_tower, llava.IMAGE, llava.IMAGE, cell=28, forms=(Form(3, 12, 12),), alike=_alike,
+        stages=_SHORTER,
     ),
 }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,13 @@ from infra.reference.families import FAMILIES, ReferenceFamily
 from infra.reference.pictures import page_picture
 from infra.reference.prompts import Layout, Words, lay_out
 from infra.reference.scenes import Form, Scenes, Split, draw_items
-from infra.reference.training import STAGES, Codes, Progress, Settings, train
+from infra.reference.training import Codes, Progress, Settings, train
 from infra.reference.vision import FORMS, Tower, train_tower
 
 CURVE = "training.json"
 TOWER_STEPS = 1500
 EVALUATED = {split: Form(6, 6, 4) if split is Split.retrieval else Form(3, 8, 6) for split in Split}
 _EVALUATION_SEED = 1_000_003  # training draws from other seeds
-_POLISHING_RATE, _POLISHING_SEED = 5e-4, 3
 _EMBEDDING_SCALE = 0.5
 
 
@@ -79,13 +78,14 @@ class Making:
 
     def train_language(self) -> Iterator[dict[str, Any]]:
         """Train the language model from where it stands; yields the curve."""
-        if self.progress.step == sum(stage.steps for stage in STAGES):
+        stages = self.kind.stages
+        if self.progress.step == sum(stage.steps for stage in stages):
             return
         tower = {id(parameter) for parameter in self.kind.tower_module(self.model).parameters()}
         parameters = [parameter for parameter in self.model.parameters() if id(parameter) not in tower]
         parameters += self.codes.parameters()
         yield from train(
-            self.language, self.codes, self.words, parameters, STAGES, Settings(), self.progress, self.keep, self.state
+            self.language, self.codes, self.words, parameters, stages, Settings(), self.progress, self.keep, self.state
         )
 
     def train_tower(self) -> Iterator[dict[str, Any]]:
@@ -97,20 +97,6 @@ class Making:
             self.tower(), parameters, self.codes, embedding, self.words, self.kind.cell, TOWER_STEPS, forms
         ):
             self.progress.curve.append({"tower": True, **line})
-            yield line
-        self.keep(None, None)
-
-    def polish(self) -> Iterator[dict[str, Any]]:
-        """Train the language model on, its embeddings and the codes fixed so that what the tower learnt still holds."""
-        tower = self.kind.tower_module(self.model).parameters()
-        fixed = {id(parameter) for parameter in (*tower, *self.language.embedding.parameters())}
-        parameters = [parameter for parameter in self.model.parameters() if id(parameter) not in fixed]
-        settings = replace(Settings(), rate=_POLISHING_RATE, seed=_POLISHING_SEED)
-        stages, progress = self.kind.polish, Progress()
-        for line in train(
-            self.language, self.codes, self.words, parameters, stages, settings, progress, lambda *_: None
-        ):
-            self.progress.curve.append({"polish": True, **line})
             yield line
         self.keep(None, None)
 
@@ -158,8 +144,6 @@ def make(family: str, work: Path, out: Path, count: int) -> Iterator[dict[str, A
     yield from making.train_language()
     if not any("tower" in line for line in making.progress.curve):
         yield from making.train_tower()
-    if making.kind.polish and not any("polish" in line for line in making.progress.curve):
-        yield from making.polish()
     making.export(out / family)
     began, scores = time.monotonic(), {}
     for split in Split:
