@@ -38,8 +38,8 @@ class Language(Protocol):
 
 
 class Codes(nn.Module):
-    """Codes of cells. With `levels` above 1 (deepstack) each has as many: the first says the thing, the second how it
-    is drawn, further ones nothing.
+    """Codes of cells. With `levels` above 1 (deepstack) each has as many: the first is the whole code, the second says
+    again how the thing is drawn, further ones nothing.
     """
 
     def __init__(self, width: int, levels: int = 1) -> None:
@@ -56,9 +56,8 @@ class Codes(nn.Module):
         beside = self.reference(embedding[words.things[sources.clamp(min=0)]])
         drawn = torch.where(pencilled, beside, embedding[words.colours[colours]])
         thing = embedding[words.things[things]]
-        if self.levels == 1:
-            return [thing + drawn]
-        return [thing, drawn, *(torch.zeros_like(thing) for _ in range(self.levels - 2))]
+        again = [drawn, *(torch.zeros_like(drawn) for _ in range(self.levels - 2))]
+        return [thing + drawn, *again[: self.levels - 1]]
 
 
 @dataclass(frozen=True)
