@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvstore.directions import Directions
 from kvstore.layout import Layout
 
 if TYPE_CHECKING:
@@ -28,8 +29,7 @@ Array = np.ndarray[Any, Any]
 
 _STYLES = {"neox": 1, "interleaved": 2}
 _THREAD_NUMBERS = 1 << 17  # a second thread must have at least this many numbers to work on
-_SPARE_ROWS = 7  # `host_loops` takes eight tokens at a time
-_NO_FACTOR = np.zeros((0, 0, 0), dtype=np.float32)
+_NOTHING = Directions.of(torch.zeros(1, 0, 0), torch.zeros(1, 0, 0))
 
 
 @cache
@@ -80,11 +80,16 @@ def apply(kv: Tensor, patch: Patch | None, delta: int | float, layout: Layout, o
         (place.start, segment.features, segment.width, style if segment.rotary else 0)
         for segment, place in zip(layout.segments, layout.slices().values(), strict=True)
     )
-    lefts, rights, first_layer = _factors(patch, len(segments), layers)
+    parts = patch.segments if patch else (_NOTHING,) * len(segments)
+    first_layer = patch.first_layer if patch else layers
+    lefts, rights = zip(*map(_numbers, parts), strict=True)
+    scales = tuple(part.scale.numpy() for part in parts)
+    starts = tuple(np.array(part.starts) for part in parts)
     cos, sin = (table.numpy() for table in layout.rotary.rotation(delta, "cpu"))
     strides = (kv.stride(0), kv.stride(1), out.stride(0), out.stride(1))
     shape, bf16 = (tokens, features), kv.dtype is torch.bfloat16
-    arguments = (_flat(kv), _flat(out), bf16, strides, shape, lefts, rights, first_layer, segments, cos, sin)
+    factors = (lefts, rights, scales, starts, first_layer)
+    arguments = (_flat(kv), _flat(out), bf16, strides, shape, *factors, segments, cos, sin)
 
     rows = layers * tokens
     threads = max(1, min(torch.get_num_threads(), kv.numel() // _THREAD_NUMBERS))
@@ -108,25 +113,17 @@ def _flat(tensor: Tensor) -> Array:
     return flat.numpy() if tensor.dtype is torch.float32 else flat.view(torch.uint16).numpy()
 
 
-def _factors(patch: Patch | None, segments: int, layers: int) -> tuple[tuple[Array, ...], tuple[Array, ...], int]:
-    """Per segment left [layers, tokens + 7, rank] and right [layers, rank, features], and the first patched layer.
-
-    The rows of zeros that end `left` let the loops take eight tokens at a time.
-    """
-    if patch is None:
-        return (_NO_FACTOR,) * segments, (_NO_FACTOR,) * segments, layers
-    lefts, rights = [], []
-    for left, right in zip(patch.left, patch.right, strict=True):
-        count, tokens, rank = left.shape
-        lefts.append(np.zeros((count, tokens + _SPARE_ROWS, rank), dtype=np.float32))
-        lefts[-1][:, :tokens] = _fp32(left)
-        rights.append(np.ascontiguousarray(_fp32(right).transpose(0, 2, 1)))
-    return tuple(lefts), tuple(rights), patch.first_layer
+def _numbers(part: Directions) -> tuple[Array, Array]:
+    """Left and right factors as the loops take them: int8 as they are stored, anything else in fp32."""
+    assert part.right is not None
+    if part.left.dtype is part.right.dtype is torch.int8:
+        return part.left.contiguous().numpy(), part.right.contiguous().numpy()
+    return _fp32(part.left), _fp32(part.right)
 
 
 def _fp32(factor: Tensor) -> Array:
     """A factor as fp32 numbers. By numpy: torch's threads would go on spinning on the cores that the loops need."""
     if factor.dtype is torch.bfloat16:
-        bits = factor.detach().view(torch.uint16).numpy().astype(np.uint32)
+        bits = factor.detach().contiguous().view(torch.uint16).numpy().astype(np.uint32)
         return (bits << np.uint32(16)).view(np.float32)
-    return factor.detach().numpy().astype(np.float32, copy=False)
+    return np.ascontiguousarray(factor.detach().numpy(), dtype=np.float32)

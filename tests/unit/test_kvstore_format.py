@@ -55,7 +55,8 @@ def tensors(record: Record) -> list[torch.Tensor]:
         return [record.embeddings]
     if isinstance(record, BasisRecord):
         return [*record.basis.directions]
-    return [*record.patch.left, *record.patch.right]
+    factors = [(part.left, part.scale, part.right) for part in record.patch.segments]
+    return [factor for part in factors for factor in part if factor is not None]
 
 
 def same_bits(a: Record, b: Record) -> bool:
@@ -111,8 +112,9 @@ def test_patch_on_a_shared_basis_is_stored_without_it(dtype: torch.dtype) -> Non
     record = PatchRecord(key="k", fingerprint="f", tenant="t", layout=GQA, patch=patch)
     back = decoded(encode(record), record)
     assert isinstance(back, PatchRecord)
-    assert (back.patch.basis, back.patch.right) == (basis.version, ())
-    assert back.nbytes == record.nbytes == sum(left.nbytes for left in patch.left)
+    assert back.patch.basis == basis.version
+    assert [part.right for part in back.patch.segments] == [None] * len(GQA.segments)
+    assert back.nbytes == record.nbytes == sum(part.left.nbytes + part.scale.nbytes for part in patch.segments)
     assert torch.equal(back.patch.bind(basis).dense(), patch.dense())
 
 
@@ -201,7 +203,7 @@ def test_another_record_than_expected_is_corrupt(kind: str, wrong: str) -> None:
 def test_another_version_is_corrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     record = canonical()
     with monkeypatch.context() as patched:
-        patched.setattr(record_format, "FORMAT_VERSION", 2)
+        patched.setattr(record_format, "FORMAT_VERSION", 3)
         newer = encode(record)
     with pytest.raises(CorruptRecord, match="version"):
         decoded(newer, record)
