@@ -86,7 +86,7 @@ def _most_for_their_bytes(gains: Sequence[Tensor], prices: Sequence[int], budget
     price = torch.cat([torch.full((part.numel(),), price) for part, price in zip(gains, prices, strict=True)])
     order = (gain / price).argsort(descending=True, stable=True)
     before = gain[order].cumsum(0) - gain[order]
-    chosen = order[(price[order].cumsum(0) <= budget) & (before < needed)]
+    chosen = order[(price[order].cumsum(0) <= budget) & (before < needed) & (gain[order] > 0)]
     kept = torch.zeros(len(order), dtype=torch.int64)
     kept[chosen if len(chosen) else order[:1]] = 1  # a patch of nothing has a direction too
     parts = kept.split([part.numel() for part in gains])

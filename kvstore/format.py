@@ -426,6 +426,7 @@ def _build(document: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Record:
     described = document["patch"]
     patch = Patch(
         kind=PatchKind(described["kind"]),
+        rank=int(described["rank"]),
         segments=tuple(_directions(parts, name, index, described) for index, name in enumerate(names)),
         energy=tuple(float(share) for share in described["energy"]),
         first_layer=int(described["first_layer"]),

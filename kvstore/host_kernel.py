@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -82,7 +82,7 @@ def apply(kv: Tensor, patch: Patch | None, delta: int | float, layout: Layout, o
     )
     parts = patch.segments if patch else (_NOTHING,) * len(segments)
     first_layer = patch.first_layer if patch else layers
-    lefts, rights = zip(*map(_numbers, parts), strict=True)
+    lefts, rights = _numbers(parts)
     scales = tuple(part.scale.numpy() for part in parts)
     starts = tuple(np.array(part.starts) for part in parts)
     cos, sin = (table.numpy() for table in layout.rotary.rotation(delta, "cpu"))
@@ -113,12 +113,16 @@ def _flat(tensor: Tensor) -> Array:
     return flat.numpy() if tensor.dtype is torch.float32 else flat.view(torch.uint16).numpy()
 
 
-def _numbers(part: Directions) -> tuple[Array, Array]:
-    """Left and right factors as the loops take them: int8 as they are stored, anything else in fp32."""
-    assert part.right is not None
-    if part.left.dtype is part.right.dtype is torch.int8:
-        return part.left.contiguous().numpy(), part.right.contiguous().numpy()
-    return _fp32(part.left), _fp32(part.right)
+def _numbers(parts: Sequence[Directions]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Left and right factors as the loops take them: bytes as they are stored if all of them are int8, else fp32."""
+    sides = [part.left for part in parts], [part.right for part in parts if part.right is not None]
+    narrow = {factor.dtype for side in sides for factor in side} == {torch.int8}
+    left, right = (tuple((_bytes if narrow else _fp32)(factor) for factor in side) for side in sides)
+    return left, right
+
+
+def _bytes(factor: Tensor) -> Array:
+    return np.ascontiguousarray(factor.detach().numpy())
 
 
 def _fp32(factor: Tensor) -> Array:

@@ -69,12 +69,14 @@ class PatchKind(StrEnum):
 class Patch:
     """Low-rank factors of a deficit, in the canonical frame, for the layers from `first_layer` on.
 
+    `rank`: directions per layer and segment at most, or on average where they are spread; a segment's own size caps it.
     `segments`: the directions kept of each segment. `energy`: per segment, the share of the deficit's squared norm that
     they keep, 0 to 1. `basis`: version of the shared basis that their right factors are part of. Such a patch is stored
     without them and must be bound before use.
     """
 
     kind: PatchKind
+    rank: int
     segments: tuple[Directions, ...]
     energy: tuple[float, ...]
     first_layer: int = 0
@@ -91,11 +93,6 @@ class Patch:
     @property
     def tokens(self) -> int:
         return self.segments[0].tokens
-
-    @property
-    def rank(self) -> int:
-        """Directions per layer, on average, of the segment that has most; rounded up."""
-        return max(-(-len(part.scale) // len(part.ranks)) for part in self.segments)
 
     @property
     def nbytes(self) -> int:
@@ -124,7 +121,9 @@ class Patch:
     def truncated(self, rank: int) -> Patch:
         """At most the first `rank` directions of every layer and segment: the strongest, unless the patch is of full
         rank, where they have no order."""
-        return replace(self, segments=tuple(part.truncated(rank) for part in self.segments))
+        if rank >= self.rank and all(max(part.ranks) <= rank for part in self.segments):
+            return self
+        return replace(self, rank=min(rank, self.rank), segments=tuple(part.truncated(rank) for part in self.segments))
 
     def from_depth(self, depth: float) -> Patch:
         """The patch of the deepest share `depth` of its layers (see `first_patched_layer`)."""
@@ -260,8 +259,15 @@ def form_patch(
     shares = [part.energy for part in factors]
     if dtype is torch.int8:
         shares = [_share(part.dense(), segment) for part, segment in zip(kept, segments, strict=True)]
-    version = None if basis is None else basis.version
-    return Patch(kind, tuple(kept), tuple(shares), first_layer, version)
+    widest = max(math.ceil(len(part.scale) / len(part.ranks)) for part in kept)
+    return Patch(
+        kind=kind,
+        rank=widest if rank is None else min(rank, widest),
+        segments=tuple(kept),
+        energy=tuple(shares),
+        first_layer=first_layer,
+        basis=None if basis is None else basis.version,
+    )
 
 
 def _share(approximation: Tensor, segment: Tensor) -> float:
@@ -291,7 +297,8 @@ def compose(patches: Sequence[Patch], scale: float = 1.0, base: Patch | None = N
         parts = [(patch.segments[index].below(patch.first_layer - first_layer), weight) for patch, weight in terms]
         segments.append(total([part.weighted(weight) for part, weight in parts]))
     energy = tuple(map(min, zip(*(patch.energy for patch, _ in terms), strict=True)))
-    return Patch(PatchKind.composed, tuple(segments), energy, first_layer)
+    ranks = [patch.rank for patch, _ in terms]
+    return Patch(PatchKind.composed, max(ranks) if same else sum(ranks), tuple(segments), energy, first_layer)
 
 
 def _sum_of_coefficients(parts: Sequence[Directions]) -> Directions:

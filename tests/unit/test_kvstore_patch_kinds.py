@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise, permutations
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from kvstore import host_kernel
 from kvstore.basis import SharedBasis, pool_basis
+from kvstore.chunk import patch_key
 from kvstore.errors import ShapeMismatch
 from kvstore.layout import Layout
 from kvstore.patch import (
@@ -31,6 +33,7 @@ from kvstore.patch import (
 )
 from kvstore.patch_form import PatchForm
 from kvstore.rotary import RotaryScheme
+from kvstore.settings import FactorType
 
 MHA = Layout.gqa(5, 4, 8, RotaryScheme.from_base(8, 1e6))
 LAYOUTS = [GQA, MLA, MHA]
@@ -335,12 +338,13 @@ def test_an_orbit_patch_serves_an_ordering_that_was_held_out(layout: Layout) -> 
     rank=st.one_of(st.none(), st.integers(1, 40)),
     depth=st.sampled_from([1.0, 0.5, 0.3]),
     shared=st.booleans(),
+    factors=st.sampled_from(FactorType),
 )
 def test_the_footprint_is_what_a_patch_takes(
-    layout: Layout, dtype: torch.dtype, tokens: int, rank: int | None, depth: float, shared: bool
+    layout: Layout, dtype: torch.dtype, tokens: int, rank: int | None, depth: float, shared: bool, factors: FactorType
 ) -> None:
     basis = pooled(layout, 6, patches=2) if shared else None
-    form = PatchForm(rank, None, depth, basis)
+    form = PatchForm(rank, None, depth, basis, factors, spread=False)
     kv = random_kv(layout, tokens, dtype)
     patch = form.form(kv.float(), layout, PatchKind.own, dtype)
     footprint = form.footprint(tokens, layout, dtype)
@@ -350,14 +354,18 @@ def test_the_footprint_is_what_a_patch_takes(
     assert footprint.per_patch(4) == patch.nbytes + (basis.nbytes / 4 if basis else 0)
     if not shared:
         assert form.footprint(tokens, layout, dtype, parts=3).own == compose([patch] * 3).nbytes
+    assert replace(form, spread=True).form(kv.float(), layout, PatchKind.own, dtype).nbytes <= footprint.own
 
 
 def test_a_form_names_its_patches_by_everything_that_changes_them() -> None:
     basis = pooled(GQA, 4)
     forms = [PatchForm(), PatchForm(16), PatchForm(None), PatchForm(32, 0.9), PatchForm(32, None, 0.5),
-             PatchForm(basis=basis), PatchForm(basis=pooled(GQA, 5))]  # fmt: skip
+             PatchForm(basis=basis), PatchForm(basis=pooled(GQA, 5)), PatchForm(spread=False),
+             PatchForm(factors=FactorType.model), PatchForm(factors=FactorType.model, spread=False)]  # fmt: skip
     keys = {form.key("c", "a", kind) for form in forms for kind in PatchKind}
     assert len(keys) == len(forms) * len(PatchKind)
+    first = PatchForm(factors=FactorType.model, spread=False).key("c", "a", PatchKind.own)
+    assert first == patch_key("c", "a", "own", 32)  # libraries of before there were others
 
 
 @families
