@@ -45,6 +45,24 @@ def test_more_of_the_deficit_is_nearer_to_exact_in_every_form(make_rig: Callable
     assert errors[-1] < 1e-5
 
 
+def test_patches_of_the_default_form_serve_from_disk_at_half_the_bytes(
+    make_rig: Callable[..., Rig], bf16: PrefillEngine, tmp_path: Path
+):
+    """int8 against the model's dtype at the same rank: as near to exact, read from disk every time."""
+    rigs, kept = [], []
+    forms = [PatchForm(), PatchForm(factors=FactorType.model, spread=False)]
+    for number, form in enumerate(forms):
+        settings = LibrarySettings(directory=tmp_path / str(number), memory_bytes=0)
+        rigs.append(make_rig(bf16, library=Library(settings, bf16.fingerprint), form=form))
+        rigs[-1].link(PAGES, "auto")
+        assert rigs[-1].link(PAGES, "auto").points == ["patched", "patched"]
+        kept.append(sum(patch.nbytes for patch in stored_patches(rigs[-1])))
+    default, wide = (off(rig) for rig in rigs)
+    assert default < off(rigs[0], "full-reuse") / 2
+    assert default < 1.2 * wide
+    assert kept[0] < 0.55 * kept[1]
+
+
 def test_links_with_a_shared_basis_come_as_near_as_its_span_allows(
     make_rig: Callable[..., Rig], fp32: PrefillEngine, tmp_path: Path
 ):
