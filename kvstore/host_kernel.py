@@ -1,8 +1,9 @@
 """The operator for KV in host memory, fused: one pass reads, adds U Vᵀ, rotates and rounds a few tokens at a time.
 
 The plain torch version (`kvstore.patch`) passes over an fp32 copy several times. Compiled by numba on first use (some
-seconds, then cached on disk): call `apply` once while starting up. `apply` declines whatever it does not cover, and
-everything where numba is missing, so callers keep the torch version; a kernel for device memory fits beside it.
+seconds, then cached on disk), once for int8 factors and for no patch, once for all others: call `apply` once while
+starting up. `apply` declines whatever it does not cover, and everything where numba is missing, so callers keep the
+torch version; a kernel for device memory fits beside it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Array = np.ndarray[Any, Any]
 
 _STYLES = {"neox": 1, "interleaved": 2}
 _THREAD_NUMBERS = 1 << 17  # a second thread must have at least this many numbers to work on
-_NOTHING = Directions.of(torch.zeros(1, 0, 0), torch.zeros(1, 0, 0))
+_NOTHING = Directions.of(torch.zeros(1, 1, 0), torch.zeros(1, 1, 0)).to(torch.int8)
 
 
 @cache
