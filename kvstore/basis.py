@@ -81,8 +81,8 @@ def pool_basis(patches: Sequence[Patch], rank: int) -> SharedBasis:
     first_layers = {patch.first_layer for patch in patches}
     if len(first_layers) != 1 or any(patch.basis for patch in patches):
         raise ShapeMismatch("a basis is pooled from patches with directions of their own, over the same layers")
-    segments = range(len(patches[0].left))
-    directions = [_pool([(patch.left[s].float(), patch.right[s].float()) for patch in patches], rank) for s in segments]
+    segments = zip(*(patch.segments for patch in patches), strict=True)
+    directions = [_pool([part.factors() for part in parts], rank) for parts in segments]
     return SharedBasis(tuple(directions), first_layers.pop())
 
 

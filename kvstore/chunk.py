@@ -92,13 +92,18 @@ def patch_key(
     energy: float | None = None,
     depth: float = 1.0,
     basis: str = "",
+    factors: str = "model",
+    spread: bool = False,
 ) -> str:
-    """Key of a patch. `kind` is a `PatchKind` or its value; rank None stands for full rank; `basis` is a version."""
+    """Key of a patch. `kind` is a `PatchKind` or its value; rank None stands for full rank; `basis` is a version;
+    `factors` is a `FactorType` or its value."""
     size = "full" if rank is None else str(rank)
-    # Only what differs from the default is written, so that adding a field leaves all other keys as they were.
+    # Only what differs from the first form is written, so that adding a field leaves all other keys as they were.
     size += "" if energy is None else f" energy {energy!r}"
     size += "" if depth == 1.0 else f" depth {depth!r}"
     size += f" basis {basis}" if basis else ""
+    size += "" if factors == "model" else f" factors {factors}"
+    size += " spread" if spread else ""
     return _digest("patch", (canonical.encode(), antecedent.encode(), str(kind).encode(), size.encode()))
 
 

@@ -12,12 +12,16 @@ span is reproduced to rounding, and the energy that is reported is the energy th
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 _OVERSAMPLING = 8
+_MOST = 2  # times the average rank, the most that a layer has of directions that are spread
+SCALE_BYTES = 4  # of a direction's scale
 _KRYLOV_BLOCKS = 4  # 3 lose up to 6e-5 of the energy on spectra like a deficit's, 4 lose 4e-7, which is fp32 rounding
 
 
@@ -27,6 +31,7 @@ class Factors(NamedTuple):
     left: Tensor  # [layers, tokens, rank]
     right: Tensor  # [layers, features, rank]
     energy: float
+    ranks: Tensor | None = None  # [layers]: how many of the directions, the first ones, each layer keeps; None: all
 
 
 def factor(delta: Tensor, rank: int | None = None, energy: float | None = None) -> Factors:
@@ -41,9 +46,70 @@ def factor(delta: Tensor, rank: int | None = None, energy: float | None = None) 
     if wanted == limit and energy is None:
         identity = torch.eye(limit, device=delta.device).expand(layers, limit, limit)
         return Factors(delta, identity, 1.0) if features <= tokens else Factors(identity, delta.mT, 1.0)
-    if features <= tokens:
-        return project(delta, leading_directions(delta, wanted), energy)
-    right, left, kept = project(delta.mT, leading_directions(delta.mT, wanted), energy)
+    return _ordered(delta, wanted, energy)
+
+
+def spread_factors(segments: Sequence[Tensor], rank: int | None, energy: float | None, itemsize: int) -> list[Factors]:
+    """Factors of all segments [layers, tokens, features_s], kept where they hold most energy for their bytes.
+
+    `rank`: as many in all as if every layer and segment kept so many, at most twice as many in one layer.
+    `energy`: as few as keep this share of the squared norm over all layers and segments; neither: all, exactly.
+    `itemsize`: bytes of a number of the factors as they are stored.
+    """
+    if rank is None and energy is None:
+        return [factor(segment) for segment in segments]
+    limits = [min(segment.shape[1:]) for segment in segments]
+    widest = [limit if rank is None else min(_MOST * rank, limit) for limit in limits]
+    found = [_ordered(segment, wanted) for segment, wanted in zip(segments, widest, strict=True)]
+    prices = [itemsize * sum(segment.shape[1:]) + SCALE_BYTES for segment in segments]
+    budget = needed = math.inf
+    if rank is not None:
+        even = sum(min(rank, limit) * price for limit, price in zip(limits, prices, strict=True))
+        budget = even * len(segments[0])
+    if energy is not None:
+        needed = energy * (1 - 1e-12) * sum(map(squared_norm, segments))
+    gains = [(part.left.double().square().sum(1) * part.right.double().square().sum(1)).cpu() for part in found]
+    ranks = _most_for_their_bytes(gains, prices, budget, needed)
+    return [
+        part._replace(ranks=count, energy=_share_of_first(gain, count, segment))
+        for part, gain, count, segment in zip(found, gains, ranks, segments, strict=True)
+    ]
+
+
+def _most_for_their_bytes(gains: Sequence[Tensor], prices: Sequence[int], budget: float, needed: float) -> list[Tensor]:
+    """How many directions [layers] of each segment to keep: those with the largest gain per byte.
+
+    `gains`: per segment, what each direction [layers, rank] keeps of the squared norm, falling; `prices`: bytes of a
+    direction of each segment; `budget`: bytes in all; `needed`: of the gains, where fewer bytes are enough.
+    """
+    gain = torch.cat([part.flatten() for part in gains])
+    price = torch.cat([torch.full((part.numel(),), price) for part, price in zip(gains, prices, strict=True)])
+    order = (gain / price).argsort(descending=True, stable=True)
+    before = gain[order].cumsum(0) - gain[order]
+    chosen = order[(price[order].cumsum(0) <= budget) & (before < needed) & (gain[order] > 0)]
+    kept = torch.zeros(len(order), dtype=torch.int64)
+    kept[chosen if len(chosen) else order[:1]] = 1  # a patch of nothing has a direction too
+    parts = kept.split([part.numel() for part in gains])
+    return [part.view_as(gain).sum(1) for part, gain in zip(parts, gains, strict=True)]
+
+
+def _share_of_first(gain: Tensor, ranks: Tensor, segment: Tensor) -> float:
+    """The share of a segment's squared norm that the first `ranks` [layers] directions keep."""
+    kept = gain[torch.arange(gain.shape[1]) < ranks[:, None]].sum()
+    total = squared_norm(segment)
+    return min(float(kept) / total, 1.0) if total else 1.0
+
+
+def squared_norm(delta: Tensor) -> float:
+    """Of all numbers [layers, tokens, features], summed in fp64."""
+    return float(delta.square().sum(-1).double().sum())
+
+
+def _ordered(delta: Tensor, rank: int, energy: float | None = None) -> Factors:
+    """`factor` by decomposition also at full rank: strongest direction first."""
+    if delta.shape[2] <= delta.shape[1]:
+        return project(delta, leading_directions(delta, rank), energy)
+    right, left, kept, _ = project(delta.mT, leading_directions(delta.mT, rank), energy)
     return Factors(left, right, kept)
 
 
@@ -53,7 +119,7 @@ def project(delta: Tensor, directions: Tensor, energy: float | None = None) -> F
     With `energy`, on as few of them as keep that share of the squared norm, or on all.
     """
     coefficients = delta @ directions
-    total = float(delta.square().sum(-1).double().sum())
+    total = squared_norm(delta)
     shares = coefficients.double().square().sum((0, 1)).cumsum(0) / total if total else torch.ones(directions.shape[2])
     if energy is not None:
         enough = int((shares < energy * (1 - 1e-12)).sum()) + 1

@@ -2,14 +2,15 @@
 
     Arrow IPC file
       schema metadata  "orbitserve.record"  JSON: format, kind, key, fingerprint, tenant, content, antecedents, layout,
-                                            dtype, parts (name, shape per layer), layers, created, layer digests, ...
+                                            parts (name, shape per layer, dtype), layers, created, layer digests, ...
                        "orbitserve.seal"    fixed-width text: where the layers' bytes lie, and the frame digest
-      record batch i   one flat column with layer i's numbers (bf16 as uint16)
+      record batch i   one flat column with layer i's numbers (bf16 as uint16; bytes where a record has several dtypes)
 
 Every byte is covered by BLAKE3: a layer's numbers by that layer's digest, everything else (metadata, Arrow framing,
 padding, footer) by the frame digest, which leaves out its own digits. The frame is checked before Arrow
 parses anything, so damaged bytes never reach a parser. All record batches have the same size, so the layers lie at a
-constant stride and the KV is ONE [layers, tokens, features] view of the mapped file.
+constant stride and the KV is ONE [layers, tokens, features] view of the mapped file. A patch has as many directions in
+a layer as are worth it, so it is one batch as a whole, and its factors are views likewise.
 
 The views are read-only memory: writing into them ends the process. Use `out=` of the operator to write elsewhere.
 """
@@ -34,18 +35,22 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from kvstore.basis import SharedBasis
+from kvstore.directions import Directions
 from kvstore.errors import CorruptRecord, ShapeMismatch
 from kvstore.layout import Layout
 from kvstore.patch import Patch, PatchKind
 from kvstore.seal import Frame, ReadThrough, Seal, blank_seal, check_frame, fill_seals, find_seal, read_all
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_READABLE = (1, 2)  # version 1 has patches layer by layer, with the same rank in every layer
 RecordKind = Literal["canonical", "patch", "embedding", "basis"]
 # Told a record whose layers still come in, how many of them are there and checked, and how many it has.
 Arrived = Callable[["Record", int, int], object]
 
-_ARROW_TYPES = {torch.float32: pa.float32(), torch.float16: pa.float16(), torch.bfloat16: pa.uint16()}
-_DTYPE_NAMES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_ARROW_TYPES = {
+    torch.float32: pa.float32(), torch.float16: pa.float16(), torch.bfloat16: pa.uint16(), torch.int8: pa.int8(),
+}  # fmt: skip
+_DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _ARROW_TYPES}
 _RECORD_KEY, _SEAL_KEY = b"orbitserve.record", b"orbitserve.seal"
 _MAGIC = 8  # bytes before the schema: "ARROW1", padded
 _THREADED_BYTES = 4 << 20  # hashing gains from a second thread above about this size
@@ -151,21 +156,21 @@ def encode_parts(record: Record) -> list[pa.Buffer]:
     ShapeMismatch for a dtype that the format does not store.
     """
     parts = _parts_of(record)
-    dtype = next(iter(parts.values())).dtype
-    if dtype not in _ARROW_TYPES or any(part.dtype != dtype for part in parts.values()):
+    dtypes = {part.dtype for part in parts.values()}
+    if not dtypes <= _ARROW_TYPES.keys():
         raise ShapeMismatch(f"cannot store {[str(part.dtype) for part in parts.values()]}: one of {list(_DTYPE_NAMES)}")
+    arrow_type = _ARROW_TYPES[dtypes.pop()] if len(dtypes) == 1 else pa.uint8()
     layers = [_layer_bytes(list(parts.values()), layer) for layer in range(next(iter(parts.values())).shape[0])]
     document = _document_of(record) | {
         "format": FORMAT_VERSION,
         "kind": kind_of(record),
-        "dtype": str(dtype).removeprefix("torch."),
-        "parts": [[name, list(part.shape[1:])] for name, part in parts.items()],
+        "parts": [[name, list(part.shape[1:]), str(part.dtype).removeprefix("torch.")] for name, part in parts.items()],
         "layers": len(layers),
         "digests": [_digest([layer]) for layer in layers],  # in the background: one thread is enough
     }
     metadata = {_RECORD_KEY: json.dumps(document).encode(), _SEAL_KEY: blank_seal(len(layers))}
     bodies = [pa.py_buffer(layer) for layer in layers]
-    frame = _write(bodies, _ARROW_TYPES[dtype], metadata)
+    frame = _write(bodies, arrow_type, metadata)
     fill_seals(frame, bodies)
     first, *others = (pa.py_buffer(gap) for gap in frame.gaps)
     return [first, *chain.from_iterable(zip(bodies, others, strict=True))]
@@ -210,17 +215,18 @@ def decode(
             return _build(document, _views(buffer, seal, document))
         seal = find_seal(buffer, read)
         document = _read_document(buffer, expected, head=seal.first)
-        record = _build(document, _views(buffer, seal, document))
+        views = _views(buffer, seal, document)
+        record = None if _is_copied(document) else _build(document, views)
         for layer, (start, end) in enumerate(seal.spans()):
             if verify:
                 _compare([_digest(read(start, end))], document["digests"][layer : layer + 1], layer)
             else:
                 read_all(read, start, end)
-            if arrived is not None:
+            if arrived is not None and record is not None:
                 arrived(record, layer + 1, seal.layers)
         read_all(read, seal.end, buffer.size)
         check_frame(buffer, seal)
-        return record
+        return _build(document, views) if record is None else record
     except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
         raise CorruptRecord(f"the record's metadata is inconsistent: {error}") from error
 
@@ -254,12 +260,11 @@ def _parts_of(record: Record) -> dict[str, Tensor]:
     names = [segment.name for segment in record.layout.segments]
     if isinstance(record, BasisRecord):
         return {f"right.{name}": part for name, part in zip(names, record.basis.directions, strict=True)}
-    factors = {}
-    for index, name in enumerate(names):
-        factors[f"left.{name}"] = record.patch.left[index]
-        if record.patch.basis is None:
-            factors[f"right.{name}"] = record.patch.right[index]
-    return factors
+    stored = dict(zip(names, record.patch.unbound.segments, strict=True))
+    factors = {f"scale.{name}": part.scale for name, part in stored.items()}  # first: they are aligned to 4 bytes
+    factors |= {f"left.{name}": part.left for name, part in stored.items()}
+    factors |= {f"right.{name}": part.right for name, part in stored.items() if part.right is not None}
+    return {name: factor.unsqueeze(0) for name, factor in factors.items()}
 
 
 def _document_of(record: Record) -> dict[str, Any]:
@@ -284,6 +289,7 @@ def _document_of(record: Record) -> dict[str, Any]:
             "patch": {
                 "kind": str(patch.kind),
                 "rank": patch.rank,
+                "ranks": [list(part.ranks) for part in patch.segments],
                 "energy": list(patch.energy),
                 "first_layer": patch.first_layer,
                 "basis": patch.basis,
@@ -332,8 +338,8 @@ def _read_document(buffer: pa.Buffer, expected: Mapping[str, str], head: int | N
         document = json.loads(schema.metadata[_RECORD_KEY])
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         raise CorruptRecord(f"the record's metadata cannot be read: {error}") from error
-    if not isinstance(document, dict) or document.get("format") != FORMAT_VERSION:
-        raise CorruptRecord(f"the record is not of format version {FORMAT_VERSION}")
+    if not isinstance(document, dict) or document.get("format") not in _READABLE:
+        raise CorruptRecord(f"the record is not of format version {' or '.join(map(str, _READABLE))}")
     for name, value in expected.items():
         if document.get(name) != value:
             raise CorruptRecord(f"the record's {name} is not the one expected")
@@ -361,25 +367,35 @@ def _compare(found: Sequence[str], listed: Sequence[str], first: int = 0) -> Non
 
 def _views(buffer: pa.Buffer, seal: Seal, document: Mapping[str, Any]) -> dict[str, Tensor]:
     """Every part as a view [layers, ...] of the buffer: one layer's numbers after another, at a constant stride."""
-    dtype = _DTYPE_NAMES[document["dtype"]]
-    width = dtype.itemsize
-    shapes = {name: tuple(int(n) for n in shape) for name, shape in document["parts"]}
-    if sum(math.prod(shape) for shape in shapes.values()) * width != seal.size or seal.layers != document["layers"]:
+    described = [
+        (name, tuple(map(int, shape)), _dtype_of(document, *dtype)) for name, shape, *dtype in document["parts"]
+    ]
+    sizes = [math.prod(shape) * dtype.itemsize for _, shape, dtype in described]
+    if sum(sizes) != seal.size or seal.layers != document["layers"]:
         raise ValueError("the parts do not fill the layers")
-    if seal.first % width or seal.stride % width:
-        raise ValueError("the layers are not aligned to their numbers")
     # DLPack carries a read-only Arrow buffer into torch without a copy and keeps it alive.
-    count = (seal.end - seal.first) // width
-    window = buffer.slice(seal.first, count * width)
-    storage_type = pa.uint16() if dtype is torch.bfloat16 else _ARROW_TYPES[dtype]
-    numbers = from_dlpack(pa.Array.from_buffers(storage_type, count, [None, window])).view(dtype)
+    window = buffer.slice(seal.first, seal.end - seal.first)
+    numbers = from_dlpack(pa.Array.from_buffers(pa.uint8(), window.size, [None, window]))
     parts, offset = {}, 0
-    for name, shape in shapes.items():
+    for (name, shape, dtype), size in zip(described, sizes, strict=True):
+        width = dtype.itemsize
+        if seal.first % width or offset % width or (seal.layers > 1 and seal.stride % width):
+            raise ValueError("the layers are not aligned to their numbers")
         inner = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-        strides = (seal.stride // width, *inner)
-        parts[name] = numbers.as_strided((seal.layers, *shape), strides, offset)
-        offset += math.prod(shape)
+        typed = numbers[: len(numbers) - len(numbers) % width].view(dtype)
+        parts[name] = typed.as_strided((seal.layers, *shape), (seal.stride // width, *inner), offset // width)
+        offset += size
     return parts
+
+
+def _dtype_of(document: Mapping[str, Any], own: str | None = None) -> torch.dtype:
+    """Of a part: version 1 names one dtype for all."""
+    return _DTYPE_NAMES[document["dtype"] if own is None else own]
+
+
+def _is_copied(document: Mapping[str, Any]) -> bool:
+    """Whether the record is no view of its file's bytes: a patch of version 1, which must be read as a whole."""
+    return "patch" in document and "ranks" not in document["patch"]
 
 
 def _build(document: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Record:
@@ -408,15 +424,22 @@ def _build(document: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Record:
     if kind != "patch":
         raise ValueError(f"unknown record kind {kind!r}")
     described = document["patch"]
-    shared = described.get("basis")
     patch = Patch(
         kind=PatchKind(described["kind"]),
         rank=int(described["rank"]),
-        left=tuple(parts[f"left.{name}"] for name in names),
-        right=() if shared else tuple(parts[f"right.{name}"] for name in names),
+        segments=tuple(_directions(parts, name, index, described) for index, name in enumerate(names)),
         energy=tuple(float(share) for share in described["energy"]),
         first_layer=int(described["first_layer"]),
-        basis=shared,
+        basis=described.get("basis"),
     )
     keys = {"canonical": document["canonical"], "antecedent": document["antecedent"]}
     return PatchRecord(**common, layout=layout, patch=patch, **keys)
+
+
+def _directions(parts: Mapping[str, Tensor], name: str, index: int, patch: Mapping[str, Any]) -> Directions:
+    """A patch's directions of one segment: views of the parts, or copies of what version 1 has layer by layer."""
+    left, right = parts[f"left.{name}"], parts.get(f"right.{name}")
+    if "ranks" in patch:
+        ranks = tuple(int(count) for count in patch["ranks"][index])
+        return Directions(left[0], None if right is None else right[0], parts[f"scale.{name}"][0], ranks)
+    return Directions.of(left, right)

@@ -1,15 +1,16 @@
 """The operator for KV in host memory, fused: one pass reads, adds U Vᵀ, rotates and rounds a few tokens at a time.
 
 The plain torch version (`kvstore.patch`) passes over an fp32 copy several times. Compiled by numba on first use (some
-seconds, then cached on disk): call `apply` once while starting up. `apply` declines whatever it does not cover, and
-everything where numba is missing, so callers keep the torch version; a kernel for device memory fits beside it.
+seconds, then cached on disk), once for int8 factors and for no patch, once for all others: call `apply` once while
+starting up. `apply` declines whatever it does not cover, and everything where numba is missing, so callers keep the
+torch version; a kernel for device memory fits beside it.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvstore.directions import Directions
 from kvstore.layout import Layout
 
 if TYPE_CHECKING:
@@ -28,8 +30,7 @@ Array = np.ndarray[Any, Any]
 
 _STYLES = {"neox": 1, "interleaved": 2}
 _THREAD_NUMBERS = 1 << 17  # a second thread must have at least this many numbers to work on
-_SPARE_ROWS = 7  # `host_loops` takes eight tokens at a time
-_NO_FACTOR = np.zeros((0, 0, 0), dtype=np.float32)
+_NOTHING = Directions.of(torch.zeros(1, 1, 0), torch.zeros(1, 1, 0)).to(torch.int8)
 
 
 @cache
@@ -80,11 +81,16 @@ def apply(kv: Tensor, patch: Patch | None, delta: int | float, layout: Layout, o
         (place.start, segment.features, segment.width, style if segment.rotary else 0)
         for segment, place in zip(layout.segments, layout.slices().values(), strict=True)
     )
-    lefts, rights, first_layer = _factors(patch, len(segments), layers)
+    parts = patch.segments if patch else (_NOTHING,) * len(segments)
+    first_layer = patch.first_layer if patch else layers
+    lefts, rights = _numbers(parts)
+    scales = tuple(part.scale.numpy() for part in parts)
+    starts = tuple(np.array(part.starts) for part in parts)
     cos, sin = (table.numpy() for table in layout.rotary.rotation(delta, "cpu"))
     strides = (kv.stride(0), kv.stride(1), out.stride(0), out.stride(1))
     shape, bf16 = (tokens, features), kv.dtype is torch.bfloat16
-    arguments = (_flat(kv), _flat(out), bf16, strides, shape, lefts, rights, first_layer, segments, cos, sin)
+    factors = (lefts, rights, scales, starts, first_layer)
+    arguments = (_flat(kv), _flat(out), bf16, strides, shape, *factors, segments, cos, sin)
 
     rows = layers * tokens
     threads = max(1, min(torch.get_num_threads(), kv.numel() // _THREAD_NUMBERS))
@@ -108,25 +114,21 @@ def _flat(tensor: Tensor) -> Array:
     return flat.numpy() if tensor.dtype is torch.float32 else flat.view(torch.uint16).numpy()
 
 
-def _factors(patch: Patch | None, segments: int, layers: int) -> tuple[tuple[Array, ...], tuple[Array, ...], int]:
-    """Per segment left [layers, tokens + 7, rank] and right [layers, rank, features], and the first patched layer.
+def _numbers(parts: Sequence[Directions]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Left and right factors as the loops take them: bytes as they are stored if all of them are int8, else fp32."""
+    sides = [part.left for part in parts], [part.right for part in parts if part.right is not None]
+    narrow = {factor.dtype for side in sides for factor in side} == {torch.int8}
+    left, right = (tuple((_bytes if narrow else _fp32)(factor) for factor in side) for side in sides)
+    return left, right
 
-    The rows of zeros that end `left` let the loops take eight tokens at a time.
-    """
-    if patch is None:
-        return (_NO_FACTOR,) * segments, (_NO_FACTOR,) * segments, layers
-    lefts, rights = [], []
-    for left, right in zip(patch.left, patch.right, strict=True):
-        count, tokens, rank = left.shape
-        lefts.append(np.zeros((count, tokens + _SPARE_ROWS, rank), dtype=np.float32))
-        lefts[-1][:, :tokens] = _fp32(left)
-        rights.append(np.ascontiguousarray(_fp32(right).transpose(0, 2, 1)))
-    return tuple(lefts), tuple(rights), patch.first_layer
+
+def _bytes(factor: Tensor) -> Array:
+    return np.ascontiguousarray(factor.detach().numpy())
 
 
 def _fp32(factor: Tensor) -> Array:
     """A factor as fp32 numbers. By numpy: torch's threads would go on spinning on the cores that the loops need."""
     if factor.dtype is torch.bfloat16:
-        bits = factor.detach().view(torch.uint16).numpy().astype(np.uint32)
+        bits = factor.detach().contiguous().view(torch.uint16).numpy().astype(np.uint32)
         return (bits << np.uint32(16)).view(np.float32)
-    return factor.detach().numpy().astype(np.float32, copy=False)
+    return np.ascontiguousarray(factor.detach().numpy(), dtype=np.float32)

@@ -70,13 +70,12 @@ def _add_lanes(
     values: Any,
     row: Any,
     left: Any,
-    rank_stride: Any,
     basis: Any,
     basis_stride: Any,
     count: Any,
     rank: Any,
 ) -> Any:
-    """values [8, count] += left [8, rank] · basis [rank, count], by addresses and strides in numbers.
+    """values [8, count] += leftᵀ [8, rank] · basis [rank, count], by addresses and strides in numbers.
 
     `count` is a multiple of 16. Written as vector instructions, because the sums must stay in registers over all ranks:
     what numba makes of the same loops reloads them every time and takes twice as long (2.5 against 5.0 ms on one core
@@ -84,7 +83,7 @@ def _add_lanes(
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        values, row, left, rank_stride, basis, basis_stride, count, rank = arguments
+        values, row, left, basis, basis_stride, count, rank = arguments
         number, index = ir.FloatType(), values.type
         lanes = ir.VectorType(number, _LANES)
         everywhere = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [0] * _LANES)
@@ -102,7 +101,7 @@ def _add_lanes(
             with cgutils.for_range(builder, rank) as loop:
                 direction = builder.load(place(basis, loop.index, basis_stride, f, lanes), align=4)
                 for t, total in enumerate(sums):
-                    coefficient = builder.load(place(left, index(t), rank_stride, loop.index, number), align=4)
+                    coefficient = builder.load(place(left, loop.index, index(_ROWS), index(t), number), align=4)
                     first = builder.insert_element(nothing, coefficient, ir.IntType(32)(0))
                     term = builder.fmul(builder.shuffle_vector(first, nothing, everywhere), direction, flags=_CONTRACT)
                     builder.store(builder.fadd(builder.load(total), term, flags=_CONTRACT), total)
@@ -110,19 +109,38 @@ def _add_lanes(
                 builder.store(builder.load(total), target, align=4)
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 8), generate
+    return types.void(*[types.intp] * 7), generate
 
 
 @njit(**_OPTIONS)
-def add(values: Any, start: int, left: Any, basis: Any) -> None:
-    """values[:, start : start + count] += left [8, rank] · basis [rank, count]."""
-    rank, count = basis.shape
+def unfold(right: Any, scale: Any, basis: Any) -> None:
+    """basis [rank, features] = a layer's right factors in fp32, each with its direction's scale."""
+    for r in range(right.shape[0]):
+        for f in range(right.shape[1]):
+            basis[r, f] = right[r, f] * scale[r]
+
+
+@njit(**_OPTIONS)
+def gather(left: Any, token: int, count: int, coefficients: Any) -> None:
+    """coefficients [rank, 8] = a layer's left factors [rank, tokens] in fp32, of `count` tokens from `token` on."""
+    for r in range(left.shape[0]):
+        if count == _ROWS:  # a constant, so that the compiler takes them at once
+            for t in range(_ROWS):
+                coefficients[r, t] = left[r, token + t]
+        else:
+            for t in range(count):
+                coefficients[r, t] = left[r, token + t]
+
+
+@njit(**_OPTIONS)
+def add(values: Any, start: int, coefficients: Any, basis: Any, rank: int) -> None:
+    """values[:, start : start + features] += coefficientsᵀ [8, :rank] · basis [:rank, features]."""
+    count = basis.shape[1]
     whole = count - count % _LANES
     _add_lanes(
         values[0, start:].ctypes.data,
         values.shape[1],
-        left.ctypes.data,
-        left.shape[1],
+        coefficients.ctypes.data,
         basis.ctypes.data,
         count,
         whole,
@@ -131,7 +149,7 @@ def add(values: Any, start: int, left: Any, basis: Any) -> None:
     for t in range(_ROWS):
         for r in range(rank):
             for f in range(whole, count):
-                values[t, start + f] += left[t, r] * basis[r, f]
+                values[t, start + f] += coefficients[r, t] * basis[r, f]
 
 
 @njit(**_OPTIONS)
@@ -143,6 +161,8 @@ def patch_rows(
     shape: Any,
     lefts: Any,
     rights: Any,
+    scales: Any,
+    starts: Any,
     first_layer: int,
     segments: Any,
     cos: Any,
@@ -153,11 +173,18 @@ def patch_rows(
     """Rows `begin` to `end` of the layers · tokens rows, read, patched, rotated and written.
 
     source, target: flat memory; strides: (layer, token) of each, in numbers; shape: (tokens, features);
-    lefts, rights: per segment [layers, tokens + 7, rank] and [layers, rank, features_s];
+    lefts, rights, scales, starts: per segment, as in `kvstore.directions`, in int8 or fp32;
     segments: (first feature, features, head width, rotary style or 0).
     """
     tokens, features = shape
     values = np.zeros((_ROWS, features), dtype=np.float32)
+    widest = 0
+    for index in range(len(segments)):
+        for at in range(starts[index].size - 1):
+            widest = max(widest, starts[index][at + 1] - starts[index][at])
+    bases = np.empty((widest, features), dtype=np.float32)  # of the layer `unfolded`, one segment behind the other
+    coefficients = np.zeros((widest, _ROWS), dtype=np.float32)
+    unfolded = -1
     row = begin
     while row < end:
         layer, token = row // tokens, row % tokens
@@ -169,12 +196,18 @@ def patch_rows(
         for index in range(len(segments)):
             start, count, width, style = segments[index]
             if patched:
-                # Fewer rows are patched as if they were all there: `left` ends with rows of zeros.
-                left = lefts[index][layer - first_layer, token : token + _ROWS]
-                add(values, start, left, rights[index][layer - first_layer])
+                # Fewer rows are patched as if they were all there; the others are not stored.
+                first, last = starts[index][layer - first_layer], starts[index][layer - first_layer + 1]
+                basis = bases.reshape(-1)[start * widest : (start + count) * widest].reshape(widest, count)
+                if layer != unfolded:
+                    unfold(rights[index][first:last], scales[index][first:last], basis)
+                gather(lefts[index][first:last], token, block, coefficients)
+                add(values, start, coefficients, basis, last - first)
             if style != 0:
                 for t in range(block):
                     rotate(values[t, start : start + count], width, style, cos, sin)
+        if patched:
+            unfolded = layer
         for t in range(block):
             base = layer * strides[2] + (token + t) * strides[3]
             store(values[t], target[base : base + features], bf16)

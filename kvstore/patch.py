@@ -25,7 +25,8 @@ A patch's kind says which Δ it was formed from:
 | removal | deficit(KV(B|S), KV(B|A,S)): to add to a survivor's KV when A has left | kamera.md §5, survival |
 
 How much of Δ is kept goes with any kind: `rank` or `energy`, `depth` (deep-only patches: the shallow layers' Δ is
-small, kamera.md §4 and App. C), and `basis` (shared basis: coefficients only).
+small, kamera.md §4 and App. C), `spread` (which layers and segments have them), and `basis` (shared basis: coefficients
+only). Factors are floats or int8 (`kvstore.directions`).
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kvstore import host_kernel
 from kvstore.basis import SharedBasis
+from kvstore.directions import Directions, joined
 from kvstore.errors import ShapeMismatch
-from kvstore.factor import factor, project
+from kvstore.factor import factor, project, spread_factors, squared_norm
 from kvstore.layout import Layout
 from kvstore.rotary import rotate, rotate_
 
@@ -68,91 +69,97 @@ class PatchKind(StrEnum):
 class Patch:
     """Low-rank factors of a deficit, in the canonical frame, for the layers from `first_layer` on.
 
-    `left`: per segment [layers - first_layer, tokens, rank_s]; `right`: per segment
-    [layers - first_layer, features_s, rank_s], with rank_s <= rank (a segment's own size caps it).
-    `energy`: per segment, the share of the deficit's squared norm that the factors keep, 0 to 1.
-    `basis`: version of the shared basis that `right` is part of. Such a patch is stored without it, `right` is then
-    empty, and must be bound before use.
+    `rank`: directions per layer and segment at most, or on average where they are spread; a segment's own size caps it.
+    `segments`: the directions kept of each segment. `energy`: per segment, the share of the deficit's squared norm that
+    they keep, 0 to 1. `basis`: version of the shared basis that their right factors are part of. Such a patch is stored
+    without them and must be bound before use.
     """
 
     kind: PatchKind
     rank: int
-    left: tuple[Tensor, ...]
-    right: tuple[Tensor, ...]
+    segments: tuple[Directions, ...]
     energy: tuple[float, ...]
     first_layer: int = 0
     basis: str | None = None
 
     def __post_init__(self) -> None:
-        unbound = not self.right and self.basis is not None
-        if len(self.left) != len(self.energy) or not (unbound or len(self.left) == len(self.right)):
-            raise ShapeMismatch("a patch needs one left factor, right factor and energy per segment")
-        for left, right in zip(self.left, self.right, strict=not unbound):
-            if left.dim() != 3 or right.dim() != 3 or left.shape[::2] != right.shape[::2]:
-                raise ShapeMismatch(f"factors {list(left.shape)} and {list(right.shape)} do not multiply")
+        if len(self.segments) != len(self.energy):
+            raise ShapeMismatch("a patch needs directions and an energy of every segment")
+        if len({(part.tokens, len(part.ranks)) for part in self.segments}) != 1:
+            raise ShapeMismatch("the segments of a patch have the same tokens and layers")
+        if self.basis is None and any(part.right is None for part in self.segments):
+            raise ShapeMismatch("a patch needs both factors of its directions, or a shared basis")
 
     @property
     def tokens(self) -> int:
-        return self.left[0].shape[1]
+        return self.segments[0].tokens
 
     @property
     def nbytes(self) -> int:
         """Bytes that are stored with this patch: a shared basis is not."""
-        own = self.left if self.basis else (*self.left, *self.right)
-        return sum(factor.nbytes for factor in own)
+        return sum(part.nbytes for part in self.unbound.segments)
+
+    @property
+    def unbound(self) -> Patch:
+        """The patch as it is stored: without the right factors that a shared basis has."""
+        if self.basis is None:
+            return self
+        return replace(self, segments=tuple(replace(part, right=None) for part in self.segments))
 
     def bind(self, basis: SharedBasis | None) -> Patch:
         """The patch, ready for use: one of a shared basis takes its right factors from it, any other is left as it is.
 
         Raises ShapeMismatch if the patch needs another basis.
         """
-        if self.basis is None or self.right:
+        if self._bound:
             return self
         if basis is None or basis.version != self.basis:
             raise ShapeMismatch(f"the patch is made of coefficients of the shared basis {self.basis}")
-        parts = zip(basis.from_layer(self.first_layer), self.left, strict=True)
-        return replace(self, right=tuple(part[..., : left.shape[2]] for part, left in parts))
+        parts = zip(self.segments, basis.from_layer(self.first_layer), strict=True)
+        return replace(self, segments=tuple(segment.on(part) for segment, part in parts))
 
     def truncated(self, rank: int) -> Patch:
-        """The first `rank` directions: the strongest, unless the patch is of full rank, where they have no order."""
-        if rank >= self.rank:
+        """At most the first `rank` directions of every layer and segment: the strongest, unless the patch is of full
+        rank, where they have no order."""
+        if rank >= self.rank and all(max(part.ranks) <= rank for part in self.segments):
             return self
-        left, right = (tuple(part[..., :rank] for part in side) for side in (self.left, self.right))
-        return replace(self, rank=rank, left=left, right=right)
+        return replace(self, rank=min(rank, self.rank), segments=tuple(part.truncated(rank) for part in self.segments))
 
     def from_depth(self, depth: float) -> Patch:
         """The patch of the deepest share `depth` of its layers (see `first_patched_layer`)."""
-        skipped = first_patched_layer(depth, len(self.left[0]))
-        left, right = (tuple(part[skipped:] for part in side) for side in (self.left, self.right))
-        return replace(self, left=left, right=right, first_layer=self.first_layer + skipped)
+        skipped = first_patched_layer(depth, len(self.segments[0].ranks))
+        segments = tuple(part.layers(skipped) for part in self.segments)
+        return replace(self, segments=segments, first_layer=self.first_layer + skipped)
 
     def of_layer(self, layer: int) -> Patch | None:
         """The patch of this layer alone, for KV [1, tokens, features]; None where it covers none."""
         first = layer - self.first_layer
         if first < 0:
             return None
-        left, right = (tuple(part[first : first + 1] for part in side) for side in (self.left, self.right))
-        return replace(self, left=left, right=right, first_layer=0)
+        return replace(self, segments=tuple(part.layers(first, first + 1) for part in self.segments), first_layer=0)
 
     def dense(self) -> Tensor:
         """U Vᵀ of every segment: fp32 [layers - first_layer, tokens, features]."""
         self.check_bound()
-        products = [u.float() @ v.float().transpose(1, 2) for u, v in zip(self.left, self.right, strict=True)]
-        return torch.cat(products, dim=-1)
+        return torch.cat([part.dense() for part in self.segments], dim=-1)
 
     def check(self, kv: Tensor, layout: Layout) -> None:
         """Raises ShapeMismatch unless the patch fits this chunk's KV."""
         self.check_bound()
         layers = layout.layers - self.first_layer
-        expected = [((layers, kv.shape[1]), (layers, segment.features)) for segment in layout.segments]
-        actual = [((*u.shape[:2],), (*v.shape[:2],)) for u, v in zip(self.left, self.right, strict=True)]
+        expected = [(layers, kv.shape[1], segment.features) for segment in layout.segments]
+        actual = [(len(part.ranks), part.tokens, part.features) for part in self.segments]
         if actual != expected:
             raise ShapeMismatch(f"patch factors {actual} do not fit KV {list(kv.shape)}, which needs {expected}")
 
     def check_bound(self) -> None:
         """Raises ShapeMismatch unless the patch has its right factors."""
-        if not self.right:
+        if not self._bound:
             raise ShapeMismatch(f"the patch must be bound to the shared basis {self.basis} first")
+
+    @property
+    def _bound(self) -> bool:
+        return all(part.right is not None for part in self.segments)
 
 
 def relocate(kv: Tensor, delta: int | float, layout: Layout, out: Tensor | None = None) -> Tensor:
@@ -197,7 +204,7 @@ def remainder(delta: Tensor, patch: Patch) -> Tensor:
     """Δ - U Vᵀ, fp32 [layers, tokens, features]: what an update must add to a patch formed behind another set."""
     left = delta.float().clone()
     covered = left[patch.first_layer :]
-    if covered.shape[:2] != patch.left[0].shape[:2]:
+    if covered.shape[:2] != (len(patch.segments[0].ranks), patch.tokens):
         raise ShapeMismatch(f"a patch of {patch.tokens} tokens does not fit a deficit {list(delta.shape)}")
     covered -= patch.dense()
     return left
@@ -220,13 +227,16 @@ def form_patch(
     *,
     depth: float = 1.0,
     basis: SharedBasis | None = None,
+    spread: bool = False,
 ) -> Patch:
     """The truncated SVD factors of a deficit [layers, tokens, features], every layer and segment.
 
     `rank`: factors per layer and segment, capped at min(tokens, features_s); None keeps full rank, exactly.
     `energy`: as few factors, up to `rank`, as keep this share of a segment's squared norm.
-    `dtype`: of the stored factors. `depth`: the share of the layers, deepest first, that the patch covers.
+    `dtype`: of the stored factors, int8 among them. `depth`: the share of the layers, deepest first, that are covered.
     `basis`: project on its first `rank` directions, within the layers that it covers, instead of decomposing.
+    `spread`: `rank` is what the bytes allow on average; which directions have them is decided over all layers and
+    segments by their energy, and `energy` is a share of all of it. Of a shared basis every layer keeps the same.
     """
     layout.check(deltas)
     if rank is not None and rank < 1:
@@ -238,20 +248,32 @@ def form_patch(
         basis.check(layout)
         first_layer = max(first_layer, basis.first_layer)
     segments = [segment.float() for segment in layout.split(deltas[first_layer:])]
-    if basis is None:
-        factors = [factor(segment, rank, energy) for segment in segments]
-    else:
+    if basis is not None:
         pairs = zip(segments, basis.from_layer(first_layer), strict=True)
         factors = [project(segment, directions[..., :rank], energy) for segment, directions in pairs]
+    elif spread:
+        factors = spread_factors(segments, rank, energy, dtype.itemsize)
+    else:
+        factors = [factor(segment, rank, energy) for segment in segments]
+    kept = [Directions.of(part.left, part.right, part.ranks).to(dtype, right=basis is None) for part in factors]
+    shares = [part.energy for part in factors]
+    if dtype is torch.int8:
+        shares = [_share(part.dense(), segment) for part, segment in zip(kept, segments, strict=True)]
+    widest = max(math.ceil(len(part.scale) / len(part.ranks)) for part in kept)
     return Patch(
         kind=kind,
-        rank=max(part.left.shape[2] for part in factors),
-        left=tuple(part.left.to(dtype) for part in factors),
-        right=tuple(part.right.to(dtype) if basis is None else part.right for part in factors),
-        energy=tuple(part.energy for part in factors),
+        rank=widest if rank is None else min(rank, widest),
+        segments=tuple(kept),
+        energy=tuple(shares),
         first_layer=first_layer,
         basis=None if basis is None else basis.version,
     )
+
+
+def _share(approximation: Tensor, segment: Tensor) -> float:
+    """The share of a segment's squared norm that an approximation keeps."""
+    total = squared_norm(segment)
+    return max(0.0, 1.0 - squared_norm(approximation - segment) / total) if total else 1.0
 
 
 def compose(patches: Sequence[Patch], scale: float = 1.0, base: Patch | None = None) -> Patch:
@@ -265,30 +287,28 @@ def compose(patches: Sequence[Patch], scale: float = 1.0, base: Patch | None = N
     terms = [(patch, scale) for patch in patches]
     if base is not None:
         terms.append((base, 1.0 - scale * len(patches)))
+    for patch, _ in terms:
+        patch.check_bound()
     first_layer = min(patch.first_layer for patch, _ in terms)
-    parts = [(_extended_to(patch, first_layer), weight) for patch, weight in terms]
-    segments = range(len(patches[0].left))
-    same = len({(patch.basis, patch.first_layer) for patch, _ in terms}) == 1
-    if same and patches[0].basis is not None:  # the same directions: coefficients add up, the rank does not
-        widest = [max((part for part, _ in parts), key=lambda part: part.left[s].shape[2]) for s in segments]
-        left = tuple(_sum_of_coefficients([(part.left[s], weight) for part, weight in parts]) for s in segments)
-        right = tuple(widest[s].right[s] for s in segments)
-    else:
-        left = tuple(torch.cat([part.left[s] * weight for part, weight in parts], dim=2) for s in segments)
-        right = tuple(torch.cat([part.right[s] for part, _ in parts], dim=2) for s in segments)
-    return Patch(
-        kind=PatchKind.composed,
-        rank=max(part.shape[2] for part in left),
-        left=left,
-        right=right,
-        energy=tuple(min(part.energy[s] for part, _ in parts) for s in segments),
-        first_layer=first_layer,
-    )
+    same = patches[0].basis is not None and len({(patch.basis, patch.first_layer) for patch, _ in terms}) == 1
+    total = _sum_of_coefficients if same else joined  # the same directions: coefficients add up, the rank does not
+    segments = []
+    for index in range(len(patches[0].segments)):
+        parts = [(patch.segments[index].below(patch.first_layer - first_layer), weight) for patch, weight in terms]
+        segments.append(total([part.weighted(weight) for part, weight in parts]))
+    energy = tuple(map(min, zip(*(patch.energy for patch, _ in terms), strict=True)))
+    ranks = [patch.rank for patch, _ in terms]
+    return Patch(PatchKind.composed, max(ranks) if same else sum(ranks), tuple(segments), energy, first_layer)
 
 
-def _sum_of_coefficients(terms: Sequence[tuple[Tensor, float]]) -> Tensor:
-    rank = max(left.shape[2] for left, _ in terms)
-    return torch.stack([pad(left.float() * weight, (0, rank - left.shape[2])) for left, weight in terms]).sum(0)
+def _sum_of_coefficients(parts: Sequence[Directions]) -> Directions:
+    """The sum of several that have the first directions of one shared basis."""
+    widest = max(parts, key=lambda part: len(part.scale))
+    total = torch.zeros_like(widest.left, dtype=torch.float32)
+    for part in parts:
+        rows = torch.tensor(widest.starts)[part.layer] + part.place
+        total[rows] += part.left.float() * part.scale[:, None]
+    return replace(widest, left=total, scale=torch.ones_like(widest.scale))
 
 
 def relocate_patch(patch: Patch, delta: int | float, layout: Layout) -> Patch:
@@ -298,13 +318,14 @@ def relocate_patch(patch: Patch, delta: int | float, layout: Layout) -> Patch:
     """
     patch.check_bound()
     moved = []
-    for segment, right in zip(layout.segments, patch.right, strict=True):
+    for segment, part in zip(layout.segments, patch.segments, strict=True):
         if not segment.rotary:
-            moved.append(right)
+            moved.append(part)
             continue
-        columns = right.float().transpose(1, 2).unflatten(-1, (segment.heads, segment.width))
-        moved.append(rotate(columns, delta, layout.rotary).flatten(-2).transpose(1, 2).to(right.dtype))
-    return replace(patch, right=tuple(moved), basis=None)
+        assert part.right is not None
+        heads = part.right.float().unflatten(-1, (segment.heads, segment.width))
+        moved.append(replace(part, right=rotate(heads, delta, layout.rotary).flatten(-2)))
+    return replace(patch, segments=tuple(moved), basis=None)
 
 
 def apply(kv: Tensor, patch: Patch | None, delta: int | float, layout: Layout, out: Tensor | None = None) -> Tensor:
@@ -336,26 +357,8 @@ def _apply_by_layer(kv: Tensor, patch: Patch | None, delta: int | float, layout:
         for index, segment in enumerate(layout.segments):
             part = total[:, places[segment.name]]
             if patch is not None and layer >= patch.first_layer:
-                left, right = (side[index][layer - patch.first_layer].float() for side in (patch.left, patch.right))
-                part.addmm_(left, right.t())
+                left, right = patch.segments[index].factors_of(layer - patch.first_layer)
+                part.addmm_(left.t(), right)
             if segment.rotary:
                 rotate_(part.unflatten(-1, (segment.heads, segment.width)), delta, layout.rotary)
         out[layer].copy_(total)
-
-
-def _extended_to(patch: Patch, first_layer: int) -> Patch:
-    """The same patch, its factors preceded by zeros for the layers from `first_layer` on."""
-    patch.check_bound()
-    missing = patch.first_layer - first_layer
-    if missing == 0:
-        return patch
-
-    def extended(factor: Tensor) -> Tensor:
-        return torch.cat([factor.new_zeros(missing, *factor.shape[1:]), factor])
-
-    return replace(
-        patch,
-        left=tuple(extended(factor) for factor in patch.left),
-        right=tuple(extended(factor) for factor in patch.right),
-        first_layer=first_layer,
-    )

@@ -2,10 +2,12 @@
 
 | form | stored per patch | per model |
 |---|---|---|
-| rank m | left [layers, tokens, m] and right [layers, features, m] per segment | - |
-| energy | the same with the smallest m that keeps so much of the norm, at most `rank` | - |
+| rank m | m directions per layer and segment: a left factor [tokens], a right one [features] and a scale | - |
+| spread | as many in all, where they hold most energy for their bytes | - |
+| energy | as few of them as keep so much of the norm, at most `rank` | - |
 | depth < 1 (deep-only) | the same for the deepest layers only | - |
-| shared basis | left only | right, once (`SharedBasis`) |
+| shared basis | left and scale only | right, once (`SharedBasis`) |
+| factors | each number of a factor in 8 bits (`int8`) or in the model's dtype (`model`) | fp32 |
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from torch import Tensor
 
 from kvstore.basis import SharedBasis
 from kvstore.chunk import patch_key
+from kvstore.factor import SCALE_BYTES
 from kvstore.layout import Layout
 from kvstore.patch import Patch, PatchKind, first_patched_layer, form_patch
+from kvstore.settings import FactorType
 
 
 class Footprint(NamedTuple):
@@ -36,24 +40,28 @@ class Footprint(NamedTuple):
 
 @dataclass(frozen=True)
 class PatchForm:
-    """Rank, energy, depth and basis of `kvstore.patch.form_patch`; part of a patch's key."""
+    """How `kvstore.patch.form_patch` forms patches; part of a patch's key."""
 
     rank: int | None = 32
     energy: float | None = None
     depth: float = 1.0
     basis: SharedBasis | None = None
+    factors: FactorType = FactorType.int8
+    spread: bool = True
 
     def form(self, delta: Tensor, layout: Layout, kind: PatchKind, dtype: torch.dtype = torch.float32) -> Patch:
-        """The patch of a deficit [layers, tokens, features]."""
-        return form_patch(delta, layout, self.rank, self.energy, kind, dtype, depth=self.depth, basis=self.basis)
+        """The patch of a deficit [layers, tokens, features] of a model of this dtype."""
+        return form_patch(delta, layout, self.rank, self.energy, kind, self._stored_as(dtype), depth=self.depth,
+                          basis=self.basis, spread=self.spread)  # fmt: skip
 
     def key(self, canonical: str, antecedent: str, kind: PatchKind) -> str:
         """Key of a patch of this form (see `kvstore.chunk`)."""
         basis = "" if self.basis is None else self.basis.version
-        return patch_key(canonical, antecedent, kind, self.rank, self.energy, self.depth, basis)
+        size = (self.rank, self.energy, self.depth, basis, self.factors, self.spread)
+        return patch_key(canonical, antecedent, kind, *size)
 
     def footprint(self, tokens: int, layout: Layout, dtype: torch.dtype, parts: int = 1) -> Footprint:
-        """Bytes of a patch for a chunk of `tokens` tokens; with `energy`, at most so many.
+        """Bytes of a patch for a chunk of `tokens` tokens; with `energy` or `spread`, at most so many.
 
         `parts`: of how many patches a composed one consists. The kind makes no other difference.
         """
@@ -67,6 +75,9 @@ class PatchForm:
                 limit = self.basis.directions[index].shape[2]
             rank = limit if self.rank is None else min(self.rank, limit)
             rows = tokens if self.basis is not None else tokens + segment.features
-            own += (layout.layers - first_layer) * rows * rank * dtype.itemsize
+            own += (layout.layers - first_layer) * rank * (rows * self._stored_as(dtype).itemsize + SCALE_BYTES)
         shared = 0 if self.basis is None else self.basis.nbytes
         return Footprint(parts * own, shared, tokens * layout.bytes_per_token(dtype))
+
+    def _stored_as(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.int8 if self.factors is FactorType.int8 else dtype

@@ -1,7 +1,8 @@
-"""Settings of the library and of the tenants' files. Loaded once at the edge and passed in."""
+"""Settings of the library, of its patches and of the tenants' files. Loaded once at the edge and passed in."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 GIB = 1 << 30
 MIB = 1 << 20
+
+
+class FactorType(StrEnum):
+    """What the numbers in a patch's factors are: 8 bits with one scale a direction, or of the model's dtype."""
+
+    int8 = "int8"
+    model = "model"
 
 
 class LibrarySettings(BaseModel):

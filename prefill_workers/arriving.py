@@ -93,7 +93,7 @@ class Arriving:
             return False
         if self.patch is None or patch_load is None or index < self.patch.patch.first_layer:
             return True
-        return patch_load.wait_for_layer(self.patch, index - self.patch.patch.first_layer, deadline)
+        return patch_load.wait_for_layer(self.patch, 0, deadline)  # a patch comes as a whole
 
 
 class Pace:

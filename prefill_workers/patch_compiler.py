@@ -39,7 +39,7 @@ def load_form(settings: PatchFormSettings, library: Library) -> PatchForm:
         if record is None:
             raise UnknownBasis(f"patch.basis: the library has no shared basis {settings.basis!r} of this model")
         basis = record.basis
-    return PatchForm(settings.rank, settings.energy, settings.depth, basis)
+    return PatchForm(settings.rank, settings.energy, settings.depth, basis, settings.factors, settings.spread)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from kvstore.settings import FactorType
 from prefill_workers.policies import EXACT_POINTS, OperatingPoint
 
 COMPOSE_UP_TO = 0  # the sum of pairs loses single-hop answers on the reference models (`orbitserve bench fidelity`)
@@ -15,6 +16,14 @@ class PatchFormSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     rank: int | None = Field(32, ge=1, description="Rank of patches per layer for keys and for values; None: full.")
+    factors: FactorType = Field(
+        FactorType.int8, description="int8: a byte per number of a patch and a scale per direction; model: its dtype."
+    )
+    spread: bool = Field(
+        True,
+        description="Give each layer, and keys and values, as much rank as its deficit is worth: `rank` on average, at "
+        "most twice as much. False, and with a shared basis: the same everywhere.",
+    )
     energy: float | None = Field(
         None, gt=0, le=1, description="Keep as few ranks, up to `rank`, as hold this share of the norm. None: `rank`."
     )

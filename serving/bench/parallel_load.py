@@ -216,7 +216,7 @@ class _Measurement:
     def _fill(self, library: Library, linker: Linker, missing: set[int]) -> Iterator[tuple[Any, str]]:
         """Store random KV and a random patch for each image that is not missing; yields their kinds and keys."""
         from kvstore.format import CanonicalRecord, PatchRecord
-        from kvstore.patch import form_patch
+        from kvstore.patch import PatchKind
 
         engine, layout = self._engine, self._engine.layout
         generator = torch.Generator().manual_seed(0)
@@ -226,7 +226,7 @@ class _Measurement:
             common: dict[str, Any] = {"fingerprint": engine.fingerprint, "tenant": TENANT, "layout": layout}
             shape = (layout.layers, len(self._request.chunks[i]), layout.features)
             kv, delta = (torch.randn(shape, generator=generator) for _ in range(2))
-            patch = form_patch(delta, layout, rank=RANK, dtype=engine.dtype)
+            patch = linker.form.form(delta, layout, PatchKind.own, engine.dtype)
             library.put_canonical(CanonicalRecord(key=keys.canonical, kv=kv.to(engine.dtype), **common))
             library.put_patch(PatchRecord(key=keys.own_patch, patch=patch, **common))
             library.flush()

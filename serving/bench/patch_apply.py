@@ -37,7 +37,7 @@ def run(quick: bool, console: Console) -> Outcome:
     engine = PrefillEngine(EngineSpec(model=str(checkpoint), max_model_len=4096, hand_off=False))
     try:
         with tempfile.TemporaryDirectory(prefix="orbitserve-bench-") as directory, torch.inference_mode():
-            samples, bytes_ = _measure(engine, Path(directory), 5 if quick else 40)
+            samples, bytes_, patch_bytes = _measure(engine, Path(directory), 5 if quick else 40)
     finally:
         engine.shutdown()
     arms = [Arm(name, text, {str(TOKENS): samples[name]}) for name, text in _DESCRIPTIONS.items()]
@@ -48,6 +48,8 @@ def run(quick: bool, console: Console) -> Outcome:
         "fraction_of_copy_from_disk": copy / arms[2].median_ms(case),
         "gib_per_second": bytes_ / 2**30 / (arms[1].median_ms(case) * 1e-3),
         "copy_gib_per_second": bytes_ / 2**30 / (copy * 1e-3),
+        "patch_bytes": float(patch_bytes),
+        "patch_share_of_kv": patch_bytes / bytes_,
     }
     workload = {"model": CHECKPOINT, "tokens": TOKENS, "rank": RANK, "dtype": "bfloat16", "bytes": bytes_}
     return Outcome(workload, arms, figures)
@@ -63,19 +65,18 @@ _DESCRIPTIONS = {
 }
 
 
-def _measure(engine: PrefillEngine, directory: Path, turns: int) -> tuple[dict[str, list[float]], int]:
+def _measure(engine: PrefillEngine, directory: Path, turns: int) -> tuple[dict[str, list[float]], int, int]:
     from kvstore.format import CanonicalRecord, PatchRecord
     from kvstore.library import Library
-    from kvstore.patch import PatchKind, apply, form_patch
+    from kvstore.patch import PatchKind, apply
+    from kvstore.patch_form import PatchForm
     from kvstore.settings import LibrarySettings
 
     layout = engine.layout
     generator = torch.Generator().manual_seed(0)
     shape = (layout.layers, TOKENS, layout.features)
     kv = torch.randn(shape, generator=generator).to(engine.dtype)
-    patch = form_patch(
-        torch.randn(shape, generator=generator), layout, rank=RANK, kind=PatchKind.own, dtype=engine.dtype
-    )
+    patch = PatchForm(RANK).form(torch.randn(shape, generator=generator), layout, PatchKind.own, engine.dtype)
     common: dict[str, Any] = {"fingerprint": engine.fingerprint, "tenant": "local", "layout": layout}
     hot = Library(LibrarySettings(directory=directory), engine.fingerprint)
     hot.put_canonical(CanonicalRecord(key=_KEYS["canonical"], kv=kv, **common))
@@ -108,7 +109,7 @@ def _measure(engine: PrefillEngine, directory: Path, turns: int) -> tuple[dict[s
     samples = in_turns(arms, turns)
     hot.close()
     cold.close()
-    return samples, kv.nbytes
+    return samples, kv.nbytes, patch.nbytes
 
 
 BENCHMARK = Benchmark(

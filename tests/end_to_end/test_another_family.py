@@ -24,7 +24,7 @@ def kimi(only_service: Callable[..., Service]) -> Service:
         "max_model_len": MAX_MODEL_LEN,
         "trust_remote_code": True,
     }
-    return only_service("kimi", "float32", model=model, patch={"rank": None})
+    return only_service("kimi", "float32", model=model, patch={"rank": None, "factors": "model"})
 
 
 def points(answer: dict) -> list[str]:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from client import CHECKPOINT, Service, picture, user
 from prometheus_client.parser import text_string_to_metric_families
+from torch import Tensor
 from typer.testing import CliRunner
 
 from infra.checkpoints import checkpoint_path
@@ -37,7 +38,7 @@ def watched(only_service: Callable[..., Service]) -> Service:
         "float32",
         library=NO_MEMORY,
         prefill={"replicas": 2, "fidelity": fidelity},
-        patch={"rank": None},
+        patch={"rank": None, "factors": "model"},
     )
 
 
@@ -68,13 +69,16 @@ def rewrite_patches(service: Service, change: Callable[[PatchRecord], PatchRecor
 
 
 def turn_basis(record: PatchRecord) -> PatchRecord:
-    wrong = tuple(-4.0 * part.flip(1) for part in record.patch.right)
-    return replace(record, patch=replace(record.patch, right=wrong))
+    return with_right(record, lambda right: -4.0 * right.flip(1))
 
 
 def turn_back(record: PatchRecord) -> PatchRecord:
-    right = tuple(-0.25 * part.flip(1) for part in record.patch.right)
-    return replace(record, patch=replace(record.patch, right=right))
+    return with_right(record, lambda right: -0.25 * right.flip(1))
+
+
+def with_right(record: PatchRecord, change: Callable[[Tensor], Tensor]) -> PatchRecord:
+    segments = tuple(replace(part, right=change(part.right)) for part in record.patch.segments)
+    return replace(record, patch=replace(record.patch, segments=segments))
 
 
 def test_a_corrupted_patch_basis_is_seen_on_metrics_and_switched_off_everywhere(watched: Service):

@@ -16,7 +16,9 @@ from infra.reference import DEFAULT_MODEL, weights
 from infra.reference.families import FAMILIES
 from infra.reference.pictures import page_picture
 from infra.reference.scenes import Form, Split, draw_items
-from serving.bench.fidelity.arms import Repaired
+from kvstore.patch import PatchKind
+from kvstore.patch_form import PatchForm
+from serving.bench.fidelity.arms import PageKV, Repaired
 from serving.bench.fidelity.items import SEED, items
 from serving.bench.fidelity.reader import Reader
 from serving.bench.fidelity.study import Gathered, Study
@@ -74,7 +76,7 @@ def offline() -> Offline:
             logprobs = {
                 "exact": torch.stack([one.exact.answers[0] for one in gathered]),
                 "full-reuse": answers(study, gathered, lambda page: Repaired(page.canonical)),
-                "auto": answers(study, gathered, study.arms.patch(RANK)),
+                "auto": answers(study, gathered, lambda page: patched(study, page)),
             }
             texts = (reader.text(number) for number in range(logprobs["exact"].shape[1]))
             return Offline(
@@ -86,6 +88,11 @@ def offline() -> Offline:
             )
     finally:
         reader.close()
+
+
+def patched(study: Study, page: PageKV) -> Repaired:
+    """A page with the patch that the service forms of it."""
+    return study.arms.patched(page, PatchForm(RANK).form(page.delta, study.arms.layout, PatchKind.own))
 
 
 def answers(study: Study, gathered: list[Gathered], arm: Callable[..., Repaired]) -> torch.Tensor:

@@ -19,7 +19,7 @@ from infra.checkpoints import checkpoint_path
 from infra.families import FAMILIES, Family
 from kvstore.library import Library
 from kvstore.patch_form import PatchForm
-from kvstore.settings import LibrarySettings
+from kvstore.settings import FactorType, LibrarySettings
 from prefill_workers.engine import EngineSpec, PrefillEngine
 from prefill_workers.fidelity import Fidelity
 from prefill_workers.linker import Linker
@@ -128,7 +128,7 @@ class Rig:
         self.engine, self.family = engine, family
         self.documents = Documents(engine._llm.get_tokenizer())
         self.library = library or Library(LibrarySettings(directory=directory), engine.fingerprint)
-        form = form or PatchForm(rank)
+        form = form or PatchForm(rank, factors=FactorType.model)
         self.compiler = PatchCompiler(self.library, form)
         self.fidelity = Fidelity(fidelity or FidelitySettings(share=0))
         self.linker = Linker(engine, self.library, form, self.compiler.compile, self.fidelity, compose_up_to)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from kvstore.basis import pool_basis
 from kvstore.library import Library
 from kvstore.patch import Patch
 from kvstore.patch_form import PatchForm
-from kvstore.settings import LibrarySettings
+from kvstore.settings import FactorType, LibrarySettings
 from prefill_workers.engine import PrefillEngine
 
 pytestmark = pytest.mark.engine
@@ -32,15 +33,34 @@ def off(rig: Rig, mode: str = "auto") -> float:
     return apart(rig.link(PAGES, mode).chunk_kv(1), rig.link(PAGES, "exact").chunk_kv(1))
 
 
-def test_more_of_the_deficit_is_nearer_to_exact_in_every_form(make_rig: Callable[..., Rig]):
+@pytest.mark.parametrize("spread", [True, False])
+def test_more_of_the_deficit_is_nearer_to_exact_in_every_form(make_rig: Callable[..., Rig], spread: bool):
     forms = [PatchForm(8, None, 0.5), PatchForm(8), PatchForm(None, 0.99), PatchForm(None)]
-    rigs = [make_rig(form=form) for form in forms]
+    rigs = [make_rig(form=replace(form, factors=FactorType.model, spread=spread)) for form in forms]
     for rig in rigs:
         rig.link(PAGES, "auto")
     errors = [off(rig) for rig in rigs]
     assert errors == sorted(errors, reverse=True)
     assert off(rigs[0], "full-reuse") > errors[1]
     assert errors[-1] < 1e-5
+
+
+def test_patches_of_the_default_form_serve_from_disk_at_half_the_bytes(
+    make_rig: Callable[..., Rig], bf16: PrefillEngine, tmp_path: Path
+):
+    """int8 against the model's dtype at the same rank: as near to exact, read from disk every time."""
+    rigs, kept = [], []
+    forms = [PatchForm(), PatchForm(factors=FactorType.model, spread=False)]
+    for number, form in enumerate(forms):
+        settings = LibrarySettings(directory=tmp_path / str(number), memory_bytes=0)
+        rigs.append(make_rig(bf16, library=Library(settings, bf16.fingerprint), form=form))
+        rigs[-1].link(PAGES, "auto")
+        assert rigs[-1].link(PAGES, "auto").points == ["patched", "patched"]
+        kept.append(sum(patch.nbytes for patch in stored_patches(rigs[-1])))
+    default, wide = (off(rig) for rig in rigs)
+    assert default < off(rigs[0], "full-reuse") / 2
+    assert default < 1.2 * wide
+    assert kept[0] < 0.55 * kept[1]
 
 
 def test_links_with_a_shared_basis_come_as_near_as_its_span_allows(
@@ -55,12 +75,12 @@ def test_links_with_a_shared_basis_come_as_near_as_its_span_allows(
     rigs = []
     for basis in (narrow, wide):
         cold = Library(LibrarySettings(directory=tmp_path / basis.version, memory_bytes=0), fp32.fingerprint)
-        rigs.append(make_rig(library=cold, form=PatchForm(None, basis=basis)))
+        rigs.append(make_rig(library=cold, form=PatchForm(None, basis=basis, factors=FactorType.model)))
     for rig in rigs:
         rig.link(PAGES, "auto")
         again = rig.link(PAGES, "auto")
         assert again.points == ["patched", "patched"]
-        assert all(patch.right == () for patch in stored_patches(rig))
+        assert all(part.right is None for patch in stored_patches(rig) for part in patch.segments)
     errors = [off(rig) for rig in rigs]
     assert off(rigs[0], "full-reuse") > errors[0] > errors[1]
     assert errors[1] < 1e-5

@@ -16,7 +16,7 @@ from kvstore.basis import SharedBasis, pool_basis
 from kvstore.format import PatchRecord
 from kvstore.library import Library
 from kvstore.patch_form import PatchForm
-from kvstore.settings import LibrarySettings
+from kvstore.settings import FactorType, LibrarySettings
 from prefill_workers import recheck
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.fidelity import PointStatus
@@ -36,7 +36,7 @@ def status(rig: Rig, point: OperatingPoint = OperatingPoint.PATCHED) -> PointSta
 
 
 def turned(directions: Tensor) -> Tensor:
-    """Right factors [layers, features, rank] that point elsewhere: permuted, negated, and longer."""
+    """Right factors, their features in dimension 1, that point elsewhere: permuted, negated, and longer."""
     return -4.0 * directions.flip(1)
 
 
@@ -50,8 +50,8 @@ def corrupt(rig: Rig) -> list[PatchRecord]:
     """Turn the basis of the pages' stored patches, with sound checksums; returns the honest records."""
     honest = stored_patches(rig)
     for record in honest:
-        wrong = tuple(turned(part) for part in record.patch.right)
-        rig.library.put_patch(replace(record, patch=replace(record.patch, right=wrong)))
+        wrong = tuple(replace(part, right=turned(part.right)) for part in record.patch.segments)
+        rig.library.put_patch(replace(record, patch=replace(record.patch, segments=wrong)))
     rig.settle()
     return honest
 
@@ -112,7 +112,8 @@ def test_a_corrupted_shared_basis_is_switched_off(make_rig: Callable[..., Rig], 
     rigs = []
     for held in (basis, wrong):
         library = Library(LibrarySettings(directory=tmp_path / "shared"), fp32.fingerprint)
-        rigs.append(make_rig(library=library, form=PatchForm(None, basis=held), fidelity=ALL))
+        form = PatchForm(None, basis=held, factors=FactorType.model)
+        rigs.append(make_rig(library=library, form=form, fidelity=ALL))
     good, bad = rigs
     good.link(PAGES)
     for _ in range(2):

@@ -9,7 +9,9 @@ import torch
 from kvstore_support import GQA, MLA, random_kv
 from torch import Tensor
 
+from kvstore.factor import SCALE_BYTES
 from kvstore.layout import Layout
+from kvstore.patch import PatchKind
 from serving.bench.fidelity import storage
 from serving.bench.fidelity.arms import Arms, PageKV
 from serving.bench.fidelity.bench import figures_of
@@ -105,12 +107,17 @@ def test_tokens_that_are_not_computed_again_stay():
     assert _kept(10, 12, torch.tensor([0, 1])) == []
 
 
-def test_rounding_to_eight_bits_moves_little(layout: Layout, page: PageKV):
-    patch = Arms(layout, torch.float32).formed(page.delta, 4)
-    rounded = storage._rounded(patch)
-    assert float((rounded.dense() - patch.dense()).norm() / patch.dense().norm()) < 0.02
-    elements = sum(factor.numel() for factor in (*patch.left, *patch.right))
-    assert elements < storage._stored("int8", rounded) < 2 * elements
+def test_forms_that_are_compared_take_the_same_bytes(layout: Layout, page: PageKV):
+    rank = 2
+    sizes = {
+        name: form.form(page.delta, layout, PatchKind.own, torch.bfloat16).nbytes
+        for name, form in storage._forms(rank).items()
+    }
+    directions = rank * layout.layers * len(layout.segments)
+    scales = SCALE_BYTES * directions
+    assert sizes["int8"] == sizes["uniform"] + scales  # twice as many directions in half the bytes each
+    assert 0.8 < sizes["spread"] / sizes["uniform"] <= 1
+    assert 0.8 < sizes["int8_spread"] / sizes["int8"] <= 1
 
 
 def test_figures_are_named_by_family_split_arm_and_kind():

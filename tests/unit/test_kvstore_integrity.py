@@ -155,7 +155,7 @@ def test_a_sound_record_that_is_not_the_one_asked_for_is_moved_aside_and_stored_
     foreign: Record
     if what == "version":
         foreign = record
-        monkeypatch.setattr(record_format, "FORMAT_VERSION", 2)
+        monkeypatch.setattr(record_format, "FORMAT_VERSION", 3)
     elif what == "kind":
         foreign = replace(embedding_of(record), key=record.key)
     else:

@@ -12,6 +12,7 @@ from kvstore_support import GQA, MLA, random_kv
 from torch import Tensor
 
 from kvstore import host_kernel
+from kvstore.directions import Directions
 from kvstore.errors import ShapeMismatch
 from kvstore.layout import Layout
 from kvstore.patch import (
@@ -42,12 +43,19 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     return request.param
 
 
+def one_by_one(part: Directions) -> Tensor:
+    """The sum of a segment's directions [layers, tokens, features] in fp64."""
+    outer = torch.einsum("d,dt,df->dtf", part.scale.double(), part.left.double(), part.right.double())
+    rows = iter(outer)
+    zero = torch.zeros(part.tokens, part.features, dtype=torch.float64)
+    return torch.stack([sum((next(rows) for _ in range(count)), zero) for count in part.ranks])
+
+
 def exact(kv: Tensor, patch: Patch | None, delta: int, layout: Layout) -> Tensor:
     """R(delta) (KV + U Vᵀ) in fp64, one complex multiplication per pair: shares no code with the operator."""
     total = kv.double()
     if patch is not None:
-        products = [u.double() @ v.double().transpose(1, 2) for u, v in zip(patch.left, patch.right, strict=True)]
-        total[patch.first_layer :] += torch.cat(products, -1)
+        total[patch.first_layer :] += torch.cat([one_by_one(part) for part in patch.segments], -1)
     angles = torch.tensor(layout.rotary.inverse_frequencies, dtype=torch.float64) * delta
     turn, dim = torch.polar(torch.ones_like(angles), angles), layout.rotary.rotary_dim
     for segment, place in zip(layout.segments, layout.slices().values(), strict=True):
@@ -186,9 +194,7 @@ def test_truncation_is_as_good_as_the_svd(layout: Layout, tokens: int, rank: int
         singular = torch.linalg.svdvals(segment.double())
         best = singular[:, :rank].square().sum() / singular.square().sum()
         assert patch.energy[index] == pytest.approx(best.item(), rel=0.02)  # noise: the worst case for iteration
-        error = (
-            patch.left[index] @ patch.right[index].transpose(1, 2) - segment
-        ).square().sum() / segment.square().sum()
+        error = (patch.segments[index].dense() - segment).square().sum() / segment.square().sum()
         assert 1 - patch.energy[index] == pytest.approx(error.item(), rel=1e-3)
 
 
@@ -207,9 +213,9 @@ def test_energy_chooses_the_smallest_sufficient_rank(layout: Layout) -> None:
     delta = random_kv(layout, 12) * torch.linspace(1, 0.01, layout.features)
     patch = form_patch(delta, layout, energy=0.8)
     assert all(kept >= 0.8 for kept in patch.energy)
-    for index, left in enumerate(patch.left):
-        if left.shape[2] > 1:
-            assert form_patch(delta, layout, left.shape[2] - 1).energy[index] < 0.8
+    for index, part in enumerate(patch.segments):
+        if part.ranks[0] > 1:
+            assert form_patch(delta, layout, part.ranks[0] - 1).energy[index] < 0.8
     assert form_patch(delta, layout, rank=2, energy=0.999).rank == 2
 
 
@@ -217,7 +223,7 @@ def test_energy_chooses_the_smallest_sufficient_rank(layout: Layout) -> None:
 def test_rank_is_capped_by_what_the_segment_has(layout: Layout) -> None:
     patch = form_patch(random_kv(layout, 5), layout, 1000)
     assert patch.rank == 5
-    assert [factor.shape[2] for factor in patch.left] == [5] * len(layout.segments)
+    assert [part.ranks for part in patch.segments] == [(5,) * layout.layers] * len(layout.segments)
 
 
 @names
@@ -232,8 +238,9 @@ def test_no_deficit_makes_a_patch_that_changes_nothing(layout: Layout) -> None:
 def test_bf16_factors_cost_little_accuracy(layout: Layout) -> None:
     delta = low_rank(layout, 9, 2)
     patch = form_patch(delta, layout, 2, dtype=torch.bfloat16)
-    assert patch.left[0].dtype == torch.bfloat16
-    assert patch.nbytes * 2 == form_patch(delta, layout, 2).nbytes
+    assert {part.left.dtype for part in patch.segments} == {torch.bfloat16}
+    scales = sum(part.scale.nbytes for part in patch.segments)
+    assert (patch.nbytes - scales) * 2 == form_patch(delta, layout, 2).nbytes - scales
     result = apply(torch.zeros_like(delta), patch, 0, layout)
     assert (result - delta).norm() < 0.01 * delta.norm()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise, permutations
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from kvstore import host_kernel
 from kvstore.basis import SharedBasis, pool_basis
+from kvstore.chunk import patch_key
 from kvstore.errors import ShapeMismatch
 from kvstore.layout import Layout
 from kvstore.patch import (
@@ -31,6 +33,7 @@ from kvstore.patch import (
 )
 from kvstore.patch_form import PatchForm
 from kvstore.rotary import RotaryScheme
+from kvstore.settings import FactorType
 
 MHA = Layout.gqa(5, 4, 8, RotaryScheme.from_base(8, 1e6))
 LAYOUTS = [GQA, MLA, MHA]
@@ -102,13 +105,13 @@ def test_energy_keeps_enough_and_no_more(layout: Layout, energy: float, seed: in
     delta = random_kv(layout, 12, seed=seed) * torch.linspace(1, 0.05, layout.features)
     basis = pooled(layout, full(layout)) if shared else None
     patch = form_patch(delta, layout, energy=energy, basis=basis)
-    parts = zip(layout.split(delta), patch.left, patch.right, patch.energy, strict=True)
-    for index, (segment, left, right, kept) in enumerate(parts):
-        rest = (left @ right.mT - segment).square().sum() / segment.square().sum()
+    parts = zip(layout.split(delta), patch.segments, patch.energy, strict=True)
+    for index, (segment, part, kept) in enumerate(parts):
+        rest = (part.dense() - segment).square().sum() / segment.square().sum()
         assert kept == pytest.approx(1 - float(rest), abs=1e-4)  # what is reported is what is kept
         assert kept >= energy - 1e-6
-        if left.shape[2] > 1:
-            assert form_patch(delta, layout, left.shape[2] - 1, basis=basis).energy[index] < energy
+        if part.ranks[0] > 1:
+            assert form_patch(delta, layout, part.ranks[0] - 1, basis=basis).energy[index] < energy
     assert form_patch(delta, layout, 2, energy=1.0, basis=basis).rank == 2
 
 
@@ -207,7 +210,7 @@ def test_versions_follow_from_the_numbers() -> None:
 def test_coefficients_need_the_basis_that_they_were_made_for() -> None:
     basis, other = pooled(GQA, 4), pooled(GQA, 5)
     bound = form_patch(random_kv(GQA, TOKENS), GQA, basis=basis)
-    stored = Patch(bound.kind, bound.rank, bound.left, (), bound.energy, bound.first_layer, bound.basis)
+    stored = bound.unbound
     for use in (lambda: apply(random_kv(GQA, TOKENS), stored, 0, GQA), stored.dense, lambda: compose([stored])):
         with pytest.raises(ShapeMismatch, match=basis.version):
             use()
@@ -335,12 +338,13 @@ def test_an_orbit_patch_serves_an_ordering_that_was_held_out(layout: Layout) -> 
     rank=st.one_of(st.none(), st.integers(1, 40)),
     depth=st.sampled_from([1.0, 0.5, 0.3]),
     shared=st.booleans(),
+    factors=st.sampled_from(FactorType),
 )
 def test_the_footprint_is_what_a_patch_takes(
-    layout: Layout, dtype: torch.dtype, tokens: int, rank: int | None, depth: float, shared: bool
+    layout: Layout, dtype: torch.dtype, tokens: int, rank: int | None, depth: float, shared: bool, factors: FactorType
 ) -> None:
     basis = pooled(layout, 6, patches=2) if shared else None
-    form = PatchForm(rank, None, depth, basis)
+    form = PatchForm(rank, None, depth, basis, factors, spread=False)
     kv = random_kv(layout, tokens, dtype)
     patch = form.form(kv.float(), layout, PatchKind.own, dtype)
     footprint = form.footprint(tokens, layout, dtype)
@@ -350,14 +354,18 @@ def test_the_footprint_is_what_a_patch_takes(
     assert footprint.per_patch(4) == patch.nbytes + (basis.nbytes / 4 if basis else 0)
     if not shared:
         assert form.footprint(tokens, layout, dtype, parts=3).own == compose([patch] * 3).nbytes
+    assert replace(form, spread=True).form(kv.float(), layout, PatchKind.own, dtype).nbytes <= footprint.own
 
 
 def test_a_form_names_its_patches_by_everything_that_changes_them() -> None:
     basis = pooled(GQA, 4)
     forms = [PatchForm(), PatchForm(16), PatchForm(None), PatchForm(32, 0.9), PatchForm(32, None, 0.5),
-             PatchForm(basis=basis), PatchForm(basis=pooled(GQA, 5))]  # fmt: skip
+             PatchForm(basis=basis), PatchForm(basis=pooled(GQA, 5)), PatchForm(spread=False),
+             PatchForm(factors=FactorType.model), PatchForm(factors=FactorType.model, spread=False)]  # fmt: skip
     keys = {form.key("c", "a", kind) for form in forms for kind in PatchKind}
     assert len(keys) == len(forms) * len(PatchKind)
+    first = PatchForm(factors=FactorType.model, spread=False).key("c", "a", PatchKind.own)
+    assert first == patch_key("c", "a", "own", 32)  # libraries of before there were others
 
 
 @families
@@ -367,7 +375,7 @@ def test_a_truncated_patch_is_the_best_of_its_rank(layout: Layout) -> None:
     wide = form_patch(delta, layout, rank=limit - 1)
     for rank in range(1, limit):
         torch.testing.assert_close(wide.truncated(rank).dense(), form_patch(delta, layout, rank=rank).dense())
-    assert wide.truncated(limit + 5) is wide
+    assert torch.equal(wide.truncated(limit + 5).dense(), wide.dense())
 
 
 @families

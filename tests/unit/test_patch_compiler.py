@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from kvstore_support import FINGERPRINT, GQA, random_kv
 from kvstore.library import Library
 from kvstore.patch import PatchKind, apply, form_patch
 from kvstore.patch_form import PatchForm
-from kvstore.settings import LibrarySettings
+from kvstore.settings import FactorType, LibrarySettings
 from prefill_workers.patch_compiler import PatchCompiler, PatchJob, UnknownBasis, load_form
 from prefill_workers.settings import PatchFormSettings
 
@@ -34,14 +35,28 @@ def job(number: int, form: PatchForm, kind: PatchKind = PatchKind.own) -> PatchJ
 
 def test_patches_are_formed_as_the_settings_say(tmp_path: Path):
     with Library(LibrarySettings(directory=tmp_path), FINGERPRINT) as library:
-        form = load_form(PatchFormSettings(rank=6, energy=0.5, depth=0.5), library)
-        assert form == PatchForm(6, 0.5, 0.5, None)
+        chosen = PatchFormSettings(rank=6, energy=0.5, depth=0.5, factors=FactorType.model, spread=False)
+        form = load_form(chosen, library)
+        assert form == PatchForm(6, 0.5, 0.5, None, FactorType.model, spread=False)
         record = PatchCompiler(library, form, device="cpu").compile(job(1, form, PatchKind.orbit))
         expected = form_patch(random_kv(GQA, 9, seed=1), GQA, 6, 0.5, PatchKind.orbit, torch.bfloat16, depth=0.5)
         assert record.patch.kind is PatchKind.orbit
         assert 0 < record.patch.rank < 6  # half of the energy needs fewer
         assert torch.equal(record.patch.dense(), expected.dense())
         assert library.get_patch(record.key, "acme") is record
+
+
+def test_by_default_factors_are_int8_and_rank_goes_where_the_deficit_is(tmp_path: Path):
+    with Library(LibrarySettings(directory=tmp_path), FINGERPRINT) as library:
+        form = load_form(PatchFormSettings(rank=2), library)
+        assert form == PatchForm(2)
+        weighed = torch.tensor([0.1, 0.1, 10.0])[:, None, None]
+        asked = job(1, form)
+        record = PatchCompiler(library, form, device="cpu").compile(replace(asked, delta=asked.delta * weighed))
+        for part in record.patch.segments:
+            assert (part.left.dtype, part.right.dtype) == (torch.int8, torch.int8)
+            assert part.ranks[2] == 4 > max(part.ranks[:2])
+        assert record.patch.nbytes <= form.footprint(9, GQA, torch.bfloat16).own
 
 
 def test_a_basis_is_pooled_once_and_serves_patches_of_other_processes(tmp_path: Path):
@@ -61,7 +76,7 @@ def test_a_basis_is_pooled_once_and_serves_patches_of_other_processes(tmp_path: 
         assert form.basis is not None
         assert (form.basis.version, form.basis.rank) == (version, 4)
         compiled = PatchCompiler(library, form, device="cpu").compile(job(9, form))
-        assert compiled.nbytes == sum(left.nbytes for left in compiled.patch.left)
+        assert compiled.nbytes == sum(part.left.nbytes + part.scale.nbytes for part in compiled.patch.segments)
 
     with Library(settings, FINGERPRINT) as library:
         form = load_form(PatchFormSettings(rank=3, basis=version), library)

@@ -81,15 +81,15 @@ def _composed(study: Study, one: Parts, pairs: Sequence[Tensor], scale: float) -
 
 
 def _by_layer(study: Study, one: Parts, scales: Sequence[float]) -> Patch:
-    """Each layer of the sum with a scale of its own, which goes into the left factors."""
-    across = torch.tensor(scales)[:, None, None]
+    """Each layer of the sum with a scale of its own."""
+    across = torch.tensor(scales)
     pairs = [_weighted(study.arms.formed(pair, RANK, PatchKind.pair), across) for pair in one.pairs]
     base = study.arms.formed(one.base, RANK)
     return compose([*pairs, _weighted(base, 1 - across * len(pairs))])
 
 
 def _weighted(patch: Patch, by_layer: Tensor) -> Patch:
-    return replace(patch, left=tuple(left * by_layer for left in patch.left))
+    return replace(patch, segments=tuple(part.weighted(by_layer) for part in patch.segments))
 
 
 def _scale(parts: Sequence[Parts], layer: int | None = None) -> float:
