@@ -94,19 +94,11 @@ def clock_ms(work: Callable[[], object]) -> float:
 
 def report(benchmark: Benchmark, outcome: Outcome, command: str, quick: bool) -> dict[str, Any]:
     """The JSON document of one run."""
-    installed = {}
-    for package in _PACKAGES:
-        try:
-            installed[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return {
         "name": benchmark.name,
         "quick": quick,
         "command": command,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version(), **installed},
-        "machine": machine(),
+        **environment(),
         "workload": dict(outcome.workload),
         "arms": [
             {
@@ -121,6 +113,21 @@ def report(benchmark: Benchmark, outcome: Outcome, command: str, quick: bool) ->
         "tables": {
             name: {row: _defined(cells) for row, cells in rows.items()} for name, rows in outcome.tables.items()
         },
+    }
+
+
+def environment() -> dict[str, Any]:
+    """When, with which versions and on what machine something was measured, for its report."""
+    installed = {}
+    for package in _PACKAGES:
+        try:
+            installed[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version(), **installed},
+        "machine": machine(),
     }
 
 
