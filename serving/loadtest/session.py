@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -72,16 +73,21 @@ class Subject:
             tally = Tally() if tally is None else tally
             return await open_loop(client.ask, schedule, tally, self.max_in_flight, self._drain_s)
 
-    async def one_by_one(self, count: int) -> list[Sample]:
+    async def one_by_one(self, count: int, tally: Tally | None = None) -> list[Sample]:
         """Send the workload's next requests, each when the one before is answered.
 
         Raises:
             EndpointError: see `run`.
         """
-        samples = []
-        for _ in range(count):
-            samples += await self.run([Arrival(0.0)])
-        return samples
+        tally = Tally() if tally is None else tally
+        tally.planned += count
+        async with Client(self.endpoint) as client:
+            model = await client.model()
+            for _ in range(count):
+                body = await self._bodies.body(Arrival(0.0), model, client)
+                tally.sent += 1
+                tally.samples.append(await client.ask(json.dumps(body).encode()))
+        return tally.samples
 
 
 @dataclass(frozen=True)

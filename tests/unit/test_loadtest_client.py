@@ -73,7 +73,8 @@ def test_goodput_counts_answers_in_time_against_everything_that_was_asked():
 def test_hit_rate_is_of_tokens_and_absent_where_the_server_says_nothing():
     said = [
         sample(0, 0.1, 1, prompt_tokens=100, cached_tokens=90),
-        sample(1, 0.1, 1, prompt_tokens=300, cached_tokens=10),
+        sample(1, 0.1, 1, prompt_tokens=200, cached_tokens=10),
+        sample(1, 0.1, 1, prompt_tokens=100),  # no hit: left out
         sample(2, 0.1, 1, status="500", prompt_tokens=300, cached_tokens=300),
     ]
     assert measures.hit_rate(said) == 0.25
