@@ -15,6 +15,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from serving.bench.harness import environment
 from serving.loadtest.client import Endpoint, Sample
@@ -96,8 +97,11 @@ def show(report: Mapping[str, Any], console: Console) -> None:
     table = Table("requests a second", *(f"{rate['rate']:g}" for rate in rates), box=SIMPLE, pad_edge=False)
     rows = [_rows(rate) for rate in rates]
     for quantity in rows[0]:
-        table.add_row(quantity, *(row[quantity] for row in rows))
-    console.print(f"[bold]{escape(report['name'])}[/bold]: {report['workload']['name']}; times are from when due")
+        table.add_row(Text(quantity, no_wrap=True), *(row[quantity] for row in rows))
+    marks = ", ".join(f"p{mark}" for mark in PERCENTILES)
+    limits = {f"{rate['goodput']['ttft_limit_ms']:g}" for rate in rates if "goodput" in rate}
+    good = "".join(f"; good answers have a first token within {limit} ms" for limit in limits)
+    console.print(f"[bold]{escape(report['name'])}[/bold], {report['workload']['name']}: {marks} from when due{good}")
     console.print(table)
     for rate in rates:
         for text in remarks(rate):
@@ -110,16 +114,15 @@ def _rows(rate: Mapping[str, Any]) -> dict[str, str]:
         "completed a second": f"{rate['completed_rps']:.3g}" + ("*" if rate["saturated"] else ""),
         "whole answers": f"{rate['ok']} of {rate['requests']}",
     }
-    for name, key in (("TTFT", "ttft_ms"), ("per output token", "tpot_ms"), ("end to end", "e2e_ms")):
+    for name, key in (("TTFT, ms", "ttft_ms"), ("per output token, ms", "tpot_ms"), ("end to end, ms", "e2e_ms")):
         values = rate[key]
-        shown = "-" if values is None else " / ".join(f"{values[f'p{mark}']:.0f}" for mark in PERCENTILES)
-        rows[f"{name}, ms ({'/'.join(f'p{mark}' for mark in PERCENTILES)})"] = shown
-    rows["output tokens a second"] = f"{rate['output_tokens_per_s']:.1f}"
+        rows[name] = "-" if values is None else " / ".join(f"{values[f'p{mark}']:.0f}" for mark in PERCENTILES)
+    rows["tokens a second"] = f"{rate['output_tokens_per_s']:.1f}"
     hits = rate["cached_tokens_share"]
     rows["prompt tokens cached"] = "-" if hits is None else f"{hits:.0%}"
     if "goodput" in rate:
-        good = rate["goodput"]
-        rows[f"goodput (TTFT within {good['ttft_limit_ms']:g} ms)"] = f"{good['share']:.0%}, {good['rps']:.3g} a second"
+        rows["goodput"] = f"{rate['goodput']['share']:.0%}"
+        rows["good answers a second"] = f"{rate['goodput']['rps']:.3g}"
     return rows
 
 
