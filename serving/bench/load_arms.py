@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ QUICK_CHECKPOINT = "qwen2_5_vl-tiny"
 VLLM_GIB = 3
 LIBRARY = {"memory_bytes": 512 << 20, "object_store_bytes": 512 << 20}
 TIMEOUT_S = 900.0
+_SETTLE_SECONDS = 3600.0
+_BETWEEN_PAUSES = 4
 
 Runs = Sequence[Sequence[Sample]]  # an arm's turns at one rate
 
@@ -87,7 +90,6 @@ def our_service(
     checkpoint: Path, console: Console, tenants: Sequence[str], library: Mapping[str, int] = LIBRARY
 ) -> Iterator[OurService]:
     """The application on Ray Serve with these tenants and a fresh library on disk."""
-    from serving.demo import wait_until_formed
     from serving.launch import application
 
     with tempfile.TemporaryDirectory(prefix="orbitserve-bench-") as root:
@@ -98,7 +100,7 @@ def our_service(
             library={"directory": Path(root) / "library", **library},
         )
         with application(config, console) as url:
-            yield OurService(Server(url, config.model.served_name, wait_until_formed), Path(root) / "library")
+            yield OurService(Server(url, config.model.served_name, settle), Path(root) / "library")
 
 
 def checkpoint_of(model: Path | None, quick: bool) -> Path:
@@ -128,7 +130,7 @@ def capacity_rps(arm: LoadArm, requests: int, console: Console) -> float:
 
 
 def one_by_one(arm: LoadArm, requests: int, console: Console, title: str) -> list[Sample]:
-    """The workload's next requests, each after the answer to the one before, and everything learnt stored.
+    """The workload's next requests, each after the answer to the one before, and then everything learnt stored.
 
     Raises:
         RuntimeError: one failed.
@@ -143,12 +145,44 @@ def one_by_one(arm: LoadArm, requests: int, console: Console, title: str) -> lis
     return samples
 
 
+def warm_up(arm: LoadArm, requests: int, console: Console) -> None:
+    """Answer part of the workload with pauses in which what was learnt is stored: the steady state of a service.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
+    for start in range(0, requests, _BETWEEN_PAUSES):
+        count = min(_BETWEEN_PAUSES, requests - start)
+        one_by_one(arm, count, console, f"warm-up from {start} of {requests}")
+
+
+def settle() -> None:
+    """Wait until the service has stored what it learnt, an hour at most: orders are run for orbit patches first.
+
+    Raises:
+        TimeoutError: it still forms patches.
+    """
+    from serving.demo import wait_until_formed
+
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while True:
+        try:
+            wait_until_formed()
+            return
+        except TimeoutError:
+            if time.monotonic() > deadline:
+                raise
+
+
 def in_load_turns(
     arms: Sequence[LoadArm], rate: float, requests: int, turns: int, console: Console
 ) -> dict[str, list[list[Sample]]]:
     """Every arm's samples, a list for every turn, at one rate; the arms' order reverses from turn to turn.
 
     In a turn all arms get the same arrivals.
+
+    Raises:
+        RuntimeError: an arm answered nothing in a turn.
     """
     runs: dict[str, list[list[Sample]]] = {arm.name: [] for arm in arms}
     for turn in range(turns):
@@ -156,7 +190,10 @@ def in_load_turns(
         for arm in arms if turn % 2 == 0 else list(reversed(arms)):
             tally = Tally()
             with watching(console, f"{arm.name}, {rate:g}/s", tally):
-                runs[arm.name].append(asyncio.run(arm.subject.run(arrivals, tally)))
+                samples = asyncio.run(arm.subject.run(arrivals, tally))
+            if not any(sample.ok and sample.first for sample in samples):
+                raise RuntimeError(f"{arm.name}, {rate:g}/s: no answer; {samples[0].status}: {samples[0].message}")
+            runs[arm.name].append(samples)
             arm.settle()
     return runs
 

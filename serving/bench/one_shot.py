@@ -41,7 +41,7 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
             service.arm("auto", "OrbitServe, mode auto", OneShot(**asked), "inline", mode="auto"),
         ]
         for arm in arms:
-            load_arms.one_by_one(arm, 3, console, "warm-up")
+            load_arms.warm_up(arm, 3, console)
         capacity = load_arms.capacity_rps(arms[0], 3 if quick else 9, console)
         rate = float(f"{LOAD * capacity:.3g}")
         runs = load_arms.in_load_turns(arms, rate, requests, turns, console)

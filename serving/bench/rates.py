@@ -10,7 +10,7 @@
 | `auto-placed`   | the same, the order of the pages left to the service, where it knows `order: free` |
 
 Rates are multiples of what vLLM completes one request at a time. Each arm first answers part of the workload, one
-request at a time, and stores what it learnt: the steady state is measured. vLLM *saturates* at the first rate of whose
+request at a time, and stores what it learnt: a steady state is measured. vLLM *saturates* at the first rate of whose
 requests it completes less than `measures.SATURATED` a second; arms that saturate are not asked at rates above both that
 one and their own. An arm's throughput is the most that it completed a second at any rate.
 """
@@ -78,7 +78,7 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
         alone.settle()
         arms = _arms(alone, service, scale)
         for arm in arms:
-            load_arms.one_by_one(arm, scale.warmup, console, "warm-up")
+            load_arms.warm_up(arm, scale.warmup, console)
         capacity = load_arms.capacity_rps(
             load_arms.vllm_arm(alone, Mrag(seed=1, **scale.asked)), 3 if quick else 9, console
         )

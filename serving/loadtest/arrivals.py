@@ -68,9 +68,9 @@ def rescaled(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
 
 
 def mean_rate(arrivals: Sequence[Arrival]) -> float:
-    """Requests a second between the first and the last arrival. Infinite if they come all at once."""
+    """Requests a second between the first and the last arrival; if they come all at once, as many as there are."""
     span = arrivals[-1].at - arrivals[0].at
-    return (len(arrivals) - 1) / span if span else float("inf")
+    return (len(arrivals) - 1) / span if span else float(len(arrivals))
 
 
 def _arrival(line: str, where: str) -> Arrival:

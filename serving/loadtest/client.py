@@ -293,9 +293,9 @@ async def open_loop(
 def connections_allowed(wanted: int) -> int:
     """How many of `wanted` connections the limit of open files leaves room for; raises it as far as it may be."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = wanted + _SPARE_FILES
+    files = wanted + _SPARE_FILES
     if hard != resource.RLIM_INFINITY:
-        most = min(most, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return max(1, min(wanted, max(most, soft if soft != resource.RLIM_INFINITY else most) - _SPARE_FILES))
+        files = min(files, hard)
+    if soft != resource.RLIM_INFINITY and soft < files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    return max(1, min(wanted, files - _SPARE_FILES))

@@ -42,7 +42,7 @@ class Plan:
             yield rate, self._warmup(rate), poisson(rate, self.count or count_for(rate, self.duration_s), self.seed)
 
     def _warmup(self, rate: float) -> list[Arrival]:
-        return poisson(min(rate, float(MAX_IN_FLIGHT)), self.warmup, self.seed + 1) if self.warmup else []
+        return poisson(rate, self.warmup, self.seed + 1) if self.warmup else []
 
 
 class Subject:

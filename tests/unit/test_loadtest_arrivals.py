@@ -94,3 +94,9 @@ def test_a_plan_over_a_trace_keeps_its_times_or_takes_the_rate(tmp_path: Path):
     assert (rate, [a.at for a in due]) == (0.5, [0, 2, 4])
     ((rate, _, due),) = Plan(rates=(1.0,), trace=arrivals, count=2).steps()
     assert (rate, [a.at for a in due]) == (1.0, [0, 1])
+
+
+def test_arrivals_all_at_once_have_a_rate_too(tmp_path: Path):
+    arrivals = read_trace(trace(tmp_path, '{"at": 3}', '{"at": 3}'))
+    assert mean_rate(arrivals) == 2
+    assert [arrival.at for arrival in rescaled(arrivals, 5.0)] == [0, 0]

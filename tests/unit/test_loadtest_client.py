@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import resource
 import time
 from contextlib import nullcontext
 from itertools import pairwise
@@ -13,7 +14,7 @@ from openai_mock import MockServer
 
 from serving.loadtest import measures
 from serving.loadtest.arrivals import Arrival
-from serving.loadtest.client import Client, Endpoint, EndpointError, Sample, Tally, open_loop
+from serving.loadtest.client import Client, Endpoint, EndpointError, Sample, Tally, connections_allowed, open_loop
 from serving.loadtest.session import Plan, Subject, load_test
 from serving.loadtest.workloads import workload
 
@@ -176,6 +177,25 @@ async def test_usage_and_operating_points_are_read_from_the_stream():
     assert only.points == {"patched": 1, "encoded": 1}
     assert only.tpot_ms is not None
     assert only.tpot_ms >= 15
+
+
+@pytest.mark.parametrize(
+    ("limits", "wanted", "allowed", "raised"),
+    [
+        ((1024, 1 << 20), 10_000, 10_000, 10_256),
+        ((1024, 4096), 10_000, 3840, 4096),  # the hard limit leaves no more
+        ((20_000, 1 << 20), 10_000, 10_000, None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 10_000, 10_000, None),
+    ],
+)
+def test_as_many_connections_as_open_files_allow(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], wanted: int, allowed: int, raised: int | None
+):
+    set_to: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: set_to.append(new))
+    assert connections_allowed(wanted) == allowed
+    assert set_to == ([] if raised is None else [(raised, limits[1])])
 
 
 # -- bodies -----------------------------------------------------------------------------------------------------------
