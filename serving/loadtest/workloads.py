@@ -27,11 +27,12 @@ from infra.reference.scenes import NOWHERE
 from infra.reference.vocabulary import COLOURS, THINGS
 
 CELL = 28  # pixels of a cell's side: one vision token of the Qwen-VL families
+# None names a page by its place ("the first one"): pages then keep their order in services that choose it.
 _WORDS = [
-    "about", "after", "again", "answer", "before", "between", "column", "corner", "colour", "every", "figure",
-    "first", "follow", "given", "group", "inside", "known", "large", "later", "letter", "little", "margin", "matter",
-    "middle", "number", "object", "older", "order", "other", "page", "part", "place", "point", "question", "reader",
-    "right", "second", "shown", "side", "small", "state", "still", "table", "third", "title", "under", "value",
+    "about", "after", "again", "answer", "before", "between", "bright", "colour", "column", "corner", "every",
+    "fabric", "forest", "fresh", "given", "group", "inside", "known", "large", "letter", "light", "little", "margin",
+    "matter", "metal", "number", "object", "older", "other", "paint", "paper", "part", "place", "plain", "point",
+    "question", "reader", "right", "shown", "side", "small", "state", "still", "table", "title", "under", "value",
     "where", "which", "while", "whole",
 ]  # fmt: skip
 
