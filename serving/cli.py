@@ -13,10 +13,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from serving import fidelity_cli, library_cli
+from serving.loadtest import cli as loadtest_cli
 
 app = typer.Typer(help="Serve multimodal models without paying twice for what was already seen.", no_args_is_help=True)
 app.add_typer(library_cli.app, name="library")
 app.add_typer(fidelity_cli.app, name="fidelity")
+app.add_typer(loadtest_cli.app, name="loadtest")
 console = Console(soft_wrap=True)
 Config = Annotated[Path | None, typer.Option("--config", "-c", help="YAML of an OrbitServeConfig; see `config`.")]
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from serving.bench import (
     handoff,
+    one_shot,
     overhead,
     parallel_load,
     patch_apply,
     patch_form,
     patch_rank,
     precompute,
+    rates,
     relocation,
     store,
+    sustained,
     ttft,
 )
 from serving.bench.fidelity import bench as fidelity
@@ -28,6 +31,9 @@ _MODULES = (
     precompute,
     relocation,
     store,
+    rates,
+    sustained,
+    one_shot,
     fidelity,
 )
 

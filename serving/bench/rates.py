@@ -1,0 +1,173 @@
+"""Multimodal RAG at rising rates: every arm's time to first token and throughput, until it saturates.
+
+| arm             | what answers                                                                       |
+|-----------------|------------------------------------------------------------------------------------|
+| `prefix`        | vLLM's OpenAI server with prefix caching                                            |
+| `full-reuse`    | ours, canonical KV without patches                                                 |
+| `cacheblend-15` | ours, 15 % of every chunk's tokens computed, those that deviate most                |
+| `mpic-32`       | ours, the first 32 tokens of every chunk computed                                   |
+| `auto`          | ours, stored patches where they fit, pages in the order of the request              |
+| `auto-placed`   | the same, the order of the pages left to the service, where it knows `order: free` |
+
+Rates are multiples of what vLLM completes one request at a time. Each arm first answers part of the workload, one
+request at a time, and stores what it learnt: a steady state is measured. vLLM *saturates* at the first rate of whose
+requests it completes less than `measures.SATURATED` a second; arms that saturate are not asked at rates above both that
+one and their own. An arm's throughput is the most that it completed a second at any rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from serving.bench import load_arms
+from serving.bench.harness import Benchmark, Outcome
+from serving.bench.load_arms import LoadArm, OurService, Runs
+from serving.bench.servers import Server, vllm_alone
+from serving.loadtest import measures
+from serving.loadtest.workloads import Mrag
+
+OURS = {
+    "full-reuse": "OrbitServe, mode full-reuse",
+    "cacheblend-15": "OrbitServe, mode cacheblend-15",
+    "mpic-32": "OrbitServe, mode mpic-32",
+    "auto": "OrbitServe, mode auto, pages in the request's order",
+}
+PLACED = "auto-placed"
+
+
+@dataclass(frozen=True)
+class _Scale:
+    asked: Mapping[str, Any]
+    multiples: Sequence[float]
+    requests: int  # of a turn
+    turns: int
+    warmup: int
+
+
+_FULL = _Scale(
+    {"pages": 8, "retrieved": 3, "zipf": 1.0, "question_words": 4, "max_tokens": 8},
+    multiples=(0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8),
+    requests=24,
+    turns=2,
+    warmup=60,
+)
+_QUICK = _Scale(
+    {"pages": 4, "retrieved": 2, "question_words": 4, "max_tokens": 4, "columns": 12, "rows": 12},
+    multiples=(0.5, 2, 6),
+    requests=6,
+    turns=1,
+    warmup=8,
+)
+
+
+def run(quick: bool, console: Console, model: Path | None = None, items: int | None = None) -> Outcome:
+    """Measure every arm at every rate; `items` requests a turn."""
+    scale = _QUICK if quick else _FULL
+    checkpoint = load_arms.checkpoint_of(model, quick)
+    requests = items or scale.requests
+    console.print("starting vLLM's server and ours")
+    with (
+        vllm_alone(checkpoint, kv_cache_gib=load_arms.VLLM_GIB) as alone,
+        load_arms.our_service(checkpoint, console, [*OURS, PLACED]) as service,
+    ):
+        alone.settle()
+        arms = _arms(alone, service, scale)
+        for arm in arms:
+            load_arms.warm_up(arm, scale.warmup, console)
+        capacity = load_arms.capacity_rps(
+            load_arms.vllm_arm(alone, Mrag(seed=1, **scale.asked)), 3 if quick else 9, console
+        )
+        rates = [float(f"{multiple * capacity:.3g}") for multiple in scale.multiples]
+        runs = _measure(arms, rates, requests, scale.turns, console)
+    return Outcome(
+        load_arms.describe(
+            Mrag(**scale.asked),
+            model=checkpoint.name,
+            rates=rates,
+            requests_of_a_turn=requests,
+            turns=scale.turns,
+            warmup=scale.warmup,
+            vllm_one_at_a_time_rps=round(capacity, 4),
+            vllm_saturates_at=saturation_rate(runs["prefix"]),
+            figures_of=_best(runs),
+            free_order="taken" if PLACED in runs else f"refused by this service; no arm {PLACED}",
+        ),
+        [load_arms.harness_arm(arm, runs[arm.name]) for arm in arms],
+        figures(runs),
+        load_arms.tables(runs),
+    )
+
+
+def _arms(alone: Server, service: OurService, scale: _Scale) -> list[LoadArm]:
+    arms = [load_arms.vllm_arm(alone, Mrag(**scale.asked))]
+    for mode, description in OURS.items():
+        arms.append(service.arm(mode, description, Mrag(**scale.asked), "files", mode=mode))
+    if load_arms.takes_free_order(service, PLACED):
+        text = "OrbitServe, mode auto, the service orders the pages"
+        arms.append(service.arm(PLACED, text, Mrag(**scale.asked), "files", mode="auto", order="free"))
+    return arms
+
+
+def _measure(
+    arms: Sequence[LoadArm], rates: Sequence[float], requests: int, turns: int, console: Console
+) -> dict[str, dict[str, Runs]]:
+    """Arm → rate → turns."""
+    runs: dict[str, dict[str, Runs]] = {arm.name: {} for arm in arms}
+    for rate in rates:
+        asked = [arm for arm in arms if not _is_done(runs, arm.name)]
+        if not asked:
+            break
+        for name, found in load_arms.in_load_turns(asked, rate, requests, turns, console).items():
+            runs[name][f"{rate:g}"] = found
+    return runs
+
+
+def _is_done(runs: Mapping[str, Mapping[str, Runs]], name: str) -> bool:
+    """Whether an arm has saturated, at or above the rate at which vLLM does."""
+    return all(any(load_arms.is_saturated(turns) for turns in runs[arm].values()) for arm in ("prefix", name))
+
+
+def saturation_rate(rates: Mapping[str, Runs]) -> str:
+    """The first rate at which an arm saturates; the last one if it never does."""
+    return next((rate for rate, turns in rates.items() if load_arms.is_saturated(turns)), list(rates)[-1])
+
+
+def _best(runs: Mapping[str, object]) -> str:
+    return PLACED if PLACED in runs else "auto"
+
+
+def figures(runs: Mapping[str, Mapping[str, Runs]]) -> dict[str, float]:
+    """Of `auto` with placement, where there is such an arm, else of `auto`."""
+    ours, prefix = runs[_best(runs)], runs["prefix"]
+    rate = saturation_rate(prefix)
+
+    def ttft_ms(rates: Mapping[str, Runs]) -> float:
+        return measures.median_ttft_ms(load_arms.pooled(rates[rate]))
+
+    def throughput(rates: Mapping[str, Runs]) -> float:
+        return max(load_arms.completed_rps(turns) for turns in rates.values())
+
+    return {
+        "ttft_over_prefix": ttft_ms(ours) / ttft_ms(prefix),
+        "throughput_over_prefix": throughput(ours) / throughput(prefix),
+        "throughput_over_cacheblend15": throughput(ours) / throughput(runs["cacheblend-15"]),
+    }
+
+
+BENCHMARK = Benchmark(
+    "rates",
+    "Multimodal RAG at rising request rates: vLLM with prefix caching, and our modes; TTFT and throughput.",
+    run,
+    {
+        "ttft_over_prefix": ("<=", 0.25),
+        "throughput_over_prefix": (">=", 3),
+        "throughput_over_cacheblend15": (">=", 2),
+    },
+    takes_model=True,
+    takes_items=True,
+)

@@ -1,0 +1,301 @@
+"""One streamed chat request, timed; and a schedule of them, sent when due whatever is outstanding.
+
+An open loop: the next request does not wait for an answer, so a server that falls behind is shown to. Latencies are
+counted from when a request was *due*, not from when it was sent ("coordinated omission"): where the generator itself
+falls behind, its requests look slower, never faster, and `Sample.lag_ms` says by how much.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal
+
+import aiohttp
+
+OK, REJECTED, TIMEOUT, UNFINISHED = "ok", "429", "timeout", "unfinished"
+_SPARE_FILES = 256  # file descriptors for everything that is not a connection
+_START_SECONDS = 0.05  # between the schedule's zero and now, so that the first request is not late
+
+
+class EndpointError(RuntimeError):
+    """The server cannot be tested: not reached, no such model, or it took no file."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server and how it is asked.
+
+    `orbit` is sent as the request's object of that name; None leaves it out, for servers that are not ours.
+    `images`: `inline` sends data URLs; `files` uploads every picture once to /v1/files and names it.
+    """
+
+    url: str
+    model: str = ""
+    api_key: str | None = None
+    orbit: Mapping[str, Any] | None = None
+    images: Literal["inline", "files"] = "inline"
+    timeout_s: float = 120.0
+    fields: Mapping[str, Any] = field(default_factory=dict)  # further fields of every request's body
+
+    @property
+    def base(self) -> str:
+        """The address with /v1 at its end, given with or without."""
+        return f"{self.url.rstrip('/').removesuffix('/v1')}/v1"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One request. Times are `time.perf_counter` seconds; `status` is `ok`, an HTTP status, or what went wrong."""
+
+    due: float
+    sent: float
+    first: float | None  # first event with content
+    last: float | None  # last event with content
+    done: float
+    status: str
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int | None = None  # None: the server does not say
+    points: Mapping[str, int] = field(default_factory=dict)  # chunks by operating point, from `orbit`
+    message: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the answer came whole."""
+        return self.status == OK
+
+    @property
+    def lag_ms(self) -> float:
+        """How late the generator sent it."""
+        return (self.sent - self.due) * 1e3
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """From when it was due to its first content; None for an answer without any."""
+        return None if self.first is None else (self.first - self.due) * 1e3
+
+    @property
+    def e2e_ms(self) -> float:
+        """From when it was due to the end of its answer."""
+        return (self.done - self.due) * 1e3
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Milliseconds per output token after the first; None for fewer than two."""
+        if self.first is None or self.last is None or self.output_tokens < 2:
+            return None
+        return (self.last - self.first) * 1e3 / (self.output_tokens - 1)
+
+
+@dataclass
+class Tally:
+    """A run as it goes, for whoever watches."""
+
+    planned: int = 0
+    sent: int = 0
+    held_back: int = 0  # due while `max_in_flight` were outstanding
+    peak: int = 0  # most outstanding at once
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def in_flight(self) -> int:
+        """Sent and not answered."""
+        return self.sent - len(self.samples)
+
+
+class Client:
+    """Connections to one endpoint; as many as are asked for."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+
+    async def __aenter__(self) -> Client:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=self.endpoint.timeout_s),
+            headers={"Authorization": f"Bearer {self.endpoint.api_key}"} if self.endpoint.api_key else {},
+            read_bufsize=1 << 20,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    async def model(self) -> str:
+        """The endpoint's model, or the first one that the server names.
+
+        Raises:
+            EndpointError: the server does not answer, or does not have the model.
+        """
+        listed = await self._json("GET", "models")
+        names = [entry["id"] for entry in listed.get("data", [])]
+        wanted = self.endpoint.model or (names[0] if names else "")
+        if wanted not in names:
+            raise EndpointError(f"{self.endpoint.base} has no model {wanted!r}; it has {', '.join(names) or 'none'}")
+        return wanted
+
+    async def upload(self, picture: bytes, name: str) -> str:
+        """Upload a PNG file; its id.
+
+        Raises:
+            EndpointError: the server does not take it.
+        """
+        form = aiohttp.FormData()
+        form.add_field("purpose", "vision")
+        form.add_field("file", picture, filename=name, content_type="image/png")
+        return str((await self._json("POST", "files", data=form))["id"])
+
+    async def _json(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        url = f"{self.endpoint.base}/{path}"
+        try:
+            async with self._session.request(method, url, **options) as response:
+                if response.status != 200:
+                    raise EndpointError(f"{url} answered {response.status}: {(await response.text())[:300]}")
+                return dict(await response.json(content_type=None))
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            raise EndpointError(f"{url}: {error or type(error).__name__}") from error
+
+    async def ask(self, content: bytes, due: float | None = None) -> Sample:
+        """Send a streaming chat request and read its answer; never raises for what the server does."""
+        sent = time.perf_counter()
+        due = sent if due is None else due
+        heard = _Heard()
+        headers = {"Content-Type": "application/json"}
+        try:
+            url = f"{self.endpoint.base}/chat/completions"
+            async with self._session.post(url, data=content, headers=headers) as response:
+                if response.status != 200:
+                    return heard.sample(due, sent, str(response.status), (await response.text())[:300])
+                async for line in response.content:
+                    heard.take(line)
+        except TimeoutError:
+            return heard.sample(due, sent, TIMEOUT, f"no whole answer within {self.endpoint.timeout_s:g} s")
+        except asyncio.CancelledError:
+            return heard.sample(due, sent, UNFINISHED, "still running when the run was drained")
+        except (aiohttp.ClientError, OSError) as error:
+            return heard.sample(due, sent, "connection", str(error) or type(error).__name__)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            return heard.sample(due, sent, "malformed", f"an event of the stream is not understood: {error!r}")
+        return heard.sample(due, sent)
+
+
+class _Heard:
+    """A stream's events as they come."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.last: float | None = None
+        self._ended = False
+        self._error = ""
+        self._events = 0
+        self._usage: Mapping[str, Any] = {}
+        self._orbit: Mapping[str, Any] = {}
+
+    def take(self, line: bytes) -> None:
+        """One line of the stream."""
+        if not line.startswith(b"data:"):
+            return
+        data = line[len(b"data:") :].strip()
+        if data == b"[DONE]":
+            self._ended = True
+            return
+        event = json.loads(data)
+        if "error" in event:
+            self._error = json.dumps(event["error"])[:300]
+        self._usage = event.get("usage") or self._usage
+        self._orbit = event.get("orbit") or self._orbit
+        for choice in event.get("choices") or []:
+            delta = choice.get("delta") or {}
+            if any(delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls")):
+                self.last = time.perf_counter()
+                self.first = self.first or self.last
+                self._events += 1
+
+    def sample(self, due: float, sent: float, status: str | None = None, message: str = "") -> Sample:
+        """What became of the request; by default, what the stream itself says."""
+        if status is None and self._error:
+            status, message = "stream error", self._error
+        elif status is None and not self._ended:
+            status, message = "truncated", "the stream ended without [DONE]"
+        details = self._usage.get("prompt_tokens_details") or {}
+        points = Counter(chunk["operating_point"] for chunk in self._orbit.get("chunks", []))
+        return Sample(
+            due,
+            sent,
+            self.first,
+            self.last,
+            time.perf_counter(),
+            status or OK,
+            self._usage.get("prompt_tokens", 0),
+            self._usage.get("completion_tokens", self._events),
+            details.get("cached_tokens"),
+            dict(points),
+            message,
+        )
+
+
+async def open_loop(
+    ask: Callable[[bytes, float], Any],
+    schedule: Sequence[tuple[float, Mapping[str, Any]]],
+    tally: Tally,
+    max_in_flight: int,
+    drain_s: float,
+) -> list[Sample]:
+    """Send every body when it is due; wait at most `drain_s` after the last for what is outstanding.
+
+    Args:
+        ask: sends one request, as `Client.ask`.
+        schedule: (seconds from the start, body) in order.
+        tally: kept up to date while it runs.
+        max_in_flight: outstanding requests beyond which one waits to be sent. Its latency still counts from when it
+            was due, and `tally.held_back` tells of it.
+
+    Returns samples in the order of the schedule.
+    """
+    gate = asyncio.Semaphore(max_in_flight)
+    tally.planned += len(schedule)
+
+    async def one(content: bytes, due: float) -> Sample:
+        tally.held_back += gate.locked()
+        try:
+            async with gate:
+                tally.sent += 1
+                tally.peak = max(tally.peak, tally.in_flight)
+                sample: Sample = await ask(content, due)
+        except asyncio.CancelledError:  # held back to the end
+            now = time.perf_counter()
+            tally.sent += 1
+            sample = Sample(due, now, None, None, now, UNFINISHED, message="never sent")
+        tally.samples.append(sample)
+        return sample
+
+    start = time.perf_counter() + _START_SECONDS
+    tasks = []
+    for at, body in schedule:
+        content = json.dumps(body).encode()  # before it is due
+        await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
+        tasks.append(asyncio.create_task(one(content, start + at)))
+    _, late = await asyncio.wait(tasks, timeout=drain_s)
+    for task in late:
+        task.cancel()
+    return list(await asyncio.gather(*tasks))
+
+
+def connections_allowed(wanted: int) -> int:
+    """How many of `wanted` connections the limit of open files leaves room for; raises it as far as it may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = wanted + _SPARE_FILES
+    if hard != resource.RLIM_INFINITY:
+        files = min(files, hard)
+    if soft != resource.RLIM_INFINITY and soft < files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    return max(1, min(wanted, files - _SPARE_FILES))

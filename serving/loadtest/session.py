@@ -1,0 +1,119 @@
+"""One server under one workload, run after run; and a whole load test over a list of rates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from serving.loadtest.arrivals import Arrival, count_for, mean_rate, poisson, rescaled
+from serving.loadtest.bodies import Bodies
+from serving.loadtest.client import Client, Endpoint, Sample, Tally, connections_allowed, open_loop
+from serving.loadtest.workloads import Workload
+
+MAX_IN_FLIGHT = 10_000
+Watch = Callable[[str, Tally], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A load test's rates, in requests a second, and how long each is kept up.
+
+    With a trace its arrivals are due as recorded, or at each of `rates` as its mean rate. `count` requests a rate, or
+    as many as `duration_s` holds; before them `warmup` requests at the same rate that are answered and not counted.
+    """
+
+    rates: Sequence[float] = ()
+    count: int | None = None
+    duration_s: float = 30.0
+    warmup: int = 5
+    seed: int = 0
+    trace: Sequence[Arrival] | None = None
+
+    def steps(self) -> Iterator[tuple[float, list[Arrival], list[Arrival]]]:
+        """(rate, warm-up, arrivals) in order; of Poisson arrivals each rate has its own."""
+        if self.trace is not None:
+            for rate in self.rates or [mean_rate(self.trace)]:
+                due = rescaled(self.trace, rate) if self.rates else list(self.trace)
+                yield rate, self._warmup(rate), due[: self.count]
+            return
+        for rate in self.rates:
+            yield rate, self._warmup(rate), poisson(rate, self.count or count_for(rate, self.duration_s), self.seed)
+
+    def _warmup(self, rate: float) -> list[Arrival]:
+        return poisson(rate, self.warmup, self.seed + 1) if self.warmup else []
+
+
+class Subject:
+    """A server under a workload: requests go on where the last run ended, and uploaded pictures stay uploaded."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        workload: Workload,
+        max_in_flight: int = MAX_IN_FLIGHT,
+        drain_s: float | None = None,
+    ) -> None:
+        """`drain_s` bounds the wait after a run's last request; None: until all are answered or timed out."""
+        self.endpoint, self.workload = endpoint, workload
+        self.max_in_flight = connections_allowed(max_in_flight)
+        self._drain_s = endpoint.timeout_s + 5 if drain_s is None else drain_s
+        self._bodies = Bodies(endpoint, workload)
+
+    async def run(self, arrivals: Sequence[Arrival], tally: Tally | None = None) -> list[Sample]:
+        """Send all arrivals when they are due and wait for the answers; samples in the arrivals' order.
+
+        Raises:
+            EndpointError: the server is not there, has not the model, or takes no files.
+        """
+        async with Client(self.endpoint) as client:
+            model = await client.model()
+            schedule = [(arrival.at, await self._bodies.body(arrival, model, client)) for arrival in arrivals]
+            tally = Tally() if tally is None else tally
+            return await open_loop(client.ask, schedule, tally, self.max_in_flight, self._drain_s)
+
+    async def one_by_one(self, count: int, tally: Tally | None = None) -> list[Sample]:
+        """Send the workload's next requests, each when the one before is answered.
+
+        Raises:
+            EndpointError: see `run`.
+        """
+        tally = Tally() if tally is None else tally
+        tally.planned += count
+        async with Client(self.endpoint) as client:
+            model = await client.model()
+            for _ in range(count):
+                body = await self._bodies.body(Arrival(0.0), model, client)
+                tally.sent += 1
+                tally.samples.append(await client.ask(json.dumps(body).encode()))
+        return tally.samples
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What came of one rate."""
+
+    rate: float
+    samples: Sequence[Sample]
+    held_back: int
+    peak_in_flight: int
+
+
+async def load_test(subject: Subject, plan: Plan, watch: Watch) -> list[Measured]:
+    """Every rate of the plan: warmed up, run, drained. `watch` shows a tally, under a title, while a run lasts.
+
+    Raises:
+        EndpointError: see `Subject.run`.
+    """
+    results = []
+    for rate, warmup, arrivals in plan.steps():
+        if warmup:
+            tally = Tally()
+            with watch(f"{rate:g}/s, warm-up", tally):
+                await subject.run(warmup, tally)
+        tally = Tally()
+        with watch(f"{rate:g}/s", tally):
+            samples = await subject.run(arrivals, tally)
+        results.append(Measured(rate, samples, tally.held_back, tally.peak))
+    return results

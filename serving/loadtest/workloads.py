@@ -1,0 +1,263 @@
+"""What a load test asks: seeded generators of chat requests over drawn pages.
+
+A workload is made for one run and asked for its requests in order, because some of them depend on those before. The
+same settings and seed give the same requests, pixel by pixel, on every machine and for every server.
+
+| name       | shape                                                                     | what recurs                |
+|------------|---------------------------------------------------------------------------|----------------------------|
+| `mrag`     | k of N pages, Zipf-distributed, then a question (multimodal RAG)          | pages, in any order        |
+| `agent`    | sessions: the last screenshots, some older ones, and a log of actions     | a window that slides       |
+| `chat`     | text and images from one gallery interleaved (mpic.md, Figure 1)          | images behind other words  |
+| `novel`    | k of N pages, a set that never came before (LMCache issue 4663)           | pages; never their company |
+| `one-shot` | images that nobody has seen before or will again                          | nothing                    |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+
+from infra.reference.pictures import grid_picture
+from infra.reference.scenes import NOWHERE
+from infra.reference.vocabulary import COLOURS, THINGS
+
+CELL = 28  # pixels of a cell's side: one vision token of the Qwen-VL families
+# None names a page by its place ("the first one"): pages then keep their order in services that choose it.
+_WORDS = [
+    "about", "after", "again", "answer", "before", "between", "bright", "colour", "column", "corner", "every",
+    "fabric", "forest", "fresh", "given", "group", "inside", "known", "large", "letter", "light", "little", "margin",
+    "matter", "metal", "number", "object", "older", "other", "paint", "paper", "part", "place", "plain", "point",
+    "question", "reader", "right", "shown", "side", "small", "state", "still", "table", "title", "under", "value",
+    "where", "which", "while", "whole",
+]  # fmt: skip
+
+
+class WorkloadError(ValueError):
+    """A workload's name or parameter that is wrong; the message names it."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A page by its number; the same seed and number give the same pixels. Columns and rows are of cells."""
+
+    seed: int
+    number: int
+    columns: int
+    rows: int
+
+    def draw(self) -> Image.Image:
+        """The page as RGB, `CELL` pixels to a cell's side."""
+        random = np.random.default_rng([self.seed, 0x9A6E, self.number])
+        cells = self.columns * self.rows
+        things = torch.from_numpy(random.integers(len(THINGS), size=cells))
+        colours = torch.from_numpy(random.integers(len(COLOURS), size=cells))
+        return grid_picture(things, colours, torch.full_like(things, NOWHERE), self.columns, CELL)
+
+
+Part = str | Picture
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: (role, parts) of every message, and the most tokens that its answer may have."""
+
+    messages: tuple[tuple[str, tuple[Part, ...]], ...]
+    max_tokens: int
+
+
+class Workload(BaseModel):
+    """What all workloads have. Fields are the parameters that `--set NAME=VALUE` takes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: ClassVar[str]
+    about: ClassVar[str]
+
+    seed: int = Field(0, ge=0, description="Of everything that is drawn: pages, words, choices.")
+    columns: int = Field(16, ge=2, description="Cells of a page across; a cell is 28 pixels, one Qwen-VL token.")
+    rows: int = Field(16, ge=2, description="Cells of a page down.")
+    max_tokens: int = Field(16, ge=1, description="Longest answer.")
+    system: str = Field("", description="System message of every request; empty: none.")
+
+    _number: int = PrivateAttr(0)
+
+    def ask(self, images: int | None = None, max_tokens: int | None = None) -> Ask:
+        """The next request; `images` and `max_tokens` replace what the parameters say, for this one."""
+        number, self._number = self._number, self._number + 1
+        random = np.random.default_rng([self.seed, 0x57E9, number])
+        messages = self._messages(number, random, images)
+        leading = ((("system", (self.system,)),) if self.system else ()) + messages
+        return Ask(leading, max_tokens or self.max_tokens)
+
+    def _messages(
+        self, number: int, random: np.random.Generator, images: int | None
+    ) -> tuple[tuple[str, tuple[Part, ...]], ...]:
+        raise NotImplementedError
+
+    def _page(self, number: int) -> Picture:
+        return Picture(self.seed, number, self.columns, self.rows)
+
+    def describe(self) -> dict[str, Any]:
+        """Name and parameters, for reports."""
+        return {"name": self.name, **self.model_dump()}
+
+
+def words(random: np.random.Generator, count: int) -> str:
+    """A sentence of so many words, for text that no other request has."""
+    return " ".join(_WORDS[i] for i in random.integers(len(_WORDS), size=count)) + "."
+
+
+class _Pool(Workload):
+    """Workloads that take k of N pages."""
+
+    pages: int = Field(20, ge=1, description="Pages that there are.")
+    retrieved: int = Field(3, ge=1, description="Pages of a request.")
+    question_words: int = Field(12, ge=1, description="Words of the question behind the pages; no two are the same.")
+
+    def _asked(self, chosen: np.ndarray, random: np.random.Generator) -> tuple[tuple[str, tuple[Part, ...]], ...]:
+        pages = (self._page(int(page)) for page in chosen)
+        return (("user", (*pages, words(random, self.question_words))),)
+
+    def _count(self, images: int | None) -> int:
+        return min(images or self.retrieved, self.pages)
+
+
+class Mrag(_Pool):
+    """Multimodal RAG: Zipf over N pages, k retrieved, the order free."""
+
+    name = "mrag"
+    about = "k of N pages, popular ones more often, in the order of a retriever's scores, then a question"
+
+    zipf: float = Field(1.0, ge=0, description="Exponent: page i is drawn with weight 1 / i^zipf; 0: all alike.")
+
+    def _messages(
+        self, number: int, random: np.random.Generator, images: int | None
+    ) -> tuple[tuple[str, tuple[Part, ...]], ...]:
+        weights = np.arange(1, self.pages + 1) ** -self.zipf
+        chosen = random.choice(self.pages, self._count(images), replace=False, p=weights / weights.sum())
+        return self._asked(random.permutation(chosen), random)
+
+
+class Novel(_Pool):
+    """Sustained novel recombination: every request sees pages that were all seen, never together in this way."""
+
+    name = "novel"
+    about = "k of N pages, uniformly, each time a set and an order that never came before (LMCache issue 4663)"
+
+    pages: int = Field(40, ge=2, description="Pages that there are.")
+    retrieved: int = Field(4, ge=1, description="Pages of a request.")
+
+    _seen: set[tuple[int, ...]] = PrivateAttr(default_factory=set)
+
+    def _messages(
+        self, number: int, random: np.random.Generator, images: int | None
+    ) -> tuple[tuple[str, tuple[Part, ...]], ...]:
+        count = self._count(images)
+        for _ in range(1000):
+            chosen = random.choice(self.pages, count, replace=False)
+            if (key := tuple(sorted(chosen.tolist()))) not in self._seen:
+                self._seen.add(key)
+                return self._asked(chosen, random)
+        raise WorkloadError(f"novel: hardly a set of {count} of {self.pages} pages is left; take more pages")
+
+
+class Agent(Workload):
+    """A sliding-window agent: every step sends its last screenshots, some older ones, and what it did."""
+
+    name = "agent"
+    about = "sessions in turn; a step sends the last screenshots, look-backs to older ones and a log of actions"
+
+    sessions: int = Field(4, ge=1, description="Sessions that take steps in turn.")
+    steps: int = Field(30, ge=1, description="Steps until a session ends and a new one takes its place.")
+    window: int = Field(3, ge=1, description="Last screenshots of a step.")
+    lookback: float = Field(0.3, ge=0, le=1, description="Share of steps that send an older screenshot too.")
+    log_actions: int = Field(6, ge=0, description="Last actions told in words before the screenshots.")
+
+    def _messages(
+        self, number: int, random: np.random.Generator, images: int | None
+    ) -> tuple[tuple[str, tuple[Part, ...]], ...]:
+        turn, place = divmod(number, self.sessions)
+        life, step = divmod(turn, self.steps)
+        session = life * self.sessions + place
+        start = max(0, step + 1 - (images or self.window))
+        shown = list(range(start, step + 1))
+        if start and random.random() < self.lookback:
+            shown.insert(0, int(random.integers(start)))
+        log = " ".join(f"step {i}: {self._action(session, i)}" for i in range(max(0, step - self.log_actions), step))
+        screens = (self._page(session * self.steps + screen) for screen in shown)
+        task = words(np.random.default_rng([self.seed, 0xA9E7, session]), 12)
+        return (("user", (f"task: {task} {log}".rstrip(), *screens, f"step {step}: what next?")),)
+
+    def _action(self, session: int, step: int) -> str:
+        return words(np.random.default_rng([self.seed, 0xAC71, session, step]), 4)
+
+
+class Chat(Workload):
+    """Multi-image chat: text and images interleaved, turn after turn, from a gallery that everybody shares."""
+
+    name = "chat"
+    about = "conversations over a gallery, text and images interleaved, no two with the same words (mpic.md, Figure 1)"
+
+    gallery: int = Field(16, ge=1, description="Images that there are.")
+    images: int = Field(3, ge=1, description="Most images of a conversation, from 1 on.")
+    turns: int = Field(2, ge=1, description="Most turns of the user; earlier answers are part of the request.")
+    text_words: int = Field(12, ge=1, description="Words around every image.")
+
+    def _messages(
+        self, number: int, random: np.random.Generator, images: int | None
+    ) -> tuple[tuple[str, tuple[Part, ...]], ...]:
+        most = min(self.images, self.gallery)
+        count = min(images, self.gallery) if images else int(random.integers(1, most + 1))
+        chosen = random.choice(self.gallery, count, replace=False).tolist()
+        turns = int(random.integers(1, min(self.turns, count) + 1))
+        messages: list[tuple[str, tuple[Part, ...]]] = []
+        for turn, shown in enumerate(np.array_split(np.array(chosen), turns)):
+            if turn:
+                messages.append(("assistant", (words(random, self.text_words),)))
+            parts: list[Part] = []
+            for image in shown.tolist():
+                parts += [words(random, self.text_words), self._page(image)]
+            messages.append(("user", (*parts, words(random, self.text_words))))
+        return tuple(messages)
+
+
+class OneShot(Workload):
+    """Images that are seen once: nothing to reuse."""
+
+    name = "one-shot"
+    about = "images that nobody has seen before or will again, and a question"
+
+    images: int = Field(1, ge=1, description="Images of a request.")
+    question_words: int = Field(12, ge=1, description="Words of the question.")
+
+    _drawn: int = PrivateAttr(0)
+
+    def _messages(
+        self, number: int, random: np.random.Generator, images: int | None
+    ) -> tuple[tuple[str, tuple[Part, ...]], ...]:
+        count = images or self.images
+        first, self._drawn = self._drawn, self._drawn + count
+        pages = (self._page(first + i) for i in range(count))
+        return (("user", (*pages, words(random, self.question_words))),)
+
+
+WORKLOADS: dict[str, type[Workload]] = {kind.name: kind for kind in (Mrag, Agent, Chat, Novel, OneShot)}
+
+
+def workload(name: str, **parameters: Any) -> Workload:
+    """A workload by name, its parameters as numbers or as text.
+
+    Raises:
+        WorkloadError: no such workload, or a parameter that it does not have or cannot take.
+    """
+    if name not in WORKLOADS:
+        raise WorkloadError(f"no workload {name!r}; there are {', '.join(WORKLOADS)}")
+    try:
+        return WORKLOADS[name](**parameters)
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise WorkloadError(f"{name}: {'; '.join(problems)}; see `orbitserve loadtest workloads`") from error

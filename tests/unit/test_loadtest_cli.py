@@ -1,0 +1,119 @@
+"""`orbitserve loadtest` from its command line to its report and pictures, against a mock server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from openai_mock import MockServer
+from typer.testing import CliRunner
+
+from serving.cli import app
+
+SMALL = ["--set", "columns=2", "--set", "rows=2", "--warmup", "1"]
+
+
+@pytest.fixture
+def server() -> Iterator[MockServer]:
+    """A mock server on a loop of its own: the command makes one for itself."""
+    mock = MockServer(faults={3: "500"})
+    started, ended = threading.Event(), asyncio.Event()
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        async with mock.running():
+            started.set()
+            await ended.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    started.wait()
+    yield mock
+    loop.call_soon_threadsafe(ended.set)
+    thread.join()
+    loop.close()
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["loadtest", *arguments], catch_exceptions=False)
+    return result.exit_code, result.output
+
+
+def test_a_run_prints_writes_and_draws_and_two_reports_make_one_picture(server: MockServer, tmp_path: Path):
+    reports = []
+    for name in ("first", "second"):
+        reports.append(tmp_path / f"{name}.json")
+        code, shown = run(
+            *("--url", server.url, "--rates", "40,80", "--count", "5", "--ttft-limit", "5000", "--name", name),
+            *("--json", str(reports[-1]), "--plot", str(tmp_path / f"{name}.png"), "--api-key", "secret", *SMALL),
+        )
+        assert code == 0, shown
+        assert name in shown
+        assert "goodput" in shown
+        assert "40/s, warm-up: 1 due, 1 sent, 0 in flight, 1 done, 0 429, 0 errors" in shown
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    document = json.loads(reports[0].read_text())
+    assert {"command", "date", "versions", "machine", "endpoint", "arrivals"} < document.keys()
+    assert "secret" not in reports[0].read_text()
+    assert document["workload"]["name"] == "mrag"
+    assert [rate["rate"] for rate in document["rates"]] == [40, 80]
+    first = document["rates"][0]
+    assert (first["requests"], first["ok"], first["errors"]) == (5, 4, {"500": 1})  # the 4th, after one of warm-up
+    assert first["cached_tokens_share"] == 0.75
+    assert first["operating_points"] == {"patched": 4, "encoded": 4}
+    assert len(first["samples"]["ttft_ms"]) == 5
+    code, shown = run("plot", *map(str, reports), "--out", str(tmp_path / "both.png"))
+    assert code == 0, shown
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_trace_is_replayed(server: MockServer, tmp_path: Path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"at": 0, "images": 1}\n{"at": 0.05, "images": 2}\n')
+    code, shown = run("--url", server.url, "--trace", str(trace), "--json", str(tmp_path / "report.json"), *SMALL)
+    assert code == 0, shown
+    document = json.loads((tmp_path / "report.json").read_text())
+    assert document["arrivals"]["kind"] == "trace"
+    assert [rate["rate"] for rate in document["rates"]] == [20]
+    kinds = [[part["type"] for part in body["messages"][0]["content"]] for body in server.bodies]
+    assert [kind.count("image_url") for kind in kinds] == [3, 1, 2]  # of the warm-up as many as the workload takes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--rates", "1,fast"], "--rates 1,fast"),
+        (["--rates", "0"], "greater than 0"),
+        (["--set", "pages"], "NAME=VALUE"),
+        (["--set", "pages=none"], "pages"),
+        (["--workload", "mgar"], "no workload 'mgar'"),
+        (["--images", "bytes"], "inline or files"),
+        (["--trace", "/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["plot", "/nowhere.json", "--out", "/nowhere.png"], "/nowhere.json"),
+    ],
+)
+def test_wrong_input_is_named(arguments: list[str], words: str):
+    code, shown = run(*arguments)
+    assert code == 2, shown
+    assert words in shown
+
+
+def test_a_server_that_is_not_there_and_one_that_only_fails(server: MockServer):
+    code, shown = run("--url", "http://127.0.0.1:9")
+    assert code == 1
+    assert "127.0.0.1:9" in shown
+    server.faults = dict.fromkeys(range(100), "500")
+    code, shown = run("--url", server.url, "--rates", "50", "--count", "3", *SMALL)
+    assert code == 1
+    assert "500: " in shown
+
+
+def test_workloads_are_listed_with_parameters_and_defaults():
+    code, shown = run("workloads")
+    assert code == 0
+    assert "one-shot" in shown
+    assert "zipf=1.0" in shown

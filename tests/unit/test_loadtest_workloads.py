@@ -1,0 +1,123 @@
+"""What load tests ask: the same for the same seed, and of the shape that each workload promises."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from serving.loadtest.workloads import WORKLOADS, Ask, Picture, WorkloadError, workload
+
+
+def pictures(ask: Ask) -> list[int]:
+    return [part.number for _, parts in ask.messages for part in parts if isinstance(part, Picture)]
+
+
+def texts(ask: Ask) -> str:
+    return " ".join(part for _, parts in ask.messages for part in parts if isinstance(part, str))
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_seed_gives_the_same_requests_and_another_seed_others(name: str):
+    def asks(seed: int) -> list[Ask]:
+        made = workload(name, seed=seed)
+        return [made.ask() for _ in range(30)]
+
+    assert asks(5) == asks(5)
+    assert asks(5) != asks(6)
+
+
+def test_pixels_depend_on_seed_and_number_alone():
+    drawn = np.asarray(Picture(1, 2, 4, 3).draw())
+    assert drawn.shape == (3 * 28, 4 * 28, 3)
+    np.testing.assert_array_equal(drawn, np.asarray(Picture(1, 2, 4, 3).draw()))
+    assert (drawn != np.asarray(Picture(1, 3, 4, 3).draw())).any()
+    assert (drawn != np.asarray(Picture(2, 2, 4, 3).draw())).any()
+
+
+def test_mrag_takes_different_pages_and_popular_ones_more_often():
+    made = workload("mrag", pages=10, retrieved=3, zipf=1.0)
+    asks = [made.ask() for _ in range(2000)]
+    assert all(len(set(pictures(ask))) == 3 for ask in asks)
+    counts = Counter(page for ask in asks for page in pictures(ask))
+    by_page = [counts[page] for page in range(10)]
+    assert by_page[0] > 1.2 * by_page[1] > 1.2 * by_page[4]
+    firsts = Counter(pictures(ask)[0] for ask in asks)
+    assert firsts[0] == pytest.approx(counts[0] / 3, rel=0.15)  # the order tells nothing of how popular a page is
+    alike = workload("mrag", pages=10, retrieved=3, zipf=0)
+    spread = Counter(page for _ in range(2000) for page in pictures(alike.ask()))
+    assert max(spread.values()) < 1.25 * min(spread.values())
+
+
+def test_novel_never_repeats_a_set_and_uses_every_page():
+    made = workload("novel", pages=12, retrieved=3)
+    asks = [made.ask() for _ in range(180)]  # of 220 sets
+    sets = {frozenset(pictures(ask)) for ask in asks}
+    assert len(sets) == 180
+    assert frozenset.union(*sets) == frozenset(range(12))
+
+
+def test_novel_says_when_no_set_is_left():
+    made = workload("novel", pages=3, retrieved=2)
+    for _ in range(3):
+        made.ask()
+    with pytest.raises(WorkloadError, match="take more pages"):
+        made.ask()
+
+
+def test_an_agents_window_slides_and_looks_back():
+    made = workload("agent", sessions=2, steps=8, window=3, lookback=1.0)
+    asks = [made.ask() for _ in range(2 * 8 + 2)]
+    first = [pictures(ask) for ask in asks[0:16:2]]
+    second = [pictures(ask) for ask in asks[1:16:2]]
+    assert first[:3] == [[0], [0, 1], [0, 1, 2]]
+    for step in range(3, 8):
+        older, *window = first[step]
+        assert window == [step - 2, step - 1, step]
+        assert older < step - 2
+    assert not {page for shown in first for page in shown} & {page for shown in second for page in shown}
+    third = {page for ask in asks[16:] for page in pictures(ask)}  # new sessions, new screens
+    assert not third & {page for shown in first + second for page in shown}
+    plain = workload("agent", sessions=1, steps=8, window=3, lookback=0.0)
+    assert all(len(pictures(plain.ask())) <= 3 for _ in range(8))
+
+
+def test_chat_interleaves_text_and_images_in_turns_of_both_sides():
+    made = workload("chat", gallery=6, images=4, turns=3)
+    asks = [made.ask() for _ in range(100)]
+    assert {len(pictures(ask)) for ask in asks} == {1, 2, 3, 4}
+    assert {len(ask.messages) for ask in asks} == {1, 3, 5}
+    for ask in asks:
+        assert [role for role, _ in ask.messages][::2] == ["user"] * (len(ask.messages) // 2 + 1)
+        for role, parts in ask.messages:
+            kinds = [isinstance(part, Picture) for part in parts]
+            assert kinds == [False] * (role == "assistant") or kinds[:-1] == [False, True] * (len(kinds) // 2)
+
+
+def test_one_shot_images_come_once():
+    made = workload("one-shot", images=2)
+    seen = [page for _ in range(50) for page in pictures(made.ask())]
+    assert len(set(seen)) == len(seen) == 100
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_no_two_requests_have_the_same_words(name: str):
+    made = workload(name)
+    asked = [texts(made.ask()) for _ in range(60)]
+    assert len(set(asked)) == 60
+
+
+def test_shapes_of_a_trace_replace_a_workloads_own():
+    ask = workload("mrag", system="Read with care.").ask(images=5, max_tokens=3)
+    assert (len(pictures(ask)), ask.max_tokens, ask.messages[0]) == (5, 3, ("system", ("Read with care.",)))
+    assert len(pictures(workload("mrag", pages=4).ask(images=9))) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "words"),
+    [("mgar", {}, "mrag, agent"), ("mrag", {"page": 3}, "page"), ("agent", {"lookback": "2"}, "lookback")],
+)
+def test_wrong_names_and_parameters_are_named(name: str, parameters: dict[str, str], words: str):
+    with pytest.raises(WorkloadError, match=words):
+        workload(name, **parameters)
