@@ -118,7 +118,7 @@ class Service:
         self.role("PatchCompiler", "flush")
 
     @staticmethod
-    def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         """Blocks come free a moment after an answer has ended: NIXL tells the prefill worker."""
         deadline = time.monotonic() + seconds
         while not condition():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ class OnlyEngines:
             self.close()
             self._model = model
         if dtype not in self._built:
+            gc.freeze()  # vLLM collects garbage five times on the way: not among all of torch, 1.6 s of CPU, every time
             self._built[dtype] = tiny_engine(dtype, family, **options)
         return self._built[dtype]
 

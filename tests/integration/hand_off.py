@@ -3,18 +3,24 @@
 Reads cases from standard input, each a line of JSON: [family, dtype, prefill ranks, decode ranks]. For each it links a
 prompt on a prefill engine and decodes it on a stock, text-only engine in another process, over NIXL; writes what that
 engine answers and what one multimodal engine does, as a line of JSON. One process can hold one NIXL engine at a time.
+
+vLLM spawns an engine's core and ranks, each of which would take 9 s of CPU to import vLLM again: here they are forked
+from a server that has done so. It also collects garbage five times while it builds an engine: what was imported is kept
+out of that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import multiprocessing
 import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +30,66 @@ from infra.ports import free_port
 from infra.vllm_env import vllm_environment
 
 TOKENS = 8
-SECONDS = 90  # a process that has to answer within them and does not is stuck
+SECONDS = 300  # a process that has to answer within them and does not is stuck
+
+
+class Forked(ForkServerProcess):
+    """Has the environment that its parent has when it starts it, as a spawned process does."""
+
+    def start(self) -> None:
+        self._environment = dict(os.environ)
+        super().start()
+
+    def run(self) -> None:
+        os.environ.clear()
+        os.environ.update(self._environment)
+        gc.freeze()
+        fork_instead_of_spawning()
+        super().run()
+
+
+class Forking(ForkServerContext):
+    Process = Forked
 
 
 def enter_vllm() -> None:
-    os.environ.update(vllm_environment(kv_cache_gib=1, nixl_host="127.0.0.1", nixl_port=free_port()))
+    """A new port for NIXL; one thread per engine, because two of them and their ranks share the cores."""
+    os.environ.update(vllm_environment(kv_cache_gib=1, threads=1, nixl_host="127.0.0.1", nixl_port=free_port()))
+
+
+def fork_instead_of_spawning() -> None:
+    """Whatever this process spawns from now on."""
+    context = Forking()
+    context.set_forkserver_preload(["vllm.v1.engine.core", "vllm.v1.worker.cpu_model_runner"])
+    multiprocessing.get_context = lambda method=None: context
+
+
+class Decoding:
+    """The other process: for each case a stock engine, which comes up while this process builds its own."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._asked, self._answers = context.Queue(), context.Queue()
+        self._process = context.Process(target=decode, args=(self._asked, self._answers))
+        self._process.start()
+
+    def begin(self, name: str, dtype: str, ranks: int) -> None:
+        self._asked.put((name, dtype, ranks))
+
+    def ask(self, token_ids: list[int], transfer: dict[str, Any]) -> dict[str, Any]:
+        self._asked.put((token_ids, transfer))
+        return self._answers.get(timeout=SECONDS)
+
+    def end(self) -> None:
+        """The case, or, between two, the process."""
+        self._asked.put(None)
+
+    def close(self) -> None:
+        self.end()
+        self._process.join(SECONDS)
+
+    def kill(self) -> None:
+        self._process.kill()
 
 
 def block_size(family: Family) -> int | None:
@@ -47,8 +108,10 @@ def answer(output: Any) -> dict[str, Any]:
 
 
 def decode(asked: Any, answers: Any) -> None:
-    """The other process: per case a stock engine, which is given token ids until it is told None."""
+    """Per case a stock engine, which is given token ids until it is told None."""
     enter_vllm()
+    fork_instead_of_spawning()
+    forkserver.ensure_running()  # imports while this process does
     from vllm import SamplingParams
 
     from decode_workers.engine import DecodeEngine, DecodeSpec
@@ -81,13 +144,14 @@ def decode(asked: Any, answers: Any) -> None:
         asyncio.run(case(*begun))
 
 
-def prefill(name: str, dtype: str, ranks: int, ask: Callable[[list[int], dict[str, Any]], Any]) -> dict[str, Any]:
+def prefill(name: str, dtype: str, ranks: int, decoding: Decoding) -> dict[str, Any]:
     """Link a prompt twice, let it be decoded, and report that beside what this engine answers by itself."""
     from rig import Page, Rig, tiny_engine, vllm_prompt
     from vllm import SamplingParams
 
     family = FAMILIES[name]
     enter_vllm()
+    gc.freeze()
     engine = tiny_engine(dtype, family, hand_off=True, tensor_parallel_size=ranks)
     with tempfile.TemporaryDirectory() as directory:
         rig = Rig(engine, Path(directory), family=family)
@@ -102,39 +166,32 @@ def prefill(name: str, dtype: str, ranks: int, ask: Callable[[list[int], dict[st
             plan = rig.plan(parts)
             result = rig.loop.submit(plan).result(60)
             points = [str(outcome.operating_point) for outcome in result.chunks]
-            report["linked"].append({"points": points, **ask(plan.sequence.token_ids.tolist(), result.transfer)})
+            report["linked"].append(
+                {"points": points, **decoding.ask(plan.sequence.token_ids.tolist(), result.transfer)}
+            )
             rig.settle()
         rig.wait_until_free()
         report["leases"] = rig.loop.stats().leases
+        decoding.end()
         rig.close()
     engine.shutdown()
     return report
 
 
 def main() -> None:
-    context = multiprocessing.get_context("spawn")
-    asked, answers = context.Queue(), context.Queue()
-    child = context.Process(target=decode, args=(asked, answers))
-    child.start()
+    decoding = Decoding()
     enter_vllm()
-
-    def ask(token_ids: list[int], transfer: dict[str, Any]) -> Any:
-        asked.put((token_ids, transfer))
-        return answers.get(timeout=SECONDS)
-
+    fork_instead_of_spawning()
     try:
         for line in sys.stdin:
             name, dtype, prefill_ranks, decode_ranks = json.loads(line)
-            asked.put((name, dtype, decode_ranks))
-            report = prefill(name, dtype, prefill_ranks, ask)
-            asked.put(None)
-            print(json.dumps(report), flush=True)
+            decoding.begin(name, dtype, decode_ranks)
+            print(json.dumps(prefill(name, dtype, prefill_ranks, decoding)), flush=True)
     except BaseException:
         traceback.print_exc()
-        child.kill()
+        decoding.kill()
         os._exit(1)  # not held up by what the case left running
-    asked.put(None)
-    child.join(SECONDS)
+    decoding.close()
 
 
 if __name__ == "__main__":

@@ -193,7 +193,7 @@ class Rig:
         drain(self.loop)
         self.library.flush()
 
-    def wait_until_free(self, seconds: float = 10.0) -> None:
+    def wait_until_free(self, seconds: float = 60.0) -> None:
         """Wait until decode engines have told that they read everything."""
         deadline = time.monotonic() + seconds
         while self.loop.stats().leases and time.monotonic() < deadline:

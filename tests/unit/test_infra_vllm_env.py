@@ -1,9 +1,12 @@
 """The environment of engine processes."""
 
+from pathlib import Path
+
 import pytest
 
 from infra import vllm_env
 from infra.vllm_env import vllm_environment
+from infra.vllm_plugin import SHARED_CORES, register
 
 
 def test_optional_switches_are_absent_unless_given() -> None:
@@ -20,3 +23,18 @@ def test_only_the_cpu_build_does_without_a_compiler(
 ) -> None:
     monkeypatch.setattr(vllm_env, "is_cpu_build", lambda: cpu_build)
     assert vllm_environment(kv_cache_gib=1).get("TORCH_COMPILE_DISABLE") == switch
+
+
+def test_where_engines_share_cores_a_models_class_is_looked_at_in_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from vllm.distributed import nixl_utils
+    from vllm.model_executor.models import registry
+
+    monkeypatch.setenv(SHARED_CORES, "1")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # nobody has looked before
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: pytest.fail("in a process of its own"))
+    monkeypatch.setattr(nixl_utils, "nixl_agent_config", None)
+    register()
+    assert registry.ModelRegistry.models["Qwen2_5_VLForConditionalGeneration"].inspect_model_cls().supports_multimodal
+    assert list(tmp_path.rglob("*Qwen2_5_VL*.json"))
