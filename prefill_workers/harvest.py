@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvstore.chunk import antecedent_key, embedding_key, owner_of
 from kvstore.format import CanonicalRecord, EmbeddingRecord
+from kvstore.index import prefix_key
 from kvstore.library import Library
 from kvstore.patch import PatchKind, deficit, relocate
 from kvstore.patch_form import PatchForm
@@ -158,6 +159,7 @@ class Harvester:
                 antecedent=antecedent,
                 content=content,
                 antecedents=tuple(name for _, name in behind),
+                prefix=prefix_key(prefix),
                 recompute_seconds=seconds,
             )
         )

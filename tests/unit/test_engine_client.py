@@ -20,6 +20,7 @@ from serving.documents import Documents
 from serving.encodings import Encodings
 from serving.engine_client import LinkedEngineClient
 from serving.errors import RoleUnavailable
+from serving.router import Router
 from serving.segments import Delimiters, Segments
 
 OUTPUTS = 3
@@ -77,6 +78,7 @@ def client_of(roles: Roles) -> LinkedEngineClient:
     client._roles = roles
     client._encodings = Encodings(roles.encode)
     client._delimiters = Delimiters(frozenset(), frozenset())
+    client.router = Router()
     return client
 
 

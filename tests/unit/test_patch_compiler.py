@@ -29,6 +29,7 @@ def job(number: int, form: PatchForm, kind: PatchKind = PatchKind.own) -> PatchJ
         antecedent=f"behind {number}",
         content="content",
         antecedents=(),
+        prefix="prefix",
     )
 
 
