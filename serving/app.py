@@ -112,6 +112,7 @@ class PrefillWorker(FidelityReplica, FormedReplica):
             owner=f"prefill-{os.getpid()}-{serve.get_replica_context().replica_id.unique_id}",
             form=settings.form_patches,
             orbit_chunks=settings.orbit_chunks,
+            part_forwards=settings.part_forwards,
         )
         self._planners = ThreadPoolExecutor(32, thread_name_prefix="plan")  # a plan waits for look-ups
         self._loop.start()

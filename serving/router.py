@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 
 from kvstore.index import Entry, PatchIndex, scopes_of
 from kvstore.patch import PatchKind
+from kvstore.popularity import Popularity
 from prefill_workers.plan import ChunkOutcome, LinkRequest
 from prefill_workers.policies import OperatingPoint
 from prefill_workers.worker import LinkResult
 from serving.placement import Chunk, Placement, Problem, Stored, place
 
-_REMEMBERED = 4096  # requests of a tenant after which a content counts 1/e of what it did
-_MAX_CONTENTS = 1 << 16  # whose tokens and popularity are kept
+_MAX_CONTENTS = 1 << 16  # whose tokens are kept
 _USUAL_TOKENS = 256  # of a chunk that was never linked
 _FORWARD_TOKENS = 64  # a forward over fewer says nothing of the cost of a token
 
@@ -68,32 +68,6 @@ class LinkCosts:
         return round(tokens * (self.place if patched else self.compute) * 1e9)
 
 
-class Popularity:
-    """How often a tenant's requests brought a content, of late."""
-
-    def __init__(self, remembered: int = _REMEMBERED, limit: int = _MAX_CONTENTS) -> None:
-        self._growth, self._limit = 1 + 1 / remembered, limit
-        self._weight: dict[str, float] = {}  # of a tenant's next request; those before keep what they had
-        self._counts: OrderedDict[tuple[str, str], float] = OrderedDict()
-
-    def observe(self, tenant: str, contents: Iterable[str]) -> None:
-        """A request brought these."""
-        weight = self._weight.get(tenant, 1.0) * self._growth
-        for content in set(contents):
-            self._counts[tenant, content] = self._counts.pop((tenant, content), 0.0) + weight
-        while len(self._counts) > self._limit:
-            self._counts.popitem(last=False)
-        if weight > 1e9:  # long before a float is full
-            for key in [key for key in self._counts if key[0] == tenant]:
-                self._counts[key] /= weight
-            weight = 1.0
-        self._weight[tenant] = weight
-
-    def of(self, tenant: str, content: str) -> float:
-        """A number to compare contents of one tenant by."""
-        return self._counts.get((tenant, content), 0.0)
-
-
 @dataclass(frozen=True)
 class Arrangement:
     """An order for a request, and the problem that it solves."""
@@ -130,7 +104,7 @@ class Router:
                 patched=self.costs.of(count, patched=True),
                 computed=self.costs.of(count, patched=False),
                 group=group,
-                popularity=self.popularity.of(tenant, content),
+                popularity=self.popularity.share(tenant, content),
             )
             for content, count, group in zip(contents, tokens, groups, strict=True)
         ]

@@ -9,12 +9,13 @@ import pytest
 from kvstore.chunk import DYNAMIC_TENANT
 from kvstore.index import Entry, Scope, prefix_key
 from kvstore.patch import PatchKind
+from kvstore.popularity import Popularity
 from prefill_workers.plan import ChunkOutcome, ChunkSpan, LinkRequest
 from prefill_workers.policies import OperatingPoint
 from prefill_workers.worker import LinkResult
 from serving.errors import RoleUnavailable
 from serving.formed import Formed, follow
-from serving.router import LinkCosts, Popularity, Router
+from serving.router import LinkCosts, Router
 
 PREFIX = (7, 8)
 SCOPE = Scope("acme", prefix_key(PREFIX))
@@ -87,15 +88,16 @@ def test_popularity_fades():
     popularity = Popularity(remembered=10)
     for content in ["old"] * 20 + ["new"] * 12:
         popularity.observe("acme", [content])
-    assert popularity.of("acme", "new") > popularity.of("acme", "old") > 0
+    assert popularity.share("acme", "new") > popularity.share("acme", "old") > 0
+    assert popularity.share("acme", "new") + popularity.share("acme", "old") == pytest.approx(1)
 
 
 def test_popularity_is_bounded_and_never_overflows():
     popularity = Popularity(remembered=1, limit=3)
     for number in range(2000):
         popularity.observe("acme", ["always", str(number)])
-    assert popularity.of("acme", "always") > popularity.of("acme", "1999") > 0
-    assert popularity.of("acme", "1000") == 0
+    assert popularity.share("acme", "always") > popularity.share("acme", "1999") > 0
+    assert popularity.share("acme", "1000") == 0
 
 
 def test_costs_follow_measured_links():
