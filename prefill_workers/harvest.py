@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvstore.chunk import antecedent_key, embedding_key, owner_of
 from kvstore.format import CanonicalRecord, EmbeddingRecord
+from kvstore.index import prefix_key
 from kvstore.library import Library
 from kvstore.patch import PatchKind, deficit, relocate
 from kvstore.patch_form import PatchForm
@@ -158,6 +159,7 @@ class Harvester:
                 antecedent=antecedent,
                 content=content,
                 antecedents=tuple(name for _, name in behind),
+                prefix=prefix_key(prefix),
                 recompute_seconds=seconds,
             )
         )
@@ -233,6 +235,38 @@ class Harvester:
                     prefix=forming.prefix,
                     tenant=_set_owner(forming.tenant, forming.prefix, place.chunk.content, *(c for _, c in before)),
                 )
+        return True
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def part_step(self, forming: OrbitForming, part: Sequence[int], scratch: Sequence[int]) -> bool:
+        """Run some chunks of a set, in its order, and send off the own patches that come of it and are not stored.
+
+        Returns whether that took a forward: not if the last chunk's patch, and so the others', is stored.
+        """
+        order = [forming.chunks[i] for i in part]
+        keys = [chunk.key for chunk in order]
+        own = [antecedent_key(forming.prefix, keys[:i], ordered=True) for i in range(len(order))]
+        patches = [self.form.key(key, behind, PatchKind.own) for key, behind in zip(keys, own, strict=True)]
+        if self.library.has("patch", patches[-1], forming.tenant):
+            return False
+        sequence, placed = arrange(forming.prefix, order, scratch)
+        self.engine.forward([(sequence, [Run(0, len(sequence))])])
+        for i, (place, patch) in enumerate(zip(placed, patches, strict=True)):
+            chunk = place.chunk
+            canonical = self.library.get_canonical(chunk.key, owner_of(forming.tenant, chunk.content))
+            if canonical is None or self.library.has("patch", patch, forming.tenant):
+                continue
+            kv = self.engine.read_kv(scratch, place.start, len(chunk.token_ids))
+            self._submit(
+                kind=PatchKind.own,
+                delta=deficit(relocate(kv, -place.position, self.engine.layout), canonical.kv),
+                canonical=chunk.key,
+                content=chunk.content,
+                behind=[(other.key, other.content) for other in order[:i]],
+                prefix=forming.prefix,
+                tenant=forming.tenant,
+            )
         return True
 
 

@@ -305,7 +305,8 @@ class Linker:
         )
         if not point.reuses_kv and not chunk.span.needs_embeddings:
             point = OperatingPoint.RECOMPUTED
-        rank = found.patch.patch.rank if found.patch and point is OperatingPoint.PATCHED else None
+        patch = found.patch.patch if found.patch and point is OperatingPoint.PATCHED else None
+        rank, kind = (patch.rank, patch.kind) if patch is not None else (None, None)
         reason = _reason(mode, point, found, chunk.outcome.antecedents)
         if point is OperatingPoint.SELECTED:
             if mode.measures:
@@ -315,7 +316,14 @@ class Linker:
             reason = _selected_reason(mode, chunk)
         if chunk.ruled_out is not None:
             reason = f"operating point {chunk.ruled_out} is switched off: computed in context"
-        chunk.outcome = replace(chunk.outcome, operating_point=point, reason=reason, rank=rank)
+        chunk.outcome = replace(
+            chunk.outcome,
+            operating_point=point,
+            reason=reason,
+            rank=rank,
+            kind=kind,
+            missed=policies.looks_up_patch(mode) and found.patch is None,
+        )
 
     def _write(self, sequence: LinkSequence, chunk: ChunkPlan, found: Found) -> None:
         """Relocate, patch and write a chunk's stored KV."""

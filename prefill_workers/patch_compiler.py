@@ -12,6 +12,7 @@ from torch import Tensor
 from kvstore.basis import pool_basis
 from kvstore.errors import StoreError
 from kvstore.format import BasisRecord, PatchRecord
+from kvstore.index import Entry, Scope
 from kvstore.layout import Layout
 from kvstore.library import Library
 from kvstore.patch import Patch, PatchKind
@@ -57,7 +58,13 @@ class PatchJob:
     antecedent: str  # key of what stands before it
     content: str
     antecedents: tuple[str, ...]  # content ids of the chunks before it: deleting one deletes the patch
+    prefix: str  # names the fixed prefix (see `kvstore.index.prefix_key`)
     recompute_seconds: float = 0.0  # what linking without the patch costs
+
+    @property
+    def entry(self) -> Entry:
+        """The patch as an index lists it once it is stored."""
+        return Entry(Scope(self.tenant, self.prefix), self.content, self.antecedents, self.kind is PatchKind.own)
 
 
 class PatchCompiler:

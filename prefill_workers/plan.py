@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from kvstore.format import CanonicalRecord
+from kvstore.patch import PatchKind
 from prefill_workers.lookup import Lookup
 from prefill_workers.policies import Mode, OperatingPoint
 from prefill_workers.sequence import Embedded, LinkSequence, Run, complement
@@ -86,13 +87,18 @@ class PrefetchRequest:
 
 @dataclass(frozen=True)
 class ChunkOutcome:
-    """How one chunk was linked, for the request's report."""
+    """How one chunk was linked, for the request's report.
+
+    `rank` and `kind` are those of the patch, if one was used; `missed` says that one was looked for and none found.
+    """
 
     tokens: int
     operating_point: OperatingPoint
     antecedents: int
     reason: str
     rank: int | None = None
+    kind: PatchKind | None = None
+    missed: bool = False
 
 
 class PixelsNeeded(Exception):

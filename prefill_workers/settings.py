@@ -97,6 +97,12 @@ class PrefillSettings(BaseModel):
         description="Run the orders of up to this many chunks when idle, so that any order links: all orders of 5 "
         "chunks or fewer, 24 times as many forwards as chunks beyond. 0: never.",
     )
+    part_forwards: int = Field(
+        2,
+        ge=0,
+        description="Forwards, when idle, over parts of a set of more chunks than that: the parts that later requests "
+        "most likely bring, in the order served. 0: never.",
+    )
     fidelity: FidelitySettings = FidelitySettings()
     compose_up_to: int = Field(
         COMPOSE_UP_TO,

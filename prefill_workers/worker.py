@@ -126,6 +126,7 @@ class PrefillLoop:
         form: whether computed chunks are kept (canonical KV, patches) in the background.
         patience_seconds: how long background work gives way to hand-offs of links that have finished.
         orbit_chunks: largest set of chunks whose orders are run in the background for orbit patches; 0: none.
+        part_forwards: background forwards over parts of a larger set, for own patches of these; 0: none.
         pace: decides which loads keep ahead of a forward.
     """
 
@@ -140,6 +141,7 @@ class PrefillLoop:
         owner: str,
         form: bool = True,
         orbit_chunks: int = 3,
+        part_forwards: int = 0,
         patience_seconds: float = 0.5,
         pace: Pace | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -154,7 +156,7 @@ class PrefillLoop:
         self._running: list[_Job] = []
         spare = range(last - scratch, last)
         rechecks = Rechecks(engine, linker.library, linker.fidelity, self._pool, spare)
-        self._background = Background(linker.harvester, self._pool, spare, orbit_chunks, rechecks)
+        self._background = Background(linker.harvester, self._pool, spare, orbit_chunks, part_forwards, rechecks)
         self._patience = patience_seconds
         self._pace = pace or Pace()
         self._last_finished = -patience_seconds

@@ -33,6 +33,7 @@ from infra.ports import free_port
 from infra.vllm_env import vllm_environment
 from serving.config import OrbitServeConfig, RoleSettings
 from serving.fidelity_replica import FidelityReplica
+from serving.formed import FormedReplica, follow
 from serving.ray_roles import RayRoles, answered
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class VisionEncoder:
         return {"images": self._encoder.images}
 
 
-class PrefillWorker(FidelityReplica):
+class PrefillWorker(FidelityReplica, FormedReplica):
     """Links requests; see `prefill_workers.linker`."""
 
     async def __init__(self, config: OrbitServeConfig, compiler: DeploymentHandle) -> None:  # type: ignore[misc]
@@ -90,6 +91,7 @@ class PrefillWorker(FidelityReplica):
         self._library = Library(config.library, self._engine.fingerprint)
         self._compiler, self._events = compiler, asyncio.get_running_loop()
         self._compiling = self._patches_dropped = 0
+        self._log = self.log_formed()
         self._max_compiling = settings.max_patch_queue
         form = load_form(config.patch, self._library)
         linker = Linker(
@@ -110,6 +112,7 @@ class PrefillWorker(FidelityReplica):
             owner=f"prefill-{os.getpid()}-{serve.get_replica_context().replica_id.unique_id}",
             form=settings.form_patches,
             orbit_chunks=settings.orbit_chunks,
+            part_forwards=settings.part_forwards,
         )
         self._planners = ThreadPoolExecutor(32, thread_name_prefix="plan")  # a plan waits for look-ups
         self._loop.start()
@@ -125,6 +128,7 @@ class PrefillWorker(FidelityReplica):
     async def _compile(self, job: PatchJob) -> None:
         try:
             await answered(self._compiler.compile.remote(job))
+            self._log.add(job.entry)
         except Exception as error:
             self._patches_dropped += 1
             logger.warning("patch %s was not formed: %s", job.key[:16], error)
@@ -354,9 +358,12 @@ class Ingress:
         self._roles = RayRoles(handles)
         client = LinkedEngineClient(front_end_config(config.model, config.ingress.processor_cache_gib), self._roles)
         await self._roles.warm_up(config)
+        self._arranger = client.arranger
+        self._following = asyncio.create_task(follow(self._roles, client.arranger, config.ingress.index_period_s))
         self._app = await build_api(client, config, on_delete=self._forget)
 
     async def _forget(self, content: str, tenant: str) -> None:
+        self._arranger.forget(content)
         await self._roles.library.delete_content.remote(content, tenant)
 
     def __serve_build_asgi_app__(self) -> Any:

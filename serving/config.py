@@ -121,6 +121,9 @@ class IngressSettings(RoleSettings):
 
     max_ongoing_requests: int = Field(1024, ge=1, description="Calls in progress on a replica before Serve queues.")
     processor_cache_gib: float = Field(1.0, ge=0, description="Processed images kept, so that repeats are not decoded.")
+    index_period_s: float = Field(
+        1.0, gt=0, description="Seconds between looks for newly formed patches, by which free chunks are ordered."
+    )
 
 
 class VisionSettings(RoleSettings):

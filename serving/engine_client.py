@@ -37,6 +37,7 @@ from prefill_workers.worker import LinkResult, Overloaded
 from serving.api.errors import OverloadedError
 from serving.api.extension import ChunkReport, RequestTrace, current_trace
 from serving.api.fidelity import FidelityRoles
+from serving.arranger import Arranger
 from serving.config import ModelSettings
 from serving.encodings import Encodings
 from serving.errors import RoleUnavailable
@@ -122,6 +123,7 @@ class LinkedEngineClient(_NotOurs):
         self._roles = roles
         self._encodings = Encodings(roles.encode)
         self._delimiters = Delimiters.of(self.model_config)
+        self.arranger = Arranger()
         self._failure: BaseException | None = None
 
     @property
@@ -231,6 +233,7 @@ class LinkedEngineClient(_NotOurs):
                 found = await self._encodings.get(request.tenant, dict(zip(contents.values(), pixels, strict=False)))
                 embeddings |= {i: found[content] for i, content in contents.items()}
                 vision_ms += (time.perf_counter() - encoding) * 1e3
+        self.arranger.learn(request, result)
         encoded = sum(segments.chunks[i].count for i in embeddings)
         report = trace.report
         report.chunks = [
@@ -244,6 +247,8 @@ class LinkedEngineClient(_NotOurs):
             )
             for i, outcome in enumerate(result.chunks)
         ]
+        if trace.costs:
+            report.chunks = [costs.of(chunk) for costs, chunk in zip(trace.costs, report.chunks, strict=True)]
         report.prompt_tokens = len(segments.token_ids)
         report.tokens_reused = result.tokens_reused
         report.tokens_computed = result.tokens_computed

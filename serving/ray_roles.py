@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from prefill_workers.plan import LinkRequest, PrefetchRequest
     from prefill_workers.policies import OperatingPoint
     from prefill_workers.worker import LinkResult
+    from serving.formed import Formed
 
 
 class RayRoles:
@@ -70,6 +71,10 @@ class RayRoles:
     async def allow(self, point: OperatingPoint) -> int:
         """See `PrefillWorker.allow`; on all replicas."""
         return sum(await answered_by_all(self.prefill, "allow", point))
+
+    async def formed(self, cursors: Mapping[str, int]) -> list[Formed]:
+        """See `PrefillWorker.formed`; of all replicas."""
+        return await answered_by_all(self.prefill, "formed", dict(cursors))
 
     async def warm_up(self, config: OrbitServeConfig) -> None:
         """Send a tiny prompt for every pair of prefill and decode replica: a pair's first transfer shakes hands."""

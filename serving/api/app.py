@@ -77,6 +77,7 @@ async def build_api(client: LinkedEngineClient, config: OrbitServeConfig, on_del
     documents.install(client.renderer)
     media = MediaResolver(http, files, stores, documents)
     metrics = Metrics()
+    metrics.patches.set_function(lambda: len(client.arranger.index))
 
     app = FastAPI(title="OrbitServe", description="Multimodal serving that does not pay twice for what it has seen.")
     app.state.metrics = metrics

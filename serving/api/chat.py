@@ -16,6 +16,7 @@ from serving.api.errors import InvalidRequest
 from serving.api.extension import RequestTrace, parse_options, set_trace
 from serving.api.media import MediaResolver
 from serving.api.metrics import Metrics
+from serving.api.ordering import Ordering, ordered
 from serving.documents import Documents
 
 # What needs the prompt in the engine that decodes, which never sees it; and what would need another engine.
@@ -54,7 +55,8 @@ class OrbitServingChat(OpenAIServingChat):
         messages = [dict(message) for message in request.messages]
         tenant = raw_request.state.tenant if raw_request is not None else "local"
         trace = RequestTrace(options, tenant, self._encode(tenant, fixed_prefix(messages, request)))
-        request.messages = await self._media.resolve_messages(messages, tenant)
+        resolved = Ordering(await self._media.resolve_messages(messages, tenant), self._documents)
+        request.messages = ordered(resolved, trace, self.engine_client.arranger)
         trace.documents = self._documents.marked(part["text"] for part in parts_of(request.messages, "text"))
         trace.mark("media")
         set_trace(trace)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from prefill_workers.policies import Mode
+from prefill_workers.policies import Mode, OperatingPoint
 from serving.api.errors import InvalidRequest
 from serving.documents import Document
 
@@ -27,7 +27,13 @@ class OrbitOptions(BaseModel):
         "cacheblend-R (R from 0 to 100): as full-reuse, but those R per cent of every chunk's tokens are computed in "
         "context whose KV deviates most from what is stored.",
     )
-    order: Literal["fixed"] = Field("fixed", description="Chunks keep the order in which they were sent.")
+    order: Literal["fixed", "free"] = Field(
+        "fixed",
+        description="fixed: chunks keep the order in which they were sent. free: images and documents that follow one "
+        "another with no words between them are put in the order that stored patches fit, unless the request's text "
+        "names them by their place.",
+    )
+    explain: bool = Field(False, description="Report what every chunk costs, and the best order that was rejected.")
     text: Literal["free"] = Field("free", description="Text before and between chunks does not key patches.")
 
     @field_validator("mode")
@@ -52,8 +58,20 @@ def parse_options(value: Any) -> OrbitOptions:
         raise InvalidRequest(f"{where}: {first['msg']}", parameter=where) from error
 
 
+class Alternative(BaseModel):
+    """What the best rejected order has in a chunk's place. Costs are expected milliseconds.
+
+    Where no other chunk may stand it is the same chunk, computed instead of patched.
+    """
+
+    chunk: int  # as it was sent
+    operating_point: Literal["patched", "computed"]
+    cost_ms: float  # of the chunk there
+    order_ms: float  # of all chunks in that order
+
+
 class ChunkReport(BaseModel):
-    """How one chunk of the prompt was linked."""
+    """How one chunk of the prompt was linked; `index` is its place in the prompt."""
 
     index: int
     tokens: int
@@ -61,12 +79,28 @@ class ChunkReport(BaseModel):
     antecedents: int
     reason: str
     rank: int | None = None
+    cost_ms: float | None = None  # expected, where an explanation was asked for
+    alternative: Alternative | None = None
+
+
+class OrderReport(BaseModel):
+    """The order of a request's chunks. `chunks[i]` is the chunk, as sent, that stands in the i-th place.
+
+    Costs are expected milliseconds of linking all chunks, where an explanation was asked for.
+    """
+
+    chunks: list[int]
+    reason: str
+    cost_ms: float | None = None
+    arrival_ms: float | None = None  # in the order in which they were sent
+    plan_ms: float | None = None  # spent choosing
 
 
 class OrbitReport(BaseModel):
     """`orbit` in a response. Times are milliseconds."""
 
     mode: str
+    order: OrderReport | None = None
     chunks: list[ChunkReport] = []
     prompt_tokens: int = 0
     tokens_reused: int = 0
@@ -74,6 +108,19 @@ class OrbitReport(BaseModel):
     vision_tokens_encoded: int = 0
     ttft_ms: float | None = None
     stages_ms: dict[str, float] = {}
+
+
+class ChunkCosts(NamedTuple):
+    """What a chunk's place in the order was expected to cost, in milliseconds."""
+
+    patched_ms: float
+    computed_ms: float
+    alternative: Alternative | None
+
+    def of(self, report: ChunkReport) -> ChunkReport:
+        """A chunk's report with what it cost."""
+        cost = self.patched_ms if report.operating_point == OperatingPoint.PATCHED else self.computed_ms
+        return report.model_copy(update={"cost_ms": round(cost, 3), "alternative": self.alternative})
 
 
 @dataclass
@@ -84,6 +131,7 @@ class RequestTrace:
     tenant: str = "local"
     prefix_tokens: tuple[int, ...] = ()
     documents: list[Document] = field(default_factory=list)  # text chunks of the prompt, in order
+    costs: list[ChunkCosts] = field(default_factory=list)  # of the prompt's chunks, where an explanation is wanted
     received: float = field(default_factory=time.perf_counter)
     report: OrbitReport = field(init=False)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
 
 from serving.api.extension import OrbitReport
@@ -30,6 +30,11 @@ class Metrics:
             "orbitserve_time_to_first_token_seconds",
             "From the request's arrival to its first token.",
             buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.patches = Gauge(
+            "orbitserve_patch_index_entries",
+            "Stored patches that this ingress replica orders chunks by.",
             registry=self.registry,
         )
 

@@ -16,6 +16,7 @@ from prefill_workers.worker import LinkResult, Overloaded
 from serving.api.chat import contents_of
 from serving.api.errors import OverloadedError
 from serving.api.extension import OrbitOptions, RequestTrace, set_trace
+from serving.arranger import Arranger
 from serving.documents import Documents
 from serving.encodings import Encodings
 from serving.engine_client import LinkedEngineClient
@@ -77,6 +78,7 @@ def client_of(roles: Roles) -> LinkedEngineClient:
     client._roles = roles
     client._encodings = Encodings(roles.encode)
     client._delimiters = Delimiters(frozenset(), frozenset())
+    client.arranger = Arranger()
     return client
 
 

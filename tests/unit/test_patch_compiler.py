@@ -30,6 +30,7 @@ def job(number: int, form: PatchForm, kind: PatchKind = PatchKind.own) -> PatchJ
         antecedent=f"behind {number}",
         content="content",
         antecedents=(),
+        prefix="prefix",
     )
 
 

@@ -1,0 +1,154 @@
+"""Which chunks of a request may trade places, and the messages in another order (DESIGN.md, "Placement").
+
+Only `order: "free"` moves anything, and then only chunks of one *run*: content parts of one user message that follow
+one another with no words between them. What a text says by place ("the second image") would change its meaning, so a
+request with such words keeps its order. English words are known; in other languages the client must know better.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from prefill_workers.policies import Mode, looks_up_patch
+from serving.api.extension import Alternative, ChunkCosts, OrderReport, RequestTrace
+from serving.arranger import Arrangement, Arranger
+from serving.documents import Documents
+from serving.placement import Edge, Rejected, rejected
+
+_MOVED_ROLES = ("user", "tool")
+_UNIT = (
+    r"(?:images?|pictures?|photo(?:graph)?s?|pages?|documents?|docs?|files?|figures?|fig\.|charts?|slides?|screenshots?|"
+    r"screens?|frames?|attachments?|diagrams?)"
+)
+_ORDINAL = (
+    r"(?:first|second|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|last|final|next|previous|preceding|"
+    r"earlier|later|middle|\d+(?:st|nd|rd|th))"
+)
+_NUMBER = r"(?:\d+|(?-i:[A-H])|one|two|three|four|five|six|seven|eight|nine|ten)"
+_BY_PLACE = re.compile(
+    rf"\b{_ORDINAL}\s+(?:\w+\s+)?(?:{_UNIT}|ones?)\b"  # the second image, the last two pages, the first one
+    rf"|\b{_UNIT}\s*(?:no\.?|number|\#)?\s*{_NUMBER}\b"  # page #3
+    rf"|\bthe\s+{_ORDINAL}(?:\s+(?:and|or|of|in|to|with|from|is|are|shows?|says?)\b|\s*(?:[,.;:?!]|$))"
+    r"|\b(?:former|latter|respectively|chronological(?:ly)?)\b"
+    r"|\bin\s+(?:this|that|the\s+given|the\s+same|which)?\s*(?:order\b(?!\s+to\b)|sequence\b)",
+    re.IGNORECASE,
+)
+
+
+def words_by_place(texts: Sequence[str]) -> str | None:
+    """The first words that name a chunk by its place, or the order itself; None if there are none."""
+    found = next((match for match in map(_BY_PLACE.search, texts) if match), None)
+    return None if found is None else found[0]
+
+
+class Ordering:
+    """The chunks of resolved messages, in order: where their parts are, and which may trade places."""
+
+    def __init__(self, messages: list[Any], documents: Documents) -> None:
+        self._messages, self._documents = messages, documents
+        self.contents: list[str] = []  # content ids
+        self.texts: list[str] = []  # what is said, in all messages
+        self.groups: list[int | None] = []  # the run that a chunk belongs to; None: it is alone in it, or may not move
+        self._places: list[tuple[int, int]] = []  # message and part of every chunk
+        for m, message in enumerate(messages):
+            self._read(m, message)
+        sizes = {group: self.groups.count(group) for group in self.groups}
+        self.groups = [group if sizes[group] > 1 else None for group in self.groups]
+
+    def _read(self, m: int, message: Any) -> None:
+        content, run = message.get("content"), len(self._places)
+        if isinstance(content, str):
+            self.texts.append(content)
+        if not isinstance(content, list):
+            return
+        for p, part in enumerate(content):
+            chunk = self._chunk(part)
+            if chunk is not None:
+                self.contents.append(chunk)
+                self.groups.append(run if message.get("role") in _MOVED_ROLES else None)
+                self._places.append((m, p))
+            elif part.get("type") == "text":
+                self.texts.append(part["text"])
+                run = len(self._places) if part["text"].strip() else run
+
+    def _chunk(self, part: dict[str, Any]) -> str | None:
+        if part.get("type") == "image_pil":
+            return str(part["uuid"])
+        marked = self._documents.marked([part["text"]]) if part.get("type") == "text" else []
+        return marked[0].content if marked else None
+
+    def in_order(self, order: Sequence[int]) -> list[Any]:
+        """The messages with chunk `order[i]` in the place of the i-th."""
+        parts = [self._messages[m]["content"][p] for m, p in self._places]
+        moved = [
+            {**message, "content": list(message["content"])} if isinstance(message.get("content"), list) else message
+            for message in self._messages
+        ]
+        for (m, p), chunk in zip(self._places, order, strict=True):
+            moved[m]["content"][p] = parts[chunk]
+        return moved
+
+
+def ordered(request: Ordering, trace: RequestTrace, arranger: Arranger) -> list[Any]:
+    """A request's messages in the order that placement chooses, which the request's report says.
+
+    Placement is asked where it may choose, and where its costs are to be explained.
+    """
+    options, contents = trace.options, request.contents
+    kept = _why_kept(request, trace)
+    if not contents or (kept is not None and not options.explain):
+        if options.order == "free":
+            trace.report.order = OrderReport(chunks=list(range(len(contents))), reason=kept or "no chunks")
+        arranger.popularity.observe(trace.tenant, contents)
+        return request.in_order(range(len(contents)))
+    began = time.perf_counter()
+    groups = [None] * len(contents) if kept else request.groups
+    patches = looks_up_patch(Mode.parse(options.mode))
+    arranged = arranger.order(contents, groups, trace.tenant, trace.prefix_tokens, patches)
+    placement = arranged.placement
+    took = (time.perf_counter() - began) * 1e3
+    trace.report.order = OrderReport(chunks=list(placement.order), reason=kept or "the cheapest order found")
+    if options.explain:
+        trace.costs = _costs(arranged)
+        trace.report.order.cost_ms = _ms(placement.cost)
+        trace.report.order.arrival_ms = _ms(placement.arrival_cost)
+        trace.report.order.plan_ms = round(took, 3)
+    return request.in_order(placement.order)
+
+
+def _why_kept(request: Ordering, trace: RequestTrace) -> str | None:
+    """Why a request's order is not chosen; None if it is."""
+    if trace.options.order == "fixed":
+        return "order: fixed"
+    if not looks_up_patch(Mode.parse(trace.options.mode)):
+        return f"mode {trace.options.mode} uses no patches"
+    if not any(group is not None for group in request.groups):
+        return "no two images or documents follow one another without words between them"
+    words = words_by_place(request.texts)
+    return None if words is None else f"the text names chunks by their place: {words!r}"
+
+
+def _costs(arranged: Arrangement) -> list[ChunkCosts]:
+    """By place in the prompt."""
+    problem, placement = arranged.problem, arranged.placement
+    found = []
+    for edge, other in zip(problem.edges(placement.order), rejected(problem, placement), strict=True):
+        chunk = problem.chunks[edge.chunk]
+        if other is None and edge.patched:
+            instead = Edge(edge.chunk, False, chunk.computed)
+            other = Rejected(instead, placement.cost - chunk.patched + chunk.computed)
+        alternative = other and Alternative(
+            chunk=other.edge.chunk,
+            operating_point="patched" if other.edge.patched else "computed",
+            cost_ms=_ms(other.edge.cost),
+            order_ms=_ms(other.total),
+        )
+        found.append(ChunkCosts(_ms(chunk.patched), _ms(chunk.computed), alternative))
+    return found
+
+
+def _ms(nanoseconds: int) -> float:
+    return round(nanoseconds / 1e6, 3)

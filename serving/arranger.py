@@ -1,0 +1,156 @@
+"""The arranger: what one ingress knows of the library and of links, and the orders that it chooses by it.
+
+| told by                                       | what                                                       |
+|-----------------------------------------------|------------------------------------------------------------|
+| prefill workers, from time to time (`formed`) | patches that they have formed since                        |
+| every finished link (`learn`)                 | patches that served or were missed, tokens and times       |
+| every request with chunks (`order`)           | how often a tenant asks for what                           |
+
+Nothing is asked of anybody while a request waits: an order comes from memory alone. Popularity is kept per tenant, so
+that an order tells nobody what another tenant asks for.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvstore.index import Entry, PatchIndex, scopes_of
+from kvstore.patch import PatchKind
+from kvstore.popularity import Popularity
+from prefill_workers.plan import ChunkOutcome, LinkRequest
+from prefill_workers.policies import OperatingPoint
+from prefill_workers.worker import LinkResult
+from serving.placement import Chunk, Placement, Problem, Stored, place
+
+_MAX_CONTENTS = 1 << 16  # whose tokens are kept
+_USUAL_TOKENS = 256  # of a chunk that was never linked
+_FORWARD_TOKENS = 64  # a forward over fewer says nothing of the cost of a token
+
+
+class LinkCosts:
+    """Seconds per token of computing and of placing a chunk, from links: decayed sums, so that they follow the load.
+
+    They start with what `orbitserve bench ttft` measured (250M parameters, two CPU cores). Embeddings are encoded
+    wherever a new chunk stands, and a chunk's canonical KV is loaded wherever a patched one stands: neither tells one
+    order from another.
+    """
+
+    def __init__(self, compute: float = 1.7e-3, place: float = 6e-5, decay: float = 0.99) -> None:
+        self._decay = decay
+        self._computed = [compute * _USUAL_TOKENS, float(_USUAL_TOKENS)]  # seconds, tokens
+        self._placed = [place * _USUAL_TOKENS, float(_USUAL_TOKENS)]
+
+    @property
+    def compute(self) -> float:
+        """Seconds per token that a forward computes."""
+        return self._computed[0] / self._computed[1]
+
+    @property
+    def place(self) -> float:
+        """Seconds per token that is relocated, patched and written."""
+        return self._placed[0] / self._placed[1]
+
+    def learn(self, result: LinkResult) -> None:
+        """Take up a finished link."""
+        forward, placing = (result.stages_ms.get(stage, 0.0) / 1e3 for stage in ("forward", "place"))
+        if forward and result.tokens_computed >= _FORWARD_TOKENS:
+            self._add(self._computed, forward, result.tokens_computed)
+        if placing and result.tokens_reused:
+            self._add(self._placed, placing, result.tokens_reused)
+
+    def _add(self, sums: list[float], seconds: float, tokens: int) -> None:
+        sums[:] = [sums[0] * self._decay + seconds, sums[1] * self._decay + tokens]
+
+    def of(self, tokens: int, *, patched: bool) -> int:
+        """What linking a chunk of so many tokens costs, in nanoseconds."""
+        return round(tokens * (self.place if patched else self.compute) * 1e9)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """An order for a request, and the problem that it solves."""
+
+    problem: Problem
+    placement: Placement
+
+
+@dataclass
+class Arranger:
+    """Not thread-safe: belongs to an ingress' event loop."""
+
+    index: PatchIndex = field(default_factory=PatchIndex)
+    costs: LinkCosts = field(default_factory=LinkCosts)
+    popularity: Popularity = field(default_factory=Popularity)
+    _tokens: OrderedDict[str, int] = field(default_factory=OrderedDict)
+
+    def order(
+        self,
+        contents: Sequence[str],
+        groups: Sequence[int | None],
+        tenant: str,
+        prefix: Sequence[int],
+        patches: bool = True,
+    ) -> Arrangement:
+        """The order for a request's chunks, of which those of one group may trade places (see `placement`).
+
+        `patches`: whether the request's mode uses any.
+        """
+        self.popularity.observe(tenant, contents)
+        tokens = [self._tokens.get(content, _USUAL_TOKENS) for content in contents]
+        chunks = [
+            Chunk(
+                patched=self.costs.of(count, patched=True),
+                computed=self.costs.of(count, patched=False),
+                group=group,
+                popularity=self.popularity.share(tenant, content),
+            )
+            for content, count, group in zip(contents, tokens, groups, strict=True)
+        ]
+        problem = Problem(chunks, self._stored(contents, tenant, prefix) if patches else Stored())
+        return Arrangement(problem, place(problem))
+
+    def _stored(self, contents: Sequence[str], tenant: str, prefix: Sequence[int]) -> Stored:
+        scopes = scopes_of(tenant, prefix, contents)
+        sets = self.index.sets(scopes[0], contents)
+        for scope in scopes[1:]:
+            for mask, behind in self.index.sets(scope, contents).items():
+                sets[mask] = sets.get(mask, 0) | behind
+        return Stored(sets, self.index.sequences(scopes[0], contents))
+
+    def learn(self, request: LinkRequest, result: LinkResult) -> None:
+        """Take up a finished link: what it cost, and which patches it found or missed."""
+        self.costs.learn(result)
+        contents = [span.content for span in request.chunks]
+        for i, (content, outcome) in enumerate(zip(contents, result.chunks, strict=False)):
+            self._tokens[content] = outcome.tokens
+            self._tokens.move_to_end(content)
+            self._learn_patch(request, contents[: i + 1], outcome)
+        while len(self._tokens) > _MAX_CONTENTS:
+            self._tokens.popitem(last=False)
+
+    def _learn_patch(self, request: LinkRequest, contents: Sequence[str], outcome: ChunkOutcome) -> None:
+        *before, content = contents
+        scopes = scopes_of(request.tenant, request.prefix, contents)
+        own = Entry(scopes[0], content, tuple(before), ordered=True)
+        behind_set = [Entry(scope, content, tuple(before), ordered=False) for scope in scopes]
+        if outcome.operating_point is OperatingPoint.PATCHED:
+            if outcome.kind is PatchKind.own:
+                self.index.add(own)
+            elif outcome.kind in (PatchKind.orbit, PatchKind.pair):
+                known = [entry for entry in behind_set if entry in self.index]
+                self.index.add((known or behind_set)[0])
+        elif outcome.missed:
+            for entry in (own, *behind_set):
+                self.index.discard(entry)
+
+    def formed(self, entries: Iterable[Entry]) -> None:
+        """Take up patches that are stored now."""
+        for entry in entries:
+            self.index.add(entry)
+
+    def forget(self, content: str) -> None:
+        """A content is deleted, and what was derived from it."""
+        self.index.forget(content)
+        self._tokens.pop(content, None)

@@ -1,0 +1,103 @@
+"""Requests that leave the order of their pages free, through the whole service."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from client import Service, picture, user
+
+pytestmark = pytest.mark.service
+
+FREE = {"order": "free"}
+SETTLED = "What is on these pages?"
+
+
+def points(answer: dict[str, Any]) -> list[str]:
+    return [chunk["operating_point"] for chunk in answer["orbit"]["chunks"]]
+
+
+def indexed(service: Service) -> int:
+    """Patches that the ingress knows of."""
+    lines = httpx.get(service.url + "/metrics").text.splitlines()
+    return int(float(next(line for line in lines if line.startswith("orbitserve_patch_index_entries ")).split()[1]))
+
+
+def serve_once(service: Service, numbers: list[int], patches: int) -> None:
+    """Serve pages in this order, and wait until the ingress has heard of the patches that come of it."""
+    before = indexed(service)
+    service.chat(user(*map(picture, numbers), SETTLED))
+    service.settle()
+    service.wait_until(lambda: indexed(service) >= before + patches)
+
+
+def test_pages_go_back_to_the_order_that_was_served_before(service: Service):
+    """Four pages are more than get orbit patches: only the order that was served is patched."""
+    pages = [901, 902, 903, 904]
+    serve_once(service, pages, patches=4)
+    mixed = [903, 901, 904, 902]
+    placed = service.chat(user(*map(picture, mixed), SETTLED), orbit={**FREE, "explain": True})
+    orbit = placed["orbit"]
+    assert orbit["order"]["chunks"] == [1, 3, 0, 2]
+    assert points(placed) == ["patched"] * 4
+    assert orbit["order"]["cost_ms"] < orbit["order"]["arrival_ms"]
+    same = service.chat(user(*map(picture, pages), SETTLED))
+    assert placed["choices"][0]["message"] == same["choices"][0]["message"]
+
+    fixed = service.chat(user(*map(picture, mixed), SETTLED))
+    assert points(fixed) == ["recomputed"] * 4, "what placement saves"
+    assert "order" not in fixed["orbit"]
+
+
+def test_a_set_with_orbit_patches_is_all_patched(service: Service):
+    serve_once(service, [911, 912, 913], patches=12)
+    answer = service.chat(user(*map(picture, [913, 911, 912]), SETTLED), orbit=FREE)
+    assert points(answer) == ["patched"] * 3
+    assert sorted(answer["orbit"]["order"]["chunks"]) == [0, 1, 2]
+
+
+def test_an_explanation_says_what_every_chunk_costs_and_what_was_rejected(service: Service):
+    serve_once(service, [921, 922, 923, 924], patches=4)
+    answer = service.chat(user(*map(picture, [922, 921, 925]), SETTLED), orbit={**FREE, "explain": True})
+    orbit = answer["orbit"]
+    assert orbit["order"]["chunks"] == [1, 0, 2]
+    assert points(answer) == ["patched", "patched", "encoded"]
+    first, second, new = orbit["chunks"]
+    assert first["cost_ms"] < new["cost_ms"]
+    assert second["alternative"]["chunk"] == 2
+    assert second["alternative"]["operating_point"] == "computed"
+    assert second["alternative"]["order_ms"] > orbit["order"]["cost_ms"]
+    assert "alternative" not in new, "nothing else is left for the last place"
+    assert orbit["order"]["plan_ms"] > 0
+
+
+def test_a_fixed_order_can_be_explained_too(service: Service):
+    serve_once(service, [931], patches=1)
+    answer = service.chat(user(picture(931), SETTLED), orbit={"explain": True})
+    (chunk,) = answer["orbit"]["chunks"]
+    assert chunk["alternative"]["operating_point"] == "computed"
+    assert chunk["alternative"]["cost_ms"] > chunk["cost_ms"]
+    assert answer["orbit"]["order"]["reason"] == "order: fixed"
+
+
+def test_words_that_name_a_page_by_its_place_keep_the_order(service: Service):
+    serve_once(service, [941, 942], patches=2)
+    messages = user(picture(942), picture(941), "What is on the second page?")
+    order = service.chat(messages, orbit=FREE)["orbit"]["order"]
+    assert order["chunks"] == [0, 1]
+    assert "second page" in order["reason"]
+
+
+def test_the_order_is_streamed_too(service: Service):
+    serve_once(service, [951, 952, 953, 954], patches=4)
+    events = service.stream(user(*map(picture, [952, 951]), SETTLED), orbit=FREE)
+    assert events[-1]["orbit"]["order"]["chunks"] == [1, 0]
+    assert [chunk["operating_point"] for chunk in events[-1]["orbit"]["chunks"]] == ["patched"] * 2
+
+
+@pytest.mark.parametrize("order", ["any", 3, None])
+def test_an_unknown_order_is_refused_by_name(service: Service, order: Any):
+    response = service.post(service.body(user("Hello"), orbit={"order": order}))
+    assert response.status_code == 400
+    assert "orbit.order" in response.json()["error"]["message"]

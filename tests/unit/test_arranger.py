@@ -1,0 +1,153 @@
+"""What an ingress learns about patches and costs, and the orders that come of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvstore.chunk import DYNAMIC_TENANT
+from kvstore.index import Entry, Scope, prefix_key
+from kvstore.patch import PatchKind
+from kvstore.popularity import Popularity
+from prefill_workers.plan import ChunkOutcome, ChunkSpan, LinkRequest
+from prefill_workers.policies import OperatingPoint
+from prefill_workers.worker import LinkResult
+from serving.arranger import Arranger, LinkCosts
+from serving.errors import RoleUnavailable
+from serving.formed import Formed, follow
+
+PREFIX = (7, 8)
+SCOPE = Scope("acme", prefix_key(PREFIX))
+
+
+def request(contents: str | list[str], tenant: str = "acme") -> LinkRequest:
+    spans = tuple(ChunkSpan(content, "image", 0, 10, 1, 8) for content in contents)
+    return LinkRequest("request", [], spans, tenant=tenant, prefix=PREFIX)
+
+
+def outcome(kind: PatchKind | None = None, missed: bool = True, tokens: int = 10) -> ChunkOutcome:
+    if kind is None:
+        return ChunkOutcome(tokens, OperatingPoint.RECOMPUTED, 0, "", missed=missed)
+    return ChunkOutcome(tokens, OperatingPoint.PATCHED, 0, "", 32, kind)
+
+
+def result(*outcomes: ChunkOutcome, reused: int = 0, computed: int = 0, **stages_ms: float) -> LinkResult:
+    return LinkResult("lease", {}, outcomes, reused, computed, stages_ms)
+
+
+def order(arranger: Arranger, contents: str, tenant: str = "acme", groups: list[int | None] | None = None) -> str:
+    groups = groups or [0] * len(contents)
+    found = arranger.order(list(contents), groups, tenant, PREFIX).placement.order
+    return "".join(contents[chunk] for chunk in found)
+
+
+def test_a_link_teaches_which_own_patches_are_stored():
+    arranger = Arranger()
+    arranger.learn(request("cab"), result(*[outcome(PatchKind.own)] * 3))
+    assert order(arranger, "abc") == "cab"
+    assert order(arranger, "abc", tenant="another") == "abc"
+    assert arranger.order(["a", "b", "c"], [0] * 3, "acme", ()).placement.order == (0, 1, 2), "another prefix"
+
+
+def test_a_link_that_misses_a_patch_takes_it_out_of_the_index():
+    arranger = Arranger()
+    entry = Entry(SCOPE, "b", ("a",), ordered=True)
+    arranger.formed([entry, Entry(SCOPE, "b", ("a",), ordered=False)])
+    switched_off = result(outcome(missed=False), outcome(missed=False))
+    arranger.learn(request("ab"), switched_off)
+    assert len(arranger.index) == 2, "it was not looked for"
+    arranger.learn(request("ab"), result(outcome(), outcome()))
+    assert len(arranger.index) == 0
+
+
+def test_a_sum_of_pairs_is_no_stored_patch():
+    arranger = Arranger()
+    arranger.learn(request("ab"), result(outcome(PatchKind.orbit), outcome(PatchKind.composed)))
+    assert len(arranger.index) == 1
+
+
+def test_patches_of_references_serve_every_tenant():
+    arranger = Arranger()
+    shared = ["shared-a", "shared-b"]
+    arranger.formed([Entry(Scope(DYNAMIC_TENANT, SCOPE.prefix), content, (), ordered=False) for content in shared[1:]])
+    arranger.formed([Entry(Scope(DYNAMIC_TENANT, SCOPE.prefix), "shared-a", ("shared-b",), ordered=False)])
+    assert arranger.order(shared, [0, 0], "acme", PREFIX).placement.order == (1, 0)
+
+
+def test_what_a_tenant_often_asks_for_comes_first_for_that_tenant():
+    arranger = Arranger()
+    for _ in range(3):
+        order(arranger, "ab", groups=[None, None])
+        order(arranger, "b", groups=[None])
+    assert order(arranger, "ab") == "ba"
+    assert order(arranger, "ab", tenant="another") == "ab"
+
+
+def test_popularity_fades():
+    popularity = Popularity(remembered=10)
+    for content in ["old"] * 20 + ["new"] * 12:
+        popularity.observe("acme", [content])
+    assert popularity.share("acme", "new") > popularity.share("acme", "old") > 0
+    assert popularity.share("acme", "new") + popularity.share("acme", "old") == pytest.approx(1)
+
+
+def test_popularity_is_bounded_and_never_overflows():
+    popularity = Popularity(remembered=1, limit=3)
+    for number in range(2000):
+        popularity.observe("acme", ["always", str(number)])
+    assert popularity.share("acme", "always") > popularity.share("acme", "1999") > 0
+    assert popularity.share("acme", "1000") == 0
+
+
+def test_costs_follow_measured_links():
+    costs = LinkCosts()
+    for _ in range(2000):
+        costs.learn(result(computed=1000, reused=500, forward=4000.0, place=25.0))
+    assert costs.of(100, patched=False) == pytest.approx(100 * 4e6, rel=1e-3)
+    assert costs.of(100, patched=True) == pytest.approx(100 * 5e4, rel=1e-3)
+
+
+def test_a_tiny_forward_says_nothing_of_the_cost_of_a_token():
+    costs = LinkCosts()
+    before = costs.compute, costs.place
+    costs.learn(result(computed=8, forward=500.0))
+    assert (costs.compute, costs.place) == before
+
+
+def test_chunks_cost_by_the_tokens_that_were_linked():
+    arranger = Arranger()
+    arranger.learn(request("ab"), result(outcome(tokens=300), outcome(tokens=100)))
+    large, small = arranger.order(["a", "b"], [0, 0], "acme", PREFIX).problem.chunks
+    assert large.computed == pytest.approx(3 * small.computed)
+
+
+def test_deleted_content_is_forgotten():
+    arranger = Arranger()
+    arranger.learn(request("ab"), result(*[outcome(PatchKind.own)] * 2))
+    arranger.forget("a")
+    assert len(arranger.index) == 0
+
+
+class Roles:
+    """Two replicas that have formed something; the first question goes unanswered."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, int]] = []
+
+    async def formed(self, cursors: Any) -> list[Formed]:
+        self.asked.append(dict(cursors))
+        if len(self.asked) == 1:
+            raise RoleUnavailable("starting")
+        if len(self.asked) == 4:
+            raise KeyboardInterrupt  # ends `follow`
+        entry = Entry(SCOPE, f"page {len(self.asked)}", (), ordered=True)
+        return [Formed("one", len(self.asked), [entry]), Formed("two", 0, [])]
+
+
+async def test_what_replicas_formed_is_asked_for_again_and_again():
+    arranger, roles = Arranger(), Roles()
+    with pytest.raises(KeyboardInterrupt):
+        await follow(roles, arranger, 0.001)
+    assert roles.asked == [{}, {}, {"one": 2, "two": 0}, {"one": 3, "two": 0}]
+    assert len(arranger.index) == 2

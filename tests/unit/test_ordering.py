@@ -1,0 +1,176 @@
+"""Which chunks of a request may trade places, and what a request is told about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvstore.index import Entry, Scope, prefix_key
+from serving.api.extension import ChunkReport, OrbitOptions, RequestTrace
+from serving.api.ordering import Ordering, ordered, words_by_place
+from serving.arranger import Arranger
+from serving.documents import Documents
+
+
+class Tokenizer:
+    def encode(self, text: str, **options: Any) -> list[int]:
+        return list(text.encode())
+
+
+DOCUMENTS = Documents(Tokenizer())
+
+
+def image(content: str) -> dict[str, Any]:
+    return {"type": "image_pil", "image_pil": None, "uuid": content}
+
+
+def document(content: str) -> dict[str, Any]:
+    return {"type": "text", "text": DOCUMENTS.mark(content, f"text of {content}")}
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def message(*parts: Any, role: str = "user") -> dict[str, Any]:
+    return {"role": role, "content": list(parts)}
+
+
+def read(*messages: Any) -> Ordering:
+    return Ordering(list(messages), DOCUMENTS)
+
+
+def test_chunks_trade_places_where_no_words_stand_between_them():
+    request = read(
+        message(image("sys"), image("tem"), role="system"),
+        {"role": "user", "content": "plain"},
+        message(image("a"), said(" \n"), document("d"), said("And those:"), image("b"), image("c"), said("What now?")),
+        message(image("e"), said("Well?"), role="assistant"),
+        message(image("f"), said("and"), image("g")),
+        message(image("h"), image("i")),
+    )
+    assert request.contents == ["sys", "tem", "a", "d", "b", "c", "e", "f", "g", "h", "i"]
+    a, d, b, c = request.groups[2:6]
+    assert a == d != b == c
+    assert None not in (a, b)
+    assert request.groups[:2] + request.groups[6:9] == [None] * 5
+    assert request.groups[9] == request.groups[10] not in (a, b, None)
+    assert request.texts == ["plain", " \n", "And those:", "What now?", "Well?", "and"]
+
+
+def test_only_the_parts_that_trade_places_move():
+    messages = [message(said("Look:"), image("a"), document("d"), said("What?")), {"role": "user", "content": "Well?"}]
+    request = Ordering(messages, DOCUMENTS)
+    moved = request.in_order([1, 0])
+    assert moved == [message(said("Look:"), document("d"), image("a"), said("What?")), messages[1]]
+    assert messages[0]["content"][1] == image("a"), "the request's own messages stay as they were"
+    assert request.in_order([0, 1]) == messages
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What is on the second image?",
+        "Compare the first two pages.",
+        "Look at image 2.",
+        "As page #3 says",
+        "In Figure B, what is red?",
+        "What changed between the first and the last?",
+        "The former shows a cat.",
+        "Name their colours, respectively.",
+        "Describe them in this order.",
+        "Describe the 3rd picture",
+        "Is the last one sharper than the previous screenshot?",
+    ],
+)
+def test_words_that_name_chunks_by_their_place_are_found(text: str):
+    assert words_by_place(["Hello.", text]) is not None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What do these images show?",
+        "Look at the following pages.",
+        "In order to answer, read the documents.",
+        "Which page mentions the contract? Does any image a user sent show it?",
+        "What does the contract say first?",
+        "",
+    ],
+)
+def test_other_words_are_not(text: str):
+    assert words_by_place([text]) is None
+
+
+def asked(arranger: Arranger, *messages: Any, **options: Any) -> tuple[list[str], RequestTrace]:
+    trace = RequestTrace(OrbitOptions(**options))
+    moved = ordered(read(*messages), trace, arranger)
+    return read(*moved).contents, trace
+
+
+def arranger_with(*entries: tuple[str, tuple[str, ...]]) -> Arranger:
+    arranger = Arranger()
+    arranger.formed(Entry(Scope("local", prefix_key(())), *entry, ordered=True) for entry in entries)
+    return arranger
+
+
+PAGES = message(image("a"), image("b"), said("What?"))
+
+
+def test_a_free_order_is_the_one_that_stored_patches_fit():
+    order, trace = asked(arranger_with(("b", ()), ("a", ("b",))), PAGES, order="free")
+    assert order == ["b", "a"]
+    assert trace.document()["order"] == {"chunks": [1, 0], "reason": "the cheapest order found"}
+
+
+def test_nothing_moves_unless_it_is_asked_for():
+    order, trace = asked(arranger_with(("b", ()), ("a", ("b",))), PAGES)
+    assert order == ["a", "b"]
+    assert "order" not in trace.document()
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "reason"),
+    [
+        ([PAGES], {"mode": "exact"}, "mode exact uses no patches"),
+        ([PAGES], {"mode": "full-reuse"}, "mode full-reuse uses no patches"),
+        ([PAGES, message(said("The last page?"))], {}, "names chunks by their place: 'last page'"),
+        ([message(image("a"), said("and"), image("b"))], {}, "without words between"),
+    ],
+)
+def test_why_an_order_was_kept_is_said(messages: list[Any], options: dict[str, Any], reason: str):
+    order, trace = asked(arranger_with(("b", ()), ("a", ("b",))), *messages, order="free", **options)
+    assert order == ["a", "b"]
+    assert trace.report.order is not None
+    assert trace.report.order.chunks == [0, 1]
+    assert reason in trace.report.order.reason
+
+
+def test_every_request_counts_for_popularity():
+    arranger = Arranger()
+    asked(arranger, message(image("b"), said("?")))
+    assert asked(arranger, PAGES, order="free")[0] == ["b", "a"]
+
+
+def test_an_explanation_has_every_chunks_cost_and_the_best_rejected_order():
+    arranger = arranger_with(("b", ()), ("a", ("b",)))
+    _, trace = asked(arranger, PAGES, order="free", explain=True)
+    report = trace.report.order
+    assert report is not None
+    patched, computed = (arranger.costs.of(256, patched=patched) / 1e6 for patched in (True, False))
+    assert report.cost_ms == pytest.approx(2 * patched, abs=1e-3)
+    assert report.arrival_ms == pytest.approx(2 * computed, abs=1e-3)
+    first, second = trace.costs
+    assert first.alternative is not None
+    assert first.alternative.chunk == 0
+    assert first.alternative.order_ms == report.arrival_ms
+    assert second.alternative is not None, "it might be computed"
+    assert (second.alternative.chunk, second.alternative.operating_point) == (0, "computed")
+    linked = ChunkReport(index=1, tokens=256, operating_point="recomputed", antecedents=1, reason="evicted")
+    assert second.of(linked).cost_ms == pytest.approx(computed, abs=1e-3), "what it was, not what was expected"
+
+
+def test_modes_without_patches_are_explained_without_them():
+    _, trace = asked(arranger_with(("a", ())), PAGES, mode="exact", explain=True)
+    assert [costs.alternative for costs in trace.costs] == [None, None]

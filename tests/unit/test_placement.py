@@ -1,0 +1,141 @@
+"""The order that placement finds, against every order there is."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.placement import EXACT, Chunk, Placement, Problem, Stored, place, rejected
+
+PATCHED, COMPUTED = 1, 100
+
+
+def allowed_orders(chunks: list[Chunk]) -> list[tuple[int, ...]]:
+    """Every order in which chunks stand in places of their own group, the most popular first where they may."""
+
+    def may(chunk: int, at: int) -> bool:
+        return chunk == at or chunks[chunk].group == chunks[at].group is not None
+
+    orders = permutations(range(len(chunks)))
+    return [order for order in orders if all(may(chunk, at) for at, chunk in enumerate(order))]
+
+
+def cost(order: tuple[int, ...], chunks: list[Chunk], stored: Stored) -> int:
+    """What an order costs, told from the definition: a patch behind the set, or behind exactly the sequence."""
+    total = 0
+    for at, chunk in enumerate(order):
+        before = order[:at]
+        behind_set = stored.sets.get(sum(1 << other for other in before), 0)
+        behind_sequence = stored.sequences.get(before, 0)
+        patched = (behind_set | behind_sequence) >> chunk & 1
+        total += chunks[chunk].patched if patched else chunks[chunk].computed
+    return total
+
+
+def by_popularity(order: tuple[int, ...], chunks: list[Chunk]) -> list[tuple[float, int]]:
+    return [(-chunks[chunk].popularity, chunk) for chunk in order]
+
+
+@st.composite
+def problems(draw: st.DrawFn, most: int = 7, groups: tuple[int | None, ...] = (None, 0, 0, 1)):
+    count = draw(st.integers(1, most))
+    numbers = range(count)
+    chunks = [
+        Chunk(
+            patched=draw(st.integers(0, 3)),
+            computed=draw(st.integers(3, 9)),
+            group=draw(st.sampled_from(groups)),
+            popularity=draw(st.integers(0, 3)),
+        )
+        for _ in numbers
+    ]
+    everything = (1 << count) - 1
+    sets = draw(st.dictionaries(st.integers(0, everything), st.integers(0, everything), max_size=24))
+    sequences: dict[tuple[int, ...], int] = {}
+    for whole in draw(st.lists(st.permutations(numbers), max_size=6)):
+        length = draw(st.integers(0, count - 1))
+        for end in range(length + 1):
+            start = tuple(whole[:end])
+            sequences.setdefault(start, 0)
+            if draw(st.booleans()):
+                sequences[start] |= 1 << whole[end]
+    return chunks, Stored({s: behind & ~s for s, behind in sets.items()}, sequences)
+
+
+@settings(deadline=None, max_examples=60)
+@given(problems())
+def test_no_order_costs_less_and_of_equal_ones_the_popular_come_first(problem: tuple[list[Chunk], Stored]):
+    chunks, stored = problem
+    found = place(Problem(chunks, stored))
+    best = min(allowed_orders(chunks), key=lambda order: (cost(order, chunks, stored), by_popularity(order, chunks)))
+    assert found.order == best
+    assert found.cost == cost(best, chunks, stored)
+    assert found.arrival_cost == cost(tuple(range(len(chunks))), chunks, stored)
+
+
+@settings(deadline=None, max_examples=60)
+@given(problems(most=6))
+def test_the_best_rejected_order_is_the_best_that_has_another_chunk_there(problem: tuple[list[Chunk], Stored]):
+    chunks, stored = problem
+    whole = Problem(chunks, stored)
+    found = place(whole)
+    orders = allowed_orders(chunks)
+    for at, alternative in enumerate(rejected(whole, found)):
+        others = [order for order in orders if order[:at] == found.order[:at] and order[at] != found.order[at]]
+        if not others:
+            assert alternative is None
+            continue
+        assert alternative is not None
+        assert alternative.total == min(cost(order, chunks, stored) for order in others)
+        assert alternative.edge.chunk != found.order[at]
+
+
+@settings(deadline=None, max_examples=60)
+@given(problems(most=7, groups=(0, 0, 1, None)), st.integers(0, 3))
+def test_the_beam_is_never_worse_than_arrival_and_keeps_groups(problem: tuple[list[Chunk], Stored], fixed: int):
+    """Beyond what is searched whole: the chunks of a small problem among others that have no patch."""
+    chunks, stored = problem
+    others = [Chunk(PATCHED, COMPUTED, 2) for _ in range(EXACT + 1)]
+    large = [*chunks, *others, *(Chunk(PATCHED, COMPUTED) for _ in range(fixed))]
+    found = place(Problem(large, stored))
+    assert sorted(found.order) == list(range(len(large)))
+    assert all(large[chunk].group == large[at].group for at, chunk in enumerate(found.order))
+    assert found.cost == cost(found.order, large, stored)
+    assert found.cost <= found.arrival_cost == cost(tuple(range(len(large))), large, stored)
+
+
+def test_the_beam_finds_a_chain_of_patches_that_runs_against_arrival_and_popularity():
+    count = EXACT + 4
+    order = tuple(range(count - 1, -1, -1))
+    sets = {sum(1 << chunk for chunk in order[:at]): 1 << chunk for at, chunk in enumerate(order)}
+    chunks = [Chunk(PATCHED, COMPUTED, 0, popularity=chunk % 5) for chunk in range(count)]
+    assert place(Problem(chunks, Stored(sets))) == Placement(order, count * PATCHED, count * COMPUTED)
+
+
+def test_beyond_exact_search_the_best_rejected_order_is_an_exchange():
+    count = EXACT + 2
+    chunks = [Chunk(PATCHED, COMPUTED + chunk, 0, popularity=count - chunk) for chunk in range(count)]
+    problem = Problem([*chunks, Chunk(PATCHED, COMPUTED)], Stored({0: 0b11}))
+    found = place(problem)
+    others = rejected(problem, found)
+    assert found.order[0] == 1, "it costs more to compute than chunk 0"
+    assert others[0] == ((0, True, PATCHED), found.cost + 1)
+    assert others[-1] is None, "that chunk is fixed"
+
+
+def test_without_anything_stored_the_most_popular_come_first_in_the_places_of_their_group():
+    chunks = [Chunk(1, 2, 0, 1.0), Chunk(1, 2), Chunk(1, 2, 0, 3.0), Chunk(1, 2, 1, 0.0), Chunk(1, 2, 1, 9.0)]
+    assert place(Problem(chunks, Stored())).order == (2, 1, 0, 4, 3)
+
+
+def test_small_chunks_miss_rather_than_large_ones():
+    """Behind nothing either has a patch, and behind the other one both have."""
+    chunks = [Chunk(1, 900, 0, popularity=5.0), Chunk(1, 100, 0)]
+    found = place(Problem(chunks, Stored({0b01: 0b10, 0b10: 0b01})))
+    assert (found.order, found.cost, found.arrival_cost) == ((1, 0), 101, 901)
+
+
+def test_nothing_to_place():
+    assert place(Problem([], Stored())) == Placement((), 0, 0)

@@ -1,0 +1,43 @@
+"""Which parts of a served set are compiled, and whose come first."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from prefill_workers.predictions import Part, PartsQueue, parts
+
+SHARES = [0.9, 0.2, 0.5]
+TOKENS = [10, 1000, 100]
+
+
+def test_a_part_is_worth_what_its_beginnings_save_where_all_of_them_are_asked_for():
+    found = {part.chunks: part.value for part in parts(SHARES, TOKENS)}
+    assert found.keys() == {chosen for size in (1, 2, 3) for chosen in combinations(range(3), size)}
+    assert found[0,] == pytest.approx(0.9 * 10)
+    assert found[0, 2] == pytest.approx(0.9 * 10 + 0.9 * 0.5 * 100)
+    assert found[0, 1, 2] == pytest.approx(0.9 * 10 + 0.9 * 0.2 * 1000 + 0.9 * 0.2 * 0.5 * 100)
+
+
+def test_the_most_valuable_come_first():
+    values = [part.value for part in parts(SHARES, TOKENS)]
+    assert values == sorted(values, reverse=True)
+
+
+def test_of_many_chunks_the_most_popular_are_weighed_in_the_order_served():
+    shares = [0.01 * (i * 7 % 30) for i in range(30)]
+    found = parts(shares, [100] * 30)
+    assert len(found) == 255
+    assert {chunk for part in found for chunk in part.chunks} == {i for i in range(30) if shares[i] >= 0.22}
+    assert all(list(part.chunks) == sorted(part.chunks) for part in found)
+
+
+def test_a_full_queue_loses_its_least_valuable_request():
+    queue = PartsQueue[str](limit=2)
+    for name, value in (("good", 3.0), ("poor", 1.0), ("best", 5.0)):
+        queue.add(name, [Part(value, (0,)), Part(0.5, (1,))])
+    queue.add("empty", [])
+    assert len(queue) == 2
+    assert [queue.pop()[0] for _ in range(2)] == ["best", "good"]
+    assert len(queue) == 0
