@@ -160,8 +160,9 @@ class PrefillWorker(FidelityReplica, ReportingReplica):
             raise
 
     async def stats(self) -> dict[str, Any]:
-        """Loop and library counters."""
+        """This replica's name, loop and library counters."""
         return {
+            "name": self._name,
             "loop": self._loop.stats(),
             "library": self._library.stats(),
             "patches_queued": self._compiling,

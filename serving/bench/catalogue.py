@@ -11,6 +11,7 @@ from serving.bench import (
     patch_rank,
     precompute,
     relocation,
+    routing,
     store,
     ttft,
 )
@@ -27,6 +28,7 @@ _MODULES = (
     patch_rank,
     precompute,
     relocation,
+    routing,
     store,
     fidelity,
 )
