@@ -11,10 +11,7 @@ Two things that are harmless in an ordinary engine would be wrong here, and are 
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +22,8 @@ from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
+
+from decode_workers.admission import Admission
 
 
 @dataclass(frozen=True)
@@ -50,70 +49,8 @@ class DecodeStats:
     running: int
     waiting: int
     blocks_reserved: int
+    blocks_awaited: int  # by requests that wait for room
     blocks_total: int
-
-
-class Admission:
-    """Reserves KV blocks for whole sequences, first come first served."""
-
-    def __init__(self, blocks: int, block_size: int) -> None:
-        self.total = blocks
-        self.block_size = block_size
-        self.reserved = 0
-        self.running = 0
-        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait for room."""
-        return len(self._queue)
-
-    @asynccontextmanager
-    async def admit(self, tokens: int, sequences: int) -> AsyncGenerator[None, None]:
-        """Hold room for `sequences` sequences of up to `tokens` tokens each.
-
-        Raises:
-            ValueError: the pool could never hold them.
-        """
-        blocks = sequences * (-(-tokens // self.block_size) + 1)
-        if blocks > self.total:
-            raise ValueError(
-                f"the request may grow to {tokens} tokens in {sequences} sequence(s) and needs {blocks} KV blocks; the "
-                f"decode worker has {self.total}: lower max_tokens or n"
-            )
-        if self._queue or self.reserved + blocks > self.total:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            entry = (blocks, turn)
-            self._queue.append(entry)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
-                    self._release(blocks)
-                else:
-                    self._queue.remove(entry)
-                    self._grant()
-                raise
-        else:
-            self.reserved += blocks
-        self.running += 1
-        try:
-            yield
-        finally:
-            self.running -= 1
-            self._release(blocks)
-
-    def _release(self, blocks: int) -> None:
-        self.reserved -= blocks
-        self._grant()
-
-    def _grant(self) -> None:
-        while self._queue and self.reserved + self._queue[0][0] <= self.total:
-            blocks, turn = self._queue.popleft()
-            if turn.cancelled():
-                continue
-            self.reserved += blocks
-            turn.set_result(None)
 
 
 class DecodeEngine:
@@ -195,7 +132,7 @@ class DecodeEngine:
     def stats(self) -> DecodeStats:
         """Queue lengths and reserved blocks."""
         a = self.admission
-        return DecodeStats(a.running, a.waiting, a.reserved, a.total)
+        return DecodeStats(a.running, a.waiting, a.reserved, a.blocks_awaited, a.total)
 
     async def all_blocks_free(self) -> bool:
         """Whether vLLM's own pool holds no KV block (nothing else keeps one: prefix caching is off)."""

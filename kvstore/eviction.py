@@ -6,6 +6,7 @@ memory; a mapped file that another process deletes stays readable until its last
 
 from __future__ import annotations
 
+import heapq
 import logging
 import threading
 import time
@@ -60,6 +61,7 @@ class HotCache:
         self._tenants: dict[str, int] = {}
         self.nbytes = 0
         self.evictions = 0
+        self.version = 0  # grows whenever a record comes or goes
 
     def get(self, path: str) -> Record | None:
         with self._lock:
@@ -84,6 +86,7 @@ class HotCache:
                 now = time.time()
                 self._residents[path] = _Resident(record, now, now)
                 self._account(tenant, size)
+                self.version += 1
             return fits
 
     def remove(self, path: str) -> bool:
@@ -91,12 +94,19 @@ class HotCache:
             resident = self._residents.pop(path, None)
             if resident is not None:
                 self._account(resident.record.tenant, -resident.record.nbytes)
+                self.version += 1
             return resident is not None
 
     def matching(self, condition: Callable[[Record], bool]) -> list[str]:
         """Paths of the records that meet a condition."""
         with self._lock:
             return [path for path, resident in self._residents.items() if condition(resident.record)]
+
+    def latest(self, condition: Callable[[Record], bool], limit: int) -> list[Record]:
+        """At most `limit` records that meet a condition, most recently used first."""
+        with self._lock:
+            found = [resident for resident in self._residents.values() if condition(resident.record)]
+        return [resident.record for resident in heapq.nlargest(limit, found, key=lambda resident: resident.used)]
 
     def last_used(self) -> dict[str, float]:
         """When each record was last used, Unix seconds: a tier does not see hits that memory answered."""

@@ -63,6 +63,7 @@ class LibraryStats:
     tier_bytes: dict[str, int]  # per tier, as last counted
     loads: int  # from tiers
     load_ms: float  # spent in these, in all
+    loaded_bytes: int  # by these
 
 
 class Arrival(NamedTuple):
@@ -220,6 +221,16 @@ class Library:
         """Whether the farthest tier, the one that all nodes share, holds a record. False if it does not answer."""
         return self._stack.persisted(record_path(kind, key, self.fingerprint, tenant))
 
+    def hot(self, limit: int) -> list[str]:
+        """Content ids of at most `limit` chunks whose canonical KV is in memory, most recently used first."""
+        records = self._hot.latest(lambda record: isinstance(record, CanonicalRecord), limit)
+        return list(dict.fromkeys(record.content for record in records))
+
+    @property
+    def hot_version(self) -> int:
+        """Changes whenever memory gains or loses a record."""
+        return self._hot.version
+
     # Writing
 
     def put_canonical(self, record: CanonicalRecord) -> None:
@@ -317,6 +328,7 @@ class Library:
             tier_bytes={budget.tier.name: budget.nbytes for budget in self._stack.budgets},
             loads=own["loads"],
             load_ms=load_ms,
+            loaded_bytes=own["loaded_bytes"],
         )
 
     # Inside
@@ -355,6 +367,7 @@ class Library:
         with self._lock:
             self._counts["loads"] += 1
             self._load_ms += (time.perf_counter() - started) * 1e3
+            self._counts["loaded_bytes"] += 0 if found is None else found.encoded.size
             # A deletion takes the load away: then the record must not come back into memory or nearer tiers.
             current = self._loading.get(path) is loading
             if current:

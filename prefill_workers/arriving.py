@@ -102,6 +102,11 @@ class Pace:
     def __init__(self) -> None:
         self._seconds_per_token: float | None = None
 
+    @property
+    def seconds_per_token(self) -> float | None:
+        """What a token of a forward takes; None before the first."""
+        return self._seconds_per_token
+
     def learn(self, tokens: int, seconds: float) -> None:
         """A forward over so many tokens took this long, without waiting for layers."""
         now, before = seconds / tokens, self._seconds_per_token

@@ -82,6 +82,11 @@ class _Job:
         return sum(map(len, self.pending))
 
     @property
+    def left(self) -> int:
+        """Tokens that a forward has still to compute, pending ones included."""
+        return self.tokens + sum(map(len, self.plan.runs_between(self.reached, len(self.plan.sequence))))
+
+    @property
     def to_measure(self) -> list[Run]:
         """What no forward has computed up to the last chunk whose deviation is measured."""
         stop = max(c.span.stop for c in self.plan.chunks if c.unmeasured is not None)
@@ -113,6 +118,8 @@ class LoopStats:
     forwards_by_layer: int  # of these: beside loads that kept ahead of them
     forwards_partial: int  # besides these: to choose tokens by how far their KV deviates
     tokens_forwarded: int
+    tokens_queued: int  # that waiting and running links have still to compute
+    seconds_per_token: float | None  # of a forward; None: none was long enough to tell
     leases_expired: int
     harvest_failures: int
 
@@ -216,6 +223,8 @@ class PrefillLoop:
             forwards_by_layer=self._by_layer,
             forwards_partial=self._partial,
             tokens_forwarded=self._tokens,
+            tokens_queued=sum(job.left for job in [*self._waiting, *self._running]),
+            seconds_per_token=self._pace.seconds_per_token,
             leases_expired=self._expired,
             harvest_failures=self._background.failures,
         )

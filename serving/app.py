@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
+from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from infra.ports import free_port
@@ -35,6 +36,7 @@ from serving.config import OrbitServeConfig, RoleSettings
 from serving.fidelity_replica import FidelityReplica
 from serving.formed import FormedReplica, follow
 from serving.ray_roles import RayRoles, answered
+from serving.routing_replica import DecodeReporter, PrefillReporter, ReportingReplica, router_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,7 +74,7 @@ class VisionEncoder:
         return {"images": self._encoder.images}
 
 
-class PrefillWorker(FidelityReplica, FormedReplica):
+class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
     """Links requests; see `prefill_workers.linker`."""
 
     async def __init__(self, config: OrbitServeConfig, compiler: DeploymentHandle) -> None:  # type: ignore[misc]
@@ -114,6 +116,8 @@ class PrefillWorker(FidelityReplica, FormedReplica):
             orbit_chunks=settings.orbit_chunks,
             part_forwards=settings.part_forwards,
         )
+        bytes_per_token = self._engine.layout.bytes_per_token(self._engine.dtype)
+        self._reporter = PrefillReporter(self._loop, self._library, bytes_per_token, config.routing.hot_chunks)
         self._planners = ThreadPoolExecutor(32, thread_name_prefix="plan")  # a plan waits for look-ups
         self._loop.start()
 
@@ -160,8 +164,9 @@ class PrefillWorker(FidelityReplica, FormedReplica):
             raise
 
     async def stats(self) -> dict[str, Any]:
-        """Loop and library counters."""
+        """This replica's name, loop and library counters."""
         return {
+            "name": self._name,
             "loop": self._loop.stats(),
             "library": self._library.stats(),
             "patches_queued": self._compiling,
@@ -237,7 +242,7 @@ class PatchCompiler:
         return sum(compiler.formed for compiler in self._compilers.values())
 
 
-class DecodeWorker:
+class DecodeWorker(ReportingReplica):
     """Stock vLLM; see `decode_workers.engine`."""
 
     def __init__(self, config: OrbitServeConfig) -> None:
@@ -260,6 +265,7 @@ class DecodeWorker:
                 seed=model.seed,
             )
         )
+        self._reporter = DecodeReporter(self._engine, settings.max_num_seqs)
 
     async def generate(
         self,
@@ -376,12 +382,13 @@ class Ingress:
 def build(config: OrbitServeConfig) -> serve.Application:
     """The application graph of a configuration."""
     compiler = _deployment(PatchCompiler, config.patch).bind(config)
-    prefill = _deployment(PrefillWorker, config.prefill).bind(config, compiler)
+    routers = {role: router_config(role, config.routing) for role in ("prefill", "decode")}
+    prefill = _deployment(PrefillWorker, config.prefill, routers["prefill"]).bind(config, compiler)
     return _deployment(Ingress, config.ingress).bind(
         config,
         vision=_deployment(VisionEncoder, config.vision).bind(config),
         prefill=prefill,
-        decode=_deployment(DecodeWorker, config.decode).bind(config),
+        decode=_deployment(DecodeWorker, config.decode, routers["decode"]).bind(config),
         library=_deployment(LibraryKeeper, config.keeper).bind(config, prefill, compiler),
     )
 
@@ -397,7 +404,7 @@ def build_app(arguments: dict[str, str]) -> serve.Application:
     return build(OrbitServeConfig.from_yaml(Path(arguments["config"])))
 
 
-def _deployment(role: type, settings: RoleSettings) -> Any:
+def _deployment(role: type, settings: RoleSettings, router: RequestRouterConfig | None = None) -> Any:
     return serve.deployment(
         role,
         name=role.__name__,
@@ -405,6 +412,7 @@ def _deployment(role: type, settings: RoleSettings) -> Any:
         max_ongoing_requests=settings.max_ongoing_requests,
         health_check_period_s=settings.health_check_period_s,
         graceful_shutdown_timeout_s=settings.graceful_shutdown_timeout_s,
+        request_router_config=router or RequestRouterConfig(),
         ray_actor_options={
             "num_cpus": settings.num_cpus,
             "num_gpus": settings.num_gpus,

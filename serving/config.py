@@ -167,6 +167,20 @@ class PrecomputeSettings(_Settings):
     )
 
 
+class RoutingSettings(_Settings):
+    """How requests choose among the replicas of prefill and decode."""
+
+    enabled: bool = Field(
+        True, description="By queues, chunks in memory and free KV. false: Ray Serve's power of two choices."
+    )
+    report_period_s: float = Field(
+        1.0, gt=0, description="Seconds between two reports of a replica; one five times as old is not trusted."
+    )
+    hot_chunks: int = Field(
+        2048, ge=0, description="Chunks in a prefill worker's memory that its report names at most, 8 bytes each."
+    )
+
+
 class OrbitServeConfig(_Settings):
     """A whole deployment."""
 
@@ -180,6 +194,7 @@ class OrbitServeConfig(_Settings):
     prefill: PrefillRoleSettings = PrefillRoleSettings()
     patch: PatchSettings = PatchSettings()
     decode: DecodeRoleSettings = DecodeRoleSettings()
+    routing: RoutingSettings = RoutingSettings()
     keeper: LibraryRoleSettings = LibraryRoleSettings()
     precompute: PrecomputeSettings = PrecomputeSettings()
 

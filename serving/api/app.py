@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -43,6 +44,7 @@ from serving.api.vector_stores import vector_stores_router
 from serving.config import OrbitServeConfig
 from serving.documents import Documents
 from serving.engine_client import LinkedEngineClient
+from serving.routing import REGISTRY
 
 _UNSUPPORTED_COMPLETION = {
     "prompt_logprobs": "prompt_logprobs is not supported",
@@ -159,5 +161,5 @@ def _add_operations(app: FastAPI, client: LinkedEngineClient, metrics: Metrics) 
 
     @app.get("/metrics", summary="Prometheus metrics", tags=["operations"])
     async def prometheus() -> Response:
-        text = metrics.text(families(await scraped(client.roles)))
+        text = metrics.text(chain(families(await scraped(client.roles)), REGISTRY.collect()))
         return Response(text, media_type="text/plain; version=0.0.4")

@@ -80,3 +80,17 @@ def guarded(only_service: Callable[..., Service]) -> Service:
         prefill={"max_queue": 1, "max_batch_tokens": 64},
         decode={"health_check_period_s": 1},
     )
+
+
+@pytest.fixture
+def couples(only_service: Callable[..., Service]) -> Service:
+    """Two prefill workers that check every request, and read every patch from disk; two decode workers."""
+    fidelity = {"share": 1.0, "window": 4, "minimum": 2, "bounds": {"patched": 0.1}}
+    return only_service(
+        "couples",
+        "float32",
+        library={"memory_bytes": 0, "object_store_bytes": 0},
+        prefill={"replicas": 2, "fidelity": fidelity, "health_check_period_s": 1},
+        decode={"replicas": 2},
+        patch={"rank": None, "factors": "model"},
+    )

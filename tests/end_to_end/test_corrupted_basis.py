@@ -29,19 +29,6 @@ PAGE = user("Look at ", picture(301), " and ", picture(302), " and say what foll
 NO_MEMORY = {"memory_bytes": 0, "object_store_bytes": 0}
 
 
-@pytest.fixture
-def watched(only_service: Callable[..., Service]) -> Service:
-    """Two prefill workers that check every request, and read every patch from disk."""
-    fidelity = {"share": 1.0, "window": 4, "minimum": 2, "bounds": {"patched": 0.1}}
-    return only_service(
-        "watched",
-        "float32",
-        library=NO_MEMORY,
-        prefill={"replicas": 2, "fidelity": fidelity},
-        patch={"rank": None, "factors": "model"},
-    )
-
-
 def points(service: Service) -> list[str]:
     chunks: list[dict[str, Any]] = service.chat(PAGE, max_tokens=2)["orbit"]["chunks"]
     return [chunk["operating_point"] for chunk in chunks]
@@ -81,30 +68,30 @@ def with_right(record: PatchRecord, change: Callable[[Tensor], Tensor]) -> Patch
     return replace(record, patch=replace(record.patch, segments=segments))
 
 
-def test_a_corrupted_patch_basis_is_seen_on_metrics_and_switched_off_everywhere(watched: Service):
-    watched.wait_until(lambda: points(watched) == ["patched", "patched"], 60)
-    watched.wait_until(lambda: sum(metrics(watched)["checks_total"]) >= 1, 30)
-    honest = metrics(watched)
+def test_a_corrupted_patch_basis_is_seen_on_metrics_and_switched_off_everywhere(couples: Service):
+    couples.wait_until(lambda: points(couples) == ["patched", "patched"], 60)
+    couples.wait_until(lambda: sum(metrics(couples)["checks_total"]) >= 1, 30)
+    honest = metrics(couples)
     assert sum(honest["agreements_total"]) == sum(honest["checks_total"])
     assert max(honest["rolling_kl_nats"]) < 1e-6
     assert honest["switched_off"] == [0, 0]
     assert honest["bound_nats"] == [0.1, 0.1]
 
-    rewrite_patches(watched, turn_basis)
-    watched.wait_until(lambda: bool(points(watched)) and metrics(watched)["switched_off"] == [1, 1], 60)
-    assert max(metrics(watched)["rolling_kl_nats"]) > 0.1
+    rewrite_patches(couples, turn_basis)
+    couples.wait_until(lambda: bool(points(couples)) and metrics(couples)["switched_off"] == [1, 1], 60)
+    assert max(metrics(couples)["rolling_kl_nats"]) > 0.1
     for _ in range(4):  # whichever worker it comes to
-        answer = watched.chat(PAGE, max_tokens=2)
+        answer = couples.chat(PAGE, max_tokens=2)
         assert [chunk["operating_point"] for chunk in answer["orbit"]["chunks"]] == ["recomputed", "recomputed"]
         assert "patched is switched off" in answer["orbit"]["chunks"][0]["reason"]
-    exact = watched.chat(PAGE, mode="exact")["choices"][0]["message"]["content"]
-    assert watched.chat(PAGE)["choices"][0]["message"]["content"] == exact
+    exact = couples.chat(PAGE, mode="exact")["choices"][0]["message"]["content"]
+    assert couples.chat(PAGE)["choices"][0]["message"]["content"] == exact
 
-    rewrite_patches(watched, turn_back)
-    told = CliRunner().invoke(cli, ["fidelity", "allow", "patched", "--url", watched.url])
+    rewrite_patches(couples, turn_back)
+    told = CliRunner().invoke(cli, ["fidelity", "allow", "patched", "--url", couples.url])
     assert told.exit_code == 0, told.output
     assert "2 prefill workers" in told.output
-    assert metrics(watched)["switched_off"] == [0, 0]
-    assert [points(watched) for _ in range(4)] == [["patched", "patched"]] * 4
-    shown = CliRunner().invoke(cli, ["fidelity", "show", "--url", watched.url])
+    assert metrics(couples)["switched_off"] == [0, 0]
+    assert [points(couples) for _ in range(4)] == [["patched", "patched"]] * 4
+    shown = CliRunner().invoke(cli, ["fidelity", "show", "--url", couples.url])
     assert "switched off" not in shown.output

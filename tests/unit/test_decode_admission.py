@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from decode_workers.engine import Admission
+from decode_workers.admission import Admission
 
 
 async def hold(admission: Admission, tokens: int, sequences: int, release: asyncio.Event, log: list[int]) -> None:

@@ -383,3 +383,37 @@ def test_records_come_back_mapped_not_copied(make_library: MakeLibrary) -> None:
     place, mapped = loaded.kv.data_ptr(), Path("/proc/self/maps").read_text().splitlines()
     spans = [line.split()[0].split("-") for line in mapped if line.endswith(f"{record.key}.arrow")]
     assert any(int(start, 16) <= place < int(end, 16) for start, end in spans)
+
+
+# What routing asks
+
+
+def test_what_is_in_memory_is_named_most_recently_used_first(make_library: MakeLibrary) -> None:
+    library = make_library(MemoryTier())
+    one, two, three = (canonical(name) for name in ("one", "two", "three"))
+    assert library.hot(9) == []
+    for record in (one, two, three):
+        library.put_canonical(record)
+    library.put_embedding(embedding_of(canonical("only embedded")))
+    library.get_canonical(one.key, "acme")
+    assert library.hot(9) == [one.content, three.content, two.content]
+    assert library.hot(1) == [one.content]
+    version = library.hot_version
+    library.get_canonical(two.key, "acme")
+    assert library.hot_version == version
+    library.delete("canonical", two.key, "acme")
+    assert library.hot_version > version
+    assert library.hot(9) == [one.content, three.content]
+
+
+def test_bytes_that_loads_brought_are_counted(make_library: MakeLibrary) -> None:
+    record, tier = canonical(), MemoryTier()
+    library = make_library(tier)
+    library.put_canonical(record)
+    library.flush()
+    assert library.stats().loaded_bytes == 0
+    again = make_library(tier)
+    again.get_canonical(record.key, "acme")
+    again.get_canonical("0" * 64, "acme")
+    (entry,) = tier.entries("records/")
+    assert again.stats().loaded_bytes == entry.size

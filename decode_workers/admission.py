@@ -1,0 +1,81 @@
+"""Admission to a decode engine: whole sequences only, and first come first served."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+
+def blocks_needed(tokens: int, sequences: int, block_size: int) -> int:
+    """KV blocks of `sequences` sequences of up to `tokens` tokens each; one of each is for a partial copy."""
+    return sequences * (-(-tokens // block_size) + 1)
+
+
+class Admission:
+    """Reserves KV blocks for whole sequences, first come first served."""
+
+    def __init__(self, blocks: int, block_size: int) -> None:
+        self.total = blocks
+        self.block_size = block_size
+        self.reserved = 0
+        self.running = 0
+        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for room."""
+        return len(self._queue)
+
+    @property
+    def blocks_awaited(self) -> int:
+        """Blocks that these need."""
+        return sum(blocks for blocks, _ in self._queue)
+
+    @asynccontextmanager
+    async def admit(self, tokens: int, sequences: int) -> AsyncGenerator[None, None]:
+        """Hold room for `sequences` sequences of up to `tokens` tokens each.
+
+        Raises:
+            ValueError: the pool could never hold them.
+        """
+        blocks = blocks_needed(tokens, sequences, self.block_size)
+        if blocks > self.total:
+            raise ValueError(
+                f"the request may grow to {tokens} tokens in {sequences} sequence(s) and needs {blocks} KV blocks; the "
+                f"decode worker has {self.total}: lower max_tokens or n"
+            )
+        if self._queue or self.reserved + blocks > self.total:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            entry = (blocks, turn)
+            self._queue.append(entry)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._release(blocks)
+                else:
+                    self._queue.remove(entry)
+                    self._grant()
+                raise
+        else:
+            self.reserved += blocks
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+            self._release(blocks)
+
+    def _release(self, blocks: int) -> None:
+        self.reserved -= blocks
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._queue and self.reserved + self._queue[0][0] <= self.total:
+            blocks, turn = self._queue.popleft()
+            if turn.cancelled():
+                continue
+            self.reserved += blocks
+            turn.set_result(None)

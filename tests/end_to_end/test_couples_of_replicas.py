@@ -1,0 +1,71 @@
+"""Two prefill and two decode workers: who is asked, by what, and what happens when one is gone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import ray
+from client import Service, picture, user
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+
+from serving.launch import APPLICATION
+
+pytestmark = pytest.mark.service
+
+PAGE = user("Look at ", picture(401), " and say what you see.")
+
+
+def everywhere(role: str, method: str) -> list[Any]:
+    """What every replica of a role answers."""
+    return list(serve.get_deployment_handle(role, APPLICATION).broadcast(method).results(timeout_s=60))
+
+
+def forwards() -> list[int]:
+    """How many forwards each prefill worker has run for requests, in one order."""
+    return sorted(stats["loop"].forwards for stats in everywhere("PrefillWorker", "stats"))
+
+
+def choices(service: Service) -> Counter[tuple[str, str]]:
+    """How often replicas were chosen, by role and reason."""
+    found = Counter[tuple[str, str]]()
+    for family in text_string_to_metric_families(httpx.get(service.url + "/metrics").text):
+        for sample in family.samples:
+            if sample.name == "orbitserve_routing_choices_total":
+                found[sample.labels["role"], sample.labels["reason"]] += int(sample.value)
+    return found
+
+
+def test_a_prompt_goes_where_it_was_and_a_crowd_spreads(couples: Service):
+    couples.chat(PAGE)
+    counted = choices(couples)
+    for _ in range(6):
+        couples.chat(PAGE, max_tokens=2)
+    found = choices(couples) - counted
+    assert found["decode", "least_pressure"] == 6
+    assert found["prefill", "hot"] + found["prefill", "spread"] == 6
+    assert found["prefill", "hot"] > found["prefill", "spread"]  # a small page is soon loaded: any queue may spread it
+
+    before, counted = forwards(), choices(couples)
+    with ThreadPoolExecutor(24) as pool:
+        answers = [pool.submit(couples.chat, PAGE, max_tokens=400, ignore_eos=True) for _ in range(24)]
+        couples.wait_until(lambda: all(stats.running >= 6 for stats in everywhere("DecodeWorker", "stats")), 30)
+        assert {answer.result()["usage"]["completion_tokens"] for answer in answers} == {400}
+    assert all(now > then for now, then in zip(forwards(), before, strict=True))
+    found = choices(couples) - counted
+    assert found["decode", "least_pressure"] + found["decode", "waits"] == 24
+    assert found["prefill", "hot"] + found["prefill", "spread"] == 24
+
+
+def test_a_prefill_worker_that_ends_is_not_asked_again(couples: Service):
+    couples.chat(PAGE, max_tokens=2)
+    names = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)]
+    workers = [name for name in names if name.startswith("SERVE_REPLICA::") and "#PrefillWorker#" in name]
+    assert len(workers) == 2
+    ray.kill(ray.get_actor(workers[0], namespace="serve"), no_restart=False)
+    for _ in range(4):  # whichever worker it came to until now
+        assert couples.chat(PAGE, max_tokens=2)["choices"]
