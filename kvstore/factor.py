@@ -52,6 +52,8 @@ def factor(delta: Tensor, rank: int | None = None, energy: float | None = None) 
 def spread_factors(segments: Sequence[Tensor], rank: int | None, energy: float | None, itemsize: int) -> list[Factors]:
     """Factors of all segments [layers, tokens, features_s], kept where they hold most energy for their bytes.
 
+    The first layer gets next to none: its KV follows from the token alone, so its deficit is rounding, in every model.
+
     `rank`: as many in all as if every layer and segment kept so many, at most twice as many in one layer.
     `energy`: as few as keep this share of the squared norm over all layers and segments; neither: all, exactly.
     `itemsize`: bytes of a number of the factors as they are stored.
