@@ -27,7 +27,7 @@ from rich.console import Console
 from infra.checkpoints import checkpoint_path
 from infra.ports import free_port
 from serving.bench.harness import Arm
-from serving.bench.servers import Server, bench_config
+from serving.bench.servers import Server, bench_config, vllm_alone
 from serving.bench.ttft import CHECKPOINT
 from serving.loadtest import measures
 from serving.loadtest.arrivals import poisson
@@ -101,6 +101,16 @@ def our_service(
         )
         with application(config, console) as url:
             yield OurService(Server(url, config.model.served_name, settle), Path(root) / "library")
+
+
+@contextmanager
+def both(checkpoint: Path, console: Console, tenants: Sequence[str]) -> Iterator[tuple[Server, OurService]]:
+    """vLLM's server and our service with these tenants, started one after the other."""
+    console.print("starting vLLM's server, then ours")
+    with vllm_alone(checkpoint, kv_cache_gib=VLLM_GIB) as alone:
+        alone.settle()
+        with our_service(checkpoint, console, tenants) as service:
+            yield alone, service
 
 
 def checkpoint_of(model: Path | None, quick: bool) -> Path:

@@ -17,7 +17,6 @@ from rich.console import Console
 
 from serving.bench import load_arms
 from serving.bench.harness import Benchmark, Outcome
-from serving.bench.servers import vllm_alone
 from serving.loadtest import measures
 from serving.loadtest.workloads import OneShot
 
@@ -29,12 +28,7 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
     checkpoint = load_arms.checkpoint_of(model, quick)
     requests, turns = items or (6 if quick else 20), 2 if quick else 4
     asked = {"question_words": 4, "max_tokens": 4}
-    console.print("starting vLLM's server and ours")
-    with (
-        vllm_alone(checkpoint, kv_cache_gib=load_arms.VLLM_GIB) as alone,
-        load_arms.our_service(checkpoint, console, ["off", "auto"]) as service,
-    ):
-        alone.settle()
+    with load_arms.both(checkpoint, console, ["off", "auto"]) as (alone, service):
         arms = [
             load_arms.vllm_arm(alone, OneShot(**asked)),
             service.arm("off", "OrbitServe, mode off", OneShot(**asked), "inline", mode="off"),

@@ -27,7 +27,7 @@ from rich.console import Console
 from serving.bench import load_arms
 from serving.bench.harness import Benchmark, Outcome
 from serving.bench.load_arms import LoadArm, OurService, Runs
-from serving.bench.servers import Server, vllm_alone
+from serving.bench.servers import Server
 from serving.loadtest import measures
 from serving.loadtest.workloads import Mrag
 
@@ -70,12 +70,7 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
     scale = _QUICK if quick else _FULL
     checkpoint = load_arms.checkpoint_of(model, quick)
     requests = items or scale.requests
-    console.print("starting vLLM's server and ours")
-    with (
-        vllm_alone(checkpoint, kv_cache_gib=load_arms.VLLM_GIB) as alone,
-        load_arms.our_service(checkpoint, console, [*OURS, PLACED]) as service,
-    ):
-        alone.settle()
+    with load_arms.both(checkpoint, console, [*OURS, PLACED]) as (alone, service):
         arms = _arms(alone, service, scale)
         for arm in arms:
             load_arms.warm_up(arm, scale.warmup, console)
