@@ -61,7 +61,8 @@ class Benchmark:
     """A benchmark by name. `targets`: figure → (comparison, number), from the project's goals.
 
     `run` takes `quick` and the console, with `takes_model` a checkpoint's path or None as `model`, and with
-    `takes_items` how much to measure or None as `items`.
+    `takes_items` how much to measure or None as `items`. `applies`: whether a target is one of a run that gave these
+    figures.
     """
 
     name: str
@@ -70,6 +71,11 @@ class Benchmark:
     targets: Mapping[str, tuple[str, float]]
     takes_model: bool = False
     takes_items: bool = False
+    applies: Callable[[str, Mapping[str, float]], bool] = lambda name, figures: True
+
+    def targets_of(self, figures: Mapping[str, float]) -> dict[str, tuple[str, float]]:
+        """The targets of a run that gave these figures."""
+        return {name: target for name, target in self.targets.items() if self.applies(name, figures)}
 
 
 def in_turns(arms: Mapping[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
@@ -162,10 +168,11 @@ def show(benchmark: Benchmark, document: Mapping[str, Any], console: Console) ->
         for row, cells in rows.items():
             table.add_row(row, *(_cell(cells.get(column), None) for column in columns))
         console.print(table)
+    targets = benchmark.targets_of(document["figures"])
     for name, value in document["figures"].items():
         line = f"  {name} = {value:g}"
-        if name in benchmark.targets:
-            comparison, target = benchmark.targets[name]
+        if name in targets:
+            comparison, target = targets[name]
             met = value >= target if comparison == ">=" else value <= target
             line += f"   (target {comparison} {target:g}: {'met' if met else 'missed'})"
         console.print(line, highlight=False)
