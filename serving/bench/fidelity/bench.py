@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from math import nan
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from infra.reference import WEIGHTS
 from infra.reference.families import FAMILIES
 from infra.vllm_env import vllm_environment
 from serving.bench.fidelity.arms import COMMON
-from serving.bench.fidelity.tables import AT_EQUAL_BYTES, FORMS, LOST, MAIN, MARGIN, Table, tables
+from serving.bench.fidelity.tables import AT_EQUAL_BYTES, BUDGETS, FORMS, MAIN, MARGIN, Table, loses, tables
 from serving.bench.harness import UNCERTAINTY, Benchmark, Outcome
 
 ITEMS = 500
@@ -69,8 +68,8 @@ def figures_of(kind: str, whole: Tables) -> dict[str, float]:
     """`<family>.<split>.<arm>.<figure>` of the main tables and of those at equal bytes.
 
     Beside what the tables hold: `blind.lost`, the accuracy that blind reuse loses; `orbit.below_own`, how much less of
-    the loss an orbit patch closes than the own patch of that rank; `patch.margin`, how much more of it a patch closes
-    than the best arm that keeps tokens, at whichever of the equal bytes that is least.
+    the loss an orbit patch closes than the own patch of that rank; `patch_within_p.margin`, how much more of it a patch
+    closes than the best arm that keeps tokens of as many bytes.
     """
     found: dict[str, float] = {}
     for figure in MAIN:
@@ -81,13 +80,13 @@ def figures_of(kind: str, whole: Tables) -> dict[str, float]:
                     for split, value in cells.items()
                     if not split.endswith(UNCERTAINTY) and value == value
                 }
-    rows = whole.get(f"{kind}: {MARGIN}", {}).values()
+    for budget, cells in whole.get(f"{kind}: {MARGIN}", {}).items():
+        at = f"patch_within_{budget.removesuffix('%')}.margin"
+        found |= {f"{kind}.{split}.{at}": value for split, value in cells.items() if value == value}
     for split in dict.fromkeys(name.split(".")[1] for name in found):
         at = f"{kind}.{split}"
         found |= _less(found, f"{at}.blind.lost", f"{at}.exact.accuracy", f"{at}.blind.accuracy")
         found |= _less(found, f"{at}.orbit.below_own", f"{at}.patch_{COMMON}.eta", f"{at}.orbit.eta")
-        margins = [value for cells in rows if (value := cells.get(split, nan)) == value]
-        found |= {f"{at}.patch.margin": min(margins)} if margins else {}
     return found
 
 
@@ -99,7 +98,7 @@ def applies(name: str, figures: Mapping[str, float]) -> bool:
     """Whether a target is of a family that was measured and, if of an arm that reuses, blind reuse loses LOST there."""
     family, _, arm, _ = name.split(".")
     lost = figures.get(f"{family}.multi.blind.lost")
-    return lost is not None and (arm == "exact" or lost >= LOST)
+    return lost is not None and (arm == "exact" or loses(lost))
 
 
 TARGETS = {
@@ -108,7 +107,7 @@ TARGETS = {
     "multi.patch_64.eta": (">=", 0.95),
     "multi.patch_64.flip_recover": (">=", 0.95),
     "multi.orbit.below_own": ("<=", 0.03),
-    "multi.patch.margin": (">=", 0.0),
+    **{f"multi.patch_within_{percent}.margin": (">=", 0.0) for percent in BUDGETS},
 }
 
 BENCHMARK = Benchmark(

@@ -56,7 +56,7 @@ class Shape:
     def tables(self) -> Mapping[str, Mapping[str, Mapping[str, float]]]:
         """Rows for the tables of all splits, by table and by what comes behind the split's name in the row's."""
         return {
-            "deficit norm by layer": {"": {f"layer {i}": value for i, value in enumerate(_means(self.depth))}},
+            "deficit norm by layer": {"": {str(layer): norm for layer, norm in enumerate(_means(self.depth))}},
             "deficit spread": {
                 "": {
                     "tokens for 90%": statistics.mean(self.tokens),

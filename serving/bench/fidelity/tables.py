@@ -110,8 +110,8 @@ def _by_split(found: Measured) -> Iterator[tuple[str, Table]]:
     )
     by_layers: Table = defaultdict(dict)
     for arm, row in found.few[Split.multi].items():
-        if "/" in arm:
-            name, count = arm.split(" ")
+        name, _, count = arm.partition(" ")
+        if count:
             by_layers[name][count] = row.get("eta", nan)
     yield "eta by layers computed", dict(by_layers)
     shaped: dict[str, Table] = defaultdict(dict)
@@ -129,7 +129,7 @@ def _by_split(found: Measured) -> Iterator[tuple[str, Table]]:
     within = {split: {arm: row for arm, row in rows.items() if "_within_" in arm} for split, rows in found.few.items()}
     for figure in EQUAL_BYTES:
         yield figure + AT_EQUAL_BYTES, _by_arm(within, figure)
-    yield MARGIN, {f"{percent} %": margins(found.few, percent) for percent in BUDGETS}
+    yield MARGIN, {f"{percent}%": margins(found.few, percent) for percent in BUDGETS}
 
 
 def _by_arm(found: Mapping[Split, Rows], figure: str) -> Table:
@@ -143,6 +143,11 @@ def _by_arm(found: Mapping[Split, Rows], figure: str) -> Table:
     return dict(table)
 
 
+def loses(lost: float) -> bool:
+    """Whether blind reuse loses enough accuracy (0 to 1) for arms to be told apart."""
+    return lost >= LOST - 1e-9
+
+
 def margins(found: Mapping[Split, Rows], percent: int) -> dict[str, float]:
     """By split, η of the patch less that of the best arm that keeps tokens of as many bytes.
 
@@ -152,7 +157,7 @@ def margins(found: Mapping[Split, Rows], percent: int) -> dict[str, float]:
     for split, rows in found.items():
         lost = rows["exact"]["accuracy"] - rows["blind"]["accuracy"]
         best = max(rows[f"{arm}_within_{percent}"].get("eta", nan) for arm in TOKEN_ARMS)
-        cells[str(split)] = rows[f"patch_within_{percent}"].get("eta", nan) - best if lost >= LOST else nan
+        cells[str(split)] = rows[f"patch_within_{percent}"].get("eta", nan) - best if loses(lost) else nan
     return cells
 
 
