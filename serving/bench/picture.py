@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 _MOST_CURVES = 8
-_DECADES = 100.0  # between the largest and the smallest: from here on colours go by the logarithm
+_SPREAD = 100.0  # of the largest over the smallest: from here on colours go by the logarithm
 Rows = Mapping[str, Mapping[str, float]]
 
 
@@ -69,10 +69,10 @@ def _numbers(axes: Any, rows: Rows) -> None:
     columns = _columns(rows)
     values = np.array([[cells.get(column, nan) for column in columns] for cells in rows.values()])
     known = values[np.isfinite(values)]
-    low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+    low, high = np.quantile(known, (0.05, 0.95)) if known.size else (0.0, 1.0)  # colours are not an outlier's
     positive = known[known > 0]
-    spread = positive.size and low >= 0 and high / float(positive.min()) > _DECADES
-    norm = LogNorm(float(positive.min()), high, clip=True) if spread else Normalize(min(low, high - 1e-9), high)
+    spread = positive.size and known.min() >= 0 and known.max() / positive.min() > _SPREAD
+    norm = LogNorm(positive.min(), known.max(), clip=True) if spread else Normalize(low - 1e-9, high, clip=True)
     image = axes.imshow(values, norm=norm, cmap="viridis", aspect="auto")
     for (y, x), value in np.ndenumerate(values):
         if np.isfinite(value):

@@ -19,7 +19,7 @@ from serving.bench.fidelity.bench import BENCHMARK, KINDS, MARGIN, TARGETS, figu
 from serving.bench.fidelity.reader import Page, Place, Prompt, _kept
 from serving.bench.fidelity.scores import Scores, figures, summary
 from serving.bench.fidelity.shape import Shape
-from serving.bench.fidelity.tables import BUDGETS, margins
+from serving.bench.fidelity.tables import BUDGETS, BY_LAYERS, Measured, margins
 
 TOKENS = 12
 HIDDEN = 32
@@ -216,9 +216,10 @@ def test_a_summary_holds_what_is_defined_with_its_uncertainty():
 
 def test_the_margin_is_over_the_best_tokens_and_only_where_blind_reuse_loses():
     arms = {f"{arm}_within_25": {"eta": eta} for arm, eta in zip(TOKEN_ARMS, (0.1, 0.7, 0.2, 0.4), strict=True)}
-    rows = {"exact": {"accuracy": 1.0}, "blind": {"accuracy": 0.9}, "patch_within_25": {"eta": 0.9}, **arms}
-    nothing_lost = rows | {"blind": {"accuracy": 0.95}}
-    cells = margins({Split.multi: rows, Split.single: nothing_lost}, 25)
+    few = {"patch_within_25": {"eta": 0.9}, **arms}
+    lost = {Split.multi: 0.9, Split.single: 0.95}
+    whole = {split: {"exact": {"accuracy": 1.0}, "blind": {"accuracy": left}} for split, left in lost.items()}
+    cells = margins(Measured(whole, dict.fromkeys(lost, few)), 25)
     assert cells["multi"] == pytest.approx(0.2)
     assert math.isnan(cells["single"])
 
@@ -237,6 +238,7 @@ def measured_tables(blind: float) -> dict[str, dict[str, dict[str, float]]]:
         "mla: eta": etas,
         "mla: eta at equal bytes": {"patch_within_6": {"multi": 0.9}},
         "mla: flip_recover": {"patch_64": {"multi": 1.0}},
+        f"mla: {BY_LAYERS}": {"multi reprefill": {"40%": 0.3}},
         f"mla: {MARGIN}": {f"{percent}%": {"multi": percent / 100, "single": float("nan")} for percent in BUDGETS},
     }
 
@@ -244,6 +246,7 @@ def measured_tables(blind: float) -> dict[str, dict[str, dict[str, float]]]:
 def test_a_run_over_one_family_is_held_to_that_familys_targets():
     figures = figures_of("mla", measured_tables(blind=0.4))
     assert figures["mla.multi.patch_within_6.eta"] == 0.9
+    assert figures["mla.multi.reprefill_40.eta"] == 0.3
     assert figures["mla.multi.blind.lost"] == pytest.approx(0.6)
     assert figures["mla.multi.orbit.below_own"] == pytest.approx(0.02)
     assert figures["mla.multi.patch_within_6.margin"] == 0.06

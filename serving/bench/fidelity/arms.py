@@ -248,8 +248,7 @@ class Arms:
         found |= {f"oracle_{percent}": self.oracle(percent / 100) for percent in (15, 50)}
         found |= {"asked_15": self.oracle(0.15, asked=True)}
         found |= {"lowrank_k_16": self.lowrank_keys(16)}
-        found |= {"reprefill_50": self.reprefill(0.5), "layers_50": self.deep_layers(0.5)}
-        found |= {"shallow_50": self.shallow_layers(0.5)}
+        found |= {"shallow_50": self.shallow_layers(0.5), "layers_50": self.deep_layers(0.5)}
         return found
 
     def within(self, percent: int, basis: SharedBasis) -> Mapping[str, Arm]:

@@ -14,7 +14,7 @@ from infra.reference import WEIGHTS
 from infra.reference.families import FAMILIES
 from infra.vllm_env import vllm_environment
 from serving.bench.fidelity.arms import COMMON
-from serving.bench.fidelity.tables import AT_EQUAL_BYTES, BUDGETS, FORMS, MAIN, MARGIN, Table, loses, tables
+from serving.bench.fidelity.tables import AT_EQUAL_BYTES, BUDGETS, BY_LAYERS, FORMS, MAIN, MARGIN, Table, loses, tables
 from serving.bench.harness import UNCERTAINTY, Benchmark, Outcome
 
 ITEMS = 500
@@ -65,7 +65,7 @@ def measured(kind: str, folder: Path, items: int, console: Console) -> Iterator[
 
 
 def figures_of(kind: str, whole: Tables) -> dict[str, float]:
-    """`<family>.<split>.<arm>.<figure>` of the main tables and of those at equal bytes.
+    """`<family>.<split>.<arm>.<figure>` of the main tables, of those at equal bytes and of η by layers computed.
 
     Beside what the tables hold: `blind.lost`, the accuracy that blind reuse loses; `orbit.below_own`, how much less of
     the loss an orbit patch closes than the own patch of that rank; `patch_within_p.margin`, how much more of it a patch
@@ -80,6 +80,10 @@ def figures_of(kind: str, whole: Tables) -> dict[str, float]:
                     for split, value in cells.items()
                     if not split.endswith(UNCERTAINTY) and value == value
                 }
+    for row, cells in whole.get(f"{kind}: {BY_LAYERS}", {}).items():
+        split, arm = row.split(" ")
+        at = f"{kind}.{split}.{arm}"
+        found |= {f"{at}_{share.removesuffix('%')}.eta": value for share, value in cells.items() if value == value}
     for budget, cells in whole.get(f"{kind}: {MARGIN}", {}).items():
         at = f"patch_within_{budget.removesuffix('%')}.margin"
         found |= {f"{kind}.{split}.{at}": value for split, value in cells.items() if value == value}

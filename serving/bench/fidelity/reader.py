@@ -236,7 +236,7 @@ class Reader:
         return reads
 
     def _write(self, batch: Sequence[tuple[Prompt, range]], pages: Sequence[Sequence[Tensor | None]]) -> None:
-        """Store the given KV of every prompt's pages; pages at the same position move there together."""
+        """Store the given KV of every prompt's pages; pages at the same position are written together."""
         from kvstore.patch import relocate
 
         together: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
@@ -245,8 +245,12 @@ class Reader:
                 if kv is not None:
                     together[place.position].append((kv, self.engine.slots(blocks, place.start, place.stop)))
         for position, parts in together.items():
-            kv = torch.cat([kv for kv, _ in parts], 1)
-            moved = relocate(kv, position, self.engine.layout, out=kv)
+            tokens = [len(slots) for _, slots in parts]
+            moved = torch.empty(
+                self.engine.layout.layers, sum(tokens), self.engine.layout.features, dtype=self.engine.dtype
+            )
+            for (kv, _), out in zip(parts, moved.split(tokens, 1), strict=True):
+                relocate(kv, position, self.engine.layout, out=out)
             self.engine.write_kv(moved, torch.cat([slots for _, slots in parts]))
 
     def _canonical(self, blocks: range, place: Place) -> Tensor:

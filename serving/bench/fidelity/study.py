@@ -118,23 +118,22 @@ class Study:
         left = prefix.computed(one.prompt, "another order")
         scores["prefix"].add(exact, exact, wanted, kept=1.0, computed=left)
         linked = {name: [arm(page) for page in one.pages] for name, arm in arms.items()}
+        reads: dict[str, Read] = {}
         for apart in {pages[0].apart for pages in linked.values()}:
             some = {name: pages for name, pages in linked.items() if pages[0].apart == apart}
-            reads = self.reader.over(
-                [one.prompt] * len(some),
-                [[page.kv for page in pages] for pages in some.values()],
-                [[page.again for page in pages] for pages in some.values()],
-                apart=apart,
+            kv = [[page.kv for page in pages] for pages in some.values()]
+            again = [[page.again for page in pages] for pages in some.values()]
+            found = self.reader.over([one.prompt] * len(some), kv, again, apart=apart)
+            reads |= zip(some, found, strict=True)
+        for name, pages in linked.items():
+            whole = sum(page.kv.nbytes for page in pages)
+            scores[name].add(
+                reads[name].answers,
+                exact,
+                wanted,
+                kept=sum(page.nbytes for page in pages) / whole,
+                computed=sum(page.computed * page.kv.nbytes for page in pages) / whole,
             )
-            for (name, pages), read in zip(some.items(), reads, strict=True):
-                whole = sum(page.kv.nbytes for page in pages)
-                scores[name].add(
-                    read.answers,
-                    exact,
-                    wanted,
-                    kept=sum(page.nbytes for page in pages) / whole,
-                    computed=sum(page.computed * page.kv.nbytes for page in pages) / whole,
-                )
 
 
 def _paths(at: int) -> list[tuple[int, ...]]:

@@ -28,6 +28,8 @@ FORMS = {
 MAIN = ("accuracy", "kl", "eta", "flip_recover", "bytes_fraction", "computed")
 EQUAL_BYTES = MAIN[:-1]
 AT_EQUAL_BYTES = " at equal bytes"
+PARTIAL = ("reprefill", "shallow", "layers")
+BY_LAYERS = "eta by layers computed"
 MARGIN = "eta of the patch over tokens at equal bytes"
 BUDGETS = (6, 12, 25, 50)  # % of a page's KV bytes
 STORED_RANK = 4  # low enough to tell ways of storing apart
@@ -58,8 +60,8 @@ def tables(study: Study, items: int, console: Console) -> Iterator[tuple[str, Ta
 class Measured:
     """What the items of every split gave.
 
-    `whole`: the standard arms on all items; `few`: on some of them those that spend equal bytes and, on `multi`, those
-    that compute some of the layers; `shapes`: deficits; `prompts`: one of each split.
+    `whole`: the standard arms on all items; `few`: on some of them those that spend equal bytes and those that compute
+    some of the layers; `shapes`: deficits; `prompts`: one of each split.
     """
 
     whole: dict[Split, Rows] = field(default_factory=dict)
@@ -71,12 +73,11 @@ class Measured:
 def _measured(study: Study, items: int, few: int, console: Console) -> Measured:
     basis, found = study.basis(FORMS[Split.multi]), Measured()
     arms = study.arms.standard(basis)
-    within = {"blind": arms["blind"]}
+    few_arms = {"blind": arms["blind"], **_partial(study)}
     for percent in BUDGETS:
-        within |= study.arms.within(percent, basis)
+        few_arms |= study.arms.within(percent, basis)
     for split, form in FORMS.items():
         console.print(f"  {split}: {items} items")
-        more = within | _partial(study) if split is Split.multi else within
         shape = found.shapes[split] = Shape(study.arms.layout)
         whole: dict[str, Scores] = defaultdict(Scores)
         some: dict[str, Scores] = defaultdict(Scores)
@@ -84,22 +85,26 @@ def _measured(study: Study, items: int, few: int, console: Console) -> Measured:
             shape.add(one.pages[-1])
             study.score(whole, one, arms)
             if len(some["blind"].kl) < few:
-                study.score(some, one, more)
+                study.score(some, one, few_arms)
             found.prompts[split] = one.prompt
         found.whole[split], found.few[split] = summary(whole), summary(some)
     return found
 
 
 def _partial(study: Study) -> dict[str, Arm]:
-    """The arms that compute some of the layers, by name and how many."""
+    """The arms that compute so many of the layers, for every number of layers."""
     arms, layers = study.arms, study.arms.layout.layers
-    made = {"reprefill": arms.reprefill, "layers": arms.deep_layers, "shallow": arms.shallow_layers}
-    return {f"{name} {n}/{layers}": arm(n / layers) for name, arm in made.items() for n in range(1, layers)}
+    made = zip(PARTIAL, (arms.reprefill, arms.shallow_layers, arms.deep_layers), strict=True)
+    return {f"{name}_{round(100 * n / layers)}": arm(n / layers) for name, arm in made for n in range(1, layers)}
 
 
 def _by_split(found: Measured) -> Iterator[tuple[str, Table]]:
     for figure in MAIN:
         yield figure, _by_arm(found.whole, figure)
+    within = {split: {arm: row for arm, row in rows.items() if "_within_" in arm} for split, rows in found.few.items()}
+    for figure in EQUAL_BYTES:
+        yield figure + AT_EQUAL_BYTES, _by_arm(within, figure)
+    yield MARGIN, {f"{percent}%": margins(found, percent) for percent in BUDGETS}
     ranks = {f"patch_{rank}": str(rank) for rank in RANKS}
     yield (
         "eta by rank",
@@ -109,11 +114,12 @@ def _by_split(found: Measured) -> Iterator[tuple[str, Table]]:
         },
     )
     by_layers: Table = defaultdict(dict)
-    for arm, row in found.few[Split.multi].items():
-        name, _, count = arm.partition(" ")
-        if count:
-            by_layers[name][count] = row.get("eta", nan)
-    yield "eta by layers computed", dict(by_layers)
+    for split, rows in found.few.items():
+        for arm, row in rows.items():
+            name, _, percent = arm.partition("_")
+            if name in PARTIAL:
+                by_layers[f"{split} {name}"][f"{percent}%"] = row.get("eta", nan)
+    yield BY_LAYERS, dict(by_layers)
     shaped: dict[str, Table] = defaultdict(dict)
     for split, shape in found.shapes.items():
         for name, rows in shape.tables().items():
@@ -126,10 +132,6 @@ def _by_split(found: Measured) -> Iterator[tuple[str, Table]]:
             for history in prefix.HISTORIES
         },
     )
-    within = {split: {arm: row for arm, row in rows.items() if "_within_" in arm} for split, rows in found.few.items()}
-    for figure in EQUAL_BYTES:
-        yield figure + AT_EQUAL_BYTES, _by_arm(within, figure)
-    yield MARGIN, {f"{percent}%": margins(found.few, percent) for percent in BUDGETS}
 
 
 def _by_arm(found: Mapping[Split, Rows], figure: str) -> Table:
@@ -148,16 +150,17 @@ def loses(lost: float) -> bool:
     return lost >= LOST - 1e-9
 
 
-def margins(found: Mapping[Split, Rows], percent: int) -> dict[str, float]:
+def margins(found: Measured, percent: int) -> dict[str, float]:
     """By split, η of the patch less that of the best arm that keeps tokens of as many bytes.
 
     Where blind reuse loses less than LOST it is not defined.
     """
     cells = {}
-    for split, rows in found.items():
-        lost = rows["exact"]["accuracy"] - rows["blind"]["accuracy"]
+    for split, rows in found.few.items():
+        whole = found.whole[split]
         best = max(rows[f"{arm}_within_{percent}"].get("eta", nan) for arm in TOKEN_ARMS)
-        cells[str(split)] = rows[f"patch_within_{percent}"].get("eta", nan) - best if loses(lost) else nan
+        margin = rows[f"patch_within_{percent}"].get("eta", nan) - best
+        cells[str(split)] = margin if loses(whole["exact"]["accuracy"] - whole["blind"]["accuracy"]) else nan
     return cells
 
 
