@@ -102,6 +102,8 @@ class Reader:
         self._renderer: Any = renderer_from_config(self.engine.config)
         self._tokens = self._renderer.get_tokenizer()
         self._delimiters = Delimiters.of(self.engine.config.model_config)
+        layout = self.engine.layout  # memory that is kept: fresh pages of it cost more than what is done in them
+        self._moved = torch.empty(layout.layers, _HELD, layout.features, dtype=self.engine.dtype)
 
     def close(self) -> None:
         """Stop the engine."""
@@ -246,9 +248,7 @@ class Reader:
                     together[place.position].append((kv, self.engine.slots(blocks, place.start, place.stop)))
         for position, parts in together.items():
             tokens = [len(slots) for _, slots in parts]
-            moved = torch.empty(
-                self.engine.layout.layers, sum(tokens), self.engine.layout.features, dtype=self.engine.dtype
-            )
+            moved = self._moved[:, : sum(tokens)]
             for (kv, _), out in zip(parts, moved.split(tokens, 1), strict=True):
                 relocate(kv, position, self.engine.layout, out=out)
             self.engine.write_kv(moved, torch.cat([slots for _, slots in parts]))
