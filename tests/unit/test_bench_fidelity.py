@@ -9,16 +9,22 @@ import torch
 from kvstore_support import GQA, MLA, random_kv
 from torch import Tensor
 
+from infra.reference.scenes import Split
+from kvstore.basis import pool_basis
 from kvstore.factor import SCALE_BYTES
 from kvstore.layout import Layout
 from kvstore.patch import PatchKind
-from serving.bench.fidelity import storage
-from serving.bench.fidelity.arms import Arms, PageKV
-from serving.bench.fidelity.bench import figures_of
-from serving.bench.fidelity.reader import _kept
-from serving.bench.fidelity.scores import Scores, figures
+from prefill_workers.plan import ChunkSpan
+from serving.bench.fidelity import prefix, storage
+from serving.bench.fidelity.arms import TOKEN_ARMS, Arms, PageKV
+from serving.bench.fidelity.bench import BENCHMARK, KINDS, MARGIN, TARGETS, figures_of
+from serving.bench.fidelity.reader import Page, Place, Prompt, _kept
+from serving.bench.fidelity.scores import Scores, figures, summary
+from serving.bench.fidelity.shape import Shape
+from serving.bench.fidelity.tables import BUDGETS, BY_LAYERS, Measured, margins
 
 TOKENS = 12
+HIDDEN = 32
 
 
 def answers(best: int, sure: float = 0.9) -> Tensor:
@@ -78,7 +84,7 @@ def page(layout: Layout) -> PageKV:
 
 
 def test_token_arms_choose_what_their_names_say(layout: Layout, page: PageKV):
-    arms = Arms(layout, torch.float32)
+    arms = Arms(layout, torch.float32, HIDDEN)
     assert arms.mpic(3)(page).again.tolist() == [0, 1, 2]
     assert len(arms.mpic(99)(page).again) == TOKENS
     deviation = page.delta[1].norm(dim=-1)
@@ -90,12 +96,99 @@ def test_token_arms_choose_what_their_names_say(layout: Layout, page: PageKV):
     asked = arms.oracle(0.05, asked=True)(page)
     assert torch.equal(asked.kv[:, 5], page.exact[:, 5])
     deep = arms.deep_layers(0.5)(page)
-    changed = [not torch.equal(a, b) for a, b in zip(deep.kv, page.canonical, strict=True)]
-    assert changed == [index >= layout.layers - round(layout.layers / 2) for index in range(layout.layers)]
+    deepest = [index >= layout.layers - round(layout.layers / 2) for index in range(layout.layers)]
+    assert changed(deep.kv, page) == [False, *deepest[1:]]  # the first layer has no deficit
+    shallow = arms.shallow_layers(2 / layout.layers)(page)
+    assert changed(shallow.kv, page) == [index == 1 for index in range(layout.layers)]
+    assert (shallow.computed, shallow.nbytes) == (2 / layout.layers, 0)
+
+
+def changed(kv: Tensor, page: PageKV) -> list[bool]:
+    return [not torch.equal(a, b) for a, b in zip(kv, page.canonical, strict=True)]
+
+
+def test_a_partial_prefill_computes_the_deep_layers_of_every_token(layout: Layout, page: PageKV):
+    repaired = Arms(layout, torch.float32, HIDDEN).reprefill(0.5)(page)
+    assert repaired.again.tolist() == list(range(TOKENS))
+    assert repaired.apart == layout.layers - round(layout.layers / 2)
+    assert repaired.computed == round(layout.layers / 2) / layout.layers
+    assert repaired.nbytes == TOKENS * HIDDEN * 4  # the hidden states where the deep layers begin
+
+
+@pytest.mark.parametrize("percent", [12, 25, 50])
+def test_arms_at_equal_bytes_spend_what_they_may_and_no_more(layout: Layout, percent: int):
+    """Of a page long enough that a direction costs less than its share."""
+    canonical = random_kv(layout, 48, seed=1).float()
+    page = PageKV(canonical, canonical + random_kv(layout, 48, seed=2).float(), asked=torch.arange(48) == 5)
+    arms = Arms(layout, torch.float32, HIDDEN)
+    within = arms.within(percent, pool_basis([arms.formed(page.delta, 8)], 8))
+    allowed = percent / 100 * canonical.nbytes
+    spent = {arm.removesuffix(f"_within_{percent}"): made(page).nbytes for arm, made in within.items()}
+    assert all(nbytes <= allowed for nbytes in spent.values())
+    assert {spent[arm] for arm in TOKEN_ARMS} == {canonical.nbytes // 48 * int(percent / 100 * 48)}
+    more = arms.own(page, 1).nbytes  # of one direction everywhere: another would not fit
+    assert spent["patch"] > allowed - more
+    assert spent["lowrank_k"] > 0
+
+
+def test_a_patch_is_cut_where_its_directions_are_ordered(layout: Layout):
+    """Also where a segment is narrower than the rank, which leaves that segment at its full rank (MLA's k_pe)."""
+    canonical = random_kv(layout, 48, seed=1).float()
+    page = PageKV(canonical, canonical + random_kv(layout, 48, seed=2).float())
+    arms = Arms(layout, torch.float32, HIDDEN)
+    for rank in (1, 4, 8, 15, 16, 31, 47, 48, 64):
+        cut, formed = arms.own(page, rank), arms.formed(page.delta, rank)
+        assert cut.nbytes == formed.nbytes
+        torch.testing.assert_close(cut.dense(), formed.dense(), rtol=1e-4, atol=1e-4)
+
+
+def test_energy_by_rank_and_by_tokens(layout: Layout):
+    """A deficit of two equal directions over half of the tokens, in all layers but the first."""
+    canonical = random_kv(layout, TOKENS, seed=1).float()
+    delta = torch.zeros_like(canonical)
+    start = 0
+    for segment in layout.segments:
+        delta[1:, :3, start] = 1.0
+        delta[1:, 3:6, start + 1] = 1.0
+        start += segment.features
+    shape = Shape(layout)
+    shape.add(PageKV(canonical, canonical + delta))
+    tables = shape.tables()
+    for segment in layout.segments:
+        held = tables["energy by rank"][f" {segment.name}"]
+        assert held["1"] == pytest.approx(0.5, abs=1e-5)
+        assert held["2"] == held["64"] == pytest.approx(1.0, abs=1e-5)
+    assert tables["energy by tokens"][""]["50%"] == pytest.approx(1.0, abs=1e-5)
+    assert tables["energy by tokens"][""]["25%"] == pytest.approx(0.5, abs=1e-5)
+    assert tables["deficit spread"][""] == {"tokens for 90%": 0.5, "directions for 90%": 2}
+    by_layer = list(tables["deficit norm by layer"][""].values())
+    assert by_layer[0] == 0.0
+    assert min(by_layer[1:]) > 0.0
+
+
+def prompt(pages: int = 3, cells: int = 20) -> Prompt:
+    """Four tokens of text, pages of `cells` tokens between delimiters, six tokens of text, an answer of one."""
+    span = ChunkSpan("page", "image", 0, cells + 2, 1, cells)
+    page = Page((7, *[8] * cells, 9), span, torch.zeros(cells, HIDDEN))
+    places = tuple(Place(page, 4 + (cells + 2) * i, 0) for i in range(pages))
+    tokens = torch.zeros(4 + (cells + 2) * pages + 6, dtype=torch.int32)
+    return Prompt(tokens, torch.arange(len(tokens)), places, (1,))
+
+
+def test_prefix_caching_takes_over_whole_blocks_of_leading_pages():
+    one = prompt()  # 76 tokens
+    assert prefix.cached(one, leading=3, block=4) == 72  # all but the last token, in whole blocks
+    assert prefix.cached(one, leading=1, block=4) == 24  # 4 + 22 + the second page's delimiter
+    assert prefix.cached(one, leading=1, block=1) == 27
+    assert prefix.cached(one, leading=0, block=16) == 0
+    assert prefix.computed(one, "other text") == 1.0
+    assert prefix.computed(one, "same") == pytest.approx(6 / 66)  # 64 tokens reused
+    # one of the five other orders begins with the same page: 16 tokens, four of which are text
+    assert prefix.computed(one, "another order") == pytest.approx((4 + 54 / 66) / 5)
 
 
 def test_patches_come_closer_with_rank(layout: Layout, page: PageKV):
-    arms = Arms(layout, torch.float32)
+    arms = Arms(layout, torch.float32, HIDDEN)
     errors = [float((arms.patch(rank)(page).kv - page.exact).norm()) for rank in (1, 2, 4, None)]
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 1e-4
@@ -120,7 +213,59 @@ def test_forms_that_are_compared_take_the_same_bytes(layout: Layout, page: PageK
     assert 0.8 < sizes["int8_spread"] / sizes["int8"] <= 1
 
 
+def test_a_summary_holds_what_is_defined_with_its_uncertainty():
+    rows = summary({"exact": scored(*[1] * 40), "blind": scored(*[1, 2] * 20), "half": scored(*[1, 1, 1, 2] * 10)})
+    assert rows["half"]["eta"] == pytest.approx(0.5)
+    assert rows["half"]["eta ±"] > 0.0
+    assert rows["half"]["computed"] == 0.0
+    assert "eta" not in summary({"exact": scored(1), "blind": scored(1)})["blind"]
+
+
+def test_the_margin_is_over_the_best_tokens_and_only_where_blind_reuse_loses():
+    arms = {f"{arm}_within_25": {"eta": eta} for arm, eta in zip(TOKEN_ARMS, (0.1, 0.7, 0.2, 0.4), strict=True)}
+    few = {"patch_within_25": {"eta": 0.9}, **arms}
+    lost = {Split.multi: 0.9, Split.single: 0.95}
+    whole = {split: {"exact": {"accuracy": 1.0}, "blind": {"accuracy": left}} for split, left in lost.items()}
+    cells = margins(Measured(whole, dict.fromkeys(lost, few)), 25)
+    assert cells["multi"] == pytest.approx(0.2)
+    assert math.isnan(cells["single"])
+
+
 def test_figures_are_named_by_family_split_arm_and_kind():
-    names = ("accuracy", "kl", "eta", "flip_recover", "bytes_fraction")
+    names = ("accuracy", "kl", "eta", "flip_recover", "bytes_fraction", "computed")
     tables = {f"gqa: {name}": {"patch_16": {"multi": 0.5, "multi ±": 0.1, "single": float("nan")}} for name in names}
     assert figures_of("gqa", tables) == {f"gqa.multi.patch_16.{name}": 0.5 for name in names}
+
+
+def measured_tables(blind: float) -> dict[str, dict[str, dict[str, float]]]:
+    accuracy = {"exact": {"single": 1.0, "multi": 1.0}, "blind": {"single": 1.0, "multi": blind}}
+    etas = {"patch_16": {"multi": 0.99}, "orbit": {"multi": 0.97}, "patch_64": {"multi": 1.0}}
+    return {
+        "mla: accuracy": accuracy,
+        "mla: eta": etas,
+        "mla: eta at equal bytes": {"patch_within_6": {"multi": 0.9}},
+        "mla: flip_recover": {"patch_64": {"multi": 1.0}},
+        f"mla: {BY_LAYERS}": {"multi reprefill": {"40%": 0.3}},
+        f"mla: {MARGIN}": {f"{percent}%": {"multi": percent / 100, "single": float("nan")} for percent in BUDGETS},
+    }
+
+
+def test_a_run_over_one_family_is_held_to_that_familys_targets():
+    figures = figures_of("mla", measured_tables(blind=0.4))
+    assert figures["mla.multi.patch_within_6.eta"] == 0.9
+    assert figures["mla.multi.reprefill_40.eta"] == 0.3
+    assert figures["mla.multi.blind.lost"] == pytest.approx(0.6)
+    assert figures["mla.multi.orbit.below_own"] == pytest.approx(0.02)
+    assert figures["mla.multi.patch_within_6.margin"] == 0.06
+    assert "mla.single.patch_within_6.margin" not in figures
+    assert BENCHMARK.targets_of(figures).keys() == {f"mla.{name}" for name in TARGETS}
+    assert BENCHMARK.targets_of(figures).keys() <= figures.keys()
+
+
+def test_where_blind_reuse_loses_little_only_the_model_is_held_to_targets():
+    figures = figures_of("mla", measured_tables(blind=0.95))
+    assert set(BENCHMARK.targets_of(figures)) == {"mla.single.exact.accuracy", "mla.multi.exact.accuracy"}
+
+
+def test_every_family_has_targets():
+    assert BENCHMARK.targets.keys() == {f"{kind}.{name}" for kind in KINDS for name in TARGETS}

@@ -3,6 +3,7 @@
 | arm | what it does | kind |
 |---|---|---|
 | exact | full prefill | product |
+| prefix | prefix caching: exact, with what it need not compute counted (see `prefix`) | vLLM |
 | blind | canonical KV, relocated (`full-reuse`) | product |
 | patch_m | with the rank-m patch of this order (kamera.md eq. 1) | product |
 | orbit | with the rank-16 patch of the mean deficit over the predecessors' orders | product |
@@ -15,12 +16,24 @@
 | oracle_p | the share p of tokens with the largest true deficit, their KV from an exact prefill | research |
 | asked_p | the same, but tokens that show what is asked for come first (query-aware) | research |
 | lowrank_k_m | keys from the rank-m approximation of the exact keys, values canonical (ShadowKV-style) | research |
+| reprefill_p | shallow layers reused, the deepest share p of the layers computed again in context | research |
 | layers_p | the deepest share p of the layers exact: no partial prefill can do better | research |
+| shallow_p | the first share p of the layers computed in context, the others canonical | research |
+
+A partial prefill (kamera.md App. C.3: "reusing the shallow layers and recomputing only the deep, entangled ones in
+context") starts from the hidden states that the page has where the deep layers begin. What is stored of them was
+computed alone, so the deep layers' KV is not that of an exact prefill. `layers_p` has that KV, over the same shallow
+layers. `shallow_p` is the "shallow-only refresh" of App. D: the first layers see nothing of those above them, so their
+KV in context is an exact prefill's.
+
+Arms called `..._within_p` spend up to p % of the page's KV bytes each (Table 6). Of the research arms, those that
+choose tokens keep their KV from an exact prefill, which is more than computing them again in context would give.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,6 +42,7 @@ import torch
 from torch import Tensor
 
 from kvstore.basis import SharedBasis
+from kvstore.factor import Factors, factor
 from kvstore.layout import Layout
 from kvstore.patch import Patch, PatchKind, apply, compose, form_patch
 from prefill_workers.selection import MEASURED_LAYER, deviations
@@ -58,34 +72,52 @@ class PageKV:
 
 @dataclass(frozen=True, eq=False)
 class Repaired:
-    """A page as an arm links it: KV, tokens that are computed again (sorted), bytes kept beside the canonical KV."""
+    """A page as an arm links it: KV, tokens that are computed again (sorted), bytes kept beside the canonical KV.
+
+    `apart`: in so many layers, the first, tokens that are computed again see their own page only. `refreshed`: so many
+    layers, the first, were computed in context to get this KV.
+    """
 
     kv: Tensor
     again: Tensor | None = None
     nbytes: int = 0
+    apart: int = 0
+    refreshed: int = 0
+
+    @property
+    def computed(self) -> float:
+        """The share of the page that a forward computes for this request, in tokens times layers."""
+        layers, tokens = self.kv.shape[:2]
+        again = 0 if self.again is None else len(self.again)
+        return (again * (layers - self.apart) + tokens * self.refreshed) / (tokens * layers)
 
 
 RANKS = (4, 8, 16, 32, 64)
+TOKEN_ARMS = ("first", "blend", "oracle", "asked")  # of those within a share of the bytes
 COMMON = 16  # rank of the arms that are measured at one rank only
 
 Arm = Callable[[PageKV], Repaired]
 
 
 class Arms:
-    """Makes arms for one model."""
+    """Makes arms for one model, whose hidden states are `hidden` wide."""
 
-    def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
-        self.layout, self.dtype = layout, dtype
-        self._widest = lru_cache(maxsize=64)(self._formed_widest)
-
-    def _formed_widest(self, page: PageKV) -> Patch:
-        limits = (min(page.canonical.shape[1], segment.features) for segment in self.layout.segments)
-        return self.formed(page.delta, min(RANKS[-1], min(limits) - 1))
+    def __init__(self, layout: Layout, dtype: torch.dtype, hidden: int) -> None:
+        self.layout, self.dtype, self.hidden = layout, dtype, hidden
+        self._cached = lru_cache(maxsize=32)(lambda page, rank: self.formed(page.delta, rank))
+        self._projected = lru_cache(maxsize=32)(self._formed_shared)
+        self._keys = lru_cache(maxsize=32)(self._key_factors)
 
     def own(self, page: PageKV, rank: int) -> Patch:
-        """The own patch of a page, cut from the widest that is ordered: one of full rank is not."""
-        widest = self._widest(page)
-        return widest.truncated(rank) if rank <= widest.rank else self.formed(page.delta, rank)
+        """The own patch of a page, cut from the widest whose directions are ordered as far as they are cut.
+
+        A segment at its full rank is not ordered, so that one is cut from a patch where it is at full rank as well.
+        """
+        if rank > RANKS[-1]:
+            return self.formed(page.delta, rank)
+        limits = (min(page.canonical.shape[1], segment.features) for segment in self.layout.segments)
+        widest = min([RANKS[-1], *(limit - 1 for limit in limits if limit > rank)])
+        return self._cached(page, widest).truncated(rank)
 
     def patched(self, page: PageKV, patch: Patch) -> Repaired:
         """Canonical KV with a patch."""
@@ -97,8 +129,8 @@ class Arms:
 
     def patch(self, rank: int | None) -> Arm:
         """patch_m, at full rank for None."""
-        if rank is None or rank > RANKS[-1]:
-            return lambda page: self.patched(page, self.formed(page.delta, rank))
+        if rank is None:
+            return lambda page: self.patched(page, self.formed(page.delta, None))
         return lambda page: self.patched(page, self.own(page, rank))
 
     def deep(self, rank: int, depth: float = 0.5) -> Arm:
@@ -129,11 +161,10 @@ class Arms:
     def shared(self, rank: int, basis: SharedBasis) -> Arm:
         """shared."""
 
-        def arm(page: PageKV) -> Repaired:
-            patch = form_patch(page.delta, self.layout, rank, dtype=self.dtype, basis=basis)
-            return self.patched(page, patch)
+        return lambda page: self.patched(page, self._projected(page, basis).truncated(rank))
 
-        return arm
+    def _formed_shared(self, page: PageKV, basis: SharedBasis) -> Patch:
+        return form_patch(page.delta, self.layout, RANKS[-1], dtype=self.dtype, basis=basis)
 
     def mpic(self, k: int) -> Arm:
         """mpic_k."""
@@ -142,12 +173,11 @@ class Arms:
     def cacheblend(self, share: float) -> Arm:
         """cacheblend_r, by the product's own measure."""
 
-        def arm(page: PageKV) -> Repaired:
-            layer = [MEASURED_LAYER]
-            deviation = deviations(page.exact[layer], page.canonical[layer], 0, self.layout)
-            return Repaired(page.canonical, _largest(deviation, share))
+        return lambda page: Repaired(page.canonical, _largest(self._deviation(page), _rounded_up(share, page)))
 
-        return arm
+    def _deviation(self, page: PageKV) -> Tensor:
+        layer = [MEASURED_LAYER]
+        return deviations(page.exact[layer], page.canonical[layer], 0, self.layout)
 
     def first(self, k: int) -> Arm:
         """first_k."""
@@ -155,14 +185,8 @@ class Arms:
 
     def oracle(self, share: float, asked: bool = False) -> Arm:
         """oracle_p, asked_p."""
-
-        def arm(page: PageKV) -> Repaired:
-            size = page.delta.square().sum((0, 2)).sqrt()
-            if asked and page.asked is not None:
-                size = size + page.asked * (size.max() + 1)
-            return self._exact_at(page, _largest(size, share))
-
-        return arm
+        size = _asked_first if asked else _deficit_size
+        return lambda page: self._exact_at(page, _largest(size(page), _rounded_up(share, page)))
 
     def _exact_at(self, page: PageKV, tokens: Tensor) -> Repaired:
         kv = page.canonical.clone()
@@ -174,22 +198,40 @@ class Arms:
 
         def arm(page: PageKV) -> Repaired:
             kv = page.canonical.clone()
-            width = self.layout.segments[0].features
-            u, s, v = torch.linalg.svd(page.exact[..., :width].float(), full_matrices=False)
-            kv[..., :width] = ((u[..., :rank] * s[..., None, :rank]) @ v[:, :rank]).to(kv.dtype)
-            kept = rank * (kv.shape[1] + width) * kv.shape[0] * kv.element_size()
+            left, right, *_ = self._keys(page)
+            kv[..., : right.shape[1]] = (left[..., :rank] @ right[..., :rank].mT).to(kv.dtype)
+            kept = rank * (left.shape[1] + right.shape[1]) * kv.shape[0] * kv.element_size()
             return Repaired(kv, nbytes=kept)
 
         return arm
 
+    def _key_factors(self, page: PageKV) -> Factors:
+        keys = page.exact[..., : self.layout.segments[0].features].float()
+        return factor(keys, min(keys.shape[1:]) - 1)  # at full rank they would not be ordered
+
     def deep_layers(self, share: float) -> Arm:
         """layers_p."""
+        first = self.layout.layers - round(share * self.layout.layers)
 
         def arm(page: PageKV) -> Repaired:
-            kv = page.canonical.clone()
-            first = self.layout.layers - round(share * self.layout.layers)
-            kv[first:] = page.exact[first:]
+            kv = torch.cat([page.canonical[:first], page.exact[first:]])
             return Repaired(kv, nbytes=kv[first:].nbytes)
+
+        return arm
+
+    def shallow_layers(self, share: float) -> Arm:
+        """shallow_p."""
+        count = round(share * self.layout.layers)
+        return lambda page: Repaired(torch.cat([page.exact[:count], page.canonical[count:]]), refreshed=count)
+
+    def reprefill(self, share: float) -> Arm:
+        """reprefill_p. What it keeps is the page's hidden states where the deep layers begin."""
+        apart = self.layout.layers - round(share * self.layout.layers)
+
+        def arm(page: PageKV) -> Repaired:
+            tokens = page.canonical.shape[1]
+            kept = tokens * self.hidden * page.canonical.element_size()
+            return Repaired(page.canonical, torch.arange(tokens), kept, apart)
 
         return arm
 
@@ -205,11 +247,55 @@ class Arms:
         found |= {"first_32": self.first(32)}
         found |= {f"oracle_{percent}": self.oracle(percent / 100) for percent in (15, 50)}
         found |= {"asked_15": self.oracle(0.15, asked=True)}
-        found |= {"lowrank_k_16": self.lowrank_keys(16), "layers_50": self.deep_layers(0.5)}
+        found |= {"lowrank_k_16": self.lowrank_keys(16)}
+        found |= {"shallow_50": self.shallow_layers(0.5), "layers_50": self.deep_layers(0.5)}
         return found
 
+    def within(self, percent: int, basis: SharedBasis) -> Mapping[str, Arm]:
+        """The arms that spend up to this share of a page's KV bytes each; patches have a rank of RANKS[-1] at most."""
+        share = percent / 100
 
-def _largest(sizes: Tensor, share: float) -> Tensor:
-    """Indices of the largest share of `sizes`, rounded up, ascending."""
-    count = math.ceil(share * len(sizes) - 1e-9)
+        def widest(rank: Callable[[PageKV, int], Patch]) -> Arm:
+            def arm(page: PageKV) -> Repaired:
+                allowed = share * page.canonical.nbytes
+                count = bisect_right(range(1, RANKS[-1] + 1), allowed, key=lambda r: rank(page, r).nbytes)
+                return self.patched(page, rank(page, count)) if count else Repaired(page.canonical)
+
+            return arm
+
+        def tokens(size: Callable[[PageKV], Tensor]) -> Arm:
+            return lambda page: self._exact_at(page, _largest(size(page), int(share * page.canonical.shape[1])))
+
+        def keys(page: PageKV) -> Repaired:
+            count, features = page.canonical.shape[1:]
+            return self.lowrank_keys(int(share * count * features / (count + self.layout.segments[0].features)))(page)
+
+        found = {
+            "patch": widest(self.own),
+            "deep": widest(lambda page, rank: self.own(page, rank).from_depth(0.5)),
+            "shared": widest(lambda page, rank: self._projected(page, basis).truncated(rank)),
+            "first": tokens(lambda page: -torch.arange(page.canonical.shape[1], dtype=torch.float32)),
+            "blend": tokens(self._deviation),
+            "oracle": tokens(_deficit_size),
+            "asked": tokens(_asked_first),
+            "lowrank_k": keys,
+        }
+        return {f"{name}_within_{percent}": arm for name, arm in found.items()}
+
+
+def _deficit_size(page: PageKV) -> Tensor:
+    return page.delta.square().sum((0, 2)).sqrt()
+
+
+def _asked_first(page: PageKV) -> Tensor:
+    size = _deficit_size(page)
+    return size if page.asked is None else size + page.asked * (size.max() + 1)
+
+
+def _largest(sizes: Tensor, count: int) -> Tensor:
+    """Indices of the `count` largest, ascending."""
     return sizes.topk(count).indices.sort().values
+
+
+def _rounded_up(share: float, page: PageKV) -> int:
+    return math.ceil(share * page.canonical.shape[1] - 1e-9)

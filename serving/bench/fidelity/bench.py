@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 
 from infra.reference import WEIGHTS
 from infra.reference.families import FAMILIES
-from infra.reference.scenes import Form, Split
 from infra.vllm_env import vllm_environment
-from serving.bench.harness import Benchmark, Outcome
-
-if TYPE_CHECKING:
-    from serving.bench.fidelity.scores import Scores
-    from serving.bench.fidelity.study import Study
+from serving.bench.fidelity.arms import COMMON
+from serving.bench.fidelity.tables import AT_EQUAL_BYTES, BUDGETS, BY_LAYERS, FORMS, MAIN, MARGIN, Table, loses, tables
+from serving.bench.harness import UNCERTAINTY, Benchmark, Outcome
 
 ITEMS = 500
-STORED_RANK = 4  # low enough to tell ways of storing apart
 KINDS = {"gqa": "qwen2_5_vl", "deepstack": "qwen3_vl", "mla": "kimi_vl", "mha": "llava"}
-FORMS = {
-    Split.single: Form(3, 12, 12), Split.multi: Form(3, 12, 12), Split.legend: Form(3, 8, 18),
-    Split.frames: Form(3, 12, 12), Split.chain: Form(3, 12, 12), Split.retrieval: Form(6, 6, 12),
-    Split.control: Form(3, 12, 12),
-}  # fmt: skip
-Tables = dict[str, dict[str, dict[str, float]]]
+Tables = dict[str, Table]
 
 
 def run(quick: bool, console: Console, model: Path | None = None, items: int | None = None) -> Outcome:
@@ -42,23 +31,21 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
         if not shipped:
             raise ValueError(f"{model} is no reference model: its folder must be called one of {[*KINDS.values()]}")
     figures: dict[str, float] = {}
-    tables: Tables = {}
+    found: Tables = {}
     items = items or (24 if quick else ITEMS)
     for kind, folder in shipped.items():
         for name, table in measured(kind, folder, items, console):
-            tables[f"{kind}: {name}"] = table
-        figures |= figures_of(kind, tables)
+            found[f"{kind}: {name}"] = table
+        figures |= figures_of(kind, found)
     workload = {
         "models": {kind: folder.name for kind, folder in shipped.items()},
         "items": items,
         "pages": {str(split): f"{form.pages} of {form.cells} tokens" for split, form in FORMS.items()},
     }
-    return Outcome(workload, [], figures, tables)
+    return Outcome(workload, [], figures, found)
 
 
-def measured(
-    kind: str, folder: Path, items: int, console: Console
-) -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
+def measured(kind: str, folder: Path, items: int, console: Console) -> Iterator[tuple[str, Table]]:
     """All tables of one model, as they come."""
     from serving.bench.fidelity.reader import Reader
     from serving.bench.fidelity.study import Study
@@ -70,129 +57,69 @@ def measured(
     try:
         with torch.inference_mode():
             study = Study(reader, FAMILIES[folder.name].cell)
-            for name, table in _tables(study, items, console):
+            for name, table in tables(study, items, console):
                 console.print(f"  {kind}: {name}")
                 yield name, table
     finally:
         reader.close()
 
 
-def _tables(study: Study, items: int, console: Console) -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
-    from serving.bench.fidelity import composition, envelope, growth, reorder, storage
-    from serving.bench.fidelity.study import Shape
+def figures_of(kind: str, whole: Tables) -> dict[str, float]:
+    """`<family>.<split>.<arm>.<figure>` of the main tables, of those at equal bytes and of η by layers computed.
 
-    few = max(items // 5, 16)
-    by_split: dict[Split, dict[str, Scores]] = {}
-    shapes: dict[str, dict[str, float]] = {}
-    basis = study.basis(FORMS[Split.multi])
-    arms = study.arms.standard(basis)
-    for split, form in FORMS.items():
-        console.print(f"  {split}: {items} items")
-        shape = Shape()
-        by_split[split] = study.scored(study.gathered(split, items, form), arms, shape)
-        shapes[str(split)] = {
-            "tokens for 90%": statistics.mean(shape.tokens),
-            "directions for 90%": statistics.mean(shape.ranks),
-            **{f"layer {i}": statistics.mean(at) for i, at in enumerate(zip(*shape.depth, strict=True))},
-        }
-    yield from _main_tables(by_split)
-    yield "deficit by split", shapes
-    turned = {}
-    for predecessors in reorder.FORMS:
-        scores, apart = reorder.reorder(study, predecessors, few)
-        turned[f"K = {predecessors}"] = {**_etas(scores), "orders apart": apart}
-    yield "η by order", turned
-    drifted = envelope.envelope(study, few)
-    yield (
-        "η by drift",
-        {name: {arm: _figure(s, arm, "eta") for arm in s if arm != "exact"} for name, s in drifted.items()},
-    )
-    yield "answers changed by drift", {name: _changed(scores) for name, scores in drifted.items()}
-    yield "rule", {"linker's rule": {"false reuse": envelope.false_reuse(drifted)}}
-    for split, sizes in ((Split.multi, (2, 3, 4, 6)), (Split.chain, (2, 3))):
-        composed = {}
-        for predecessors in sizes:
-            scores = composition.compositions(study, split, predecessors, few)
-            composed[f"{split} |S| = {predecessors}"] = {
-                arm: _figure(scores, arm, "eta") for arm in scores if arm != "exact"
-            }
-        yield f"η by composition, {split}", composed
-    grown = {pages: growth.growth(study, pages, few) for pages in growth.PAGES}
-    yield "accuracy by pages", {mode: {str(n): grown[n][mode][0] for n in grown} for mode in growth.MODES}
-    yield "median ms by pages", {mode: {str(n): grown[n][mode][1] for n in grown} for mode in growth.MODES}
-    stored = storage.storage(study, Split.multi, STORED_RANK, few, FORMS[Split.multi])
-    yield (
-        "equal bytes",
-        {
-            arm: {name: _figure(stored, arm, name) for name in ("accuracy", "kl", "eta", "bytes_fraction")}
-            for arm in stored
-            if arm != "exact"
-        },
-    )
-
-
-def _main_tables(by_split: Mapping[Split, Mapping[str, Scores]]) -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
-    for figure in ("accuracy", "kl", "eta", "flip_recover", "bytes_fraction", "computed"):
-        table: dict[str, dict[str, float]] = {}
-        for split, scores in by_split.items():
-            for arm in scores:
-                cells = table.setdefault(arm, {})
-                cells[str(split)] = _figure(scores, arm, figure)
-                if figure in ("accuracy", "eta"):
-                    cells[f"{split} ±"] = _half_width(scores, arm, figure)
-        yield figure, table
-
-
-def _figure(scores: Mapping[str, Scores], arm: str, name: str) -> float:
-    from serving.bench.fidelity.scores import figures
-
-    if name in ("bytes_fraction", "computed"):
-        return statistics.mean(getattr(scores[arm], name))
-    found = figures(scores[arm], scores["blind"], scores["exact"])
-    return found[name].value if name in found else float("nan")
-
-
-def _etas(scores: Mapping[str, Scores]) -> dict[str, float]:
-    return {arm: _figure(scores, arm, "eta") for arm in scores if arm not in ("exact", "blind")}
-
-
-def _half_width(scores: Mapping[str, Scores], arm: str, name: str) -> float:
-    from serving.bench.fidelity.scores import figures
-
-    found = figures(scores[arm], scores["blind"], scores["exact"])
-    return (found[name].high - found[name].low) / 2 if name in found else float("nan")
-
-
-def _changed(scores: Mapping[str, Scores]) -> dict[str, float]:
-    exact = scores["exact"].top
-    return {
-        arm: statistics.mean(a != b for a, b in zip(one.top, exact, strict=True))
-        for arm, one in scores.items()
-        if arm != "exact"
-    }
-
-
-def figures_of(kind: str, tables: Tables) -> dict[str, float]:
-    """`<family>.<split>.<arm>.<figure>` of the main tables."""
-    found: dict[str, Any] = {}
-    for figure in ("accuracy", "kl", "eta", "flip_recover", "bytes_fraction"):
-        for arm, cells in tables[f"{kind}: {figure}"].items():
-            for split, value in cells.items():
-                if not split.endswith("±") and value == value:
-                    found[f"{kind}.{split}.{arm}.{figure}"] = value
+    Beside what the tables hold: `blind.lost`, the accuracy that blind reuse loses; `orbit.below_own`, how much less of
+    the loss an orbit patch closes than the own patch of that rank; `patch_within_p.margin`, how much more of it a patch
+    closes than the best arm that keeps tokens of as many bytes.
+    """
+    found: dict[str, float] = {}
+    for figure in MAIN:
+        for table in (f"{kind}: {figure}", f"{kind}: {figure}{AT_EQUAL_BYTES}"):
+            for arm, cells in whole.get(table, {}).items():
+                found |= {
+                    f"{kind}.{split}.{arm}.{figure}": value
+                    for split, value in cells.items()
+                    if not split.endswith(UNCERTAINTY) and value == value
+                }
+    for row, cells in whole.get(f"{kind}: {BY_LAYERS}", {}).items():
+        split, arm = row.split(" ")
+        at = f"{kind}.{split}.{arm}"
+        found |= {f"{at}_{share.removesuffix('%')}.eta": value for share, value in cells.items() if value == value}
+    for budget, cells in whole.get(f"{kind}: {MARGIN}", {}).items():
+        at = f"patch_within_{budget.removesuffix('%')}.margin"
+        found |= {f"{kind}.{split}.{at}": value for split, value in cells.items() if value == value}
+    for split in dict.fromkeys(name.split(".")[1] for name in found):
+        at = f"{kind}.{split}"
+        found |= _less(found, f"{at}.blind.lost", f"{at}.exact.accuracy", f"{at}.blind.accuracy")
+        found |= _less(found, f"{at}.orbit.below_own", f"{at}.patch_{COMMON}.eta", f"{at}.orbit.eta")
     return found
 
+
+def _less(found: Mapping[str, float], name: str, more: str, less: str) -> dict[str, float]:
+    return {name: found[more] - found[less]} if more in found and less in found else {}
+
+
+def applies(name: str, figures: Mapping[str, float]) -> bool:
+    """Whether a target is of a family that was measured and, if of an arm that reuses, blind reuse loses LOST there."""
+    family, _, arm, _ = name.split(".")
+    lost = figures.get(f"{family}.multi.blind.lost")
+    return lost is not None and (arm == "exact" or loses(lost))
+
+
+TARGETS = {
+    "single.exact.accuracy": (">=", 0.95),
+    "multi.exact.accuracy": (">=", 0.90),
+    "multi.patch_64.eta": (">=", 0.95),
+    "multi.patch_64.flip_recover": (">=", 0.95),
+    "multi.orbit.below_own": ("<=", 0.03),
+    **{f"multi.patch_within_{percent}.margin": (">=", 0.0) for percent in BUDGETS},
+}
 
 BENCHMARK = Benchmark(
     "fidelity",
     "What every way of reuse answers, by split and family of the reference models, against an exact prefill.",
     run,
-    {
-        "gqa.single.exact.accuracy": (">=", 0.95),
-        "gqa.multi.exact.accuracy": (">=", 0.90),
-        "gqa.multi.patch_64.eta": (">=", 0.95),
-        "gqa.multi.patch_64.flip_recover": (">=", 0.95),
-    },
+    {f"{kind}.{name}": target for kind in KINDS for name, target in TARGETS.items()},
     takes_model=True,
     takes_items=True,
+    applies=applies,
 )

@@ -14,7 +14,7 @@ from serving.bench.fidelity.scores import Scores
 
 @dataclass(frozen=True, eq=False)
 class Behind:
-    """The last page of a prompt behind others: the prompt, what an exact prefill gave, and its deficit there."""
+    """The last page of a prompt behind others: the prompt, an exact prefill of all its pages, its deficit there."""
 
     prompt: Prompt
     exact: Read
@@ -39,7 +39,7 @@ class Probe:
 
     def behind(self, prompts: Sequence[Prompt], canonical: Sequence[Tensor]) -> list[Behind]:
         """What an exact prefill makes of each prompt's last page, whose canonical KV is given."""
-        reads = self.reader.exact(prompts, keep=[-1])
+        reads = self.reader.exact(prompts)
         return [Behind(*parts) for parts in zip(prompts, reads, canonical, strict=True)]
 
     def score(
@@ -54,14 +54,13 @@ class Probe:
         `nbytes`: what an arm's patch would take where it is stored.
         """
         layout = self.reader.engine.layout
-        prompts = [case.prompt for case in cases]
         for case in cases:
             scores["exact"].add(case.exact.answers, case.exact.answers, case.prompt.answer)
-        for name, formed in patches.items():
-            linked = [
-                [None] * (len(case.prompt.places) - 1) + [apply(case.canonical, patch, 0, layout)]
-                for case, patch in zip(cases, formed, strict=True)
-            ]
-            for case, patch, read in zip(cases, formed, self.reader.over(prompts, linked), strict=True):
-                kept = 0.0 if patch is None else nbytes(name, patch) / case.canonical.nbytes
-                scores[name].add(read.answers, case.exact.answers, case.prompt.answer, kept)
+        tried = [
+            (name, case, patch) for name, formed in patches.items() for case, patch in zip(cases, formed, strict=True)
+        ]
+        linked = [[*case.exact.pages[:-1], apply(case.canonical, patch, 0, layout)] for _, case, patch in tried]
+        reads = self.reader.over([case.prompt for _, case, _ in tried], linked)
+        for (name, case, patch), read in zip(tried, reads, strict=True):
+            kept = 0.0 if patch is None else nbytes(name, patch) / case.canonical.nbytes
+            scores[name].add(read.answers, case.exact.answers, case.prompt.answer, kept)

@@ -6,6 +6,7 @@ forward, as the linker computes the text of a request (DESIGN, "Selective attent
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,15 +16,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from serving.bench.requests import data_url
-
 if TYPE_CHECKING:
     from prefill_workers.engine import PrefillEngine
     from prefill_workers.plan import ChunkSpan
-    from prefill_workers.sequence import LinkSequence
+    from prefill_workers.sequence import LinkSequence, Run
 
 _HEAD, _TAIL = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
-_BUDGET = 4096  # tokens of one forward
+_BUDGET = 4096  # tokens that one forward computes
+_HELD = 32768  # tokens of the prompts in one forward, computed or given: their KV is written in one piece
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +66,12 @@ class Prompt:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def pages_only(self) -> Prompt:
+        """The prompt up to its last page's end, of which no answer is asked."""
+        stop = self.places[-1].stop
+        return replace(self, token_ids=self.token_ids[:stop], positions=self.positions[..., :stop], answer=(0,))
+
 
 @dataclass(eq=False)
 class Read:
@@ -96,6 +102,8 @@ class Reader:
         self._renderer: Any = renderer_from_config(self.engine.config)
         self._tokens = self._renderer.get_tokenizer()
         self._delimiters = Delimiters.of(self.engine.config.model_config)
+        layout = self.engine.layout  # memory that is kept: fresh pages of it cost more than what is done in them
+        self._moved = torch.empty(layout.layers, _HELD, layout.features, dtype=self.engine.dtype)
 
     def close(self) -> None:
         """Stop the engine."""
@@ -120,7 +128,7 @@ class Reader:
         from serving.segments import segment
 
         content = [
-            *({"type": "image_url", "image_url": {"url": data_url(picture)}} for picture in pictures),
+            *({"type": "image_pil", "image_pil": picture} for picture in pictures),
             {"type": "text", "text": text},
         ]
         template = {"add_generation_prompt": True, "tokenize": False}
@@ -172,8 +180,6 @@ class Reader:
 
         With `prefix` the page is computed behind these tokens and moved to position 0.
         """
-        from kvstore.patch import relocate
-
         prompts = []
         for place in places:
             page = place.page
@@ -187,9 +193,7 @@ class Reader:
             work = [(self._sequence(prompt, blocks), _whole(len(prompt))) for prompt, blocks in batch]
             self.engine.forward(work)
             for prompt, blocks in batch:
-                (place,) = prompt.places
-                kv = self.engine.read_kv(blocks, place.start, len(place.page.token_ids))
-                found.append(relocate(kv, -place.position, self.engine.layout))
+                found.append(self._canonical(blocks, prompt.places[0]))
         return found
 
     def exact(self, prompts: Sequence[Prompt], keep: Sequence[int] | None = None) -> list[Read]:
@@ -202,6 +206,7 @@ class Reader:
         pages: Sequence[Sequence[Tensor | None]],
         recomputed: Sequence[Sequence[Tensor | None]] | None = None,
         keep: Sequence[int] | None = (),
+        apart: int = 0,
     ) -> list[Read]:
         """Every prompt over given KV of its pages; what is None is computed, all in one forward.
 
@@ -209,58 +214,115 @@ class Reader:
             pages: per prompt and place, KV in the canonical frame or None.
             recomputed: per prompt and place, which of a page's tokens (sorted) are computed again in context.
             keep: of which places the KV is read afterwards; None: of all.
+            apart: in so many layers, the first, the pages are computed without seeing anything but themselves, while
+                the text sees what is given of them. All pages must be given, and all of their tokens recomputed.
         """
-        from kvstore.patch import apply, relocate
-
-        layout, reads = self.engine.layout, list[Read]()
-        for batch in self._batches(prompts):
-            given: list[list[tuple[int, int]]] = []
-            for i, (prompt, blocks) in enumerate(batch, start=len(reads)):
-                kept: list[tuple[int, int]] = []
-                for j, (place, kv) in enumerate(zip(prompt.places, pages[i], strict=True)):
-                    if kv is None:
-                        continue
-                    moved = apply(kv, None, place.position, layout)
-                    self.engine.write_kv(moved, self.engine.slots(blocks, place.start, place.stop))
-                    kept += _kept(place.start, place.stop, recomputed[i][j] if recomputed is not None else None)
-                given.append(kept)
-            for (prompt, blocks), answered in zip(batch, self._answers(batch, given), strict=True):
+        given = [
+            [
+                span
+                for j, (place, kv) in enumerate(zip(prompt.places, pages[i], strict=True))
+                if kv is not None
+                for span in _kept(place.start, place.stop, recomputed[i][j] if recomputed is not None else None)
+            ]
+            for i, prompt in enumerate(prompts)
+        ]
+        reads: list[Read] = []
+        for batch in self._batches(prompts, given, apart > 0):
+            which = slice(len(reads), len(reads) + len(batch))
+            self._write(batch, pages[which])
+            for (prompt, blocks), answered in zip(batch, self._answers(batch, given[which], apart), strict=True):
                 read = Read(answered)
                 for place in prompt.places if keep is None else [prompt.places[index] for index in keep]:
-                    kv = self.engine.read_kv(blocks, place.start, place.stop - place.start)
-                    read.pages.append(relocate(kv, -place.position, layout))
+                    read.pages.append(self._canonical(blocks, place))
                 reads.append(read)
         return reads
 
+    def _write(self, batch: Sequence[tuple[Prompt, range]], pages: Sequence[Sequence[Tensor | None]]) -> None:
+        """Store the given KV of every prompt's pages; pages at the same position are written together."""
+        from kvstore.patch import relocate
+
+        together: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for (prompt, blocks), given in zip(batch, pages, strict=True):
+            for place, kv in zip(prompt.places, given, strict=True):
+                if kv is not None:
+                    together[place.position].append((kv, self.engine.slots(blocks, place.start, place.stop)))
+        for position, parts in together.items():
+            tokens = [len(slots) for _, slots in parts]
+            moved = self._moved[:, : sum(tokens)]
+            for (kv, _), out in zip(parts, moved.split(tokens, 1), strict=True):
+                relocate(kv, position, self.engine.layout, out=out)
+            self.engine.write_kv(moved, torch.cat([slots for _, slots in parts]))
+
+    def _canonical(self, blocks: range, place: Place) -> Tensor:
+        """The KV of a place as it is in the pool now, in the canonical frame."""
+        from kvstore.patch import relocate
+
+        kv = self.engine.read_kv(blocks, place.start, place.stop - place.start)
+        return relocate(kv, -place.position, self.engine.layout, out=kv)
+
     def _answers(
-        self, batch: Sequence[tuple[Prompt, range]], given: Sequence[Sequence[tuple[int, int]]]
+        self, batch: Sequence[tuple[Prompt, range]], given: Sequence[Sequence[tuple[int, int]]], apart: int
     ) -> list[Tensor]:
         """Compute everything that is not given; log-probabilities where each prompt's answer is predicted."""
         from prefill_workers.sequence import Run, complement
 
-        work, sizes = [], []
+        work: list[tuple[LinkSequence, list[Run]]] = []
+        first: list[tuple[LinkSequence, list[Run]]] = []
+        sizes: list[int] = []
         for (prompt, blocks), kept in zip(batch, given, strict=True):
-            first = len(prompt) - len(prompt.answer)
-            runs = complement([Run(*span) for span in kept], first)
-            runs += [Run(i, i + 1) for i in range(first, len(prompt))]
-            work.append((self._sequence(prompt, blocks), runs))
-            sizes.append(len(runs))
-        rows = self.engine.logits(work).float().log_softmax(-1).split(sizes)
+            answer = len(prompt) - len(prompt.answer)
+            last = [Run(i, i + 1) for i in range(answer, len(prompt))]
+            sequence = self._sequence(prompt, blocks)
+            work.append((sequence, complement([Run(*span) for span in kept], answer) + last))
+            sizes.append(len(work[-1][1]))
+            if apart:
+                first += self._apart(prompt, blocks, sequence, last)
+        logits = self.engine.logits(work, first=(first, apart) if apart else None)
+        rows = logits.float().log_softmax(-1).split(sizes)
         return [part[-len(prompt.answer) :] for part, (prompt, _) in zip(rows, batch, strict=True)]
 
-    def _batches(self, prompts: Sequence[Prompt]) -> list[list[tuple[Prompt, range]]]:
-        """The prompts in order, as many to a forward as its budget and the KV pool hold, each with its blocks."""
+    def _apart(
+        self, prompt: Prompt, blocks: range, whole: LinkSequence, last: list[Run]
+    ) -> list[tuple[LinkSequence, list[Run]]]:
+        """The tokens of a prompt, in order, with every page in a sequence of its own behind the prompt's blocks."""
+        from prefill_workers.sequence import Embedded, LinkSequence, Run
+
+        work, done, block = [], 0, blocks.stop
+        for place in prompt.places:
+            if done < place.start:
+                work.append((whole, [Run(done, place.start)]))
+            inside, size = slice(place.start, place.stop), place.stop - place.start
+            count = -(-size // self.engine.block_size)
+            embedded = Embedded(place.page.span.first, place.page.embeddings, place.page.span.is_embed)
+            page = LinkSequence(
+                prompt.token_ids[inside], prompt.positions[..., inside], range(block, block + count), (embedded,)
+            )
+            work.append((page, [Run(0, size)]))
+            done, block = place.stop, block + count
+        return [*work, (whole, [Run(done, last[0].start), *last])]
+
+    def _batches(
+        self, prompts: Sequence[Prompt], given: Sequence[Sequence[tuple[int, int]]] | None = None, apart: bool = False
+    ) -> list[list[tuple[Prompt, range]]]:
+        """The prompts in order, as many to a forward as its budget and the KV pool hold, each with its blocks.
+
+        `given`: which tokens of each are not computed. `apart`: blocks for the pages by themselves follow, too.
+        """
+        size = self.engine.block_size
         batches: list[list[tuple[Prompt, range]]] = []
-        used = tokens = 0
-        for prompt in prompts:
-            blocks = -(-len(prompt) // self.engine.block_size)
-            if blocks >= self.engine.num_blocks:
+        used = tokens = held = 0
+        for i, prompt in enumerate(prompts):
+            blocks = -(-len(prompt) // size)
+            more = sum(-(-(place.stop - place.start) // size) for place in prompt.places) if apart else 0
+            if blocks + more >= self.engine.num_blocks:
                 raise ValueError(f"a prompt of {len(prompt)} tokens does not fit the engine's KV pool")
-            if not batches or tokens + len(prompt) > _BUDGET or 1 + used + blocks > self.engine.num_blocks:
+            computed = len(prompt) - sum(b - a for a, b in given[i]) if given is not None else len(prompt)
+            full = tokens + computed > _BUDGET or held + len(prompt) > _HELD
+            if not batches or full or 1 + used + blocks + more > self.engine.num_blocks:
                 batches.append([])
-                used = tokens = 0
+                used = tokens = held = 0
             batches[-1].append((prompt, range(1 + used, 1 + used + blocks)))
-            used, tokens = used + blocks, tokens + len(prompt)
+            used, tokens, held = used + blocks + more, tokens + computed, held + len(prompt)
         return batches
 
     def _sequence(self, prompt: Prompt, blocks: range) -> LinkSequence:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from prefill_workers.fidelity import compare
+from serving.bench.harness import UNCERTAINTY
 
 RESAMPLES = 1000
 
@@ -76,3 +78,13 @@ def figures(arm: Scores, blind: Scores, exact: Scores, seed: int = 0) -> dict[st
 def _interval(value: float, resampled: np.ndarray) -> Interval:
     low, high = np.quantile(resampled, (0.025, 0.975))
     return Interval(float(value), float(low), float(high))
+
+
+def summary(scores: Mapping[str, Scores]) -> dict[str, dict[str, float]]:
+    """Every figure of every arm that is defined, by arm; `x ±` is half of the 95% interval of `x`."""
+    rows: dict[str, dict[str, float]] = {}
+    for arm, one in scores.items():
+        rows[arm] = {name: statistics.mean(getattr(one, name)) for name in ("bytes_fraction", "computed")}
+        for name, found in figures(one, scores["blind"], scores["exact"]).items():
+            rows[arm] |= {name: found.value, f"{name} {UNCERTAINTY}": (found.high - found.low) / 2}
+    return rows

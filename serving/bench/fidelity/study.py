@@ -1,9 +1,10 @@
-"""Tables 1 to 3: what every arm answers, split by split, and what the deficit that it has to repair looks like."""
+"""Tables 1 and 2: what every arm answers, split by split."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from infra.reference.scenes import Form, Split
 from kvstore.basis import SharedBasis, pool_basis
-from kvstore.patch import mean_deficit, orderings
+from kvstore.patch import deficit, mean_deficit, orderings
+from serving.bench.fidelity import prefix
 from serving.bench.fidelity.arms import RANKS, Arm, Arms, PageKV
 from serving.bench.fidelity.items import SEED, Item, items
 from serving.bench.fidelity.reader import Prompt, Read, Reader
@@ -32,40 +34,13 @@ class Gathered:
     pages: list[PageKV]
 
 
-@dataclass
-class Shape:
-    """What the deficit of the last page looks like, item by item.
-
-    `depth` [items][layers]: its norm relative to the canonical KV's; `ranks`, `tokens` [items]: how many directions
-    (the largest over layers and segments) and which share of the tokens hold 90 % of its energy.
-    """
-
-    depth: list[list[float]] = field(default_factory=list)
-    ranks: list[float] = field(default_factory=list)
-    tokens: list[float] = field(default_factory=list)
-
-    def add(self, page: PageKV, widths: Sequence[int]) -> None:
-        """Take one item's last page."""
-        delta = page.delta
-        norm = delta.square().sum((1, 2)).sqrt() / page.canonical.float().square().sum((1, 2)).sqrt()
-        self.depth.append(norm.tolist())
-        deepest = delta[-1].split(list(widths), -1)
-        self.ranks.append(max(_enough(torch.linalg.svdvals(part).square()) for part in deepest))
-        energy = delta.square().sum((0, 2))
-        self.tokens.append(_enough(energy.sort(descending=True).values) / len(energy))
-
-
-def _enough(sorted_energy: Tensor, share: float = 0.9) -> int:
-    total = sorted_energy.cumsum(0)
-    return int((total < share * total[-1]).sum()) + 1
-
-
 class Study:
     """One family's items through all arms."""
 
     def __init__(self, reader: Reader, cell: int) -> None:
         self.reader, self.cell = reader, cell
-        self.arms = Arms(reader.engine.layout, reader.engine.dtype)
+        hidden = reader.engine.config.model_config.get_hidden_size()
+        self.arms = Arms(reader.engine.layout, reader.engine.dtype, hidden)
 
     def gathered(self, split: Split, count: int, form: Form, seed: int = SEED) -> Iterator[list[Gathered]]:
         """Items with their KV, a few at a time."""
@@ -79,47 +54,46 @@ class Study:
         prompts = [item.prompt(reader) for item in group]
         reads = reader.exact(prompts)
         alone = iter(reader.alone([place for prompt in prompts for place in prompt.places]))
-        others = self._others(group)
         found = []
-        for index, (item, prompt, read) in enumerate(zip(group, prompts, reads, strict=True)):
+        for item, prompt, read, others in zip(group, prompts, reads, self._others(group, reads), strict=True):
             canonical = [next(alone) for _ in item.pages]
             pages = []
             for at, (kv, exact) in enumerate(zip(canonical, read.pages, strict=True)):
-                behind = others.get((index, at), {})
-                deltas = {order: other.float() - kv.float() for order, other in behind.items()}
-                orders = [delta for order, delta in deltas.items() if len(order) == at]
                 start = prompt.places[at].page.span.first
                 asked = torch.zeros(kv.shape[1], dtype=torch.bool)
                 asked[start : start + len(item.asked[at])] = item.asked[at]
-                pages.append(
-                    PageKV(
-                        kv,
-                        exact,
-                        orbit=mean_deficit([exact.float() - kv.float(), *orders]) if orders else None,
-                        pairs=tuple(deltas[(i,)] for i in range(at)) if orders else (),
-                        base=deltas.get(()),
-                        asked=asked,
+                page = PageKV(kv, exact, asked=asked)
+                if 2 <= at <= MOST_PREDECESSORS:
+                    deltas = {path[:-1]: deficit(others[path], kv) for path in _paths(at)}
+                    page = replace(
+                        page,
+                        orbit=mean_deficit([delta for behind, delta in deltas.items() if len(behind) == at]),
+                        pairs=tuple(deltas[(i,)] for i in range(at)),
+                        base=deltas[()],
                     )
-                )
+                pages.append(page)
             found.append(Gathered(item, prompt, read, pages))
         return found
 
-    def _others(self, group: Sequence[Item]) -> dict[tuple[int, int], dict[tuple[int, ...], Tensor]]:
-        """KV(B|A) behind other antecedents, by (item, page) and the antecedents' indices: orders, pairs, nothing.
+    def _others(self, group: Sequence[Item], reads: Sequence[Read]) -> list[dict[tuple[int, ...], Tensor]]:
+        """Per item, KV of pages behind other pages, by the path of indices that ends with the page itself.
 
-        Of pages with up to MOST_PREDECESSORS: an item of many pages would take dozens of forwards.
+        Of pages with up to MOST_PREDECESSORS: an item of many pages would take dozens of forwards. Paths are gone one
+        page at a time, over the KV of those before it, so that what several begin with is computed once.
         """
-        wanted: list[tuple[int, int, tuple[int, ...]]] = []
-        for index, item in enumerate(group):
-            for at in range(2, min(len(item.pages), 1 + MOST_PREDECESSORS)):
-                before = tuple(range(at))
-                orders = [order for order in orderings(before, 6) if order != before]
-                wanted += [(index, at, order) for order in (*orders, *((i,) for i in before), ())]
-        prompts = [group[index].prompt(self.reader, (*order, at)) for index, at, order in wanted]
-        reads = self.reader.exact(prompts, keep=[-1])
-        found: dict[tuple[int, int], dict[tuple[int, ...], Tensor]] = {}
-        for (index, at, order), read in zip(wanted, reads, strict=True):
-            found.setdefault((index, at), {})[order] = read.pages[-1]
+        found: list[dict[tuple[int, ...], Tensor]] = []
+        wanted: list[set[tuple[int, ...]]] = []
+        for item, read in zip(group, reads, strict=True):
+            whole = tuple(range(len(item.pages)))
+            found.append({whole[: i + 1]: kv for i, kv in enumerate(read.pages)})
+            ends = [path for at in range(2, min(len(whole), 1 + MOST_PREDECESSORS)) for path in _paths(at)]
+            wanted.append({path[: i + 1] for path in ends for i in range(len(path))} - found[-1].keys())
+        for length in range(1, 2 + MOST_PREDECESSORS):
+            todo = [(i, path) for i, paths in enumerate(wanted) for path in sorted(paths) if len(path) == length]
+            prompts = [group[i].prompt(self.reader, path).pages_only for i, path in todo]
+            given = [[*(found[i][path[:k]] for k in range(1, length)), None] for i, path in todo]
+            for (i, path), read in zip(todo, self.reader.over(prompts, given, keep=[-1]), strict=True):
+                found[i][path] = read.pages[0]
         return found
 
     def basis(self, form: Form) -> SharedBasis:
@@ -129,35 +103,43 @@ class Study:
             patches += [self.arms.formed(page.delta, RANKS[-1]) for one in group for page in one.pages[1:]]
         return pool_basis(patches, RANKS[-1])
 
-    def scored(
-        self, groups: Iterator[list[Gathered]], arms: Mapping[str, Arm], shape: Shape | None = None
-    ) -> dict[str, Scores]:
+    def scored(self, groups: Iterable[Sequence[Gathered]], arms: Mapping[str, Arm]) -> dict[str, Scores]:
         """Scores of `exact` and of every arm, all pages linked by the arm."""
-        scores = {name: Scores() for name in ("exact", *arms)}
-        widths = [segment.features for segment in self.reader.engine.layout.segments]
+        scores: dict[str, Scores] = defaultdict(Scores)
         for group in groups:
             for one in group:
-                wanted = one.prompt.answer
-                scores["exact"].add(one.exact.answers, one.exact.answers, wanted, computed=1.0)
-                if shape is not None:
-                    shape.add(one.pages[-1], widths)
-            for name, arm in arms.items():
-                self._score(scores[name], group, arm)
-        return scores
+                self.score(scores, one, arms)
+        return dict(scores)
 
-    def _score(self, scores: Scores, group: Sequence[Gathered], arm: Arm) -> None:
-        linked = [[arm(page) for page in one.pages] for one in group]
-        reads = self.reader.over(
-            [one.prompt for one in group],
-            [[page.kv for page in pages] for pages in linked],
-            [[page.again for page in pages] for pages in linked],
-        )
-        for one, pages, read in zip(group, linked, reads, strict=True):
-            tokens = sum(page.kv.shape[1] for page in pages)
-            scores.add(
-                read.answers,
-                one.exact.answers,
-                one.prompt.answer,
-                kept=sum(page.nbytes for page in pages) / sum(page.kv.nbytes for page in pages),
-                computed=sum(len(page.again) for page in pages if page.again is not None) / tokens,
+    def score(self, scores: Mapping[str, Scores], one: Gathered, arms: Mapping[str, Arm]) -> None:
+        """Add one item's outcome by `exact`, by prefix caching and by every arm, all pages linked by the arm."""
+        wanted, exact = one.prompt.answer, one.exact.answers
+        scores["exact"].add(exact, exact, wanted, computed=1.0)
+        left = prefix.computed(one.prompt, "another order")
+        scores["prefix"].add(exact, exact, wanted, kept=1.0, computed=left)
+        linked = {name: [arm(page) for page in one.pages] for name, arm in arms.items()}
+        reads: dict[str, Read] = {}
+        for apart in {pages[0].apart for pages in linked.values()}:
+            some = {name: pages for name, pages in linked.items() if pages[0].apart == apart}
+            kv = [[page.kv for page in pages] for pages in some.values()]
+            again = [[page.again for page in pages] for pages in some.values()]
+            found = self.reader.over([one.prompt] * len(some), kv, again, apart=apart)
+            reads |= zip(some, found, strict=True)
+        for name, pages in linked.items():
+            whole = sum(page.kv.nbytes for page in pages)
+            scores[name].add(
+                reads[name].answers,
+                exact,
+                wanted,
+                kept=sum(page.nbytes for page in pages) / whole,
+                computed=sum(page.computed * page.kv.nbytes for page in pages) / whole,
             )
+
+
+def _paths(at: int) -> list[tuple[int, ...]]:
+    """What the page `at` is read behind: its predecessors in every order (the present one is first), each alone, none.
+
+    Each path ends with the page itself.
+    """
+    before = tuple(range(at))
+    return [(*behind, at) for behind in (*orderings(before), *((i,) for i in before), ())]

@@ -1,0 +1,88 @@
+"""What the deficit that the arms have to repair looks like (kamera.md §4, Figs. 3, 5 and 6)."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvstore.layout import Layout
+from prefill_workers.selection import MEASURED_LAYER
+from serving.bench.fidelity.arms import PageKV
+
+DIRECTIONS = (1, 2, 4, 8, 16, 32, 64)
+TOKENS = (5, 10, 25, 50, 75)  # % of a page's
+
+
+@dataclass
+class Shape:
+    """The deficits of the items' last pages, item by item.
+
+    `depth` [items][layers]: norm relative to the canonical KV's; `ranks`, `tokens` [items]: how many directions (in the
+    deepest layer, the larger number of its segments) and which share of the tokens hold 90 % of the energy.
+    `by_rank`: by segment, [items][DIRECTIONS] the share that the first so many directions hold, mean over the layers
+    that have a deficit; `by_tokens` [items][TOKENS]: the share that the tokens with most of it hold.
+    """
+
+    layout: Layout
+    depth: list[list[float]] = field(default_factory=list)
+    ranks: list[float] = field(default_factory=list)
+    tokens: list[float] = field(default_factory=list)
+    by_rank: dict[str, list[list[float]]] = field(default_factory=lambda: defaultdict(list))
+    by_tokens: list[list[float]] = field(default_factory=list)
+
+    def add(self, page: PageKV) -> None:
+        """Take one item's last page."""
+        delta = page.delta
+        norm = delta.square().sum((1, 2)).sqrt() / page.canonical.float().square().sum((1, 2)).sqrt()
+        self.depth.append(norm.tolist())
+        ranks = []
+        for segment, part in zip(self.layout.segments, self.layout.split(delta), strict=True):
+            spectrum = _spectrum(part)
+            ranks.append(_enough(spectrum[-1]))
+            held = spectrum.cumsum(1)[MEASURED_LAYER:] / spectrum[MEASURED_LAYER:].sum(1, keepdim=True)
+            last = held.shape[1] - 1
+            self.by_rank[segment.name].append([float(held[:, min(count - 1, last)].mean()) for count in DIRECTIONS])
+        self.ranks.append(max(ranks))
+        energy = delta.square().sum((0, 2)).sort(descending=True).values
+        self.tokens.append(_enough(energy) / len(energy))
+        share = energy.cumsum(0) / energy.sum()
+        self.by_tokens.append([float(share[max(len(energy) * percent // 100 - 1, 0)]) for percent in TOKENS])
+
+    def tables(self) -> Mapping[str, Mapping[str, Mapping[str, float]]]:
+        """Rows for the tables of all splits, by table and by what comes behind the split's name in the row's."""
+        return {
+            "deficit norm by layer": {"": {str(layer): norm for layer, norm in enumerate(_means(self.depth))}},
+            "deficit spread": {
+                "": {
+                    "tokens for 90%": statistics.mean(self.tokens),
+                    "directions for 90%": statistics.mean(self.ranks),
+                }
+            },
+            "energy by rank": {
+                f" {name}": dict(zip(map(str, DIRECTIONS), _means(held), strict=True))
+                for name, held in self.by_rank.items()
+            },
+            "energy by tokens": {
+                "": dict(zip((f"{percent}%" for percent in TOKENS), _means(self.by_tokens), strict=True))
+            },
+        }
+
+
+def _means(rows: list[list[float]]) -> list[float]:
+    return [statistics.mean(column) for column in zip(*rows, strict=True)]
+
+
+def _spectrum(delta: Tensor) -> Tensor:
+    """Squared singular values [layers, n] of [layers, tokens, features], largest first."""
+    tall = delta.double() if delta.shape[1] >= delta.shape[2] else delta.mT.double()
+    return torch.linalg.eigvalsh(tall.mT @ tall).clamp_min(0.0).flip(-1)
+
+
+def _enough(sorted_energy: Tensor, share: float = 0.9) -> int:
+    total = sorted_energy.cumsum(0)
+    return int((total < share * total[-1]).sum()) + 1

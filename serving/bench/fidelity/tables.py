@@ -1,0 +1,203 @@
+"""The tables of one model: name, row and column to a number."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from math import nan
+
+from rich.console import Console
+
+from infra.reference.scenes import Form, Split
+from serving.bench.fidelity import composition, envelope, growth, prefix, reorder, storage
+from serving.bench.fidelity.arms import RANKS, TOKEN_ARMS, Arm
+from serving.bench.fidelity.reader import Prompt
+from serving.bench.fidelity.scores import Scores, summary
+from serving.bench.fidelity.shape import Shape
+from serving.bench.fidelity.study import Study
+from serving.bench.harness import UNCERTAINTY
+
+FORMS = {
+    Split.single: Form(3, 12, 12), Split.multi: Form(3, 12, 12), Split.legend: Form(3, 8, 18),
+    Split.frames: Form(3, 12, 12), Split.chain: Form(3, 12, 12), Split.retrieval: Form(6, 6, 12),
+    Split.control: Form(3, 12, 12),
+}  # fmt: skip
+MAIN = ("accuracy", "kl", "eta", "flip_recover", "bytes_fraction", "computed")
+EQUAL_BYTES = MAIN[:-1]
+AT_EQUAL_BYTES = " at equal bytes"
+PARTIAL = ("reprefill", "shallow", "layers")
+BY_LAYERS = "eta by layers computed"
+MARGIN = "eta of the patch over tokens at equal bytes"
+BUDGETS = (6, 12, 25, 50)  # % of a page's KV bytes
+STORED_RANK = 4  # low enough to tell ways of storing apart
+LOST = 0.10  # accuracy; where blind reuse loses less, there is nothing to tell arms apart by
+Table = dict[str, dict[str, float]]
+Rows = Mapping[str, Mapping[str, float]]  # arm and figure to a number
+
+
+def tables(study: Study, items: int, console: Console) -> Iterator[tuple[str, Table]]:
+    """All tables, as they come: the main ones on `items` items a split, the others on a fifth of that, at least 16."""
+    few = max(items // 5, 16)
+    yield from _by_split(_measured(study, items, few, console))
+    yield from _of_orders_and_drift(study, few)
+    yield from _of_composition(study, few)
+    yield from _of_growth(study, few)
+    stored = summary(storage.storage(study, Split.multi, STORED_RANK, few, FORMS[Split.multi]))
+    yield (
+        "equal bytes",
+        {
+            arm: {name: row.get(name, nan) for name in ("accuracy", "kl", "eta", "bytes_fraction")}
+            for arm, row in stored.items()
+            if arm != "exact"
+        },
+    )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the items of every split gave.
+
+    `whole`: the standard arms on all items; `few`: on some of them those that spend equal bytes and those that compute
+    some of the layers; `shapes`: deficits; `prompts`: one of each split.
+    """
+
+    whole: dict[Split, Rows] = field(default_factory=dict)
+    few: dict[Split, Rows] = field(default_factory=dict)
+    shapes: dict[Split, Shape] = field(default_factory=dict)
+    prompts: dict[Split, Prompt] = field(default_factory=dict)
+
+
+def _measured(study: Study, items: int, few: int, console: Console) -> Measured:
+    basis, found = study.basis(FORMS[Split.multi]), Measured()
+    arms = study.arms.standard(basis)
+    few_arms = {"blind": arms["blind"], **_partial(study)}
+    for percent in BUDGETS:
+        few_arms |= study.arms.within(percent, basis)
+    for split, form in FORMS.items():
+        console.print(f"  {split}: {items} items")
+        shape = found.shapes[split] = Shape(study.arms.layout)
+        whole: dict[str, Scores] = defaultdict(Scores)
+        some: dict[str, Scores] = defaultdict(Scores)
+        for one in chain.from_iterable(study.gathered(split, items, form)):
+            shape.add(one.pages[-1])
+            study.score(whole, one, arms)
+            if len(some["blind"].kl) < few:
+                study.score(some, one, few_arms)
+            found.prompts[split] = one.prompt
+        found.whole[split], found.few[split] = summary(whole), summary(some)
+    return found
+
+
+def _partial(study: Study) -> dict[str, Arm]:
+    """The arms that compute so many of the layers, for every number of layers."""
+    arms, layers = study.arms, study.arms.layout.layers
+    made = zip(PARTIAL, (arms.reprefill, arms.shallow_layers, arms.deep_layers), strict=True)
+    return {f"{name}_{round(100 * n / layers)}": arm(n / layers) for name, arm in made for n in range(1, layers)}
+
+
+def _by_split(found: Measured) -> Iterator[tuple[str, Table]]:
+    for figure in MAIN:
+        yield figure, _by_arm(found.whole, figure)
+    within = {split: {arm: row for arm, row in rows.items() if "_within_" in arm} for split, rows in found.few.items()}
+    for figure in EQUAL_BYTES:
+        yield figure + AT_EQUAL_BYTES, _by_arm(within, figure)
+    yield MARGIN, {f"{percent}%": margins(found, percent) for percent in BUDGETS}
+    ranks = {f"patch_{rank}": str(rank) for rank in RANKS}
+    yield (
+        "eta by rank",
+        {
+            str(split): {rank: rows[arm].get("eta", nan) for arm, rank in ranks.items()}
+            for split, rows in found.whole.items()
+        },
+    )
+    by_layers: Table = defaultdict(dict)
+    for split, rows in found.few.items():
+        for arm, row in rows.items():
+            name, _, percent = arm.partition("_")
+            if name in PARTIAL:
+                by_layers[f"{split} {name}"][f"{percent}%"] = row.get("eta", nan)
+    yield BY_LAYERS, dict(by_layers)
+    shaped: dict[str, Table] = defaultdict(dict)
+    for split, shape in found.shapes.items():
+        for name, rows in shape.tables().items():
+            shaped[name] |= {f"{split}{row}": dict(cells) for row, cells in rows.items()}
+    yield from shaped.items()
+    yield (
+        "computed by prefix caching",
+        {
+            history: {str(split): prefix.computed(prompt, history) for split, prompt in found.prompts.items()}
+            for history in prefix.HISTORIES
+        },
+    )
+
+
+def _by_arm(found: Mapping[Split, Rows], figure: str) -> Table:
+    """One figure of every arm by split, with its uncertainty where the figure has one."""
+    table: Table = defaultdict(dict)
+    for split, rows in found.items():
+        for arm, row in rows.items():
+            table[arm][str(split)] = row.get(figure, nan)
+            if figure in ("accuracy", "eta"):
+                table[arm][f"{split} {UNCERTAINTY}"] = row.get(f"{figure} {UNCERTAINTY}", nan)
+    return dict(table)
+
+
+def loses(lost: float) -> bool:
+    """Whether blind reuse loses enough accuracy (0 to 1) for arms to be told apart."""
+    return lost >= LOST - 1e-9
+
+
+def margins(found: Measured, percent: int) -> dict[str, float]:
+    """By split, η of the patch less that of the best arm that keeps tokens of as many bytes.
+
+    Where blind reuse loses less than LOST it is not defined.
+    """
+    cells = {}
+    for split, rows in found.few.items():
+        whole = found.whole[split]
+        best = max(rows[f"{arm}_within_{percent}"].get("eta", nan) for arm in TOKEN_ARMS)
+        margin = rows[f"patch_within_{percent}"].get("eta", nan) - best
+        cells[str(split)] = margin if loses(whole["exact"]["accuracy"] - whole["blind"]["accuracy"]) else nan
+    return cells
+
+
+def _of_orders_and_drift(study: Study, few: int) -> Iterator[tuple[str, Table]]:
+    turned: Table = {}
+    for predecessors in reorder.FORMS:
+        scores, apart = reorder.reorder(study, predecessors, few)
+        turned[f"K = {predecessors}"] = {**_etas(scores), "orders apart": apart}
+    yield "η by order", turned
+    drifted = envelope.envelope(study, few)
+    yield "η by drift", {name: _etas(scores) for name, scores in drifted.items()}
+    yield "answers changed by drift", {name: _changed(scores) for name, scores in drifted.items()}
+    yield "rule", {"linker's rule": {"false reuse": envelope.false_reuse(drifted)}}
+
+
+def _of_composition(study: Study, few: int) -> Iterator[tuple[str, Table]]:
+    for split, sizes in ((Split.multi, (2, 3, 4, 6)), (Split.chain, (2, 3))):
+        yield (
+            f"η by composition, {split}",
+            {f"{split} |S| = {size}": _etas(composition.compositions(study, split, size, few)) for size in sizes},
+        )
+
+
+def _of_growth(study: Study, few: int) -> Iterator[tuple[str, Table]]:
+    grown = {pages: growth.growth(study, pages, few) for pages in growth.PAGES}
+    yield "accuracy by pages", {mode: {str(n): grown[n][mode][0] for n in grown} for mode in growth.MODES}
+    yield "median ms by pages", {mode: {str(n): grown[n][mode][1] for n in grown} for mode in growth.MODES}
+
+
+def _etas(scores: Mapping[str, Scores]) -> dict[str, float]:
+    return {arm: row.get("eta", nan) for arm, row in summary(scores).items() if arm != "exact"}
+
+
+def _changed(scores: Mapping[str, Scores]) -> dict[str, float]:
+    exact = scores["exact"].top
+    return {
+        arm: statistics.mean(a != b for a, b in zip(one.top, exact, strict=True))
+        for arm, one in scores.items()
+        if arm != "exact"
+    }

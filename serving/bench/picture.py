@@ -1,0 +1,83 @@
+"""Pictures of a report's tables: curves where the columns are numbers, coloured numbers elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_MOST_CURVES = 8
+_SPREAD = 100.0  # of the largest over the smallest: from here on colours go by the logarithm
+Rows = Mapping[str, Mapping[str, float]]
+
+
+def draw_tables(title: str, tables: Mapping[str, Rows], uncertainty: str, path: Path) -> None:
+    """One picture of each table in one PNG, three abreast; columns that end with `uncertainty` are left out."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    shown = {
+        name: {row: {c: v for c, v in cells.items() if not c.endswith(uncertainty)} for row, cells in rows.items()}
+        for name, rows in tables.items()
+    }
+    across = min(len(shown), 3)
+    heights = [_height(rows) for rows in shown.values()]
+    bands = [max(heights[i : i + across]) for i in range(0, len(heights), across)]
+    figure, grid = pyplot.subplots(
+        len(bands), across, figsize=(8 * across, sum(bands)), height_ratios=bands, layout="constrained", squeeze=False
+    )
+    for axes in grid.flat[len(shown) :]:
+        axes.remove()
+    for axes, (name, rows) in zip(grid.flat, shown.items(), strict=False):
+        (_curves if _are_curves(rows) else _numbers)(axes, rows)
+        axes.set_title(name, fontsize="large")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=150 if len(shown) == 1 else 70)
+    pyplot.close(figure)
+
+
+def _columns(rows: Rows) -> list[str]:
+    longest = max(rows.values(), key=len)
+    return list(dict.fromkeys([*longest, *(column for cells in rows.values() for column in cells)]))
+
+
+def _are_curves(rows: Rows) -> bool:
+    columns = _columns(rows)
+    return len(columns) > 1 and columns[0][:1].isdigit() and len(rows) <= _MOST_CURVES
+
+
+def _height(rows: Rows) -> float:
+    """Inches."""
+    return 4.5 if _are_curves(rows) else max(1.6 + 0.27 * len(rows), 2.5)
+
+
+def _curves(axes: Any, rows: Rows) -> None:
+    for name, points in rows.items():
+        axes.plot(list(points), list(points.values()), marker="o", label=name)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(fontsize="small")
+
+
+def _numbers(axes: Any, rows: Rows) -> None:
+    from matplotlib.colors import LogNorm, Normalize
+
+    columns = _columns(rows)
+    values = np.array([[cells.get(column, nan) for column in columns] for cells in rows.values()])
+    known = values[np.isfinite(values)]
+    low, high = np.quantile(known, (0.05, 0.95)) if known.size else (0.0, 1.0)  # colours are not an outlier's
+    positive = known[known > 0]
+    spread = positive.size and known.min() >= 0 and known.max() / positive.min() > _SPREAD
+    norm = LogNorm(positive.min(), known.max(), clip=True) if spread else Normalize(low - 1e-9, high, clip=True)
+    image = axes.imshow(values, norm=norm, cmap="viridis", aspect="auto")
+    for (y, x), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            red, green, blue, _ = image.cmap(image.norm(value))
+            dark = 0.3 * red + 0.6 * green + 0.1 * blue < 0.5
+            axes.text(x, y, f"{value:.3g}", ha="center", va="center", color="white" if dark else "black", fontsize=9)
+    axes.set_xticks(range(len(columns)), columns, rotation=0 if len(columns) <= 7 else 30)
+    axes.set_yticks(range(len(rows)), list(rows))
