@@ -10,7 +10,8 @@ from kvstore_support import GQA, MLA, random_kv
 from torch import Tensor
 
 from kvstore.layout import Layout
-from serving.bench.fidelity import storage
+from kvstore.patch import compose
+from serving.bench.fidelity import composition, masses, storage
 from serving.bench.fidelity.arms import Arms, PageKV
 from serving.bench.fidelity.bench import figures_of
 from serving.bench.fidelity.reader import _kept
@@ -117,3 +118,31 @@ def test_figures_are_named_by_family_split_arm_and_kind():
     names = ("accuracy", "kl", "eta", "flip_recover", "bytes_fraction")
     tables = {f"gqa: {name}": {"patch_16": {"multi": 0.5, "multi ±": 0.1, "single": float("nan")}} for name in names}
     assert figures_of("gqa", tables) == {f"gqa.multi.patch_16.{name}": 0.5 for name in names}
+
+
+def test_weights_by_attention_add_up_what_one_layer_takes_from_each_page():
+    """Of one head's attention the weighted sum of what single pages add is exactly what all of them add."""
+    generator = torch.Generator().manual_seed(0)
+    scores = [torch.randn(TOKENS, size, generator=generator) * 3 for size in (7, 5, 9, TOKENS)]  # pages, and the rest
+    values = [torch.randn(part.shape[1], 8, generator=generator) for part in scores]
+    z = torch.stack([part.exp().sum(1) for part in scores])
+
+    def attended(*parts: int) -> Tensor:
+        return torch.cat([scores[i] for i in parts], 1).softmax(1) @ torch.cat([values[i] for i in parts])
+
+    c = masses.weights((z[:3] / z[3])[:, None])
+    alone = torch.stack([attended(i, 3) - attended(3) for i in range(3)])
+    torch.testing.assert_close((c[..., None] * alone).sum(0), attended(0, 1, 2, 3) - attended(3))
+    assert not torch.allclose(alone.sum(0), attended(0, 1, 2, 3) - attended(3), atol=0.1)
+
+
+def test_measured_weights_are_those_of_the_second_layer(layout: Layout):
+    """Where the second layer's deficit is a weighted sum of the pairs', token by token, the weights are found."""
+    arms, drawn = Arms(layout, torch.float32), torch.rand(3, TOKENS, generator=torch.Generator().manual_seed(1))
+    base, *pairs = (arms.formed(random_kv(layout, TOKENS, seed=seed).float(), None) for seed in range(4))
+    whole = composition.weighted(pairs, base, drawn[:, None])
+    found = composition.measured(pairs, base, whole.dense())
+    torch.testing.assert_close(found, drawn, rtol=0, atol=0.01)
+    torch.testing.assert_close(
+        composition.weighted(pairs, base, torch.ones(3, 1, 1)).dense(), compose(pairs, 1.0, base).dense()
+    )

@@ -109,14 +109,16 @@ def _tables(study: Study, items: int, console: Console) -> Iterator[tuple[str, d
     )
     yield "answers changed by drift", {name: _changed(scores) for name, scores in drifted.items()}
     yield "rule", {"linker's rule": {"false reuse": envelope.false_reuse(drifted)}}
-    for split, sizes in ((Split.multi, (2, 3, 4, 6)), (Split.chain, (2, 3))):
-        composed = {}
-        for predecessors in sizes:
-            scores = composition.compositions(study, split, predecessors, few)
-            composed[f"{split} |S| = {predecessors}"] = {
-                arm: _figure(scores, arm, "eta") for arm in scores if arm != "exact"
-            }
-        yield f"η by composition, {split}", composed
+    for split, sizes in composition.SIZES.items():
+        behind = {size: composition.compositions(study, split, size, few) for size in sizes}
+        for figure in ("eta", "accuracy", "computed"):
+            yield (
+                f"{figure} by composition, {split}",
+                {
+                    f"|S| = {size}": {arm: _figure(scores, arm, figure) for arm in scores}
+                    for size, scores in behind.items()
+                },
+            )
     grown = {pages: growth.growth(study, pages, few) for pages in growth.PAGES}
     yield "accuracy by pages", {mode: {str(n): grown[n][mode][0] for n in grown} for mode in growth.MODES}
     yield "median ms by pages", {mode: {str(n): grown[n][mode][1] for n in grown} for mode in growth.MODES}
