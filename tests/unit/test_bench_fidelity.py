@@ -11,7 +11,9 @@ from torch import Tensor
 
 from kvstore.layout import Layout
 from kvstore.patch import compose
-from serving.bench.fidelity import composition, masses, storage
+from prefill_workers.composing import measured_weights, weighted_sum
+from prefill_workers.selection import MEASURED_LAYER
+from serving.bench.fidelity import masses, storage
 from serving.bench.fidelity.arms import Arms, PageKV
 from serving.bench.fidelity.bench import figures_of
 from serving.bench.fidelity.reader import _kept
@@ -140,9 +142,9 @@ def test_measured_weights_are_those_of_the_second_layer(layout: Layout):
     """Where the second layer's deficit is a weighted sum of the pairs', token by token, the weights are found."""
     arms, drawn = Arms(layout, torch.float32), torch.rand(3, TOKENS, generator=torch.Generator().manual_seed(1))
     base, *pairs = (arms.formed(random_kv(layout, TOKENS, seed=seed).float(), None) for seed in range(4))
-    whole = composition.weighted(pairs, base, drawn[:, None])
-    found = composition.measured(pairs, base, whole.dense())
+    whole = weighted_sum(base, pairs, drawn[:, None])
+    found = measured_weights(base, pairs, whole.dense()[[MEASURED_LAYER]])
     torch.testing.assert_close(found, drawn, rtol=0, atol=0.01)
     torch.testing.assert_close(
-        composition.weighted(pairs, base, torch.ones(3, 1, 1)).dense(), compose(pairs, 1.0, base).dense()
+        weighted_sum(base, pairs, torch.ones(3, 1, 1)).dense(), compose(pairs, 1.0, base).dense()
     )

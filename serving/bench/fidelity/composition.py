@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -35,6 +35,7 @@ from torch import Tensor
 
 from infra.reference.scenes import Form, Split
 from kvstore.patch import Patch, PatchKind, compose, mean_deficit, orderings
+from prefill_workers.composing import measured_weights, weighted_sum
 from prefill_workers.selection import MEASURED_LAYER
 from serving.bench.fidelity.arms import PageKV
 from serving.bench.fidelity.items import SEED, Item, items
@@ -51,7 +52,6 @@ SIZES = {
 SHARES = (15, 30, 50)  # per cent of cacheblend
 _FITTED_ON = 16
 _ORDERS = 4  # of an orbit patch, at most
-_RIDGE = 1e-3  # of the mean square of what is added: keeps weights of nearly equal pairs near one another
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,13 +100,12 @@ def compositions(study: Study, split: Split, predecessors: int, count: int) -> d
             patches["orbit"].append(arms.formed(one.orbit, RANK, PatchKind.orbit))
             patches["sum"].append(compose(pairs, 1.0, base))
             patches["scaled"].append(compose(pairs, scale, base))
-            patches["by_layer"].append(weighted(pairs, base, by_layer[:, None].expand(predecessors, -1, 1)))
-            patches["weighted"].append(weighted(pairs, base, weights(one.alone)[:, None]))
-            patches["placed"].append(weighted(pairs, base, weights(one.placed)[:, None]))
-            patches["measured"].append(weighted(pairs, base, measured(pairs, base, one.case.delta)[:, None]))
+            patches["by_layer"].append(weighted_sum(base, pairs, by_layer[:, None].expand(predecessors, -1, 1)))
+            patches["weighted"].append(weighted_sum(base, pairs, weights(one.alone)[:, None]))
+            patches["placed"].append(weighted_sum(base, pairs, weights(one.placed)[:, None]))
+            patches["measured"].append(measured(base, pairs, one.case.delta))
             patches["conditioned"].append(compose(conditioned, 1.0, base))
-            among = measured(conditioned, base, one.case.delta)[:, None]
-            patches["conditioned_measured"].append(weighted(conditioned, base, among))
+            patches["conditioned_measured"].append(measured(base, conditioned, one.case.delta))
         probe.score(scores, [one.case for one in group], patches)
         _blend(study, scores, [one.case for one in group])
     for name in ("measured", "conditioned_measured"):
@@ -114,28 +113,9 @@ def compositions(study: Study, split: Split, predecessors: int, count: int) -> d
     return dict(scores)
 
 
-def weighted(pairs: Sequence[Patch], base: Patch, by: Tensor) -> Patch:
-    """base + Σ c_i (pair_i - base), whose weights `by` are [pairs, layers or 1, tokens or 1]."""
-    terms = [_times(pair, c) for pair, c in zip(pairs, by, strict=True)]
-    return compose([*terms, _times(base, 1 - by.sum(0))])
-
-
-def measured(pairs: Sequence[Patch], base: Patch, delta: Tensor) -> Tensor:
-    """c_i [pairs, tokens] whose sum is nearest to the deficit Δ(B|S) in the second layer, each token by itself.
-
-    Only that layer of `delta` [layers, tokens, features] is looked at: its KV depends on the first layer's attention
-    alone, so that a partial forward over the pages in context gives it.
-    """
-    start = base.dense()[MEASURED_LAYER]
-    added = torch.stack([pair.dense()[MEASURED_LAYER] - start for pair in pairs], -1)  # [tokens, features, pairs]
-    gram = added.mT @ added
-    ridge = _RIDGE * gram.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-12)
-    gram = gram + ridge[:, None, None] * torch.eye(len(pairs))
-    return torch.linalg.solve(gram, added.mT @ (delta[MEASURED_LAYER] - start)[..., None])[..., 0].T
-
-
-def _times(patch: Patch, by: Tensor) -> Patch:
-    return replace(patch, left=tuple(left * by[..., None] for left in patch.left))
+def measured(base: Patch, pairs: Sequence[Patch], delta: Tensor) -> Patch:
+    """The linker's composed patch, of Δ(B|S) [layers, tokens, features] only the layer that it measures."""
+    return weighted_sum(base, pairs, measured_weights(base, pairs, delta[[MEASURED_LAYER]])[:, None])
 
 
 def _formed(study: Study, deltas: Sequence[Tensor]) -> list[Patch]:
