@@ -78,7 +78,7 @@ def measured(
 
 
 def _tables(study: Study, items: int, console: Console) -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
-    from serving.bench.fidelity import composition, envelope, growth, reorder, storage
+    from serving.bench.fidelity import composition, envelope, growth, online, reorder, storage
     from serving.bench.fidelity.study import Shape
 
     few = max(items // 5, 16)
@@ -109,6 +109,7 @@ def _tables(study: Study, items: int, console: Console) -> Iterator[tuple[str, d
     )
     yield "answers changed by drift", {name: _changed(scores) for name, scores in drifted.items()}
     yield "rule", {"linker's rule": {"false reuse": envelope.false_reuse(drifted)}}
+    yield "rolling KL by situation", online.table(online.online(study, -(-few // len(online.SPLITS))))
     for split, sizes in composition.SIZES.items():
         behind = {size: composition.compositions(study, split, size, few) for size in sizes}
         for figure in ("eta", "accuracy", "computed"):
