@@ -108,9 +108,13 @@ class Directions:
         return self._rows(self.place < rank, tuple(min(own, rank) for own in self.ranks))
 
     def weighted(self, weight: float | Tensor) -> Directions:
-        """Times a number, or times one [layers] for each layer."""
-        factor = weight[self.layer] if isinstance(weight, Tensor) else weight
-        return replace(self, scale=self.scale * factor)
+        """Times a number, or times one for each layer and token, [layers or 1, tokens or 1]."""
+        if not isinstance(weight, Tensor):
+            return replace(self, scale=self.scale * weight)
+        factor = weight.expand(len(self.ranks), -1)[self.layer]
+        if factor.shape[1] == 1:
+            return replace(self, scale=self.scale * factor[:, 0])
+        return replace(self, left=self.left.float() * factor)
 
     def factors_of(self, layer: int) -> tuple[Tensor, Tensor]:
         """fp32 factors [rank, tokens] and [rank, features] of one layer."""

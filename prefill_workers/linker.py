@@ -5,7 +5,8 @@
 | `prefetch` | any             | starts loading what a prompt on its way will need                                    |
 | `plan`     | any             | starts all look-ups, waits until it is known which chunks miss, not for what loads   |
 | `advance`  | the engine's    | relocates, patches and writes every chunk whose load has ended (kamera.md eq. 1)     |
-| `select`   | the engine's    | cacheblend: chooses which tokens of chunks with stored KV are computed all the same  |
+| `select`   | the engine's    | cacheblend: chooses which tokens of chunks with stored KV are computed all the same; |
+|            |                 | composed patches: weighs their parts                                                 |
 
 What is left are runs, which `worker.PrefillLoop` computes, several requests to a forward, up to the plan's frontier
 (see `plan`). Loads so run beside the vision encoder and beside forwards: the slower of the two bounds the time to the
@@ -24,12 +25,12 @@ import torch
 from torch import Tensor
 
 from kvstore.chunk import DYNAMIC_TENANT, antecedent_key, canonical_key, embedding_key, owner_of
-from kvstore.format import CanonicalRecord
 from kvstore.library import Library
 from kvstore.patch import PatchKind, apply
 from kvstore.patch_form import PatchForm
 from prefill_workers import policies
 from prefill_workers.arriving import Arriving
+from prefill_workers.composing import measured_weights, weighted_sum
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.fidelity import Fidelity
 from prefill_workers.harvest import Harvester
@@ -45,7 +46,13 @@ from prefill_workers.plan import (
     PrefetchRequest,
 )
 from prefill_workers.policies import Mode, OperatingPoint
-from prefill_workers.selection import MEASURED_LAYER, deviations, selected_by_deviation, selected_by_place
+from prefill_workers.selection import (
+    MEASURED_LAYER,
+    deviations,
+    measured_deficit,
+    selected_by_deviation,
+    selected_by_place,
+)
 from prefill_workers.sequence import LinkSequence, Run, forwards
 from prefill_workers.settings import COMPOSE_UP_TO, FidelitySettings
 
@@ -59,7 +66,7 @@ class Linker:
         form: of the patches that it looks for and asks for.
         submit_patch: takes a deficit off the request path and stores its patch (see `patch_compiler`).
         fidelity: says which operating points are switched off. None: nothing is checked, nothing switched off.
-        compose_up_to: antecedents that a chunk may stand behind to be linked by the sum of its pair patches.
+        compose_up_to: antecedents that a chunk may stand behind to be linked by the weighted sum of its pair patches.
     """
 
     def __init__(
@@ -248,6 +255,8 @@ class Linker:
     def select(self, work: Sequence[tuple[LinkPlan, Sequence[Run]]], budget: int) -> int:
         """Choose the tokens that plans which measure compute, and write what is stored of the others.
 
+        Or weigh the parts of chunks' patches, and write those chunks with their sums.
+
         The model's first two layers run over the links' tokens in context, chunks with stored KV included; what they
         leave behind is overwritten, here or by the forward over the plan's runs.
 
@@ -270,13 +279,23 @@ class Linker:
             plan.unpin()
         return taken
 
-    def _select_of(self, plan: LinkPlan, chunk: ChunkPlan, stored: CanonicalRecord) -> None:
-        mode, span, layer = plan.request.mode, chunk.span, [MEASURED_LAYER]
-        in_context = self.engine.read_kv(plan.sequence.blocks, span.start, len(span), layer)
-        deviation = deviations(in_context, stored.kv[layer], chunk.start_position, self.engine.layout)
-        chunk.selected, chunk.unmeasured = selected_by_deviation(mode, deviation, span.start), None
+    def _select_of(self, plan: LinkPlan, chunk: ChunkPlan, found: Found) -> None:
+        mode, span = plan.request.mode, chunk.span
+        assert found.canonical is not None
+        in_context = self.engine.read_kv(plan.sequence.blocks, span.start, len(span), [MEASURED_LAYER])
+        stored, layout = found.canonical.kv[[MEASURED_LAYER]], self.engine.layout
+        chunk.unmeasured = None
+        if found.patch is not None:
+            delta = measured_deficit(in_context, stored, chunk.start_position, layout)
+            base, *pairs = found.parts
+            patch = weighted_sum(base, pairs, measured_weights(base, pairs, delta)[:, None])
+            chunk.outcome = replace(chunk.outcome, rank=patch.rank)
+            self._write(plan.sequence, chunk, replace(found, patch=replace(found.patch, patch=patch)))
+            return
+        deviation = deviations(in_context, stored, chunk.start_position, layout)
+        chunk.selected = selected_by_deviation(mode, deviation, span.start)
         chunk.outcome = replace(chunk.outcome, reason=_selected_reason(mode, chunk))
-        self._write(plan.sequence, chunk, Found(canonical=stored))
+        self._write(plan.sequence, chunk, found)
 
     def arriving(self, plan: LinkPlan) -> list[Arriving]:
         """All chunks on their way, for a forward that writes them as they come in; none if one has no layer yet."""
@@ -300,7 +319,7 @@ class Linker:
         point = policies.operating_point(
             mode,
             canonical=found.canonical is not None,
-            patch=found.patch is not None,
+            patch=found.patch is not None and not (found.parts and chunk.lacks_embeddings),
             embeddings=not (fresh or chunk.lacks_embeddings),
         )
         if not point.reuses_kv and not chunk.span.needs_embeddings:
@@ -308,9 +327,11 @@ class Linker:
         patch = found.patch.patch if found.patch and point is OperatingPoint.PATCHED else None
         rank, kind = (patch.rank, patch.kind) if patch is not None else (None, None)
         reason = _reason(mode, point, found, chunk.outcome.antecedents)
+        if point is OperatingPoint.PATCHED and found.parts:
+            chunk.unmeasured = found
         if point is OperatingPoint.SELECTED:
             if mode.measures:
-                chunk.unmeasured = found.canonical
+                chunk.unmeasured = Found(found.canonical)
             else:
                 chunk.selected = selected_by_place(mode, chunk.span.start, chunk.span.stop)
             reason = _selected_reason(mode, chunk)
@@ -345,10 +366,9 @@ def _selected_reason(mode: Mode, chunk: ChunkPlan) -> str:
 
 def _reason(mode: Mode, point: OperatingPoint, found: Found, antecedents: int) -> str:
     if point is OperatingPoint.PATCHED and found.patch is not None:
-        kind = found.patch.patch.kind
-        if kind is PatchKind.composed:
-            return f"sum of the stored pair patches behind {antecedents} antecedents"
-        return f"stored {kind} patch for these antecedents"
+        if found.parts:
+            return f"weighted sum of the stored pair patches behind {antecedents} antecedents"
+        return f"stored {found.patch.patch.kind} patch for these antecedents"
     if point is OperatingPoint.RELOCATED:
         return "mode full-reuse: canonical KV, no patch"
     if mode in (Mode.EXACT, Mode.OFF):

@@ -7,8 +7,8 @@ the hits of all tiers go on loading (mpic.md §3.2).
     a patch is stored ──▶ coming ── patch ∥ canonical KV ──▶ found: KV
           └── none ──────────┴── failed, slow or damaged ──▶ embeddings ──▶ found: embeddings, or nothing
 
-Where no patch of the set is stored, the patches behind each of its members may be, whose sum serves in its place: they
-all load beside one another, and count as one.
+Where no patch of the set is stored, the patches behind each of its members may be, whose weighted sum serves in its
+place (see `composing`): they all load beside one another, and count as one.
 
 Modes that link canonical KV without a patch begin at the canonical; those that compute some of a chunk's tokens all the
 same load its embeddings beside.
@@ -26,7 +26,8 @@ from torch import Tensor
 from kvstore.basis import SharedBasis
 from kvstore.format import CanonicalRecord, EmbeddingRecord, PatchRecord
 from kvstore.library import Library, Loading
-from kvstore.patch import compose
+from kvstore.patch import Patch
+from prefill_workers.composing import can_be_weighed
 from prefill_workers.policies import Mode, ModeKind, looks_up_patch, uses_canonical_alone
 
 _THREADS = 128  # they wait for tiers; the library bounds the reads themselves
@@ -54,12 +55,14 @@ class ChunkKeys:
 class Found:
     """What the library gave for one chunk: KV to place, embeddings to compute with, or nothing.
 
-    Both only for modes that compute some tokens of a chunk whose KV is stored.
+    Both only where some tokens of a chunk whose KV is stored are computed all the same, and for a patch that is still
+    to be summed of `parts`: those behind the fixed prefix and behind each antecedent, of which `patch` is the first.
     """
 
     canonical: CanonicalRecord | None = None
     patch: PatchRecord | None = None
     embeddings: Tensor | None = None
+    parts: tuple[Patch, ...] = ()
 
 
 class Lookup:
@@ -121,7 +124,7 @@ class Lookups:
             library, key = self._library, keys.embedding
             beside = library.load("embedding", key, keys.owner) if key is not None and mode.recomputes else None
             found = self._kv(lookup, keys, mode)
-            if key is not None and (found.canonical is None or beside is not None):
+            if key is not None and (found.canonical is None or beside is not None or found.parts):
                 record = library.wait(beside) if beside is not None else library.get_embedding(key, keys.owner)
                 embeddings = cast(EmbeddingRecord, record).embeddings if record is not None else None
                 found = replace(found, embeddings=embeddings)
@@ -159,13 +162,9 @@ class Lookups:
         if len(records) < len(patches):
             return Found()
         if composed:
-            return Found(kv, self._sum(records))
+            parts = tuple(record.patch.bind(self._basis) for record in records)
+            return Found(kv, records[0], parts=parts) if can_be_weighed(parts) else Found()
         return Found(kv, records[0] if records else None)
-
-    def _sum(self, parts: Sequence[PatchRecord]) -> PatchRecord:
-        """One patch from those behind the fixed prefix P and behind each A_i: Δ(B|P) + Σ (Δ(B|P,A_i) - Δ(B|P))."""
-        base, *pairs = (part.patch.bind(self._basis) for part in parts)
-        return replace(parts[0], patch=compose(pairs, base=base))
 
     def _stored(self, keys: ChunkKeys, wanted: Sequence[str]) -> tuple[str, str] | None:
         """Key and owner of the first of the `wanted` patches that is stored."""

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from kvstore.format import CanonicalRecord
 from kvstore.patch import PatchKind
-from prefill_workers.lookup import Lookup
+from prefill_workers.lookup import Found, Lookup
 from prefill_workers.policies import Mode, OperatingPoint
 from prefill_workers.sequence import Embedded, LinkSequence, Run, complement
 
@@ -121,7 +120,8 @@ class ChunkPlan:
     operating point that the request's mode would have looked for, if it is switched off (see `fidelity`).
 
     `selected` are the tokens of a chunk with stored KV that a forward computes all the same. While `unmeasured` is set
-    they are still to be found: those whose KV in context is farthest from this.
+    they are still to be found: those whose KV in context is farthest from this canonical KV. Or, where this has
+    `parts`, their weights: how much of each makes up the KV in context.
     """
 
     span: ChunkSpan
@@ -133,7 +133,7 @@ class ChunkPlan:
     embeddings: Tensor | None = None  # [placeholders that carry one, hidden]
     written: Arriving | None = None
     selected: tuple[Run, ...] = ()
-    unmeasured: CanonicalRecord | None = None
+    unmeasured: Found | None = None
     ruled_out: OperatingPoint | None = None
 
     @property
@@ -202,7 +202,7 @@ class LinkPlan:
 
     @property
     def measures(self) -> bool:
-        """Whether `Linker.select` must choose now which tokens of some chunks are computed."""
+        """Whether `Linker.select` must now choose tokens of some chunks, or weigh the parts of their patches."""
         return not self.loads and any(c.unmeasured is not None for c in self.chunks)
 
     @property
@@ -226,9 +226,9 @@ class LinkPlan:
         return sum(len(run) for run in self.runs)
 
     def embed(self) -> None:
-        """Hand the embeddings of the chunks that are computed, wholly or in part, to the sequence, in prompt order."""
+        """Hand the embeddings of the chunks that a forward, be it a partial one, computes to the sequence."""
         self.sequence.embedded = tuple(
             Embedded(c.span.first, c.embeddings, c.span.is_embed)
             for c in self.chunks
-            if c.embeddings is not None and c.outcome.operating_point.computes
+            if c.embeddings is not None and (c.outcome.operating_point.computes or c.unmeasured is not None)
         )

@@ -45,8 +45,12 @@ def deviations(in_context: Tensor, stored: Tensor, position: int, layout: Layout
         in_context: KV [1, tokens, features] of a chunk whose first token is at `position`.
         stored: canonical KV [1, tokens, features] of the same layer.
     """
-    one = layout.of_one_layer
-    return deficit(relocate(in_context, -position, one), stored)[0].norm(dim=-1)
+    return measured_deficit(in_context, stored, position, layout)[0].norm(dim=-1)
+
+
+def measured_deficit(in_context: Tensor, stored: Tensor, position: int, layout: Layout) -> Tensor:
+    """Δ of one layer, [1, tokens, features] fp32; arguments as for `deviations`."""
+    return deficit(relocate(in_context, -position, layout.of_one_layer), stored)
 
 
 def runs_of(mask: Tensor, start: int) -> tuple[Run, ...]:

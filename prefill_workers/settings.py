@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from kvstore.settings import FactorType
 from prefill_workers.policies import EXACT_POINTS, OperatingPoint
 
-COMPOSE_UP_TO = 0  # the sum of pairs loses single-hop answers on the reference models (`orbitserve bench fidelity`)
+COMPOSE_UP_TO = 4  # how far η stays at 0.95 and no answer is lost (`orbitserve bench fidelity`, η by composition)
 
 
 class PatchFormSettings(BaseModel):
@@ -107,8 +107,8 @@ class PrefillSettings(BaseModel):
     compose_up_to: int = Field(
         COMPOSE_UP_TO,
         ge=0,
-        description="Link a chunk behind up to so many others by the sum of its patches behind each of them, where no "
-        "patch of their set is stored. 0: never.",
+        description="Link a chunk behind up to so many others by the weighted sum of its patches behind each of them, "
+        "where no patch of their set is stored. 0: never.",
     )
     self_check: bool = Field(
         True, description="Compare with vLLM's own prefill at start and refuse to serve otherwise."

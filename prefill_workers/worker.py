@@ -30,7 +30,7 @@ from prefill_workers.handoff import BlockPool, Lease, PoolExhausted
 from prefill_workers.linker import Linker
 from prefill_workers.plan import ChunkOutcome, LinkPlan, PixelsNeeded
 from prefill_workers.recheck import Rechecks
-from prefill_workers.sequence import Run, merge_runs, split_runs
+from prefill_workers.sequence import Run, complement, merge_runs, split_runs
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +88,12 @@ class _Job:
 
     @property
     def to_measure(self) -> list[Run]:
-        """What no forward has computed up to the last chunk whose deviation is measured."""
-        stop = max(c.span.stop for c in self.plan.chunks if c.unmeasured is not None)
-        return merge_runs([*self.pending, Run(self.reached, stop)])
+        """What no forward has computed and no load has written, up to the last chunk that is measured."""
+        chunks = self.plan.chunks
+        stop = max(c.span.stop for c in chunks if c.unmeasured is not None)
+        written = [run for c in chunks if c.unmeasured is None for run in c.reused]
+        inside = [run for run in written if self.reached <= run.start and run.stop <= stop]
+        return merge_runs([*self.pending, *complement(inside, stop, self.reached)])
 
     def compute_up_to(self, frontier: int) -> None:
         """Take up the runs before the frontier."""

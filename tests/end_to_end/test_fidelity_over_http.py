@@ -1,52 +1,116 @@
-"""What the fidelity tables say offline is what the service answers: some items, asked over HTTP in three modes."""
+"""What the fidelity tables say offline is what the service answers: a sample of each, asked over HTTP.
+
+| table | sample |
+|---|---|
+| arms | items in the product's modes |
+| order | other orders than the one that taught |
+| drift | a word in front, another system prompt, a page dropped |
+| pages | a fourth page, in the modes of that table |
+| composition | a set of which only the pairs were read |
+
+The arms of the other tables and all other situations are research: no request asks for them.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from client import Service, inline, user
+from client import Service, inline, text, user
 
 from infra.reference import DEFAULT_MODEL, weights
 from infra.reference.families import FAMILIES
 from infra.reference.pictures import page_picture
 from infra.reference.scenes import Form, Split, draw_items
-from kvstore.patch import PatchKind
+from kvstore.patch import Patch, PatchKind, apply, mean_deficit
 from kvstore.patch_form import PatchForm
 from serving.bench.fidelity.arms import PageKV, Repaired
-from serving.bench.fidelity.items import SEED, items
-from serving.bench.fidelity.reader import Reader
-from serving.bench.fidelity.study import Gathered, Study
+from serving.bench.fidelity.composition import measured
+from serving.bench.fidelity.items import SEED, Item, items
+from serving.bench.fidelity.reader import Page, Place, Prompt, Reader
+from serving.bench.fidelity.study import Study
 
 pytestmark = pytest.mark.service
 
-RANK, ITEMS, FORM = 16, 6, Form(3, 8, 6)
+RANK, ITEMS, FORM, LONGER = 16, 5, Form(3, 8, 6), Form(4, 8, 6)
 CELL = FAMILIES[DEFAULT_MODEL].cell
+MODES = ("exact", "full-reuse", "auto", "mpic-32", "cacheblend-15")
+SYSTEM = "You are a helpful assistant."
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request of the sample: pages of an item, in this order, in a mode; `points` and `reason` it must report."""
+
+    item: int
+    order: tuple[int, ...]
+    mode: str
+    points: set[str]
+    reason: str = ""
+    before: str = ""
+    system: str = ""
+    wanted: bool = True  # whether the answer must be right where `exact` is
+    longer: bool = False  # an item of four pages
+    answer: bool = True  # False: asked only to teach
+
+    @property
+    def name(self) -> str:
+        return f"{self.mode} of {self.order} of item {self.item} {self.before} {self.system}"
+
+
+ALL = (0, 1, 2)
+POINTS = {"exact": {"encoded"}, "full-reuse": {"relocated"}, "auto": {"patched"}}
+ARMS = [
+    Asked(item, ALL, mode, POINTS.get(mode, {"selected"}), wanted=mode in ("exact", "auto"))
+    for item in range(ITEMS - 1)
+    for mode in MODES
+]
+ORDER = [Asked(0, (1, 0, 2), "auto", {"patched"}, "stored orbit patch")]
+DRIFT = [
+    Asked(0, ALL, "auto", {"patched"}, "stored own patch", before="Page"),
+    Asked(0, ALL, "auto", {"recomputed"}, system=SYSTEM),
+    Asked(0, (1, 2), "auto", {"patched"}, "stored pair patch", wanted=False),
+]
+PAGES = [
+    Asked(0, (0, 1, 2, 3), mode, POINTS.get(mode, {"selected"}), wanted=mode in ("exact", "auto"), longer=True)
+    for mode in MODES
+]
+LAST = ITEMS - 1
+COMPOSITION = [
+    *(
+        Asked(LAST, pair, "auto", {"encoded", "patched", "recomputed"}, answer=False)
+        for pair in ((0, 1), (0, 2), (1, 2))
+    ),
+    Asked(LAST, ALL, "auto", {"patched"}, "weighted sum"),
+]
+SAMPLE = [*ARMS, *ORDER, *DRIFT, *PAGES, *COMPOSITION]
 
 
 @pytest.fixture
 def service(only_service: Callable[..., Service]) -> Service:
     model = {"path": weights(DEFAULT_MODEL), "dtype": "float32", "max_model_len": 2048}
-    return only_service("reference model", "float32", model=model, patch={"rank": RANK})
+    composing = {"fidelity": {"share": 0}, "compose_up_to": 2}
+    return only_service("reference model", "float32", model=model, patch={"rank": RANK}, prefill=composing)
 
 
-def asked() -> list[list[dict[str, Any]]]:
-    """The items' messages; the same pages and questions as `items` draws."""
-    scenes, questions = draw_items(Split.multi, ITEMS, FORM, torch.Generator().manual_seed(SEED))
+def pictures(form: Form) -> list[list[dict[str, Any]]]:
+    """The items' pages as parts of a message; the same as `items` draws."""
+    scenes, questions = draw_items(Split.multi, ITEMS, form, torch.Generator().manual_seed(SEED))
+    assert questions.asked.all()
     found = []
     for index in range(ITEMS):
         parts: list[Any] = []
-        for page in range(FORM.pages):
+        for page in range(form.pages):
             buffer = io.BytesIO()
             page_picture(scenes, index, page, CELL).save(buffer, "PNG")
             parts.append(inline(buffer.getvalue()))
-        found.append(user(*parts))
-    assert questions.asked.all()
+        found.append(parts)
     return found
 
 
@@ -55,67 +119,124 @@ def top(answer: dict[str, Any]) -> dict[str, float]:
     return {entry["token"]: entry["logprob"] for entry in first["top_logprobs"]}
 
 
-class Offline(NamedTuple):
-    """What the arms give offline: log-probabilities [items, vocabulary] of the answer's token, by mode."""
+class Expected(NamedTuple):
+    """What an arm gives offline: log-probabilities [vocabulary] of the answer's token, and what exact answers."""
 
-    logprobs: dict[str, torch.Tensor]
-    questions: list[str]
-    answers: list[str]
-    wanted: list[int]
-    numbers: dict[str, int]  # token ids by text
+    logprobs: torch.Tensor
+    exact: int
+    question: str
+    answer: str
+    wanted: int
 
 
-def offline() -> Offline:
-    """Measured in a process of its own: ending this engine takes away what others in its process stand on."""
+def offline() -> tuple[list[Expected | None], dict[str, int]]:
+    """The sample by the arms, and token ids by text.
+
+    Measured in a process of its own: ending this engine takes away what others in its process stand on.
+    """
     reader = Reader(weights(DEFAULT_MODEL))
     try:
         with torch.inference_mode():
             study = Study(reader, CELL)
-            drawn = list(items(reader, CELL, Split.multi, ITEMS, FORM))
-            gathered = study.gather(drawn)
-            logprobs = {
-                "exact": torch.stack([one.exact.answers[0] for one in gathered]),
-                "full-reuse": answers(study, gathered, lambda page: Repaired(page.canonical)),
-                "auto": answers(study, gathered, lambda page: patched(study, page)),
-            }
-            texts = (reader.text(number) for number in range(logprobs["exact"].shape[1]))
-            return Offline(
-                {mode: values.clone() for mode, values in logprobs.items()},
-                [item.question for item in drawn],
-                [item.answer for item in drawn],
-                [one.prompt.answer[0] for one in gathered],
-                {text: number for number, text in enumerate(texts)},
-            )
+            drawn, longer = (list(items(reader, CELL, Split.multi, ITEMS, form)) for form in (FORM, LONGER))
+            found = [
+                expected(study, (longer if one.longer else drawn)[one.item], one) if one.answer else None
+                for one in SAMPLE
+            ]
+            size = next(one for one in found if one).logprobs.shape[0]
+            return found, {reader.text(number): number for number in range(size)}
     finally:
         reader.close()
 
 
-def patched(study: Study, page: PageKV) -> Repaired:
-    """A page with the patch that the service forms of it."""
-    return study.arms.patched(page, PatchForm(RANK).form(page.delta, study.arms.layout, PatchKind.own))
+def expected(study: Study, item: Item, asked: Asked) -> Expected:
+    reader = study.reader
+    prompt = item.prompt(reader, asked.order, before=[asked.before], system=asked.system)
+    (exact,) = reader.exact([prompt])
+    logprobs = exact.answers[0]
+    if asked.mode != "exact" and not asked.system:
+        pages = repaired(study, item, asked, exact.pages)
+        (read,) = reader.over([prompt], [[page.kv for page in pages]], [[page.again for page in pages]])
+        logprobs = read.answers[0]
+    return Expected(logprobs.clone(), int(exact.answers[0].argmax()), item.question, item.answer, prompt.answer[0])
 
 
-def answers(study: Study, gathered: list[Gathered], arm: Callable[..., Repaired]) -> torch.Tensor:
-    linked = [[arm(page).kv for page in one.pages] for one in gathered]
-    return torch.stack([read.answers[0] for read in study.reader.over([one.prompt for one in gathered], linked)])
+def repaired(study: Study, item: Item, asked: Asked, exact: Sequence[torch.Tensor]) -> list[Repaired]:
+    """The request's pages by the arm that its mode stands for."""
+    arms, reader = study.arms, study.reader
+    canonical = reader.alone([item.prompt(reader).places[i] for i in asked.order])
+    pages = [PageKV(*both) for both in zip(canonical, exact, strict=True)]
+    if asked.mode != "auto":
+        arm = {
+            "full-reuse": lambda page: Repaired(page.canonical),
+            "mpic-32": arms.mpic(32),
+            "cacheblend-15": arms.cacheblend(0.15),
+        }[asked.mode]
+        return [arm(page) for page in pages]
+
+    def behind(before: Sequence[int], of: int) -> torch.Tensor:
+        """Δ behind pages with no text around them, as the background reads them."""
+        (read,) = reader.exact([bare(reader, [item.pages[i] for i in (*before, of)])], keep=[-1])
+        return read.pages[-1].float() - canonical[asked.order.index(of)].float()
+
+    def formed(delta: torch.Tensor) -> Patch:
+        """The patch that the service forms of a deficit."""
+        return PatchForm(RANK).form(delta, arms.layout, PatchKind.own)
+
+    (taught,) = reader.exact([item.prompt(reader, asked.order)])
+    own = [formed(kv.float() - stored.float()) for kv, stored in zip(taught.pages, canonical, strict=True)]
+    patches: list[Patch] = own
+    if asked in ORDER:
+        first, second, last = asked.order
+        orbit = mean_deficit([behind((first, second), last), behind((second, first), last)])
+        patches = [formed(delta) for delta in (behind((), first), behind((first,), second), orbit)]
+    elif len(asked.order) == 2:
+        first, last = asked.order
+        patches = [formed(delta) for delta in (behind((), first), behind((first,), last))]
+    elif asked in COMPOSITION:
+        base, *pairs = (formed(behind(before, 2)) for before in ((), (0,), (1,)))
+        patches = [*own[:2], measured(base, pairs, pages[2].delta)]
+    return [Repaired(apply(page.canonical, patch, 0, arms.layout)) for page, patch in zip(pages, patches, strict=True)]
+
+
+def bare(reader: Reader, pages: Sequence[Page]) -> Prompt:
+    """Pages back to back and nothing else."""
+    tokens: list[int] = []
+    starts = []
+    for page in pages:
+        starts.append(len(tokens))
+        tokens += page.token_ids
+    placed = [
+        (page.span.modality, page.span.grid, start + page.span.first, page.span.count)
+        for page, start in zip(pages, starts, strict=True)
+    ]
+    positions, _ = reader.engine.positions(tokens, placed)
+    places = tuple(Place(page, start, int(positions[0, start])) for page, start in zip(pages, starts, strict=True))
+    return Prompt(torch.tensor(tokens, dtype=torch.int32), positions, places, (0,))
 
 
 def test_the_service_answers_as_the_offline_arms(service: Service):
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        expected = pool.submit(offline).result()
+        sample, numbers = pool.submit(offline).result()
+    drawn = {False: pictures(FORM), True: pictures(LONGER)}
     wrong = 0
-    for index, messages in enumerate(asked()):
-        messages[0]["content"].append({"type": "text", "text": expected.questions[index]})
-        for mode in ("exact", "full-reuse", "auto"):
-            answer = service.chat(messages, mode=mode, logprobs=True, top_logprobs=5, max_tokens=4)
-            service.settle()
-            points = {chunk["operating_point"] for chunk in answer["orbit"]["chunks"]}
-            assert points <= {"exact": {"encoded"}, "full-reuse": {"relocated"}, "auto": {"patched"}}[mode]
-            row = expected.logprobs[mode][index]
-            for token, logprob in top(answer).items():
-                assert logprob == pytest.approx(float(row[expected.numbers[token]]), abs=2e-3), (mode, token)
-            text, right = answer["choices"][0]["message"]["content"], expected.answers[index]
-            assert (text == right) == (int(row.argmax()) == expected.wanted[index])
-            wrong += mode == "full-reuse" and text != right
-            assert mode == "full-reuse" or text == right
+    for asked, row in zip(SAMPLE, sample, strict=True):
+        parts = [drawn[asked.longer][asked.item][i] for i in asked.order]
+        question = row.question if row else "?"
+        messages = user(*([asked.before] if asked.before else []), *parts, text(question))
+        if asked.system:
+            messages = [{"role": "system", "content": asked.system}, *messages]
+        answer = service.chat(messages, mode=asked.mode, logprobs=True, top_logprobs=5, max_tokens=4)
+        service.settle()
+        chunks = answer["orbit"]["chunks"]
+        assert {chunk["operating_point"] for chunk in chunks} <= asked.points, asked.name
+        assert asked.reason in chunks[-1]["reason"], asked.name
+        if row is None:
+            continue
+        for token, logprob in top(answer).items():
+            assert logprob == pytest.approx(float(row.logprobs[numbers[token]]), abs=2e-3), (asked.name, token)
+        said = answer["choices"][0]["message"]["content"]
+        assert (said == row.answer) == (int(row.logprobs.argmax()) == row.wanted), asked.name
+        assert said == row.answer or not asked.wanted or row.exact != row.wanted, asked.name
+        wrong += asked.mode == "full-reuse" and said != row.answer
     assert wrong > 0, "blind reuse lost nothing: these items say nothing"

@@ -1,15 +1,23 @@
-"""Composed patches on a real engine: a set that was never seen is linked by the sum of its members' pair patches."""
+"""Composed patches on a real engine: a set never seen before is linked by the weighted sum of its members' patches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
-from rig import Rig
+from rig import Linked, Rig
+from torch import Tensor
 
-from kvstore.patch import PatchKind, relocate
+from kvstore.format import PatchRecord
+from kvstore.patch import Patch, PatchKind, relocate
+from kvstore.patch_form import PatchForm
+from prefill_workers.composing import measured_weights, weighted_sum
+from prefill_workers.lookup import ChunkKeys
 from prefill_workers.plan import LinkRequest
 from prefill_workers.policies import Mode
+from prefill_workers.selection import MEASURED_LAYER
+
+SET = [1, "and", 2, "or", 4, "?"]
 
 
 def taught(rig: Rig, *sets: list[int]) -> None:
@@ -18,22 +26,74 @@ def taught(rig: Rig, *sets: list[int]) -> None:
         rig.link([*pages, "?"])
 
 
-def test_a_new_set_is_linked_by_the_sum_of_its_pairs(make_rig: Callable[..., Rig]):
+def keys(rig: Rig) -> ChunkKeys:
+    """Of the last chunk of SET."""
+    segments = rig.render(SET)
+    return rig.linker.keys(LinkRequest("test", segments.token_ids, segments.chunks, Mode.AUTO))[2]
+
+
+def parts(rig: Rig) -> list[Patch]:
+    """The patches behind nothing and behind each page."""
+    found = [rig.library.get_patch(key, "local") for key in keys(rig).parts]
+    return [record.patch for record in found if isinstance(record, PatchRecord)]
+
+
+def delta(rig: Rig, linked: Linked) -> Tensor:
+    """The last chunk's deficit [layers, tokens, features] in a link."""
+    record = rig.library.get_canonical(keys(rig).canonical, "local")
+    return relocate(linked.chunk_kv(2), -linked.plan.chunks[2].start_position, rig.engine.layout) - record.kv
+
+
+def test_a_new_set_is_linked_by_the_weighted_sum_of_its_pairs(make_rig: Callable[..., Rig]):
     rig = make_rig(compose_up_to=3)
     taught(rig, [1, 2], [1, 4], [2, 4])
-    linked = rig.link([1, 2, 4, "?"])
+    partial = rig.loop.stats().forwards_partial
+    linked = rig.link(SET)
     assert linked.points == ["patched"] * 3
-    assert linked.result.chunks[2].reason == "sum of the stored pair patches behind 2 antecedents"
-    segments = rig.render([1, 2, 4, "?"])
-    keys = rig.linker.keys(LinkRequest("test", segments.token_ids, segments.chunks, Mode.AUTO))[2]
-    base, one, two = (rig.library.get_patch(key, "local").patch for key in keys.parts)
+    assert linked.result.chunks[2].reason == "weighted sum of the stored pair patches behind 2 antecedents"
+    assert rig.loop.stats().forwards_partial == partial + 1
+    base, one, two = parts(rig)
     assert (one.kind, two.kind) == (PatchKind.pair, PatchKind.pair)
-    canonical = rig.library.get_canonical(keys.canonical, keys.owner).kv
-    expected = canonical + one.dense() + two.dense() - base.dense()
-    position = linked.plan.chunks[2].start_position
-    torch.testing.assert_close(
-        linked.chunk_kv(2), relocate(expected, position, rig.engine.layout), rtol=1e-4, atol=1e-4
-    )
+    exact = delta(rig, rig.link(SET, "off"))
+    weights = measured_weights(base, [one, two], exact[[MEASURED_LAYER]])
+    assert weights.shape == (2, exact.shape[1])
+    expected = weighted_sum(base, [one, two], weights[:, None])
+    torch.testing.assert_close(delta(rig, linked), expected.dense(), rtol=1e-3, atol=1e-3)
+    assert linked.result.chunks[2].rank == expected.rank
+    plain = one.dense() + two.dense() - base.dense()
+    assert (delta(rig, linked) - exact)[1:].norm() < (plain - exact)[1:].norm()
+
+
+def test_a_stored_chunk_between_two_composed_ones_is_left_as_it_is(make_rig: Callable[..., Rig]):
+    """The partial forward computes the composed chunks' first layers, and nothing of what loads have written."""
+    rig = make_rig(compose_up_to=4, orbit_chunks=2)
+    pages = [1, 2, 4, 3, 5]
+    taught(rig, [1, 2], [1, 4], [2, 4], *([page, 5] for page in pages[:4]), pages)
+    stored = rig.link([*pages, "?"])
+    assert stored.points == ["patched"] * 5
+    for index in (2, 4):
+        assert rig.library.delete("patch", stored.plan.chunks[index].patch_key, "local")
+    linked = rig.link([*pages, "?"])
+    reasons = [chunk.reason.split()[0] for chunk in linked.result.chunks]
+    assert reasons == ["stored", "stored", "weighted", "stored", "weighted"]
+    assert torch.equal(linked.chunk_kv(3), stored.chunk_kv(3))
+    assert not torch.equal(linked.chunk_kv(4), stored.chunk_kv(4))
+
+
+def test_a_sum_without_stored_embeddings_takes_them_from_the_request(make_rig: Callable[..., Rig]):
+    rig = make_rig(compose_up_to=3)
+    taught(rig, [1, 2], [1, 4], [2, 4])
+    measured = rig.link(SET)
+    rig.library.delete("embedding", keys(rig).embedding, "local")
+    again = rig.link(SET)  # the rig encodes what the plan asks for
+    assert again.points == ["patched"] * 3
+    torch.testing.assert_close(again.kv, measured.kv, rtol=1e-4, atol=1e-4)
+
+
+def test_deep_patches_cannot_be_weighed_and_are_not_composed(make_rig: Callable[..., Rig]):
+    rig = make_rig(compose_up_to=3, form=PatchForm(None, depth=0.25))
+    taught(rig, [1, 2], [1, 4], [2, 4])
+    assert rig.link(SET).points == ["patched", "patched", "recomputed"]
 
 
 def test_the_patch_of_a_set_goes_before_the_sum(make_rig: Callable[..., Rig]):

@@ -12,7 +12,9 @@ from infra.reference import DEFAULT_MODEL, weights
 from infra.reference.families import FAMILIES
 from infra.reference.scenes import Form, Split
 from kvstore.patch import Patch
-from serving.bench.fidelity import composition, envelope, reorder, storage
+from prefill_workers.policies import OperatingPoint
+from prefill_workers.settings import FidelitySettings
+from serving.bench.fidelity import composition, envelope, online, reorder, storage
 from serving.bench.fidelity.arms import Repaired
 from serving.bench.fidelity.items import items
 from serving.bench.fidelity.probe import Probe
@@ -218,3 +220,21 @@ def test_patches_on_the_last_page_alone(study: Study, item):
     probe.score(scores, cases, {"blind": [None], "full": [study.arms.formed(cases[0].delta, None)]})
     assert scores["full"].kl[0] == pytest.approx(0.0, abs=1e-4)
     assert scores["blind"].kl[0] > scores["full"].kl[0]
+
+
+def test_weighted_pairs_serve_a_set_where_their_plain_sum_fails(study: Study):
+    """And no answer is lost that blind reuse keeps."""
+    scores = composition.compositions(study, Split.multi, 4, 8)
+    for arm in ("weighted", "placed", "measured"):
+        assert sum(scores[arm].kl) < 0.2 * sum(scores["sum"].kl), arm
+    assert sum(scores["measured"].right) >= sum(scores["exact"].right) - 1
+    assert len({len(one.kl) for one in scores.values()}) == 1
+
+
+def test_the_online_check_tells_sound_patches_from_broken_ones(study: Study):
+    checks = online.online(study, 2)
+    assert set(checks) == {one.name for one in online.SITUATIONS}
+    assert {len(kls) for kls in checks.values()} == {2 * len(online.SPLITS)}
+    means = {name: sum(kls) / len(kls) for name, kls in checks.items()}
+    bound = FidelitySettings().bounds[OperatingPoint.PATCHED]
+    assert means["same"] < bound < min(means["wrong page"], means["turned basis"])

@@ -13,9 +13,12 @@ from infra.reference.scenes import Split
 from kvstore.basis import pool_basis
 from kvstore.factor import SCALE_BYTES
 from kvstore.layout import Layout
-from kvstore.patch import PatchKind
+from kvstore.patch import PatchKind, compose
+from prefill_workers.composing import measured_weights, weighted_sum
 from prefill_workers.plan import ChunkSpan
-from serving.bench.fidelity import prefix, storage
+from prefill_workers.selection import MEASURED_LAYER
+from prefill_workers.settings import FidelitySettings
+from serving.bench.fidelity import masses, online, prefix, storage
 from serving.bench.fidelity.arms import TOKEN_ARMS, Arms, PageKV
 from serving.bench.fidelity.bench import BENCHMARK, KINDS, MARGIN, TARGETS, figures_of
 from serving.bench.fidelity.reader import Page, Place, Prompt, _kept
@@ -269,3 +272,43 @@ def test_where_blind_reuse_loses_little_only_the_model_is_held_to_targets():
 
 def test_every_family_has_targets():
     assert BENCHMARK.targets.keys() == {f"{kind}.{name}" for kind in KINDS for name in TARGETS}
+
+
+def test_weights_by_attention_add_up_what_one_layer_takes_from_each_page():
+    """Of one head's attention the weighted sum of what single pages add is exactly what all of them add."""
+    generator = torch.Generator().manual_seed(0)
+    scores = [torch.randn(TOKENS, size, generator=generator) * 3 for size in (7, 5, 9, TOKENS)]  # pages, and the rest
+    values = [torch.randn(part.shape[1], 8, generator=generator) for part in scores]
+    z = torch.stack([part.exp().sum(1) for part in scores])
+
+    def attended(*parts: int) -> Tensor:
+        return torch.cat([scores[i] for i in parts], 1).softmax(1) @ torch.cat([values[i] for i in parts])
+
+    c = masses.weights((z[:3] / z[3])[:, None])
+    alone = torch.stack([attended(i, 3) - attended(3) for i in range(3)])
+    torch.testing.assert_close((c[..., None] * alone).sum(0), attended(0, 1, 2, 3) - attended(3))
+    assert not torch.allclose(alone.sum(0), attended(0, 1, 2, 3) - attended(3), atol=0.1)
+
+
+def test_measured_weights_are_those_of_the_second_layer(layout: Layout):
+    """Where the second layer's deficit is a weighted sum of the pairs', token by token, the weights are found."""
+    arms, drawn = Arms(layout, torch.float32, HIDDEN), torch.rand(3, TOKENS, generator=torch.Generator().manual_seed(1))
+    base, *pairs = (arms.formed(random_kv(layout, TOKENS, seed=seed).float(), None) for seed in range(4))
+    whole = weighted_sum(base, pairs, drawn[:, None])
+    found = measured_weights(base, pairs, whole.dense()[[MEASURED_LAYER]])
+    torch.testing.assert_close(found, drawn, rtol=0, atol=0.03)  # what the ridge shrinks
+    torch.testing.assert_close(
+        weighted_sum(base, pairs, torch.ones(3, 1, 1)).dense(), compose(pairs, 1.0, base).dense()
+    )
+
+
+def test_alarms_follow_the_rolling_mean_of_the_check():
+    settings = FidelitySettings(window=64, minimum=8)
+    assert online.alarms([0.01, 0.02], settings, bound=0.05)[0] == 0.0
+    assert online.alarms([0.1, 0.2], settings, bound=0.05) == (1.0, 8.0)  # as soon as it may be judged
+    rare = [3.0] + [0.0] * 59
+    alone, after = online.alarms(rare, settings, bound=0.04)  # one of 3 nats in a whole window passes it
+    assert alone > 0.99
+    assert after > 8
+    early, _ = online.alarms(rare, settings, bound=0.2)  # only among the first 15 checks, or with others
+    assert 0.15 < early < 0.5

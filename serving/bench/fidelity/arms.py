@@ -7,7 +7,7 @@
 | blind | canonical KV, relocated (`full-reuse`) | product |
 | patch_m | with the rank-m patch of this order (kamera.md eq. 1) | product |
 | orbit | with the rank-16 patch of the mean deficit over the predecessors' orders | product |
-| composed | with the sum of rank-16 pair patches | product |
+| composed | with the weighted sum of rank-16 pair patches, as the linker measures it | product |
 | mpic_k | the first k tokens of every page computed again in context (mpic.md §4) | product |
 | cacheblend_r | the r % of tokens whose KV deviates most in the second layer, computed again in context | product |
 | deep | patch_16 in the deepest half of the layers only | product |
@@ -44,7 +44,8 @@ from torch import Tensor
 from kvstore.basis import SharedBasis
 from kvstore.factor import Factors, factor
 from kvstore.layout import Layout
-from kvstore.patch import Patch, PatchKind, apply, compose, form_patch
+from kvstore.patch import Patch, PatchKind, apply, form_patch
+from prefill_workers.composing import measured_weights, weighted_sum
 from prefill_workers.selection import MEASURED_LAYER, deviations
 
 
@@ -147,14 +148,16 @@ class Arms:
 
         return arm
 
-    def composed(self, rank: int, scale: float = 1.0) -> Arm:
+    def composed(self, rank: int) -> Arm:
         """composed; the own patch where there is but one antecedent."""
 
         def arm(page: PageKV) -> Repaired:
             if not page.pairs or page.base is None:
                 return self.patched(page, self.own(page, rank))
             pairs = [self.formed(pair, rank, PatchKind.pair) for pair in page.pairs]
-            return self.patched(page, compose(pairs, scale, self.formed(page.base, rank)))
+            base = self.formed(page.base, rank)
+            weights = measured_weights(base, pairs, page.delta[[MEASURED_LAYER]])
+            return self.patched(page, weighted_sum(base, pairs, weights[:, None]))
 
         return arm
 

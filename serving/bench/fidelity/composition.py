@@ -1,48 +1,73 @@
 """Table 7: patches behind a set from patches behind each of its members (DESIGN, Kinds, composed).
 
-Δ(B|S) ≈ Δ(B|∅) + c·Σ (Δ(B|A_i) - Δ(B|∅)), where ∅ stands for the fixed text alone. Pair patches have rank m each; the
+Δ(B|S) ≈ Δ(B|∅) + Σ c_i (Δ(B|A_i) - Δ(B|∅)), where ∅ stands for the fixed text alone. Pair patches have rank m each; the
 own and orbit patches they are compared with have rank m, and `own_wide` the composed patch's rank m·|S|.
 
-| arm | scale c |
+| arm | weights c_i |
 |---|---|
 | sum | 1 |
 | scaled | one for the model and this size of S, fitted to other items |
 | by_layer | one per layer, fitted to other items |
+| weighted | per token, from the attention that A_i takes in the first layer where it stands alone (see `masses`) |
+| placed | the same from the first layer's attention in the very prompt: distances and order count |
+| measured | per token, whose sum is nearest to the second layer's KV in context, which the first layer alone gives |
 | conditioned | 1, and A_i was itself read behind the rest of S that comes before it |
+| conditioned_measured | both |
+| cacheblend_r | none: r % of B's tokens computed in context |
 
-The last is for chains (page 3 refers to page 2, which refers to page 1): what page 3 takes from page 1 it takes through
-page 2, and a page 2 that was read alone has nothing to give. A library can store it wherever A_i's own patch was known.
+`weighted` needs |S| numbers a token stored with the patches, `placed` the first layer's queries of B, `measured` a
+partial forward over the request's tokens through one layer, like CacheBlend's choice.
+
+`conditioned` is for chains (page 3 refers to page 2, which refers to page 1): what page 3 takes from page 1 it takes
+through page 2, and a page 2 that was read alone has nothing to give. A library can store it wherever A_i's own patch
+was known.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
 from torch import Tensor
 
 from infra.reference.scenes import Form, Split
-from kvstore.patch import Patch, PatchKind, compose
+from kvstore.patch import Patch, PatchKind, compose, mean_deficit, orderings
+from prefill_workers.composing import measured_weights, weighted_sum
+from prefill_workers.selection import MEASURED_LAYER
+from serving.bench.fidelity.arms import PageKV
 from serving.bench.fidelity.items import SEED, Item, items
+from serving.bench.fidelity.masses import FirstLayer, weights
 from serving.bench.fidelity.probe import Behind, Probe
 from serving.bench.fidelity.scores import Scores
 from serving.bench.fidelity.study import BATCH, Study
 
 RANK = 16
+SIZES = {
+    Split.multi: (2, 3, 4, 6), Split.frames: (2, 3), Split.legend: (2, 3), Split.chain: (2, 3), Split.single: (3, 6),
+    Split.control: (3, 6),
+}  # fmt: skip
+SHARES = (15, 30, 50)  # per cent of cacheblend
 _FITTED_ON = 16
+_ORDERS = 4  # of an orbit patch, at most
 
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """A case with the deficits that its patch is put together from, each [layers, tokens, features]."""
+    """A case with what its patch is put together from. Deficits are [layers, tokens, features].
+
+    `alone`, `placed` [antecedents, heads, tokens]: `masses.FirstLayer.ratios` in the pairs' prompts and in the case's.
+    """
 
     case: Behind
     base: Tensor
     pairs: list[Tensor]
     conditioned: list[Tensor]
+    orbit: Tensor
+    alone: Tensor
+    placed: Tensor
 
     @property
     def added(self) -> Tensor:
@@ -58,38 +83,66 @@ def form(predecessors: int) -> Form:
 def compositions(study: Study, split: Split, predecessors: int, count: int) -> dict[str, Scores]:
     """Scores of the arms behind sets of that size, on `count` items of a split."""
     arms, probe = study.arms, Probe(study.reader)
-    fitted = list(_parts(study, split, predecessors, _FITTED_ON, SEED + 1))
+    first = FirstLayer(study.reader.checkpoint, study.reader.engine.config.model_config.hf_text_config)
+    fitted = list(_parts(study, first, split, predecessors, _FITTED_ON, SEED + 1))
     scale = _scale(fitted)
-    by_layer = [_scale(fitted, layer) for layer in range(arms.layout.layers)]
+    by_layer = torch.tensor([_scale(fitted, layer) for layer in range(arms.layout.layers)])
     scores: dict[str, Scores] = defaultdict(Scores)
-    parts = _parts(study, split, predecessors, count, SEED)
+    parts = _parts(study, first, split, predecessors, count, SEED)
     while group := list(islice(parts, BATCH)):
-        patches: dict[str, list[Patch | None]] = {"blind": [None] * len(group)}
-        patches["own"] = [arms.formed(one.case.delta, RANK) for one in group]
-        patches["own_wide"] = [arms.formed(one.case.delta, RANK * (predecessors + 1)) for one in group]
-        patches["sum"] = [_composed(study, one, one.pairs, 1.0) for one in group]
-        patches["scaled"] = [_composed(study, one, one.pairs, scale) for one in group]
-        patches["by_layer"] = [_by_layer(study, one, by_layer) for one in group]
-        patches["conditioned"] = [_composed(study, one, one.conditioned, 1.0) for one in group]
+        patches: dict[str, list[Patch | None]] = defaultdict(list)
+        for one in group:
+            base = arms.formed(one.base, RANK)
+            pairs, conditioned = (_formed(study, deltas) for deltas in (one.pairs, one.conditioned))
+            patches["blind"].append(None)
+            patches["own"].append(arms.formed(one.case.delta, RANK))
+            patches["own_wide"].append(arms.formed(one.case.delta, RANK * (predecessors + 1)))
+            patches["orbit"].append(arms.formed(one.orbit, RANK, PatchKind.orbit))
+            patches["sum"].append(compose(pairs, 1.0, base))
+            patches["scaled"].append(compose(pairs, scale, base))
+            patches["by_layer"].append(weighted_sum(base, pairs, by_layer[:, None].expand(predecessors, -1, 1)))
+            patches["weighted"].append(weighted_sum(base, pairs, weights(one.alone)[:, None]))
+            patches["placed"].append(weighted_sum(base, pairs, weights(one.placed)[:, None]))
+            patches["measured"].append(measured(base, pairs, one.case.delta))
+            patches["conditioned"].append(compose(conditioned, 1.0, base))
+            patches["conditioned_measured"].append(measured(base, conditioned, one.case.delta))
         probe.score(scores, [one.case for one in group], patches)
+        _blend(study, scores, [one.case for one in group])
+    for name in ("measured", "conditioned_measured"):
+        scores[name].computed = [_first_layers(study)] * count
     return dict(scores)
 
 
-def _composed(study: Study, one: Parts, pairs: Sequence[Tensor], scale: float) -> Patch:
-    formed = [study.arms.formed(pair, RANK, PatchKind.pair) for pair in pairs]
-    return compose(formed, scale, study.arms.formed(one.base, RANK))
+def measured(base: Patch, pairs: Sequence[Patch], delta: Tensor) -> Patch:
+    """The linker's composed patch, of Δ(B|S) [layers, tokens, features] only the layer that it measures."""
+    return weighted_sum(base, pairs, measured_weights(base, pairs, delta[[MEASURED_LAYER]])[:, None])
 
 
-def _by_layer(study: Study, one: Parts, scales: Sequence[float]) -> Patch:
-    """Each layer of the sum with a scale of its own."""
-    across = torch.tensor(scales)
-    pairs = [_weighted(study.arms.formed(pair, RANK, PatchKind.pair), across) for pair in one.pairs]
-    base = study.arms.formed(one.base, RANK)
-    return compose([*pairs, _weighted(base, 1 - across * len(pairs))])
+def _formed(study: Study, deltas: Sequence[Tensor]) -> list[Patch]:
+    return [study.arms.formed(delta, RANK, PatchKind.pair) for delta in deltas]
 
 
-def _weighted(patch: Patch, by_layer: Tensor) -> Patch:
-    return replace(patch, segments=tuple(part.weighted(by_layer) for part in patch.segments))
+def _blend(study: Study, scores: dict[str, Scores], cases: Sequence[Behind]) -> None:
+    """cacheblend_r on the last page, whose choice takes the first layers' partial forward."""
+    prompts = [case.prompt for case in cases]
+    for percent in SHARES:
+        arm = study.arms.cacheblend(percent / 100)
+        repaired = [arm(PageKV(case.canonical, case.exact.pages[-1])) for case in cases]
+        before = [[None] * (len(prompt.places) - 1) for prompt in prompts]
+        reads = study.reader.over(
+            prompts,
+            [[*none, page.kv] for none, page in zip(before, repaired, strict=True)],
+            [[*none, page.again] for none, page in zip(before, repaired, strict=True)],
+        )
+        first = _first_layers(study)
+        computed = first + (1 - first) * percent / 100
+        for case, read in zip(cases, reads, strict=True):
+            scores[f"cacheblend_{percent}"].add(read.answers, case.exact.answers, case.prompt.answer, computed=computed)
+
+
+def _first_layers(study: Study) -> float:
+    """The share of a prefill that a partial forward up to the measured layer takes."""
+    return (MEASURED_LAYER + 1) / study.arms.layout.layers
 
 
 def _scale(parts: Sequence[Parts], layer: int | None = None) -> float:
@@ -100,24 +153,32 @@ def _scale(parts: Sequence[Parts], layer: int | None = None) -> float:
     return along / across if across else 1.0
 
 
-def _parts(study: Study, split: Split, predecessors: int, count: int, seed: int) -> Iterator[Parts]:
+def _parts(study: Study, first: FirstLayer, split: Split, predecessors: int, count: int, seed: int) -> Iterator[Parts]:
     drawn = items(study.reader, study.cell, split, count, form(predecessors), seed)
     while group := list(islice(drawn, BATCH)):
-        yield from _parts_of(study, group, predecessors)
+        yield from _parts_of(study, first, group, predecessors)
 
 
-def _parts_of(study: Study, group: Sequence[Item], predecessors: int) -> Iterator[Parts]:
+def _parts_of(study: Study, first: FirstLayer, group: Sequence[Item], predecessors: int) -> Iterator[Parts]:
     reader, probe = study.reader, Probe(study.reader)
     canonical = probe.canonical([item.pages[-1] for item in group])
     cases = probe.behind([item.prompt(reader) for item in group], canonical)
-    orders = [(), *((i,) for i in range(predecessors))]
-    prompts = [item.prompt(reader, (*order, predecessors)) for item in group for order in orders]
-    lone = [kv for kv in canonical for _ in orders]
-    behind = iter(probe.behind(prompts, lone))
+    others = orderings(range(predecessors), _ORDERS)[1:]
+    behind = [(), *((i,) for i in range(predecessors)), *others]
+    prompts = [item.prompt(reader, (*order, predecessors)) for item in group for order in behind]
+    found = iter(probe.behind(prompts, [kv for kv in canonical for _ in behind]))
     given = _behind_patched(study, group, predecessors, canonical)
     for case, conditioned in zip(cases, given, strict=True):
-        base, *pairs = (next(behind).delta for _ in orders)
-        yield Parts(case, base, pairs, conditioned)
+        base, *pairs = (next(found) for _ in range(1 + predecessors))
+        yield Parts(
+            case,
+            base.delta,
+            [pair.delta for pair in pairs],
+            conditioned,
+            orbit=mean_deficit([case.delta, *(next(found).delta for _ in others)]),
+            alone=torch.cat([first.ratios(pair.prompt) for pair in pairs]),
+            placed=first.ratios(case.prompt),
+        )
 
 
 def _behind_patched(

@@ -98,6 +98,7 @@ class Reader:
             model=str(checkpoint), dtype=dtype, max_model_len=4096, max_batch_tokens=2 * _BUDGET, hand_off=False,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
+        self.checkpoint = checkpoint
         self.engine: PrefillEngine = PrefillEngine(spec)
         self._renderer: Any = renderer_from_config(self.engine.config)
         self._tokens = self._renderer.get_tokenizer()

@@ -12,7 +12,7 @@ from math import nan
 from rich.console import Console
 
 from infra.reference.scenes import Form, Split
-from serving.bench.fidelity import composition, envelope, growth, prefix, reorder, storage
+from serving.bench.fidelity import composition, envelope, growth, online, prefix, reorder, storage
 from serving.bench.fidelity.arms import RANKS, TOKEN_ARMS, Arm
 from serving.bench.fidelity.reader import Prompt
 from serving.bench.fidelity.scores import Scores, summary
@@ -174,14 +174,15 @@ def _of_orders_and_drift(study: Study, few: int) -> Iterator[tuple[str, Table]]:
     yield "η by drift", {name: _etas(scores) for name, scores in drifted.items()}
     yield "answers changed by drift", {name: _changed(scores) for name, scores in drifted.items()}
     yield "rule", {"linker's rule": {"false reuse": envelope.false_reuse(drifted)}}
+    yield "rolling KL by situation", online.table(online.online(study, -(-few // len(online.SPLITS))))
 
 
 def _of_composition(study: Study, few: int) -> Iterator[tuple[str, Table]]:
-    for split, sizes in ((Split.multi, (2, 3, 4, 6)), (Split.chain, (2, 3))):
-        yield (
-            f"η by composition, {split}",
-            {f"{split} |S| = {size}": _etas(composition.compositions(study, split, size, few)) for size in sizes},
-        )
+    for split, sizes in composition.SIZES.items():
+        behind = {f"|S| = {size}": summary(composition.compositions(study, split, size, few)) for size in sizes}
+        for figure in ("eta", "accuracy", "computed"):
+            rows = {name: {arm: row.get(figure, nan) for arm, row in arms.items()} for name, arms in behind.items()}
+            yield f"{figure} by composition, {split}", rows
 
 
 def _of_growth(study: Study, few: int) -> Iterator[tuple[str, Table]]:

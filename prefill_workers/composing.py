@@ -1,0 +1,65 @@
+"""Composing: a patch behind a set from patches behind each of its members (DESIGN, Kinds, composed). Pure functions.
+
+Attention over several stretches of tokens is the mean of the attention over each, weighted by Z = exp(log-sum-exp).
+What a set adds to a token of B is therefore no plain sum of what its members A_i add, but a weighted one,
+
+    Δ(B|S) ≈ Δ(B|P) + Σ c_i (Δ(B|A_i) - Δ(B|P)),    c_i = (Z_i + Z_B) / (Σ_j Z_j + Z_B)
+
+token by token, where P is the fixed prefix: what one page takes of a token's attention the others lose. In the first
+layer this is exact, for every head, and its attention takes no context but the pages themselves. So the second layer's
+KV in context, which costs a partial forward, tells the c_i: they are those whose sum is nearest to it. Deeper layers
+follow the same weights (`orbitserve bench fidelity`, η by composition).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvstore.patch import Patch, compose
+from prefill_workers.selection import MEASURED_LAYER
+
+_RIDGE = 1e-2  # of the mean square of what the pairs add: keeps weights of nearly equal pairs near one another
+
+
+def can_be_weighed(parts: Sequence[Patch]) -> bool:
+    """Whether the patches cover the layer by which they are weighed (deep-only patches do not)."""
+    return all(part.first_layer <= MEASURED_LAYER for part in parts)
+
+
+def measured_weights(base: Patch, pairs: Sequence[Patch], delta: Tensor) -> Tensor:
+    """c_i [pairs, tokens], fp32, 0 to 1: whose sum is nearest to the measured layer's deficit, each token by itself.
+
+    Args:
+        base, pairs: the patches behind the fixed prefix, and behind it and each antecedent.
+        delta: Δ(B|S) of the measured layer, [1, tokens, features] fp32.
+    """
+    start, *others = (_of_measured_layer(part) for part in (base, *pairs))
+    added = torch.stack(others, -1) - start[..., None]  # [tokens, features, pairs]
+    gram = added.mT @ added
+    ridge = _RIDGE * gram.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-12)
+    gram = gram + ridge[:, None, None] * torch.eye(len(pairs))
+    solved = torch.linalg.solve(gram, added.mT @ (delta[0].float() - start)[..., None])[..., 0]
+    return solved.clamp(0.0, 1.0).T
+
+
+def weighted_sum(base: Patch, pairs: Sequence[Patch], weights: Tensor) -> Patch:
+    """base + Σ c_i (pair_i - base), as one patch of the summed rank.
+
+    `weights`: [pairs, layers or 1, tokens or 1].
+    """
+    terms = [_times(pair, c) for pair, c in zip(pairs, weights, strict=True)]
+    return compose([*terms, _times(base, 1 - weights.sum(0))])
+
+
+def _of_measured_layer(patch: Patch) -> Tensor:
+    layer = patch.of_layer(MEASURED_LAYER)
+    assert layer is not None  # see `can_be_weighed`
+    return layer.dense()[0]
+
+
+def _times(patch: Patch, by: Tensor) -> Patch:
+    return replace(patch, segments=tuple(part.weighted(by) for part in patch.segments))
