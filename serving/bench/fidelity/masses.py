@@ -34,7 +34,9 @@ class FirstLayer:
         from safetensors.torch import load_file
         from transformers import AutoModel
 
-        config = type(text_config).from_dict({**text_config.to_dict(), "num_hidden_layers": 1})
+        whole = text_config.to_dict()
+        first = {"num_hidden_layers": 1} | ({"layer_types": whole["layer_types"][:1]} if "layer_types" in whole else {})
+        config = type(text_config).from_dict(whole | first)
         model = AutoModel.from_config(config, attn_implementation="eager").float().eval()
         wanted = [name for name in model.state_dict() if name.startswith(_PARTS)]
         found = {
