@@ -11,7 +11,8 @@ import torch
 from infra.reference import DEFAULT_MODEL, weights
 from infra.reference.families import FAMILIES
 from infra.reference.scenes import Form, Split
-from kvstore.patch import Patch
+from kvstore.patch import Patch, PatchKind
+from kvstore.patch_form import PatchForm
 from prefill_workers.policies import OperatingPoint
 from prefill_workers.settings import FidelitySettings
 from serving.bench.fidelity import composition, envelope, online, reorder, storage
@@ -198,11 +199,9 @@ def test_spread_patches_keep_more_energy_in_the_bytes_of_a_uniform_one(study: St
     def kept(patch: Patch) -> float:
         return 1 - float((delta - patch.dense()).square().sum() / delta.square().sum())
 
-    uniform = study.arms.formed(delta, 4)
-    budget = uniform.nbytes // 2  # as bf16
-    spread = storage.spread(delta, layout, budget)
-    assert storage._stored("spread", spread) <= budget
-    assert kept(spread) >= kept(uniform) - 1e-3
+    uniform, spread = (PatchForm(4, spread=spread).form(delta, layout, PatchKind.own) for spread in (False, True))
+    assert spread.nbytes <= uniform.nbytes
+    assert kept(spread) > kept(uniform)
 
 
 def test_every_probe_counts_what_it_tried(study: Study):
