@@ -68,7 +68,7 @@ def test_a_stored_chunk_between_two_composed_ones_is_left_as_it_is(make_rig: Cal
     """The partial forward computes the composed chunks' first layers, and nothing of what loads have written."""
     rig = make_rig(compose_up_to=4, orbit_chunks=2)
     pages = [1, 2, 4, 3, 5]
-    taught(rig, [1, 2], [1, 4], [2, 4], *([page, 5] for page in pages[:4]), pages)
+    taught(rig, pages, [1, 2], [1, 4], [2, 4], *([page, 5] for page in pages[:4]))
     stored = rig.link([*pages, "?"])
     assert stored.points == ["patched"] * 5
     for index in (2, 4):
