@@ -8,6 +8,7 @@ from kvstore.settings import FactorType
 from prefill_workers.policies import EXACT_POINTS, OperatingPoint
 
 COMPOSE_UP_TO = 4  # how far η stays at 0.95 and no answer is lost (`orbitserve bench fidelity`, η by composition)
+PATCHED_BOUND = 0.5  # nats: sound patches stay below 0.2, broken ones begin at 1.7 (rolling KL by situation there)
 
 
 class PatchFormSettings(BaseModel):
@@ -52,7 +53,7 @@ class FidelitySettings(BaseModel):
     window: int = Field(64, ge=1, description="Checks of an operating point over which its KL is averaged.")
     minimum: int = Field(8, ge=1, description="Checks in the window before an operating point is judged.")
     bounds: dict[OperatingPoint, float] = Field(
-        default_factory=lambda: {OperatingPoint.PATCHED: 0.05},
+        default_factory=lambda: {OperatingPoint.PATCHED: PATCHED_BOUND},
         description="Mean KL in nats beyond which an operating point is switched off until an operator allows it. "
         "Points without a bound are measured only.",
     )
