@@ -93,12 +93,12 @@ class Service:
         return response.json()
 
     def post(self, body: Any, path: str = "/v1/chat/completions", **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=120, **options)
+        return httpx.post(self.url + path, json=body, timeout=300, **options)
 
     def stream(self, messages: list[dict[str, Any]], mode: str | None = None, **fields: Any) -> list[dict[str, Any]]:
         """The events of a streamed chat completion."""
         body = self.body(messages, mode, stream=True, stream_options={"include_usage": True}, **fields)
-        with httpx.stream("POST", self.url + "/v1/chat/completions", json=body, timeout=120) as response:
+        with httpx.stream("POST", self.url + "/v1/chat/completions", json=body, timeout=300) as response:
             assert response.status_code == 200, response.read()
             lines = [line[len("data: ") :] for line in response.iter_lines() if line.startswith("data: ")]
         assert lines.pop() == "[DONE]"
@@ -106,11 +106,11 @@ class Service:
 
     def openai(self, key: str = "none") -> OpenAI:
         """The official client, unchanged."""
-        return OpenAI(base_url=f"{self.url}/v1", api_key=key, timeout=120, max_retries=0)
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, timeout=300, max_retries=0)
 
     def role(self, name: str, method: str, *arguments: Any) -> Any:
         """Call a role's replica directly."""
-        return getattr(serve.get_deployment_handle(name, APPLICATION), method).remote(*arguments).result(timeout_s=120)
+        return getattr(serve.get_deployment_handle(name, APPLICATION), method).remote(*arguments).result(timeout_s=300)
 
     def settle(self) -> None:
         """Wait until everything learnt so far is stored."""
