@@ -19,7 +19,9 @@ GOOD, BAD = Comparison(0.001, True), Comparison(1.0, False)
 
 
 def fidelity(**settings) -> Fidelity:
-    return Fidelity(FidelitySettings(**{"share": 1.0, "window": 4, "minimum": 2, **settings}))
+    return Fidelity(
+        FidelitySettings(**{"share": 1.0, "window": 4, "minimum": 2, "bounds": {PATCHED: 0.05}, **settings})
+    )
 
 
 def status(of: Fidelity, point: OperatingPoint):
@@ -71,7 +73,7 @@ def test_requests_that_reused_nothing_are_not_drawn():
 
 def test_a_point_is_switched_off_once_its_rolling_kl_passes_its_bound(caplog: pytest.LogCaptureFixture):
     told: list[OperatingPoint] = []
-    watched = Fidelity(FidelitySettings(window=4, minimum=2), on_switch_off=told.append)
+    watched = Fidelity(FidelitySettings(window=4, minimum=2, bounds={PATCHED: 0.05}), on_switch_off=told.append)
     with caplog.at_level(logging.WARNING, logger="prefill_workers.fidelity"):
         for _ in range(4):
             watched.record([PATCHED], GOOD)
