@@ -26,7 +26,7 @@ from prefill_workers.settings import FidelitySettings
 pytestmark = pytest.mark.engine
 
 PAGES = ["See ", 1, " and ", 2, " and then say what follows."]
-ALL = FidelitySettings(share=1.0, window=4, minimum=2)
+ALL = FidelitySettings(share=1.0, window=4, minimum=2, bounds={OperatingPoint.PATCHED: 0.05})
 NEVER_OFF = ALL.model_copy(update={"bounds": {}})
 FULL = 128  # features of the tiny model's keys, and of its values
 
