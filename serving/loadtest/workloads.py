@@ -14,6 +14,7 @@ same settings and seed give the same requests, pixel by pixel, on every machine 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -60,17 +61,19 @@ class Picture:
 
 
 Part = str | Picture
+Message = tuple[str, tuple[Part, ...]]  # role and parts
+Messages = tuple[Message, ...]
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: (role, parts) of every message, and the most tokens that its answer may have."""
+    """One request: its messages, and the most tokens that its answer may have."""
 
-    messages: tuple[tuple[str, tuple[Part, ...]], ...]
+    messages: Messages
     max_tokens: int
 
 
-class Workload(BaseModel):
+class Workload(BaseModel, ABC):
     """What all workloads have. Fields are the parameters that `--set NAME=VALUE` takes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -93,10 +96,9 @@ class Workload(BaseModel):
         leading = ((("system", (self.system,)),) if self.system else ()) + messages
         return Ask(leading, max_tokens or self.max_tokens)
 
-    def _messages(
-        self, number: int, random: np.random.Generator, images: int | None
-    ) -> tuple[tuple[str, tuple[Part, ...]], ...]:
-        raise NotImplementedError
+    @abstractmethod
+    def _messages(self, number: int, random: np.random.Generator, images: int | None) -> Messages:
+        """Role and parts of every message of request `number`; `images`: how many, where the parameters do not say."""
 
     def _page(self, number: int) -> Picture:
         return Picture(self.seed, number, self.columns, self.rows)
@@ -118,7 +120,7 @@ class _Pool(Workload):
     retrieved: int = Field(3, ge=1, description="Pages of a request.")
     question_words: int = Field(12, ge=1, description="Words of the question behind the pages; no two are the same.")
 
-    def _asked(self, chosen: np.ndarray, random: np.random.Generator) -> tuple[tuple[str, tuple[Part, ...]], ...]:
+    def _asked(self, chosen: np.ndarray, random: np.random.Generator) -> Messages:
         pages = (self._page(int(page)) for page in chosen)
         return (("user", (*pages, words(random, self.question_words))),)
 
@@ -134,9 +136,7 @@ class Mrag(_Pool):
 
     zipf: float = Field(1.0, ge=0, description="Exponent: page i is drawn with weight 1 / i^zipf; 0: all alike.")
 
-    def _messages(
-        self, number: int, random: np.random.Generator, images: int | None
-    ) -> tuple[tuple[str, tuple[Part, ...]], ...]:
+    def _messages(self, number: int, random: np.random.Generator, images: int | None) -> Messages:
         weights = np.arange(1, self.pages + 1) ** -self.zipf
         chosen = random.choice(self.pages, self._count(images), replace=False, p=weights / weights.sum())
         return self._asked(random.permutation(chosen), random)
@@ -153,9 +153,7 @@ class Novel(_Pool):
 
     _seen: set[tuple[int, ...]] = PrivateAttr(default_factory=set)
 
-    def _messages(
-        self, number: int, random: np.random.Generator, images: int | None
-    ) -> tuple[tuple[str, tuple[Part, ...]], ...]:
+    def _messages(self, number: int, random: np.random.Generator, images: int | None) -> Messages:
         count = self._count(images)
         for _ in range(1000):
             chosen = random.choice(self.pages, count, replace=False)
@@ -177,9 +175,7 @@ class Agent(Workload):
     lookback: float = Field(0.3, ge=0, le=1, description="Share of steps that send an older screenshot too.")
     log_actions: int = Field(6, ge=0, description="Last actions told in words before the screenshots.")
 
-    def _messages(
-        self, number: int, random: np.random.Generator, images: int | None
-    ) -> tuple[tuple[str, tuple[Part, ...]], ...]:
+    def _messages(self, number: int, random: np.random.Generator, images: int | None) -> Messages:
         turn, place = divmod(number, self.sessions)
         life, step = divmod(turn, self.steps)
         session = life * self.sessions + place
@@ -207,14 +203,12 @@ class Chat(Workload):
     turns: int = Field(2, ge=1, description="Most turns of the user; earlier answers are part of the request.")
     text_words: int = Field(12, ge=1, description="Words around every image.")
 
-    def _messages(
-        self, number: int, random: np.random.Generator, images: int | None
-    ) -> tuple[tuple[str, tuple[Part, ...]], ...]:
+    def _messages(self, number: int, random: np.random.Generator, images: int | None) -> Messages:
         most = min(self.images, self.gallery)
         count = min(images, self.gallery) if images else int(random.integers(1, most + 1))
         chosen = random.choice(self.gallery, count, replace=False).tolist()
         turns = int(random.integers(1, min(self.turns, count) + 1))
-        messages: list[tuple[str, tuple[Part, ...]]] = []
+        messages: list[Message] = []
         for turn, shown in enumerate(np.array_split(np.array(chosen), turns)):
             if turn:
                 messages.append(("assistant", (words(random, self.text_words),)))
@@ -236,9 +230,7 @@ class OneShot(Workload):
 
     _drawn: int = PrivateAttr(0)
 
-    def _messages(
-        self, number: int, random: np.random.Generator, images: int | None
-    ) -> tuple[tuple[str, tuple[Part, ...]], ...]:
+    def _messages(self, number: int, random: np.random.Generator, images: int | None) -> Messages:
         count = images or self.images
         first, self._drawn = self._drawn, self._drawn + count
         pages = (self._page(first + i) for i in range(count))
