@@ -18,7 +18,7 @@ from kvstore.patch import PatchKind, deficit, relocate
 from kvstore.patch_form import PatchForm
 from prefill_workers import policies
 from prefill_workers.engine import PrefillEngine
-from prefill_workers.orbit import OrbitChunk, OrbitForming, arrange, set_kind
+from prefill_workers.orbit import OrbitChunk, OrbitForming, Placed, arrange, set_kind
 from prefill_workers.patch_compiler import PatchJob
 from prefill_workers.plan import ChunkPlan, LinkPlan
 from prefill_workers.policies import OperatingPoint
@@ -211,8 +211,7 @@ class Harvester:
         order = next(forming.orders, None)
         if order is None:
             return False
-        sequence, placed = arrange(forming.prefix, order, scratch)
-        self.engine.forward([(sequence, [Run(0, len(sequence))])])
+        placed = self._forward(forming.prefix, order, scratch)
         for i, place in enumerate(placed):
             before = [(other.chunk.key, other.chunk.content) for other in placed[:i]]
             if not forming.wants(place.chunk.key, [key for key, _ in before]):
@@ -221,9 +220,7 @@ class Harvester:
             canonical = self.library.get_canonical(place.chunk.key, owner)
             if canonical is None:  # evicted meanwhile: nothing to measure the deficit against
                 return False
-            kv = self.engine.read_kv(scratch, place.start, len(place.chunk.token_ids))
-            conditioned = relocate(kv, -place.position, self.engine.layout)
-            delta = deficit(conditioned, canonical.kv)
+            delta = self._deficit(place, canonical, scratch)
             mean = forming.add(place.chunk.key, [key for key, _ in before], delta)
             if mean is not None:
                 self._submit(
@@ -250,17 +247,15 @@ class Harvester:
         patches = [self.form.key(key, behind, PatchKind.own) for key, behind in zip(keys, own, strict=True)]
         if self.library.has("patch", patches[-1], forming.tenant):
             return False
-        sequence, placed = arrange(forming.prefix, order, scratch)
-        self.engine.forward([(sequence, [Run(0, len(sequence))])])
+        placed = self._forward(forming.prefix, order, scratch)
         for i, (place, patch) in enumerate(zip(placed, patches, strict=True)):
             chunk = place.chunk
             canonical = self.library.get_canonical(chunk.key, owner_of(forming.tenant, chunk.content))
             if canonical is None or self.library.has("patch", patch, forming.tenant):
                 continue
-            kv = self.engine.read_kv(scratch, place.start, len(chunk.token_ids))
             self._submit(
                 kind=PatchKind.own,
-                delta=deficit(relocate(kv, -place.position, self.engine.layout), canonical.kv),
+                delta=self._deficit(place, canonical, scratch),
                 canonical=chunk.key,
                 content=chunk.content,
                 behind=[(other.key, other.content) for other in order[:i]],
@@ -268,6 +263,19 @@ class Harvester:
                 tenant=forming.tenant,
             )
         return True
+
+    # -- both ---------------------------------------------------------------------------------------------------------
+
+    def _forward(self, prefix: Sequence[int], order: Sequence[OrbitChunk], scratch: Sequence[int]) -> list[Placed]:
+        """Run chunks behind one another in scratch blocks; returns where each of them stands."""
+        sequence, placed = arrange(prefix, order, scratch)
+        self.engine.forward([(sequence, [Run(0, len(sequence))])])
+        return placed
+
+    def _deficit(self, place: Placed, canonical: CanonicalRecord, scratch: Sequence[int]) -> Tensor:
+        """What a chunk absorbed in the forward that has just run [layers, tokens, features], in position-free form."""
+        kv = self.engine.read_kv(scratch, place.start, len(place.chunk.token_ids))
+        return deficit(relocate(kv, -place.position, self.engine.layout), canonical.kv)
 
 
 def _set_owner(tenant: str, prefix: Sequence[int], *contents: str) -> str:

@@ -289,7 +289,7 @@ class Linker:
             delta = measured_deficit(in_context, stored, chunk.start_position, layout)
             base, *pairs = found.parts
             patch = weighted_sum(base, pairs, measured_weights(base, pairs, delta)[:, None])
-            chunk.outcome = replace(chunk.outcome, rank=patch.rank)
+            chunk.outcome = replace(chunk.outcome, rank=patch.rank, kind=patch.kind)
             self._write(plan.sequence, chunk, replace(found, patch=replace(found.patch, patch=patch)))
             return
         deviation = deviations(in_context, stored, chunk.start_position, layout)

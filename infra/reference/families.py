@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from infra.checkpoints.qwen3_vl import Qwen3VL
 from infra.checkpoints.text import DeepSeekV2
 from infra.checkpoints.tokens import VISION
 from infra.reference.scenes import Form
-from infra.reference.training import STAGES, Stage
 from infra.reference.vision import Tower, kimi_tower, llava_tower, qwen_tower
 from infra.reference.vocabulary import words
 
@@ -98,7 +97,6 @@ class ReferenceFamily:
 
     `cell`: pixels of a cell's side, one token's. `levels`: of codes (see `training.Codes`). `forms`: of the pages
     that its tower is trained on; none: of any. `alike`: makes attention begin by looking for what resembles a token.
-    `stages`: of the language model's training.
     """
 
     recipe: Any
@@ -111,7 +109,6 @@ class ReferenceFamily:
     levels: int = 1
     forms: tuple[Form, ...] = ()
     alike: Callable[[Any], None] | None = None
-    stages: tuple[Stage, ...] = STAGES
 
 
 def _visual(model: Any) -> nn.Module:
@@ -130,8 +127,8 @@ def _llava_tower(model: Any) -> nn.Module:
 def _alike(language: Mropes | Plain) -> None:
     """Half of what queries read begins as what keys read ("mimetic initialisation", Trockman and Kolter 2023).
 
-    A question's name then finds the cells that show it from the start. Without this the second hop, from a pencilled
-    cell to the one that it refers to, was not learnt in time by models without biases of queries and keys.
+    A question's name then finds the cells that show it from the start. Without this kimi_vl did not learn the second
+    hop, from a pencilled cell to the one that it refers to.
     """
     for layer in language.text.layers:
         attention = layer.self_attn
@@ -153,7 +150,6 @@ def _latent_keys(attention: Any, config: Any) -> Tensor:
 
 
 VOCABULARY = 384
-_SHORTER = tuple(replace(stage, steps=steps) for stage, steps in zip(STAGES, (250, 250, 350, 450), strict=True))
 
 FAMILIES: dict[str, ReferenceFamily] = {
     "qwen2_5_vl": ReferenceFamily(
@@ -170,7 +166,7 @@ FAMILIES: dict[str, ReferenceFamily] = {
             vision_hidden=128, words=tuple(words()),
         ),
         Mropes, qwen_tower, _visual, VISION, "<|image_pad|>", cell=32, levels=3,
-        alike=_alike, stages=_SHORTER,
+        alike=_alike,
     ),
     "kimi_vl": ReferenceFamily(
         KimiVL(
@@ -188,6 +184,5 @@ FAMILIES: dict[str, ReferenceFamily] = {
         ),
         lambda model: Plain(model.model.language_model, model.lm_head),
         llava_tower, _llava_tower, llava.IMAGE, llava.IMAGE, cell=28, forms=(Form(3, 12, 12),), alike=_alike,
-        stages=_SHORTER,
     ),
 }  # fmt: skip

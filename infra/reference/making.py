@@ -18,7 +18,7 @@ from infra.reference.families import FAMILIES, ReferenceFamily
 from infra.reference.pictures import page_picture
 from infra.reference.prompts import Layout, Words, lay_out
 from infra.reference.scenes import Form, Scenes, Split, draw_items
-from infra.reference.training import Codes, Progress, Settings, train
+from infra.reference.training import STAGES, Codes, Progress, Settings, train
 from infra.reference.vision import FORMS, Tower, train_tower
 
 CURVE = "training.json"
@@ -78,14 +78,13 @@ class Making:
 
     def train_language(self) -> Iterator[dict[str, Any]]:
         """Train the language model from where it stands; yields the curve."""
-        stages = self.kind.stages
-        if self.progress.step == sum(stage.steps for stage in stages):
+        if self.progress.step == sum(stage.steps for stage in STAGES):
             return
         tower = {id(parameter) for parameter in self.kind.tower_module(self.model).parameters()}
         parameters = [parameter for parameter in self.model.parameters() if id(parameter) not in tower]
         parameters += self.codes.parameters()
         yield from train(
-            self.language, self.codes, self.words, parameters, stages, Settings(), self.progress, self.keep, self.state
+            self.language, self.codes, self.words, parameters, STAGES, Settings(), self.progress, self.keep, self.state
         )
 
     def train_tower(self) -> Iterator[dict[str, Any]]:

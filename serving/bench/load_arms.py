@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
 from rich.console import Console
 
 from infra.checkpoints import checkpoint_path
@@ -116,22 +115,6 @@ def both(checkpoint: Path, console: Console, tenants: Sequence[str]) -> Iterator
 def checkpoint_of(model: Path | None, quick: bool) -> Path:
     """The checkpoint to measure: the one given, else a random one, in quick runs a tiny one."""
     return model or checkpoint_path(QUICK_CHECKPOINT if quick else CHECKPOINT)
-
-
-def takes_free_order(service: OurService, tenant: str) -> bool:
-    """Whether the service knows `order: "free"` (DESIGN.md, "Placement")."""
-    body = {
-        "model": service.server.model,
-        "messages": [{"role": "user", "content": "hi"}],
-        "max_tokens": 1,
-        "orbit": {"order": "free"},
-    }
-    headers = {"Authorization": f"Bearer {key_of(tenant)}"}
-    answer = httpx.post(f"{service.server.url}/v1/chat/completions", json=body, headers=headers, timeout=TIMEOUT_S)
-    if answer.status_code == 400 and "orbit.order" in answer.text:
-        return False
-    answer.raise_for_status()
-    return True
 
 
 def capacity_rps(arm: LoadArm, requests: int, console: Console) -> float:

@@ -7,7 +7,7 @@
 | `cacheblend-15` | ours, 15 % of every chunk's tokens computed, those that deviate most                |
 | `mpic-32`       | ours, the first 32 tokens of every chunk computed                                   |
 | `auto`          | ours, stored patches where they fit, pages in the order of the request              |
-| `auto-placed`   | the same, the order of the pages left to the service, where it knows `order: free` |
+| `auto-placed`   | the same, the order of the pages left to the service                           |
 
 Rates are multiples of what vLLM completes one request at a time. Each arm first answers part of the workload, one
 request at a time, and stores what it learnt: a steady state is measured. vLLM *saturates* at the first rate of whose
@@ -89,8 +89,6 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
             warmup=scale.warmup,
             vllm_one_at_a_time_rps=round(capacity, 4),
             vllm_saturates_at=saturation_rate(runs["prefix"]),
-            figures_of=_best(runs),
-            free_order="taken" if PLACED in runs else f"refused by this service; no arm {PLACED}",
         ),
         [load_arms.harness_arm(arm, runs[arm.name]) for arm in arms],
         figures(runs),
@@ -102,10 +100,8 @@ def _arms(alone: Server, service: OurService, scale: _Scale) -> list[LoadArm]:
     arms = [load_arms.vllm_arm(alone, Mrag(**scale.asked))]
     for mode, description in OURS.items():
         arms.append(service.arm(mode, description, Mrag(**scale.asked), "files", mode=mode))
-    if load_arms.takes_free_order(service, PLACED):
-        text = "OrbitServe, mode auto, the service orders the pages"
-        arms.append(service.arm(PLACED, text, Mrag(**scale.asked), "files", mode="auto", order="free"))
-    return arms
+    text = "OrbitServe, mode auto, the service orders the pages"
+    return [*arms, service.arm(PLACED, text, Mrag(**scale.asked), "files", mode="auto", order="free")]
 
 
 def _measure(
@@ -132,13 +128,9 @@ def saturation_rate(rates: Mapping[str, Runs]) -> str:
     return next((rate for rate, turns in rates.items() if load_arms.is_saturated(turns)), list(rates)[-1])
 
 
-def _best(runs: Mapping[str, object]) -> str:
-    return PLACED if PLACED in runs else "auto"
-
-
 def figures(runs: Mapping[str, Mapping[str, Runs]]) -> dict[str, float]:
-    """Of `auto` with placement, where there is such an arm, else of `auto`."""
-    ours, prefix = runs[_best(runs)], runs["prefix"]
+    """Of `auto` with placement."""
+    ours, prefix = runs[PLACED], runs["prefix"]
     rate = saturation_rate(prefix)
 
     def ttft_ms(rates: Mapping[str, Runs]) -> float:

@@ -24,6 +24,7 @@ from serving.loadtest.workloads import Novel
 
 WINDOW = 50
 TENANT = "auto"
+ORBIT = {"mode": "auto", "order": "free"}
 _MIB = 1 << 20
 BOUNDS = {"memory_bytes": 192 * _MIB, "object_store_bytes": 128 * _MIB, "disk_bytes": 512 * _MIB}
 _QUICK_BOUNDS = {"memory_bytes": 2 * _MIB, "object_store_bytes": 1 * _MIB, "disk_bytes": 6 * _MIB}
@@ -41,8 +42,7 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
         asked |= {"pages": 10, "retrieved": 3, "columns": 8, "rows": 8}
     console.print("starting our service")
     with load_arms.our_service(checkpoint, console, [TENANT], bounds) as service:
-        orbit = {"mode": "auto"} | ({"order": "free"} if load_arms.takes_free_order(service, TENANT) else {})
-        arm = service.arm(TENANT, "OrbitServe, mode auto", Novel(**asked), "files", **orbit)
+        arm = service.arm(TENANT, "OrbitServe, mode auto, free order", Novel(**asked), "files", **ORBIT)
         with library_watched(service.library, bounds) as shares:
             samples = load_arms.one_by_one(arm, queries, console, "one at a time")
     times = [sample.ttft_ms for sample in samples if sample.ttft_ms is not None]
@@ -50,7 +50,7 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
     starts = range(0, queries, window)
     return Outcome(
         load_arms.describe(
-            Novel(**asked), model=checkpoint.name, queries=queries, window=window, orbit=orbit, bounds=bounds
+            Novel(**asked), model=checkpoint.name, queries=queries, window=window, orbit=ORBIT, bounds=bounds
         ),
         [Arm(arm.name, f"{arm.description}; time to first token, all queries in order", {"queries": times})],
         {"last_over_best": last_over_best(times, window), "max_library_bytes_over_bound": max(shares.values())},

@@ -22,7 +22,9 @@ from rig import BLOCK_SIZE, MAX_MODEL_LEN, Rig, image
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from infra.checkpoints import checkpoint_path
+from kvstore.library import Library, LibrarySettings
 from prefill_workers.engine import PrefillEngine
+from prefill_workers.patch_compiler import load_form
 from serving.api.app import build_api
 from serving.config import HttpSettings, OrbitServeConfig
 from serving.engine_client import LinkedEngineClient, front_end_config
@@ -178,7 +180,8 @@ class RigRoles:
 @pytest.fixture
 def ask(job: Job, fp32: PrefillEngine) -> Any:
     """Asks the HTTP application about images, on a rig whose library is the job's; returns the `orbit` report."""
-    rig = Rig(fp32, job.folder / "library", job.config.patch.rank)
+    library = Library(LibrarySettings(directory=job.folder / "library"), fp32.fingerprint)
+    rig = Rig(fp32, job.folder / "library", library=library, form=load_form(job.config.patch, library))
 
     async def ask(numbers: Sequence[int], prefix: str | None, config: OrbitServeConfig = job.config) -> dict[str, Any]:
         client = LinkedEngineClient(front_end_config(config.model, 0.1), RigRoles(rig))

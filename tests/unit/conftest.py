@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from kvstore_support import FINGERPRINT, MakeLibrary
 
+from kvstore import host_kernel
 from kvstore.library import Library
 from kvstore.settings import LibrarySettings
 from kvstore.tiers import Tier
@@ -24,3 +25,13 @@ def make_library(tmp_path: Path, request: pytest.FixtureRequest) -> MakeLibrary:
         return library
 
     return open_library
+
+
+@pytest.fixture(params=["fused", "torch"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The operator as the fused host kernel, and in plain torch."""
+    if request.param == "torch":
+        monkeypatch.setattr(host_kernel, "_loops", lambda: None)
+    elif host_kernel._loops() is None:
+        pytest.skip("numba is not installed")
+    return request.param

@@ -32,7 +32,8 @@ def test_where_engines_share_cores_a_models_class_is_looked_at_in_place(
     from vllm.model_executor.models import registry
 
     monkeypatch.setenv(SHARED_CORES, "1")
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # nobody has looked before
+    # nobody has looked before (an earlier engine of this process may have fixed what the environment said)
+    monkeypatch.setattr(registry._LazyRegisteredModel, "_get_cache_dir", staticmethod(lambda: tmp_path))
     monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: pytest.fail("in a process of its own"))
     monkeypatch.setattr(nixl_utils, "nixl_agent_config", None)
     register()

@@ -24,16 +24,6 @@ TOKENS = 21  # no multiple of what the kernel takes at once
 STEP = 1 / 254  # half a step of int8, relative to the largest element
 
 
-@pytest.fixture(params=["fused", "torch"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The fused host kernel, and plain torch."""
-    if request.param == "torch":
-        monkeypatch.setattr(host_kernel, "_loops", lambda: None)
-    elif host_kernel._loops() is None:
-        pytest.skip("numba is not installed")
-    return request.param
-
-
 def uneven(layout: Layout, tokens: int = TOKENS, seed: int = 1) -> Tensor:
     """A deficit that grows with depth and whose segments differ in size and in how fast their spectra fall."""
     delta = random_kv(layout, tokens, seed=seed) * torch.linspace(0.1, 2, layout.layers)[:, None, None]

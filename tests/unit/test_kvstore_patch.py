@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from kvstore_support import GQA, MLA, random_kv
 from torch import Tensor
 
-from kvstore import host_kernel
 from kvstore.directions import Directions
 from kvstore.errors import ShapeMismatch
 from kvstore.layout import Layout
@@ -30,17 +29,8 @@ from kvstore.rotary import RotaryScheme
 
 WIDE = Layout.gqa(2, 4, 32, RotaryScheme.from_base(16, 1e6))  # rotates half of each head
 LAYOUTS = [GQA, MLA, WIDE]
+pytestmark = pytest.mark.usefixtures("implementation")  # every test runs on both
 names = pytest.mark.parametrize("layout", LAYOUTS, ids=["gqa", "mla", "partial rotary"])
-
-
-@pytest.fixture(params=["fused", "torch"], autouse=True)
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test runs on the fused host kernel and on plain torch."""
-    if request.param == "torch":
-        monkeypatch.setattr(host_kernel, "_loops", lambda: None)
-    elif host_kernel._loops() is None:
-        pytest.skip("numba is not installed")
-    return request.param
 
 
 def one_by_one(part: Directions) -> Tensor:
