@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from serving.bench import (
+    break_even,
     handoff,
     one_shot,
     overhead,
@@ -24,6 +25,7 @@ from serving.bench.harness import Benchmark
 
 _MODULES = (
     ttft,
+    break_even,
     handoff,
     overhead,
     parallel_load,

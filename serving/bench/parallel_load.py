@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,17 +33,15 @@ from infra.vllm_env import vllm_environment
 from serving.bench.harness import Arm, Benchmark, Outcome, clock_ms, in_turns
 from serving.bench.requests import PIXELS, SHAPES
 from serving.bench.ttft import CHECKPOINT
+from serving.bench.worker import TENANT, Worker, prompt_over, worker
 
 if TYPE_CHECKING:
     from kvstore.library import Library
     from kvstore.tiers import Tier
     from prefill_workers.arriving import Pace
     from prefill_workers.engine import PrefillEngine
-    from prefill_workers.linker import Linker
-    from prefill_workers.plan import LinkRequest
-    from prefill_workers.worker import PrefillLoop
 
-TOKENS, RANK, TENANT = 256, 32, "local"
+TOKENS, RANK = 256, 32
 LATENCY_S, BYTES_PER_S = 0.005, 48 * (1 << 20)
 _DESCRIPTIONS = {
     "both": "the whole link; stored images load while missing ones are encoded and computed",
@@ -121,9 +119,9 @@ class _Measurement:
         self._pace = Pace()
         self._engine, self._directory = engine, directory
         disk = DiskTier(directory)
-        self._request, self._items = self._prompt(case.images)
-        with self._opened(disk) as (library, linker, _):
-            self._stored = list(self._fill(library, linker, set(case.missing)))
+        self._prompt = prompt_over(engine, [_picture(i) for i in range(case.images)])
+        with self._opened(disk) as opened:
+            self._stored = list(self._fill(opened, set(case.missing)))
         self._tier: Tier = SlowTier(disk, LATENCY_S, BYTES_PER_S) if case.slow else disk
 
     def samples(self, turns: int) -> dict[str, list[float]]:
@@ -138,28 +136,21 @@ class _Measurement:
         return in_turns(arms, turns)
 
     def _link(self, warm: bool, by_layer: bool = True) -> float:
-        with self._opened(self._tier, self._pace if by_layer else None) as (library, linker, loop):
+        with self._opened(self._tier, self._pace if by_layer else None) as opened:
             if warm:
-                self._load_all(library)
-            return clock_ms(lambda: self._link_once(linker, loop))
+                self._load_all(opened.library)
+            return clock_ms(lambda: self._link_once(opened))
 
-    def _link_once(self, linker: Linker, loop: PrefillLoop) -> None:
-        from prefill_workers.plan import PixelsNeeded
-
-        try:
-            plan = linker.plan(self._request)
-        except PixelsNeeded as needed:
-            encoded = self._engine.encode([self._items[i] for i in needed.chunks])
-            plan = linker.plan(self._request, dict(zip(needed.chunks, encoded, strict=True)))
-        result = loop.submit(plan).result()
+    def _link_once(self, opened: Worker) -> None:
+        result = opened.link(self._prompt)
         if result.tokens_reused != sum(chunk.tokens for chunk in result.chunks if chunk.operating_point == "patched"):
             raise RuntimeError("the report of reused tokens is wrong")
         if sum(chunk.operating_point == "patched" for chunk in result.chunks) * 2 != len(self._stored):
             raise RuntimeError(f"not every stored image was linked: {result.chunks}")
 
     def _load(self) -> float:
-        with self._opened(self._tier) as (library, _, _):
-            return clock_ms(lambda: self._load_all(library))
+        with self._opened(self._tier) as opened:
+            return clock_ms(lambda: self._load_all(opened.library))
 
     def _load_all(self, library: Library) -> None:
         loads = [library.load(kind, key, TENANT) for kind, key in self._stored]
@@ -167,7 +158,7 @@ class _Measurement:
             raise RuntimeError("a record that was stored could not be loaded")
 
     @contextmanager
-    def _opened(self, tier: Tier, pace: Pace | None = None) -> Iterator[tuple[Library, Linker, PrefillLoop]]:
+    def _opened(self, tier: Tier, pace: Pace | None = None) -> Iterator[Worker]:
         """A worker whose memory is empty, and whose files the system has not cached either.
 
         `pace`: what it knows of its forwards, and goes on learning; None: nothing, so that it loads by chunk.
@@ -175,56 +166,32 @@ class _Measurement:
         from kvstore.library import Library
         from kvstore.patch_form import PatchForm
         from kvstore.settings import LibrarySettings
-        from prefill_workers.linker import Linker
-        from prefill_workers.worker import PrefillLoop
 
         for path in self._directory.rglob("*.arrow"):
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
-        engine = self._engine
-        with Library(LibrarySettings(directory=None, load_timeout_s=60), engine.fingerprint, [tier]) as library:
-            linker = Linker(engine, library, PatchForm(RANK), lambda job: None)
-            options: dict[str, Any] = {"budget": 4096, "max_queue": 1, "lease_seconds": 600, "owner": "bench"}
-            loop = PrefillLoop(engine, linker, form=False, pace=pace, **options)
-            loop.start()
-            try:
-                yield library, linker, loop
-            finally:
-                loop.stop()
+        settings = LibrarySettings(directory=None, load_timeout_s=60)
+        with (
+            Library(settings, self._engine.fingerprint, [tier]) as library,
+            worker(self._engine, library, PatchForm(RANK), form=False, pace=pace) as opened,
+        ):
+            yield opened
 
-    def _prompt(self, images: int) -> tuple[LinkRequest, Sequence[Any]]:
-        from vllm.renderers.inputs.preprocess import parse_model_prompt
-
-        from prefill_workers.plan import LinkRequest
-        from serving.segments import Delimiters, segment
-
-        model = self._engine.config.model_config
-        place = "<|vision_start|><|image_pad|><|vision_end|>"
-        body = "".join(f"Page {i}: {place}" for i in range(images))
-        prompt = {
-            "prompt": f"<|im_start|>user\n{body}What changes?<|im_end|>\n<|im_start|>assistant\n",
-            "multi_modal_data": {"image": [_picture(i) for i in range(images)]},
-            "multi_modal_uuids": {"image": [f"{i:064x}" for i in range(images)]},
-        }
-        renderer = self._engine._llm.llm_engine.renderer
-        (rendered,) = renderer.render_cmpl([parse_model_prompt(model, prompt)], skip_mm_cache=True)
-        segments = segment(rendered, Delimiters.of(model))
-        return LinkRequest("bench", segments.token_ids, segments.chunks, tenant=TENANT), segments.items
-
-    def _fill(self, library: Library, linker: Linker, missing: set[int]) -> Iterator[tuple[Any, str]]:
+    def _fill(self, opened: Worker, missing: set[int]) -> Iterator[tuple[Any, str]]:
         """Store random KV and a random patch for each image that is not missing; yields their kinds and keys."""
         from kvstore.format import CanonicalRecord, PatchRecord
         from kvstore.patch import PatchKind
 
-        engine, layout = self._engine, self._engine.layout
+        engine, layout, library, linker = self._engine, self._engine.layout, opened.library, opened.linker
+        request = self._prompt.request
         generator = torch.Generator().manual_seed(0)
-        for i, keys in enumerate(linker.keys(self._request)):
+        for i, keys in enumerate(linker.keys(request)):
             if i in missing:
                 continue
             common: dict[str, Any] = {"fingerprint": engine.fingerprint, "tenant": TENANT, "layout": layout}
-            shape = (layout.layers, len(self._request.chunks[i]), layout.features)
+            shape = (layout.layers, len(request.chunks[i]), layout.features)
             kv, delta = (torch.randn(shape, generator=generator) for _ in range(2))
             patch = linker.form.form(delta, layout, PatchKind.own, engine.dtype)
             library.put_canonical(CanonicalRecord(key=keys.canonical, kv=kv.to(engine.dtype), **common))

@@ -20,14 +20,18 @@ TEMPLATE_TOKENS = TEXT_TOKENS - _BEFORE - _AFTER
 SHAPES = {256: (16, 16), 512: (32, 16), 1024: (32, 32), 2048: (64, 32)}  # vision tokens: (wide, high)
 
 
-def image_url(tokens: int, number: int = 0) -> str:
-    """A noisy picture that takes `tokens` placeholder tokens, as a data URL."""
+def noise(tokens: int, number: int = 0) -> Image.Image:
+    """A noisy picture that takes `tokens` placeholder tokens."""
     wide, high = SHAPES[tokens]
-    noise = np.random.default_rng(number).random((high * PIXELS // 4, wide * PIXELS // 4, 3))
-    picture = Image.fromarray((noise * 255).astype("uint8")).resize(
+    spots = np.random.default_rng(number).random((high * PIXELS // 4, wide * PIXELS // 4, 3))
+    return Image.fromarray((spots * 255).astype("uint8")).resize(
         (wide * PIXELS, high * PIXELS), Image.Resampling.NEAREST
     )
-    return data_url(picture)
+
+
+def image_url(tokens: int, number: int = 0) -> str:
+    """A noisy picture that takes `tokens` placeholder tokens, as a data URL."""
+    return data_url(noise(tokens, number))
 
 
 def data_url(picture: Image.Image) -> str:

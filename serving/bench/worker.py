@@ -1,0 +1,112 @@
+"""A prefill worker in this process, for benchmarks that time its work without a service around it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+if TYPE_CHECKING:
+    from kvstore.library import Library
+    from kvstore.patch_form import PatchForm
+    from prefill_workers.engine import PrefillEngine
+    from prefill_workers.linker import Linker
+    from prefill_workers.patch_compiler import PatchJob
+    from prefill_workers.plan import LinkRequest
+    from prefill_workers.worker import LinkResult, PrefillLoop
+
+TENANT = "local"
+_IDLE_SECONDS = 0.002
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request over pictures, and their processed pixels."""
+
+    request: LinkRequest
+    items: Sequence[Any]
+
+    def in_mode(self, mode: str) -> Prompt:
+        """The same in another mode."""
+        from prefill_workers.policies import Mode
+
+        return replace(self, request=replace(self.request, mode=Mode.parse(mode)))
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Library, linker and loop of one engine."""
+
+    engine: PrefillEngine
+    library: Library
+    linker: Linker
+    loop: PrefillLoop
+
+    def link(self, prompt: Prompt) -> LinkResult:
+        """Link a prompt, encoding the pictures that the plan asks for, and let its blocks go."""
+        from prefill_workers.plan import PixelsNeeded
+
+        try:
+            plan = self.linker.plan(prompt.request)
+        except PixelsNeeded as needed:
+            encoded = self.engine.encode([prompt.items[i] for i in needed.chunks])
+            plan = self.linker.plan(prompt.request, dict(zip(needed.chunks, encoded, strict=True)))
+        result = self.loop.submit(plan).result()
+        self.loop.abandon(result.lease)
+        return result
+
+    def settle(self) -> None:
+        """Wait until everything that links have taught is stored."""
+        while (stats := self.loop.stats()).waiting or stats.running or stats.harvest:
+            time.sleep(_IDLE_SECONDS)
+        self.library.flush()
+
+
+@contextmanager
+def worker(
+    engine: PrefillEngine,
+    library: Library,
+    patches: PatchForm,
+    submit_patch: Callable[[PatchJob], object] = lambda job: None,
+    **options: Any,
+) -> Iterator[Worker]:
+    """A worker that runs while the block does.
+
+    `patches`: the form of those it finds and forms; `options`: of `PrefillLoop`, whose queue is one link long.
+    """
+    from prefill_workers.linker import Linker
+    from prefill_workers.worker import PrefillLoop
+
+    linker = Linker(engine, library, patches, submit_patch)
+    usual: dict[str, Any] = {"budget": 4096, "max_queue": 1, "lease_seconds": 600, "owner": "bench"}
+    loop = PrefillLoop(engine, linker, **(usual | options))
+    loop.start()
+    try:
+        yield Worker(engine, library, linker, loop)
+    finally:
+        loop.stop()
+
+
+def prompt_over(engine: PrefillEngine, pictures: Sequence[Image.Image]) -> Prompt:
+    """vLLM's own rendering of pictures with words between them, for a Qwen-VL shaped model."""
+    from vllm.renderers.inputs.preprocess import parse_model_prompt
+
+    from prefill_workers.plan import LinkRequest
+    from serving.segments import Delimiters, segment
+
+    model = engine.config.model_config
+    place = "<|vision_start|><|image_pad|><|vision_end|>"
+    body = "".join(f"Page {i}: {place}" for i in range(len(pictures)))
+    prompt = {
+        "prompt": f"<|im_start|>user\n{body}What changes?<|im_end|>\n<|im_start|>assistant\n",
+        "multi_modal_data": {"image": list(pictures)},
+        "multi_modal_uuids": {"image": [f"{i:064x}" for i in range(len(pictures))]},
+    }
+    renderer = engine._llm.llm_engine.renderer
+    (rendered,) = renderer.render_cmpl([parse_model_prompt(model, prompt)], skip_mm_cache=True)
+    segments = segment(rendered, Delimiters.of(model))
+    return Prompt(LinkRequest("bench", segments.token_ids, segments.chunks, tenant=TENANT), segments.items)
