@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ray import serve
 
 from kvstore.index import Entry, FormedLog
-from serving.arranger import Arranger
 from serving.errors import RoleUnavailable
+
+if TYPE_CHECKING:
+    from serving.arranger import Arranger
 
 logger = logging.getLogger(__name__)
 
