@@ -221,6 +221,11 @@ class Library:
         """Whether the farthest tier, the one that all nodes share, holds a record. False if it does not answer."""
         return self._stack.persisted(record_path(kind, key, self.fingerprint, tenant))
 
+    def price(self, tenant: str) -> float:
+        """Seconds saved per second and byte (see `eviction.worth`) that a tenant's next record must be worth, so as not
+        to push out what is worth more; 0 while the farthest tier has room. As of what this process evicted."""
+        return self._stack.price(tenant)
+
     def hot(self, limit: int) -> list[str]:
         """Content ids of at most `limit` chunks whose canonical KV is in memory, most recently used first."""
         records = self._hot.latest(lambda record: isinstance(record, CanonicalRecord), limit)

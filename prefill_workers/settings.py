@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvstore.settings import FactorType
+from prefill_workers.compiling import CompileLimits
 from prefill_workers.policies import EXACT_POINTS, OperatingPoint
 
 COMPOSE_UP_TO = 3  # as far as no kind of question but chains loses answers (`orbitserve bench fidelity`)
@@ -104,6 +105,19 @@ class PrefillSettings(BaseModel):
         description="Forwards, when idle, over parts of a set of more chunks than that: the parts that later requests "
         "most likely bring, in the order served. 0: never.",
     )
+    pair_forwards: int = Field(
+        12,
+        ge=0,
+        description="Forwards, when idle, over pairs of such a set's chunks, for patches behind one chunk alone, where "
+        "these are summed (`compose_up_to`): 4 chunks have 12 pairs. 0: never.",
+    )
+    compile_share: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="Share of the time, over two minutes, that forwards for orders, parts and pairs may take; those "
+        "expected to save most come first. What requests computed is kept in any case. 0: nothing else is compiled.",
+    )
     fidelity: FidelitySettings = FidelitySettings()
     compose_up_to: int = Field(
         COMPOSE_UP_TO,
@@ -114,3 +128,8 @@ class PrefillSettings(BaseModel):
     self_check: bool = Field(
         True, description="Compare with vLLM's own prefill at start and refuse to serve otherwise."
     )
+
+    def compile_limits(self, *, composes: bool) -> CompileLimits:
+        """How much is compiled ahead; `composes`: whether pair patches are of use."""
+        pairs = self.pair_forwards if composes else 0
+        return CompileLimits(self.orbit_chunks, self.part_forwards, pairs, self.compile_share)

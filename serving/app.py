@@ -113,8 +113,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
             lease_seconds=settings.lease_seconds,
             owner=f"prefill-{os.getpid()}-{serve.get_replica_context().replica_id.unique_id}",
             form=settings.form_patches,
-            orbit_chunks=settings.orbit_chunks,
-            part_forwards=settings.part_forwards,
+            compiles=settings.compile_limits(composes=linker.composes),
         )
         bytes_per_token = self._engine.layout.bytes_per_token(self._engine.dtype)
         self._reporter = PrefillReporter(self._loop, self._library, bytes_per_token, config.routing.hot_chunks)

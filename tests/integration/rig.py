@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from infra.families import FAMILIES, Family
 from kvstore.library import Library
 from kvstore.patch_form import PatchForm
 from kvstore.settings import FactorType, LibrarySettings
+from prefill_workers.compiling import CompileLimits
 from prefill_workers.engine import EngineSpec, PrefillEngine
 from prefill_workers.fidelity import Fidelity
 from prefill_workers.linker import Linker
@@ -132,7 +133,9 @@ class Rig:
         self.compiler = PatchCompiler(self.library, form)
         self.fidelity = Fidelity(fidelity or FidelitySettings(share=0))
         self.linker = Linker(engine, self.library, form, self.compiler.compile, self.fidelity, compose_up_to)
+        limits = {field.name for field in fields(CompileLimits)} & loop_options.keys()
         options = {
+            "compiles": CompileLimits(**{name: loop_options.pop(name) for name in limits}),
             "budget": 4096,
             "max_queue": 64,
             "lease_seconds": 600.0,
