@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 # A prefill of 1,088 tokens of 16 KiB KV each took 0.83 s (ENGINE_NOTES): what a record of unknown cost is taken for.
 DEFAULT_SECONDS_PER_BYTE = 5e-8
 _LOW_WATER = 0.9  # evicting down to this share amortises the scan
-_ROOM = 0.8  # a cache this full, as scanned, still has the price of what it evicted last
+_ROOM = 0.8  # a tier this full, as scanned, still has the price of what it evicted last
 _ANNOUNCE_SECONDS = 60.0  # a tier learns within this time that memory still answers for a record
 _RESCAN_SHARE = 0.05  # other processes write to the same tier: look again after writing this share of the limit
 

@@ -82,11 +82,16 @@ class CompileAhead:
 
     def step(self) -> None:
         """Run one forward at most. Raises what the library and the engine do; the job is given up then."""
+        job, better = self._job, self._queue.best()
+        # The orders of a set are not left half-way: the means that they are forming are large.
+        if job and better and job.kind is not JobKind.orders and self._priority(better) > self._priority(job):
+            self._queue.add(job)
+            job = None
         try:
-            if self._job is None:
-                self._begin()
-            else:
-                self._go_on(self._job)
+            if job is not None:
+                self._go_on(job)
+            elif better is not None:
+                self._begin(better)
         except BaseException:
             self._end()
             raise
@@ -100,10 +105,12 @@ class CompileAhead:
     def _waiting(self) -> int:
         return len(self._queue) + (self._job is not None)
 
-    def _begin(self) -> None:
-        """Take up the best job: from here on it counts as the one under way."""
-        self._job = job = self._queue.best()
-        assert job is not None  # whoever steps has seen that something waits
+    def _priority(self, job: CompileJob[LinkPlan]) -> float:
+        return job.priority(self._demand)
+
+    def _begin(self, job: CompileJob[LinkPlan]) -> None:
+        """Take up a job: from here on it counts as the one under way."""
+        self._job, self._forming = job, None
         self._queue.remove(job)
         if not self._worth_its_bytes(job):
             self._given_up["bytes"] += 1
@@ -122,12 +129,6 @@ class CompileAhead:
             self._forwards[job.kind] += 1
             self._tokens, self._seconds = self._tokens + tokens, self._seconds + spent
         if not (job.steps and job.forwards):
-            self._end()
-            return
-        better = self._queue.best()
-        # The orders of a set are not left half-way: the means that they are forming are large.
-        if job.kind is not JobKind.orders and better and better.priority(self._demand) > job.priority(self._demand):
-            self._queue.add(job)
             self._end()
 
     def _end(self) -> None:
