@@ -38,7 +38,7 @@ from kvstore.format import BasisRecord, CanonicalRecord, EmbeddingRecord, PatchR
 from kvstore.paths import path_of, record_path
 from kvstore.settings import LibrarySettings
 from kvstore.tier_stack import TierStack
-from kvstore.tiers import Tier
+from kvstore.tiers import DiskTier, Tier
 from kvstore.write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
@@ -230,6 +230,11 @@ class Library:
         """Content ids of at most `limit` chunks whose canonical KV is in memory, most recently used first."""
         records = self._hot.latest(lambda record: isinstance(record, CanonicalRecord), limit)
         return list(dict.fromkeys(record.content for record in records))
+
+    @property
+    def disk(self) -> DiskTier | None:
+        """The tier that is a directory, if there is one."""
+        return next((tier for tier in self._stack.tiers if isinstance(tier, DiskTier)), None)
 
     @property
     def hot_version(self) -> int:

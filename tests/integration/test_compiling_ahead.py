@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from rig import Page, Rig
 
+from kvstore.catalogue import PatchCatalogue
 from kvstore.library import Library
 from kvstore.settings import LibrarySettings
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.plan import LinkRequest
 from prefill_workers.policies import Mode
+from serving.arranger import Arranger
 
 pytestmark = pytest.mark.engine
 
@@ -95,3 +97,17 @@ def test_a_full_library_is_not_filled_with_what_is_worth_less_than_what_it_holds
     after = rig.loop.stats().compiled
     assert after.forwards == before.forwards
     assert after.given_up["bytes"] == before.given_up.get("bytes", 0) + 1
+
+
+def test_an_ingress_that_starts_later_finds_on_disk_what_this_worker_compiled(make_rig: Callable[..., Rig]):
+    """Entries from records' headers name what linkers find: the same contents, tenant and prefix as a request's."""
+    rig = make_rig()
+    prefix = (5, 6, 7)
+    rig.link([1, 2, 3, "What?"], prefix=prefix)
+    assert rig.library.disk is not None
+    arranger = Arranger()
+    arranger.formed(PatchCatalogue(rig.library.disk, rig.engine.fingerprint, rig.linker.form).look())
+    assert len(arranger.index) == 3 + 12
+    contents = [span.content for span in rig.render([3, 1, 2, "?"]).chunks]
+    placed = arranger.order(contents, [0, 0, 0], "local", prefix)
+    assert placed.problem.stored.sets == {mask: 0b111 & ~mask for mask in range(0b111)}

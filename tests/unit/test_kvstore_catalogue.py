@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -21,6 +22,8 @@ from kvstore.patch_form import PatchForm
 from kvstore.paths import path_of
 from kvstore.settings import LibrarySettings
 from kvstore.tiers import DiskTier
+from prefill_workers.settings import PatchFormSettings
+from serving.formed import KeeperReplica
 
 FORM = PatchForm(2)
 PREFIX = [1, 2]
@@ -133,6 +136,27 @@ def test_a_damaged_record_is_passed_over(library: Library, catalogue: PatchCatal
     data[200] ^= 0xFF
     damaged.write_bytes(data)
     assert catalogue.look() == [entry("b")]
+
+
+async def test_a_keeper_logs_what_another_process_stores_while_it_runs(library: Library, tmp_path: Path):
+    store(library, patch("a"))
+    keeper, log = KeeperReplica(), list[Entry]()
+    with Library(LibrarySettings(directory=tmp_path), FINGERPRINT) as own:
+        looking = keeper.catalogue(own, PatchFormSettings(rank=FORM.rank), period_s=0.01)
+        while len(log) < 2:
+            await asyncio.sleep(0.01)
+            log = keeper._formed.since(0)[1]
+            if len(log) == 1:
+                await asyncio.to_thread(store, library, patch("b", "a"))
+        looking.cancel()
+    assert log == [entry("a"), entry("b", "a")]
+
+
+async def test_a_keeper_without_a_directory_has_nothing_to_log():
+    keeper = KeeperReplica()
+    with Library(LibrarySettings(directory=None), FINGERPRINT) as own:
+        await keeper.catalogue(own, PatchFormSettings(), period_s=0.01)
+    assert keeper._formed.since(0) == (0, [])
 
 
 def test_a_record_that_does_not_name_its_prefix_is_read_and_not_indexed():
