@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 # A prefill of 1,088 tokens of 16 KiB KV each took 0.83 s (ENGINE_NOTES): what a record of unknown cost is taken for.
 DEFAULT_SECONDS_PER_BYTE = 5e-8
 _LOW_WATER = 0.9  # evicting down to this share amortises the scan
+_ROOM = 0.8  # a tier this full, as scanned, still has the price of what it evicted last
 _ANNOUNCE_SECONDS = 60.0  # a tier learns within this time that memory still answers for a record
 _RESCAN_SHARE = 0.05  # other processes write to the same tier: look again after writing this share of the limit
 
@@ -178,6 +179,7 @@ class TierBudget:
         self._tenant_limit = tenant_limit_bytes
         self._survey = survey
         self._tenants: dict[str, int] = {}
+        self._prices: dict[str | None, float] = {}  # by whose limit was passed; None: the tier's
         self._since_scan: int | None = None  # bytes written since the last scan; None: not scanned yet
 
     def make_room(self, tenant: str, size: int) -> bool:
@@ -196,9 +198,14 @@ class TierBudget:
             pool = [c for c in candidates if not c.pinned and (only is None or c.tenant == only)]
             if sum(c.size for c in pool) < excess:
                 return False
-            self._evict(pool, excess + int(limit * (1 - _LOW_WATER)))
+            self._prices[only] = self._evict(pool, excess + int(limit * (1 - _LOW_WATER)))
             candidates = self._scan()
         return not self._excess(tenant, size)
+
+    def price(self, tenant: str) -> float:
+        """What a byte of a tenant's next record costs: the `worth` of the best record that went for one; 0: there is
+        room."""
+        return max(self._prices.get(None, 0.0), self._prices.get(tenant, 0.0))
 
     def wrote(self, tenant: str, size: int) -> None:
         """Counts a write that happened."""
@@ -223,10 +230,17 @@ class TierBudget:
         for candidate in candidates:
             self._tenants[candidate.tenant] = self._tenants.get(candidate.tenant, 0) + candidate.size
         self._since_scan = 0
+        for whose in list(self._prices):
+            held, limit = (
+                (self.nbytes, self._limit) if whose is None else (self._tenants.get(whose, 0), self._tenant_limit)
+            )
+            if limit is None or held < _ROOM * limit:
+                del self._prices[whose]
         return candidates
 
-    def _evict(self, pool: list[Candidate], target: int) -> None:
-        now, freed = time.time(), 0
+    def _evict(self, pool: list[Candidate], target: int) -> float:
+        """Evicts the least worthy until `target` bytes are freed; returns the worth of the last one."""
+        now, freed, price = time.time(), 0, 0.0
 
         def order(c: Candidate) -> tuple[bool, float]:
             return not c.path.startswith(QUARANTINE), worth(c.recompute_seconds, c.size, now - c.used)
@@ -238,4 +252,6 @@ class TierBudget:
             for key in candidate.companions:
                 self.tier.delete(key)
             freed += candidate.size
+            price = worth(candidate.recompute_seconds, candidate.size, now - candidate.used)
         logger.info("%s: evicted %d bytes", self.tier.name, freed)
+        return price

@@ -98,6 +98,7 @@ class CanonicalRecord(_Record):
 class PatchRecord(_Record):
     """A patch of the canonical with key `canonical`, formed behind the antecedents with key `antecedent`.
 
+    `prefix` names the fixed prefix among these (see `kvstore.index.prefix_key`); "" in records that do not say so yet.
     A patch on a shared basis is stored without the basis' directions, and read back unbound (`Patch.bind`).
     """
 
@@ -105,6 +106,7 @@ class PatchRecord(_Record):
     patch: Patch
     canonical: str = ""
     antecedent: str = ""
+    prefix: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -286,6 +288,7 @@ def _document_of(record: Record) -> dict[str, Any]:
             "layout": record.layout.to_json(),
             "canonical": record.canonical,
             "antecedent": record.antecedent,
+            "prefix": record.prefix,
             "patch": {
                 "kind": str(patch.kind),
                 "rank": patch.rank,
@@ -433,6 +436,7 @@ def _build(document: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Record:
         basis=described.get("basis"),
     )
     keys = {"canonical": document["canonical"], "antecedent": document["antecedent"]}
+    keys["prefix"] = document.get("prefix", "")
     return PatchRecord(**common, layout=layout, patch=patch, **keys)
 
 

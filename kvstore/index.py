@@ -162,7 +162,7 @@ def _mask(chunks: Iterable[int]) -> int:
 
 
 class FormedLog:
-    """The patches that one process has formed, for those who keep an index elsewhere and ask from time to time.
+    """The patches that one process has formed or found, for those who keep an index elsewhere and ask now and then.
 
     Not thread-safe. Keeps the last `limit`; who asks more seldom than that misses some.
     """
@@ -176,7 +176,9 @@ class FormedLog:
         self._entries.append(entry)
         self._count += 1
 
-    def since(self, cursor: int) -> tuple[int, list[Entry]]:
-        """What was added since an answer gave this cursor (0: ever), and the next cursor."""
-        fresh = min(max(self._count - cursor, 0), len(self._entries))
-        return self._count, list(islice(self._entries, len(self._entries) - fresh, None))
+    def since(self, cursor: int, most: int = 1 << 12) -> tuple[int, list[Entry]]:
+        """What was added first since an answer gave this cursor (0: ever), so many at most, and the next cursor."""
+        oldest = self._count - len(self._entries)
+        start = min(max(cursor, oldest), self._count)
+        fresh = list(islice(self._entries, start - oldest, start - oldest + most))
+        return start + len(fresh), fresh

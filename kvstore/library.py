@@ -38,7 +38,7 @@ from kvstore.format import BasisRecord, CanonicalRecord, EmbeddingRecord, PatchR
 from kvstore.paths import path_of, record_path
 from kvstore.settings import LibrarySettings
 from kvstore.tier_stack import TierStack
-from kvstore.tiers import Tier
+from kvstore.tiers import DiskTier, Tier
 from kvstore.write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
@@ -221,10 +221,20 @@ class Library:
         """Whether the farthest tier, the one that all nodes share, holds a record. False if it does not answer."""
         return self._stack.persisted(record_path(kind, key, self.fingerprint, tenant))
 
+    def price(self, tenant: str) -> float:
+        """Seconds saved per second and byte (see `eviction.worth`) that a tenant's next record must be worth, so as not
+        to push out what is worth more; 0 while the farthest tier has room. As of what this process evicted."""
+        return self._stack.price(tenant)
+
     def hot(self, limit: int) -> list[str]:
         """Content ids of at most `limit` chunks whose canonical KV is in memory, most recently used first."""
         records = self._hot.latest(lambda record: isinstance(record, CanonicalRecord), limit)
         return list(dict.fromkeys(record.content for record in records))
+
+    @property
+    def disk(self) -> DiskTier | None:
+        """The tier that is a directory, if there is one."""
+        return next((tier for tier in self._stack.tiers if isinstance(tier, DiskTier)), None)
 
     @property
     def hot_version(self) -> int:

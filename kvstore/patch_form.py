@@ -60,15 +60,17 @@ class PatchForm:
         size = (self.rank, self.energy, self.depth, basis, self.factors, self.spread)
         return patch_key(canonical, antecedent, kind, *size)
 
+    def first_layer(self, layers: int) -> int:
+        """The first layer that patches of a model of so many layers cover."""
+        first = first_patched_layer(self.depth, layers)
+        return first if self.basis is None else max(first, self.basis.first_layer)
+
     def footprint(self, tokens: int, layout: Layout, dtype: torch.dtype, parts: int = 1) -> Footprint:
         """Bytes of a patch for a chunk of `tokens` tokens; with `energy` or `spread`, at most so many.
 
         `parts`: of how many patches a composed one consists. The kind makes no other difference.
         """
-        first_layer = first_patched_layer(self.depth, layout.layers)
-        if self.basis is not None:
-            first_layer = max(first_layer, self.basis.first_layer)
-        own = 0
+        own, first_layer = 0, self.first_layer(layout.layers)
         for index, segment in enumerate(layout.segments):
             limit = min(tokens, segment.features)
             if self.basis is not None:

@@ -57,6 +57,11 @@ def record_path(kind: RecordKind, key: str, fingerprint: str, tenant: str) -> st
     return f"{RECORDS}{fingerprint_digest(fingerprint)}/{kind}/{tenant_digest(tenant)}/{key[:2]}/{key}.arrow"
 
 
+def patches_prefix(fingerprint: str) -> str:
+    """What the paths of a model's patches start with."""
+    return f"{RECORDS}{fingerprint_digest(fingerprint)}/patch/"
+
+
 def path_of(record: Record) -> str:
     return record_path(kind_of(record), record.key, record.fingerprint, record.tenant)
 

@@ -181,6 +181,10 @@ class TierStack:
             self._failed(len(self.tiers) - 1, error)
             return False
 
+    def price(self, tenant: str) -> float:
+        """What a byte of a tenant's next record costs the farthest tier (see `TierBudget.price`)."""
+        return self.budgets[-1].price(tenant_digest(tenant)) if self.budgets else 0.0
+
     def remove(self, path: str) -> bool:
         """Deletes a record from every tier, quarantined copies too. Raises TierUnavailable after trying all."""
         removed, failure = False, None

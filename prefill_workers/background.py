@@ -1,8 +1,8 @@
 """Background work of a prefill worker: the harvest of finished links and checks of them, in the engine's idle time.
 
 Harvests hold their sequence's blocks until the conditioned KV has been read out, checks (see `recheck`) until the
-served KV has been attended to; orbit patches need none. Work goes on one engine forward at a time, so that a link that
-arrives meanwhile waits for one of them at most.
+served KV has been attended to; what is compiled besides (see `ahead`) needs none and comes last. Work goes on one
+engine forward at a time, so that a link that arrives meanwhile waits for one of them at most.
 """
 
 from __future__ import annotations
@@ -14,30 +14,18 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvstore.errors import StoreError
-from kvstore.popularity import Popularity
 from prefill_workers import policies
+from prefill_workers.ahead import CompileAhead, CompileStats
+from prefill_workers.compiling import Clock
 from prefill_workers.handoff import BlockPool
 from prefill_workers.harvest import Harvester
-from prefill_workers.orbit import OrbitForming
 from prefill_workers.plan import ChunkPlan, LinkPlan
-from prefill_workers.predictions import Part, PartsQueue, parts
 from prefill_workers.recheck import Rechecks
+from prefill_workers.settings import CompileLimits
 
 logger = logging.getLogger(__name__)
 
 _LOAD_SECONDS = 0.0005  # between looks for the embeddings of a check
-_MAX_ORBITS = 64  # sets that wait for their orbit patches; the oldest give way
-_MAX_PARTS = 64  # larger sets whose parts wait to be compiled; the least valuable give way
-_LOOKS = 8  # parts that are looked up in the library for each that is compiled
-
-
-@dataclass(eq=False)
-class _Parts:
-    """A set whose parts are being compiled: those to look at, and forwards that may still be spent on it."""
-
-    forming: OrbitForming
-    waiting: list[Part]
-    forwards: int
 
 
 @dataclass(eq=False)
@@ -53,8 +41,8 @@ class Background:
 
     Args:
         scratch: blocks for background forwards.
-        orbit_chunks: largest set of chunks whose orders are all run for orbit patches; 0: none.
-        part_forwards: forwards over parts of a larger set (see `predictions`); 0: none.
+        limits: how much is compiled ahead of requests.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -62,26 +50,19 @@ class Background:
         harvester: Harvester,
         pool: BlockPool,
         scratch: range,
-        orbit_chunks: int,
-        part_forwards: int,
+        limits: CompileLimits,
         rechecks: Rechecks,
+        clock: Clock,
     ) -> None:
         self._harvester, self._pool, self._scratch = harvester, pool, scratch
-        self._orbit_chunks = orbit_chunks
         self._harvests: deque[_Harvest] = deque()
-        self._orbits: deque[LinkPlan] = deque(maxlen=_MAX_ORBITS)
-        self._forming: OrbitForming | None = None
-        self._part_forwards = part_forwards
-        self._popularity = Popularity()
-        self._parts = PartsQueue[LinkPlan](_MAX_PARTS)
-        self._compiling: _Parts | None = None
+        self._ahead = CompileAhead(harvester, scratch, pool.block_size, limits, clock)
         self._rechecks = rechecks
         self.failures = 0
 
     def __len__(self) -> int:
-        """Pieces of work left."""
-        sets = len(self._orbits) + (self._forming is not None) + len(self._parts) + (self._compiling is not None)
-        return len(self._harvests) + sets + len(self._rechecks)
+        """Pieces of work that may be done now; what waits for its compute budget is not among them."""
+        return len(self._harvests) + len(self._rechecks) + len(self._ahead)
 
     def check(self, plan: LinkPlan, lease: str) -> None:
         """Compare a finished link with an exact one, if it is drawn; its blocks stay until that has begun."""
@@ -94,13 +75,11 @@ class Background:
             self._pool.hold(lease)
             self._harvests.append(_Harvest(plan, chunk, lease, time.perf_counter()))
         if policies.forms_patches(plan.request.mode):
-            self._popularity.observe(plan.request.tenant, (c.span.content for c in plan.chunks))
-        if chunks and 1 < len(plan.chunks) <= self._orbit_chunks:
-            self._orbits.append(plan)
-        elif chunks and self._part_forwards and len({c.canonical_key for c in plan.chunks}) == len(plan.chunks) > 1:
-            shares = [self._popularity.share(plan.request.tenant, c.span.content) for c in plan.chunks]
-            found = parts(shares, [len(c.span) for c in plan.chunks])
-            self._parts.add(plan, found[: _LOOKS * self._part_forwards])
+            self._ahead.offer(plan, missed=bool(chunks))
+
+    def compiled(self) -> CompileStats:
+        """What compiling ahead has come to."""
+        return self._ahead.stats()
 
     def waits_since(self) -> float | None:
         """When the oldest work that holds blocks was queued (`time.perf_counter`); None if there is none."""
@@ -115,10 +94,8 @@ class Background:
             self._harvest_one()
         elif self._rechecks.ready:
             self._rechecks.step()
-        elif self._orbits or self._forming is not None:
-            self._orbit_one()
-        elif self._parts or self._compiling is not None:
-            self._part_one()
+        elif self._ahead:
+            self._compile_one()
         else:
             time.sleep(_LOAD_SECONDS)
 
@@ -163,36 +140,9 @@ class Background:
             return
         self._harvester.harvest(item.plan, item.chunk, conditioned, self._scratch)
 
-    def _orbit_one(self) -> None:
+    def _compile_one(self) -> None:
         try:
-            if self._forming is None:
-                try:
-                    self._forming = self._harvester.orbit(self._orbits[0])
-                finally:
-                    self._orbits.popleft()
-                return
-            fits = self._forming.tokens <= self._scratch_tokens
-            if not fits or not self._harvester.orbit_step(self._forming, self._scratch):
-                self._forming = None
+            self._ahead.step()
         except (StoreError, RuntimeError, OSError) as error:
             self.failures += 1
-            self._forming = None
-            logger.warning("orbit patches could not be formed: %s", error)
-
-    def _part_one(self) -> None:
-        try:
-            if self._compiling is None:
-                plan, found = self._parts.pop()
-                forming = self._harvester.forming(plan)
-                if forming is not None and forming.tokens <= self._scratch_tokens:
-                    self._compiling = _Parts(forming, found, self._part_forwards)
-                return
-            work = self._compiling
-            if not work.waiting or not work.forwards:
-                self._compiling = None
-            elif self._harvester.part_step(work.forming, work.waiting.pop(0).chunks, self._scratch):
-                work.forwards -= 1
-        except (StoreError, RuntimeError, OSError) as error:
-            self.failures += 1
-            self._compiling = None
-            logger.warning("parts of a set could not be compiled: %s", error)
+            logger.warning("patches could not be compiled ahead: %s", error)

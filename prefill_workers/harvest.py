@@ -164,7 +164,7 @@ class Harvester:
             )
         )
 
-    # -- orbit --------------------------------------------------------------------------------------------------------
+    # -- orbit ---------------------------------------------------------------------------------------------------------
 
     def orbit(self, plan: LinkPlan) -> OrbitForming | None:
         """The orbit patches that a finished plan's chunks still lack; None when there is nothing to form."""
@@ -211,7 +211,7 @@ class Harvester:
         order = next(forming.orders, None)
         if order is None:
             return False
-        placed = self._forward(forming.prefix, order, scratch)
+        placed, seconds = self._forward(forming.prefix, order, scratch)
         for i, place in enumerate(placed):
             before = [(other.chunk.key, other.chunk.content) for other in placed[:i]]
             if not forming.wants(place.chunk.key, [key for key, _ in before]):
@@ -231,46 +231,58 @@ class Harvester:
                     behind=sorted(before),
                     prefix=forming.prefix,
                     tenant=_set_owner(forming.tenant, forming.prefix, place.chunk.content, *(c for _, c in before)),
+                    seconds=seconds * len(place.chunk.token_ids),
                 )
         return True
 
-    # -- parts --------------------------------------------------------------------------------------------------------
+    # -- parts and pairs -----------------------------------------------------------------------------------------------
 
-    def part_step(self, forming: OrbitForming, part: Sequence[int], scratch: Sequence[int]) -> bool:
-        """Run some chunks of a set, in its order, and send off the own patches that come of it and are not stored.
+    def part_step(
+        self, forming: OrbitForming, part: Sequence[int], scratch: Sequence[int], *, pair: bool = False
+    ) -> bool:
+        """Run some chunks of a set, in this order, and send off the patches that come of it and are not stored.
 
-        Returns whether that took a forward: not if the last chunk's patch, and so the others', is stored.
+        Own patches; or, of two chunks, the `pair` patch behind the first, and the first one's behind nothing. Returns
+        whether that took a forward: not if the last chunk's patch, and so the others', is stored.
         """
         order = [forming.chunks[i] for i in part]
-        keys = [chunk.key for chunk in order]
-        own = [antecedent_key(forming.prefix, keys[:i], ordered=True) for i in range(len(order))]
-        patches = [self.form.key(key, behind, PatchKind.own) for key, behind in zip(keys, own, strict=True)]
-        if self.library.has("patch", patches[-1], forming.tenant):
+        patches: list[tuple[PatchKind, str, str]] = []  # of each chunk: kind, key, owner
+        for i, chunk in enumerate(order):
+            kind = set_kind(i) if pair else PatchKind.own
+            behind = antecedent_key(forming.prefix, [other.key for other in order[:i]], ordered=not pair)
+            contents = [other.content for other in order[: i + 1]]
+            owner = _set_owner(forming.tenant, forming.prefix, *contents) if pair else forming.tenant
+            patches.append((kind, self.form.key(chunk.key, behind, kind), owner))
+        if self.library.has("patch", *patches[-1][1:]):
             return False
-        placed = self._forward(forming.prefix, order, scratch)
-        for i, (place, patch) in enumerate(zip(placed, patches, strict=True)):
+        placed, seconds = self._forward(forming.prefix, order, scratch)
+        for i, (place, (kind, patch, owner)) in enumerate(zip(placed, patches, strict=True)):
             chunk = place.chunk
             canonical = self.library.get_canonical(chunk.key, owner_of(forming.tenant, chunk.content))
-            if canonical is None or self.library.has("patch", patch, forming.tenant):
+            if canonical is None or self.library.has("patch", patch, owner):
                 continue
             self._submit(
-                kind=PatchKind.own,
+                kind=kind,
                 delta=self._deficit(place, canonical, scratch),
                 canonical=chunk.key,
                 content=chunk.content,
                 behind=[(other.key, other.content) for other in order[:i]],
                 prefix=forming.prefix,
-                tenant=forming.tenant,
+                tenant=owner,
+                seconds=seconds * len(chunk.token_ids),
             )
         return True
 
-    # -- both ---------------------------------------------------------------------------------------------------------
+    # -- all of them ---------------------------------------------------------------------------------------------------
 
-    def _forward(self, prefix: Sequence[int], order: Sequence[OrbitChunk], scratch: Sequence[int]) -> list[Placed]:
-        """Run chunks behind one another in scratch blocks; returns where each of them stands."""
+    def _forward(
+        self, prefix: Sequence[int], order: Sequence[OrbitChunk], scratch: Sequence[int]
+    ) -> tuple[list[Placed], float]:
+        """Run chunks behind one another in scratch blocks; where each of them stands, and seconds per token."""
         sequence, placed = arrange(prefix, order, scratch)
+        began = time.perf_counter()
         self.engine.forward([(sequence, [Run(0, len(sequence))])])
-        return placed
+        return placed, (time.perf_counter() - began) / len(sequence)
 
     def _deficit(self, place: Placed, canonical: CanonicalRecord, scratch: Sequence[int]) -> Tensor:
         """What a chunk absorbed in the forward that has just run [layers, tokens, features], in position-free form."""

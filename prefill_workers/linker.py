@@ -87,6 +87,11 @@ class Linker:
         self._lookups = Lookups(library, form.basis)
         self._delimiters: tuple[int, ...] = ()  # token ids around the placeholders of the image seen last
 
+    @property
+    def composes(self) -> bool:
+        """Whether pair patches serve sets: they are summed, and can be weighed (see `composing`)."""
+        return self.compose_up_to > 1 and self.form.first_layer(self.engine.layout.layers) <= MEASURED_LAYER
+
     # -- plan ---------------------------------------------------------------------------------------------------------
 
     def prefetch(self, request: PrefetchRequest) -> None:

@@ -100,6 +100,7 @@ class PatchCompiler:
             patch=patch,
             canonical=job.canonical,
             antecedent=job.antecedent,
+            prefix=job.prefix,
             content=job.content,
             antecedents=job.antecedents,
             recompute_seconds=job.recompute_seconds,

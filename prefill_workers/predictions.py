@@ -1,4 +1,4 @@
-"""Which sets later requests may bring: parts of those that were served, in the order in which they were served.
+"""What later requests may bring of a set that was served: parts of it in the order in which they were served, or pairs.
 
 Orbit patches for every order of a large set are out of reach (80 patches and 120 forwards for 5 chunks). They are not
 needed where placement chooses orders: what later requests share with this one it puts in the same order, the popular
@@ -8,19 +8,19 @@ all its beginnings. A sliding window, whose oldest chunks fall out, asks for suc
     served a b c d      parts, each one forward: a c d (patches c|a, d|a,c), b c, b d, ...
 
 Which parts: those of the largest value, expected reuses times what each saves, for as many forwards as is allowed.
+
+Where a model's patches are composed (see `composing`), pairs serve sets that never came before, in any order: of 5
+chunks there are 20, by as many forwards over two chunks each.
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from operator import attrgetter
-from typing import Generic, TypeVar
 
-_MOST_CHUNKS = 8  # of a request, the most popular ones, whose parts are weighed: 255 at most
-
-Item = TypeVar("Item")
+_MOST_CHUNKS = 8  # of a request, the most popular ones, whose parts are weighed: 255 at most, or 56 pairs
 
 
 @dataclass(frozen=True)
@@ -53,25 +53,13 @@ def parts(shares: Sequence[float], tokens: Sequence[int]) -> list[Part]:
     return sorted(found, key=attrgetter("value"), reverse=True)
 
 
-class PartsQueue(Generic[Item]):
-    """Requests whose parts wait for idle time, at most `limit`: the one with the least valuable part gives way."""
+def pairs(shares: Sequence[float], tokens: Sequence[int]) -> list[Part]:
+    """The pairs of a request's chunks, each in both orders, the most valuable first.
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._waiting: list[tuple[float, int, Item, list[Part]]] = []
-        self._added = 0
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, item: Item, found: list[Part]) -> None:
-        """A request's item and its parts, the most valuable first."""
-        if found:
-            self._added += 1
-            insort(self._waiting, (found[0].value, self._added, item, found))
-            del self._waiting[: -self._limit]
-
-    def pop(self) -> tuple[Item, list[Part]]:
-        """The request with the most valuable part. Raises IndexError if none waits."""
-        _, _, item, found = self._waiting.pop()
-        return item, found
+    A pair in one order saves its chunks' tokens in half of the requests that ask for both, in whatever set they do.
+    """
+    popular = sorted(range(len(shares)), key=lambda i: -shares[i])[:_MOST_CHUNKS]
+    found = [
+        Part(shares[a] * shares[b] * (tokens[a] + tokens[b]) / 2, (a, b)) for a, b in permutations(sorted(popular), 2)
+    ]
+    return sorted(found, key=attrgetter("value"), reverse=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvstore.settings import FactorType
@@ -75,6 +77,22 @@ class FidelitySettings(BaseModel):
         return self
 
 
+@dataclass(frozen=True)
+class CompileLimits:
+    """How much may be compiled.
+
+    Attributes:
+        orbit_chunks: largest set of chunks whose orders are all run; 0: none.
+        part_forwards, pair_forwards: forwards over parts and over pairs of a larger set; 0: none.
+        share: of the worker's time that forwards for all of this may take; 0: nothing is compiled.
+    """
+
+    orbit_chunks: int = 3
+    part_forwards: int = 0
+    pair_forwards: int = 0
+    share: float = 1.0
+
+
 class PrefillSettings(BaseModel):
     """The prefill worker: engine, linker and the loop that drives them."""
 
@@ -104,6 +122,19 @@ class PrefillSettings(BaseModel):
         description="Forwards, when idle, over parts of a set of more chunks than that: the parts that later requests "
         "most likely bring, in the order served. 0: never.",
     )
+    pair_forwards: int = Field(
+        12,
+        ge=0,
+        description="Forwards, when idle, over pairs of such a set's chunks, for patches behind one chunk alone, where "
+        "these are summed (`compose_up_to`): 4 chunks have 12 pairs. 0: never.",
+    )
+    compile_share: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="Share of the time, over two minutes, that forwards for orders, parts and pairs may take; those "
+        "expected to save most come first. What requests computed is kept in any case. 0: nothing else is compiled.",
+    )
     fidelity: FidelitySettings = FidelitySettings()
     compose_up_to: int = Field(
         COMPOSE_UP_TO,
@@ -114,3 +145,8 @@ class PrefillSettings(BaseModel):
     self_check: bool = Field(
         True, description="Compare with vLLM's own prefill at start and refuse to serve otherwise."
     )
+
+    def compile_limits(self, *, composes: bool) -> CompileLimits:
+        """How much is compiled ahead; `composes`: whether pair patches are of use."""
+        pairs = self.pair_forwards if composes else 0
+        return CompileLimits(self.orbit_chunks, self.part_forwards, pairs, self.compile_share)

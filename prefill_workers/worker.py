@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from prefill_workers.ahead import CompileStats
 from prefill_workers.arriving import Arriving, Pace
 from prefill_workers.background import Background
 from prefill_workers.engine import PrefillEngine
@@ -31,6 +32,7 @@ from prefill_workers.linker import Linker
 from prefill_workers.plan import ChunkOutcome, LinkPlan, PixelsNeeded
 from prefill_workers.recheck import Rechecks
 from prefill_workers.sequence import Run, complement, merge_runs, split_runs
+from prefill_workers.settings import CompileLimits
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +127,7 @@ class LoopStats:
     seconds_per_token: float | None  # of a forward; None: none was long enough to tell
     leases_expired: int
     harvest_failures: int
+    compiled: CompileStats
 
 
 class PrefillLoop:
@@ -135,8 +138,7 @@ class PrefillLoop:
         max_queue: links that may wait; more are refused with `Overloaded`.
         form: whether computed chunks are kept (canonical KV, patches) in the background.
         patience_seconds: how long background work gives way to hand-offs of links that have finished.
-        orbit_chunks: largest set of chunks whose orders are run in the background for orbit patches; 0: none.
-        part_forwards: background forwards over parts of a larger set, for own patches of these; 0: none.
+        compiles: how much is compiled in the background ahead of requests; None: the defaults of `CompileLimits`.
         pace: decides which loads keep ahead of a forward.
     """
 
@@ -150,8 +152,7 @@ class PrefillLoop:
         lease_seconds: float,
         owner: str,
         form: bool = True,
-        orbit_chunks: int = 3,
-        part_forwards: int = 0,
+        compiles: CompileLimits | None = None,
         patience_seconds: float = 0.5,
         pace: Pace | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -166,7 +167,7 @@ class PrefillLoop:
         self._running: list[_Job] = []
         spare = range(last - scratch, last)
         rechecks = Rechecks(engine, linker.library, linker.fidelity, self._pool, spare)
-        self._background = Background(linker.harvester, self._pool, spare, orbit_chunks, part_forwards, rechecks)
+        self._background = Background(linker.harvester, self._pool, spare, compiles or CompileLimits(), rechecks, clock)
         self._patience = patience_seconds
         self._pace = pace or Pace()
         self._last_finished = -patience_seconds
@@ -230,6 +231,7 @@ class PrefillLoop:
             seconds_per_token=self._pace.seconds_per_token,
             leases_expired=self._expired,
             harvest_failures=self._background.failures,
+            compiled=self._background.compiled(),
         )
 
     def alive(self) -> bool:

@@ -34,7 +34,7 @@ from infra.ports import free_port
 from infra.vllm_env import vllm_environment
 from serving.config import OrbitServeConfig, RoleSettings
 from serving.fidelity_replica import FidelityReplica
-from serving.formed import FormedReplica, follow
+from serving.formed import FormedReplica, KeeperReplica, follow
 from serving.ray_roles import RayRoles, answered
 from serving.routing_replica import DecodeReporter, PrefillReporter, ReportingReplica, router_config
 
@@ -113,8 +113,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
             lease_seconds=settings.lease_seconds,
             owner=f"prefill-{os.getpid()}-{serve.get_replica_context().replica_id.unique_id}",
             form=settings.form_patches,
-            orbit_chunks=settings.orbit_chunks,
-            part_forwards=settings.part_forwards,
+            compiles=settings.compile_limits(composes=linker.composes),
         )
         bytes_per_token = self._engine.layout.bytes_per_token(self._engine.dtype)
         self._reporter = PrefillReporter(self._loop, self._library, bytes_per_token, config.routing.hot_chunks)
@@ -301,8 +300,8 @@ class DecodeWorker(ReportingReplica):
             self._engine.shutdown()
 
 
-class LibraryKeeper:
-    """What the library needs that is nobody's request: deletion, expiry, statistics."""
+class LibraryKeeper(KeeperReplica):
+    """What the library needs that is nobody's request: deletion, expiry, statistics, a list of what it holds."""
 
     async def __init__(  # type: ignore[misc]
         self, config: OrbitServeConfig, prefill: DeploymentHandle, compiler: DeploymentHandle
@@ -317,6 +316,7 @@ class LibraryKeeper:
         self._stores = VectorStores(self._files)
         self._library = Library(config.library, fingerprint(Path(config.model.path)))
         self._sweeping = asyncio.create_task(self._sweep(config.keeper.sweep_period_s))
+        self._looking = self.catalogue(self._library, config.patch, config.keeper.catalogue_period_s)
 
     async def delete_content(self, content: str, tenant: str) -> int:
         """Remove everything derived from a content id, in the tiers and in the memory of every worker that has one.

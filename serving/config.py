@@ -148,6 +148,9 @@ class LibraryRoleSettings(RoleSettings):
     """The keeper of the library: deletion, expiry, statistics."""
 
     sweep_period_s: float = Field(60.0, gt=0, description="Seconds between looks for expired files.")
+    catalogue_period_s: float = Field(
+        5.0, gt=0, description="Seconds between looks for patches that others left in `library.directory`."
+    )
 
 
 class PrecomputeSettings(_Settings):

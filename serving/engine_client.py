@@ -34,6 +34,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from prefill_workers.plan import LinkRequest, PixelsNeeded, PrefetchRequest
 from prefill_workers.policies import Mode
 from prefill_workers.worker import LinkResult, Overloaded
+from serving.api.compiling import CompilingRoles
 from serving.api.errors import OverloadedError
 from serving.api.extension import ChunkReport, RequestTrace, current_trace
 from serving.api.fidelity import FidelityRoles
@@ -46,7 +47,7 @@ from serving.segments import Delimiters, Segments, segment
 logger = logging.getLogger(__name__)
 
 
-class Roles(FidelityRoles, Protocol):
+class Roles(FidelityRoles, CompilingRoles, Protocol):
     """What the ingress needs of the other roles.
 
     | primitive  | role           | raises                                        |
@@ -56,7 +57,7 @@ class Roles(FidelityRoles, Protocol):
     | `link`     | prefill worker | PixelsNeeded, Overloaded, RoleUnavailable     |
     | `generate` | decode worker  | ValueError (request too large), RoleUnavailable |
     | `abandon`  | decode worker  | nothing: best effort, leases end by time-out  |
-    | `fidelity`, `allow` | prefill workers, all of them | RoleUnavailable    |
+    | `fidelity`, `allow`, `compiled` | prefill workers, all of them | RoleUnavailable |
     """
 
     def prefetch(self, request: PrefetchRequest) -> None:

@@ -1,4 +1,5 @@
-"""How the ingress learns which patches are stored: prefill replicas log what they form, ingress replicas ask for it."""
+"""How the ingress learns which patches are stored: prefill replicas log what they form, the library's keeper what lies
+in its directory, and ingress replicas ask for both."""
 
 from __future__ import annotations
 
@@ -13,13 +14,17 @@ from kvstore.index import Entry, FormedLog
 from serving.errors import RoleUnavailable
 
 if TYPE_CHECKING:
+    from kvstore.library import Library
+    from prefill_workers.settings import PatchFormSettings
     from serving.arranger import Arranger
 
 logger = logging.getLogger(__name__)
 
+_CATALOGUED = 1 << 18  # patches that a keeper remembers for ingress replicas: as many as their indices hold
+
 
 class Formed(NamedTuple):
-    """What one prefill replica has formed since it was last asked; `cursor` is what to ask with next."""
+    """What one replica has formed or found since it was last asked; `cursor` is what to ask with next."""
 
     replica: str
     cursor: int
@@ -29,9 +34,9 @@ class Formed(NamedTuple):
 class FormedReplica:
     """A part of `serving.app.PrefillWorker`; `log_formed` comes first."""
 
-    def log_formed(self) -> FormedLog:
-        """This replica's log."""
-        self._formed = FormedLog()
+    def log_formed(self, limit: int = 1 << 14) -> FormedLog:
+        """This replica's log, of so many patches."""
+        self._formed = FormedLog(limit)
         return self._formed
 
     async def formed(self, cursors: Mapping[str, int]) -> Formed:
@@ -40,15 +45,45 @@ class FormedReplica:
         return Formed(name, *self._formed.since(cursors.get(name, 0)))
 
 
+class KeeperReplica(FormedReplica):
+    """A part of `serving.app.LibraryKeeper`: what lies in the library's directory, whoever put it there."""
+
+    def catalogue(self, library: Library, patch: PatchFormSettings, period_s: float) -> asyncio.Task[None]:
+        """Begin to look every so many seconds. Must be called on the replica's event loop."""
+        self.log_formed(_CATALOGUED)
+        return asyncio.create_task(self._look(library, patch, period_s))
+
+    async def _look(self, library: Library, patch: PatchFormSettings, period_s: float) -> None:
+        from kvstore.catalogue import PatchCatalogue
+        from prefill_workers.patch_compiler import load_form
+
+        catalogue: PatchCatalogue | None = None
+        while library.disk is not None:
+            try:
+                if catalogue is None:
+                    form = await asyncio.to_thread(load_form, patch, library)
+                    catalogue = PatchCatalogue(library.disk, library.fingerprint, form)
+                for entry in await asyncio.to_thread(catalogue.look):
+                    self._formed.add(entry)
+                if catalogue.behind:
+                    continue
+            except Exception:
+                logger.exception("what the library holds cannot be listed; trying again in %s s", period_s)
+            await asyncio.sleep(period_s)
+
+
 class FormedRoles(Protocol):
-    """What `follow` needs of the prefill role."""
+    """What `follow` needs of the roles."""
 
     async def formed(self, cursors: Mapping[str, int]) -> list[Formed]:
-        """What every prefill replica has formed since. Raises RoleUnavailable when one does not answer."""
+        """What every prefill replica has formed since, and what the library's keeper has found.
+
+        Raises RoleUnavailable when one does not answer.
+        """
 
 
 async def follow(roles: FormedRoles, arranger: Arranger, period_s: float) -> None:
-    """Tell an arranger, every so many seconds and for ever, what prefill replicas have formed."""
+    """Tell an arranger, every so many seconds and for ever, which patches are stored besides."""
     cursors: dict[str, int] = {}
     while True:
         try:
@@ -57,7 +92,7 @@ async def follow(roles: FormedRoles, arranger: Arranger, period_s: float) -> Non
             for one in news:
                 arranger.formed(one.entries)
         except RoleUnavailable as error:
-            logger.debug("a prefill worker does not say what it formed: %s", error)
+            logger.debug("a replica does not say what it formed or found: %s", error)
         except Exception:
-            logger.exception("what prefill workers formed is not known; trying again in %s s", period_s)
+            logger.exception("what is stored by now is not known; trying again in %s s", period_s)
         await asyncio.sleep(period_s)

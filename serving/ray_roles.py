@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
 
+    from prefill_workers.ahead import CompileStats
     from prefill_workers.fidelity import PointStatus
     from prefill_workers.plan import LinkRequest, PrefetchRequest
     from prefill_workers.policies import OperatingPoint
@@ -73,8 +74,13 @@ class RayRoles:
         return sum(await answered_by_all(self.prefill, "allow", point))
 
     async def formed(self, cursors: Mapping[str, int]) -> list[Formed]:
-        """See `PrefillWorker.formed`; of all replicas."""
-        return await answered_by_all(self.prefill, "formed", dict(cursors))
+        """See `FormedReplica.formed`; of all replicas of both roles that have it."""
+        roles = (answered_by_all(role, "formed", dict(cursors)) for role in (self.prefill, self.library))
+        return [one for answers in await asyncio.gather(*roles) for one in answers]
+
+    async def compiled(self) -> dict[str, CompileStats]:
+        """What every prefill replica compiled ahead of requests, by its name."""
+        return {stats["name"]: stats["loop"].compiled for stats in await answered_by_all(self.prefill, "stats")}
 
     async def warm_up(self, config: OrbitServeConfig) -> None:
         """Send a tiny prompt for every pair of prefill and decode replica: a pair's first transfer shakes hands."""

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import chain
 from typing import Any
 
@@ -34,6 +35,7 @@ from kvstore.files import FileStore
 from kvstore.vector_stores import VectorStores
 from serving.api.auth import Authenticate, Limit
 from serving.api.chat import OrbitServingChat, refuse_unsupported
+from serving.api.compiling import compiling
 from serving.api.errors import answer_errors
 from serving.api.extension import RequestTrace, set_trace
 from serving.api.fidelity import families, fidelity_router, scraped
@@ -161,5 +163,6 @@ def _add_operations(app: FastAPI, client: LinkedEngineClient, metrics: Metrics) 
 
     @app.get("/metrics", summary="Prometheus metrics", tags=["operations"])
     async def prometheus() -> Response:
-        text = metrics.text(chain(families(await scraped(client.roles)), REGISTRY.collect()))
+        measured, compiled = await asyncio.gather(scraped(client.roles), compiling(client.roles))
+        text = metrics.text(chain(families(measured), compiled, REGISTRY.collect()))
         return Response(text, media_type="text/plain; version=0.0.4")

@@ -76,6 +76,7 @@ def _samples(engine: PrefillEngine, prompt: Prompt, turns: int) -> dict[str, lis
     from kvstore.patch_form import PatchForm
     from kvstore.settings import LibrarySettings
     from prefill_workers.patch_compiler import PatchCompiler
+    from prefill_workers.settings import CompileLimits
 
     def measured(taught: bool, mode: str) -> float:
         """A request in this mode to a worker whose library is empty, or has learnt from one request before."""
@@ -83,7 +84,9 @@ def _samples(engine: PrefillEngine, prompt: Prompt, turns: int) -> dict[str, lis
         with (
             tempfile.TemporaryDirectory(prefix="orbitserve-bench-") as directory,
             Library(LibrarySettings(directory=Path(directory)), engine.fingerprint) as library,
-            worker(engine, library, form, PatchCompiler(library, form).compile, orbit_chunks=0) as opened,
+            worker(
+                engine, library, form, PatchCompiler(library, form).compile, compiles=CompileLimits(share=0)
+            ) as opened,
         ):
             if taught:
                 _link(opened, prompt, "auto", "encoded")

@@ -4,6 +4,7 @@ A trace of retrieval requests (MRAG): each brings k different pages, drawn by Zi
 The index, the arranger and the choice of what to compile are the product's; only the engine is left out, and a patch is
 stored at once. A chunk that finds no patch is computed and leaves its own patch; a set of at most
 `prefill.orbit_chunks` leaves orbit patches for every order, of a larger one `prefill.part_forwards` parts are compiled.
+Pairs, whose sums would serve some chunks that find no patch here, and the compute budget are left out.
 Every arm holds as many patches as `budget`; those that were used longest ago go first.
 
 | arm | order | compiled besides what was served |
@@ -41,7 +42,7 @@ PAGES, RETRIEVED, REQUESTS, ZIPF, BUDGET = 100, 5, 2000, 1.0, 5000
 _TENANT = "local"
 _SCOPE = Scope(_TENANT, prefix_key(()))
 _TOKENS = 256
-_LOOKS = 8  # as `prefill_workers.background`: parts looked up for each that is compiled
+_LOOKS = 8  # as `prefill_workers.compiling`: parts looked up for each that is compiled
 _SIZES = (4, 8, 12)
 
 

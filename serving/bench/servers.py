@@ -25,6 +25,7 @@ from serving.app import engine_spec
 from serving.config import OrbitServeConfig
 
 if TYPE_CHECKING:
+    from prefill_workers.ahead import CompileStats
     from prefill_workers.engine import PrefillEngine
     from prefill_workers.fidelity import PointStatus
     from prefill_workers.policies import OperatingPoint
@@ -189,6 +190,10 @@ class EmbeddedRoles:
     async def allow(self, point: OperatingPoint) -> int:
         """See `prefill_workers.fidelity`."""
         return int(self._linker.fidelity.allow(point))
+
+    async def compiled(self) -> dict[str, CompileStats]:
+        """See `prefill_workers.ahead`."""
+        return {"embedded": self._loop.stats().compiled}
 
     async def forget(self, content: str, tenant: str) -> None:
         """Delete everything derived from some content."""

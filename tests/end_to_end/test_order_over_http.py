@@ -13,6 +13,7 @@ pytestmark = pytest.mark.service
 
 FREE = {"order": "free"}
 SETTLED = "What is on these pages?"
+LARGE = 4 + 12 + 4  # patches of a set of four: own ones, pairs, and each behind nothing; and some of parts
 HEARD_S = 2.0  # twice `ingress.index_period_s`
 
 
@@ -38,20 +39,22 @@ def serve_once(service: Service, numbers: list[int], patches: int) -> None:
 
 
 def test_pages_go_back_to_the_order_that_was_served_before(service: Service):
-    """Four pages are more than get orbit patches: only the order that was served is patched."""
+    """Four pages are more than get orbit patches: only the order that was served needs no sum of pair patches."""
     pages = [901, 902, 903, 904]
-    serve_once(service, pages, patches=4)
+    serve_once(service, pages, patches=LARGE)
     mixed = [903, 901, 904, 902]
     placed = service.chat(user(*map(picture, mixed), SETTLED), orbit={**FREE, "explain": True})
     orbit = placed["orbit"]
     assert orbit["order"]["chunks"] == [1, 3, 0, 2]
     assert points(placed) == ["patched"] * 4
+    assert not any("sum" in chunk["reason"] for chunk in orbit["chunks"])
     assert orbit["order"]["cost_ms"] < orbit["order"]["arrival_ms"]
     same = service.chat(user(*map(picture, pages), SETTLED))
     assert placed["choices"][0]["message"] == same["choices"][0]["message"]
 
     fixed = service.chat(user(*map(picture, mixed), SETTLED))
-    assert points(fixed) == ["recomputed"] * 4, "what placement saves"
+    assert ["sum" in chunk["reason"] for chunk in fixed["orbit"]["chunks"]] == [False, False, True, True]
+    assert points(fixed) == ["patched"] * 4, "pairs that were compiled when idle serve any order, by sums"
     assert "order" not in fixed["orbit"]
 
 
@@ -63,16 +66,16 @@ def test_a_set_with_orbit_patches_is_all_patched(service: Service):
 
 
 def test_an_explanation_says_what_every_chunk_costs_and_what_was_rejected(service: Service):
-    serve_once(service, [921, 922, 923, 924], patches=4)
-    answer = service.chat(user(*map(picture, [922, 921, 925]), SETTLED), orbit={**FREE, "explain": True})
+    serve_once(service, [921, 922, 923, 924], patches=LARGE)
+    answer = service.chat(user(*map(picture, [923, 922, 921, 925]), SETTLED), orbit={**FREE, "explain": True})
     orbit = answer["orbit"]
-    assert orbit["order"]["chunks"] == [1, 0, 2]
-    assert points(answer) == ["patched", "patched", "encoded"]
-    first, second, new = orbit["chunks"]
+    assert orbit["order"]["chunks"] == [2, 1, 0, 3]
+    assert points(answer) == ["patched", "patched", "patched", "encoded"]
+    first, _, third, new = orbit["chunks"]
     assert first["cost_ms"] < new["cost_ms"]
-    assert second["alternative"]["chunk"] == 2
-    assert second["alternative"]["operating_point"] == "computed"
-    assert second["alternative"]["order_ms"] > orbit["order"]["cost_ms"]
+    assert third["alternative"]["chunk"] == 3
+    assert third["alternative"]["operating_point"] == "computed"
+    assert third["alternative"]["order_ms"] > orbit["order"]["cost_ms"]
     assert "alternative" not in new, "nothing else is left for the last place"
     assert orbit["order"]["plan_ms"] > 0
 
@@ -95,10 +98,10 @@ def test_words_that_name_a_page_by_its_place_keep_the_order(service: Service):
 
 
 def test_the_order_is_streamed_too(service: Service):
-    serve_once(service, [951, 952, 953, 954], patches=4)
-    events = service.stream(user(*map(picture, [952, 951]), SETTLED), orbit=FREE)
-    assert events[-1]["orbit"]["order"]["chunks"] == [1, 0]
-    assert [chunk["operating_point"] for chunk in events[-1]["orbit"]["chunks"]] == ["patched"] * 2
+    serve_once(service, [951, 952, 953, 954], patches=LARGE)
+    events = service.stream(user(*map(picture, [953, 952, 951]), SETTLED), orbit=FREE)
+    assert events[-1]["orbit"]["order"]["chunks"] == [2, 1, 0]
+    assert [chunk["operating_point"] for chunk in events[-1]["orbit"]["chunks"]] == ["patched"] * 3
 
 
 @pytest.mark.parametrize("order", ["any", 3, None])

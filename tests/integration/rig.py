@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,7 +27,7 @@ from prefill_workers.patch_compiler import PatchCompiler
 from prefill_workers.plan import LinkPlan, LinkRequest, PixelsNeeded
 from prefill_workers.policies import Mode
 from prefill_workers.sequence import Embedded, LinkSequence, Run
-from prefill_workers.settings import FidelitySettings
+from prefill_workers.settings import CompileLimits, FidelitySettings
 from prefill_workers.worker import LinkResult, PrefillLoop, drain
 from serving.documents import Document, Documents
 from serving.segments import Delimiters, Segments, segment
@@ -132,7 +132,9 @@ class Rig:
         self.compiler = PatchCompiler(self.library, form)
         self.fidelity = Fidelity(fidelity or FidelitySettings(share=0))
         self.linker = Linker(engine, self.library, form, self.compiler.compile, self.fidelity, compose_up_to)
+        limits = {field.name for field in fields(CompileLimits)} & loop_options.keys()
         options = {
+            "compiles": CompileLimits(**{name: loop_options.pop(name) for name in limits}),
             "budget": 4096,
             "max_queue": 64,
             "lease_seconds": 600.0,

@@ -168,3 +168,31 @@ def test_worth_weighs_cost_size_and_idleness() -> None:
     assert worth(1.0, 100, 10) > worth(1.0, 200, 10)
     assert worth(1.0, 100, 10) > worth(1.0, 100, 20)
     assert worth(0.0, 100, 10) == worth(0.0, 5000, 10)  # unknown cost: taken as proportional to size
+
+
+def test_a_full_tier_has_the_price_of_what_went_last(make_library: MakeLibrary) -> None:
+    size, tier = file_size(), MemoryTier()
+    library = make_library(tier, disk_bytes=20 * size, memory_bytes=0)
+    for number in range(20):
+        library.put_canonical(canonical(f"n{number}", recompute_seconds=1.0))
+        library.flush()
+    assert library.price("acme") == 0, "there was room for all"
+    for number in range(20, 24):
+        library.put_canonical(canonical(f"n{number}", recompute_seconds=1.0))
+        library.flush()
+    assert 0 < library.price("acme") < 1.1 * worth(1.0, size, 0)
+    for key in list(tier.keys("records/")):
+        tier.delete(key)
+    library.put_canonical(canonical("again"))
+    library.flush()
+    assert library.price("acme") == 0, "there is room again"
+
+
+def test_a_tenants_own_limit_is_the_price_of_its_own_records_alone(make_library: MakeLibrary) -> None:
+    size = file_size()
+    library = make_library(MemoryTier(), tenant_bytes=20 * size, memory_bytes=0)
+    for number in range(24):
+        library.put_canonical(canonical(f"n{number}", tenant="greedy", recompute_seconds=1.0))
+        library.flush()
+    assert library.price("greedy") > 0
+    assert library.price("quiet") == 0

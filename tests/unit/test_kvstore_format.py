@@ -102,8 +102,9 @@ def test_canonical_keeps_bits_layout_tokens_and_meta(dtype: torch.dtype, layout:
 def test_patch_keeps_everything(kind: PatchKind, dtype: torch.dtype, spread: bool) -> None:
     patch = form_patch(random_kv(GQA, 7), GQA, rank=3, kind=kind, dtype=dtype, spread=spread)
     record = PatchRecord(
-        key="k", fingerprint="f", tenant="t", layout=GQA, patch=patch, canonical="c", antecedent="a", antecedents=("x",)
-    )
+        key="k", fingerprint="f", tenant="t", layout=GQA, patch=patch, canonical="c", antecedent="a", prefix="p",
+        antecedents=("x",),
+    )  # fmt: skip
     back = decoded(encode(record), record)
     assert isinstance(back, PatchRecord)
     assert same_bits(record, back)
@@ -111,7 +112,7 @@ def test_patch_keeps_everything(kind: PatchKind, dtype: torch.dtype, spread: boo
     assert (restored.kind, restored.rank, restored.first_layer) == (kind, patch.rank, patch.first_layer)
     assert restored.energy == patch.energy
     assert [part.ranks for part in restored.segments] == [part.ranks for part in patch.segments]
-    assert (back.canonical, back.antecedent, back.antecedents) == ("c", "a", ("x",))
+    assert (back.canonical, back.antecedent, back.prefix, back.antecedents) == ("c", "a", "p", ("x",))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])

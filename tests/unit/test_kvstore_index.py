@@ -105,3 +105,5 @@ def test_a_log_gives_everybody_what_they_have_not_seen():
         log.add(item)
     assert log.since(cursor) == (6, others[1:]), "the log keeps three"
     assert log.since(6) == (6, [])
+    assert log.since(cursor, most=2) == (5, others[1:3]), "the rest at the next call"
+    assert log.since(5) == (6, others[3:])

@@ -1,4 +1,4 @@
-"""Which parts of a served set are compiled, and whose come first."""
+"""Which parts and pairs of a served set are compiled, and which come first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from prefill_workers.predictions import Part, PartsQueue, parts
+from prefill_workers.predictions import pairs, parts
 
 SHARES = [0.9, 0.2, 0.5]
 TOKENS = [10, 1000, 100]
@@ -33,11 +33,13 @@ def test_of_many_chunks_the_most_popular_are_weighed_in_the_order_served():
     assert all(list(part.chunks) == sorted(part.chunks) for part in found)
 
 
-def test_a_full_queue_loses_its_least_valuable_request():
-    queue = PartsQueue[str](limit=2)
-    for name, value in (("good", 3.0), ("poor", 1.0), ("best", 5.0)):
-        queue.add(name, [Part(value, (0,)), Part(0.5, (1,))])
-    queue.add("empty", [])
-    assert len(queue) == 2
-    assert [queue.pop()[0] for _ in range(2)] == ["best", "good"]
-    assert len(queue) == 0
+def test_pairs_come_in_both_orders_and_those_that_come_together_most_first():
+    found = pairs([0.9, 0.2, 0.5], [100, 100, 100])
+    assert [pair.chunks for pair in found] == [(0, 2), (2, 0), (0, 1), (1, 0), (1, 2), (2, 1)]
+    assert found[0].value == pytest.approx(0.9 * 0.5 * 100)
+
+
+def test_of_many_chunks_the_pairs_of_the_most_popular_are_weighed():
+    found = pairs([0.01 * i for i in range(30)], [100] * 30)
+    assert len(found) == 8 * 7
+    assert min(min(pair.chunks) for pair in found) == 22

@@ -75,14 +75,15 @@ def modes(study: Study) -> Iterator[Modes]:
     from kvstore.settings import LibrarySettings
     from prefill_workers.linker import Linker
     from prefill_workers.patch_compiler import PatchCompiler
+    from prefill_workers.settings import CompileLimits
     from prefill_workers.worker import PrefillLoop
 
     engine, patches = study.reader.engine, PatchForm(RANK)
     with Library(LibrarySettings(directory=None), engine.fingerprint) as library:
         linker = Linker(engine, library, patches, PatchCompiler(library, patches).compile)
         loop = PrefillLoop(
-            engine, linker, budget=4096, max_queue=4, lease_seconds=600, owner="bench", orbit_chunks=0,
-            patience_seconds=0.0,
+            engine, linker, budget=4096, max_queue=4, lease_seconds=600, owner="bench",
+            compiles=CompileLimits(orbit_chunks=0), patience_seconds=0.0,
         )  # fmt: skip
         loop.start()
         try:

@@ -1,0 +1,161 @@
+"""Compiling ahead of requests: the jobs of `compiling`, worked off in the engine's idle time, one forward at a time."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvstore.patch_form import Footprint
+from prefill_workers.compiling import (
+    HORIZON_S,
+    Clock,
+    CompileJob,
+    CompileQueue,
+    ComputeBudget,
+    Demand,
+    JobKind,
+    jobs,
+)
+from prefill_workers.harvest import Harvester
+from prefill_workers.orbit import OrbitForming
+from prefill_workers.plan import LinkPlan
+from prefill_workers.settings import CompileLimits
+
+_MAX_JOBS = 64  # that wait; the least valuable give way
+
+
+@dataclass(frozen=True)
+class CompileStats:
+    """What compiling ahead has come to.
+
+    `waiting`: jobs left; `forwards` that were run, by kind of job; `seconds` that these took; `given_up`: jobs by why,
+    `queue` (others were worth more) or `bytes` (the library holds what saves more per byte).
+    """
+
+    waiting: int
+    forwards: Mapping[str, int]
+    seconds: float
+    given_up: Mapping[str, int]
+
+
+class CompileAhead:
+    """The queue of one prefill loop, whose thread it belongs to.
+
+    Args:
+        scratch: blocks for its forwards, of `block_size` tokens each.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        harvester: Harvester,
+        scratch: range,
+        block_size: int,
+        limits: CompileLimits,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._harvester, self._scratch, self._limits = harvester, scratch, limits
+        self._most_tokens = len(scratch) * block_size
+        self._demand = Demand(clock)
+        self._queue = CompileQueue[LinkPlan](_MAX_JOBS, self._demand)
+        self._budget = ComputeBudget(limits.share, clock=clock)
+        self._job: CompileJob[LinkPlan] | None = None
+        self._forming: OrbitForming | None = None
+        self._forwards, self._given_up = Counter[str](), Counter[str]()
+        self._tokens, self._seconds = 0, 0.0
+
+    def __len__(self) -> int:
+        """Jobs that may go on now: none while the compute budget is spent."""
+        waiting = self._waiting
+        return waiting if waiting and self._budget.open else 0
+
+    def offer(self, plan: LinkPlan, *, missed: bool) -> None:
+        """A link has finished; `missed`: some of its chunks had to be computed."""
+        tenant, contents = plan.request.tenant, [chunk.span.content for chunk in plan.chunks]
+        self._demand.observe(tenant, contents)
+        if missed and len({chunk.canonical_key for chunk in plan.chunks}) == len(plan.chunks):
+            tokens = [len(chunk.span) for chunk in plan.chunks]
+            for job in jobs(plan, tenant, plan.request.prefix, contents, tokens, self._limits, self._demand):
+                self._queue.add(job)
+
+    def step(self) -> None:
+        """Run one forward at most. Raises what the library and the engine do; the job is given up then."""
+        job, better = self._job, self._queue.best()
+        # The orders of a set are not left half-way: the means that they are forming are large.
+        if job and better and job.kind is not JobKind.orders and self._priority(better) > self._priority(job):
+            self._queue.add(job)
+            job = None
+        try:
+            if job is not None:
+                self._go_on(job)
+            elif better is not None:
+                self._begin(better)
+        except BaseException:
+            self._end()
+            raise
+
+    def stats(self) -> CompileStats:
+        """Counters, from any thread."""
+        given_up = {"queue": self._queue.dropped, **self._given_up}
+        return CompileStats(self._waiting, dict(self._forwards), self._seconds, given_up)
+
+    @property
+    def _waiting(self) -> int:
+        return len(self._queue) + (self._job is not None)
+
+    def _priority(self, job: CompileJob[LinkPlan]) -> float:
+        return job.priority(self._demand)
+
+    def _begin(self, job: CompileJob[LinkPlan]) -> None:
+        """Take up a job: from here on it counts as the one under way."""
+        self._job, self._forming = job, None
+        self._queue.remove(job)
+        if not self._worth_its_bytes(job):
+            self._given_up["bytes"] += 1
+        elif job.kind is JobKind.orders:
+            self._forming = self._harvester.orbit(job.item)
+        else:
+            self._forming = self._harvester.forming(job.item)
+        if self._forming is None:
+            self._end()
+
+    def _go_on(self, job: CompileJob[LinkPlan]) -> None:
+        tokens, began = job.step_tokens(), time.perf_counter()
+        if self._forward(job):
+            spent = time.perf_counter() - began
+            self._budget.spend(spent)
+            self._forwards[job.kind] += 1
+            self._tokens, self._seconds = self._tokens + tokens, self._seconds + spent
+        if not (job.steps and job.forwards):
+            self._end()
+
+    def _end(self) -> None:
+        self._job = self._forming = None
+
+    def _worth_its_bytes(self, job: CompileJob[LinkPlan]) -> bool:
+        """Whether what the next step compiles is expected to save as much per second and byte as what goes for it."""
+        price = self._harvester.library.price(job.tenant)
+        if not price or not self._tokens:
+            return True
+        saved = job.tokens_saved(self._demand) / HORIZON_S * self._seconds / self._tokens
+        return saved >= price * job.nbytes(lambda tokens: self._footprint(tokens).own)
+
+    def _footprint(self, tokens: int) -> Footprint:
+        engine = self._harvester.engine
+        return self._harvester.form.footprint(tokens, engine.layout, engine.dtype)
+
+    def _forward(self, job: CompileJob[LinkPlan]) -> bool:
+        """Take the job's next step; whether that was a forward, not a look at what is stored."""
+        assert self._forming is not None
+        fits = len(job.prefix) + job.step_tokens() <= self._most_tokens
+        if job.kind is JobKind.orders:
+            ran = fits and self._harvester.orbit_step(self._forming, self._scratch)
+            job.forwards = job.forwards - 1 if ran else 0
+            return ran
+        step = job.steps.pop(0)
+        pair = job.kind is JobKind.pairs
+        ran = fits and self._harvester.part_step(self._forming, step, self._scratch, pair=pair)
+        job.forwards -= ran
+        return ran

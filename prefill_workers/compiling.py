@@ -1,0 +1,209 @@
+"""What a prefill worker compiles before anybody asks for it, in which order, and how much of it.
+
+| job    | a forward each                                     | what comes of it                                      |
+|--------|----------------------------------------------------|-------------------------------------------------------|
+| orders | every order of a small set                         | orbit patches behind all its subsets, in any order    |
+| parts  | parts of a larger set, in the order served         | own patches of these (see `predictions`)              |
+| pairs  | two chunks of a larger set, in either order        | pair patches, whose sums serve sets never seen before |
+
+All wait in one bounded queue. The next one is that which saves most for what it takes,
+
+    expected reuses * seconds saved / seconds of its forwards,
+
+where both kinds of seconds are tokens at the same pace. Chunks are expected to be asked for together as often as the
+tenant's requests bring all of them, if each were drawn by itself, times as many requests as came in the last hour.
+
+Two budgets bound it. The *compute budget* is a share of the worker's time. The *byte budget* is the library's: once
+that is full, what saves less per byte than what was evicted last is not compiled. What serving forwards computed anyhow
+is kept without asking either (see `background`): it costs no forward, and its set did come.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+from kvstore.patch import ORBIT_ORDERINGS
+from kvstore.popularity import Popularity
+from prefill_workers.predictions import pairs, parts
+from prefill_workers.settings import CompileLimits
+
+HORIZON_S = 3600.0  # ahead of which reuses are expected, and behind which requests are counted
+_WINDOW_S = 120.0  # over which the compute budget is a share: what an idle worker saves up at most
+_LOOKS = 8  # parts that are looked up in the library for each that is compiled
+
+Item = TypeVar("Item")
+Clock = Callable[[], float]
+
+
+class JobKind(StrEnum):
+    """What a job compiles; see the module's table."""
+
+    orders = "orders"
+    parts = "parts"
+    pairs = "pairs"
+
+
+class Demand:
+    """What tenants' requests bring, and how many come. Not thread-safe."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._popularity = Popularity()
+        self._requests: dict[str, tuple[float, float]] = {}  # of a tenant: how many, decayed, and as of when
+
+    def observe(self, tenant: str, contents: Sequence[str]) -> None:
+        """A request brought these."""
+        self._popularity.observe(tenant, contents)
+        self._requests[tenant] = self.requests(tenant) + 1.0, self._clock()
+
+    def requests(self, tenant: str) -> float:
+        """How many requests of a tenant are expected within the horizon: as many as came in the last one."""
+        count, since = self._requests.get(tenant, (0.0, 0.0))
+        return count * math.exp((since - self._clock()) / HORIZON_S) if count else 0.0
+
+    def shares(self, tenant: str, contents: Sequence[str]) -> list[float]:
+        """The shares of a tenant's requests that bring each of the contents."""
+        return [self._popularity.share(tenant, content) for content in contents]
+
+
+@dataclass(eq=False)
+class CompileJob(Generic[Item]):
+    """Forwards over chunks of one served set.
+
+    `steps` are those left, as indices into its chunks, the most valuable first; of them at most `forwards` are run.
+    """
+
+    kind: JobKind
+    item: Item
+    tenant: str
+    prefix: tuple[int, ...]
+    contents: tuple[str, ...]
+    tokens: tuple[int, ...]
+    steps: list[tuple[int, ...]]
+    forwards: int
+
+    @property
+    def name(self) -> Hashable:
+        """The same for what would compile the same."""
+        return self.kind, self.tenant, self.prefix, self.contents
+
+    def tokens_saved(self, demand: Demand) -> float:
+        """Tokens that what the next step compiles is expected to save; the orders of a set are one step."""
+        step = self.steps[0]
+        shares, tokens = demand.shares(self.tenant, [self.contents[i] for i in step]), [self.tokens[i] for i in step]
+        if self.kind is JobKind.parts:
+            saved = sum(math.prod(shares[: i + 1]) * count for i, count in enumerate(tokens))
+        else:
+            saved = math.prod(shares) * sum(tokens) / (2 if self.kind is JobKind.pairs else 1)
+        return demand.requests(self.tenant) * saved
+
+    def step_tokens(self) -> int:
+        """Tokens of the next forward."""
+        return sum(self.tokens[i] for i in self.steps[0])
+
+    def nbytes(self, of_patch: Callable[[int], int]) -> int:
+        """Bytes of the patches that come of the next step; `of_patch`: of one for a chunk of so many tokens."""
+        sizes = [of_patch(self.tokens[i]) for i in self.steps[0]]
+        if self.kind is not JobKind.orders:
+            return sum(sizes)
+        others = len(sizes) - 1
+        exhaustive = math.factorial(others) <= ORBIT_ORDERINGS
+        return sum(sizes) * (2**others if exhaustive else others + 2)  # behind all subsets, or none, each and all
+
+    def priority(self, demand: Demand) -> float:
+        """Expected reuses * seconds saved per second that the next step takes."""
+        forwards = self.forwards if self.kind is JobKind.orders else 1
+        return self.tokens_saved(demand) / (self.step_tokens() * forwards)
+
+
+def jobs(
+    item: Item,
+    tenant: str,
+    prefix: tuple[int, ...],
+    contents: Sequence[str],
+    tokens: Sequence[int],
+    limits: CompileLimits,
+    demand: Demand,
+) -> list[CompileJob[Item]]:
+    """What may be compiled of a served set of different chunks: all orders of a small one, parts and pairs of others.
+
+    The orders of a set leave the patches of its pairs as well.
+    """
+    count = len(contents)
+
+    def job(kind: JobKind, steps: list[tuple[int, ...]], forwards: int) -> CompileJob[Item]:
+        return CompileJob(kind, item, tenant, prefix, tuple(contents), tuple(tokens), steps, forwards)
+
+    if count < 2 or not limits.share:
+        return []
+    if count <= limits.orbit_chunks:
+        exhaustive = math.factorial(count - 1) <= ORBIT_ORDERINGS
+        forwards = math.factorial(count) if exhaustive else count * ORBIT_ORDERINGS
+        return [job(JobKind.orders, [tuple(range(count))], forwards)]
+    shares, found = demand.shares(tenant, contents), []
+    if limits.part_forwards:
+        best = [part.chunks for part in parts(shares, tokens)[: _LOOKS * limits.part_forwards]]
+        found.append(job(JobKind.parts, best, limits.part_forwards))
+    if limits.pair_forwards:
+        found.append(job(JobKind.pairs, [pair.chunks for pair in pairs(shares, tokens)], limits.pair_forwards))
+    return found
+
+
+class CompileQueue(Generic[Item]):
+    """Jobs that wait, at most `limit`: the least valuable give way. Not thread-safe.
+
+    A job's value follows demand while it waits. A set that comes again takes the place of its former jobs.
+    """
+
+    def __init__(self, limit: int, demand: Demand) -> None:
+        self._limit, self._demand = limit, demand
+        self._waiting: dict[Hashable, CompileJob[Item]] = {}
+        self.dropped = 0  # that gave way
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, job: CompileJob[Item]) -> None:
+        """Let a job wait, unless a full queue holds only better ones."""
+        self._waiting[job.name] = job
+        if len(self._waiting) > self._limit:
+            least = min(self._waiting, key=lambda name: self._waiting[name].priority(self._demand))
+            del self._waiting[least]
+            self.dropped += 1
+
+    def best(self) -> CompileJob[Item] | None:
+        """The job that goes next; of equal ones that which has waited longest."""
+        return max(self._waiting.values(), key=lambda job: job.priority(self._demand), default=None)
+
+    def remove(self, job: CompileJob[Item]) -> None:
+        """A job waits no more."""
+        del self._waiting[job.name]
+
+
+class ComputeBudget:
+    """Seconds of forwards that may be spent: a share of the time that passes, saved up for `window_s` at most.
+
+    Whoever finds it `open` may begin one forward, however long: what that takes too much is waited for afterwards.
+    """
+
+    def __init__(self, share: float, window_s: float = _WINDOW_S, clock: Clock = time.monotonic) -> None:
+        self._share, self._most, self._clock = share, share * window_s, clock
+        self._left, self._since = self._most, clock()
+
+    @property
+    def open(self) -> bool:
+        """Whether a forward may begin."""
+        return self._at(self._clock()) > 0
+
+    def spend(self, seconds: float) -> None:
+        """A forward took so long, and has ended now."""
+        now = self._clock()
+        self._left, self._since = self._at(now) - seconds, now
+
+    def _at(self, now: float) -> float:
+        return min(self._left + self._share * (now - self._since), self._most)

@@ -1,0 +1,57 @@
+"""What prefill replicas compile ahead of requests, for /metrics (see `prefill_workers.compiling`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from prefill_workers.ahead import CompileStats
+from serving.errors import RoleUnavailable
+
+logger = logging.getLogger(__name__)
+
+_SCRAPE_SECONDS = 2.0  # what replicas have to answer in; a scrape goes without them then
+
+
+class CompilingRoles(Protocol):
+    """What this needs of the prefill role."""
+
+    async def compiled(self) -> Mapping[str, CompileStats]:
+        """What every prefill replica compiled, by its name. Raises RoleUnavailable when one does not answer."""
+
+
+async def compiling(roles: CompilingRoles) -> list[Metric]:
+    """The metrics of all replicas; none when they do not answer in time."""
+    try:
+        return list(_families(await asyncio.wait_for(roles.compiled(), _SCRAPE_SECONDS)))
+    except (RoleUnavailable, TimeoutError) as error:
+        logger.warning("metrics without what was compiled: prefill workers do not answer: %s", error or "too slow")
+        return []
+
+
+def _families(compiled: Mapping[str, CompileStats]) -> Iterator[Metric]:
+    waiting = GaugeMetricFamily(
+        "orbitserve_compile_waiting", "Sets of which something waits to be compiled.", labels=["replica"]
+    )
+    forwards = CounterMetricFamily(
+        "orbitserve_compile_forwards", "Forwards that nobody had asked for, by job.", labels=["replica", "job"]
+    )
+    seconds = CounterMetricFamily("orbitserve_compile_seconds", "What these forwards took.", labels=["replica"])
+    given_up = CounterMetricFamily(
+        "orbitserve_compile_given_up",
+        "Jobs that were not worth their place in the queue, or their bytes in a full library.",
+        labels=["replica", "reason"],
+    )
+    for replica, stats in compiled.items():
+        waiting.add_metric([replica], stats.waiting)
+        seconds.add_metric([replica], stats.seconds)
+        for job, count in stats.forwards.items():
+            forwards.add_metric([replica, job], count)
+        for reason, count in stats.given_up.items():
+            given_up.add_metric([replica, reason], count)
+    yield from (waiting, forwards, seconds, given_up)

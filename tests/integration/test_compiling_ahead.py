@@ -1,0 +1,113 @@
+"""What a real engine compiles ahead of requests: pairs that serve new sets, the most valuable first, within budgets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rig import Page, Rig
+
+from kvstore.catalogue import PatchCatalogue
+from kvstore.library import Library
+from kvstore.settings import LibrarySettings
+from prefill_workers.engine import PrefillEngine
+from prefill_workers.plan import LinkRequest
+from prefill_workers.policies import Mode
+from serving.arranger import Arranger
+
+pytestmark = pytest.mark.engine
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def has_pair(rig: Rig, first: int, second: int) -> bool:
+    """Whether the patch of the second page behind the first alone is stored."""
+    segments = rig.render([first, second, "?"])
+    keys = rig.linker.keys(LinkRequest("test", segments.token_ids, segments.chunks, Mode.AUTO))[1]
+    return rig.library.has("patch", keys.set_patch, "local")
+
+
+def test_pairs_that_were_compiled_when_idle_serve_a_set_never_seen_before(make_rig: Callable[..., Rig]):
+    rig = make_rig(orbit_chunks=0, pair_forwards=12, compose_up_to=3)
+    for served in ([1, 2, 3], [1, 4, 3], [2, 4]):
+        rig.link([*served, "What?"])
+    compiled = rig.loop.stats().compiled
+    assert compiled.forwards == {"pairs": 6 + 4 + 2}, "those of 1 and 3 were stored when they came again"
+    assert compiled.seconds > 0
+    assert compiled.waiting == 0
+
+    partial = rig.loop.stats().forwards_partial
+    linked = rig.link([4, "or", 1, "and", 2, "?"])
+    assert linked.points == ["patched"] * 3
+    assert linked.result.chunks[2].reason == "weighted sum of the stored pair patches behind 2 antecedents"
+    assert linked.result.tokens_reused == sum(chunk.tokens for chunk in linked.result.chunks), "no chunk was computed"
+    assert rig.loop.stats().forwards_partial == partial + 1
+    exact, blind = (rig.link([4, "or", 1, "and", 2, "?"], mode).chunk_kv(2) for mode in ("exact", "full-reuse"))
+    assert (linked.chunk_kv(2) - exact).norm() < (blind - exact).norm()
+
+
+def test_only_as_many_forwards_over_pairs_are_spent_as_are_allowed(make_rig: Callable[..., Rig]):
+    rig = make_rig(orbit_chunks=0, pair_forwards=3, compose_up_to=3)
+    rig.link([Page(1), Page(2), Page(3), "What?"])
+    assert rig.loop.stats().compiled.forwards == {"pairs": 3}
+
+
+def test_under_a_tight_budget_the_most_valuable_pair_is_compiled_and_the_others_wait(make_rig: Callable[..., Rig]):
+    clock = Clock()
+    rig = make_rig(orbit_chunks=0, pair_forwards=12, share=1e-4, clock=clock)
+    rig.link([1, 2, "?"])
+    assert rig.loop.stats().compiled.forwards == {"pairs": 1}, "and with it the budget is spent"
+    rig.link([4, 5, "?"])
+    rig.link([1, 3, "?"])
+    rig.link([1, 3, "?"], "exact")
+    stats = rig.loop.stats()
+    assert (stats.compiled.forwards, stats.compiled.waiting, stats.harvest) == ({"pairs": 1}, 3, 0)
+
+    clock.now = 36_000.0  # the debt is paid, and little more saved up
+    deadline = time.monotonic() + 30
+    while rig.loop.stats().compiled.forwards["pairs"] == 1:
+        assert time.monotonic() < deadline, "compiling did not go on"
+        time.sleep(0.01)
+    rig.settle()
+    assert rig.loop.stats().compiled.forwards == {"pairs": 2}
+    assert has_pair(rig, 1, 3) or has_pair(rig, 3, 1)
+    assert not has_pair(rig, 4, 5)
+    assert not has_pair(rig, 5, 4)
+
+
+def test_a_full_library_is_not_filled_with_what_is_worth_less_than_what_it_holds(
+    make_rig: Callable[..., Rig], fp32: PrefillEngine, tmp_path: Path
+):
+    library = Library(LibrarySettings(directory=tmp_path / "small", disk_bytes=8 << 20), fp32.fingerprint)
+    rig = make_rig(library=library, orbit_chunks=0, pair_forwards=12)
+    page = 1
+    while not library.price("local"):
+        rig.link([page, page + 1, "?"])
+        page += 2
+        assert page < 100, "the library was never full"
+    before = rig.loop.stats().compiled
+    rig.link([page, page + 1, "?"])
+    after = rig.loop.stats().compiled
+    assert after.forwards == before.forwards
+    assert after.given_up["bytes"] == before.given_up.get("bytes", 0) + 1
+
+
+def test_an_ingress_that_starts_later_finds_on_disk_what_this_worker_compiled(make_rig: Callable[..., Rig]):
+    """Entries from records' headers name what linkers find: the same contents, tenant and prefix as a request's."""
+    rig = make_rig()
+    prefix = (5, 6, 7)
+    rig.link([1, 2, 3, "What?"], prefix=prefix)
+    assert rig.library.disk is not None
+    arranger = Arranger()
+    arranger.formed(PatchCatalogue(rig.library.disk, rig.engine.fingerprint, rig.linker.form).look())
+    assert len(arranger.index) == 3 + 12
+    contents = [span.content for span in rig.render([3, 1, 2, "?"]).chunks]
+    placed = arranger.order(contents, [0, 0, 0], "local", prefix)
+    assert placed.problem.stored.sets == {mask: 0b111 & ~mask for mask in range(0b111)}
