@@ -58,8 +58,8 @@ class CompileAhead:
     ) -> None:
         self._harvester, self._scratch, self._limits = harvester, scratch, limits
         self._most_tokens = len(scratch) * block_size
-        self._demand = Demand(clock)
-        self._queue = CompileQueue[LinkPlan](_MAX_JOBS, self._demand)
+        self.demand = Demand(clock)
+        self._queue = CompileQueue[LinkPlan](_MAX_JOBS, self.demand)
         self._budget = ComputeBudget(limits.share, clock=clock)
         self._job: CompileJob[LinkPlan] | None = None
         self._forming: OrbitForming | None = None
@@ -74,10 +74,10 @@ class CompileAhead:
     def offer(self, plan: LinkPlan, *, missed: bool) -> None:
         """A link has finished; `missed`: some of its chunks had to be computed."""
         tenant, contents = plan.request.tenant, [chunk.span.content for chunk in plan.chunks]
-        self._demand.observe(tenant, contents)
+        self.demand.observe(tenant, contents)
         if missed and len({chunk.canonical_key for chunk in plan.chunks}) == len(plan.chunks):
             tokens = [len(chunk.span) for chunk in plan.chunks]
-            for job in jobs(plan, tenant, plan.request.prefix, contents, tokens, self._limits, self._demand):
+            for job in jobs(plan, tenant, plan.request.prefix, contents, tokens, self._limits, self.demand):
                 self._queue.add(job)
 
     def step(self) -> None:
@@ -106,7 +106,7 @@ class CompileAhead:
         return len(self._queue) + (self._job is not None)
 
     def _priority(self, job: CompileJob[LinkPlan]) -> float:
-        return job.priority(self._demand)
+        return job.priority(self.demand)
 
     def _begin(self, job: CompileJob[LinkPlan]) -> None:
         """Take up a job: from here on it counts as the one under way."""
@@ -139,7 +139,7 @@ class CompileAhead:
         price = self._harvester.library.price(job.tenant)
         if not price or not self._tokens:
             return True
-        saved = job.tokens_saved(self._demand) / HORIZON_S * self._seconds / self._tokens
+        saved = job.tokens_saved(self.demand) / HORIZON_S * self._seconds / self._tokens
         return saved >= price * job.nbytes(lambda tokens: self._footprint(tokens).own)
 
     def _footprint(self, tokens: int) -> Footprint:

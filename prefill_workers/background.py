@@ -3,20 +3,23 @@
 Harvests hold their sequence's blocks until the conditioned KV has been read out, checks (see `recheck`) until the
 served KV has been attended to; what is compiled besides (see `ahead`) needs none and comes last. Work goes on one
 engine forward at a time, so that a link that arrives meanwhile waits for one of them at most.
+
+A busy worker learns too, but no more than is worth the waiting: chunks that were asked for more than once are harvested
+beside links, within a share of the time. What was seen once waits until no request is under way, and is the first to go
+when its blocks are needed.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvstore.errors import StoreError
 from prefill_workers import policies
 from prefill_workers.ahead import CompileAhead, CompileStats
-from prefill_workers.compiling import Clock
+from prefill_workers.compiling import Clock, ComputeBudget
 from prefill_workers.handoff import BlockPool
 from prefill_workers.harvest import Harvester
 from prefill_workers.plan import ChunkPlan, LinkPlan
@@ -26,6 +29,8 @@ from prefill_workers.settings import CompileLimits
 logger = logging.getLogger(__name__)
 
 _LOAD_SECONDS = 0.0005  # between looks for the embeddings of a check
+_BUSY_SECONDS = 10.0  # over which `busy_share` is a share
+_ASKED_AGAIN = 1.5  # requests of late: more than the one that is being harvested, decayed as it may be
 
 
 @dataclass(eq=False)
@@ -35,13 +40,18 @@ class _Harvest:
     lease: str
     since: float
 
+    @property
+    def asked(self) -> tuple[str, str]:
+        """Who asked for what."""
+        return self.plan.request.tenant, self.chunk.span.content
+
 
 class Background:
     """Queues of what finished links can teach. Belongs to the prefill loop's thread.
 
     Args:
         scratch: blocks for background forwards.
-        limits: how much is compiled ahead of requests.
+        limits: how much is kept beside links, and compiled ahead of requests.
         clock: monotonic seconds.
     """
 
@@ -55,7 +65,8 @@ class Background:
         clock: Clock,
     ) -> None:
         self._harvester, self._pool, self._scratch = harvester, pool, scratch
-        self._harvests: deque[_Harvest] = deque()
+        self._harvests: list[_Harvest] = []
+        self._busy = ComputeBudget(limits.busy_share, _BUSY_SECONDS, clock)
         self._ahead = CompileAhead(harvester, scratch, pool.block_size, limits, clock)
         self._rechecks = rechecks
         self.failures = 0
@@ -81,10 +92,31 @@ class Background:
         """What compiling ahead has come to."""
         return self._ahead.stats()
 
-    def waits_since(self) -> float | None:
-        """When the oldest work that holds blocks was queued (`time.perf_counter`); None if there is none."""
-        harvest = self._harvests[0].since if self._harvests else None
-        return min((since for since in (harvest, self._rechecks.waits_since()) if since is not None), default=None)
+    def presses(self, since: float) -> bool:
+        """Whether there is work that links must make way for: what was queued before `since` (`time.perf_counter`).
+
+        Checks are drawn seldom, and always press; chunks do that were asked for before, while the share lasts.
+        """
+        checks = self._rechecks.waits_since()
+        if checks is not None and checks < since:
+            return True
+        if not (self._harvests and self._busy.open):
+            return False
+        best = self._best()
+        return best.since < since and self._wanted(best) >= _ASKED_AGAIN
+
+    def press(self) -> None:
+        """Do one piece of work beside links."""
+        began = time.perf_counter()
+        self.step()
+        self._busy.spend(time.perf_counter() - began)
+
+    def _wanted(self, harvest: _Harvest) -> float:
+        return self._ahead.demand.expected(*harvest.asked)
+
+    def _best(self) -> _Harvest:
+        """The harvest of what is asked for most, of late rather than long ago."""
+        return max(self._harvests, key=self._wanted)
 
     def step(self) -> None:
         """Do one piece of work; what fails is counted and given up."""
@@ -105,27 +137,29 @@ class Background:
             return True
         before = self._pool.free
         while self._harvests and self._pool.free == before:
-            self._pool.unhold(self._harvests.popleft().lease)
+            least = min(self._harvests, key=self._wanted)
+            self._harvests.remove(least)
+            self._pool.unhold(least.lease)
         return self._pool.free > before
 
     def drop(self, leases: Collection[str]) -> None:
         """Give up the harvests and checks of leases that have ended."""
         self._rechecks.drop(leases)
-        self._harvests = deque(harvest for harvest in self._harvests if harvest.lease not in leases)
+        self._harvests = [harvest for harvest in self._harvests if harvest.lease not in leases]
 
     @property
     def _scratch_tokens(self) -> int:
         return len(self._scratch) * self._pool.block_size
 
     def _harvest_one(self) -> None:
-        item = self._harvests[0]
+        item = self._best()
         try:
             self._keep(item)
         except (StoreError, RuntimeError, OSError) as error:
             self.failures += 1
             logger.warning("chunk %s could not be kept: %s", item.chunk.span.content[:16], error)
         finally:
-            self._harvests.popleft()  # only now: until then it counts as work to be done
+            self._harvests.remove(item)  # only now: until then it counts as work to be done
 
     def _keep(self, item: _Harvest) -> None:
         try:

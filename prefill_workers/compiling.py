@@ -66,6 +66,10 @@ class Demand:
         count, since = self._requests.get(tenant, (0.0, 0.0))
         return count * math.exp((since - self._clock()) / HORIZON_S) if count else 0.0
 
+    def expected(self, tenant: str, content: str) -> float:
+        """How many requests of a tenant are expected to bring a content within the horizon."""
+        return self.requests(tenant) * self._popularity.share(tenant, content)
+
     def shares(self, tenant: str, contents: Sequence[str]) -> list[float]:
         """The shares of a tenant's requests that bring each of the contents."""
         return [self._popularity.share(tenant, content) for content in contents]

@@ -85,12 +85,14 @@ class CompileLimits:
         orbit_chunks: largest set of chunks whose orders are all run; 0: none.
         part_forwards, pair_forwards: forwards over parts and over pairs of a larger set; 0: none.
         share: of the worker's time that forwards for all of this may take; 0: nothing is compiled.
+        busy_share: of the time of a worker that has links to compute, for keeping what earlier ones computed.
     """
 
     orbit_chunks: int = 3
     part_forwards: int = 0
     pair_forwards: int = 0
     share: float = 1.0
+    busy_share: float = 0.1
 
 
 class PrefillSettings(BaseModel):
@@ -135,6 +137,13 @@ class PrefillSettings(BaseModel):
         description="Share of the time, over two minutes, that forwards for orders, parts and pairs may take; those "
         "expected to save most come first. What requests computed is kept in any case. 0: nothing else is compiled.",
     )
+    busy_share: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="Share of a busy time that keeping what requests computed may take, of images that were asked for "
+        "before. Otherwise that waits until no request is under way.",
+    )
     fidelity: FidelitySettings = FidelitySettings()
     compose_up_to: int = Field(
         COMPOSE_UP_TO,
@@ -149,4 +158,4 @@ class PrefillSettings(BaseModel):
     def compile_limits(self, *, composes: bool) -> CompileLimits:
         """How much is compiled ahead; `composes`: whether pair patches are of use."""
         pairs = self.pair_forwards if composes else 0
-        return CompileLimits(self.orbit_chunks, self.part_forwards, pairs, self.compile_share)
+        return CompileLimits(self.orbit_chunks, self.part_forwards, pairs, self.compile_share, self.busy_share)

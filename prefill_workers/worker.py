@@ -137,7 +137,8 @@ class PrefillLoop:
         budget: tokens of one forward at most.
         max_queue: links that may wait; more are refused with `Overloaded`.
         form: whether computed chunks are kept (canonical KV, patches) in the background.
-        patience_seconds: how long background work gives way to hand-offs of links that have finished.
+        patience_seconds: how long background work gives way to hand-offs of links that have finished, and to requests
+            that are on their way.
         compiles: how much is compiled in the background ahead of requests; None: the defaults of `CompileLimits`.
         pace: decides which loads keep ahead of a forward.
     """
@@ -170,7 +171,7 @@ class PrefillLoop:
         self._background = Background(linker.harvester, self._pool, spare, compiles or CompileLimits(), rechecks, clock)
         self._patience = patience_seconds
         self._pace = pace or Pace()
-        self._last_finished = -patience_seconds
+        self._last_finished = self._last_expected = -patience_seconds
         self._abandoned: deque[str] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -207,6 +208,10 @@ class PrefillLoop:
             if chunk.loading is not None:
                 chunk.loading.when_done(self._notify)
         return job.done
+
+    def expect(self) -> None:
+        """A request is on its way here, its images perhaps being encoded: leave it the machine."""
+        self._last_expected = time.perf_counter()
 
     def abandon(self, lease: str) -> None:
         """Nobody will pull this lease's blocks after all."""
@@ -271,7 +276,9 @@ class PrefillLoop:
                     return
             self._free_blocks()
             self._admit()
-            if self._running:
+            if self._background.presses(time.perf_counter() - self._patience):
+                self._background.press()
+            elif self._running:
                 self._step()
             elif self._waiting:
                 time.sleep(0.0005)  # no block is free: wait for a decode engine to read, without spinning
@@ -286,10 +293,9 @@ class PrefillLoop:
         return bool(self._waiting or self._running or self._background)
 
     def _gives_way(self) -> bool:
-        """Whether background work should wait: a hand-off is under way, and neither has waited long."""
-        now, since = time.perf_counter(), self._background.waits_since()
-        late = since is not None and now - since > self._patience
-        return self._pool.unread and now - self._last_finished < self._patience and not late
+        """Whether background work should wait: a hand-off is under way, or a request on its way."""
+        since = time.perf_counter() - self._patience
+        return self._last_expected > since or (self._pool.unread and self._last_finished > since)
 
     def _notify(self) -> None:
         with self._wake:

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_BESIDE = 10  # niceness of work that no request waits for
 
 # -- roles ------------------------------------------------------------------------------------------------------------
 
@@ -140,6 +141,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
 
     async def prefetch(self, request: PrefetchRequest) -> None:
         """Start loading what a prompt on its way will need."""
+        self._loop.expect()
         self._linker.prefetch(request)
 
     async def link(
@@ -197,9 +199,10 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
 
 
 class PatchCompiler:
-    """Deficits to stored patches."""
+    """Deficits to stored patches; of all roles the one that gives way where processors are short."""
 
     def __init__(self, config: OrbitServeConfig) -> None:
+        os.nice(_BESIDE)
         _set_threads(config.patch)
         self._settings = config
         self._compilers: dict[str, Any] = {}

@@ -29,6 +29,7 @@ def ray_cluster(**options: Any) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    os.environ.setdefault("RAY_worker_niceness", "0")  # replicas are servers: at Ray's 15 any other process goes first
     ray.init(address=_address(), include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, **options)
     try:
         yield
