@@ -259,8 +259,9 @@ class Harvester:
         for i, (place, (kind, patch, owner)) in enumerate(zip(placed, patches, strict=True)):
             chunk = place.chunk
             canonical = self.library.get_canonical(chunk.key, owner_of(forming.tenant, chunk.content))
-            if canonical is None or self.library.has("patch", patch, owner):
+            if canonical is None or patch in forming.sent or self.library.has("patch", patch, owner):
                 continue
+            forming.sent.add(patch)
             self._submit(
                 kind=kind,
                 delta=self._deficit(place, canonical, scratch),

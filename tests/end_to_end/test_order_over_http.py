@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from client import Service, picture, user
+
+from kvstore.chunk import antecedent_key
+from kvstore.format import PatchRecord, decode, read_metadata
+from kvstore.index import prefix_key
+from kvstore.library import Library
+from kvstore.patch import PatchKind
+from kvstore.patch_form import PatchForm
+from kvstore.settings import LibrarySettings
 
 pytestmark = pytest.mark.service
 
@@ -102,6 +111,21 @@ def test_the_order_is_streamed_too(service: Service):
     events = service.stream(user(*map(picture, [953, 952, 951]), SETTLED), orbit=FREE)
     assert events[-1]["orbit"]["order"]["chunks"] == [2, 1, 0]
     assert [chunk["operating_point"] for chunk in events[-1]["orbit"]["chunks"]] == ["patched"] * 3
+
+
+def test_the_ingress_hears_of_patches_that_another_process_stores(service: Service):
+    serve_once(service, [961], patches=1)
+    stored = next((service.root / "library/records").glob("*/patch/*/*/*.arrow")).read_bytes()
+    document = read_metadata(stored)
+    names = {f"expect_{name}": document[name] for name in ("key", "fingerprint", "tenant")}
+    record = decode(stored, **names)
+    assert isinstance(record, PatchRecord)
+    before, antecedent = indexed(service), antecedent_key([1, 2, 3], ["other"], ordered=True)
+    key = PatchForm().key(record.canonical, antecedent, PatchKind.own)
+    other = replace(record, key=key, antecedent=antecedent, antecedents=("0" * 64,), prefix=prefix_key([1, 2, 3]))
+    with Library(LibrarySettings(directory=service.root / "library"), record.fingerprint) as library:
+        library.put_patch(replace(other, patch=replace(record.patch, kind=PatchKind.own)))
+    service.wait_until(lambda: indexed(service) > before)
 
 
 @pytest.mark.parametrize("order", ["any", 3, None])

@@ -120,3 +120,15 @@ def test_metrics_count_what_was_reused(service: Service):
     assert reused() - before == 0
     answer = service.chat(messages)
     assert reused() - before == answer["orbit"]["tokens_reused"] > 0
+
+
+def test_metrics_say_what_was_compiled_when_idle(service: Service):
+    def forwards() -> float:
+        lines = httpx.get(service.url + "/metrics").text.splitlines()
+        counted = [line for line in lines if line.startswith('orbitserve_compile_forwards_total{job="orders"')]
+        return sum(float(line.split()[1]) for line in counted)
+
+    before = forwards()
+    service.chat(user(picture(191), picture(192), "What changes?"))
+    service.settle()
+    assert forwards() == before + 2
