@@ -27,7 +27,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from kvstore.index import prefix_key
 from serving.config import AccessLogSettings
@@ -39,6 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 VERSION = 1
+TEXT = "text"  # as `prefill_workers.plan.TEXT`, which cannot be had without an engine's libraries
 _MOST_GRID_NUMBERS = 64  # a larger field is no grid, and is not logged
 _WARN_SECONDS = 60.0  # between two warnings that lines cannot be written
 Runs = tuple[tuple[int, PositiveInt], ...]  # (value, how often in a row)
@@ -72,6 +82,18 @@ class LoggedChunk(_Line):
     ids: Runs = ()
     mask: Runs | None = None
     grid: dict[str, GridField] = {}
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> LoggedChunk:
+        if self.modality == TEXT:
+            return self
+        if sum(often for _, often in self.ids) != self.tokens:
+            raise ValueError(f"its ids are not of {self.tokens} tokens")
+        if self.first + self.count > self.tokens:
+            raise ValueError(f"its placeholders do not lie within {self.tokens} tokens")
+        if self.mask is not None and sum(often for _, often in self.mask) != self.count:
+            raise ValueError(f"its mask is not of {self.count} placeholders")
+        return self
 
 
 class LoggedRequest(_Line):
@@ -250,6 +272,11 @@ class _File(logging.handlers.RotatingFileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         raise
+
+
+def expanded(runs: Iterable[tuple[int, int]]) -> list[int]:
+    """The values that `runs_of` counted."""
+    return [value for value, often in runs for _ in range(often)]
 
 
 def runs_of(values: Iterable[int]) -> list[tuple[int, int]]:

@@ -57,7 +57,7 @@ class Picked:
     items: set[int] = field(default_factory=set)
     demands: list[int] = field(default_factory=list)
     value: float = 0.0
-    cost: Cost = Cost()
+    cost: Cost = field(default_factory=Cost)
 
 
 def pick(items: Sequence[Cost], demands: Sequence[Demand], budget: Cost = UNBOUNDED) -> Picked:
