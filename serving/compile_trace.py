@@ -32,7 +32,7 @@ from rich.table import Table
 
 from infra.vllm_env import vllm_environment
 from kvstore.index import prefix_key
-from serving.access_log import TEXT, LoggedChunk, LoggedRequest, expanded, read
+from serving.access_log import TEXT, LoggedChunk, LoggedRequest, expanded, log_files, read
 from serving.budget import UNBOUNDED, Cost
 from serving.compile_plan import Kind, Plan, Terms, Trace, Wanted, plan, trace_of
 from serving.config import OrbitServeConfig
@@ -279,6 +279,7 @@ def compile_trace(
     Raises:
         BadLog: the log cannot be read. CompileTraceError: see `Planner`. OSError: `json_file` cannot be written.
     """
+    log_files(log)  # before anything slow
     os.environ.update(vllm_environment(kv_cache_gib=config.prefill.kv_cache_gib, threads=config.precompute.threads))
     planner = Planner(config, choice)
     with console.status("reading the access log"):
@@ -346,7 +347,7 @@ def show_plan(report: Report, budget: Cost, console: Console) -> None:
     )
     _show_reasons("skipped", report.skipped, console)
     table = Table(box=None, padding=(0, 2))
-    for name in ("", "patches", "bytes", "to compute", "saves", "at most", "without a budget"):
+    for name in ("", "patches", "bytes", "compute", "saves", "at most", "unbounded"):
         table.add_column(name, justify="right" if name else "left")
     for each in report.plans:
         mark = "[bold]*[/bold]" if each is report.chosen else " "
