@@ -1,8 +1,8 @@
 """Choosing what to make within a budget: demands that are met by items, which several demands may share.
 
 A demand is worth its value once all of its items are made; an item costs bytes and seconds, once. This is a knapsack
-with shared items. `pick` is greedy by value per cost, what is made already counting nothing; `bound` says how much any
-choice could be worth at most, so that what greed loses is known.
+with shared items. `pick` is greedy, what is made already counting nothing; `bound` says how much any choice could be
+worth at most, so that what greed loses is known.
 
 Pure functions and values.
 """
@@ -61,43 +61,59 @@ class Picked:
 
 
 def pick(items: Sequence[Cost], demands: Sequence[Demand], budget: Cost = UNBOUNDED) -> Picked:
-    """Greedy by value per share of the budget; never worse than the best single demand.
+    """The best of three: two greedy orders, and the most valuable single demand that fits.
 
+    Greedy by value per share of the budget that a demand alone would take; or as if all demands that want an item
+    paid for it together, each by its value: that finds items that are worth something to many, and little to each.
     Demands without value are left alone.
     """
+    alone = [_share(cost.bytes, budget.bytes) + _share(cost.seconds, budget.seconds) for cost in items]
+    wanted = [0.0] * len(items)  # value of all that want an item
+    for demand in demands:
+        for item in demand.items:
+            wanted[item] += max(demand.value, 0.0)
+    together = [price / value if value else math.inf for price, value in zip(alone, wanted, strict=True)]
+    found = (
+        _greedy(items, demands, budget, alone, [demand.value for demand in demands]),
+        _greedy(items, demands, budget, together, [1.0] * len(demands)),
+        _best_single(items, demands, budget),
+    )
+    return max(found, key=lambda each: each.value)
+
+
+def _greedy(
+    items: Sequence[Cost], demands: Sequence[Demand], budget: Cost, prices: Sequence[float], gains: Sequence[float]
+) -> Picked:
+    """Meet one demand after another, by its gain over the prices of those of its items that are not made yet."""
     users: list[list[int]] = [[] for _ in items]
     for d, demand in enumerate(demands):
         for item in demand.items:
             users[item].append(d)
     picked, met = Picked(), set[int]()
 
-    def missing(d: int) -> Cost:
-        return _sum(items[i] for i in demands[d].items if i not in picked.items)
+    def missing(d: int) -> list[int]:
+        return [i for i in demands[d].items if i not in picked.items]
 
-    def density(d: int) -> float:
-        cost = missing(d)
-        shares = _share(cost.bytes, budget.bytes) + _share(cost.seconds, budget.seconds)
-        # Where nothing is bounded all of it is taken; what costs nothing any more comes first.
-        return demands[d].value / shares if shares > 0 else math.inf
+    def entry(d: int) -> tuple[float, int]:
+        price = sum(prices[i] for i in missing(d))
+        return (-gains[d] / price if price > 0 else -math.inf), d
 
-    heap = [(-density(d), d) for d, demand in enumerate(demands) if demand.value > 0]
+    heap = [entry(d) for d, demand in enumerate(demands) if demand.value > 0]
     heapq.heapify(heap)
     while heap:
-        _, d = heapq.heappop(heap)  # a demand is pushed again whenever it gets cheaper: the first entry is right
-        if d in met:
+        _, d = heapq.heappop(heap)  # a demand is pushed again whenever it gets cheaper: its first entry is right
+        fresh = missing(d)
+        cost = picked.cost.plus(_sum(items[i] for i in fresh))
+        if d in met or not cost.within(budget):
             continue
-        cost = picked.cost.plus(missing(d))
-        if not cost.within(budget):
-            continue  # pushed again if it gets cheaper
-        fresh = [i for i in demands[d].items if i not in picked.items]
         met.add(d)
         picked.items.update(fresh)
         picked.demands.append(d)
         picked.value, picked.cost = picked.value + demands[d].value, cost
         for other in {user for i in fresh for user in users[i]} - met:
             if demands[other].value > 0:
-                heapq.heappush(heap, (-density(other), other))
-    return max(picked, _best_single(items, demands, budget), key=lambda found: found.value)
+                heapq.heappush(heap, entry(other))
+    return picked
 
 
 def _sum(costs: Iterable[Cost]) -> Cost:
