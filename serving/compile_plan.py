@@ -110,20 +110,19 @@ class Trace:
 def trace_of(
     requests: Iterable[LoggedRequest],
     prefixes: Mapping[str, Sequence[int]],
-    unusable: Callable[[LoggedRequest, LoggedChunk], str | None] = lambda *_: None,
+    unusable: Callable[[Sequence[tuple[str, LoggedChunk]]], Iterable[str | None]] = lambda owned: [None] * len(owned),
     why_not: Callable[[LoggedRequest], str | None] = lambda _: None,
 ) -> Trace:
     """Put every request's free chunks in order and leave out what cannot be compiled.
 
     Args:
         prefixes: the fixed prefixes whose token ids are known, by digest.
-        unusable: why a chunk cannot be computed again, asked once of each; None if it can.
+        unusable: why each of some owners' chunks cannot be computed again; None if it can.
         why_not: why a request is of no use; None if it is.
     """
     trace, kept = Trace(), list[LoggedRequest]()
     popularity: defaultdict[tuple[str, str], float] = defaultdict(float)
     alike: dict[tuple[str, int | None], LoggedChunk] = {}  # a long trace names the same chunks again and again
-    reasons: dict[tuple[str, str], str | None] = {}
     for request in requests:
         for content in {chunk.content for chunk in request.chunks}:
             popularity[request.tenant, content] += request.weight
@@ -134,30 +133,38 @@ def trace_of(
             continue
         chunks = tuple(alike.setdefault((chunk.content, chunk.group), chunk) for chunk in request.chunks)
         kept.append(request.model_copy(update={"chunks": chunks}))
+    trace.shapes = {chunk.content: chunk for request in kept for chunk in request.chunks}
+    owned = {(owner_of(request.tenant, chunk.content), chunk.content) for request in kept for chunk in request.chunks}
+    asked = [(owner, trace.shapes[content]) for owner, content in sorted(owned)]
+    reasons = {(owner, chunk.content): why for (owner, chunk), why in zip(asked, unusable(asked), strict=True)}
     for request in kept:
-        order = in_order(request.chunks, lambda chunk: popularity[request.tenant, chunk.content])  # noqa: B023
+        why_not_of = {
+            chunk.content: reasons[owner_of(request.tenant, chunk.content), chunk.content] for chunk in request.chunks
+        }
+        shares = {
+            content: popularity[request.tenant, content] if why is None else -1.0  # behind those that can be patched
+            for content, why in why_not_of.items()
+        }
+        order = in_order(request.chunks, shares)
         for place, chunk in enumerate(order):
-            name = (owner_of(request.tenant, chunk.content), chunk.content)
-            if name not in reasons:
-                reasons[name] = unusable(request, chunk)
-            if (why := reasons[name]) is not None:  # nor can anything behind it
+            why = why_not_of[chunk.content]
+            if why is not None:  # nor can anything behind it
                 trace.skipped[why] += len(order) - place
                 order = order[:place]
                 break
-            trace.shapes[chunk.content] = chunk
         if order:
             trace.requests.append((request, order))
     return trace
 
 
-def in_order(chunks: Sequence[LoggedChunk], popularity: Callable[[LoggedChunk], float]) -> tuple[LoggedChunk, ...]:
-    """A request's chunks, those that may trade places with the most popular first."""
+def in_order(chunks: Sequence[LoggedChunk], popularity: Mapping[str, float]) -> tuple[LoggedChunk, ...]:
+    """A request's chunks, those that may trade places with the most popular first; `popularity`: by content id."""
     groups: dict[int, list[LoggedChunk]] = defaultdict(list)
     for chunk in chunks:
         if chunk.group is not None:
             groups[chunk.group].append(chunk)
     ranked = {
-        group: iter(sorted(members, key=lambda chunk: (-popularity(chunk), chunk.content)))
+        group: iter(sorted(members, key=lambda chunk: (-popularity[chunk.content], chunk.content)))
         for group, members in groups.items()
     }
     return tuple(chunk if chunk.group is None else next(ranked[chunk.group]) for chunk in chunks)

@@ -12,6 +12,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from prefill_workers.path_worker import Path as PatchPath
     from serving.arranger import LinkCosts
 
+_LOOKS = 16  # chunks that are looked for at once
 _PATHS_PER_FLUSH = 32  # bounds what waits to be written
 
 
@@ -150,11 +152,15 @@ class Planner:
             return f"logged of another model ({request.model})"
         return None if looks_up_patch(Mode.parse(request.mode)) else f"mode {request.mode} uses no patches"
 
-    def _unusable(self, request: LoggedRequest, chunk: LoggedChunk) -> str | None:
-        from kvstore.chunk import canonical_key, embedding_key, owner_of
+    def _unusable(self, owned: Sequence[tuple[str, LoggedChunk]]) -> list[str | None]:
+        with ThreadPoolExecutor(_LOOKS) as look:  # behind a URL each takes a round trip
+            return list(look.map(self._why_unusable, owned))
+
+    def _why_unusable(self, owned: tuple[str, LoggedChunk]) -> str | None:
+        from kvstore.chunk import canonical_key, embedding_key
         from prefill_workers.fingerprint import precision
 
-        library, owner = self.library, owner_of(request.tenant, chunk.content)
+        (owner, chunk), library = owned, self.library
         if chunk.modality != TEXT:
             key = embedding_key(library.fingerprint, chunk.content)
             return None if library.persisted("embedding", key, owner) else "embeddings are not stored"

@@ -9,6 +9,8 @@ import httpx
 import pytest
 from client import Service, picture, user
 
+from serving.access_log import read
+
 pytestmark = pytest.mark.service
 
 FREE = {"order": "free"}
@@ -53,6 +55,16 @@ def test_pages_go_back_to_the_order_that_was_served_before(service: Service):
     fixed = service.chat(user(*map(picture, mixed), SETTLED))
     assert points(fixed) == ["recomputed"] * 4, "what placement saves"
     assert "order" not in fixed["orbit"]
+
+
+def test_the_access_log_says_which_pages_could_trade_places_and_how_each_was_linked(service: Service):
+    logged = len(list(read(service.logs))) if service.logs.exists() else 0
+    answers = [service.chat(user(picture(905), picture(906), SETTLED), orbit=orbit) for orbit in (FREE, None)]
+    service.wait_until(lambda: len(list(read(service.logs))) == logged + len(answers))
+    lines = list(read(service.logs))[logged:]
+    assert [[chunk.group is not None for chunk in line.chunks] for line in lines] == [[True] * 2, [False] * 2]
+    assert [[chunk.point for chunk in line.chunks] for line in lines] == [points(answer) for answer in answers]
+    assert [line.model for line in lines] == [service.model] * 2
 
 
 def test_a_set_with_orbit_patches_is_all_patched(service: Service):

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.chunk import DYNAMIC_TENANT
-from kvstore.index import prefix_key
+from kvstore.index import Entry, Scope, prefix_key
 from serving.access_log import LoggedChunk, LoggedRequest
+from serving.arranger import Arranger, LinkCosts
 from serving.budget import UNBOUNDED, Cost, Demand, bound, pick
 from serving.compile_plan import Kind, Plan, Terms, Trace, plan, trace_of
 
@@ -131,14 +132,14 @@ def test_popularity_is_a_tenants_own():
     assert [chunk.content for chunk in orders[0][1]] == ["a", "b"]
 
 
-def test_what_cannot_be_compiled_is_counted_by_its_reason():
+def test_what_cannot_be_compiled_is_counted_by_its_reason_and_stands_last_where_it_may():
     requests = [request("ab"), request("a", prefix=(1,)), request("cab", free=False)]
     found = trace_of(
-        requests, {NO_PREFIX: ()}, lambda _, chunk: "gone" if chunk.content == "a" else None, lambda r: None
+        requests, {NO_PREFIX: ()}, lambda owned: ["gone" if chunk.content == "a" else None for _, chunk in owned]
     )
-    assert found.skipped["gone"] == 2 + 2  # a, and what stands behind it
+    assert found.skipped["gone"] == 1 + 2  # a, and what cannot but stand behind it
     assert [reason for reason in found.skipped if "--prefix" in reason]
-    assert [[chunk.content for chunk in order] for _, order in found.requests] == [["c"]]
+    assert [[chunk.content for chunk in order] for _, order in found.requests] == [["b"], ["c"]]
 
 
 # -- sets -------------------------------------------------------------------------------------------------------------
@@ -169,6 +170,27 @@ def test_tenants_and_prefixes_share_nothing_and_samples_count_for_more():
     assert found.cost.seconds == 3 * 100 + 3  # the prefix too
     sampled = plan(traced(*[request("a", sample=0.1)] * 2), Kind.sets, TERMS)
     assert sampled.saves == pytest.approx(0.9 * 100 * 20)
+
+
+def test_placement_saves_at_least_what_the_plan_counts():
+    """Any order may be chosen by placement; the plan's own is one of them."""
+    draw, pages = random.Random(5), "abcdefgh"
+    requests = [request(draw.sample(pages, draw.randint(1, 4)), free=draw.random() < 0.7) for _ in range(200)]
+    found = plan(traced(*requests), Kind.sets, replace(TERMS, min_uses=3), Cost(30_000, math.inf))
+    assert 0 < found.saves < found.possible
+    arranger = Arranger(costs=LinkCosts(compute=TERMS.compute, place=TERMS.place))
+    arranger.formed(
+        Entry(Scope(wanted.scope.owner, wanted.scope.prefix), wanted.contents[-1], wanted.contents[:-1], ordered=True)
+        for wanted in found.patches
+    )
+    spent = computed = 0.0
+    for each in requests:
+        contents = [chunk.content for chunk in each.chunks]
+        arranger._tokens.update({chunk.content: chunk.tokens for chunk in each.chunks})
+        arranged = arranger.order(contents, [chunk.group for chunk in each.chunks], each.tenant, ())
+        spent += arranged.placement.cost / 1e9
+        computed += TERMS.compute * sum(chunk.tokens for chunk in each.chunks)
+    assert computed - spent >= found.saves * (1 - 1e-6)
 
 
 def test_a_path_longer_than_the_context_is_no_candidate():
