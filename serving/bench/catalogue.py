@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from serving.bench import (
+    compile_trace,
     handoff,
     one_shot,
     overhead,
@@ -31,6 +32,7 @@ _MODULES = (
     patch_form,
     patch_rank,
     placement,
+    compile_trace,
     precompute,
     relocation,
     routing,
