@@ -146,16 +146,36 @@ def test_free_requests_share_compiled_beginnings_and_novel_sets_choose_pairs(
     assert sets.saves <= sets.most <= sets.possible * (1 + 1e-9)
 
 
-def test_a_chunk_whose_embeddings_are_gone_is_skipped_with_the_reason(make_rig: Callable[..., Rig], tmp_path: Path):
+def test_a_chunk_whose_embeddings_or_tokens_are_gone_is_skipped_with_the_reason(
+    make_rig: Callable[..., Rig], tmp_path: Path
+):
     rig = make_rig(orbit_chunks=0)
-    served = rig.link([1, 4, "?"])
+    served = rig.link([1, 4, Page(2), "?"])
     log = logged(tmp_path, [served])
     forget_patches(rig, served)
-    lost = rig.linker.keys(served.plan.request)[0].embedding
-    assert lost is not None
-    rig.library.delete("embedding", lost, "local")
-    report = compiled(rig, log, Choice(min_uses=1))
-    assert (report.chosen.patches, report.skipped) == ((), {"embeddings are not stored": 2})
+    first, second, text = rig.linker.keys(served.plan.request)
+    record = rig.library.get_canonical(text.canonical, "local")
+    assert record is not None
+    assert record.token_ids == tuple(rig.engine._llm.get_tokenizer().encode(Page(2).text, add_special_tokens=False))
+    assert rig.library.delete("canonical", text.canonical, "local")
+    rig.library.put_canonical(replace(record, token_ids=None))  # as libraries of before have it
+    rig.settle()
+    planner = Planner(config_of(rig), Choice(min_uses=1, kind=Kind.sets))
+    trace = planner.trace(read(log))
+    assert trace.skipped == {"the tokens of a text document are not stored": 1}
+    paths = list(planner.paths(planner.report(trace).chosen, trace))
+    assert len(paths) == 2
+
+    assert second.embedding is not None
+    rig.library.delete("canonical", first.canonical, "local")  # evicted: computed again
+    rig.library.delete("embedding", second.embedding, "local")  # since the plan was made
+    worker = PathWorker(rig.engine, planner.library, planner.form, budget=100)
+    one, two = compile_paths(worker, planner.library, paths)
+    assert (one.status, two.status, two.reason) == ("stored", "skipped", "its embeddings are not stored")
+    assert rig.library.persisted("canonical", first.canonical, "local")
+    planner.library.close()
+    again = compiled(rig, log, Choice(min_uses=1))
+    assert again.skipped == {"embeddings are not stored": 2}  # and what stands behind it
 
 
 def test_a_dry_run_prints_the_plan_and_computes_nothing(
