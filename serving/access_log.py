@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import (
     BaseModel,
@@ -65,7 +65,7 @@ class _Line(BaseModel):
 class GridField(_Line):
     """One processed field of an image: its dtype and its numbers, nested as the tensor is."""
 
-    dtype: str = Field(pattern="^(int|float|bool|bfloat)[0-9]*$")
+    dtype: Literal["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
     data: Any
 
 

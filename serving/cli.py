@@ -141,7 +141,7 @@ def compile_trace(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; compile nothing.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write plan and outcome here.")] = None,
 ) -> None:
-    """Compile the patches that an access log asks for, as worth most within a budget. Run it again to resume."""
+    """Compile the patches that an access log shows to be worth most, within a budget. Run it again to resume."""
     from serving import compile_trace as job
     from serving.access_log import BadLog
     from serving.budget import Cost

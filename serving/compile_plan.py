@@ -175,16 +175,15 @@ def plan(trace: Trace, kind: Kind, terms: Terms, budget: Cost = UNBOUNDED) -> Pl
     candidates = _Candidates(terms)
     for request, order in trace.requests:
         (_add_sets if kind is Kind.sets else _add_pairs)(candidates, request, order)
-    demands = candidates.demands()
-    picked = pick(candidates.costs, demands, budget)
-    patches = {wanted for item, wanted in candidates.patches.items() if item in picked.items}
+    costs, patches, demands = candidates.worth_it()
+    picked = pick(costs, demands, budget)
     return Plan(
         kind=kind,
-        patches=tuple(sorted(patches)),
+        patches=tuple(sorted(wanted for item, wanted in patches.items() if item in picked.items)),
         saves=picked.value,
-        most=max(picked.value, bound(candidates.costs, demands, budget)),
+        most=max(picked.value, bound(costs, demands, budget)),
         possible=sum(demand.value for demand in demands),
-        candidates=len(candidates.patches.keys() & {i for demand in demands for i in demand.items}),
+        candidates=len(patches),
         cost=picked.cost,
     )
 
@@ -232,14 +231,18 @@ class _Candidates:
         self.costs.append(cost)
         return len(self.costs) - 1
 
-    def demands(self) -> list[Demand]:
-        """All that save anything by patches that are used often enough."""
+    def worth_it(self) -> tuple[list[Cost], dict[int, Wanted], list[Demand]]:
+        """All demands that save anything by patches that are used often enough; and their items, numbered anew."""
         least = self.terms.min_uses
-        return [
-            Demand(value, items)
+        kept = {
+            items: value
             for items, value in self._values.items()
             if value > 0 and all(self._uses[item] >= least for item in items if item in self.patches)
-        ]
+        }
+        numbers = {item: number for number, item in enumerate(dict.fromkeys(i for items in kept for i in items))}
+        costs = [self.costs[item] for item in numbers]
+        patches = {number: self.patches[item] for item, number in numbers.items() if item in self.patches}
+        return costs, patches, [Demand(value, tuple(numbers[i] for i in items)) for items, value in kept.items()]
 
 
 def _add_sets(candidates: _Candidates, request: LoggedRequest, order: Sequence[LoggedChunk]) -> None:

@@ -33,7 +33,7 @@ from rich.table import Table
 
 from infra.vllm_env import vllm_environment
 from kvstore.index import prefix_key
-from serving.access_log import TEXT, LoggedChunk, LoggedRequest, expanded, log_files, read
+from serving.access_log import TEXT, BadLog, LoggedChunk, LoggedRequest, expanded, log_files, read
 from serving.budget import UNBOUNDED, Cost
 from serving.compile_plan import Kind, Plan, Terms, Trace, Wanted, plan, trace_of
 from serving.config import OrbitServeConfig
@@ -99,7 +99,7 @@ class Planner:
     """Reads a trace and plans what to compile for it; needs the model's configuration, but no engine.
 
     Raises:
-        CompileTraceError: the library keeps nothing.
+        CompileTraceError: the library keeps nothing, or lacks the shared basis that the settings name.
     """
 
     def __init__(self, config: OrbitServeConfig, choice: Choice) -> None:
@@ -107,7 +107,7 @@ class Planner:
             raise CompileTraceError("the library has neither a directory nor a url: it holds nothing to compile from")
         from kvstore.library import Library
         from prefill_workers.fingerprint import fingerprint
-        from prefill_workers.patch_compiler import load_form
+        from prefill_workers.patch_compiler import UnknownBasis, load_form
         from serving.arranger import LinkCosts
         from serving.engine_client import front_end_config
 
@@ -116,7 +116,10 @@ class Planner:
         # No write may be dropped: flushes bound the queue. What serving keeps in the cluster's memory is not ours.
         ours = {"write_queue_items": 1 << 20, "write_queue_bytes": 1 << 50, "object_store_bytes": 0}
         self.library: Library = Library(config.library.model_copy(update=ours), fingerprint(Path(config.model.path)))
-        self.form = load_form(config.patch, self.library)
+        try:
+            self.form = load_form(config.patch, self.library)
+        except UnknownBasis as error:
+            raise CompileTraceError(str(error)) from error
         self.costs: LinkCosts = LinkCosts()
         self.prefixes = self._prefixes(choice.prefixes)
 
@@ -150,7 +153,10 @@ class Planner:
 
         if request.model != self.config.model.served_name:
             return f"logged of another model ({request.model})"
-        return None if looks_up_patch(Mode.parse(request.mode)) else f"mode {request.mode} uses no patches"
+        try:
+            return None if looks_up_patch(Mode.parse(request.mode)) else f"mode {request.mode} uses no patches"
+        except ValueError as error:
+            return str(error)
 
     def _unusable(self, owned: Sequence[tuple[str, LoggedChunk]]) -> list[str | None]:
         with ThreadPoolExecutor(_LOOKS) as look:  # behind a URL each takes a round trip
@@ -241,12 +247,19 @@ def outline(model: Any) -> Layout:
 
 
 def shape_of(chunk: LoggedChunk) -> ChunkShape:
-    """A logged chunk as a path worker takes it."""
+    """A logged chunk as a path worker takes it.
+
+    Raises:
+        BadLog: its grid is none.
+    """
     import torch
 
     from prefill_workers.path_worker import ChunkShape, grid_item
 
-    grid = {name: torch.tensor(one.data, dtype=getattr(torch, one.dtype)) for name, one in chunk.grid.items()}
+    try:
+        grid = {name: torch.tensor(one.data, dtype=getattr(torch, one.dtype)) for name, one in chunk.grid.items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BadLog(f"chunk {chunk.content[:16]}: its grid is no tensor: {error}") from error
     return ChunkShape(
         content=chunk.content,
         modality=chunk.modality,
@@ -283,22 +296,24 @@ def compile_trace(
     """Plan, print the plan and, unless it is a dry run, compile it; returns whether all of it is stored.
 
     Raises:
-        BadLog: the log cannot be read. CompileTraceError: see `Planner`. OSError: `json_file` cannot be written.
+        BadLog: the log cannot be read. CompileTraceError: see `Planner`, or the engine fails its self-check. OSError:
+            `json_file` cannot be written.
     """
     log_files(log)  # before anything slow
     os.environ.update(vllm_environment(kv_cache_gib=config.prefill.kv_cache_gib, threads=config.precompute.threads))
     planner = Planner(config, choice)
-    with console.status("reading the access log"):
-        trace = planner.trace(read(log))
-    report = planner.report(trace)
-    show_plan(report, choice.budget, console)
     try:
+        with console.status("reading the access log"):
+            trace = planner.trace(read(log))
+        with console.status("planning"):
+            report = planner.report(trace)
+        show_plan(report, choice.budget, console)
         if not dry_run and report.chosen.patches:
             _compile(planner, trace, report, console)
     finally:
         planner.library.close()
-        if json_file is not None:
-            json_file.write_text(json.dumps(report.document(), indent=2) + "\n")
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.document(), indent=2) + "\n")
     if dry_run:
         console.print("dry run: nothing was compiled")
         return True
@@ -333,14 +348,17 @@ def _compile(planner: Planner, trace: Trace, report: Report, console: Console) -
 
 
 def _worker(planner: Planner) -> PathWorker:
-    from prefill_workers.engine import PrefillEngine
+    from prefill_workers.engine import PrefillEngine, SelfCheckError
     from prefill_workers.path_worker import PathWorker
     from serving.app import engine_spec
 
     config = planner.config
     engine = PrefillEngine(engine_spec(config, config.prefill.tensor_parallel_size, hand_off=False))
     if config.prefill.self_check:
-        engine.require_self_check()
+        try:
+            engine.require_self_check()
+        except SelfCheckError as error:
+            raise CompileTraceError(str(error)) from error
     return PathWorker(engine, planner.library, planner.form, config.prefill.max_batch_tokens)
 
 

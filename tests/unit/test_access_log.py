@@ -157,6 +157,7 @@ def test_no_access_log_is_written_unless_asked_for():
         ('CHUNK {"first": 4}', "do not lie within 8 tokens"),
         ('CHUNK {"mask": [[1, 2]]}', "mask is not of 6"),
         ('CHUNK {"ids": [[7, -1]]}', r"chunks\.0\.ids"),
+        ('CHUNK {"grid": {"thw": {"dtype": "load", "data": []}}}', r"grid\.thw\.dtype"),
         ('CHUNK {"content": "../../etc"}', r"chunks\.0\.content"),
     ],
 )
