@@ -27,7 +27,7 @@ from kvstore.layout import Layout
 from kvstore.patch import relocate
 from kvstore.rotary import RotaryScheme
 from prefill_workers.batch import assemble
-from prefill_workers.fingerprint import fingerprint
+from prefill_workers.fingerprint import fingerprint, precision
 from prefill_workers.runs import ArrivingLayers
 from prefill_workers.sequence import LinkSequence, Run
 
@@ -164,10 +164,8 @@ class PrefillEngine:
 
     @property
     def precision(self) -> str:
-        """What KV was rounded to when it was computed: part of every canonical's key."""
-        cache = self.config.cache_config.cache_dtype
-        name = str(self.dtype).removeprefix("torch.")
-        return name if cache in ("auto", name) else f"{name}/{cache}"
+        """See `fingerprint.precision`."""
+        return precision(str(self.dtype).removeprefix("torch."), self.config.cache_config.cache_dtype)
 
     # -- primitives ---------------------------------------------------------------------------------------------------
 

@@ -28,3 +28,12 @@ def fingerprint(model: Path) -> str:
                 handle.seek(step * size // _SAMPLES)
                 digest.update(handle.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def precision(dtype: str, cache: str) -> str:
+    """What KV was rounded to when it was computed: part of every canonical's key.
+
+    Args:
+        dtype: name of the model's dtype. cache: vLLM's name of what the KV pool keeps, or `auto`.
+    """
+    return dtype if cache in ("auto", dtype) else f"{dtype}/{cache}"

@@ -20,7 +20,7 @@ from prefill_workers import policies
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.orbit import OrbitChunk, OrbitForming, Placed, arrange, set_kind
 from prefill_workers.patch_compiler import PatchJob
-from prefill_workers.plan import ChunkPlan, LinkPlan
+from prefill_workers.plan import ChunkPlan, ChunkSpan, LinkPlan
 from prefill_workers.policies import OperatingPoint
 from prefill_workers.sequence import Embedded, LinkSequence, Run
 
@@ -92,11 +92,17 @@ class Harvester:
             layout=self.engine.layout,
             kv=kv,
             content=chunk.span.content,
+            token_ids=self._text(plan, chunk.span),
             recompute_seconds=seconds,
             meta={"modality": chunk.span.modality},
         )
         self.library.put_canonical(record)
         return record
+
+    def _text(self, plan: LinkPlan, span: ChunkSpan) -> tuple[int, ...] | None:
+        """A text chunk's tokens: what embeddings are to other chunks, when it is to be computed again."""
+        whole = plan.request.token_ids
+        return None if span.needs_embeddings else tuple(map(int, whole[span.start : span.stop]))
 
     def keep_embeddings(self, plan: LinkPlan, chunk: ChunkPlan) -> None:
         """Store a freshly encoded chunk's embeddings, so that nobody encodes these pixels again."""
@@ -256,25 +262,42 @@ class Harvester:
         if self.library.has("patch", *patches[-1][1:]):
             return False
         placed, seconds = self._forward(forming.prefix, order, scratch)
-        for i, (place, (kind, patch, owner)) in enumerate(zip(placed, patches, strict=True)):
-            chunk = place.chunk
+        for i, (chunk, (kind, patch, owner)) in enumerate(zip(order, patches, strict=True), 1):
             canonical = self.library.get_canonical(chunk.key, owner_of(forming.tenant, chunk.content))
             if canonical is None or patch in forming.sent or self.library.has("patch", patch, owner):
                 continue
             forming.sent.add(patch)
-            self._submit(
-                kind=kind,
-                delta=self._deficit(place, canonical, scratch),
-                canonical=chunk.key,
-                content=chunk.content,
-                behind=[(other.key, other.content) for other in order[:i]],
-                prefix=forming.prefix,
-                tenant=owner,
-                seconds=seconds * len(chunk.token_ids),
-            )
+            self.keep_last(placed[:i], canonical, kind, forming.prefix, owner, scratch, seconds * len(chunk.token_ids))
         return True
 
     # -- all of them ---------------------------------------------------------------------------------------------------
+
+    def keep_last(
+        self,
+        placed: Sequence[Placed],
+        canonical: CanonicalRecord,
+        kind: PatchKind,
+        prefix: Sequence[int],
+        tenant: str,
+        scratch: Sequence[int],
+        seconds: float = 0.0,
+    ) -> None:
+        """Send off the patch of the last of some chunks that a forward has just run over, behind the others.
+
+        `seconds`: what computing that chunk takes.
+        """
+        *before, last = placed
+        behind = [(other.chunk.key, other.chunk.content) for other in before]
+        self._submit(
+            kind=kind,
+            delta=self._deficit(last, canonical, scratch),
+            canonical=last.chunk.key,
+            content=last.chunk.content,
+            behind=behind if kind is PatchKind.own else sorted(behind),
+            prefix=prefix,
+            tenant=tenant,
+            seconds=seconds,
+        )
 
     def _forward(
         self, prefix: Sequence[int], order: Sequence[OrbitChunk], scratch: Sequence[int]

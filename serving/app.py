@@ -361,11 +361,15 @@ class Ingress:
 
     async def __init__(self, config: OrbitServeConfig, **handles: DeploymentHandle) -> None:  # type: ignore[misc]
         _enter_vllm(config.ingress, kv_cache_gib=1, nixl=False)
+        from serving.access_log import AccessLog
         from serving.api.app import build_api
         from serving.engine_client import LinkedEngineClient, front_end_config
 
         self._roles = RayRoles(handles)
         client = LinkedEngineClient(front_end_config(config.model, config.ingress.processor_cache_gib), self._roles)
+        if config.access_log.directory is not None:
+            replica = str(serve.get_replica_context().replica_id.unique_id)
+            client.access_log = AccessLog(config.access_log, replica, config.model.served_name)
         await self._roles.warm_up(config)
         self._arranger = client.arranger
         self._following = asyncio.create_task(follow(self._roles, client.arranger, config.ingress.index_period_s))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 import threading
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -117,6 +118,49 @@ def precompute(
         else:
             good = job.precompute(settings, source, limit, failures, console)
     except (ConfigError, ManifestError, job.PrecomputeError, OSError) as error:
+        console.print(f"[red]error:[/red] {escape(str(error))}")
+        raise typer.Exit(2) from None
+    if not good:
+        raise typer.Exit(1)
+
+
+@app.command("compile-trace")
+def compile_trace(
+    access_log: Annotated[Path, typer.Argument(help="Access log, or the directory of several (access_log.directory).")],
+    model: Annotated[Path | None, typer.Option(help="Checkpoint directory; overrides the configuration's.")] = None,
+    config: Config = None,
+    kind: Annotated[
+        Literal["auto", "sets", "pairs"], typer.Option(help="What to compile; auto: what saves more.")
+    ] = "auto",
+    most_bytes: Annotated[str | None, typer.Option("--bytes", help="Patches may take so much: 500M, 2G, ...")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Computing may take so long.")] = None,
+    min_uses: Annotated[int, typer.Option(min=1, help="Logged requests that must use a patch.")] = 2,
+    prefix: Annotated[
+        list[str] | None, typer.Option(help="Text of a system prompt, or @FILE; once for each. The log has digests.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; compile nothing.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write plan and outcome here.")] = None,
+) -> None:
+    """Compile the patches that an access log shows to be worth most, within a budget. Run it again to resume."""
+    from serving import compile_trace as job
+    from serving.access_log import BadLog
+    from serving.budget import Cost
+    from serving.compile_plan import Kind
+    from serving.config import ConfigError, OrbitServeConfig
+
+    try:
+        settings = OrbitServeConfig.load(config, model=model)
+        choice = job.Choice(
+            kind=None if kind == "auto" else Kind(kind),
+            budget=Cost(
+                math.inf if most_bytes is None else library_cli.parse_bytes(most_bytes),
+                math.inf if seconds is None else seconds,
+            ),
+            min_uses=min_uses,
+            prefixes=[job.text_of(each) for each in prefix or []],
+        )
+        good = job.compile_trace(settings, access_log, choice, console, dry_run=dry_run, json_file=json_file)
+    except (ConfigError, BadLog, job.CompileTraceError, OSError) as error:
         console.print(f"[red]error:[/red] {escape(str(error))}")
         raise typer.Exit(2) from None
     if not good:

@@ -184,6 +184,20 @@ class RoutingSettings(_Settings):
     )
 
 
+class AccessLogSettings(_Settings):
+    """What requests brought, without content, for `orbitserve compile-trace`."""
+
+    directory: Path | None = Field(
+        None, description="Where every ingress replica writes its access-*.jsonl. None: nothing is logged."
+    )
+    sample: float = Field(1.0, gt=0, le=1, description="Share of the requests with chunks that are logged.")
+    max_file_bytes: int = Field(256 * MIB, ge=1, description="Bytes of a file before the next one is begun.")
+    rotated_files: int = Field(
+        3, ge=1, description="Full files that a replica keeps beside the one it writes; the oldest go."
+    )
+    queue: int = Field(1024, ge=1, description="Lines that may wait for the disk; further ones are dropped.")
+
+
 class OrbitServeConfig(_Settings):
     """A whole deployment."""
 
@@ -200,6 +214,7 @@ class OrbitServeConfig(_Settings):
     routing: RoutingSettings = RoutingSettings()
     keeper: LibraryRoleSettings = LibraryRoleSettings()
     precompute: PrecomputeSettings = PrecomputeSettings()
+    access_log: AccessLogSettings = AccessLogSettings()
 
     @classmethod
     def from_yaml(cls, path: Path) -> OrbitServeConfig:

@@ -34,6 +34,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from prefill_workers.plan import LinkRequest, PixelsNeeded, PrefetchRequest
 from prefill_workers.policies import Mode
 from prefill_workers.worker import LinkResult, Overloaded
+from serving.access_log import AccessLog
 from serving.api.compiling import CompilingRoles
 from serving.api.errors import OverloadedError
 from serving.api.extension import ChunkReport, RequestTrace, current_trace
@@ -115,6 +116,8 @@ _NotOurs: Any = type(EngineClient)(
 
 class LinkedEngineClient(_NotOurs):
     """vLLM's `EngineClient` over the roles."""
+
+    access_log: AccessLog | None = None  # where requests are logged, if they are
 
     def __init__(self, vllm_config: VllmConfig, roles: Roles) -> None:
         self.vllm_config = vllm_config
@@ -203,6 +206,8 @@ class LinkedEngineClient(_NotOurs):
                             if not started:
                                 started = True
                                 trace.first_token(decode_ms=(time.perf_counter() - began) * 1e3)
+                                if self.access_log is not None:
+                                    self.access_log.offer(request, trace.groups, linked)
                             output.request_id = request_id
                             output.prompt_token_ids = segments.token_ids
                             output.num_cached_tokens = linked.tokens_reused

@@ -264,7 +264,7 @@ def gc(
             left,
             fingerprint=keep,
             unused_seconds=None if unused is None else _seconds(unused),
-            max_bytes=None if shrink is None else _bytes(shrink),
+            max_bytes=None if shrink is None else parse_bytes(shrink),
         )
         if not dry_run:
             with _progress("deleting", sum(removal.size for removal in removals)) as advance:
@@ -377,7 +377,7 @@ def _progress(verb: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda size: progress.advance(task, size)
 
 
-def _bytes(text: str) -> int:
+def parse_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise typer.BadParameter(f"{text!r} is not a size such as 500M or 20G")

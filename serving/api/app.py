@@ -82,6 +82,7 @@ async def build_api(client: LinkedEngineClient, config: OrbitServeConfig, on_del
     media = MediaResolver(http, files, stores, documents)
     metrics = Metrics()
     metrics.patches.set_function(lambda: len(client.arranger.index))
+    metrics.unlogged.set_function(lambda: client.access_log.dropped if client.access_log else 0)
 
     app = FastAPI(title="OrbitServe", description="Multimodal serving that does not pay twice for what it has seen.")
     app.state.metrics = metrics

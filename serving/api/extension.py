@@ -131,6 +131,7 @@ class RequestTrace:
     tenant: str = "local"
     prefix_tokens: tuple[int, ...] = ()
     documents: list[Document] = field(default_factory=list)  # text chunks of the prompt, in order
+    groups: list[int | None] = field(default_factory=list)  # runs of chunks that could trade places, if any could
     costs: list[ChunkCosts] = field(default_factory=list)  # of the prompt's chunks, where an explanation is wanted
     received: float = field(default_factory=time.perf_counter)
     report: OrbitReport = field(init=False)

@@ -38,6 +38,12 @@ class Metrics:
             registry=self.registry,
         )
 
+        self.unlogged = Gauge(
+            "orbitserve_access_log_dropped",
+            "Requests that this ingress replica could not write to its access log.",
+            registry=self.registry,
+        )
+
     def observe(self, report: OrbitReport) -> None:
         """Count a finished request's report."""
         for chunk in report.chunks:

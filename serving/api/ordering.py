@@ -105,7 +105,8 @@ def ordered(request: Ordering, trace: RequestTrace, arranger: Arranger) -> list[
         arranger.popularity.observe(trace.tenant, contents)
         return request.in_order(range(len(contents)))
     began = time.perf_counter()
-    groups = [None] * len(contents) if kept else request.groups
+    groups: list[int | None] = [None] * len(contents) if kept else request.groups
+    trace.groups = groups
     patches = looks_up_patch(Mode.parse(options.mode))
     arranged = arranger.order(contents, groups, trace.tenant, trace.prefix_tokens, patches)
     placement = arranged.placement

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from serving.bench import (
     break_even,
+    compile_trace,
     handoff,
     one_shot,
     overhead,
@@ -33,6 +34,7 @@ _MODULES = (
     patch_form,
     patch_rank,
     placement,
+    compile_trace,
     precompute,
     relocation,
     routing,

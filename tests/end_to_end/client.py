@@ -81,6 +81,7 @@ class Service:
     url: str
     model: str
     root: Path  # of the library and the uploaded files
+    logs: Path  # of the access logs
 
     def body(self, messages: list[dict[str, Any]], mode: str | None = None, **fields: Any) -> dict[str, Any]:
         body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": 12, **fields}
@@ -149,8 +150,10 @@ def running(dtype: str, root: Path, **sections: Any) -> Iterator[Service]:
     Nothing is checked unless a test asks for it: on random weights the text around a chunk, which patches do not know,
     moves the answer by more than the default bound.
     """
+    logs = root.with_name(f"{root.name}-logs")
     config = OrbitServeConfig.model_validate(
         {
+            "access_log": {"directory": logs},
             "model": {"path": checkpoint_path(CHECKPOINT), "dtype": dtype, "max_model_len": MAX_MODEL_LEN},
             "files_url": str(root / "files"),
             **sections,
@@ -160,7 +163,7 @@ def running(dtype: str, root: Path, **sections: Any) -> Iterator[Service]:
         }
     )
     with application(config, Console(quiet=True)) as url:
-        yield Service(url, config.model.served_name, root)
+        yield Service(url, config.model.served_name, root, logs)
 
 
 class Reference:

@@ -17,6 +17,7 @@ from kvstore.library import Library
 from kvstore.patch import PatchKind
 from kvstore.patch_form import PatchForm
 from kvstore.settings import LibrarySettings
+from serving.access_log import read
 
 pytestmark = pytest.mark.service
 
@@ -65,6 +66,16 @@ def test_pages_go_back_to_the_order_that_was_served_before(service: Service):
     assert ["sum" in chunk["reason"] for chunk in fixed["orbit"]["chunks"]] == [False, False, True, True]
     assert points(fixed) == ["patched"] * 4, "pairs that were compiled when idle serve any order, by sums"
     assert "order" not in fixed["orbit"]
+
+
+def test_the_access_log_says_which_pages_could_trade_places_and_how_each_was_linked(service: Service):
+    logged = len(list(read(service.logs))) if service.logs.exists() else 0
+    answers = [service.chat(user(picture(905), picture(906), SETTLED), orbit=orbit) for orbit in (FREE, None)]
+    service.wait_until(lambda: len(list(read(service.logs))) == logged + len(answers))
+    lines = list(read(service.logs))[logged:]
+    assert [[chunk.group is not None for chunk in line.chunks] for line in lines] == [[True] * 2, [False] * 2]
+    assert [[chunk.point for chunk in line.chunks] for line in lines] == [points(answer) for answer in answers]
+    assert [line.model for line in lines] == [service.model] * 2
 
 
 def test_a_set_with_orbit_patches_is_all_patched(service: Service):

@@ -105,6 +105,19 @@ async def test_outputs_carry_the_callers_id_the_prompt_and_what_was_reused():
     assert roles.abandoned == []
 
 
+async def test_a_served_request_is_logged_once_with_the_chunks_that_could_trade_places():
+    offered: list[Any] = []
+    client = client_of(Roles(generate=[RoleUnavailable("gone")]))
+    client.access_log = SimpleNamespace(offer=lambda *arguments: offered.append(arguments))
+    trace = RequestTrace(tenant="acme")
+    trace.groups = [0, 0]
+    set_trace(trace)
+    prompt = {"type": "token", "prompt_token_ids": list(range(12))}
+    assert len([output async for output in client.generate(prompt, SamplingParams(), "request")]) == OUTPUTS
+    ((request, groups, result),) = offered
+    assert (request.tenant, groups, result.lease) == ("acme", [0, 0], "lease-2")
+
+
 @pytest.mark.parametrize("lost", ["link", "generate"])
 async def test_a_worker_lost_before_the_first_token_costs_a_second_attempt(lost: str):
     roles = Roles(**{lost: [RoleUnavailable("gone")]})

@@ -122,12 +122,14 @@ def test_a_free_order_is_the_one_that_stored_patches_fit():
     order, trace = asked(arranger_with(("b", ()), ("a", ("b",))), PAGES, order="free")
     assert order == ["b", "a"]
     assert trace.document()["order"] == {"chunks": [1, 0], "reason": "the cheapest order found"}
+    assert trace.groups == [0, 0]
 
 
 def test_nothing_moves_unless_it_is_asked_for():
     order, trace = asked(arranger_with(("b", ()), ("a", ("b",))), PAGES)
     assert order == ["a", "b"]
     assert "order" not in trace.document()
+    assert trace.groups == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,300 @@
+"""The access log: what requests brought, for deciding offline what to compile (`orbitserve compile-trace`).
+
+One JSON object a line and request with chunks. It holds digests, counts and shapes, and nothing of what anybody wrote
+or showed: of a prompt neither texts nor their tokens, of an image its placeholder tokens and its grid.
+
+    v, time, model, tenant, mode, sample   `sample`: the share of requests that are logged
+    prefix, prefix_tokens                  digest of the fixed prefix (see `kvstore.index.prefix_key`) and its length
+    reused, computed, forward_ms, place_ms what the link did, and what its stages took
+    chunks: content, modality, tokens, point, group    in the order served; those of one group were free to trade places
+            first, count, ids, mask, grid  placeholders, counted from the chunk's start; runs of its token ids and of
+                                           what carries an embedding; the fields that fix positions. None of text
+
+Lines are written by a thread behind a bounded queue: a disk that is slow or full costs lines, never a request.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import logging.handlers
+import queue
+import random
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from kvstore.index import prefix_key
+from serving.config import AccessLogSettings
+
+if TYPE_CHECKING:
+    from prefill_workers.plan import ChunkSpan, LinkRequest
+    from prefill_workers.worker import LinkResult
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+TEXT = "text"  # as `prefill_workers.plan.TEXT`, which cannot be had without an engine's libraries
+_MOST_GRID_NUMBERS = 64  # a larger field is no grid, and is not logged
+_WARN_SECONDS = 60.0  # between two warnings that lines cannot be written
+Runs = tuple[tuple[int, PositiveInt], ...]  # (value, how often in a row)
+
+
+class BadLog(ValueError):
+    """An access log that cannot be read; the message says where and why."""
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class GridField(_Line):
+    """One processed field of an image: its dtype and its numbers, nested as the tensor is."""
+
+    dtype: Literal["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
+    data: Any
+
+
+class LoggedChunk(_Line):
+    """One chunk of a logged request."""
+
+    content: str = Field(pattern="^[a-z0-9-]+$")
+    modality: str
+    tokens: PositiveInt
+    point: str
+    group: int | None = None
+    first: NonNegativeInt = 0
+    count: NonNegativeInt = 0
+    ids: Runs = ()
+    mask: Runs | None = None
+    grid: dict[str, GridField] = {}
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> LoggedChunk:
+        if self.modality == TEXT:
+            return self
+        if sum(often for _, often in self.ids) != self.tokens:
+            raise ValueError(f"its ids are not of {self.tokens} tokens")
+        if self.first + self.count > self.tokens:
+            raise ValueError(f"its placeholders do not lie within {self.tokens} tokens")
+        if self.mask is not None and sum(often for _, often in self.mask) != self.count:
+            raise ValueError(f"its mask is not of {self.count} placeholders")
+        return self
+
+
+class LoggedRequest(_Line):
+    """One line of an access log."""
+
+    v: int = Field(ge=VERSION, le=VERSION)
+    time: float
+    model: str
+    tenant: str
+    mode: str
+    sample: float = Field(gt=0, le=1)
+    prefix: str
+    prefix_tokens: NonNegativeInt = 0
+    reused: NonNegativeInt = 0
+    computed: NonNegativeInt = 0
+    forward_ms: NonNegativeFloat = 0.0
+    place_ms: NonNegativeFloat = 0.0
+    chunks: tuple[LoggedChunk, ...] = Field(min_length=1)
+
+    @property
+    def weight(self) -> float:
+        """How many requests the line stands for."""
+        return 1 / self.sample
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def log_files(path: Path) -> list[Path]:
+    """The file itself, or all access logs of a directory, rotated ones included.
+
+    Raises:
+        BadLog: there is none.
+    """
+    if path.is_dir():
+        found = sorted(path.glob("access-*.jsonl*"))
+        if not found:
+            raise BadLog(f"{path}: no access log (access-*.jsonl) in this directory")
+        return found
+    if not path.exists():
+        raise BadLog(f"{path}: no such file or directory")
+    return [path]
+
+
+def read(path: Path) -> Iterator[LoggedRequest]:
+    """The requests of a log, see `log_files`.
+
+    A last line without its end is left out: a server may just be writing it, or was killed.
+
+    Raises:
+        BadLog: naming file and line.
+    """
+    for file in log_files(path):
+        try:
+            with file.open("rb") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.endswith(b"\n") and line.strip():
+                        yield _parsed(line, f"{file}:{number}")
+        except OSError as error:
+            raise BadLog(f"{file}: cannot be read: {error.strerror}") from error
+
+
+def _parsed(line: bytes, where: str) -> LoggedRequest:
+    try:
+        return LoggedRequest.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise BadLog(f"{where}: {field + ': ' if field else ''}{first['msg']}") from error
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+class AccessLog:
+    """Writes one replica's log. `offer` belongs to one thread and never waits.
+
+    Args:
+        name: of the replica; its file is `access-NAME.jsonl` in the settings' directory.
+        model: name under which the model is served.
+    """
+
+    def __init__(self, settings: AccessLogSettings, name: str, model: str, draw: _Draw | None = None) -> None:
+        assert settings.directory is not None
+        self.path = settings.directory / f"access-{name}.jsonl"
+        self.written = self.dropped = 0
+        self._settings, self._model = settings, model
+        self._draw = draw or random.Random().random
+        self._queue: queue.Queue[tuple[float, LinkRequest, Sequence[int | None], LinkResult] | None]
+        self._queue = queue.Queue(settings.queue)
+        self._warned = -_WARN_SECONDS
+        self._thread = threading.Thread(target=self._write, name="access-log", daemon=True)
+        self._thread.start()
+
+    def offer(self, request: LinkRequest, groups: Sequence[int | None], result: LinkResult) -> None:
+        """Log a linked request, if it has chunks and is drawn. `groups`: of its chunks, empty where none may move."""
+        if not request.chunks or self._draw() >= self._settings.sample:
+            return
+        try:
+            self._queue.put_nowait((time.time(), request, groups, result))
+        except queue.Full:
+            self._lose("the disk is too slow")
+
+    def close(self) -> None:
+        """Write what is queued, and end."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _write(self) -> None:
+        file: _File | None = None
+        while (item := self._queue.get()) is not None:
+            try:
+                if file is None:
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                    file = _File(self.path, self._settings)
+                file.write(json.dumps(self._document(*item), separators=(",", ":")))
+                self.written += 1
+            except Exception as error:  # whatever it is, requests go on
+                self._lose(f"{type(error).__name__}: {error}")
+        if file is not None:
+            file.close()
+
+    def _lose(self, reason: str) -> None:
+        self.dropped += 1
+        if time.monotonic() - self._warned >= _WARN_SECONDS:
+            self._warned = time.monotonic()
+            logger.warning("%s: %d requests not logged so far: %s", self.path, self.dropped, reason)
+
+    def _document(
+        self, now: float, request: LinkRequest, groups: Sequence[int | None], result: LinkResult
+    ) -> dict[str, Any]:
+        if len(groups) != len(request.chunks):
+            groups = [None] * len(request.chunks)
+        chunks = [
+            {
+                "content": span.content,
+                "modality": span.modality,
+                "tokens": len(span),
+                "point": str(outcome.operating_point),
+                "group": group,
+                **(_shape(span, request.token_ids) if span.needs_embeddings else {}),
+            }
+            for span, outcome, group in zip(request.chunks, result.chunks, groups, strict=True)
+        ]
+        return {
+            "v": VERSION,
+            "time": round(now, 3),
+            "model": self._model,
+            "tenant": request.tenant,
+            "mode": str(request.mode),
+            "sample": self._settings.sample,
+            "prefix": prefix_key(request.prefix),
+            "prefix_tokens": len(request.prefix),
+            "reused": result.tokens_reused,
+            "computed": result.tokens_computed,
+            "forward_ms": round(result.stages_ms.get("forward", 0.0), 3),
+            "place_ms": round(result.stages_ms.get("place", 0.0), 3),
+            "chunks": chunks,
+        }
+
+
+class _Draw(Protocol):
+    def __call__(self) -> float: ...
+
+
+class _File(logging.handlers.RotatingFileHandler):
+    """Lines in a file that is put aside when it is full; errors are the caller's."""
+
+    def __init__(self, path: Path, settings: AccessLogSettings) -> None:
+        super().__init__(
+            path, maxBytes=settings.max_file_bytes, backupCount=settings.rotated_files, encoding="utf-8", delay=True
+        )
+
+    def write(self, line: str) -> None:
+        self.emit(logging.makeLogRecord({"msg": line}))
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        raise
+
+
+def expanded(runs: Iterable[tuple[int, int]]) -> list[int]:
+    """The values that `runs_of` counted."""
+    return [value for value, often in runs for _ in range(often)]
+
+
+def runs_of(values: Iterable[int]) -> list[tuple[int, int]]:
+    """Equal values in a row as (value, how often)."""
+    return [(value, sum(1 for _ in same)) for value, same in itertools.groupby(values)]
+
+
+def _shape(span: ChunkSpan, token_ids: Sequence[int]) -> dict[str, Any]:
+    """What a forward over the chunk needs beside its stored embeddings."""
+    data = {name: field.data for name, field in (span.grid or {}).items()}
+    return {
+        "first": span.first - span.start,
+        "count": span.count,
+        "ids": runs_of(token_ids[span.start : span.stop]),
+        "mask": None if span.is_embed is None else runs_of(span.is_embed.int().tolist()),
+        "grid": {
+            name: {"dtype": str(tensor.dtype).removeprefix("torch."), "data": tensor.tolist()}
+            for name, tensor in data.items()
+            if tensor is not None and tensor.numel() <= _MOST_GRID_NUMBERS
+        },
+    }

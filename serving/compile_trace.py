@@ -1,0 +1,437 @@
+"""Compiling for a known trace: the patches that an access log asks for, made offline (`orbitserve compile-trace`).
+
+    access log ──▶ trace ──▶ plans: sets, pairs ──▶ the one that saves more ──▶ PathWorker ──▶ library
+
+The trace tells what to compile (`compile_plan`) and what a token costs; chunks come from the library. Everything up to
+the plan runs without an engine. Run again, it computes nothing that is stored.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from infra.vllm_env import vllm_environment
+from kvstore.index import prefix_key
+from serving.access_log import TEXT, BadLog, LoggedChunk, LoggedRequest, expanded, log_files, read
+from serving.budget import UNBOUNDED, Cost
+from serving.compile_plan import Kind, Plan, Terms, Trace, Wanted, plan, trace_of
+from serving.config import OrbitServeConfig
+
+if TYPE_CHECKING:
+    from kvstore.layout import Layout
+    from kvstore.library import Library
+    from prefill_workers.path_worker import ChunkShape, Compiled, PathWorker
+    from prefill_workers.path_worker import Path as PatchPath
+    from serving.arranger import LinkCosts
+
+_LOOKS = 16  # chunks that are looked for at once
+_PATHS_PER_FLUSH = 32  # bounds what waits to be written
+
+
+class CompileTraceError(RuntimeError):
+    """The job cannot run at all; the message says why."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a run is asked for. `kind` None: whichever saves more. `prefixes`: texts of fixed prefixes."""
+
+    kind: Kind | None = None
+    budget: Cost = UNBOUNDED
+    min_uses: int = 2
+    prefixes: Sequence[str] = ()
+
+
+@dataclass
+class Report:
+    """What was planned and done."""
+
+    requests: int
+    chunks: int
+    compute_ms_per_token: float
+    place_ms_per_token: float
+    skipped: dict[str, int]
+    plans: list[Plan]
+    chosen: Plan
+    statuses: Counter[str] = field(default_factory=Counter)  # stored, present, skipped
+    tokens: int = 0
+    not_compiled: Counter[str] = field(default_factory=Counter)  # by reason
+    unwritten: int = 0
+
+    def document(self) -> dict[str, Any]:
+        """The report as JSON."""
+        return {
+            "trace": {"requests": self.requests, "chunks": self.chunks, "skipped_chunks": self.skipped},
+            "compute_ms_per_token": self.compute_ms_per_token,
+            "place_ms_per_token": self.place_ms_per_token,
+            "plans": [_outline(each) for each in self.plans],
+            "chosen": {
+                **_outline(self.chosen),
+                "list": [_named(wanted) for wanted in self.chosen.patches],
+            },
+            "compiled": {**self.statuses, "tokens": self.tokens, "unwritten": self.unwritten},
+            "not_compiled": dict(self.not_compiled),
+        }
+
+
+class Planner:
+    """Reads a trace and plans what to compile for it; needs the model's configuration, but no engine.
+
+    Raises:
+        CompileTraceError: the library keeps nothing, or lacks the shared basis that the settings name.
+    """
+
+    def __init__(self, config: OrbitServeConfig, choice: Choice) -> None:
+        if config.library.directory is None and config.library.url is None:
+            raise CompileTraceError("the library has neither a directory nor a url: it holds nothing to compile from")
+        from kvstore.library import Library
+        from prefill_workers.fingerprint import fingerprint
+        from prefill_workers.patch_compiler import UnknownBasis, load_form
+        from serving.arranger import LinkCosts
+        from serving.engine_client import front_end_config
+
+        self.config, self.choice = config, choice
+        self.model = front_end_config(config.model, processor_cache_gib=0).model_config
+        # No write may be dropped: flushes bound the queue. What serving keeps in the cluster's memory is not ours.
+        ours = {"write_queue_items": 1 << 20, "write_queue_bytes": 1 << 50, "object_store_bytes": 0}
+        self.library: Library = Library(config.library.model_copy(update=ours), fingerprint(Path(config.model.path)))
+        try:
+            self.form = load_form(config.patch, self.library)
+        except UnknownBasis as error:
+            raise CompileTraceError(str(error)) from error
+        self.costs: LinkCosts = LinkCosts()
+        self.prefixes = self._prefixes(choice.prefixes)
+
+    def _prefixes(self, texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
+        """Token ids of the empty prefix and of those given, by digest."""
+        known: list[tuple[int, ...]] = [()]
+        if texts:
+            from vllm.tokenizers import get_tokenizer
+
+            tokenizer = get_tokenizer(
+                str(self.config.model.path), trust_remote_code=self.config.model.trust_remote_code
+            )
+            known += [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        return {prefix_key(tokens): tokens for tokens in known}
+
+    def trace(self, requests: Iterable[LoggedRequest]) -> Trace:
+        """The requests that patches can serve; learns what tokens cost on the way."""
+        return trace_of(self._learnt(requests), self.prefixes, self._unusable, self._why_not)
+
+    def _learnt(self, requests: Iterable[LoggedRequest]) -> Iterator[LoggedRequest]:
+        from prefill_workers.worker import LinkResult
+
+        for request in requests:
+            if request.model == self.config.model.served_name:
+                stages = {"forward": request.forward_ms, "place": request.place_ms}
+                self.costs.learn(LinkResult("", {}, (), request.reused, request.computed, stages))
+            yield request
+
+    def _why_not(self, request: LoggedRequest) -> str | None:
+        from prefill_workers.policies import Mode, looks_up_patch
+
+        if request.model != self.config.model.served_name:
+            return f"logged of another model ({request.model})"
+        try:
+            return None if looks_up_patch(Mode.parse(request.mode)) else f"mode {request.mode} uses no patches"
+        except ValueError as error:
+            return str(error)
+
+    def _unusable(self, owned: Sequence[tuple[str, LoggedChunk]]) -> list[str | None]:
+        with ThreadPoolExecutor(_LOOKS) as look:  # behind a URL each takes a round trip
+            return list(look.map(self._why_unusable, owned))
+
+    def _why_unusable(self, owned: tuple[str, LoggedChunk]) -> str | None:
+        from kvstore.chunk import canonical_key, embedding_key
+        from prefill_workers.fingerprint import precision
+
+        (owner, chunk), library = owned, self.library
+        if chunk.modality != TEXT:
+            key = embedding_key(library.fingerprint, chunk.content)
+            return None if library.persisted("embedding", key, owner) else "embeddings are not stored"
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        kept = precision(dtype, self.config.model.kv_cache_dtype)
+        record = library.get_canonical(canonical_key(library.fingerprint, chunk.content, (), kept), owner)
+        return None if record and record.token_ids else "the tokens of a text document are not stored"
+
+    def terms(self) -> Terms:
+        """What the choice goes by: costs as learnt, bytes of the deployment's patches."""
+        from kvstore.patch import first_patched_layer
+        from prefill_workers.selection import MEASURED_LAYER
+
+        layout, form = outline(self.model), self.form
+        weighable = first_patched_layer(form.depth, layout.layers) <= MEASURED_LAYER
+        return Terms(
+            compute=self.costs.compute,
+            place=self.costs.place,
+            patch_bytes=lambda tokens: form.footprint(tokens, layout, self.model.dtype).own,
+            first_layers=min(1.0, (MEASURED_LAYER + 1) / layout.layers),
+            compose_up_to=self.config.prefill.compose_up_to if weighable else 0,
+            longest=self.model.max_model_len,
+            min_uses=self.choice.min_uses,
+        )
+
+    def report(self, trace: Trace) -> Report:
+        """The plans of the kinds that are asked for, and the best of them."""
+        terms = self.terms()
+        kinds = [self.choice.kind] if self.choice.kind is not None else list(Kind)
+        plans = [plan(trace, kind, terms, self.choice.budget) for kind in kinds]
+        return Report(
+            requests=len(trace.requests),
+            chunks=sum(len(order) for _, order in trace.requests),
+            compute_ms_per_token=terms.compute * 1e3,
+            place_ms_per_token=terms.place * 1e3,
+            skipped=dict(trace.skipped),
+            plans=plans,
+            chosen=max(plans, key=lambda each: each.saves),
+        )
+
+    def paths(self, chosen: Plan, trace: Trace) -> Iterator[PatchPath]:
+        """What a path worker makes of a plan."""
+        from prefill_workers.path_worker import Path as PatchPath
+
+        shapes: dict[str, ChunkShape] = {}
+        for wanted in chosen.patches:
+            for content in wanted.contents:
+                if content not in shapes:
+                    shapes[content] = shape_of(trace.shapes[content])
+            chunks = tuple(shapes[content] for content in wanted.contents)
+            yield PatchPath(wanted.scope.owner, self.prefixes[wanted.scope.prefix], wanted.ordered, chunks)
+
+
+def text_of(prefix: str) -> str:
+    """A fixed prefix as it is given: its text, or @FILE, which holds it (a last line break is the file's, not its).
+
+    Raises:
+        CompileTraceError: the file cannot be read.
+    """
+    if not prefix.startswith("@"):
+        return prefix
+    try:
+        return Path(prefix[1:]).read_text().removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CompileTraceError(f"--prefix {prefix}: cannot be read: {error}") from error
+
+
+def outline(model: Any) -> Layout:
+    """The sizes of a model's KV (vLLM's `ModelConfig`): its layout, but for the angles of its rotary embedding."""
+    from kvstore.layout import Layout
+    from kvstore.rotary import RotaryScheme
+
+    layers, none = model.get_total_num_hidden_layers(), RotaryScheme((1.0,), "neox")
+    if model.use_mla:
+        text = model.hf_text_config
+        return Layout.mla(layers, text.kv_lora_rank, text.qk_rope_head_dim, none)
+    return Layout.gqa(layers, model.get_total_num_kv_heads(), model.get_head_size(), none)
+
+
+def shape_of(chunk: LoggedChunk) -> ChunkShape:
+    """A logged chunk as a path worker takes it.
+
+    Raises:
+        BadLog: its grid is none.
+    """
+    import torch
+
+    from prefill_workers.path_worker import ChunkShape, grid_item
+
+    try:
+        grid = {name: torch.tensor(one.data, dtype=getattr(torch, one.dtype)) for name, one in chunk.grid.items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BadLog(f"chunk {chunk.content[:16]}: its grid is no tensor: {error}") from error
+    return ChunkShape(
+        content=chunk.content,
+        modality=chunk.modality,
+        length=chunk.tokens,
+        token_ids=tuple(expanded(chunk.ids)),
+        first=chunk.first,
+        count=chunk.count,
+        grid=grid_item(grid) if grid else None,
+        is_embed=None if chunk.mask is None else torch.tensor(expanded(chunk.mask), dtype=torch.bool),
+    )
+
+
+def compile_paths(worker: PathWorker, library: Library, paths: Iterable[PatchPath]) -> Iterator[Compiled]:
+    """Make patches and have them written, a few at a time; what fails is skipped with its reason."""
+    from kvstore.errors import StoreError
+    from prefill_workers.path_worker import Compiled
+
+    for number, path in enumerate(paths, 1):
+        try:
+            yield worker.compile(path)
+        except (StoreError, RuntimeError, OSError) as error:
+            yield Compiled("skipped", reason=f"{type(error).__name__}: {error}")
+        if number % _PATHS_PER_FLUSH == 0:
+            library.flush()
+    library.flush()
+
+
+# -- for people -------------------------------------------------------------------------------------------------------
+
+
+def compile_trace(
+    config: OrbitServeConfig, log: Path, choice: Choice, console: Console, *, dry_run: bool, json_file: Path | None
+) -> bool:
+    """Plan, print the plan and, unless it is a dry run, compile it; returns whether all of it is stored.
+
+    Raises:
+        BadLog: the log cannot be read. CompileTraceError: see `Planner`, or the engine fails its self-check. OSError:
+            `json_file` cannot be written.
+    """
+    log_files(log)  # before anything slow
+    os.environ.update(vllm_environment(kv_cache_gib=config.prefill.kv_cache_gib, threads=config.precompute.threads))
+    planner = Planner(config, choice)
+    try:
+        with console.status("reading the access log"):
+            trace = planner.trace(read(log))
+        with console.status("planning"):
+            report = planner.report(trace)
+        show_plan(report, choice.budget, console)
+        if not dry_run and report.chosen.patches:
+            _compile(planner, trace, report, console)
+    finally:
+        planner.library.close()
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.document(), indent=2) + "\n")
+    if dry_run:
+        console.print("dry run: nothing was compiled")
+        return True
+    return report.statuses["stored"] + report.statuses["present"] == len(report.chosen.patches) and not report.unwritten
+
+
+def _compile(planner: Planner, trace: Trace, report: Report, console: Console) -> None:
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    ) as progress:
+        bar = progress.add_task("starting the engine", start=False, total=len(report.chosen.patches))
+        try:
+            worker = _worker(planner)
+            progress.start_task(bar)
+            progress.update(bar, description="compiling")
+            for compiled in compile_paths(worker, planner.library, planner.paths(report.chosen, trace)):
+                report.statuses[compiled.status] += 1
+                report.tokens += compiled.tokens
+                if compiled.reason:
+                    report.not_compiled[compiled.reason] += 1
+                progress.advance(bar)
+        except KeyboardInterrupt:
+            progress.update(bar, description="stopped; run it again to go on")
+    report.unwritten = planner.library.stats().dropped_writes
+    _show_outcome(report, console)
+
+
+def _worker(planner: Planner) -> PathWorker:
+    from prefill_workers.engine import PrefillEngine, SelfCheckError
+    from prefill_workers.path_worker import PathWorker
+    from serving.app import engine_spec
+
+    config = planner.config
+    engine = PrefillEngine(engine_spec(config, config.prefill.tensor_parallel_size, hand_off=False))
+    if config.prefill.self_check:
+        try:
+            engine.require_self_check()
+        except SelfCheckError as error:
+            raise CompileTraceError(str(error)) from error
+    return PathWorker(engine, planner.library, planner.form, config.prefill.max_batch_tokens)
+
+
+def show_plan(report: Report, budget: Cost, console: Console) -> None:
+    """Print the trace in figures, what it leaves out, and the plans."""
+    console.print(
+        f"trace: {report.requests} requests, {report.chunks} chunks; a token computed takes "
+        f"{report.compute_ms_per_token:.3g} ms, one placed {report.place_ms_per_token:.3g} ms",
+        highlight=False,
+    )
+    _show_reasons("skipped", report.skipped, console)
+    table = Table(box=None, padding=(0, 2))
+    for name in ("", "patches", "bytes", "compute", "saves", "at most", "unbounded"):
+        table.add_column(name, justify="right" if name else "left")
+    for each in report.plans:
+        mark = "[bold]*[/bold]" if each is report.chosen else " "
+        table.add_row(
+            f"{mark} {each.kind}",
+            f"{len(each.patches)} of {each.candidates}",
+            decimal(round(each.cost.bytes)),
+            f"{each.cost.seconds:.1f} s",
+            f"{each.saves:.1f} s",
+            f"{each.most:.1f} s",
+            f"{each.possible:.1f} s",
+        )
+    console.print(table)
+    chosen, within = report.chosen, "within the budget" if budget != UNBOUNDED else "without a budget"
+    if chosen.patches:
+        console.print(
+            f"{chosen.kind}: saves {chosen.saves:.1f} s of at most {chosen.most:.1f} s {within} ({chosen.share:.0%})",
+            highlight=False,
+        )
+    else:
+        console.print("nothing to compile: no patch is used often enough, or the budget allows none")
+
+
+def _show_outcome(report: Report, console: Console) -> None:
+    counts = report.statuses
+    console.print(
+        f"{counts['stored']} patches stored now, {counts['present']} stored before, {counts['skipped']} skipped; "
+        f"{report.tokens} tokens computed",
+        highlight=False,
+    )
+    _show_reasons("not compiled", report.not_compiled, console, "patches")
+    if report.unwritten:
+        console.print(
+            f"[red]{report.unwritten} records could not be stored[/red]: is a tier of the library full or down?"
+        )
+
+
+def _show_reasons(what: str, reasons: Mapping[str, int], console: Console, unit: str = "chunks") -> None:
+    for reason, count in sorted(reasons.items(), key=lambda pair: -pair[1]):
+        console.print(f"  {what}: {count} {unit}: {escape(reason)}", highlight=False)
+
+
+def _outline(one: Plan) -> dict[str, Any]:
+    return {
+        "kind": one.kind,
+        "patches": len(one.patches),
+        "candidates": one.candidates,
+        "bytes": one.cost.bytes,
+        "compute_s": one.cost.seconds,
+        "saves_s": one.saves,
+        "at_most_s": one.most,
+        "without_budget_s": one.possible,
+        "share": one.share,
+    }
+
+
+def _named(wanted: Wanted) -> dict[str, Any]:
+    return {
+        "tenant": wanted.scope.owner,
+        "prefix": wanted.scope.prefix,
+        "ordered": wanted.ordered,
+        "contents": wanted.contents,
+    }

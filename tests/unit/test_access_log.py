@@ -1,0 +1,197 @@
+"""The access log: what it says of a request, that it says nothing of content, and that it stands in nobody's way."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
+
+from kvstore.index import prefix_key
+from prefill_workers.plan import TEXT, ChunkOutcome, ChunkSpan, LinkRequest
+from prefill_workers.policies import OperatingPoint
+from prefill_workers.worker import LinkResult
+from serving.access_log import AccessLog, BadLog, LoggedRequest, expanded, read, runs_of
+from serving.config import AccessLogSettings
+from serving.engine_client import LinkedEngineClient
+
+SECRET = list(b"what nobody may read")  # tokens of a document and of the text around
+IMAGE = [151, *[7] * 6, 152]
+OUTCOME = ChunkOutcome(8, OperatingPoint.PATCHED, 0, "because")
+
+
+def request(mask: torch.Tensor | None = None) -> LinkRequest:
+    """Text, an image of six placeholders, a document."""
+    tokens = [*SECRET, *IMAGE, *SECRET]
+    start = len(SECRET)
+    field = MultiModalBatchedField(keep_on_cpu=True)
+    grid = MultiModalKwargsItem(
+        {
+            "image_grid_thw": MultiModalFieldElem(data=torch.tensor([1, 4, 6]), field=field),
+            "pixels_kept_on_cpu": MultiModalFieldElem(data=torch.rand(100), field=field),
+        }
+    )
+    picture = ChunkSpan("ab" * 32, "image", start, start + 8, start + 1, 6, grid, mask)
+    document = ChunkSpan("cd" * 32, TEXT, start + 8, len(tokens), start + 8, len(SECRET))
+    return LinkRequest("secret-request-id", tokens, (picture, document), tenant="acme", prefix=(3, 1, 4))
+
+
+def result() -> LinkResult:
+    return LinkResult("lease", {}, (OUTCOME, OUTCOME), 30, 12, {"forward": 4.2, "place": 0.5, "plan": 1.0})
+
+
+@pytest.fixture
+def make_log(tmp_path: Path) -> Callable[..., AccessLog]:
+    def make(**settings: Any) -> AccessLog:
+        settings.setdefault("directory", tmp_path / "logs")
+        draw = settings.pop("draw", None)
+        return AccessLog(AccessLogSettings(**settings), "one", "model", draw)
+
+    return make
+
+
+def logged(log: AccessLog, *requests: LinkRequest) -> list[LoggedRequest]:
+    for each in requests:
+        log.offer(each, [0, 0], result())
+    log.close()
+    return list(read(log.path)) if log.path.exists() else []
+
+
+def test_a_line_says_what_a_forward_over_its_chunks_needs(make_log: Callable[..., AccessLog]):
+    mask = torch.tensor([1, 1, 0, 1, 1, 0], dtype=torch.bool)
+    (line,) = logged(make_log(), request(mask))
+    picture, document = line.chunks
+    assert (line.model, line.tenant, line.mode) == ("model", "acme", "auto")
+    assert (line.prefix, line.prefix_tokens) == (prefix_key((3, 1, 4)), 3)
+    assert (line.reused, line.computed, line.forward_ms, line.place_ms) == (30, 12, 4.2, 0.5)
+    assert (picture.content, picture.modality, picture.tokens, picture.point) == ("ab" * 32, "image", 8, "patched")
+    assert (picture.first, picture.count, expanded(picture.ids)) == (1, 6, IMAGE)
+    assert picture.mask is not None
+    assert expanded(picture.mask) == mask.int().tolist()
+    assert {name: (field.dtype, field.data) for name, field in picture.grid.items()} == {
+        "image_grid_thw": ("int64", [1, 4, 6])
+    }
+    assert (document.modality, document.tokens, document.ids, document.group) == (TEXT, len(SECRET), (), 0)
+
+
+def test_nothing_of_what_was_written_or_shown_is_in_a_line(make_log: Callable[..., AccessLog]):
+    log = make_log()
+    logged(log, request())
+    text = log.path.read_text()
+    assert "secret-request-id" not in text
+    numbers = json.loads(text, parse_int=lambda n: int(n))
+    assert not set(SECRET) & {token for chunk in numbers["chunks"] for token, _ in chunk.get("ids", [])}
+    assert "pixels" not in text
+    document = numbers["chunks"][1]
+    assert set(document) == {"content", "modality", "tokens", "point", "group"}
+
+
+def test_a_share_of_the_requests_is_logged_and_each_line_stands_for_several(make_log: Callable[..., AccessLog]):
+    draws = iter([0.1, 0.6, 0.2, 0.9])
+    lines = logged(make_log(sample=0.5, draw=lambda: next(draws)), *[request()] * 4)
+    assert [line.weight for line in lines] == [2.0, 2.0]
+
+
+def test_requests_without_chunks_are_not_logged(make_log: Callable[..., AccessLog]):
+    assert logged(make_log(), LinkRequest("text", SECRET)) == []
+
+
+def test_full_files_are_put_aside_and_the_oldest_go(make_log: Callable[..., AccessLog]):
+    log = make_log(max_file_bytes=2000, rotated_files=2)
+    logged(log, *[request()] * 20)
+    files = sorted(log.path.parent.iterdir())
+    assert [file.name for file in files] == ["access-one.jsonl", "access-one.jsonl.1", "access-one.jsonl.2"]
+    assert all(file.stat().st_size <= 2000 for file in files)
+    assert 0 < len(list(read(log.path.parent))) < 20
+
+
+def test_a_disk_that_cannot_keep_up_costs_lines_and_no_time(
+    make_log: Callable[..., AccessLog], monkeypatch: pytest.MonkeyPatch
+):
+    go_on, written = threading.Event(), AccessLog._document
+
+    def slow(*arguments: Any) -> Any:
+        go_on.wait()
+        return written(*arguments)
+
+    monkeypatch.setattr(AccessLog, "_document", slow)
+    log = make_log(queue=2)
+    for _ in range(10):
+        log.offer(request(), [], result())
+    assert log.dropped >= 7  # two wait, one may be in the making
+    go_on.set()
+    log.close()
+    assert log.dropped + log.written == 10
+
+
+def test_a_directory_that_refuses_is_told_once_and_harms_nobody(
+    make_log: Callable[..., AccessLog], tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "file").write_text("in the way")
+    log = make_log(directory=tmp_path / "file")
+    with caplog.at_level(logging.WARNING):
+        assert logged(log, request(), request()) == []
+    assert log.dropped == 2
+    assert len([record for record in caplog.records if "not logged" in record.message]) == 1
+
+
+def test_no_access_log_is_written_unless_asked_for():
+    assert AccessLogSettings().directory is None
+    assert LinkedEngineClient.access_log is None
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("not json", "Invalid JSON"),
+        ("[]", "valid dictionary|object"),
+        ('{"v": 9}', "v: "),
+        ('{"chunks": []}', "v: Field required"),
+        ('CHUNK {"tokens": 9}', "not of 9 tokens"),
+        ('CHUNK {"first": 4}', "do not lie within 8 tokens"),
+        ('CHUNK {"mask": [[1, 2]]}', "mask is not of 6"),
+        ('CHUNK {"ids": [[7, -1]]}', r"chunks\.0\.ids"),
+        ('CHUNK {"grid": {"thw": {"dtype": "load", "data": []}}}', r"grid\.thw\.dtype"),
+        ('CHUNK {"content": "../../etc"}', r"chunks\.0\.content"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_number_and_what_is_wrong(
+    make_log: Callable[..., AccessLog], line: str, words: str
+):
+    log = make_log()
+    logged(log, request())
+    good = log.path.read_text()
+    if line.startswith("CHUNK "):
+        document = json.loads(good)
+        document["chunks"][0] |= json.loads(line.removeprefix("CHUNK "))
+        line = json.dumps(document)
+    log.path.write_text(f"{good}\n{line}\n")
+    with pytest.raises(BadLog, match=rf"access-one\.jsonl:3: .*({words})"):
+        list(read(log.path))
+
+
+def test_a_last_line_without_its_end_is_left_out(make_log: Callable[..., AccessLog]):
+    log = make_log()
+    logged(log, request())
+    with log.path.open("a") as file:
+        file.write('{"v": 1, "ti')
+    assert len(list(read(log.path))) == 1
+
+
+def test_a_missing_log_is_named(tmp_path: Path):
+    with pytest.raises(BadLog, match=r"none\.jsonl: no such file"):
+        list(read(tmp_path / "none.jsonl"))
+    with pytest.raises(BadLog, match="no access log"):
+        list(read(tmp_path))
+
+
+def test_runs_and_values_are_each_others_inverse():
+    values = [1, 1, 2, 1, 3, 3, 3]
+    assert runs_of(values) == [(1, 2), (2, 1), (1, 1), (3, 3)]
+    assert expanded(runs_of(values)) == values
