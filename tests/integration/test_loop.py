@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
@@ -144,6 +145,29 @@ def test_background_work_gives_way_to_hand_offs_but_not_for_ever(make_rig: Calla
     assert drain(rig.loop, seconds=20).harvest == 0, "after a while it goes on beside the lease"
     rig.loop.abandon(result.lease)
     wait_for(lambda: all_free(rig))
+
+
+def test_while_requests_are_on_their_way_only_what_was_asked_for_before_is_kept(make_rig: Callable[..., Rig]):
+    rig = make_rig(patience_seconds=0.1)
+    over = threading.Event()
+
+    def announce() -> None:
+        while not over.wait(0.01):
+            rig.loop.expect()
+
+    announcing = threading.Thread(target=announce)
+    announcing.start()
+    try:
+        first, second = (rig.plan(MIXED[2], "auto") for _ in range(2))
+        keys = [chunk.canonical_key for chunk in first.chunks]
+        rig.loop.submit(first).result(30)
+        time.sleep(0.5)
+        assert not any(rig.library.has("canonical", key, "local") for key in keys), "nobody has asked for these before"
+        rig.loop.submit(second).result(30)
+        wait_for(lambda: all(rig.library.has("canonical", key, "local") for key in keys))
+    finally:
+        over.set()
+        announcing.join()
 
 
 def test_a_lease_nobody_reads_ends_by_itself(make_rig: Callable[..., Rig]):
