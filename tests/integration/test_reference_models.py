@@ -1,0 +1,43 @@
+"""Every bundled reference model but the default one, on a real engine: it answers, it binds, and patches keep that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from infra.reference import DEFAULT_MODEL, WEIGHTS, weights
+from infra.reference.families import FAMILIES
+from infra.reference.scenes import Form, Split
+from serving.bench.fidelity.arms import Repaired
+from serving.bench.fidelity.reader import Reader
+from serving.bench.fidelity.scores import figures
+from serving.bench.fidelity.study import Study
+
+pytestmark = pytest.mark.engine
+SMALL = Form(3, 8, 6)
+ITEMS = 24
+BUNDLED = [family for family in FAMILIES if family != DEFAULT_MODEL and (WEIGHTS / family).exists()]
+
+
+@pytest.fixture(scope="module", params=BUNDLED)
+def study(request: pytest.FixtureRequest, only_engines) -> Iterator[Study]:
+    only_engines.close()
+    reader = Reader(weights(request.param), trust_remote_code=request.param == "kimi_vl")
+    with torch.inference_mode():
+        yield Study(reader, FAMILIES[request.param].cell)
+    reader.close()
+
+
+def test_it_binds_across_pages_blind_reuse_loses_that_and_patches_keep_it(study: Study):
+    arms = {"blind": lambda page: Repaired(page.canonical), "patch": study.arms.patch(32)}
+    found = {split: study.scored(study.gathered(split, ITEMS, SMALL), arms) for split in (Split.single, Split.multi)}
+    right = {split: {arm: sum(one.right) / ITEMS for arm, one in scores.items()} for split, scores in found.items()}
+    assert right[Split.single]["exact"] >= 0.95
+    assert right[Split.single]["blind"] >= right[Split.single]["exact"] - 0.05
+    assert right[Split.multi]["exact"] >= 0.90
+    assert right[Split.multi]["blind"] <= right[Split.multi]["exact"] - 0.10
+    assert right[Split.multi]["patch"] >= right[Split.multi]["exact"] - 0.05
+    multi = found[Split.multi]
+    assert figures(multi["patch"], multi["blind"], multi["exact"])["eta"].value >= 0.95
