@@ -5,7 +5,9 @@ The prefill loop calls it when no link waits (see `background`); every method th
 
 from __future__ import annotations
 
+import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -24,6 +26,8 @@ from prefill_workers.plan import ChunkPlan, ChunkSpan, LinkPlan
 from prefill_workers.policies import OperatingPoint
 from prefill_workers.sequence import Embedded, LinkSequence, Run
 
+_SENT_SECONDS = 60.0  # after which a patch that is not stored has been dropped, or deleted
+
 
 class Harvester:
     """Keeps what links of one engine have computed. Arguments as `Linker`'s."""
@@ -36,6 +40,7 @@ class Harvester:
         self.form = form
         self._submit_patch = submit_patch
         self._dtype = str(engine.dtype).removeprefix("torch.")
+        self._sent: OrderedDict[tuple[str, str], float] = OrderedDict()  # when, by key and owner of the patch
 
     def harvestable(self, plan: LinkPlan) -> list[ChunkPlan]:
         """Chunks of a finished plan whose computed KV may be worth keeping: all of it must have been computed."""
@@ -152,9 +157,14 @@ class Harvester:
     ) -> None:
         """Hand a deficit over; `behind` are the antecedents' (canonical key, content id)."""
         antecedent = antecedent_key(prefix, [key for key, _ in behind], ordered=kind is PatchKind.own)
+        key = self.form.key(canonical, antecedent, kind)
+        now = self._sent[key, tenant] = time.monotonic()
+        self._sent.move_to_end((key, tenant))
+        while next(iter(self._sent.values())) < now - _SENT_SECONDS:
+            self._sent.popitem(last=False)
         self._submit_patch(
             PatchJob(
-                key=self.form.key(canonical, antecedent, kind),
+                key=key,
                 kind=kind,
                 delta=delta,
                 layout=self.engine.layout,
@@ -259,16 +269,21 @@ class Harvester:
             contents = [other.content for other in order[: i + 1]]
             owner = _set_owner(forming.tenant, forming.prefix, *contents) if pair else forming.tenant
             patches.append((kind, self.form.key(chunk.key, behind, kind), owner))
-        if self.library.has("patch", *patches[-1][1:]):
+        if self._has_or_sent(*patches[-1][1:]):
             return False
         placed, seconds = self._forward(forming.prefix, order, scratch)
         for i, (chunk, (kind, patch, owner)) in enumerate(zip(order, patches, strict=True), 1):
             canonical = self.library.get_canonical(chunk.key, owner_of(forming.tenant, chunk.content))
-            if canonical is None or patch in forming.sent or self.library.has("patch", patch, owner):
+            if canonical is None or self._has_or_sent(patch, owner):
                 continue
-            forming.sent.add(patch)
             self.keep_last(placed[:i], canonical, kind, forming.prefix, owner, scratch, seconds * len(chunk.token_ids))
         return True
+
+    def _has_or_sent(self, key: str, owner: str) -> bool:
+        """Whether a patch is stored, or on its way: what a request computed must not be overwritten by what was read
+        without its text."""
+        sent = self._sent.get((key, owner), -math.inf)
+        return sent > time.monotonic() - _SENT_SECONDS or self.library.has("patch", key, owner)
 
     # -- all of them ---------------------------------------------------------------------------------------------------
 

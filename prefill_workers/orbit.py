@@ -83,15 +83,11 @@ class _Mean:
 
 @dataclass
 class OrbitForming:
-    """One set of chunks on its way to patches: which orders are still to run, and the deficits summed so far.
-
-    `sent`: keys of the patches of parts and pairs whose deficits are with the patch compiler.
-    """
+    """One set of chunks on its way to patches: which orders are still to run, and the deficits summed so far."""
 
     prefix: tuple[int, ...]
     chunks: tuple[OrbitChunk, ...]
     tenant: str
-    sent: set[str] = field(default_factory=set)
     orders: Iterator[tuple[OrbitChunk, ...]] = field(init=False)
     _means: dict[tuple[str, frozenset[str]], _Mean] = field(default_factory=dict)
     _done: set[tuple[str, frozenset[str]]] = field(default_factory=set)

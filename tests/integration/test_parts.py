@@ -38,3 +38,12 @@ def test_without_forwards_nothing_is_compiled_ahead(make_rig: Callable[..., Rig]
     rig.link([1, 2, "What?"])
     assert rig.compiler.formed == 2
     assert rig.link([2, "And here?"]).points == ["recomputed"]
+
+
+def test_a_patch_that_is_still_being_compiled_is_not_sent_again(make_rig: Callable[..., Rig]):
+    """A part is read without the request's text: its patches must not take the place of those that know it."""
+    rig, sent = make_rig(orbit_chunks=0, part_forwards=8), []
+    rig.linker.harvester._submit_patch = sent.append  # a compiler that is slow
+    rig.link(["First ", 1, " then ", 2, " then ", 3, "What?"])
+    assert len(sent) > 3
+    assert len({job.key for job in sent}) == len(sent)
