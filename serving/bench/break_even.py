@@ -35,7 +35,8 @@ from serving.bench.worker import Prompt, Worker, prompt_over, worker
 if TYPE_CHECKING:
     from prefill_workers.engine import PrefillEngine
 
-CASES = {"1 x 256": (1, 256), "1 x 1024": (1, 1024), "3 x 256": (3, 256), "3 x 512": (3, 512)}  # pages x tokens
+CASES = {"1 x 256": (1, 256), "1 x 1024": (1, 1024), "3 x 256": (3, 256)}  # pages x tokens
+_DELIMITERS = 2  # tokens around a page
 _DESCRIPTIONS = {
     "off": "processor ms of a request of which nothing is stored or looked up",
     "exact": "processor ms of a request whose embeddings are stored",
@@ -54,11 +55,13 @@ def run(quick: bool, console: Console) -> Outcome:
     # vLLM would say at every picture that an engine in the same process keeps its threads.
     logging.getLogger("vllm.v1.worker.cpu_worker").setLevel(logging.ERROR)
     cases = dict(list(CASES.items())[:1]) if quick else CASES
-    turns = 2 if quick else 7
+    turns = 2 if quick else 5
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in _DESCRIPTIONS}
     try:
         for case, (pages, tokens) in cases.items():
             prompt = prompt_over(engine, [noise(tokens, number) for number in range(pages)])
+            if {len(chunk) for chunk in prompt.request.chunks} != {tokens + _DELIMITERS}:
+                raise RuntimeError(f"{case}: the pages have {[len(chunk) for chunk in prompt.request.chunks]} tokens")
             for name, times in _samples(engine, prompt, turns).items():
                 samples[name][case] = times
             console.print(f"  {case} done")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
@@ -104,7 +105,7 @@ def prompt_over(engine: PrefillEngine, pictures: Sequence[Image.Image]) -> Promp
     prompt = {
         "prompt": f"<|im_start|>user\n{body}What changes?<|im_end|>\n<|im_start|>assistant\n",
         "multi_modal_data": {"image": list(pictures)},
-        "multi_modal_uuids": {"image": [f"{i:064x}" for i in range(len(pictures))]},
+        "multi_modal_uuids": {"image": [sha256(picture.tobytes()).hexdigest() for picture in pictures]},
     }
     renderer = engine._llm.llm_engine.renderer
     (rendered,) = renderer.render_cmpl([parse_model_prompt(model, prompt)], skip_mm_cache=True)
