@@ -93,22 +93,21 @@ class Background:
         return self._ahead.stats()
 
     def presses(self, since: float) -> bool:
-        """Whether there is work that links must make way for: what was queued before `since` (`time.perf_counter`).
-
-        Checks are drawn seldom, and always press; chunks do that were asked for before, while the share lasts.
-        """
-        checks = self._rechecks.waits_since()
-        if checks is not None and checks < since:
-            return True
-        if not (self._harvests and self._busy.open):
-            return False
+        """Whether links must make way: for a harvest queued before `since` (`time.perf_counter`), of what was asked for
+        before, while the share of a busy time lasts."""
+        if self._rechecks.running or not (self._harvests and self._busy.open):
+            return False  # a check under way has the scratch blocks
         best = self._best()
         return best.since < since and self._wanted(best) >= _ASKED_AGAIN
 
+    def checks_since(self) -> float | None:
+        """When the oldest check was queued (`time.perf_counter`); None if there is none."""
+        return self._rechecks.waits_since()
+
     def press(self) -> None:
-        """Do one piece of work beside links."""
+        """Harvest one chunk beside links."""
         began = time.perf_counter()
-        self.step()
+        self._harvest_one()
         self._busy.spend(time.perf_counter() - began)
 
     def _wanted(self, harvest: _Harvest) -> float:

@@ -293,8 +293,10 @@ class PrefillLoop:
         return bool(self._waiting or self._running or self._background)
 
     def _gives_way(self) -> bool:
-        """Whether background work should wait: a hand-off is under way, or a request on its way."""
-        since = time.perf_counter() - self._patience
+        """Whether background work should wait: a hand-off or a request is on its way, and no check is late."""
+        since, checks = time.perf_counter() - self._patience, self._background.checks_since()
+        if checks is not None and checks < since:
+            return False
         return self._last_expected > since or (self._pool.unread and self._last_finished > since)
 
     def _notify(self) -> None:

@@ -177,11 +177,10 @@ class Planner:
 
     def terms(self) -> Terms:
         """What the choice goes by: costs as learnt, bytes of the deployment's patches."""
-        from kvstore.patch import first_patched_layer
         from prefill_workers.selection import MEASURED_LAYER
 
         layout, form = outline(self.model), self.form
-        weighable = first_patched_layer(form.depth, layout.layers) <= MEASURED_LAYER
+        weighable = form.first_layer(layout.layers) <= MEASURED_LAYER
         return Terms(
             compute=self.costs.compute,
             place=self.costs.place,
