@@ -1,4 +1,4 @@
-"""Compiling ahead of requests: the jobs of `compiling`, worked off in the engine's idle time, one forward at a time."""
+"""Compiling ahead of requests: the jobs of `compiling`, worked off in the engine's idle time, a piece at a time."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from prefill_workers.compiling import (
 from prefill_workers.harvest import Harvester
 from prefill_workers.orbit import OrbitForming
 from prefill_workers.plan import LinkPlan
+from prefill_workers.scratch import Pieces, Piecework, Scratch
 from prefill_workers.settings import CompileLimits
 
 _MAX_JOBS = 64  # that wait; the least valuable give way
@@ -44,32 +45,31 @@ class CompileAhead:
     """The queue of one prefill loop, whose thread it belongs to.
 
     Args:
-        scratch: blocks for its forwards, of `block_size` tokens each.
+        scratch: where its sequences lie.
         clock: monotonic seconds.
     """
 
     def __init__(
         self,
         harvester: Harvester,
-        scratch: range,
-        block_size: int,
+        scratch: Scratch,
         limits: CompileLimits,
         clock: Clock = time.monotonic,
     ) -> None:
         self._harvester, self._scratch, self._limits = harvester, scratch, limits
-        self._most_tokens = len(scratch) * block_size
         self.demand = Demand(clock)
         self._queue = CompileQueue[LinkPlan](_MAX_JOBS, self.demand)
         self._budget = ComputeBudget(limits.share, clock=clock)
         self._job: CompileJob[LinkPlan] | None = None
         self._forming: OrbitForming | None = None
+        self._step: Piecework[int] | None = None  # of the job, while it uses the scratch blocks
         self._forwards, self._given_up = Counter[str](), Counter[str]()
         self._tokens, self._seconds = 0, 0.0
 
     def __len__(self) -> int:
-        """Jobs that may go on now: none while the compute budget is spent."""
+        """Jobs that may go on now: none while the compute budget is spent, unless one has begun a step."""
         waiting = self._waiting
-        return waiting if waiting and self._budget.open else 0
+        return waiting if waiting and (self.running or self._budget.open) else 0
 
     def offer(self, plan: LinkPlan, *, missed: bool) -> None:
         """A link has finished; `missed`: some of its chunks had to be computed."""
@@ -80,9 +80,16 @@ class CompileAhead:
             for job in jobs(plan, tenant, plan.request.prefix, contents, tokens, self._limits, self.demand):
                 self._queue.add(job)
 
+    @property
+    def running(self) -> bool:
+        """Whether a step has begun, which uses the scratch blocks until it is over."""
+        return self._step is not None
+
     def step(self) -> None:
-        """Run one forward at most. Raises what the library and the engine do; the job is given up then."""
+        """Do one piece of work. Raises what the library and the engine do; the job is given up then."""
         job, better = self._job, self._queue.best()
+        if self._step is not None:
+            better = None
         # The orders of a set are not left half-way: the means that they are forming are large.
         if job and better and job.kind is not JobKind.orders and self._priority(better) > self._priority(job):
             self._queue.add(job)
@@ -122,17 +129,20 @@ class CompileAhead:
             self._end()
 
     def _go_on(self, job: CompileJob[LinkPlan]) -> None:
-        tokens, began = job.step_tokens(), time.perf_counter()
-        if self._forward(job):
-            spent = time.perf_counter() - began
-            self._budget.spend(spent)
+        if self._step is None:
+            self._step = Piecework(self._take(job))
+        if not self._step.go_on():
+            return
+        ran, seconds, self._step = self._step.result, self._step.seconds, None
+        if ran:
+            self._budget.spend(seconds)
             self._forwards[job.kind] += 1
-            self._tokens, self._seconds = self._tokens + tokens, self._seconds + spent
+            self._tokens, self._seconds = self._tokens + ran, self._seconds + seconds
         if not (job.steps and job.forwards):
             self._end()
 
     def _end(self) -> None:
-        self._job = self._forming = None
+        self._job = self._forming = self._step = None
 
     def _worth_its_bytes(self, job: CompileJob[LinkPlan]) -> bool:
         """Whether what the next step compiles is expected to save as much per second and byte as what goes for it."""
@@ -146,16 +156,19 @@ class CompileAhead:
         engine = self._harvester.engine
         return self._harvester.form.footprint(tokens, engine.layout, engine.dtype)
 
-    def _forward(self, job: CompileJob[LinkPlan]) -> bool:
-        """Take the job's next step; whether that was a forward, not a look at what is stored."""
+    def _take(self, job: CompileJob[LinkPlan]) -> Pieces[int]:
+        """Take the job's next step; of how many tokens its forward was: none if it was a look at what is stored."""
         assert self._forming is not None
-        fits = len(job.prefix) + job.step_tokens() <= self._most_tokens
+        tokens, ran = job.step_tokens(), False
+        fits = len(job.prefix) + tokens <= self._scratch.tokens
         if job.kind is JobKind.orders:
-            ran = fits and self._harvester.orbit_step(self._forming, self._scratch)
+            if fits:
+                ran = yield from self._harvester.orbit_step(self._forming, self._scratch)
             job.forwards = job.forwards - 1 if ran else 0
-            return ran
+            return tokens if ran else 0
         step = job.steps.pop(0)
-        pair = job.kind is JobKind.pairs
-        ran = fits and self._harvester.part_step(self._forming, step, self._scratch, pair=pair)
+        if fits:
+            pair = job.kind is JobKind.pairs
+            ran = yield from self._harvester.part_step(self._forming, step, self._scratch, pair=pair)
         job.forwards -= ran
-        return ran
+        return tokens if ran else 0

@@ -12,7 +12,6 @@ behind the chunk is computed again (`Linker.advance`).
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -24,8 +23,6 @@ from kvstore.layout import Layout
 from kvstore.library import Loading
 from kvstore.patch import Patch, apply
 from prefill_workers.plan import ChunkPlan
-
-_SLACK_SECONDS = 0.1  # how late the layers of one forward may be in all, besides what the forward itself takes
 
 
 @dataclass(eq=False)
@@ -94,30 +91,3 @@ class Arriving:
         if self.patch is None or patch_load is None or index < self.patch.patch.first_layer:
             return True
         return patch_load.wait_for_layer(self.patch, 0, deadline)  # a patch comes as a whole
-
-
-class Pace:
-    """What a forward takes, as learnt from the ones before, and whether loads keep ahead of it."""
-
-    def __init__(self) -> None:
-        self._seconds_per_token: float | None = None
-
-    @property
-    def seconds_per_token(self) -> float | None:
-        """What a token of a forward takes; None before the first."""
-        return self._seconds_per_token
-
-    def learn(self, tokens: int, seconds: float) -> None:
-        """A forward over so many tokens took this long, without waiting for layers."""
-        now, before = seconds / tokens, self._seconds_per_token
-        self._seconds_per_token = now if before is None else (now + before) / 2
-
-    def keeps_ahead(self, arriving: Sequence[Arriving], tokens: int) -> bool:
-        """Whether all layers will be there about when a forward over so many tokens, begun now, needs them."""
-        if self._seconds_per_token is None:
-            return False
-        return max(chunk.seconds_left for chunk in arriving) <= tokens * self._seconds_per_token
-
-    def deadline(self, tokens: int) -> float:
-        """When a forward over so many tokens, begun now, stops waiting for layers (monotonic seconds)."""
-        return time.monotonic() + 2 * tokens * (self._seconds_per_token or 0.0) + _SLACK_SECONDS

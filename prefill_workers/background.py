@@ -1,8 +1,8 @@
 """Background work of a prefill worker: the harvest of finished links and checks of them, in the engine's idle time.
 
 Harvests hold their sequence's blocks until the conditioned KV has been read out, checks (see `recheck`) until the
-served KV has been attended to; what is compiled besides (see `ahead`) needs none and comes last. Work goes on one
-engine forward at a time, so that a link that arrives meanwhile waits for one of them at most.
+served KV has been attended to; what is compiled besides (see `ahead`) needs none and comes last. Work goes on in pieces
+(see `scratch`), so that a link that arrives meanwhile waits for one of them at most.
 
 A busy worker learns too, but no more than is worth the waiting: chunks that were asked for more than once are harvested
 beside links, within a share of the time. What was seen once waits until no request is under way, and is the first to go
@@ -24,6 +24,7 @@ from prefill_workers.handoff import BlockPool
 from prefill_workers.harvest import Harvester
 from prefill_workers.plan import ChunkPlan, LinkPlan
 from prefill_workers.recheck import Rechecks
+from prefill_workers.scratch import Pieces, Piecework, Scratch
 from prefill_workers.settings import CompileLimits
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Background:
     """Queues of what finished links can teach. Belongs to the prefill loop's thread.
 
     Args:
-        scratch: blocks for background forwards.
+        scratch: where background sequences lie.
         limits: how much is kept beside links, and compiled ahead of requests.
         clock: monotonic seconds.
     """
@@ -59,21 +60,22 @@ class Background:
         self,
         harvester: Harvester,
         pool: BlockPool,
-        scratch: range,
+        scratch: Scratch,
         limits: CompileLimits,
         rechecks: Rechecks,
         clock: Clock,
     ) -> None:
         self._harvester, self._pool, self._scratch = harvester, pool, scratch
         self._harvests: list[_Harvest] = []
+        self._harvest: tuple[_Harvest, Piecework[None]] | None = None  # that uses the scratch blocks
         self._busy = ComputeBudget(limits.busy_share, _BUSY_SECONDS, clock)
-        self._ahead = CompileAhead(harvester, scratch, pool.block_size, limits, clock)
+        self._ahead = CompileAhead(harvester, scratch, limits, clock)
         self._rechecks = rechecks
         self.failures = 0
 
     def __len__(self) -> int:
         """Pieces of work that may be done now; what waits for its compute budget is not among them."""
-        return len(self._harvests) + len(self._rechecks) + len(self._ahead)
+        return (self._harvest is not None) + len(self._harvests) + len(self._rechecks) + len(self._ahead)
 
     def check(self, plan: LinkPlan, lease: str) -> None:
         """Compare a finished link with an exact one, if it is drawn; its blocks stay until that has begun."""
@@ -95,38 +97,37 @@ class Background:
     def presses(self, since: float) -> bool:
         """Whether links must make way: for a harvest queued before `since` (`time.perf_counter`), of what was asked for
         before, while the share of a busy time lasts."""
-        if self._rechecks.running or not (self._harvests and self._busy.open):
+        if self._rechecks.running or not self._busy.open:
             return False  # a check under way has the scratch blocks
-        best = self._best()
-        return best.since < since and self._wanted(best) >= _ASKED_AGAIN
+        begun = [self._harvest[0]] if self._harvest else []
+        best = max([*begun, *self._harvests], key=self._wanted, default=None)
+        return best is not None and best.since < since and self._wanted(best) >= _ASKED_AGAIN
 
     def checks_since(self) -> float | None:
         """When the oldest check was queued (`time.perf_counter`); None if there is none."""
         return self._rechecks.waits_since()
 
     def press(self) -> None:
-        """Harvest one chunk beside links."""
+        """Do a piece of a harvest beside links, or of what has the scratch blocks before it."""
         began = time.perf_counter()
-        self._harvest_one()
+        self.step()
         self._busy.spend(time.perf_counter() - began)
 
     def _wanted(self, harvest: _Harvest) -> float:
         return self._ahead.demand.expected(*harvest.asked)
 
-    def _best(self) -> _Harvest:
-        """The harvest of what is asked for most, of late rather than long ago."""
-        return max(self._harvests, key=self._wanted)
-
     def step(self) -> None:
         """Do one piece of work; what fails is counted and given up."""
-        if self._rechecks.running:  # it alone may use the scratch blocks until it is over
+        if self._rechecks.running:  # what has begun may use the scratch blocks alone until it is over
             self._rechecks.step()
-        elif self._harvests:
-            self._harvest_one()
+        elif self._ahead.running:
+            self._compile()
+        elif self._harvest or self._harvests:
+            self._go_on_harvesting()
         elif self._rechecks.ready:
             self._rechecks.step()
         elif self._ahead:
-            self._compile_one()
+            self._compile()
         else:
             time.sleep(_LOAD_SECONDS)
 
@@ -146,21 +147,25 @@ class Background:
         self._rechecks.drop(leases)
         self._harvests = [harvest for harvest in self._harvests if harvest.lease not in leases]
 
-    @property
-    def _scratch_tokens(self) -> int:
-        return len(self._scratch) * self._pool.block_size
-
-    def _harvest_one(self) -> None:
-        item = self._best()
+    def _go_on_harvesting(self) -> None:
+        """Do a piece of the harvest that has begun, else of that of what is asked for most."""
+        if self._harvest is None:
+            best = max(self._harvests, key=self._wanted)
+            self._harvest = best, Piecework(self._keep(best))
+            self._harvests.remove(best)
+        item, piecework = self._harvest
+        over = True
         try:
-            self._keep(item)
+            over = piecework.go_on()
         except (StoreError, RuntimeError, OSError) as error:
             self.failures += 1
             logger.warning("chunk %s could not be kept: %s", item.chunk.span.content[:16], error)
         finally:
-            self._harvests.remove(item)  # only now: until then it counts as work to be done
+            if over:
+                self._harvest = None  # only now: until then it counts as work to be done
 
-    def _keep(self, item: _Harvest) -> None:
+    def _keep(self, item: _Harvest) -> Pieces[None]:
+        """Harvest one chunk. The first piece reads what lies in the link's blocks, and lets go of them."""
         try:
             self._harvester.keep_embeddings(item.plan, item.chunk)  # they may be missing where all else is stored
             if self._harvester.is_kept(item.plan, item.chunk):
@@ -168,12 +173,12 @@ class Background:
             conditioned = self._harvester.conditioned(item.plan, item.chunk)
         finally:
             self._pool.unhold(item.lease)
-        if len(item.chunk.span) > self._scratch_tokens:
+        if len(item.chunk.span) > self._scratch.tokens:
             logger.info("a chunk of %d tokens is too long for a background forward; not kept", len(item.chunk.span))
             return
-        self._harvester.harvest(item.plan, item.chunk, conditioned, self._scratch)
+        yield from self._harvester.harvest(item.plan, item.chunk, conditioned, self._scratch)
 
-    def _compile_one(self) -> None:
+    def _compile(self) -> None:
         try:
             self._ahead.step()
         except (StoreError, RuntimeError, OSError) as error:

@@ -1,6 +1,7 @@
 """Harvest: what a forward computed for chunks becomes canonical KV, deficits and orbit patches, off the request path.
 
-The prefill loop calls it when no link waits (see `background`); every method that computes runs on the engine's thread.
+The prefill loop calls it when no link waits (see `background`); every method that computes runs on the engine's thread,
+and goes on in pieces (see `scratch`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from prefill_workers.orbit import OrbitChunk, OrbitForming, Placed, arrange, set
 from prefill_workers.patch_compiler import PatchJob
 from prefill_workers.plan import ChunkPlan, ChunkSpan, LinkPlan
 from prefill_workers.policies import OperatingPoint
-from prefill_workers.sequence import Embedded, LinkSequence, Run
+from prefill_workers.scratch import Pieces, Scratch
+from prefill_workers.sequence import Embedded, LinkSequence, Run, forwards
 
 _SENT_SECONDS = 60.0  # after which a patch that is not stored has been dropped, or deleted
 
@@ -64,17 +66,16 @@ class Harvester:
         kv = self.engine.read_kv(plan.sequence.blocks, chunk.span.start, chunk.span.stop - chunk.span.start)
         return relocate(kv, -chunk.start_position, self.engine.layout)
 
-    def canonical(self, plan: LinkPlan, chunk: ChunkPlan, scratch: Sequence[int]) -> CanonicalRecord:
-        """KV(B|∅) of a chunk: from the library, or computed alone in the blocks `scratch` and stored."""
+    def canonical(self, plan: LinkPlan, chunk: ChunkPlan, scratch: Scratch) -> Pieces[CanonicalRecord]:
+        """KV(B|∅) of a chunk: from the library, or computed alone and stored."""
         tenant = owner_of(plan.request.tenant, chunk.span.content)
         stored = self.library.get_canonical(chunk.canonical_key, tenant)
         if stored is not None:
             return stored
-        lone = self.lone(plan, chunk, scratch)
-        began = time.perf_counter()
-        self.engine.forward([(lone, [Run(0, len(lone))])])
-        kv = self.engine.read_kv(scratch, 0, len(lone))
-        return self.keep_canonical(plan, chunk, kv, time.perf_counter() - began)
+        lone = self.lone(plan, chunk, scratch.blocks)
+        seconds = yield from self._compute(lone, scratch)
+        kv = self.engine.read_kv(scratch.blocks, 0, len(lone))
+        return self.keep_canonical(plan, chunk, kv, seconds)
 
     def lone(self, plan: LinkPlan, chunk: ChunkPlan, blocks: Sequence[int]) -> LinkSequence:
         """The chunk as a sequence of its own, from position 0: its KV is KV(B|∅)."""
@@ -125,9 +126,9 @@ class Harvester:
             )
         )
 
-    def harvest(self, plan: LinkPlan, chunk: ChunkPlan, conditioned: Tensor, scratch: Sequence[int]) -> None:
+    def harvest(self, plan: LinkPlan, chunk: ChunkPlan, conditioned: Tensor, scratch: Scratch) -> Pieces[None]:
         """Store a computed chunk's canonical KV and send its deficit (kamera.md eq. 2) to the patch compiler."""
-        canonical = self.canonical(plan, chunk, scratch)
+        canonical = yield from self.canonical(plan, chunk, scratch)
         if not self.forms_patch(plan, chunk):
             return
         before = plan.chunks[: plan.chunks.index(chunk)]
@@ -222,12 +223,12 @@ class Harvester:
             )
         return OrbitForming(request.prefix, tuple(chunks), request.tenant)
 
-    def orbit_step(self, forming: OrbitForming, scratch: Sequence[int]) -> bool:
+    def orbit_step(self, forming: OrbitForming, scratch: Scratch) -> Pieces[bool]:
         """Run the next order of a forming set and send off the patches that it completes; False when all have run."""
         order = next(forming.orders, None)
         if order is None:
             return False
-        placed, seconds = self._forward(forming.prefix, order, scratch)
+        placed, seconds = yield from self._forward(forming.prefix, order, scratch)
         for i, place in enumerate(placed):
             before = [(other.chunk.key, other.chunk.content) for other in placed[:i]]
             if not forming.wants(place.chunk.key, [key for key, _ in before]):
@@ -236,7 +237,7 @@ class Harvester:
             canonical = self.library.get_canonical(place.chunk.key, owner)
             if canonical is None:  # evicted meanwhile: nothing to measure the deficit against
                 return False
-            delta = self._deficit(place, canonical, scratch)
+            delta = self._deficit(place, canonical, scratch.blocks)
             mean = forming.add(place.chunk.key, [key for key, _ in before], delta)
             if mean is not None:
                 self._submit(
@@ -254,8 +255,8 @@ class Harvester:
     # -- parts and pairs -----------------------------------------------------------------------------------------------
 
     def part_step(
-        self, forming: OrbitForming, part: Sequence[int], scratch: Sequence[int], *, pair: bool = False
-    ) -> bool:
+        self, forming: OrbitForming, part: Sequence[int], scratch: Scratch, *, pair: bool = False
+    ) -> Pieces[bool]:
         """Run some chunks of a set, in this order, and send off the patches that come of it and are not stored.
 
         Own patches; or, of two chunks, the `pair` patch behind the first, and the first one's behind nothing. Returns
@@ -271,12 +272,13 @@ class Harvester:
             patches.append((kind, self.form.key(chunk.key, behind, kind), owner))
         if self._has_or_sent(*patches[-1][1:]):
             return False
-        placed, seconds = self._forward(forming.prefix, order, scratch)
+        placed, seconds = yield from self._forward(forming.prefix, order, scratch)
         for i, (chunk, (kind, patch, owner)) in enumerate(zip(order, patches, strict=True), 1):
             canonical = self.library.get_canonical(chunk.key, owner_of(forming.tenant, chunk.content))
             if canonical is None or self._has_or_sent(patch, owner):
                 continue
-            self.keep_last(placed[:i], canonical, kind, forming.prefix, owner, scratch, seconds * len(chunk.token_ids))
+            took = seconds * len(chunk.token_ids)
+            self.keep_last(placed[:i], canonical, kind, forming.prefix, owner, scratch.blocks, took)
         return True
 
     def _has_or_sent(self, key: str, owner: str) -> bool:
@@ -294,10 +296,10 @@ class Harvester:
         kind: PatchKind,
         prefix: Sequence[int],
         tenant: str,
-        scratch: Sequence[int],
+        blocks: Sequence[int],
         seconds: float = 0.0,
     ) -> None:
-        """Send off the patch of the last of some chunks that a forward has just run over, behind the others.
+        """Send off the patch of the last of some chunks that a forward has just run over in `blocks`, behind others.
 
         `seconds`: what computing that chunk takes.
         """
@@ -305,7 +307,7 @@ class Harvester:
         behind = [(other.chunk.key, other.chunk.content) for other in before]
         self._submit(
             kind=kind,
-            delta=self._deficit(last, canonical, scratch),
+            delta=self._deficit(last, canonical, blocks),
             canonical=last.chunk.key,
             content=last.chunk.content,
             behind=behind if kind is PatchKind.own else sorted(behind),
@@ -315,17 +317,27 @@ class Harvester:
         )
 
     def _forward(
-        self, prefix: Sequence[int], order: Sequence[OrbitChunk], scratch: Sequence[int]
-    ) -> tuple[list[Placed], float]:
-        """Run chunks behind one another in scratch blocks; where each of them stands, and seconds per token."""
-        sequence, placed = arrange(prefix, order, scratch)
-        began = time.perf_counter()
-        self.engine.forward([(sequence, [Run(0, len(sequence))])])
-        return placed, (time.perf_counter() - began) / len(sequence)
+        self, prefix: Sequence[int], order: Sequence[OrbitChunk], scratch: Scratch
+    ) -> Pieces[tuple[list[Placed], float]]:
+        """Run chunks behind one another; where each of them stands, and seconds per token."""
+        sequence, placed = arrange(prefix, order, scratch.blocks)
+        seconds = yield from self._compute(sequence, scratch)
+        return placed, seconds / len(sequence)
 
-    def _deficit(self, place: Placed, canonical: CanonicalRecord, scratch: Sequence[int]) -> Tensor:
+    def _compute(self, sequence: LinkSequence, scratch: Scratch) -> Pieces[float]:
+        """Compute a sequence's KV; the seconds that its forwards take."""
+        seconds = 0.0
+        for work in forwards([(sequence, [Run(0, len(sequence))])], scratch.piece()):
+            if seconds:
+                yield
+            began = time.perf_counter()
+            self.engine.forward(work)
+            seconds += time.perf_counter() - began
+        return seconds
+
+    def _deficit(self, place: Placed, canonical: CanonicalRecord, blocks: Sequence[int]) -> Tensor:
         """What a chunk absorbed in the forward that has just run [layers, tokens, features], in position-free form."""
-        kv = self.engine.read_kv(scratch, place.start, len(place.chunk.token_ids))
+        kv = self.engine.read_kv(blocks, place.start, len(place.chunk.token_ids))
         return deficit(relocate(kv, -place.position, self.engine.layout), canonical.kv)
 
 

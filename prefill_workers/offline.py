@@ -33,6 +33,7 @@ from prefill_workers.linker import Linker
 from prefill_workers.orbit import set_kind
 from prefill_workers.patch_compiler import PatchCompiler
 from prefill_workers.plan import ChunkPlan, LinkPlan, LinkRequest, PixelsNeeded
+from prefill_workers.scratch import Scratch, at_once
 from prefill_workers.sequence import LinkSequence, Run, forwards
 
 Name = tuple[RecordKind, str]
@@ -86,6 +87,7 @@ class OfflineWorker:
         self._harvester = self._linker.harvester
         self._budget = budget
         self._blocks = range(1, engine.num_blocks)  # block 0 is vLLM's null block
+        self._scratch = Scratch(self._blocks, engine.block_size, lambda: budget)
 
     @property
     def capacity(self) -> int:
@@ -206,7 +208,7 @@ class OfflineWorker:
         for chunk in chunks:
             inside = kv[:, chunk.span.start : chunk.span.stop]
             conditioned = relocate(inside, -chunk.start_position, self.engine.layout)
-            self._harvester.harvest(plan, chunk, conditioned, self._blocks)
+            at_once(self._harvester.harvest(plan, chunk, conditioned, self._scratch))
             item.work.patches += 1
 
     def _form_orbits(self, item: _Planned) -> None:
@@ -214,6 +216,6 @@ class OfflineWorker:
         if forming is None:
             return
         formed = self._compiler.formed
-        while self._harvester.orbit_step(forming, self._blocks):
+        while at_once(self._harvester.orbit_step(forming, self._scratch)):
             item.work.tokens += forming.tokens
         item.work.patches += self._compiler.formed - formed

@@ -29,6 +29,7 @@ from prefill_workers.orbit import OrbitChunk, arrange, set_kind
 from prefill_workers.patch_compiler import PatchCompiler
 from prefill_workers.plan import TEXT, ChunkSpan, LinkRequest, PixelsNeeded
 from prefill_workers.policies import Mode
+from prefill_workers.scratch import Scratch, at_once
 from prefill_workers.sequence import Run, forwards
 
 _CHUNKS_AT_HAND = 64  # with their embeddings
@@ -171,8 +172,10 @@ class PathWorker:
         forming = self._linker.harvester.forming(plan)
         if forming is None:
             raise Unbuildable("its embeddings are not stored")
-        spare = self._blocks[-shape.length // self._engine.block_size :]  # the last ones: paths lie in the first
-        canonical = self._linker.harvester.canonical(plan, plan.chunks[0], spare)
+        size = self._engine.block_size
+        spare = self._blocks[-shape.length // size :]  # the last ones: paths lie in the first
+        scratch = Scratch(spare, size, lambda: self._budget)
+        canonical = at_once(self._linker.harvester.canonical(plan, plan.chunks[0], scratch))
         found = self._rebuilt[name] = _Rebuilt(forming.chunks[0], canonical)
         while len(self._rebuilt) > _CHUNKS_AT_HAND:
             self._rebuilt.popitem(last=False)

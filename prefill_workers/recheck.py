@@ -38,12 +38,12 @@ from prefill_workers.fidelity import Fidelity, compare
 from prefill_workers.handoff import BlockPool
 from prefill_workers.plan import LinkPlan
 from prefill_workers.policies import OperatingPoint
+from prefill_workers.scratch import Scratch
 from prefill_workers.sequence import Embedded, LinkSequence, Run, split_runs
 
 logger = logging.getLogger(__name__)
 
 _MAX_CHECKS = 8  # that wait; each may hold a sequence's blocks and its embeddings
-_SLICE_TOKENS = 512  # of one background forward
 
 
 @dataclass(eq=False)
@@ -63,11 +63,11 @@ class Rechecks:
     """Checks that wait or are under way. Belongs to the prefill loop's thread.
 
     Args:
-        scratch: blocks for background forwards. Between `step`s of a check that is `running` they are its own.
+        scratch: where its sequences lie. Between `step`s of a check that is `running` it is the check's own.
     """
 
     def __init__(
-        self, engine: PrefillEngine, library: Library, fidelity: Fidelity, pool: BlockPool, scratch: Sequence[int]
+        self, engine: PrefillEngine, library: Library, fidelity: Fidelity, pool: BlockPool, scratch: Scratch
     ) -> None:
         self._engine, self._library, self._fidelity = engine, library, fidelity
         self._pool, self._scratch = pool, scratch
@@ -100,7 +100,7 @@ class Rechecks:
         points = self._fidelity.draw(chunk.outcome.operating_point for chunk in plan.chunks)
         if not points:
             return
-        if len(plan.sequence) > len(self._scratch) * self._pool.block_size:
+        if len(plan.sequence) > self._scratch.tokens:
             self._fidelity.skip(points, "length")
         elif len(self._queue) >= _MAX_CHECKS:
             self._fidelity.skip(points, "queue")
@@ -162,10 +162,10 @@ class Rechecks:
             whole = check.plan.sequence
             check.served = self._served(check, embedded)
             self._let_go(check)
-            check.exact = LinkSequence(whole.token_ids, whole.positions, self._scratch, embedded)
+            check.exact = LinkSequence(whole.token_ids, whole.positions, self._scratch.blocks, embedded)
             check.pending = split_runs([Run(0, len(whole))], check.tail[0].start)[0]
             return False
-        now, check.pending = split_runs(check.pending, _SLICE_TOKENS)
+        now, check.pending = split_runs(check.pending, self._scratch.piece())
         if check.pending:
             self._engine.forward([(check.exact, now)])
             return False
@@ -183,7 +183,7 @@ class Rechecks:
         whole, size = check.plan.sequence, self._pool.block_size
         first = check.tail[0].start
         kept = first // size
-        blocks = [*whole.blocks[:kept], *self._scratch[: len(whole.blocks) - kept]]
+        blocks = [*whole.blocks[:kept], *self._scratch.blocks[: len(whole.blocks) - kept]]
         if first % size:
             kv = self._engine.read_kv(whole.blocks, kept * size, first % size)
             self._engine.write_kv(kv, self._engine.slots(blocks, kept * size, first))

@@ -1,10 +1,14 @@
 """The prefill loop: one thread that drives the engine.
 
 Each turn it frees what decode engines have read, admits waiting links while blocks last, places the chunks whose loads
-have ended, and runs ONE forward over what all admitted links can compute, up to a token budget; a long run goes on in
-the next turn. A link computes while its later chunks still load (mpic.md §3.2): up to its frontier, the first token
-that waits for one, and beyond it where layers come in faster than they are needed (see `arriving`). Which tokens a link
-chooses by deviation is found out by partial forwards before (`Linker.select`). When there is no link it works off the
+have ended, and runs ONE forward, up to a token budget; a long run goes on in the next turn. Links are computed in the
+order in which they are due, each some times what it takes to compute after it came: one that links nearly all does not
+wait for one that computes everything, nor that one for ever. Others join the forward of the first where that saves more
+waiting than it causes (see `pace`).
+
+A link computes while its later chunks still load (mpic.md §3.2): up to its frontier, the first token that waits for
+one, and beyond it where layers come in faster than they are needed (see `arriving`). Which tokens a link chooses by
+deviation is found out by partial forwards before (`Linker.select`). When there is no link the loop works off the
 harvest and the checks of earlier ones (see `background`).
 """
 
@@ -17,29 +21,29 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
 
 import torch
 
 from prefill_workers.ahead import CompileStats
-from prefill_workers.arriving import Arriving, Pace
+from prefill_workers.arriving import Arriving
 from prefill_workers.background import Background
 from prefill_workers.engine import PrefillEngine
-from prefill_workers.handoff import BlockPool, Lease, PoolExhausted
+from prefill_workers.handoff import BlockPool, PoolExhausted
+from prefill_workers.job import FORWARD_TOKENS, LinkJob, LinkResult
 from prefill_workers.linker import Linker
-from prefill_workers.plan import ChunkOutcome, LinkPlan, PixelsNeeded
+from prefill_workers.pace import Pace
+from prefill_workers.plan import LinkPlan, PixelsNeeded
 from prefill_workers.recheck import Rechecks
-from prefill_workers.sequence import Run, complement, merge_runs, split_runs
+from prefill_workers.scratch import Scratch
+from prefill_workers.sequence import Run, split_runs
 from prefill_workers.settings import CompileLimits
 
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.002  # between looks for NIXL notifications while a lease is out
-# What a link that still waits for loads must have to compute for a forward of its own; fewer tokens wait for the next.
-# Whatever it computes, a forward costs as much as 16 tokens (250M parameters, two cores; on GPUs many more).
-_FORWARD_TOKENS = 64
+_STRETCH = 4.0  # times what a link takes to compute, until it is due
 
 
 class Overloaded(RuntimeError):
@@ -48,65 +52,6 @@ class Overloaded(RuntimeError):
 
 class PromptTooLarge(ValueError):
     """The prompt needs more KV blocks than the whole pool has."""
-
-
-@dataclass(frozen=True)
-class LinkResult:
-    """A linked sequence, ready to be pulled by a decode engine."""
-
-    lease: str
-    transfer: dict[str, Any]  # vLLM's kv_transfer_params
-    chunks: tuple[ChunkOutcome, ...]
-    tokens_reused: int
-    tokens_computed: int
-    stages_ms: dict[str, float]
-
-
-@dataclass(eq=False)
-class _Job:
-    plan: LinkPlan
-    done: Future[LinkResult]
-    submitted: float
-    lease: Lease | None = None
-    reached: int = 0  # the frontier up to which runs are pending or computed
-    pending: list[Run] = field(default_factory=list)
-    arriving: list[Arriving] = field(default_factory=list)  # what the forward over `pending` writes as it comes in
-    by_layer: bool = True  # whether layers are worth waiting for: not again once some came too late
-
-    @property
-    def computes(self) -> bool:
-        """Whether the link has enough to compute for a forward of its own."""
-        return self.tokens >= (_FORWARD_TOKENS if self.reached < len(self.plan.sequence) else 1)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens to be computed."""
-        return sum(map(len, self.pending))
-
-    @property
-    def left(self) -> int:
-        """Tokens that a forward has still to compute, pending ones included."""
-        return self.tokens + sum(map(len, self.plan.runs_between(self.reached, len(self.plan.sequence))))
-
-    @property
-    def to_measure(self) -> list[Run]:
-        """What no forward has computed and no load has written, up to the last chunk that is measured."""
-        chunks = self.plan.chunks
-        stop = max(c.span.stop for c in chunks if c.unmeasured is not None)
-        written = [run for c in chunks if c.unmeasured is None for run in c.reused]
-        inside = [run for run in written if self.reached <= run.start and run.stop <= stop]
-        return merge_runs([*self.pending, *complement(inside, stop, self.reached)])
-
-    def compute_up_to(self, frontier: int) -> None:
-        """Take up the runs before the frontier."""
-        self.pending = merge_runs([*self.pending, *self.plan.runs_between(self.reached, frontier)])
-        self.reached = frontier
-
-    def go_back_to(self, token: int) -> None:
-        """What was computed from this token on is worth nothing."""
-        if token < self.reached:
-            self.pending = [Run(run.start, min(run.stop, token)) for run in self.pending if run.start < token]
-            self.reached = token
 
 
 @dataclass(frozen=True)
@@ -140,7 +85,7 @@ class PrefillLoop:
         patience_seconds: how long background work gives way to hand-offs of links that have finished, and to requests
             that are on their way.
         compiles: how much is compiled in the background ahead of requests; None: the defaults of `CompileLimits`.
-        pace: decides which loads keep ahead of a forward.
+        pace: what forwards take; None: it is learnt from them.
     """
 
     def __init__(
@@ -164,13 +109,13 @@ class PrefillLoop:
         longest = -(-engine.max_model_len // engine.block_size)
         scratch = min(longest, (last - 1) // 4)
         self._pool = BlockPool(range(1, last - scratch), engine.block_size, lease_seconds, owner, clock)
-        self._waiting: deque[_Job] = deque()
-        self._running: list[_Job] = []
-        spare = range(last - scratch, last)
+        self._waiting: deque[LinkJob] = deque()
+        self._running: list[LinkJob] = []
+        self._pace = pace or Pace()
+        spare = Scratch(range(last - scratch, last), engine.block_size, lambda: self._pace.piece)
         rechecks = Rechecks(engine, linker.library, linker.fidelity, self._pool, spare)
         self._background = Background(linker.harvester, self._pool, spare, compiles or CompileLimits(), rechecks, clock)
         self._patience = patience_seconds
-        self._pace = pace or Pace()
         self._last_finished = self._last_expected = -patience_seconds
         self._abandoned: deque[str] = deque()
         self._wake = threading.Condition()
@@ -196,7 +141,9 @@ class PrefillLoop:
         needed = self._pool.blocks_for(len(plan.sequence))
         if needed > self._pool.total:
             raise PromptTooLarge(f"the prompt needs {needed} KV blocks, the prefill worker has {self._pool.total}")
-        job = _Job(plan, Future(), time.perf_counter(), by_layer=not plan.request.mode.selects)
+        now = time.perf_counter()
+        takes = self._pace.seconds(sum(map(len, plan.runs_between(0, len(plan.sequence)))))
+        job = LinkJob(plan, Future(), now, now + _STRETCH * takes, by_layer=not plan.request.mode.selects)
         with self._wake:
             if self._stopping:
                 raise Overloaded("the prefill worker is shutting down")
@@ -337,6 +284,7 @@ class PrefillLoop:
             self._running.append(job)
 
     def _step(self) -> None:
+        self._running.sort(key=lambda job: job.due)
         self._running = [job for job in self._running if self._advance(job)]
         self._select()
         if any(job.computes for job in self._running):
@@ -348,7 +296,7 @@ class PrefillLoop:
         for job in finished:
             self._finish(job)
 
-    def _advance(self, job: _Job) -> bool:
+    def _advance(self, job: LinkJob) -> bool:
         """Place what has been loaded for a link, and take up the runs that may be computed then. False if it ends."""
         if job.done.cancelled():
             self._free(job)
@@ -385,15 +333,16 @@ class PrefillLoop:
         for job in ready:
             job.compute_up_to(job.plan.frontier)
 
-    def _take_up_arriving(self, job: _Job) -> None:
+    def _take_up_arriving(self, job: LinkJob) -> None:
         """Let this turn's forward write the chunks that are coming in, if their layers keep ahead of it."""
         arriving = self._linker.arriving(job.plan)
         if not arriving:
             return
         whole = len(job.plan.sequence)
         tokens = job.tokens + sum(map(len, job.plan.runs_between(job.reached, whole)))
-        ahead = sum(other.tokens for other in takewhile(lambda other: other is not job, self._running))
-        worth_it = tokens >= _FORWARD_TOKENS and ahead + tokens <= self._budget  # or it would not be this turn's
+        ahead = [other.tokens for other in takewhile(lambda other: other is not job, self._running) if other.tokens]
+        this_turn = not ahead or self._pace.joins(tokens, len(ahead), 0)
+        worth_it = tokens >= FORWARD_TOKENS and this_turn and sum(ahead) + tokens <= self._budget
         if worth_it and self._pace.keeps_ahead(arriving, tokens):
             for chunk in arriving:
                 chunk.chunk.written = chunk
@@ -401,10 +350,15 @@ class PrefillLoop:
             job.compute_up_to(whole)
 
     def _forward(self) -> None:
-        """One forward over what the running links can compute, up to the budget."""
-        began, budget, work = time.perf_counter(), self._budget, []
-        arriving: list[tuple[_Job, Arriving]] = []
-        for job in self._running:
+        """One forward over what the link that is due first can compute, and those that join it, up to the budget."""
+        began, budget = time.perf_counter(), self._budget
+        work: list[tuple[LinkJob, list[Run]]] = []
+        arriving: list[tuple[LinkJob, Arriving]] = []
+        ready = [job for job in self._running if job.pending]
+        for behind, job in zip(reversed(range(len(ready))), ready, strict=True):
+            # what a forward writes as it comes in must be in the forward that was chosen for it
+            if work and not job.arriving and not self._pace.joins(job.tokens, len(work), behind):
+                continue
             now, job.pending = split_runs(job.pending, budget)
             if now:
                 work.append((job, now))
@@ -427,7 +381,7 @@ class PrefillLoop:
         self._by_layer += bool(arriving)
         self._tokens += tokens
         spent = time.perf_counter() - began
-        if tokens >= _FORWARD_TOKENS:
+        if tokens >= FORWARD_TOKENS:
             self._pace.learn(tokens, spent - sum(chunk.waited for _, chunk in arriving))
         for job, _ in work:
             job.plan.stages_ms["forward"] = job.plan.stages_ms.get("forward", 0.0) + spent * 1e3
@@ -441,7 +395,7 @@ class PrefillLoop:
             if self._running and not any(job.computes or job.plan.has_news for job in self._running):
                 self._wake.wait(_POLL_SECONDS)
 
-    def _finish(self, job: _Job) -> None:
+    def _finish(self, job: LinkJob) -> None:
         assert job.lease is not None
         plan = job.plan
         self._last_finished = time.perf_counter()
@@ -461,12 +415,12 @@ class PrefillLoop:
         except InvalidStateError:  # cancelled meanwhile: nobody will read these blocks
             self._free(job)
 
-    def _free(self, job: _Job) -> None:
+    def _free(self, job: LinkJob) -> None:
         job.plan.unpin()
         if job.lease is not None:
             self._pool.abandon(job.lease.id)
 
-    def _fail(self, job: _Job, error: Exception) -> None:
+    def _fail(self, job: LinkJob, error: Exception) -> None:
         logger.error("link %s failed", job.plan.request.request_id, exc_info=error)
         self._free(job)
         with suppress(InvalidStateError):

@@ -42,8 +42,8 @@ from kvstore.index import prefix_key
 from serving.config import AccessLogSettings
 
 if TYPE_CHECKING:
+    from prefill_workers.job import LinkResult
     from prefill_workers.plan import ChunkSpan, LinkRequest
-    from prefill_workers.worker import LinkResult
 
 logger = logging.getLogger(__name__)
 

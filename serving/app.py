@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
     from prefill_workers.engine import EngineSpec
+    from prefill_workers.job import LinkResult
     from prefill_workers.patch_compiler import PatchJob
     from prefill_workers.plan import LinkRequest, PrefetchRequest
-    from prefill_workers.worker import LinkResult
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
         from kvstore.library import Library
         from prefill_workers.engine import PrefillEngine
         from prefill_workers.linker import Linker
+        from prefill_workers.pace import measure
         from prefill_workers.patch_compiler import load_form
         from prefill_workers.worker import PrefillLoop
 
@@ -115,6 +116,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
             owner=f"prefill-{os.getpid()}-{serve.get_replica_context().replica_id.unique_id}",
             form=settings.form_patches,
             compiles=settings.compile_limits(composes=linker.composes),
+            pace=measure(self._engine),
         )
         bytes_per_token = self._engine.layout.bytes_per_token(self._engine.dtype)
         self._reporter = PrefillReporter(self._loop, self._library, bytes_per_token, config.routing.hot_chunks)

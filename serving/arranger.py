@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from kvstore.index import Entry, PatchIndex, scopes_of
 from kvstore.patch import PatchKind
 from kvstore.popularity import Popularity
+from prefill_workers.job import LinkResult
 from prefill_workers.plan import ChunkOutcome, LinkRequest
 from prefill_workers.policies import OperatingPoint
-from prefill_workers.worker import LinkResult
 from serving.placement import Chunk, Placement, Problem, Stored, place
 
 _MAX_CONTENTS = 1 << 16  # whose tokens are kept

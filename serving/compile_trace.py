@@ -140,7 +140,7 @@ class Planner:
         return trace_of(self._learnt(requests), self.prefixes, self._unusable, self._why_not)
 
     def _learnt(self, requests: Iterable[LoggedRequest]) -> Iterator[LoggedRequest]:
-        from prefill_workers.worker import LinkResult
+        from prefill_workers.job import LinkResult
 
         for request in requests:
             if request.model == self.config.model.served_name:

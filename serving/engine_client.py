@@ -31,9 +31,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.tasks import SupportedTask
 from vllm.v1.engine.input_processor import InputProcessor
 
+from prefill_workers.job import LinkResult
 from prefill_workers.plan import LinkRequest, PixelsNeeded, PrefetchRequest
 from prefill_workers.policies import Mode
-from prefill_workers.worker import LinkResult, Overloaded
+from prefill_workers.worker import Overloaded
 from serving.access_log import AccessLog
 from serving.api.compiling import CompilingRoles
 from serving.api.errors import OverloadedError

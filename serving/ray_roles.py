@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from prefill_workers.ahead import CompileStats
     from prefill_workers.fidelity import PointStatus
+    from prefill_workers.job import LinkResult
     from prefill_workers.plan import LinkRequest, PrefetchRequest
     from prefill_workers.policies import OperatingPoint
-    from prefill_workers.worker import LinkResult
     from serving.formed import Formed
 
 

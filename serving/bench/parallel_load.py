@@ -38,8 +38,8 @@ from serving.bench.worker import TENANT, Worker, prompt_over, worker
 if TYPE_CHECKING:
     from kvstore.library import Library
     from kvstore.tiers import Tier
-    from prefill_workers.arriving import Pace
     from prefill_workers.engine import PrefillEngine
+    from prefill_workers.pace import Pace
 
 TOKENS, RANK = 256, 32
 LATENCY_S, BYTES_PER_S = 0.005, 48 * (1 << 20)
@@ -114,7 +114,7 @@ class _Measurement:
     def __init__(self, engine: PrefillEngine, case: Case, directory: Path) -> None:
         from kvstore.tier_faults import SlowTier
         from kvstore.tiers import DiskTier
-        from prefill_workers.arriving import Pace
+        from prefill_workers.pace import Pace
 
         self._pace = Pace()
         self._engine, self._directory = engine, directory

@@ -180,6 +180,7 @@ class Probe:
 
     def _gather(self, number: int) -> Item:
         from kvstore.patch import deficit, mean_deficit, orderings
+        from prefill_workers.scratch import Scratch, at_once
 
         first = number * (PREDECESSORS + 2)
         *pages, b, other = range(first, first + PREDECESSORS + 2)
@@ -187,7 +188,9 @@ class Probe:
         plan = self._plan([*tested, b])
         self._forward(plan, self._blocks)
         target = plan.chunks[-1]
-        canonical = self._linker.harvester.canonical(plan, target, self._scratch).kv
+        size = self._engine.block_size
+        scratch = Scratch(self._scratch, size, lambda: len(self._scratch) * size)
+        canonical = at_once(self._linker.harvester.canonical(plan, target, scratch)).kv
 
         def behind(order: Sequence[int]) -> Tensor:
             run = self._plan([*order, b])

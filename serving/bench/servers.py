@@ -131,6 +131,7 @@ class EmbeddedRoles:
         from kvstore.library import Library
         from prefill_workers.engine import PrefillEngine
         from prefill_workers.linker import Linker
+        from prefill_workers.pace import measure
         from prefill_workers.patch_compiler import PatchCompiler, load_form
         from prefill_workers.worker import PrefillLoop
 
@@ -151,6 +152,7 @@ class EmbeddedRoles:
             max_queue=settings.max_queue,
             lease_seconds=settings.lease_seconds,
             owner="embedded",
+            pace=measure(self.engine),
         )
         self._loop.start()
         self._thread = ThreadPoolExecutor(1)

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from kvstore.library import Library
     from kvstore.patch_form import PatchForm
     from prefill_workers.engine import PrefillEngine
+    from prefill_workers.job import LinkResult
     from prefill_workers.linker import Linker
     from prefill_workers.patch_compiler import PatchJob
     from prefill_workers.plan import LinkRequest
-    from prefill_workers.worker import LinkResult, PrefillLoop
+    from prefill_workers.worker import PrefillLoop
 
 TENANT = "local"
 _IDLE_SECONDS = 0.002

@@ -15,8 +15,9 @@ from kvstore.seal import find_seal
 from kvstore.settings import LibrarySettings
 from kvstore.tier_faults import WrappedTier
 from kvstore.tiers import Blob, MemoryTier, Tier
-from prefill_workers.arriving import Arriving, Pace
+from prefill_workers.arriving import Arriving
 from prefill_workers.engine import PrefillEngine
+from prefill_workers.pace import Pace
 
 FIRST_LAYERS = 2  # are there at once
 _TEXT = "quite a few words that stand between two pictures, more than a forward takes along for nothing "

@@ -22,13 +22,14 @@ from kvstore.patch_form import PatchForm
 from kvstore.settings import FactorType, LibrarySettings
 from prefill_workers.engine import EngineSpec, PrefillEngine
 from prefill_workers.fidelity import Fidelity
+from prefill_workers.job import LinkResult
 from prefill_workers.linker import Linker
 from prefill_workers.patch_compiler import PatchCompiler
 from prefill_workers.plan import LinkPlan, LinkRequest, PixelsNeeded
 from prefill_workers.policies import Mode
 from prefill_workers.sequence import Embedded, LinkSequence, Run
 from prefill_workers.settings import CompileLimits, FidelitySettings
-from prefill_workers.worker import LinkResult, PrefillLoop, drain
+from prefill_workers.worker import PrefillLoop, drain
 from serving.documents import Document, Documents
 from serving.segments import Delimiters, Segments, segment
 

@@ -13,8 +13,8 @@ from layers import LayerTier, cold_rig, parts_of, teach
 from rig import QWEN2_5_VL, Linked, Rig
 
 from kvstore.tiers import Tier
-from prefill_workers.arriving import Pace
 from prefill_workers.engine import PrefillEngine
+from prefill_workers.pace import Pace
 
 pytestmark = pytest.mark.engine
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
+from typing import Any
 
 import pytest
 from rig import MAX_MODEL_LEN, Rig, apart
 
+from prefill_workers.job import LinkResult
+from prefill_workers.pace import Pace
 from prefill_workers.plan import LinkPlan
-from prefill_workers.worker import LinkResult, Overloaded, PromptTooLarge, drain
+from prefill_workers.sequence import LinkSequence, Run
+from prefill_workers.worker import Overloaded, PromptTooLarge, drain
 
 pytestmark = pytest.mark.engine
 
@@ -37,7 +41,7 @@ def all_free(rig: Rig) -> bool:
 
 
 def test_links_batched_into_one_forward_equal_serial_ones(make_rig: Callable[..., Rig]):
-    rig = make_rig(form=False)
+    rig = make_rig(form=False, pace=Pace(fixed=10_000.0))  # a forward of one's own is dear: all join
     serial = [rig.link(parts, "exact").kv for parts in MIXED]
     plans = [rig.plan(parts, "exact") for parts in MIXED]
     before = rig.loop.stats().forwards
@@ -48,6 +52,67 @@ def test_links_batched_into_one_forward_equal_serial_ones(make_rig: Callable[...
     for plan, result, alone in zip(plans, results, serial, strict=True):
         assert apart(rig.finish(plan, result).kv, alone) < 1e-5
     wait_for(lambda: all_free(rig))
+
+
+def forwarded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[LinkSequence, int]]]:
+    """A list that every forward adds itself to: its sequences, with how many tokens of each it computes."""
+    seen: list[list[tuple[LinkSequence, int]]] = []
+    forward = rig.engine.forward
+
+    def noted(work: Sequence[tuple[LinkSequence, Sequence[Run]]], *more: Any) -> None:
+        seen.append([(sequence, sum(map(len, runs))) for sequence, runs in work])
+        forward(work, *more)
+
+    monkeypatch.setattr(rig.engine, "forward", noted)
+    return seen
+
+
+def test_links_go_in_the_order_in_which_they_are_due_and_join_where_that_saves_waiting(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+):
+    rig = make_rig(form=False, pace=Pace(fixed=16.0, seconds_per_token=1.0))
+    long, short, tiny = rig.plan(MIXED[4], "exact"), rig.plan(MIXED[1], "exact"), rig.plan(["?"], "off")
+    assert len(long.sequence) > 100 > len(short.sequence) > len(tiny.sequence)
+    assert len(tiny.sequence) <= 2 * 16 < len(short.sequence)
+    seen = forwarded(rig, monkeypatch)
+    with rig.loop._wake:
+        futures = {name: rig.loop.submit(plan) for name, plan in (("long", long), ("short", short), ("tiny", tiny))}
+    for future in futures.values():
+        rig.loop.abandon(future.result(60).lease)
+    # `short` in the forward of `tiny` would delay that by more than it saves for itself and for `long`.
+    assert [[sequence for sequence, _ in work] for work in seen] == [[tiny.sequence], [short.sequence], [long.sequence]]
+
+
+def test_a_link_that_arrives_waits_for_one_piece_of_the_background_work(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+):
+    rig = make_rig(pace=Pace(fixed=2.0, seconds_per_token=1.0))  # pieces of 16 tokens
+    asked = rig.plan(MIXED[0], "off")
+    whole = rig.plan(MIXED[4], "auto")
+    seen = forwarded(rig, monkeypatch)
+    futures: list[Future[LinkResult]] = []
+    noted = rig.engine.forward
+
+    def meanwhile(work: Any, *more: Any) -> None:
+        noted(work, *more)
+        if len(seen) == 2:  # the first piece of the first harvest
+            futures.append(rig.loop.submit(asked))
+
+    monkeypatch.setattr(rig.engine, "forward", meanwhile)
+    rig.loop.abandon(rig.loop.submit(whole).result(60).lease)
+    drain(rig.loop)
+    rig.library.flush()
+    (future,) = futures
+    rig.loop.abandon(future.result(60).lease)
+    assert [sequence for sequence, _ in seen[0]] == [whole.sequence]
+    assert [sequence for sequence, _ in seen[2]] == [asked.sequence]
+    (piece,), (rest,) = seen[1], seen[3]
+    assert (piece[0], piece[1]) == (rest[0], 16), "the harvest goes on where it was"
+    assert all(tokens <= 16 for work in seen[3:] for _, tokens in work)
+    monkeypatch.undo()
+    relinked = rig.link(MIXED[4], "auto")
+    assert relinked.points == ["patched"] * 3
+    assert apart(relinked.kv, rig.link(MIXED[4], "exact").kv) < 1e-3
 
 
 def test_a_small_token_budget_splits_runs_and_changes_nothing(make_rig: Callable[..., Rig]):

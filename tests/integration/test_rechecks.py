@@ -20,6 +20,7 @@ from kvstore.settings import FactorType, LibrarySettings
 from prefill_workers import recheck
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.fidelity import PointStatus
+from prefill_workers.pace import Pace
 from prefill_workers.policies import OperatingPoint
 from prefill_workers.settings import FidelitySettings
 
@@ -171,11 +172,8 @@ def test_wherever_the_compared_tokens_lie_in_their_blocks_nothing_but_the_patch_
     assert (now.checks, now.agreements, now.kl_counts[0]) == (12, 12, 12)
 
 
-def test_documents_and_a_prompt_that_ends_in_a_chunk_are_checked_a_slice_at_a_time(
-    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(recheck, "_SLICE_TOKENS", 50)
-    rig = make_rig(fidelity=ALL)
+def test_documents_and_a_prompt_that_ends_in_a_chunk_are_checked_a_piece_at_a_time(make_rig: Callable[..., Rig]):
+    rig = make_rig(fidelity=ALL, pace=Pace(fixed=6.25, seconds_per_token=1.0))  # pieces of 50 tokens
     for parts in ([Page(1), "then ", Page(2)], [2, " beside ", Page(3)]):
         rig.link(parts)
         assert set(rig.link(parts).points) == {"patched"}

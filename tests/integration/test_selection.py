@@ -18,6 +18,7 @@ from kvstore.patch import relocate
 from kvstore.settings import LibrarySettings
 from kvstore.tiers import MemoryTier
 from prefill_workers.engine import PrefillEngine
+from prefill_workers.pace import Pace
 from prefill_workers.sequence import LinkSequence, Run, complement
 
 pytestmark = pytest.mark.engine
@@ -165,7 +166,8 @@ def test_a_new_chunk_is_kept_but_forms_no_patch_behind_one_that_is_not_exact(wor
     assert worker.link([1, " and ", 0, "?"], "auto").points == ["patched", "recomputed"]
 
 
-def test_links_of_all_modes_share_one_forward(worker: Rig):
+def test_links_of_all_modes_share_one_forward(worker: Rig, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(worker.loop, "_pace", Pace(fixed=10_000.0))  # a forward of one's own is dear: all join
     modes = ["auto", "mpic-20", "cacheblend-15", "exact", "cacheblend-60", "full-reuse", "mpic-0", "off"]
     worker.link(MORE)  # whatever there is to learn
     serial = [worker.link(MORE, mode) for mode in modes]

@@ -14,9 +14,9 @@ import torch
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 
 from kvstore.index import prefix_key
+from prefill_workers.job import LinkResult
 from prefill_workers.plan import TEXT, ChunkOutcome, ChunkSpan, LinkRequest
 from prefill_workers.policies import OperatingPoint
-from prefill_workers.worker import LinkResult
 from serving.access_log import AccessLog, BadLog, LoggedRequest, expanded, read, runs_of
 from serving.config import AccessLogSettings
 from serving.engine_client import LinkedEngineClient

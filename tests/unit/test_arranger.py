@@ -10,9 +10,9 @@ from kvstore.chunk import DYNAMIC_TENANT
 from kvstore.index import Entry, Scope, prefix_key
 from kvstore.patch import PatchKind
 from kvstore.popularity import Popularity
+from prefill_workers.job import LinkResult
 from prefill_workers.plan import ChunkOutcome, ChunkSpan, LinkRequest
 from prefill_workers.policies import OperatingPoint
-from prefill_workers.worker import LinkResult
 from serving.arranger import Arranger, LinkCosts
 from serving.errors import RoleUnavailable
 from serving.formed import Formed, follow

@@ -10,9 +10,10 @@ import pytest
 from vllm.exceptions import GenerationError
 from vllm.sampling_params import SamplingParams
 
+from prefill_workers.job import LinkResult
 from prefill_workers.plan import ChunkOutcome, LinkRequest, PixelsNeeded, PrefetchRequest
 from prefill_workers.policies import Mode, OperatingPoint
-from prefill_workers.worker import LinkResult, Overloaded
+from prefill_workers.worker import Overloaded
 from serving.api.chat import contents_of
 from serving.api.errors import OverloadedError
 from serving.api.extension import OrbitOptions, RequestTrace, set_trace

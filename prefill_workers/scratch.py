@@ -1,0 +1,63 @@
+"""Background work in pieces: where its sequences lie, how much of one a forward computes, and how it goes on.
+
+What computes off the request path is a generator that pauses between its forwards, none of which is longer than a link
+that arrives meanwhile should wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Result = TypeVar("Result")
+Pieces = Generator[None, None, Result]  # pauses between pieces, and returns what came of them
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Blocks of `block_size` tokens for sequences that no request waits for.
+
+    `piece`: how many tokens one forward over them computes at most, asked before every sequence.
+    """
+
+    blocks: Sequence[int]
+    block_size: int
+    piece: Callable[[], int]
+
+    @property
+    def tokens(self) -> int:
+        """Of the longest sequence that fits."""
+        return len(self.blocks) * self.block_size
+
+
+class Piecework(Generic[Result]):
+    """Work under way: `seconds` that it has taken, pauses left out, and its `result` once it is over."""
+
+    result: Result
+
+    def __init__(self, pieces: Pieces[Result]) -> None:
+        self._pieces = pieces
+        self.seconds = 0.0
+
+    def go_on(self) -> bool:
+        """Do the next piece; True when it was the last."""
+        began = time.perf_counter()
+        try:
+            next(self._pieces)
+        except StopIteration as end:
+            self.result = end.value
+            return True
+        finally:
+            self.seconds += time.perf_counter() - began
+        return False
+
+
+def at_once(pieces: Pieces[Result]) -> Result:
+    """Do all pieces, one after the other."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            return end.value

@@ -1,0 +1,49 @@
+"""Background work in pieces."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from prefill_workers.scratch import Pieces, Piecework, Scratch, at_once
+
+
+def counted(seen: list[int], pieces: int) -> Pieces[str]:
+    for number in range(pieces - 1):
+        seen.append(number)
+        yield
+    seen.append(pieces - 1)
+    return "done"
+
+
+def test_work_goes_on_a_piece_at_a_time_and_its_seconds_leave_out_the_pauses():
+    seen: list[int] = []
+    work = Piecework(counted(seen, 3))
+    overs = []
+    for _ in range(3):
+        overs.append(work.go_on())
+        time.sleep(0.05)
+    assert (overs, seen, work.result) == ([False, False, True], [0, 1, 2], "done")
+    assert work.seconds < 0.05
+
+
+def test_all_pieces_at_once():
+    seen: list[int] = []
+    assert at_once(counted(seen, 4)) == "done"
+    assert seen == [0, 1, 2, 3]
+
+
+def test_what_a_piece_raises_comes_out_of_the_step_that_took_it():
+    def broken() -> Pieces[None]:
+        yield
+        raise OSError("injected")
+
+    work = Piecework(broken())
+    assert not work.go_on()
+    with pytest.raises(OSError, match="injected"):
+        work.go_on()
+
+
+def test_scratch_blocks_hold_so_many_tokens():
+    assert Scratch(range(5, 9), 16, lambda: 100).tokens == 64
