@@ -179,6 +179,9 @@ def bench(
     items: Annotated[
         int | None, typer.Option(min=1, help="Items to measure, for benchmarks that ask questions; default: theirs.")
     ] = None,
+    work: Annotated[
+        Path | None, typer.Option(help="Keep finished parts here and go on from them, in a benchmark that takes hours.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Within a minute: few turns, small cases.")] = False,
 ) -> None:
     """Measure, both arms of a comparison in one session, and say which targets were met."""
@@ -202,8 +205,11 @@ def bench(
     if items is not None and not benchmark.takes_items:
         console.print(f"[red]error:[/red] benchmark {name} has no items to choose the number of")
         raise typer.Exit(2)
-    options = {"model": model} if benchmark.takes_model else {}
-    outcome = benchmark.run(quick, console, **options, **({"items": items} if benchmark.takes_items else {}))
+    if work is not None and not benchmark.takes_work:
+        console.print(f"[red]error:[/red] benchmark {name} has no parts to keep; it takes no --work")
+        raise typer.Exit(2)
+    given = {"model": model, "items": items, "work": work}
+    outcome = benchmark.run(quick, console, **{key: given[key] for key in given if getattr(benchmark, f"takes_{key}")})
     document = harness.report(benchmark, outcome, shlex.join(["orbitserve", *sys.argv[1:]]), quick)
     harness.show(benchmark, document, console)
     if json_file is not None:

@@ -62,7 +62,8 @@ class Benchmark:
     """A benchmark by name. `targets`: figure → (comparison, number), from the project's goals.
 
     `run` takes `quick` and the console, with `takes_model` a checkpoint's path or None as `model`, and with
-    `takes_items` how much to measure or None as `items`. `applies`: whether a target is one of a run that gave these
+    `takes_items` how much to measure or None as `items`, and with `takes_work` a folder for finished parts or None as
+    `work`. `applies`: whether a target is one of a run that gave these
     figures.
     """
 
@@ -72,6 +73,7 @@ class Benchmark:
     targets: Mapping[str, tuple[str, float]]
     takes_model: bool = False
     takes_items: bool = False
+    takes_work: bool = False
     applies: Callable[[str, Mapping[str, float]], bool] = lambda name, figures: True
 
     def targets_of(self, figures: Mapping[str, float]) -> dict[str, tuple[str, float]]:

@@ -16,14 +16,20 @@ from infra.vllm_env import vllm_environment
 from serving.bench.fidelity.arms import COMMON
 from serving.bench.fidelity.tables import AT_EQUAL_BYTES, BUDGETS, BY_LAYERS, FORMS, MAIN, MARGIN, Table, loses, tables
 from serving.bench.harness import UNCERTAINTY, Benchmark, Outcome
+from serving.bench.kept import Kept
 
 ITEMS = 500
 KINDS = {"gqa": "qwen2_5_vl", "deepstack": "qwen3_vl", "mla": "kimi_vl", "mha": "llava"}
 Tables = dict[str, Table]
 
 
-def run(quick: bool, console: Console, model: Path | None = None, items: int | None = None) -> Outcome:
-    """Measure the reference models that are there, or the one in the folder `model`, on `items` items a split."""
+def run(
+    quick: bool, console: Console, model: Path | None = None, items: int | None = None, work: Path | None = None
+) -> Outcome:
+    """Measure the reference models that are there, or the one in the folder `model`, on `items` items a split.
+
+    Finished parts are kept in `work`, from where a run that was cut off goes on.
+    """
     os.environ.update(vllm_environment(kv_cache_gib=1, threads=len(os.sched_getaffinity(0))))
     shipped = {kind: WEIGHTS / family for kind, family in KINDS.items() if (WEIGHTS / family).exists()}
     if model is not None:
@@ -34,7 +40,7 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
     found: Tables = {}
     items = items or (24 if quick else ITEMS)
     for kind, folder in shipped.items():
-        for name, table in measured(kind, folder, items, console):
+        for name, table in measured(kind, folder, items, console, work):
             found[f"{kind}: {name}"] = table
         figures |= figures_of(kind, found)
     workload = {
@@ -45,7 +51,9 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
     return Outcome(workload, [], figures, found)
 
 
-def measured(kind: str, folder: Path, items: int, console: Console) -> Iterator[tuple[str, Table]]:
+def measured(
+    kind: str, folder: Path, items: int, console: Console, work: Path | None = None
+) -> Iterator[tuple[str, Table]]:
     """All tables of one model, as they come."""
     from serving.bench.fidelity.reader import Reader
     from serving.bench.fidelity.study import Study
@@ -57,7 +65,8 @@ def measured(kind: str, folder: Path, items: int, console: Console) -> Iterator[
     try:
         with torch.inference_mode():
             study = Study(reader, FAMILIES[folder.name].cell)
-            for name, table in tables(study, items, console):
+            kept = Kept(work, (folder.name, reader.engine.fingerprint, items), Path(__file__).parent)
+            for name, table in tables(study, items, kept, console):
                 console.print(f"  {kind}: {name}")
                 yield name, table
     finally:
@@ -121,5 +130,6 @@ BENCHMARK = Benchmark(
     {f"{kind}.{name}": target for kind in KINDS for name, target in TARGETS.items()},
     takes_model=True,
     takes_items=True,
+    takes_work=True,
     applies=applies,
 )

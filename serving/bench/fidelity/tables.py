@@ -6,6 +6,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from math import nan
 
@@ -19,6 +20,7 @@ from serving.bench.fidelity.scores import Scores, summary
 from serving.bench.fidelity.shape import Shape
 from serving.bench.fidelity.study import Study
 from serving.bench.harness import UNCERTAINTY
+from serving.bench.kept import Kept
 
 FORMS = {
     Split.single: Form(3, 12, 12), Split.multi: Form(3, 12, 12), Split.legend: Form(3, 8, 18),
@@ -38,14 +40,15 @@ Table = dict[str, dict[str, float]]
 Rows = Mapping[str, Mapping[str, float]]  # arm and figure to a number
 
 
-def tables(study: Study, items: int, console: Console) -> Iterator[tuple[str, Table]]:
+def tables(study: Study, items: int, kept: Kept, console: Console) -> Iterator[tuple[str, Table]]:
     """All tables, as they come: the main ones on `items` items a split, the others on a fifth of that, at least 16."""
     few = max(items // 5, 16)
-    yield from _by_split(_measured(study, items, few, console))
-    yield from _of_orders_and_drift(study, few)
-    yield from _of_composition(study, few)
-    yield from _of_growth(study, few)
-    stored = summary(storage.storage(study, Split.multi, STORED_RANK, few, FORMS[Split.multi]))
+    yield from _by_split(_measured(study, items, few, kept, console))
+    yield from _of_orders_and_drift(study, few, kept)
+    yield from _of_composition(study, few, kept)
+    yield from _of_growth(study, few, kept)
+    scores = kept.once("storage", lambda: storage.storage(study, Split.multi, STORED_RANK, few, FORMS[Split.multi]))
+    stored = summary(scores)
     yield (
         "equal bytes",
         {
@@ -70,24 +73,30 @@ class Measured:
     prompts: dict[Split, Prompt] = field(default_factory=dict)
 
 
-def _measured(study: Study, items: int, few: int, console: Console) -> Measured:
+def _measured(study: Study, items: int, few: int, kept: Kept, console: Console) -> Measured:
     basis, found = study.basis(FORMS[Split.multi]), Measured()
     arms = study.arms.standard(basis)
     few_arms = {"blind": arms["blind"], **_partial(study)}
     for percent in BUDGETS:
         few_arms |= study.arms.within(percent, basis)
-    for split, form in FORMS.items():
-        console.print(f"  {split}: {items} items")
-        shape = found.shapes[split] = Shape(study.arms.layout)
+
+    def measure(split: Split) -> tuple[Rows, Rows, Shape, Prompt]:
+        shape, prompt = Shape(study.arms.layout), None
         whole: dict[str, Scores] = defaultdict(Scores)
         some: dict[str, Scores] = defaultdict(Scores)
-        for one in chain.from_iterable(study.gathered(split, items, form)):
+        for one in chain.from_iterable(study.gathered(split, items, FORMS[split])):
             shape.add(one.pages[-1])
             study.score(whole, one, arms)
             if len(some["blind"].kl) < few:
                 study.score(some, one, few_arms)
-            found.prompts[split] = one.prompt
-        found.whole[split], found.few[split] = summary(whole), summary(some)
+            prompt = one.prompt
+        assert prompt is not None
+        return summary(whole), summary(some), shape, prompt
+
+    for split in FORMS:
+        console.print(f"  {split}: {items} items")
+        parts = kept.once(f"split {split}", partial(measure, split))
+        found.whole[split], found.few[split], found.shapes[split], found.prompts[split] = parts
     return found
 
 
@@ -164,29 +173,34 @@ def margins(found: Measured, percent: int) -> dict[str, float]:
     return cells
 
 
-def _of_orders_and_drift(study: Study, few: int) -> Iterator[tuple[str, Table]]:
+def _of_orders_and_drift(study: Study, few: int, kept: Kept) -> Iterator[tuple[str, Table]]:
     turned: Table = {}
     for predecessors in reorder.FORMS:
-        scores, apart = reorder.reorder(study, predecessors, few)
+        measure = partial(reorder.reorder, study, predecessors, few)
+        scores, apart = kept.once(f"orders of {predecessors}", measure)
         turned[f"K = {predecessors}"] = {**_etas(scores), "orders apart": apart}
     yield "η by order", turned
-    drifted = envelope.envelope(study, few)
+    drifted = kept.once("drift", lambda: envelope.envelope(study, few))
     yield "η by drift", {name: _etas(scores) for name, scores in drifted.items()}
     yield "answers changed by drift", {name: _changed(scores) for name, scores in drifted.items()}
     yield "rule", {"linker's rule": {"false reuse": envelope.false_reuse(drifted)}}
-    yield "rolling KL by situation", online.table(online.online(study, -(-few // len(online.SPLITS))))
+    checks = kept.once("situations", lambda: online.online(study, -(-few // len(online.SPLITS))))
+    yield "rolling KL by situation", online.table(checks)
 
 
-def _of_composition(study: Study, few: int) -> Iterator[tuple[str, Table]]:
+def _of_composition(study: Study, few: int, kept: Kept) -> Iterator[tuple[str, Table]]:
     for split, sizes in composition.SIZES.items():
-        behind = {f"|S| = {size}": summary(composition.compositions(study, split, size, few)) for size in sizes}
+        behind = {}
+        for size in sizes:
+            measure = partial(composition.compositions, study, split, size, few)
+            behind[f"|S| = {size}"] = summary(kept.once(f"composition {split} {size}", measure))
         for figure in ("eta", "accuracy", "computed"):
             rows = {name: {arm: row.get(figure, nan) for arm, row in arms.items()} for name, arms in behind.items()}
             yield f"{figure} by composition, {split}", rows
 
 
-def _of_growth(study: Study, few: int) -> Iterator[tuple[str, Table]]:
-    grown = {pages: growth.growth(study, pages, few) for pages in growth.PAGES}
+def _of_growth(study: Study, few: int, kept: Kept) -> Iterator[tuple[str, Table]]:
+    grown = {pages: kept.once(f"growth {pages}", partial(growth.growth, study, pages, few)) for pages in growth.PAGES}
     yield "accuracy by pages", {mode: {str(n): grown[n][mode][0] for n in grown} for mode in growth.MODES}
     yield "median ms by pages", {mode: {str(n): grown[n][mode][1] for n in grown} for mode in growth.MODES}
 

@@ -1,0 +1,41 @@
+"""Finished parts of a measurement that takes hours, kept so that one that was cut off goes on from them."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar, cast
+
+Part = TypeVar("Part")
+
+
+class Kept:
+    """Parts in a folder, each under its name and what it was measured with; None: nothing is kept.
+
+    Args:
+        of: everything that a part depends on, but for the code.
+        code: a folder of the code that measures. A part that other code measured is measured again.
+    """
+
+    def __init__(self, folder: Path | None, of: object = (), code: Path | None = None) -> None:
+        self._folder = folder
+        known = hashlib.sha256(repr(of).encode())
+        for path in sorted(code.glob("*.py")) if code else ():
+            known.update(path.read_bytes())
+        self._known = known.digest()
+
+    def once(self, name: str, measure: Callable[[], Part]) -> Part:
+        """What `measure` returned when this part was measured, be it now."""
+        if self._folder is None:
+            return measure()
+        path = self._folder / f"{hashlib.sha256(self._known + name.encode()).hexdigest()[:32]}.part"
+        if path.exists():
+            return cast(Part, pickle.loads(path.read_bytes()))
+        part = measure()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(".new")
+        fresh.write_bytes(pickle.dumps(part))
+        fresh.rename(path)
+        return part

@@ -1,0 +1,56 @@
+"""Finished parts of a measurement, and going on from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from serving.bench.kept import Kept
+
+
+def counted(calls: list[str], name: str) -> Callable[[], dict[str, float]]:
+    def measure() -> dict[str, float]:
+        calls.append(name)
+        return {name: 1.5}
+
+    return measure
+
+
+def test_a_part_is_measured_once_and_others_by_their_names(tmp_path: Path):
+    calls: list[str] = []
+    for _ in range(2):
+        kept = Kept(tmp_path / "parts", "a model")
+        for name in ("single", "multi"):
+            assert kept.once(name, counted(calls, name)) == {name: 1.5}
+    assert calls == ["single", "multi"]
+
+
+def test_what_was_measured_of_something_else_or_by_other_code_is_measured_again(tmp_path: Path):
+    calls: list[str] = []
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "a.py").write_text("1")
+    for of in ("a model", "another", "a model"):
+        Kept(tmp_path, of, code).once("single", counted(calls, of))
+    assert calls == ["a model", "another"]
+    (code / "a.py").write_text("2")
+    Kept(tmp_path, "a model", code).once("single", counted(calls, "again"))
+    assert calls[2:] == ["again"]
+
+
+def test_a_part_that_failed_is_not_kept(tmp_path: Path):
+    def broken() -> None:
+        raise RuntimeError("injected")
+
+    with pytest.raises(RuntimeError, match="injected"):
+        Kept(tmp_path).once("single", broken)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_folder_everything_is_measured():
+    calls: list[str] = []
+    for _ in range(2):
+        Kept(None).once("single", counted(calls, "single"))
+    assert calls == ["single", "single"]
