@@ -3,8 +3,9 @@
 On a CPU host that several engines share it undoes three things that suit a large host with one engine:
 
 - NIXL gives each agent a thread that polls UCX without pause: 0.9 of a core per idle engine, so that two engines took a
-  two-core machine. Agents then progress when they are asked for completions and notifications, which both sides do
-  anyway: vLLM at every step, the prefill loop every few milliseconds while a lease is out.
+  two-core machine. Here it pauses between polls. Without the thread agents progress only when they are asked for
+  completions and notifications: where UCX emulates reads, as over TCP, a decode engine's read of linked KV then waited
+  for the end of the forward that the prefill worker was busy with.
 - vLLM's NIXL connector pins the thread that builds it to the last core. Threads inherit that: every forward of every
   engine then ran on this one core (1,058 tokens took 2.9 s instead of 1.5 s on two cores).
 - vLLM looks at a model's class in a process of its own, so that CUDA stays untouched. On a machine that has not seen
@@ -15,8 +16,11 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
+from typing import Any
 
 SHARED_CORES = "ORBITSERVE_ENGINES_SHARE_CORES"
+_POLL_MICROSECONDS = 500  # between two polls of UCX: 0.03 of a core
 
 
 def register() -> None:
@@ -27,7 +31,20 @@ def register() -> None:
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
 
-    if nixl_utils.nixl_agent_config is not None:
-        nixl_utils.nixl_agent_config = functools.partial(nixl_utils.nixl_agent_config, enable_prog_thread=False)
+    if nixl_utils.NixlWrapper is not None:
+        _let_agents_pause(sys.modules[nixl_utils.NixlWrapper.__module__].nixlBind)
     type(current_platform).discover_numa_topology = classmethod(lambda cls: [])  # read for that pinning only
     registry._run_in_subprocess = lambda look: look()
+
+
+def _let_agents_pause(bindings: Any) -> None:
+    """Have NIXL's agents wait between polls: their constructor in Python sets that to nothing."""
+    construct = bindings.nixlAgent
+    if isinstance(construct, functools.partial):  # vLLM loads its plugins more than once
+        return
+
+    def paused(make: Any, name: str, config: Any) -> Any:
+        config.pthrDelay = _POLL_MICROSECONDS
+        return make(name, config)
+
+    bindings.nixlAgent = functools.partial(paused, construct)

@@ -25,17 +25,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from infra.ports import free_port
-from infra.vllm_env import vllm_environment
 from serving.config import OrbitServeConfig, RoleSettings
 from serving.fidelity_replica import FidelityReplica
 from serving.formed import FormedReplica, KeeperReplica, follow
 from serving.ray_roles import RayRoles, answered
+from serving.replica_process import enter, enter_vllm
 from serving.routing_replica import DecodeReporter, PrefillReporter, ReportingReplica, router_config
 
 if TYPE_CHECKING:
@@ -50,8 +48,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_BESIDE = 10  # niceness of work that no request waits for
-
 # -- roles ------------------------------------------------------------------------------------------------------------
 
 
@@ -60,7 +56,7 @@ class VisionEncoder:
 
     def __init__(self, config: OrbitServeConfig) -> None:
         settings = config.vision
-        _enter_vllm(settings, kv_cache_gib=1, nixl=False)
+        enter_vllm(settings, kv_cache_gib=1, nixl=False)
         from prefill_workers.vision_encoder import VisionEncoder as Encoder
 
         self._encoder = Encoder(engine_spec(config, tensor_parallel_size=1, hand_off=False))
@@ -80,7 +76,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
 
     async def __init__(self, config: OrbitServeConfig, compiler: DeploymentHandle) -> None:  # type: ignore[misc]
         settings = config.prefill
-        _enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, nixl=True)
+        enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, nixl=True)
         from kvstore.library import Library
         from prefill_workers.engine import PrefillEngine
         from prefill_workers.linker import Linker
@@ -204,8 +200,7 @@ class PatchCompiler:
     """Deficits to stored patches; of all roles the one that gives way where processors are short."""
 
     def __init__(self, config: OrbitServeConfig) -> None:
-        os.nice(_BESIDE)
-        _set_threads(config.patch)
+        enter(config.patch)
         self._settings = config
         self._compilers: dict[str, Any] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compile")
@@ -251,7 +246,7 @@ class DecodeWorker(ReportingReplica):
 
     def __init__(self, config: OrbitServeConfig) -> None:
         settings = config.decode
-        _enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, nixl=True)
+        enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, nixl=True)
         from decode_workers.engine import DecodeEngine, DecodeSpec
 
         model = config.model
@@ -362,7 +357,7 @@ class Ingress:
     """The HTTP front end; see `serving.api.app`."""
 
     async def __init__(self, config: OrbitServeConfig, **handles: DeploymentHandle) -> None:  # type: ignore[misc]
-        _enter_vllm(config.ingress, kv_cache_gib=1, nixl=False)
+        enter_vllm(config.ingress, kv_cache_gib=1, nixl=False)
         from serving.access_log import AccessLog
         from serving.api.app import build_api
         from serving.engine_client import LinkedEngineClient, front_end_config
@@ -447,21 +442,3 @@ def engine_spec(config: OrbitServeConfig, tensor_parallel_size: int, hand_off: b
         kv_cache_dtype=model.kv_cache_dtype,
         seed=model.seed,
     )
-
-
-def _enter_vllm(settings: RoleSettings, *, kv_cache_gib: int, nixl: bool) -> None:
-    """Give this replica's process vLLM's environment. Must run before anything imports torch or vLLM."""
-    _set_threads(settings)
-    os.environ.update(
-        vllm_environment(
-            kv_cache_gib=kv_cache_gib,
-            nixl_host=ray.util.get_node_ip_address(),
-            nixl_port=free_port() if nixl else None,
-        )
-    )
-
-
-def _set_threads(settings: RoleSettings) -> None:
-    """OpenMP threads of this replica. Ray would give an actor with a fraction of a CPU a single one."""
-    reserved = int(settings.num_cpus) or os.cpu_count() or 1
-    os.environ["OMP_NUM_THREADS"] = str(settings.threads or reserved)

@@ -111,6 +111,9 @@ class RoleSettings(_Settings):
     threads: int | None = Field(
         None, ge=1, description="OpenMP threads. None: the CPUs reserved, or all of the node's if less than one is."
     )
+    niceness: int = Field(
+        0, ge=0, le=19, description="How far a replica gives way to others where they share processors, as with `nice`."
+    )
     max_ongoing_requests: int = Field(256, ge=1, description="Calls in progress on a replica before Serve queues.")
     health_check_period_s: float = Field(10.0, gt=0, description="Seconds between health checks.")
     graceful_shutdown_timeout_s: float = Field(20.0, ge=0, description="Time to finish running calls on shutdown.")
@@ -127,17 +130,22 @@ class IngressSettings(RoleSettings):
 
 
 class VisionSettings(RoleSettings):
-    """The vision encoder."""
+    """The vision encoder. It gives way to the prefill of requests that came before."""
+
+    niceness: int = Field(10, ge=0, le=19, description="As above: requests that came before are computed first.")
 
 
 class PrefillRoleSettings(RoleSettings, PrefillSettings):
-    """The prefill worker."""
+    """The prefill worker. It gives way to decoding, which others wait for already."""
+
+    niceness: int = Field(3, ge=0, le=19, description="As above: tokens of answers under way go first.")
 
 
 class PatchSettings(RoleSettings, PatchFormSettings):
     """The patch compiler."""
 
     threads: int | None = Field(1, ge=1, description="OpenMP threads; few, because it works beside serving.")
+    niceness: int = Field(15, ge=0, le=19, description="As above: no request waits for patches.")
 
 
 class DecodeRoleSettings(RoleSettings, DecodeSettings):

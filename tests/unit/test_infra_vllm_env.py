@@ -1,5 +1,8 @@
 """The environment of engine processes."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,7 +38,42 @@ def test_where_engines_share_cores_a_models_class_is_looked_at_in_place(
     # nobody has looked before (an earlier engine of this process may have fixed what the environment said)
     monkeypatch.setattr(registry._LazyRegisteredModel, "_get_cache_dir", staticmethod(lambda: tmp_path))
     monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: pytest.fail("in a process of its own"))
-    monkeypatch.setattr(nixl_utils, "nixl_agent_config", None)
+    monkeypatch.setattr(nixl_utils, "NixlWrapper", None)
     register()
     assert registry.ModelRegistry.models["Qwen2_5_VLForConditionalGeneration"].inspect_model_cls().supports_multimodal
     assert list(tmp_path.rglob("*Qwen2_5_VL*.json"))
+
+
+_LOOPBACK = """
+import sys, time
+import torch
+from infra.vllm_plugin import register
+from vllm.distributed import nixl_utils
+
+register(), register()
+make, config = nixl_utils.NixlWrapper, nixl_utils.nixl_agent_config
+asked, reader = (make(name, config(backends=["UCX"])) for name in ("asked", "reader"))
+there, here = torch.ones(1 << 20, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
+asked.register_memory(there), reader.register_memory(here)
+name = reader.add_remote_agent(asked.get_agent_metadata())
+source, target = (reader.get_xfer_descs([(data.data_ptr(), data.nbytes, 0)], "DRAM") for data in (there, here))
+read = reader.initialize_xfer("READ", target, source, name)
+state, until = reader.transfer(read), time.monotonic() + 20
+while state != "DONE" and time.monotonic() < until:
+    state = reader.check_xfer_state(read)
+    time.sleep(0.001)
+began, spent = time.monotonic(), time.process_time()
+time.sleep(1)
+print(state, bool(here.all()), (time.process_time() - spent) / (time.monotonic() - began))
+"""
+
+
+def test_an_agent_answers_reads_by_itself_and_takes_no_core_for_that() -> None:
+    pytest.importorskip("nixl")
+    environment = {**os.environ, **vllm_environment(kv_cache_gib=1), SHARED_CORES: "1"}
+    found = subprocess.run(
+        [sys.executable, "-c", _LOOPBACK], env=environment, capture_output=True, text=True, check=True
+    )
+    state, arrived, share = found.stdout.split()[-3:]
+    assert (state, arrived) == ("DONE", "True")
+    assert float(share) < 0.5, "two agents that poll without pause take two cores"

@@ -1,0 +1,42 @@
+"""A replica's process: its threads, what it gives way to, and vLLM's switches."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import ray
+
+from infra.ports import free_port
+from infra.vllm_env import vllm_environment
+from serving.config import RoleSettings
+
+
+def enter(settings: RoleSettings) -> None:
+    """Set this process up for a role. Must run before anything imports torch."""
+    reserved = int(settings.num_cpus) or os.cpu_count() or 1  # Ray would give an actor with part of a CPU one thread
+    os.environ["OMP_NUM_THREADS"] = str(settings.threads or reserved)
+    give_way(settings.niceness)
+
+
+def enter_vllm(settings: RoleSettings, *, kv_cache_gib: int, nixl: bool) -> None:
+    """`enter`, with vLLM's environment. Must run before anything imports torch or vLLM."""
+    enter(settings)
+    os.environ.update(
+        vllm_environment(
+            kv_cache_gib=kv_cache_gib,
+            nixl_host=ray.util.get_node_ip_address(),
+            nixl_port=free_port() if nixl else None,
+        )
+    )
+
+
+def give_way(niceness: int) -> None:
+    """Let other processes go first, as far as `niceness` says: all threads of this one, and those that they start.
+
+    Linux counts niceness by thread; other systems are left alone.
+    """
+    for task in Path("/proc/self/task").glob("*"):
+        with suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, int(task.name), niceness)
