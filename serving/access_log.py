@@ -24,6 +24,7 @@ import random
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -197,10 +198,11 @@ class AccessLog:
         except queue.Full:
             self._lose("the disk is too slow")
 
-    def close(self) -> None:
-        """Write what is queued, and end."""
-        self._queue.put(None)
-        self._thread.join()
+    def close(self, timeout: float | None = None) -> None:
+        """Write what is queued, and end; after `timeout` seconds what is left is lost."""
+        with suppress(queue.Full):
+            self._queue.put(None, timeout=timeout)
+            self._thread.join(timeout)
 
     def _write(self) -> None:
         file: _File | None = None

@@ -45,8 +45,11 @@ if TYPE_CHECKING:
     from prefill_workers.job import LinkResult
     from prefill_workers.patch_compiler import PatchJob
     from prefill_workers.plan import LinkRequest, PrefetchRequest
+    from serving.access_log import AccessLog
 
 logger = logging.getLogger(__name__)
+
+_CLOSE_SECONDS = 5.0  # for the access log's last lines
 
 # -- roles ------------------------------------------------------------------------------------------------------------
 
@@ -358,15 +361,16 @@ class Ingress:
 
     async def __init__(self, config: OrbitServeConfig, **handles: DeploymentHandle) -> None:  # type: ignore[misc]
         enter_vllm(config.ingress, kv_cache_gib=1, nixl=False)
-        from serving.access_log import AccessLog
+        from serving.access_log import AccessLog as Log
         from serving.api.app import build_api
         from serving.engine_client import LinkedEngineClient, front_end_config
 
         self._roles = RayRoles(handles)
         client = LinkedEngineClient(front_end_config(config.model, config.ingress.processor_cache_gib), self._roles)
+        self._log: AccessLog | None = None
         if config.access_log.directory is not None:
             replica = str(serve.get_replica_context().replica_id.unique_id)
-            client.access_log = AccessLog(config.access_log, replica, config.model.served_name)
+            self._log = client.access_log = Log(config.access_log, replica, config.model.served_name)
         await self._roles.warm_up(config)
         self._arranger = client.arranger
         self._following = asyncio.create_task(follow(self._roles, client.arranger, config.ingress.index_period_s))
@@ -378,6 +382,11 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._app
+
+    def __del__(self) -> None:
+        log: AccessLog | None = getattr(self, "_log", None)
+        if log is not None:
+            log.close(_CLOSE_SECONDS)
 
 
 # -- the graph --------------------------------------------------------------------------------------------------------

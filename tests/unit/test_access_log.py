@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,3 +196,16 @@ def test_runs_and_values_are_each_others_inverse():
     values = [1, 1, 2, 1, 3, 3, 3]
     assert runs_of(values) == [(1, 2), (2, 1), (1, 1), (3, 3)]
     assert expanded(runs_of(values)) == values
+
+
+def test_a_stuck_disk_does_not_hold_a_replica_up_that_shuts_down(
+    make_log: Callable[..., AccessLog], monkeypatch: pytest.MonkeyPatch
+):
+    log = make_log()
+    stuck = threading.Event()
+    monkeypatch.setattr(log, "_document", lambda *item: stuck.wait(20))
+    log.offer(request(), [0, 0], result())
+    began = time.monotonic()
+    log.close(timeout=0.1)
+    assert time.monotonic() - began < 5
+    stuck.set()
