@@ -31,8 +31,8 @@ _MAX_JOBS = 64  # that wait; the least valuable give way
 class CompileStats:
     """What compiling ahead has come to.
 
-    `waiting`: jobs left; `forwards` that were run, by kind of job; `seconds` that these took; `given_up`: jobs by why,
-    `queue` (others were worth more) or `bytes` (the library holds what saves more per byte).
+    `waiting`: jobs left; `forwards`: orders, parts and pairs that were run, by kind of job; `seconds` that these took;
+    `given_up`: jobs by why, `queue` (others were worth more) or `bytes` (the library holds what saves more per byte).
     """
 
     waiting: int
@@ -87,9 +87,7 @@ class CompileAhead:
 
     def step(self) -> None:
         """Do one piece of work. Raises what the library and the engine do; the job is given up then."""
-        job, better = self._job, self._queue.best()
-        if self._step is not None:
-            better = None
+        job, better = self._job, None if self.running else self._queue.best()
         # The orders of a set are not left half-way: the means that they are forming are large.
         if job and better and job.kind is not JobKind.orders and self._priority(better) > self._priority(job):
             self._queue.add(job)

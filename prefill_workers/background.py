@@ -97,8 +97,8 @@ class Background:
     def presses(self, since: float) -> bool:
         """Whether links must make way: for a harvest queued before `since` (`time.perf_counter`), of what was asked for
         before, while the share of a busy time lasts."""
-        if self._rechecks.running or not self._busy.open:
-            return False  # a check under way has the scratch blocks
+        if not self._busy.open:
+            return False
         begun = [self._harvest[0]] if self._harvest else []
         best = max([*begun, *self._harvests], key=self._wanted, default=None)
         return best is not None and best.since < since and self._wanted(best) >= _ASKED_AGAIN
@@ -108,7 +108,7 @@ class Background:
         return self._rechecks.waits_since()
 
     def press(self) -> None:
-        """Do a piece of a harvest beside links, or of what has the scratch blocks before it."""
+        """Do a piece of a harvest beside links, or of what has begun and must end before it."""
         began = time.perf_counter()
         self.step()
         self._busy.spend(time.perf_counter() - began)

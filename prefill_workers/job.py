@@ -30,12 +30,11 @@ class LinkResult:
 
 @dataclass(eq=False)
 class LinkJob:
-    """A link from its submission to its end. `submitted` and `due` are `time.perf_counter`'s."""
+    """A link from its submission (`time.perf_counter`) to its end."""
 
     plan: LinkPlan
     done: Future[LinkResult]
     submitted: float
-    due: float
     lease: Lease | None = None
     reached: int = 0  # the frontier up to which runs are pending or computed
     pending: list[Run] = field(default_factory=list)
@@ -51,6 +50,11 @@ class LinkJob:
     def tokens(self) -> int:
         """Tokens to be computed."""
         return sum(map(len, self.pending))
+
+    @property
+    def computed_in_all(self) -> int:
+        """Tokens that are computed by forwards of the link, as far as that is known."""
+        return sum(map(len, self.plan.runs_between(0, len(self.plan.sequence))))
 
     @property
     def left(self) -> int:

@@ -8,7 +8,6 @@ background work is done.
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -26,10 +25,11 @@ logger = logging.getLogger(__name__)
 FIXED_TOKENS = 16.0  # where it was not measured
 _SLACK_SECONDS = 0.1  # how late the layers of one forward may be in all, besides what the forward itself takes
 _PIECE_SECONDS = 0.1  # of a background forward: what a link that arrives meanwhile waits for
-_PIECE_FIXED = 8.0  # times the fixed part: shorter pieces would be mostly that
+_PIECE_FIXED = 4.0  # times the fixed part: shorter pieces would be mostly that
 _LONG_ENOUGH = 4.0  # times the shortest forward: one that shows what a token takes
 _MEASURED_TOKENS = 4096
-_TURNS = 3
+_MOST_FIXED = 2048.0  # tokens: where the longest forward does not tell, on a model that is very small
+_TURNS = 4
 
 
 class Pace:
@@ -68,7 +68,7 @@ class Pace:
 
     @property
     def piece(self) -> int:
-        """Tokens of a background forward."""
+        """Tokens of a background forward: a tenth of a second, or four times the fixed part where that is longer."""
         least = int(_PIECE_FIXED * self.fixed)
         if self._seconds_per_token is None:
             return least
@@ -95,18 +95,20 @@ def measure(engine: PrefillEngine) -> Pace:
     def seconds(tokens: int) -> float:
         index = torch.arange(tokens)
         positions = index.expand(3, -1) if engine.uses_mrope else index
-        sequence = LinkSequence(torch.zeros(tokens, dtype=torch.int32), positions, range(1, engine.num_blocks))
+        blocks = range(1, 2 + (tokens - 1) // engine.block_size)
+        sequence = LinkSequence(torch.zeros(tokens, dtype=torch.int32), positions, blocks)
         taken = []
-        for _ in range(1 + _TURNS):
+        for _ in range(_TURNS):
             began = time.perf_counter()
             engine.forward([(sequence, [Run(0, tokens)])])
             taken.append(time.perf_counter() - began)
-        return statistics.median(taken[1:])  # the first one of a length sets up kernels
+        return min(taken)  # others start beside this engine, and the first forward of a length sets up kernels
 
     shortest, tokens = seconds(1), 64
-    most = min(_MEASURED_TOKENS, engine.spec.max_batch_tokens, (engine.num_blocks - 1) * engine.block_size)
+    pool = (engine.num_blocks - 1) * engine.block_size
+    most = min(_MEASURED_TOKENS, engine.spec.max_batch_tokens, engine.max_model_len, pool)
     while (longer := seconds(min(tokens, most))) < _LONG_ENOUGH * shortest and tokens < most:
         tokens *= 2
-    per_token = max(longer - shortest, 1e-9) / max(min(tokens, most) - 1, 1)
+    per_token = max((longer - shortest) / max(min(tokens, most) - 1, 1), shortest / _MOST_FIXED)
     logger.info("a forward takes %.3g ms, and %.3g ms more for every further token", 1e3 * shortest, 1e3 * per_token)
     return Pace(max(shortest / per_token - 1, 1.0), per_token)

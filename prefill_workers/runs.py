@@ -168,6 +168,8 @@ class RunsExtension:
                 inputs_embeds=embeds,
             )
         if not logits:
+            if to.type != "cpu":
+                torch.accelerator.synchronize()  # whoever is told of this KV may read it at once, past any stream
             return None
         last = batch.rows.lengths.cumsum(0) - 1
         scores = runner.model.compute_logits(hidden[last.to(to)])

@@ -19,7 +19,7 @@ Pieces = Generator[None, None, Result]  # pauses between pieces, and returns wha
 class Scratch:
     """Blocks of `block_size` tokens for sequences that no request waits for.
 
-    `piece`: how many tokens one forward over them computes at most, asked before every sequence.
+    `piece`: how many tokens one forward over them computes at most; it may change.
     """
 
     blocks: Sequence[int]

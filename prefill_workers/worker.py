@@ -69,7 +69,7 @@ class LoopStats:
     forwards_partial: int  # besides these: to choose tokens by how far their KV deviates
     tokens_forwarded: int
     tokens_queued: int  # that waiting and running links have still to compute
-    seconds_per_token: float | None  # of a forward; None: none was long enough to tell
+    seconds_per_token: float | None  # that every token adds to a forward; None: not known yet
     leases_expired: int
     harvest_failures: int
     compiled: CompileStats
@@ -112,7 +112,7 @@ class PrefillLoop:
         self._waiting: deque[LinkJob] = deque()
         self._running: list[LinkJob] = []
         self._pace = pace or Pace()
-        spare = Scratch(range(last - scratch, last), engine.block_size, lambda: self._pace.piece)
+        spare = Scratch(range(last - scratch, last), engine.block_size, lambda: min(self._pace.piece, budget))
         rechecks = Rechecks(engine, linker.library, linker.fidelity, self._pool, spare)
         self._background = Background(linker.harvester, self._pool, spare, compiles or CompileLimits(), rechecks, clock)
         self._patience = patience_seconds
@@ -141,9 +141,7 @@ class PrefillLoop:
         needed = self._pool.blocks_for(len(plan.sequence))
         if needed > self._pool.total:
             raise PromptTooLarge(f"the prompt needs {needed} KV blocks, the prefill worker has {self._pool.total}")
-        now = time.perf_counter()
-        takes = self._pace.seconds(sum(map(len, plan.runs_between(0, len(plan.sequence)))))
-        job = LinkJob(plan, Future(), now, now + _STRETCH * takes, by_layer=not plan.request.mode.selects)
+        job = LinkJob(plan, Future(), time.perf_counter(), by_layer=not plan.request.mode.selects)
         with self._wake:
             if self._stopping:
                 raise Overloaded("the prefill worker is shutting down")
@@ -211,6 +209,7 @@ class PrefillLoop:
             raise
 
     def _turn_until_stopped(self) -> None:
+        pressed = False
         while True:
             with self._wake:
                 if not (self._has_work() or self._abandoned or self._stopping):
@@ -223,10 +222,12 @@ class PrefillLoop:
                     return
             self._free_blocks()
             self._admit()
-            if self._background.presses(time.perf_counter() - self._patience):
+            if not (pressed and self._running) and self._background.presses(time.perf_counter() - self._patience):
                 self._background.press()
+                pressed = True  # and then it is the links' turn
             elif self._running:
                 self._step()
+                pressed = False
             elif self._waiting:
                 time.sleep(0.0005)  # no block is free: wait for a decode engine to read, without spinning
             elif self._gives_way():
@@ -284,7 +285,7 @@ class PrefillLoop:
             self._running.append(job)
 
     def _step(self) -> None:
-        self._running.sort(key=lambda job: job.due)
+        self._running = sorted(self._running, key=self._due)
         self._running = [job for job in self._running if self._advance(job)]
         self._select()
         if any(job.computes for job in self._running):
@@ -295,6 +296,10 @@ class PrefillLoop:
         self._running = [job for job in self._running if job not in finished]
         for job in finished:
             self._finish(job)
+
+    def _due(self, job: LinkJob) -> float:
+        """When a link should have been computed (`time.perf_counter`); later, if its chunks turn out not to load."""
+        return job.submitted + _STRETCH * self._pace.seconds(job.computed_in_all)
 
     def _advance(self, job: LinkJob) -> bool:
         """Place what has been loaded for a link, and take up the runs that may be computed then. False if it ends."""
@@ -340,7 +345,8 @@ class PrefillLoop:
             return
         whole = len(job.plan.sequence)
         tokens = job.tokens + sum(map(len, job.plan.runs_between(job.reached, whole)))
-        ahead = [other.tokens for other in takewhile(lambda other: other is not job, self._running) if other.tokens]
+        earlier = takewhile(lambda other: other is not job, self._running)
+        ahead = [other.tokens for other in earlier if other.computes]
         this_turn = not ahead or self._pace.joins(tokens, len(ahead), 0)
         worth_it = tokens >= FORWARD_TOKENS and this_turn and sum(ahead) + tokens <= self._budget
         if worth_it and self._pace.keeps_ahead(arriving, tokens):
@@ -354,7 +360,8 @@ class PrefillLoop:
         began, budget = time.perf_counter(), self._budget
         work: list[tuple[LinkJob, list[Run]]] = []
         arriving: list[tuple[LinkJob, Arriving]] = []
-        ready = [job for job in self._running if job.pending]
+        # those that are not worth a forward of their own yet may only join
+        ready = sorted((job for job in self._running if job.pending), key=lambda job: not job.computes)
         for behind, job in zip(reversed(range(len(ready))), ready, strict=True):
             # what a forward writes as it comes in must be in the forward that was chosen for it
             if work and not job.arriving and not self._pace.joins(job.tokens, len(work), behind):

@@ -200,9 +200,10 @@ class AccessLog:
 
     def close(self, timeout: float | None = None) -> None:
         """Write what is queued, and end; after `timeout` seconds what is left is lost."""
+        began = time.monotonic()
         with suppress(queue.Full):
             self._queue.put(None, timeout=timeout)
-            self._thread.join(timeout)
+            self._thread.join(None if timeout is None else max(timeout - (time.monotonic() - began), 0))
 
     def _write(self) -> None:
         file: _File | None = None

@@ -309,6 +309,7 @@ class LibraryKeeper(KeeperReplica):
     async def __init__(  # type: ignore[misc]
         self, config: OrbitServeConfig, prefill: DeploymentHandle, compiler: DeploymentHandle
     ) -> None:
+        enter(config.keeper)
         from kvstore.files import FileStore
         from kvstore.library import Library
         from kvstore.vector_stores import VectorStores

@@ -35,8 +35,10 @@ def enter_vllm(settings: RoleSettings, *, kv_cache_gib: int, nixl: bool) -> None
 def give_way(niceness: int) -> None:
     """Let other processes go first, as far as `niceness` says: all threads of this one, and those that they start.
 
-    Linux counts niceness by thread; other systems are left alone.
+    A thread that gives way further already, as Ray's workers may, goes on so. Linux counts niceness by thread; other
+    systems are left alone.
     """
     for task in Path("/proc/self/task").glob("*"):
         with suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, int(task.name), niceness)
+            if os.getpriority(os.PRIO_PROCESS, thread := int(task.name)) < niceness:
+                os.setpriority(os.PRIO_PROCESS, thread, niceness)

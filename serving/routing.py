@@ -31,7 +31,7 @@ from prefill_workers.policies import forms_patches, looks_up_patch, uses_canonic
 from serving.ledger import NOTHING, Ledger, Load
 
 MARK_BYTES = 8  # of a chunk's mark; among 10^5 chunks some two are taken for each other once in 10^9 deployments
-REQUEST_TOKENS = 16  # whatever a link computes, it costs as much besides (see `prefill_workers.worker`)
+REQUEST_TOKENS = 16  # whatever a link computes, it costs as much besides (see `prefill_workers.pace`)
 _CHUNK_TOKENS = 256  # what a chunk is taken for before it is rendered
 _REMEMBERED = 1 << 16  # chunks known to be stored
 # What a replica is taken for before it has measured: as `kvstore.eviction`, and a disk whose pages are cached.

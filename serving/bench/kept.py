@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -15,14 +16,14 @@ class Kept:
     """Parts in a folder, each under its name and what it was measured with; None: nothing is kept.
 
     Args:
-        of: everything that a part depends on, but for the code.
-        code: a folder of the code that measures. A part that other code measured is measured again.
+        of: what a part depends on besides the code.
+        code: folders of the code that measures and is measured. What other code measured is measured again.
     """
 
-    def __init__(self, folder: Path | None, of: object = (), code: Path | None = None) -> None:
+    def __init__(self, folder: Path | None, of: object = (), code: Sequence[Path] = ()) -> None:
         self._folder = folder
         known = hashlib.sha256(repr(of).encode())
-        for path in sorted(code.glob("*.py")) if code else ():
+        for path in sorted(path for part in code for path in part.glob("*.py")):
             known.update(path.read_bytes())
         self._known = known.digest()
 
@@ -35,7 +36,7 @@ class Kept:
             return cast(Part, pickle.loads(path.read_bytes()))
         part = measure()
         self._folder.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(".new")
+        fresh = path.with_suffix(f".{os.getpid()}")
         fresh.write_bytes(pickle.dumps(part))
         fresh.rename(path)
         return part

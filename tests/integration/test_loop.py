@@ -86,7 +86,7 @@ def test_links_go_in_the_order_in_which_they_are_due_and_join_where_that_saves_w
 def test_a_link_that_arrives_waits_for_one_piece_of_the_background_work(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ):
-    rig = make_rig(pace=Pace(fixed=2.0, seconds_per_token=1.0))  # pieces of 16 tokens
+    rig = make_rig(pace=Pace(fixed=4.0, seconds_per_token=1.0))  # pieces of 16 tokens
     asked = rig.plan(MIXED[0], "off")
     whole = rig.plan(MIXED[4], "auto")
     seen = forwarded(rig, monkeypatch)

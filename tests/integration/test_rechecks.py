@@ -173,7 +173,7 @@ def test_wherever_the_compared_tokens_lie_in_their_blocks_nothing_but_the_patch_
 
 
 def test_documents_and_a_prompt_that_ends_in_a_chunk_are_checked_a_piece_at_a_time(make_rig: Callable[..., Rig]):
-    rig = make_rig(fidelity=ALL, pace=Pace(fixed=6.25, seconds_per_token=1.0))  # pieces of 50 tokens
+    rig = make_rig(fidelity=ALL, pace=Pace(fixed=12.5, seconds_per_token=1.0))  # pieces of 50 tokens
     for parts in ([Page(1), "then ", Page(2)], [2, " beside ", Page(3)]):
         rig.link(parts)
         assert set(rig.link(parts).points) == {"patched"}

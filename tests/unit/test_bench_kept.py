@@ -33,10 +33,10 @@ def test_what_was_measured_of_something_else_or_by_other_code_is_measured_again(
     code.mkdir()
     (code / "a.py").write_text("1")
     for of in ("a model", "another", "a model"):
-        Kept(tmp_path, of, code).once("single", counted(calls, of))
+        Kept(tmp_path, of, [code]).once("single", counted(calls, of))
     assert calls == ["a model", "another"]
     (code / "a.py").write_text("2")
-    Kept(tmp_path, "a model", code).once("single", counted(calls, "again"))
+    Kept(tmp_path, "a model", [code]).once("single", counted(calls, "again"))
     assert calls[2:] == ["again"]
 
 

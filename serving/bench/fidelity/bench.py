@@ -21,6 +21,8 @@ from serving.bench.kept import Kept
 ITEMS = 500
 KINDS = {"gqa": "qwen2_5_vl", "deepstack": "qwen3_vl", "mla": "kimi_vl", "mha": "llava"}
 Tables = dict[str, Table]
+_ROOT = Path(__file__).parents[3]
+_CODE = [_ROOT / name for name in ("serving/bench/fidelity", "prefill_workers", "kvstore", "infra/reference")]
 
 
 def run(
@@ -65,7 +67,7 @@ def measured(
     try:
         with torch.inference_mode():
             study = Study(reader, FAMILIES[folder.name].cell)
-            kept = Kept(work, (folder.name, reader.engine.fingerprint, items), Path(__file__).parent)
+            kept = Kept(work, (folder.name, reader.engine.fingerprint, items), _CODE)
             for name, table in tables(study, items, kept, console):
                 console.print(f"  {kind}: {name}")
                 yield name, table
