@@ -69,6 +69,7 @@ class LoopStats:
     forwards_partial: int  # besides these: to choose tokens by how far their KV deviates
     tokens_forwarded: int
     tokens_queued: int  # that waiting and running links have still to compute
+    fixed_tokens: float  # that a forward costs besides, whatever it computes
     seconds_per_token: float | None  # that every token adds to a forward; None: not known yet
     leases_expired: int
     harvest_failures: int
@@ -178,6 +179,7 @@ class PrefillLoop:
             forwards_partial=self._partial,
             tokens_forwarded=self._tokens,
             tokens_queued=sum(job.left for job in [*self._waiting, *self._running]),
+            fixed_tokens=self._pace.fixed,
             seconds_per_token=self._pace.seconds_per_token,
             leases_expired=self._expired,
             harvest_failures=self._background.failures,
@@ -324,8 +326,16 @@ class PrefillLoop:
         return True
 
     def _select(self) -> None:
-        """Choose the tokens of links that measure deviations, once all that they link is loaded."""
-        ready = [job for job in self._running if job.plan.measures]
+        """Choose the tokens of links that measure deviations, once all that they link is loaded, and it is their turn.
+
+        That is when a forward would take them as well: others' first tokens need not wait for theirs.
+        """
+        able, turn = [job for job in self._running if job.computes or job.plan.measures], list[LinkJob]()
+        for behind, job in zip(reversed(range(len(able))), able, strict=True):
+            tokens = sum(map(len, job.to_measure)) if job.plan.measures else job.tokens
+            if not turn or self._pace.joins(tokens, len(turn), behind):
+                turn.append(job)
+        ready = [job for job in turn if job.plan.measures]
         if not ready:
             return
         try:
@@ -399,8 +409,13 @@ class PrefillLoop:
     def _wait_for_loads(self) -> None:
         """Sleep until a load ends, if nothing can be computed before; not long, leases have no event to wait for."""
         with self._wake:
-            if self._running and not any(job.computes or job.plan.has_news for job in self._running):
+            if self._running and not any(map(self._goes_on, self._running)):
                 self._wake.wait(_POLL_SECONDS)
+
+    @staticmethod
+    def _goes_on(job: LinkJob) -> bool:
+        """Whether the next turn has something to do for a link."""
+        return job.computes or job.plan.measures or job.plan.has_news
 
     def _finish(self, job: LinkJob) -> None:
         assert job.lease is not None

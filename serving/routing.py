@@ -31,11 +31,11 @@ from prefill_workers.policies import forms_patches, looks_up_patch, uses_canonic
 from serving.ledger import NOTHING, Ledger, Load
 
 MARK_BYTES = 8  # of a chunk's mark; among 10^5 chunks some two are taken for each other once in 10^9 deployments
-REQUEST_TOKENS = 16  # whatever a link computes, it costs as much besides (see `prefill_workers.pace`)
 _CHUNK_TOKENS = 256  # what a chunk is taken for before it is rendered
 _REMEMBERED = 1 << 16  # chunks known to be stored
-# What a replica is taken for before it has measured: as `kvstore.eviction`, and a disk whose pages are cached.
-_SECONDS_PER_TOKEN, _BYTES_PER_SECOND = 8e-4, float(1 << 30)
+# What a replica is taken for before it has measured: as `kvstore.eviction` and `prefill_workers.pace`, and a disk whose
+# pages are cached.
+_SECONDS_PER_TOKEN, _FIXED_TOKENS, _BYTES_PER_SECOND = 8e-4, 16.0, float(1 << 30)
 
 REGISTRY = CollectorRegistry()  # of this process, which is one replica of the ingress
 CHOICES = Counter(
@@ -62,6 +62,7 @@ class PrefillReport:
 
     queued_tokens: int
     requests: int
+    fixed_tokens: float  # what a link costs besides, whatever it computes (see `prefill_workers.pace`)
     seconds_per_token: float | None
     bytes_per_second: float | None  # of loads from its tiers; None: not measured yet
     bytes_per_token: int  # of canonical KV
@@ -311,9 +312,10 @@ class PrefillPolicy(Policy[PrefillReport]):
         report = self.ledger.fresh(replica)
         measured = report or next(self.ledger.all_fresh(), None)
         pace = (measured and measured.seconds_per_token) or _SECONDS_PER_TOKEN
+        fixed = measured.fixed_tokens if measured else _FIXED_TOKENS
         load = self.ledger.load(replica, drained_per_s=1 / pace)
         return PrefillView(
-            queued_tokens=load.work + REQUEST_TOKENS * load.sequences,
+            queued_tokens=load.work + fixed * load.sequences,
             hot=self._hot[replica][1] if report else (),
             expected=self.ledger.expected(replica),
             seconds_per_token=pace,

@@ -70,6 +70,7 @@ class PrefillReporter:
         report = PrefillReport(
             queued_tokens=loop.tokens_queued,
             requests=loop.waiting + loop.running,
+            fixed_tokens=loop.fixed_tokens,
             seconds_per_token=loop.seconds_per_token,
             bytes_per_second=library.loaded_bytes / library.load_ms * 1e3 if library.loaded_bytes else None,
             bytes_per_token=self._bytes_per_token,

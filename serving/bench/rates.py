@@ -50,8 +50,8 @@ class _Scale:
 
 
 _FULL = _Scale(
-    {"pages": 8, "retrieved": 3, "zipf": 1.0, "question_words": 4, "max_tokens": 8},
-    multiples=(0.5, 1, 1.5, 2, 3, 4, 6, 8),
+    {"pages": 16, "retrieved": 3, "zipf": 1.0, "question_words": 4, "max_tokens": 8},
+    multiples=(0.75, 1.5, 2, 3, 4, 6),
     requests=24,
     turns=2,
     warmup=60,

@@ -83,6 +83,36 @@ def test_links_go_in_the_order_in_which_they_are_due_and_join_where_that_saves_w
     assert [[sequence for sequence, _ in work] for work in seen] == [[tiny.sequence], [short.sequence], [long.sequence]]
 
 
+def test_each_link_is_computed_as_soon_as_its_deviations_are_measured(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+):
+    """A partial forward for everybody would come before anybody's first token."""
+    rig = make_rig(pace=Pace(fixed=4.0, seconds_per_token=1.0))
+    rig.link(MIXED[4], "exact")
+    rig.link(MIXED[2], "exact")
+    long, short = rig.plan(MIXED[4], "cacheblend-40"), rig.plan(MIXED[2], "cacheblend-40")
+    wait_for(lambda: all(chunk.loading and chunk.loading.done() for chunk in [*long.chunks, *short.chunks]))
+    events: list[tuple[str, LinkSequence]] = []
+    forward, first = rig.engine.forward, rig.engine.forward_first
+
+    def noted(work: Any, *more: Any) -> None:
+        events.extend(("whole", sequence) for sequence, _ in work)
+        forward(work, *more)
+
+    def noted_first(work: Any, layers: int) -> None:
+        events.extend(("partial", sequence) for sequence, _ in work)
+        first(work, layers)
+
+    monkeypatch.setattr(rig.engine, "forward", noted)
+    monkeypatch.setattr(rig.engine, "forward_first", noted_first)
+    with rig.loop._wake:
+        futures = [rig.loop.submit(plan) for plan in (long, short)]
+    for future in futures:
+        rig.loop.abandon(future.result(60).lease)
+    assert [kind for kind, _ in events] == ["partial", "whole", "partial", "whole"]
+    assert events[0][1] is events[1][1] is not events[2][1] is events[3][1]
+
+
 def test_a_link_that_arrives_waits_for_one_piece_of_the_background_work(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ):

@@ -31,6 +31,7 @@ class Replica:
         self.routing_stats: dict[str, Any] = {
             "queued_tokens": queued,
             "requests": 0,
+            "fixed_tokens": 16.0,
             "seconds_per_token": 1e-3,
             "bytes_per_second": 1e9,
             "bytes_per_token": 1000,

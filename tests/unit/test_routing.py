@@ -17,7 +17,6 @@ from prefill_workers.plan import ChunkSpan, LinkRequest, PrefetchRequest
 from prefill_workers.policies import Mode
 from serving.ledger import EXPECTED_PERIODS, STALE_PERIODS, Ledger, Load
 from serving.routing import (
-    REQUEST_TOKENS,
     Chunk,
     DecodePolicy,
     DecodeReport,
@@ -32,6 +31,7 @@ from serving.routing import (
 
 MARKS = [mark_of(f"chunk-{i}") for i in range(6)]
 PACE, BANDWIDTH, BYTES = 1e-3, 1e8, 10_000  # seconds a token, bytes a second, bytes a token
+FIXED = 16.0  # tokens that a link costs besides
 
 
 class Time:
@@ -46,7 +46,7 @@ class Time:
 
 def prefill_report(hot: Collection[str] = (), queued: int = 0, requests: int = 0, **fields: Any) -> dict[str, Any]:
     marks = b"".join(map(mark_of, hot))
-    report = PrefillReport(queued, requests, PACE, BANDWIDTH, BYTES, marks, hash(marks))
+    report = PrefillReport(queued, requests, FIXED, PACE, BANDWIDTH, BYTES, marks, hash(marks))
     return {**asdict(report), **fields}
 
 
@@ -321,7 +321,7 @@ class Cluster:
             self.policy.sent(name, str(number), ask)
             hit = content in self.hot[name]
             tokens = 20 if hit or content in self._stored else 520
-            seconds = (tokens + REQUEST_TOKENS) * PACE + (0 if hit or tokens == 520 else 500 * BYTES / BANDWIDTH)
+            seconds = (tokens + FIXED) * PACE + (0 if hit or tokens == 520 else 500 * BYTES / BANDWIDTH)
             self.hits += hit
             self.computed[name] += tokens
             self.waits.append(max(0.0, self.until[name] - self.clock.now))

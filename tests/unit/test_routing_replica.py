@@ -15,15 +15,15 @@ from serving.routing_replica import DecodeReporter, PrefillReporter
 
 
 def loop(**fields: float | None) -> SimpleNamespace:
-    stats = {"tokens_queued": 70, "waiting": 2, "running": 1, "seconds_per_token": None, **fields}
-    return SimpleNamespace(stats=lambda: SimpleNamespace(**stats))
+    stats = {"tokens_queued": 70, "waiting": 2, "running": 1, "fixed_tokens": 16.0, "seconds_per_token": None}
+    return SimpleNamespace(stats=lambda: SimpleNamespace(**stats | fields))
 
 
 def test_a_prefill_report_names_what_is_in_memory_and_is_numbered(make_library: MakeLibrary):
     library = make_library(MemoryTier())
     reporter = PrefillReporter(loop(), library, bytes_per_token=1024, hot_chunks=2)
     first = reporter.stats()
-    assert parsed(PrefillReport, first) == PrefillReport(70, 3, None, None, 1024, b"", library.hot_version)
+    assert parsed(PrefillReport, first) == PrefillReport(70, 3, 16.0, None, None, 1024, b"", library.hot_version)
     records = [canonical(name) for name in "abc"]
     for record in records:
         library.put_canonical(record)
@@ -42,9 +42,10 @@ def test_a_prefill_report_tells_how_fast_loads_were(make_library: MakeLibrary):
     library.flush()
     again = make_library(tier)
     again.get_canonical(record.key, "acme")
-    report = parsed(PrefillReport, PrefillReporter(loop(seconds_per_token=0.5), again, 1024, 2).stats())
+    busy = loop(fixed_tokens=40.0, seconds_per_token=0.5)
+    report = parsed(PrefillReport, PrefillReporter(busy, again, 1024, 2).stats())
     assert report is not None
-    assert report.seconds_per_token == 0.5
+    assert (report.fixed_tokens, report.seconds_per_token) == (40.0, 0.5)
     stats = again.stats()
     assert report.bytes_per_second == pytest.approx(stats.loaded_bytes / (stats.load_ms / 1e3))
 
