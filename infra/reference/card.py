@@ -28,7 +28,7 @@ def card(
         tower_steps=tower[-1]["step"],
         minutes=sum(part[-1]["seconds"] for part in (language, tower)) / 60,
         cpu=machine["cpu"],
-        threads=machine["threads"],
+        cores=f"{machine['threads']} core{'s' * (machine['threads'] > 1)}",
         items=items,
         rows="\n".join(f"| {split} | {share:.3f} |" for split, share in scores.items()),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -109,6 +109,12 @@ class ReferenceFamily:
     levels: int = 1
     forms: tuple[Form, ...] = ()
     alike: Callable[[Any], None] | None = None
+
+    def form(self, wanted: Form) -> Form:
+        """Pages like these that the tower takes: where it knows one size alone, things are drawn more or less often."""
+        if not self.forms:
+            return wanted
+        return replace(wanted, copies=self.forms[0].cells // wanted.things)
 
 
 def _visual(model: Any) -> nn.Module:

@@ -114,7 +114,7 @@ class Making:
     def evaluate(self, split: Split, count: int, form: Form | None = None, batch: int = 25) -> float:
         """The share of held-out questions of a split whose answer is right, from pictures, by full prefill."""
         generator = torch.Generator().manual_seed(_EVALUATION_SEED)
-        scenes, questions = draw_items(split, count, form or EVALUATED[split], generator)
+        scenes, questions = draw_items(split, count, self.kind.form(form or EVALUATED[split]), generator)
         layout = Layout((0,) * scenes.form.pages, self.language.axes)
         tower, right = self.tower(), 0
         for start in range(0, count, batch):

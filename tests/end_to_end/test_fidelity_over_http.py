@@ -39,7 +39,7 @@ from serving.bench.fidelity.study import Study
 pytestmark = pytest.mark.service
 
 RANK, ITEMS, FORM, LONGER = 16, 5, Form(3, 8, 6), Form(4, 8, 6)
-CELL = FAMILIES[DEFAULT_MODEL].cell
+KIND = FAMILIES[DEFAULT_MODEL]
 MODES = ("exact", "full-reuse", "auto", "mpic-32", "cacheblend-15")
 SYSTEM = "You are a helpful assistant."
 
@@ -108,7 +108,7 @@ def pictures(form: Form) -> list[list[dict[str, Any]]]:
         parts: list[Any] = []
         for page in range(form.pages):
             buffer = io.BytesIO()
-            page_picture(scenes, index, page, CELL).save(buffer, "PNG")
+            page_picture(scenes, index, page, KIND.cell).save(buffer, "PNG")
             parts.append(inline(buffer.getvalue()))
         found.append(parts)
     return found
@@ -137,8 +137,8 @@ def offline() -> tuple[list[Expected | None], dict[str, int]]:
     reader = Reader(weights(DEFAULT_MODEL))
     try:
         with torch.inference_mode():
-            study = Study(reader, CELL)
-            drawn, longer = (list(items(reader, CELL, Split.multi, ITEMS, form)) for form in (FORM, LONGER))
+            study = Study(reader, KIND)
+            drawn, longer = (list(items(reader, KIND, Split.multi, ITEMS, form)) for form in (FORM, LONGER))
             found = [
                 expected(study, (longer if one.longer else drawn)[one.item], one) if one.answer else None
                 for one in SAMPLE

@@ -34,13 +34,13 @@ def study(only_engines) -> Iterator[Study]:
     only_engines.close()
     reader = Reader(weights(DEFAULT_MODEL))
     with torch.inference_mode():
-        yield Study(reader, FAMILIES[DEFAULT_MODEL].cell)
+        yield Study(reader, FAMILIES[DEFAULT_MODEL])
     reader.close()
 
 
 @pytest.fixture(scope="module")
 def item(study: Study):
-    return next(items(study.reader, study.cell, Split.multi, 1, SMALL))
+    return next(items(study.reader, study.kind, Split.multi, 1, SMALL))
 
 
 def test_a_prompt_is_what_the_server_renders(study: Study, item):
@@ -49,7 +49,7 @@ def test_a_prompt_is_what_the_server_renders(study: Study, item):
     from serving.bench.fidelity.items import SEED
 
     scenes, _ = draw_items(Split.multi, 1, SMALL, torch.Generator().manual_seed(SEED))
-    pictures = [page_picture(scenes, 0, page, study.cell) for page in range(3)]
+    pictures = [page_picture(scenes, 0, page, study.kind.cell) for page in range(3)]
     rendered = study.reader.rendered(pictures, item.question)
     prompt = item.prompt(study.reader)
     assert prompt.token_ids[: len(rendered.token_ids)].tolist() == rendered.token_ids

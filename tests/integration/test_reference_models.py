@@ -26,7 +26,7 @@ def study(request: pytest.FixtureRequest, only_engines) -> Iterator[Study]:
     only_engines.close()
     reader = Reader(weights(request.param), trust_remote_code=request.param == "kimi_vl")
     with torch.inference_mode():
-        yield Study(reader, FAMILIES[request.param].cell)
+        yield Study(reader, FAMILIES[request.param])
     reader.close()
 
 

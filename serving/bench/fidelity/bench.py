@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from infra.reference import WEIGHTS
-from infra.reference.families import FAMILIES
+from infra.reference.families import FAMILIES, ReferenceFamily
 from infra.vllm_env import vllm_environment
 from serving.bench.fidelity.arms import COMMON
 from serving.bench.fidelity.tables import AT_EQUAL_BYTES, BUDGETS, BY_LAYERS, FORMS, MAIN, MARGIN, Table, loses, tables
@@ -48,9 +48,14 @@ def run(
     workload = {
         "models": {kind: folder.name for kind, folder in shipped.items()},
         "items": items,
-        "pages": {str(split): f"{form.pages} of {form.cells} tokens" for split, form in FORMS.items()},
+        "pages": {kind: _pages(FAMILIES[folder.name]) for kind, folder in shipped.items()},
     }
     return Outcome(workload, [], figures, found)
+
+
+def _pages(kind: ReferenceFamily) -> dict[str, str]:
+    forms = {split: kind.form(form) for split, form in FORMS.items()}
+    return {str(split): f"{form.pages} of {form.cells} tokens" for split, form in forms.items()}
 
 
 def measured(
@@ -66,7 +71,7 @@ def measured(
     logging.getLogger("vllm.v1.worker.cpu_worker").setLevel(logging.ERROR)
     try:
         with torch.inference_mode():
-            study = Study(reader, FAMILIES[folder.name].cell)
+            study = Study(reader, FAMILIES[folder.name])
             kept = Kept(work, (folder.name, reader.engine.fingerprint, items), _CODE)
             for name, table in tables(study, items, kept, console):
                 console.print(f"  {kind}: {name}")

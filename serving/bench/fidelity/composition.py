@@ -154,7 +154,7 @@ def _scale(parts: Sequence[Parts], layer: int | None = None) -> float:
 
 
 def _parts(study: Study, first: FirstLayer, split: Split, predecessors: int, count: int, seed: int) -> Iterator[Parts]:
-    drawn = items(study.reader, study.cell, split, count, form(predecessors), seed)
+    drawn = items(study.reader, study.kind, split, count, form(predecessors), seed)
     while group := list(islice(drawn, BATCH)):
         yield from _parts_of(study, first, group, predecessors)
 

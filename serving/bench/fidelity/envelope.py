@@ -66,7 +66,7 @@ def envelope(study: Study, count: int) -> dict[str, dict[str, Scores]]:
     reader, arms, probe = study.reader, study.arms, Probe(study.reader)
     scores: dict[str, dict[str, Scores]] = {one.name: defaultdict(Scores) for one in SITUATIONS}
     previous: Item | None = None
-    for item in items(reader, study.cell, Split.multi, count + 1, FORM):
+    for item in items(reader, study.kind, Split.multi, count + 1, FORM):
         if previous is None:
             previous = item
             continue

@@ -97,7 +97,7 @@ def growth(study: Study, pages: int, count: int) -> dict[str, tuple[float, float
     right: dict[str, list[bool]] = defaultdict(list)
     took: dict[str, list[float]] = defaultdict(list)
     with modes(study) as worker:
-        for number, item in enumerate(items(study.reader, study.cell, Split.multi, count, form(pages))):
+        for number, item in enumerate(items(study.reader, study.kind, Split.multi, count, form(pages))):
             prompt = item.prompt(study.reader)
             worker.ask(prompt, "exact")
             for mode in MODES if number % 2 else reversed(MODES):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infra.reference.families import ReferenceFamily
 from infra.reference.pictures import page_picture
 from infra.reference.scenes import Form, Scenes, Split, draw_items
 from infra.reference.vocabulary import COLOURS, THINGS, answer, question
@@ -32,15 +33,18 @@ class Item:
         return reader.prompt(pages, self.question, self.answer, **text)
 
 
-def items(reader: Reader, cell: int, split: Split, count: int, form: Form, seed: int = SEED) -> Iterator[Item]:
-    """`count` held-out items of a split; the same at every call."""
+def items(
+    reader: Reader, kind: ReferenceFamily, split: Split, count: int, form: Form, seed: int = SEED
+) -> Iterator[Item]:
+    """`count` held-out items of a split, of pages that the family's tower takes; the same at every call."""
+    form = kind.form(form)
     generator = torch.Generator().manual_seed(seed)
     scenes, questions = draw_items(split, count, form, generator)
     things, colours = tuple(THINGS), tuple(COLOURS)
     for index in range(count):
         asked = questions.things[index, 0]
         yield Item(
-            pages=tuple(reader.pages([page_picture(scenes, index, page, cell) for page in range(form.pages)])),
+            pages=tuple(reader.pages([page_picture(scenes, index, page, kind.cell) for page in range(form.pages)])),
             question=question([things[thing] for thing in asked.tolist()]),
             answer=answer([colours[colour] for colour in questions.colours[index, 0].tolist()]),
             asked=_shown(scenes, index, asked.tolist()),

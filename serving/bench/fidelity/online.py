@@ -86,7 +86,7 @@ def online(study: Study, count: int) -> dict[str, list[float]]:
     """KL of the online check in nats, by situation: `count` items of every split."""
     found: dict[str, list[float]] = defaultdict(list)
     for split in SPLITS:
-        drawn = items(study.reader, study.cell, split, count, FORM)
+        drawn = items(study.reader, study.kind, split, count, FORM)
         while group := list(islice(drawn, BATCH)):
             _check(study, group, found)
     return found

@@ -26,7 +26,7 @@ def reorder(study: Study, predecessors: int, count: int) -> tuple[dict[str, Scor
     reader, arms, probe = study.reader, study.arms, Probe(study.reader)
     scores: dict[str, Scores] = defaultdict(Scores)
     apart: list[float] = []
-    drawn = items(reader, study.cell, Split.multi, count, FORMS[predecessors])
+    drawn = items(reader, study.kind, Split.multi, count, FORMS[predecessors])
     for item in islice(drawn, count):
         orders = orderings(range(predecessors))
         if (reverse := tuple(reversed(orders[0]))) not in orders:

@@ -37,7 +37,7 @@ def storage(study: Study, split: Split, rank: int, count: int, form: Form) -> di
     reader, probe, layout = study.reader, Probe(study.reader), study.arms.layout
     prefix = reader.ids(NEUTRAL)
     scores: dict[str, Scores] = defaultdict(Scores)
-    drawn = items(reader, study.cell, split, count, form)
+    drawn = items(reader, study.kind, split, count, form)
     while group := list(islice(drawn, BATCH)):
         prompts = [item.prompt(reader) for item in group]
         cases = probe.behind(prompts, probe.canonical([item.pages[-1] for item in group]))

@@ -10,6 +10,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from infra.reference.families import ReferenceFamily
 from infra.reference.scenes import Form, Split
 from kvstore.basis import SharedBasis, pool_basis
 from kvstore.patch import deficit, mean_deficit, orderings
@@ -37,14 +38,14 @@ class Gathered:
 class Study:
     """One family's items through all arms."""
 
-    def __init__(self, reader: Reader, cell: int) -> None:
-        self.reader, self.cell = reader, cell
+    def __init__(self, reader: Reader, kind: ReferenceFamily) -> None:
+        self.reader, self.kind = reader, kind
         hidden = reader.engine.config.model_config.get_hidden_size()
         self.arms = Arms(reader.engine.layout, reader.engine.dtype, hidden)
 
     def gathered(self, split: Split, count: int, form: Form, seed: int = SEED) -> Iterator[list[Gathered]]:
         """Items with their KV, a few at a time."""
-        drawn = items(self.reader, self.cell, split, count, form, seed)
+        drawn = items(self.reader, self.kind, split, count, form, seed)
         while group := list(islice(drawn, BATCH)):
             yield self.gather(group)
 
