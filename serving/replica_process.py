@@ -12,9 +12,15 @@ from infra.ports import free_port
 from infra.vllm_env import vllm_environment
 from serving.config import RoleSettings
 
+# How often OpenMP's threads (libgomp) look for the next parallel region of a forward before they wait without a processor.
+# By default they look for milliseconds, on processors that the engine beside them may need, and the very threads that they
+# wait for. That is faster only for engines with processors to themselves: who gives them those may set the variable.
+SPIN = ("GOMP_SPINCOUNT", "100")
+
 
 def enter(settings: RoleSettings) -> None:
     """Set this process up for a role. Must run before anything imports torch."""
+    os.environ.setdefault(*SPIN)
     reserved = int(settings.num_cpus) or os.cpu_count() or 1  # Ray would give an actor with part of a CPU one thread
     os.environ["OMP_NUM_THREADS"] = str(settings.threads or reserved)
     give_way(settings.niceness)

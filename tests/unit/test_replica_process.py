@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+
+import pytest
 
 _LOOK = """
 import os, threading
@@ -20,6 +23,24 @@ nice = {Path(task, "stat").read_text().rsplit(")", 1)[1].split()[16] for task in
 over.set()
 print(*nice)
 """
+
+_ENTER = """
+import os
+from serving.config import PrefillRoleSettings
+from serving.replica_process import enter
+
+enter(PrefillRoleSettings(threads=2))
+import torch
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="OpenMP is libgomp on Linux")
+@pytest.mark.parametrize(("given", "spins"), [({}, "100"), ({"GOMP_SPINCOUNT": "3000"}, "3000")])
+def test_openmp_does_not_keep_processors_that_it_waits_on_unless_it_is_told_to(given: dict[str, str], spins: str):
+    environment = {**os.environ, "OMP_DISPLAY_ENV": "VERBOSE", **given}
+    found = subprocess.run([sys.executable, "-c", _ENTER], capture_output=True, text=True, check=True, env=environment)
+    (line,) = [line for line in found.stderr.splitlines() if "GOMP_SPINCOUNT" in line]
+    assert line.split("=")[1].strip() == f"'{spins}'", "as OpenMP read it"
 
 
 def test_a_process_that_gives_way_further_is_left_as_it_is():
