@@ -54,7 +54,7 @@ _FULL = _Scale(
     multiples=(0.75, 1.5, 2, 3, 4, 6),
     requests=24,
     turns=2,
-    warmup=60,
+    warmup=48,
 )
 _QUICK = _Scale(
     {"pages": 4, "retrieved": 2, "question_words": 4, "max_tokens": 4, "columns": 12, "rows": 12},
