@@ -12,9 +12,10 @@ from infra.ports import free_port
 from infra.vllm_env import vllm_environment
 from serving.config import RoleSettings
 
-# How often OpenMP's threads (libgomp) look for the next parallel region of a forward before they wait without a processor.
-# By default they look for milliseconds, on processors that the engine beside them may need, and the very threads that they
-# wait for. That is faster only for engines with processors to themselves: who gives them those may set the variable.
+# How often OpenMP's threads (libgomp) look for the next parallel region of a forward before they wait without a
+# processor. By default they look for milliseconds, on processors that the engine beside them may need, and the very
+# threads that they wait for. That is faster only for engines with processors to themselves: who gives them those may
+# set the variable.
 SPIN = ("GOMP_SPINCOUNT", "100")
 
 
