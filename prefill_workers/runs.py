@@ -199,21 +199,27 @@ class RunsExtension:
 
     @contextmanager
     def _ending_behind(self, layers: int | None) -> Iterator[None]:
-        """The model ends behind its first `layers` layers.
+        """The model ends behind its first `layers` layers, of whose last only the KV is wanted.
 
         vLLM's models walk `layers[start_layer:end_layer]`, which is how they are split into pipelines. Leaving the
         forward by an exception instead would leave behind what models hand their layers (Qwen3-VL's deepstack features)
-        for the next forward to find.
+        for the next forward to find. What the last layer makes of its attention goes nowhere: its feed-forward network,
+        most of what it computes, is left out.
         """
         if layers is None:
             yield
             return
         walker, whole = self._walker, self._walker.end_layer
         walker.end_layer = walker.start_layer + layers
+        last = getattr(walker.layers[walker.end_layer - 1], "mlp", None)
         try:
+            if last is not None:
+                last.forward = lambda hidden, *_, **__: hidden
             yield
         finally:
             walker.end_layer = whole
+            if last is not None:
+                del last.forward
 
     @contextmanager
     def _writing(self, arriving: Sequence[ArrivingLayers], deadline: float) -> Iterator[None]:
