@@ -87,8 +87,10 @@ class Background:
         for chunk in chunks:
             self._pool.hold(lease)
             self._harvests.append(_Harvest(plan, chunk, lease, time.perf_counter()))
-        if policies.forms_patches(plan.request.mode):
-            self._ahead.offer(plan, missed=bool(chunks))
+        mode = plan.request.mode
+        if policies.forms_patches(mode):
+            of_use = not policies.uses_canonical_alone(mode)  # who asks like that would not look up what is compiled
+            self._ahead.offer(plan, missed=bool(chunks) and of_use)
 
     def compiled(self) -> CompileStats:
         """What compiling ahead has come to."""
