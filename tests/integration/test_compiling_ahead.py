@@ -55,6 +55,16 @@ def test_pairs_that_were_compiled_when_idle_serve_a_set_never_seen_before(make_r
     assert (linked.chunk_kv(2) - exact).norm() < (blind - exact).norm()
 
 
+@pytest.mark.parametrize(("mode", "orders"), [("full-reuse", 0), ("mpic-8", 0), ("cacheblend-15", 0), ("exact", 1)])
+def test_nothing_is_compiled_for_requests_whose_modes_use_no_patches(
+    make_rig: Callable[..., Rig], mode: str, orders: int
+):
+    rig = make_rig(orbit_chunks=2)
+    rig.link([1, 2, "?"], mode)
+    compiled = rig.loop.stats().compiled
+    assert (compiled.waiting, bool(compiled.forwards)) == (0, bool(orders))
+
+
 def test_only_as_many_forwards_over_pairs_are_spent_as_are_allowed(make_rig: Callable[..., Rig]):
     rig = make_rig(orbit_chunks=0, pair_forwards=3, compose_up_to=3)
     rig.link([Page(1), Page(2), Page(3), "What?"])
