@@ -17,14 +17,18 @@ from prefill_workers.compiling import (
     Demand,
     JobKind,
     jobs,
+    meetings,
 )
 from prefill_workers.harvest import Harvester
+from prefill_workers.known import KnownChunks
 from prefill_workers.orbit import OrbitForming
 from prefill_workers.plan import LinkPlan
 from prefill_workers.scratch import Pieces, Piecework, Scratch
 from prefill_workers.settings import CompileLimits
 
 _MAX_JOBS = 64  # that wait; the least valuable give way
+_KNOWN_CHUNKS = 512  # that requests brought last, of all tenants
+_STRANGERS = 16  # of these, the most popular ones, that a request's chunks are made to meet
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,10 @@ class CompileAhead:
     ) -> None:
         self._harvester, self._scratch, self._limits = harvester, scratch, limits
         self.demand = Demand(clock)
-        self._queue = CompileQueue[LinkPlan](_MAX_JOBS, self.demand)
+        self._queue = CompileQueue[OrbitForming](_MAX_JOBS, self.demand)
+        self._known = KnownChunks(_KNOWN_CHUNKS)
         self._budget = ComputeBudget(limits.share, clock=clock)
-        self._job: CompileJob[LinkPlan] | None = None
+        self._job: CompileJob[OrbitForming] | None = None
         self._forming: OrbitForming | None = None
         self._step: Piecework[int] | None = None  # of the job, while it uses the scratch blocks
         self._forwards, self._given_up = Counter[str](), Counter[str]()
@@ -73,12 +78,23 @@ class CompileAhead:
 
     def offer(self, plan: LinkPlan, *, missed: bool) -> None:
         """A link has finished; `missed`: some of its chunks had to be computed."""
-        tenant, contents = plan.request.tenant, [chunk.span.content for chunk in plan.chunks]
+        tenant, prefix, limits = plan.request.tenant, plan.request.prefix, self._limits
+        contents = [chunk.span.content for chunk in plan.chunks]
         self.demand.observe(tenant, contents)
-        if missed and len({chunk.canonical_key for chunk in plan.chunks}) == len(plan.chunks):
-            tokens = [len(chunk.span) for chunk in plan.chunks]
-            for job in jobs(plan, tenant, plan.request.prefix, contents, tokens, self._limits, self.demand):
-                self._queue.add(job)
+        if not missed or len({chunk.canonical_key for chunk in plan.chunks}) < len(plan.chunks):
+            return
+        served = self._harvester.unready(plan)
+        tokens = [len(chunk.span) for chunk in plan.chunks]
+        found = jobs(served, tenant, prefix, contents, tokens, limits, self.demand)
+        if limits.pair_forwards:
+            others = self._known.beside(served, _STRANGERS, lambda content: self.demand.expected(tenant, content))
+            self._known.add(served)
+            company = OrbitForming(prefix, served.chunks + others, tenant)
+            contents += [chunk.content for chunk in others]
+            tokens += [len(chunk.token_ids) for chunk in others]
+            found += meetings(company, tenant, prefix, contents, tokens, len(served.chunks), limits, self.demand)
+        for job in found:
+            self._queue.add(job)
 
     @property
     def running(self) -> bool:
@@ -110,23 +126,23 @@ class CompileAhead:
     def _waiting(self) -> int:
         return len(self._queue) + (self._job is not None)
 
-    def _priority(self, job: CompileJob[LinkPlan]) -> float:
+    def _priority(self, job: CompileJob[OrbitForming]) -> float:
         return job.priority(self.demand)
 
-    def _begin(self, job: CompileJob[LinkPlan]) -> None:
+    def _begin(self, job: CompileJob[OrbitForming]) -> None:
         """Take up a job: from here on it counts as the one under way."""
         self._job, self._forming = job, None
         self._queue.remove(job)
         if not self._worth_its_bytes(job):
             self._given_up["bytes"] += 1
-        elif job.kind is JobKind.orders:
-            self._forming = self._harvester.orbit(job.item)
-        else:
-            self._forming = self._harvester.forming(job.item)
+        elif job.kind is not JobKind.orders:
+            self._forming = job.item
+        elif self._harvester.lacks_set(job.item):
+            self._forming = self._harvester.ready(job.item)
         if self._forming is None:
             self._end()
 
-    def _go_on(self, job: CompileJob[LinkPlan]) -> None:
+    def _go_on(self, job: CompileJob[OrbitForming]) -> None:
         if self._step is None:
             self._step = Piecework(self._take(job))
         if not self._step.go_on():
@@ -142,7 +158,7 @@ class CompileAhead:
     def _end(self) -> None:
         self._job = self._forming = self._step = None
 
-    def _worth_its_bytes(self, job: CompileJob[LinkPlan]) -> bool:
+    def _worth_its_bytes(self, job: CompileJob[OrbitForming]) -> bool:
         """Whether what the next step compiles is expected to save as much per second and byte as what goes for it."""
         price = self._harvester.library.price(job.tenant)
         if not price or not self._tokens:
@@ -154,7 +170,7 @@ class CompileAhead:
         engine = self._harvester.engine
         return self._harvester.form.footprint(tokens, engine.layout, engine.dtype)
 
-    def _take(self, job: CompileJob[LinkPlan]) -> Pieces[int]:
+    def _take(self, job: CompileJob[OrbitForming]) -> Pieces[int]:
         """Take the job's next step; of how many tokens its forward was: none if it was a look at what is stored."""
         assert self._forming is not None
         tokens, ran = job.step_tokens(), False

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from kvstore.errors import StoreError
 from prefill_workers import policies
 from prefill_workers.ahead import CompileAhead, CompileStats
-from prefill_workers.compiling import Clock, ComputeBudget
+from prefill_workers.compiling import ASKED_AGAIN, Clock, ComputeBudget
 from prefill_workers.handoff import BlockPool
 from prefill_workers.harvest import Harvester
 from prefill_workers.plan import ChunkPlan, LinkPlan
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 _LOAD_SECONDS = 0.0005  # between looks for the embeddings of a check
 _BUSY_SECONDS = 10.0  # over which `busy_share` is a share
-_ASKED_AGAIN = 1.5  # requests of late: more than the one that is being harvested, decayed as it may be
 
 
 @dataclass(eq=False)
@@ -103,7 +102,7 @@ class Background:
             return False
         begun = [self._harvest[0]] if self._harvest else []
         best = max([*begun, *self._harvests], key=self._wanted, default=None)
-        return best is not None and best.since < since and self._wanted(best) >= _ASKED_AGAIN
+        return best is not None and best.since < since and self._wanted(best) >= ASKED_AGAIN
 
     def checks_since(self) -> float | None:
         """When the oldest check was queued (`time.perf_counter`); None if there is none."""

@@ -5,6 +5,7 @@
 | orders | every order of a small set                         | orbit patches behind all its subsets, in any order    |
 | parts  | parts of a larger set, in the order served         | own patches of these (see `predictions`)              |
 | pairs  | two chunks of a larger set, in either order        | pair patches, whose sums serve sets never seen before |
+|        | or a set's with others that the tenant asks for    |                                                       |
 
 All wait in one bounded queue. The next one is that which saves most for what it takes,
 
@@ -29,10 +30,11 @@ from typing import Generic, TypeVar
 
 from kvstore.patch import ORBIT_ORDERINGS
 from kvstore.popularity import Popularity
-from prefill_workers.predictions import pairs, parts
+from prefill_workers import predictions
 from prefill_workers.settings import CompileLimits
 
 HORIZON_S = 3600.0  # ahead of which reuses are expected, and behind which requests are counted
+ASKED_AGAIN = 1.5  # requests expected: more than the one that brought it, decayed as it may be
 _WINDOW_S = 120.0  # over which the compute budget is a share: what an idle worker saves up at most
 _LOOKS = 8  # parts that are looked up in the library for each that is compiled
 
@@ -151,11 +153,35 @@ def jobs(
         return [job(JobKind.orders, [tuple(range(count))], forwards)]
     shares, found = demand.shares(tenant, contents), []
     if limits.part_forwards:
-        best = [part.chunks for part in parts(shares, tokens)[: _LOOKS * limits.part_forwards]]
+        best = [part.chunks for part in predictions.parts(shares, tokens)[: _LOOKS * limits.part_forwards]]
         found.append(job(JobKind.parts, best, limits.part_forwards))
     if limits.pair_forwards:
-        found.append(job(JobKind.pairs, [pair.chunks for pair in pairs(shares, tokens)], limits.pair_forwards))
+        among = [pair.chunks for pair in predictions.pairs(shares, tokens)]
+        found.append(job(JobKind.pairs, among, limits.pair_forwards))
     return found
+
+
+def meetings(
+    item: Item,
+    tenant: str,
+    prefix: tuple[int, ...],
+    contents: Sequence[str],
+    tokens: Sequence[int],
+    own: int,
+    limits: CompileLimits,
+    demand: Demand,
+) -> list[CompileJob[Item]]:
+    """Pairs of a served set's chunks, the first `own`, with others of its tenant that it did not bring.
+
+    Of those that were asked for more than once: nobody has yet come back for the others.
+    """
+    again = [demand.expected(tenant, content) >= ASKED_AGAIN for content in contents]
+    likely = predictions.meetings(demand.shares(tenant, contents), tokens, own)
+    steps = [pair.chunks for pair in likely if all(again[i] for i in pair.chunks)]
+    if not (steps and limits.share and limits.pair_forwards):
+        return []
+    names, sizes = tuple(contents), tuple(tokens)
+    return [CompileJob(JobKind.pairs, item, tenant, prefix, names, sizes, steps, limits.pair_forwards)]
 
 
 class CompileQueue(Generic[Item]):

@@ -10,6 +10,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -183,45 +184,51 @@ class Harvester:
 
     # -- orbit ---------------------------------------------------------------------------------------------------------
 
-    def orbit(self, plan: LinkPlan) -> OrbitForming | None:
-        """The orbit patches that a finished plan's chunks still lack; None when there is nothing to form."""
-        request = plan.request
-        keys = [chunk.canonical_key for chunk in plan.chunks]
-        if len(keys) < 2 or len(set(keys)) < len(keys):
-            return None
-        last = plan.chunks[-1]
-        behind = antecedent_key(request.prefix, keys[:-1], ordered=False)
-        whole_set = self.form.key(last.canonical_key, behind, set_kind(len(keys) - 1))
-        owner = _set_owner(request.tenant, request.prefix, *(chunk.span.content for chunk in plan.chunks))
-        if self.library.get_patch(whole_set, owner) is not None:
-            return None
-        return self.forming(plan)
+    def unready(self, plan: LinkPlan) -> OrbitForming:
+        """The orders of a plan's chunks, which must be different ones, with the embeddings that the plan has."""
+        request, whole = plan.request, plan.sequence
+        chunks = tuple(
+            OrbitChunk(
+                key=chunk.canonical_key,
+                content=chunk.span.content,
+                token_ids=whole.token_ids[chunk.span.start : chunk.span.stop],
+                positions=whole.positions[..., chunk.span.start : chunk.span.stop] - chunk.start_position,
+                embeddings=chunk.embeddings,
+                first=chunk.span.first - chunk.span.start,
+                mask=chunk.span.is_embed,
+                needs_embeddings=chunk.span.needs_embeddings,
+            )
+            for chunk in plan.chunks
+        )
+        return OrbitForming(request.prefix, chunks, request.tenant)
+
+    def ready(self, forming: OrbitForming) -> OrbitForming | None:
+        """The same with all embeddings; None when some are missing."""
+        chunks = []
+        for chunk in forming.chunks:
+            if chunk.needs_embeddings and chunk.embeddings is None:
+                key = embedding_key(self.engine.fingerprint, chunk.content)
+                stored = self.library.get_embedding(key, owner_of(forming.tenant, chunk.content))
+                if stored is None:
+                    return None
+                chunks.append(replace(chunk, embeddings=stored.embeddings))
+            else:
+                chunks.append(chunk)
+        return OrbitForming(forming.prefix, tuple(chunks), forming.tenant)
 
     def forming(self, plan: LinkPlan) -> OrbitForming | None:
         """The orders of a plan's chunks, which must be different ones; None when embeddings are missing."""
-        request = plan.request
-        chunks = []
-        for chunk in plan.chunks:
-            embeddings = chunk.embeddings
-            if chunk.lacks_embeddings:
-                key = embedding_key(self.engine.fingerprint, chunk.span.content)
-                stored = self.library.get_embedding(key, owner_of(request.tenant, chunk.span.content))
-                if stored is None:
-                    return None
-                embeddings = stored.embeddings
-            span, whole = chunk.span, plan.sequence
-            chunks.append(
-                OrbitChunk(
-                    key=chunk.canonical_key,
-                    content=span.content,
-                    token_ids=whole.token_ids[span.start : span.stop],
-                    positions=whole.positions[..., span.start : span.stop] - chunk.start_position,
-                    embeddings=embeddings,
-                    first=span.first - span.start,
-                    mask=span.is_embed,
-                )
-            )
-        return OrbitForming(request.prefix, tuple(chunks), request.tenant)
+        return self.ready(self.unready(plan))
+
+    def lacks_set(self, forming: OrbitForming) -> bool:
+        """Whether the set's orbit patches are to be formed: not if the patch behind all of it is stored."""
+        keys = [chunk.key for chunk in forming.chunks]
+        if len(keys) < 2 or len(set(keys)) < len(keys):
+            return False
+        behind = antecedent_key(forming.prefix, keys[:-1], ordered=False)
+        whole_set = self.form.key(keys[-1], behind, set_kind(len(keys) - 1))
+        owner = _set_owner(forming.tenant, forming.prefix, *(chunk.content for chunk in forming.chunks))
+        return self.library.get_patch(whole_set, owner) is None
 
     def orbit_step(self, forming: OrbitForming, scratch: Scratch) -> Pieces[bool]:
         """Run the next order of a forming set and send off the patches that it completes; False when all have run."""
@@ -260,7 +267,7 @@ class Harvester:
         """Run some chunks of a set, in this order, and send off the patches that come of it and are not stored.
 
         Own patches; or, of two chunks, the `pair` patch behind the first, and the first one's behind nothing. Returns
-        whether that took a forward: not if the last chunk's patch, and so the others', is stored.
+        whether that took a forward: not if the last chunk's patch, and so the others', is stored, or embeddings are not.
         """
         order = [forming.chunks[i] for i in part]
         patches: list[tuple[PatchKind, str, str]] = []  # of each chunk: kind, key, owner
@@ -272,7 +279,10 @@ class Harvester:
             patches.append((kind, self.form.key(chunk.key, behind, kind), owner))
         if self._has_or_sent(*patches[-1][1:]):
             return False
-        placed, seconds = yield from self._forward(forming.prefix, order, scratch)
+        ready = self.ready(OrbitForming(forming.prefix, tuple(order), forming.tenant))
+        if ready is None:
+            return False
+        placed, seconds = yield from self._forward(forming.prefix, ready.chunks, scratch)
         for i, (chunk, (kind, patch, owner)) in enumerate(zip(order, patches, strict=True), 1):
             canonical = self.library.get_canonical(chunk.key, owner_of(forming.tenant, chunk.content))
             if canonical is None or self._has_or_sent(patch, owner):

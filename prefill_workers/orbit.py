@@ -24,15 +24,19 @@ from prefill_workers.sequence import Embedded, LinkSequence
 
 @dataclass(frozen=True)
 class OrbitChunk:
-    """A chunk as it enters background sequences: tokens, positions from 0, embeddings."""
+    """A chunk as it enters background sequences: tokens, positions from 0, embeddings.
+
+    `needs_embeddings`: it cannot be computed without; they may be left to be looked up.
+    """
 
     key: str  # canonical key
     content: str
     token_ids: Tensor  # [tokens] int32
     positions: Tensor  # [tokens] or [3, tokens], from 0
-    embeddings: Tensor | None  # [placeholders that carry one, hidden]; None: a text chunk
+    embeddings: Tensor | None  # [placeholders that carry one, hidden]
     first: int  # first placeholder, counted from the chunk's start
     mask: Tensor | None = None
+    needs_embeddings: bool = False
 
     @property
     def span(self) -> int:

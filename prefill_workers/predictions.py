@@ -10,12 +10,13 @@ all its beginnings. A sliding window, whose oldest chunks fall out, asks for suc
 Which parts: those of the largest value, expected reuses times what each saves, for as many forwards as is allowed.
 
 Where a model's patches are composed (see `composing`), pairs serve sets that never came before, in any order: of 5
-chunks there are 20, by as many forwards over two chunks each.
+chunks there are 20, by as many forwards over two chunks each. So do pairs of chunks that never met: the request's with
+others that its tenant asks for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from operator import attrgetter
@@ -54,12 +55,18 @@ def parts(shares: Sequence[float], tokens: Sequence[int]) -> list[Part]:
 
 
 def pairs(shares: Sequence[float], tokens: Sequence[int]) -> list[Part]:
-    """The pairs of a request's chunks, each in both orders, the most valuable first.
-
-    A pair in one order saves its chunks' tokens in half of the requests that ask for both, in whatever set they do.
-    """
+    """The pairs of a request's chunks, each in both orders, the most valuable first."""
     popular = sorted(range(len(shares)), key=lambda i: -shares[i])[:_MOST_CHUNKS]
-    found = [
-        Part(shares[a] * shares[b] * (tokens[a] + tokens[b]) / 2, (a, b)) for a, b in permutations(sorted(popular), 2)
-    ]
+    return _valued(permutations(sorted(popular), 2), shares, tokens)
+
+
+def meetings(shares: Sequence[float], tokens: Sequence[int], own: int) -> list[Part]:
+    """The pairs of one of a request's `own` chunks, the first, with one of the others; as `pairs`."""
+    crossing = ((a, b) for a, b in permutations(range(len(shares)), 2) if (a < own) != (b < own))
+    return _valued(crossing, shares, tokens)
+
+
+def _valued(chosen: Iterable[tuple[int, int]], shares: Sequence[float], tokens: Sequence[int]) -> list[Part]:
+    """A pair in one order saves its chunks' tokens in half of the requests that ask for both, in whatever set."""
+    found = [Part(shares[a] * shares[b] * (tokens[a] + tokens[b]) / 2, (a, b)) for a, b in chosen]
     return sorted(found, key=attrgetter("value"), reverse=True)

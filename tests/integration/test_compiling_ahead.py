@@ -55,6 +55,17 @@ def test_pairs_that_were_compiled_when_idle_serve_a_set_never_seen_before(make_r
     assert (linked.chunk_kv(2) - exact).norm() < (blind - exact).norm()
 
 
+def test_popular_chunks_that_never_met_are_compiled_behind_one_another(make_rig: Callable[..., Rig]):
+    """Sets of three from pages that were seen in other sets only need no chunk to be computed."""
+    rig = make_rig(orbit_chunks=2, pair_forwards=12, compose_up_to=3)
+    for served in ([1, 2], [3, 4], [2, 1, "again"], [1, 2, 5], [3, 4, 5]):
+        rig.link([*served, "?"])
+    assert all(has_pair(rig, *pair) for a in (1, 2) for b in (3, 4) for pair in ((a, b), (b, a)))
+    linked = rig.link([3, 1, 4, "?"])
+    assert linked.points == ["patched"] * 3
+    assert linked.result.tokens_reused == sum(chunk.tokens for chunk in linked.result.chunks)
+
+
 @pytest.mark.parametrize(("mode", "orders"), [("full-reuse", 0), ("mpic-8", 0), ("cacheblend-15", 0), ("exact", 1)])
 def test_nothing_is_compiled_for_requests_whose_modes_use_no_patches(
     make_rig: Callable[..., Rig], mode: str, orders: int

@@ -19,6 +19,7 @@ from prefill_workers.compiling import (
     Demand,
     JobKind,
     jobs,
+    meetings,
 )
 from prefill_workers.settings import PrefillSettings
 
@@ -188,3 +189,19 @@ def test_under_a_tight_budget_the_most_valuable_are_compiled_and_the_rest_waits(
 def test_a_library_with_room_asks_no_price(tmp_path):
     with Library(LibrarySettings(directory=tmp_path), "model") as library:
         assert library.price("local") == 0
+
+
+def test_chunks_that_were_asked_for_again_are_made_to_meet(demand: Demand):
+    for contents in ("ab", "cd", "ae", "cf"):
+        demand.observe("local", list(contents))
+
+    def met(contents: str, own: int, limits: CompileLimits = LIMITS) -> list[tuple[int, ...]]:
+        found = meetings(contents, "local", (), list(contents), [100] * len(contents), own, limits, demand)
+        return [step for job in found for step in job.steps]
+
+    assert met("aecd", 2) == [(0, 2), (2, 0)], "a and c came twice"
+    assert met("ebdf", 2) == []
+    assert met("ac", 2) == [], "they are the request's own"
+    assert (
+        met("aecd", 2, CompileLimits(pair_forwards=0)) == met("aecd", 2, CompileLimits(pair_forwards=9, share=0)) == []
+    )

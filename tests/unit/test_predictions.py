@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from prefill_workers.predictions import pairs, parts
+from prefill_workers.predictions import meetings, pairs, parts
 
 SHARES = [0.9, 0.2, 0.5]
 TOKENS = [10, 1000, 100]
@@ -43,3 +43,10 @@ def test_of_many_chunks_the_pairs_of_the_most_popular_are_weighed():
     found = pairs([0.01 * i for i in range(30)], [100] * 30)
     assert len(found) == 8 * 7
     assert min(min(pair.chunks) for pair in found) == 22
+
+
+def test_meetings_are_the_pairs_of_a_requests_chunks_with_others():
+    found = meetings([0.5, 0.1, 0.9, 0.2], [100, 100, 100, 100], own=2)
+    assert [meeting.chunks for meeting in found] == [(0, 2), (2, 0), (0, 3), (3, 0), (1, 2), (2, 1), (1, 3), (3, 1)]
+    assert found[0].value == pytest.approx(0.5 * 0.9 * 100)
+    assert meetings([0.5, 0.1], [100, 100], own=2) == []

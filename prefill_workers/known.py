@@ -1,0 +1,39 @@
+"""Chunks of earlier prompts: whom those of the next one may meet in a later request."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+
+from prefill_workers.orbit import OrbitChunk, OrbitForming
+
+
+class KnownChunks:
+    """The chunks that prompts brought last, without their embeddings. Not thread-safe.
+
+    Args:
+        limit: chunks of all tenants that are remembered; those that came longest ago go first.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._chunks: OrderedDict[tuple[str, tuple[int, ...], str], OrbitChunk] = OrderedDict()
+
+    def add(self, served: OrbitForming) -> None:
+        """A prompt brought these."""
+        for chunk in served.chunks:
+            name = served.tenant, served.prefix, chunk.key
+            if name not in self._chunks:  # copies: the prompt's own tensors are not kept for a part of them
+                ids, positions = chunk.token_ids.clone(), chunk.positions.clone()
+                self._chunks[name] = replace(chunk, token_ids=ids, positions=positions, embeddings=None)
+            self._chunks.move_to_end(name)
+        while len(self._chunks) > self._limit:
+            self._chunks.popitem(last=False)
+
+    def beside(self, served: OrbitForming, count: int, worth: Callable[[str], float]) -> tuple[OrbitChunk, ...]:
+        """Up to `count` other chunks of the same tenant behind the same prefix, those `worth` most by content first."""
+        there = {chunk.content for chunk in served.chunks}
+        whose = served.tenant, served.prefix
+        others = [chunk for name, chunk in self._chunks.items() if name[:2] == whose and chunk.content not in there]
+        return tuple(sorted(others, key=lambda chunk: worth(chunk.content), reverse=True)[:count])
