@@ -267,7 +267,8 @@ class Harvester:
         """Run some chunks of a set, in this order, and send off the patches that come of it and are not stored.
 
         Own patches; or, of two chunks, the `pair` patch behind the first, and the first one's behind nothing. Returns
-        whether that took a forward: not if the last chunk's patch, and so the others', is stored, or embeddings are not.
+        whether that took a forward: not if the last chunk's patch is stored, as the others' then are, and not without
+        embeddings.
         """
         order = [forming.chunks[i] for i in part]
         patches: list[tuple[PatchKind, str, str]] = []  # of each chunk: kind, key, owner

@@ -128,7 +128,8 @@ class PrefillSettings(BaseModel):
         12,
         ge=0,
         description="Forwards, when idle, over pairs of such a set's chunks, for patches behind one chunk alone, where "
-        "these are summed (`compose_up_to`): 4 chunks have 12 pairs. 0: never.",
+        "these are summed (`compose_up_to`): 4 chunks have 12 pairs. And as many over pairs of any set's chunks with "
+        "others that the tenant asked for more than once. 0: never.",
     )
     compile_share: float = Field(
         0.5,
