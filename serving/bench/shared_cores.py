@@ -80,6 +80,7 @@ def _engine(name: str, checkpoint: str, spins: str) -> Iterator[Connection]:
     try:
         process = context.Process(target=_serve, args=(theirs, name, checkpoint), daemon=True)
         process.start()
+        theirs.close()  # so that its end is seen here
     finally:
         os.environ.pop(SPIN[0])
         if before is not None:
@@ -103,11 +104,11 @@ def _serve(pipe: Connection, name: str, checkpoint: str) -> None:
     work = _forward(checkpoint, COMPUTED[name])
     pipe.send("ready")
     while True:
-        until, count, began = time.perf_counter() + pipe.recv(), 0, time.perf_counter()
-        while time.perf_counter() < until:
+        seconds, count, began = pipe.recv(), 0, time.perf_counter()
+        while (spent := time.perf_counter() - began) < seconds:
             work()
             count += 1
-        pipe.send((time.perf_counter() - began) / count * 1e3)
+        pipe.send(spent / count * 1e3)
 
 
 def _forward(checkpoint: str, computed: int) -> Any:
