@@ -96,6 +96,13 @@ class CompileAhead:
         for job in found:
             self._queue.add(job)
 
+    def forget(self, content: str, tenant: str) -> None:
+        """A content was deleted: compile nothing more of it. A step that has begun ends; the library takes nothing."""
+        self._known.forget(content, tenant)
+        self._queue.forget(content, tenant)
+        if self._job and self._job.is_over(content, tenant) and not self.running:
+            self._end()
+
     @property
     def running(self) -> bool:
         """Whether a step has begun, which uses the scratch blocks until it is over."""

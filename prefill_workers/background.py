@@ -91,6 +91,10 @@ class Background:
             of_use = not policies.uses_canonical_alone(mode)  # who asks like that would not look up what is compiled
             self._ahead.offer(plan, missed=bool(chunks) and of_use)
 
+    def forget(self, content: str, tenant: str) -> None:
+        """A content was deleted: compile nothing more of it."""
+        self._ahead.forget(content, tenant)
+
     def compiled(self) -> CompileStats:
         """What compiling ahead has come to."""
         return self._ahead.stats()

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, TypeVar
 
+from kvstore.chunk import is_shared
 from kvstore.patch import ORBIT_ORDERINGS
 from kvstore.popularity import Popularity
 from prefill_workers import predictions
@@ -97,6 +98,10 @@ class CompileJob(Generic[Item]):
     def name(self) -> Hashable:
         """The same for what would compile the same."""
         return self.kind, self.tenant, self.prefix, self.contents
+
+    def is_over(self, content: str, tenant: str) -> bool:
+        """Whether it runs over a content of a tenant, or of everybody."""
+        return content in self.contents and (self.tenant == tenant or is_shared(content))
 
     def tokens_saved(self, demand: Demand) -> float:
         """Tokens that what the next step compiles is expected to save; the orders of a set are one step."""
@@ -213,6 +218,12 @@ class CompileQueue(Generic[Item]):
     def remove(self, job: CompileJob[Item]) -> None:
         """A job waits no more."""
         del self._waiting[job.name]
+
+    def forget(self, content: str, tenant: str) -> None:
+        """Give up the jobs over a tenant's content that was deleted, or everybody's."""
+        for job in list(self._waiting.values()):
+            if job.is_over(content, tenant):
+                self.remove(job)
 
 
 class ComputeBudget:

@@ -267,8 +267,8 @@ class Harvester:
         """Run some chunks of a set, in this order, and send off the patches that come of it and are not stored.
 
         Own patches; or, of two chunks, the `pair` patch behind the first, and the first one's behind nothing. Returns
-        whether that took a forward: not if the last chunk's patch is stored, as the others' then are, and not without
-        embeddings.
+        whether that took a forward: not if the last chunk's patch is stored, as the others' then are, and not if
+        canonical KV or embeddings are gone.
         """
         order = [forming.chunks[i] for i in part]
         patches: list[tuple[PatchKind, str, str]] = []  # of each chunk: kind, key, owner
@@ -280,7 +280,10 @@ class Harvester:
             patches.append((kind, self.form.key(chunk.key, behind, kind), owner))
         if self._has_or_sent(*patches[-1][1:]):
             return False
-        ready = self.ready(OrbitForming(forming.prefix, tuple(order), forming.tenant))
+        tenant = forming.tenant
+        if not all(self.library.has("canonical", chunk.key, owner_of(tenant, chunk.content)) for chunk in order):
+            return False  # evicted meanwhile, or deleted: nothing may be conditioned on that any more
+        ready = self.ready(OrbitForming(forming.prefix, tuple(order), tenant))
         if ready is None:
             return False
         placed, seconds = yield from self._forward(forming.prefix, ready.chunks, scratch)

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 
+from kvstore.chunk import is_shared
 from prefill_workers.orbit import OrbitChunk, OrbitForming
 
 
@@ -30,6 +31,16 @@ class KnownChunks:
             self._chunks.move_to_end(name)
         while len(self._chunks) > self._limit:
             self._chunks.popitem(last=False)
+
+    def forget(self, content: str, tenant: str) -> None:
+        """A tenant's content was deleted, or everybody's."""
+        gone = [
+            name
+            for name, chunk in self._chunks.items()
+            if chunk.content == content and (name[0] == tenant or is_shared(content))
+        ]
+        for name in gone:
+            del self._chunks[name]
 
     def beside(self, served: OrbitForming, count: int, worth: Callable[[str], float]) -> tuple[OrbitChunk, ...]:
         """Up to `count` other chunks of the same tenant behind the same prefix, those `worth` most by content first."""

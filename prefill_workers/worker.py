@@ -119,6 +119,7 @@ class PrefillLoop:
         self._patience = patience_seconds
         self._last_finished = self._last_expected = -patience_seconds
         self._abandoned: deque[str] = deque()
+        self._forgotten: deque[tuple[str, str]] = deque()  # content, tenant
         self._wake = threading.Condition()
         self._stopping = False
         self._forwards = self._by_layer = self._partial = self._tokens = self._expired = 0
@@ -163,6 +164,12 @@ class PrefillLoop:
         """Nobody will pull this lease's blocks after all."""
         with self._wake:
             self._abandoned.append(lease)
+            self._wake.notify()
+
+    def forget(self, content: str, tenant: str) -> None:
+        """A content was deleted: compile nothing more of it."""
+        with self._wake:
+            self._forgotten.append((content, tenant))
             self._wake.notify()
 
     def stats(self) -> LoopStats:
@@ -254,6 +261,8 @@ class PrefillLoop:
             self._wake.notify()
 
     def _free_blocks(self) -> None:
+        while self._forgotten:
+            self._background.forget(*self._forgotten.popleft())
         while self._abandoned:
             self._pool.abandon(self._abandoned.popleft())
         if not self._pool.leases:

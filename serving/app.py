@@ -186,6 +186,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
 
     async def forget(self, content: str, tenant: str) -> None:
         """Drop what this worker's memory still holds of deleted content."""
+        self._loop.forget(content, tenant)
         await asyncio.to_thread(self._library.delete_content, content, tenant)
 
     async def check_health(self) -> None:

@@ -66,6 +66,19 @@ def test_popular_chunks_that_never_met_are_compiled_behind_one_another(make_rig:
     assert linked.result.tokens_reused == sum(chunk.tokens for chunk in linked.result.chunks)
 
 
+def test_nothing_is_conditioned_on_a_chunk_that_was_deleted(make_rig: Callable[..., Rig]):
+    rig = make_rig(orbit_chunks=2, pair_forwards=12, compose_up_to=3)
+    for served in ([1, 2], [2, 1, "again"]):
+        deleted = rig.link([*served, "?"]).plan.chunks[1].span.content  # at last page 1
+    rig.loop.forget(deleted, "local")
+    rig.library.delete_content(deleted, "local")
+    for served in ([3, 4], [4, 3, "again"], [3, 4, 5]):
+        rig.link([*served, "?"])
+    assert has_pair(rig, 2, 3)
+    assert not has_pair(rig, 1, 3)
+    assert not has_pair(rig, 3, 1)
+
+
 @pytest.mark.parametrize(("mode", "orders"), [("full-reuse", 0), ("mpic-8", 0), ("cacheblend-15", 0), ("exact", 1)])
 def test_nothing_is_compiled_for_requests_whose_modes_use_no_patches(
     make_rig: Callable[..., Rig], mode: str, orders: int

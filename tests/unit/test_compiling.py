@@ -205,3 +205,12 @@ def test_chunks_that_were_asked_for_again_are_made_to_meet(demand: Demand):
     assert (
         met("aecd", 2, CompileLimits(pair_forwards=0)) == met("aecd", 2, CompileLimits(pair_forwards=9, share=0)) == []
     )
+
+
+def test_jobs_over_what_was_deleted_are_given_up(demand: Demand):
+    queue = CompileQueue[str](9, demand)
+    for tenant, contents in (("local", "ab"), ("local", "cd"), ("other", "ab")):
+        for job in made(demand, contents, tenant):
+            queue.add(job)
+    queue.forget("a", "local")
+    assert [(job.tenant, "".join(job.contents)) for job in taken(queue)] == [("local", "cd"), ("other", "ab")]

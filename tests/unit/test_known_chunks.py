@@ -46,3 +46,12 @@ def test_neither_embeddings_nor_whole_prompts_are_kept():
     assert chunk.needs_embeddings
     assert chunk.token_ids.untyped_storage().nbytes() == 3 * chunk.token_ids.element_size()
     assert chunk.positions.tolist() == [0, 1, 2]
+
+
+def test_what_was_deleted_is_forgotten_for_its_owner_alone():
+    known = KnownChunks(9)
+    for tenant in ("acme", "other"):
+        known.add(served("ab", tenant))
+    known.forget("a", "acme")
+    assert beside(known, served("z")) == "b"
+    assert beside(known, served("z", "other")) == "ba"
