@@ -81,14 +81,17 @@ class CompileAhead:
         tenant, prefix, limits = plan.request.tenant, plan.request.prefix, self._limits
         contents = [chunk.span.content for chunk in plan.chunks]
         self.demand.observe(tenant, contents)
-        if not missed or len({chunk.canonical_key for chunk in plan.chunks}) < len(plan.chunks):
+        if not limits.share or len({chunk.canonical_key for chunk in plan.chunks}) < len(plan.chunks):
             return
         served = self._harvester.unready(plan)
+        if limits.pair_forwards:
+            self._known.add(served)
+        if not missed:
+            return
         tokens = [len(chunk.span) for chunk in plan.chunks]
         found = jobs(served, tenant, prefix, contents, tokens, limits, self.demand)
         if limits.pair_forwards:
             others = self._known.beside(served, _STRANGERS, lambda content: self.demand.expected(tenant, content))
-            self._known.add(served)
             company = OrbitForming(prefix, served.chunks + others, tenant)
             contents += [chunk.content for chunk in others]
             tokens += [len(chunk.token_ids) for chunk in others]
@@ -97,10 +100,10 @@ class CompileAhead:
             self._queue.add(job)
 
     def forget(self, content: str, tenant: str) -> None:
-        """A content was deleted: compile nothing more of it. A step that has begun ends; the library takes nothing."""
+        """A content was deleted: compile nothing more of it, not to the end of a step either."""
         self._known.forget(content, tenant)
         self._queue.forget(content, tenant)
-        if self._job and self._job.is_over(content, tenant) and not self.running:
+        if self._job and self._job.is_over(content, tenant):
             self._end()
 
     @property
@@ -189,7 +192,6 @@ class CompileAhead:
             return tokens if ran else 0
         step = job.steps.pop(0)
         if fits:
-            pair = job.kind is JobKind.pairs
-            ran = yield from self._harvester.part_step(self._forming, step, self._scratch, pair=pair)
+            ran = yield from self._harvester.part_step(self._forming, step, self._scratch, pair=job.pairs)
         job.forwards -= ran
         return tokens if ran else 0

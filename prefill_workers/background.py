@@ -16,6 +16,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from kvstore.chunk import is_shared
 from kvstore.errors import StoreError
 from prefill_workers import policies
 from prefill_workers.ahead import CompileAhead, CompileStats
@@ -92,7 +93,18 @@ class Background:
             self._ahead.offer(plan, missed=bool(chunks) and of_use)
 
     def forget(self, content: str, tenant: str) -> None:
-        """A content was deleted: compile nothing more of it."""
+        """A content was deleted: keep nothing more of links that brought it, and compile nothing."""
+
+        def brought(harvest: _Harvest) -> bool:
+            request = harvest.plan.request
+            mine = request.tenant == tenant or is_shared(content)
+            return mine and any(span.content == content for span in request.chunks)
+
+        for harvest in [one for one in self._harvests if brought(one)]:
+            self._harvests.remove(harvest)
+            self._pool.unhold(harvest.lease)
+        if self._harvest and brought(self._harvest[0]):  # it has let go of its blocks
+            self._harvest = None
         self._ahead.forget(content, tenant)
 
     def compiled(self) -> CompileStats:

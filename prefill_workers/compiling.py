@@ -5,7 +5,7 @@
 | orders | every order of a small set                         | orbit patches behind all its subsets, in any order    |
 | parts  | parts of a larger set, in the order served         | own patches of these (see `predictions`)              |
 | pairs  | two chunks of a larger set, in either order        | pair patches, whose sums serve sets never seen before |
-|        | or a set's with others that the tenant asks for    |                                                       |
+| met    | a chunk of a set and one that it did not bring     | the same                                              |
 
 All wait in one bounded queue. The next one is that which saves most for what it takes,
 
@@ -49,6 +49,7 @@ class JobKind(StrEnum):
     orders = "orders"
     parts = "parts"
     pairs = "pairs"
+    met = "met"
 
 
 class Demand:
@@ -83,6 +84,7 @@ class CompileJob(Generic[Item]):
     """Forwards over chunks of one served set.
 
     `steps` are those left, as indices into its chunks, the most valuable first; of them at most `forwards` are run.
+    Of its chunks the set brought the first `own`, or all.
     """
 
     kind: JobKind
@@ -93,11 +95,17 @@ class CompileJob(Generic[Item]):
     tokens: tuple[int, ...]
     steps: list[tuple[int, ...]]
     forwards: int
+    own: int | None = None
 
     @property
     def name(self) -> Hashable:
-        """The same for what would compile the same."""
-        return self.kind, self.tenant, self.prefix, self.contents
+        """The same for the jobs of a kind that a set brings when it comes again."""
+        return self.kind, self.tenant, self.prefix, self.contents[: self.own]
+
+    @property
+    def pairs(self) -> bool:
+        """Whether its steps are pairs, for pair patches."""
+        return self.kind in (JobKind.pairs, JobKind.met)
 
     def is_over(self, content: str, tenant: str) -> bool:
         """Whether it runs over a content of a tenant, or of everybody."""
@@ -110,7 +118,7 @@ class CompileJob(Generic[Item]):
         if self.kind is JobKind.parts:
             saved = sum(math.prod(shares[: i + 1]) * count for i, count in enumerate(tokens))
         else:
-            saved = math.prod(shares) * sum(tokens) / (2 if self.kind is JobKind.pairs else 1)
+            saved = math.prod(shares) * sum(tokens) / (2 if self.pairs else 1)
         return demand.requests(self.tenant) * saved
 
     def step_tokens(self) -> int:
@@ -180,13 +188,13 @@ def meetings(
 
     Of those that were asked for more than once: nobody has yet come back for the others.
     """
-    again = [demand.expected(tenant, content) >= ASKED_AGAIN for content in contents]
-    likely = predictions.meetings(demand.shares(tenant, contents), tokens, own)
-    steps = [pair.chunks for pair in likely if all(again[i] for i in pair.chunks)]
-    if not (steps and limits.share and limits.pair_forwards):
+    again = [i for i, content in enumerate(contents) if demand.expected(tenant, content) >= ASKED_AGAIN]
+    shares, most = demand.shares(tenant, contents), limits.pair_forwards
+    likely = predictions.meetings([i for i in again if i < own], [i for i in again if i >= own], shares, tokens)
+    steps = [pair.chunks for pair in likely[: _LOOKS * most]]
+    if not (steps and limits.share):
         return []
-    names, sizes = tuple(contents), tuple(tokens)
-    return [CompileJob(JobKind.pairs, item, tenant, prefix, names, sizes, steps, limits.pair_forwards)]
+    return [CompileJob(JobKind.met, item, tenant, prefix, tuple(contents), tuple(tokens), steps, most, own)]
 
 
 class CompileQueue(Generic[Item]):

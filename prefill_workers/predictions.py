@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import permutations, product
 from operator import attrgetter
 
 _MOST_CHUNKS = 8  # of a request, the most popular ones, whose parts are weighed: 255 at most, or 56 pairs
@@ -60,9 +60,9 @@ def pairs(shares: Sequence[float], tokens: Sequence[int]) -> list[Part]:
     return _valued(permutations(sorted(popular), 2), shares, tokens)
 
 
-def meetings(shares: Sequence[float], tokens: Sequence[int], own: int) -> list[Part]:
-    """The pairs of one of a request's `own` chunks, the first, with one of the others; as `pairs`."""
-    crossing = ((a, b) for a, b in permutations(range(len(shares)), 2) if (a < own) != (b < own))
+def meetings(own: Sequence[int], others: Sequence[int], shares: Sequence[float], tokens: Sequence[int]) -> list[Part]:
+    """The pairs of a chunk of a request with one that it did not bring; as `pairs`."""
+    crossing = (pair for a, b in product(own, others) for pair in ((a, b), (b, a)))
     return _valued(crossing, shares, tokens)
 
 

@@ -210,9 +210,11 @@ class RunsExtension:
             yield
             return
         walker, whole = self._walker, self._walker.end_layer
-        walker.end_layer = walker.start_layer + layers
-        last = getattr(walker.layers[walker.end_layer - 1], "mlp", None)
+        end = walker.start_layer + layers
+        decoders = getattr(walker, "layers", None)  # few models have another name for them, or for what is in them
+        last = None if decoders is None else getattr(decoders[end - 1], "mlp", None)
         try:
+            walker.end_layer = end
             if last is not None:
                 last.forward = lambda hidden, *_, **__: hidden
             yield

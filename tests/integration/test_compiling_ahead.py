@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rig import Page, Rig
@@ -13,8 +14,11 @@ from kvstore.catalogue import PatchCatalogue
 from kvstore.library import Library
 from kvstore.settings import LibrarySettings
 from prefill_workers.engine import PrefillEngine
+from prefill_workers.orbit import OrbitForming
+from prefill_workers.pace import Pace
 from prefill_workers.plan import LinkRequest
 from prefill_workers.policies import Mode
+from prefill_workers.scratch import Pieces
 from serving.arranger import Arranger
 
 pytestmark = pytest.mark.engine
@@ -66,17 +70,43 @@ def test_popular_chunks_that_never_met_are_compiled_behind_one_another(make_rig:
     assert linked.result.tokens_reused == sum(chunk.tokens for chunk in linked.result.chunks)
 
 
-def test_nothing_is_conditioned_on_a_chunk_that_was_deleted(make_rig: Callable[..., Rig]):
-    rig = make_rig(orbit_chunks=2, pair_forwards=12, compose_up_to=3)
+@pytest.mark.parametrize("way", ["forgotten", "deleted"])
+def test_nothing_is_conditioned_on_a_chunk_that_was_deleted(
+    make_rig: Callable[..., Rig], fp32: PrefillEngine, tmp_path: Path, way: str
+):
+    """Neither here, where its deletion is told of, nor where only its records are gone."""
+    library = Library(LibrarySettings(directory=tmp_path / "library", deletion_grace_s=0), fp32.fingerprint)
+    rig = make_rig(library=library, orbit_chunks=2, pair_forwards=12, compose_up_to=3)
     for served in ([1, 2], [2, 1, "again"]):
-        deleted = rig.link([*served, "?"]).plan.chunks[1].span.content  # at last page 1
-    rig.loop.forget(deleted, "local")
-    rig.library.delete_content(deleted, "local")
+        content = rig.link([*served, "?"]).plan.chunks[1].span.content  # at last page 1
+    if way == "forgotten":
+        rig.loop.forget(content, "local")
+    else:
+        rig.library.delete_content(content, "local")
     for served in ([3, 4], [4, 3, "again"], [3, 4, 5]):
         rig.link([*served, "?"])
     assert has_pair(rig, 2, 3)
     assert not has_pair(rig, 1, 3)
     assert not has_pair(rig, 3, 1)
+
+
+def test_a_deletion_ends_a_step_that_has_begun(make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
+    rig = make_rig(orbit_chunks=0, pair_forwards=12, pace=Pace(fixed=4.0, seconds_per_token=1.0))  # pieces of 16 tokens
+    step, begun = rig.linker.harvester.part_step, []
+
+    def meanwhile(forming: OrbitForming, *more: Any, **options: Any) -> Pieces[bool]:
+        pieces = step(forming, *more, **options)
+        next(pieces)
+        begun.append(forming.chunks[0].content)
+        rig.loop.forget(begun[0], "local")
+        yield
+        return (yield from pieces)
+
+    monkeypatch.setattr(rig.linker.harvester, "part_step", meanwhile)
+    rig.link([1, 2, "?"])
+    assert len(begun) == 1
+    assert rig.loop.stats().compiled.forwards == {}
+    assert not has_pair(rig, 1, 2)
 
 
 @pytest.mark.parametrize(("mode", "orders"), [("full-reuse", 0), ("mpic-8", 0), ("cacheblend-15", 0), ("exact", 1)])

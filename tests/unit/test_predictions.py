@@ -46,7 +46,7 @@ def test_of_many_chunks_the_pairs_of_the_most_popular_are_weighed():
 
 
 def test_meetings_are_the_pairs_of_a_requests_chunks_with_others():
-    found = meetings([0.5, 0.1, 0.9, 0.2], [100, 100, 100, 100], own=2)
+    found = meetings([0, 1], [2, 3], [0.5, 0.1, 0.9, 0.2], [100, 100, 100, 100])
     assert [meeting.chunks for meeting in found] == [(0, 2), (2, 0), (0, 3), (3, 0), (1, 2), (2, 1), (1, 3), (3, 1)]
     assert found[0].value == pytest.approx(0.5 * 0.9 * 100)
-    assert meetings([0.5, 0.1], [100, 100], own=2) == []
+    assert meetings([0, 1], [], [0.5, 0.1], [100, 100]) == []
