@@ -33,7 +33,11 @@ class Deletions:
         )
 
 
+def reaches(content: str, tenant: str, other: str) -> bool:
+    """Whether the deletion of a tenant's content is one for the tenant `other` too: a reference's is every tenant's."""
+    return other == tenant or is_shared(content)
+
+
 def derives(record: Record, content: str, tenant: str) -> bool:
     """Whether a record goes when a tenant's content is deleted; a reference's takes every tenant's records along."""
-    reachable = record.tenant == tenant or is_shared(content)
-    return reachable and (record.content == content or content in record.antecedents)
+    return reaches(content, tenant, record.tenant) and (record.content == content or content in record.antecedents)

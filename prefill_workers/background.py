@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from kvstore.chunk import is_shared
+from kvstore.deletions import reaches
 from kvstore.errors import StoreError
 from prefill_workers import policies
 from prefill_workers.ahead import CompileAhead, CompileStats
@@ -97,8 +97,7 @@ class Background:
 
         def brought(harvest: _Harvest) -> bool:
             request = harvest.plan.request
-            mine = request.tenant == tenant or is_shared(content)
-            return mine and any(span.content == content for span in request.chunks)
+            return reaches(content, tenant, request.tenant) and any(span.content == content for span in request.chunks)
 
         for harvest in [one for one in self._harvests if brought(one)]:
             self._harvests.remove(harvest)

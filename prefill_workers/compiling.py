@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, TypeVar
 
-from kvstore.chunk import is_shared
+from kvstore.deletions import reaches
 from kvstore.patch import ORBIT_ORDERINGS
 from kvstore.popularity import Popularity
 from prefill_workers import predictions
@@ -109,7 +109,7 @@ class CompileJob(Generic[Item]):
 
     def is_over(self, content: str, tenant: str) -> bool:
         """Whether it runs over a content of a tenant, or of everybody."""
-        return content in self.contents and (self.tenant == tenant or is_shared(content))
+        return content in self.contents and reaches(content, tenant, self.tenant)
 
     def tokens_saved(self, demand: Demand) -> float:
         """Tokens that what the next step compiles is expected to save; the orders of a set are one step."""

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 
-from kvstore.chunk import is_shared
+from kvstore.deletions import reaches
 from prefill_workers.orbit import OrbitChunk, OrbitForming
 
 
@@ -37,7 +37,7 @@ class KnownChunks:
         gone = [
             name
             for name, chunk in self._chunks.items()
-            if chunk.content == content and (name[0] == tenant or is_shared(content))
+            if chunk.content == content and reaches(content, tenant, name[0])
         ]
         for name in gone:
             del self._chunks[name]

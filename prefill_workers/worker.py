@@ -167,7 +167,7 @@ class PrefillLoop:
             self._wake.notify()
 
     def forget(self, content: str, tenant: str) -> None:
-        """A content was deleted: compile nothing more of it."""
+        """A content was deleted: keep and compile nothing more of it."""
         with self._wake:
             self._forgotten.append((content, tenant))
             self._wake.notify()
