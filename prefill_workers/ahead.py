@@ -67,6 +67,7 @@ class CompileAhead:
         self._budget = ComputeBudget(limits.share, clock=clock)
         self._job: CompileJob[OrbitForming] | None = None
         self._forming: OrbitForming | None = None
+        self._fresh = False  # whether the job has been taken up and has not done a step yet
         self._step: Piecework[int] | None = None  # of the job, while it uses the scratch blocks
         self._forwards, self._given_up = Counter[str](), Counter[str]()
         self._tokens, self._seconds = 0, 0.0
@@ -113,7 +114,8 @@ class CompileAhead:
 
     def step(self) -> None:
         """Do one piece of work. Raises what the library and the engine do; the job is given up then."""
-        job, better = self._job, None if self.running else self._queue.best()
+        # A job does a step before it gives way: worth decays while jobs are compared, equal ones would swap for ever.
+        job, better = self._job, None if self.running or self._fresh else self._queue.best()
         # The orders of a set are not left half-way: the means that they are forming are large.
         if job and better and job.kind is not JobKind.orders and self._priority(better) > self._priority(job):
             self._queue.add(job)
@@ -141,7 +143,7 @@ class CompileAhead:
 
     def _begin(self, job: CompileJob[OrbitForming]) -> None:
         """Take up a job: from here on it counts as the one under way."""
-        self._job, self._forming = job, None
+        self._job, self._forming, self._fresh = job, None, True
         self._queue.remove(job)
         if not self._worth_its_bytes(job):
             self._given_up["bytes"] += 1
@@ -157,7 +159,8 @@ class CompileAhead:
             self._step = Piecework(self._take(job))
         if not self._step.go_on():
             return
-        ran, seconds, self._step = self._step.result, self._step.seconds, None
+        ran, seconds = self._step.result, self._step.seconds
+        self._step, self._fresh = None, False
         if ran:
             self._budget.spend(seconds)
             self._forwards[job.kind] += 1
@@ -167,6 +170,7 @@ class CompileAhead:
 
     def _end(self) -> None:
         self._job = self._forming = self._step = None
+        self._fresh = False
 
     def _worth_its_bytes(self, job: CompileJob[OrbitForming]) -> bool:
         """Whether what the next step compiles is expected to save as much per second and byte as what goes for it."""

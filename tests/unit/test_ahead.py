@@ -1,0 +1,91 @@
+"""How the queue of what is compiled ahead is worked off, whatever its forwards compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from prefill_workers.ahead import CompileAhead
+from prefill_workers.harvest import Harvester
+from prefill_workers.orbit import OrbitChunk, OrbitForming
+from prefill_workers.plan import LinkPlan
+from prefill_workers.scratch import Pieces, Scratch
+from prefill_workers.settings import CompileLimits
+
+
+class TickingClock:
+    """Later each time that it is read."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1e-3
+        return self.now
+
+
+class Forwards:
+    """A harvester whose forwards over pairs take no engine."""
+
+    library = SimpleNamespace(price=lambda tenant: 0.0)
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+
+    def unready(self, plan: Any) -> OrbitForming:
+        ids = torch.arange(10)
+        chunks = tuple(OrbitChunk(c.canonical_key, c.span.content, ids, ids, None, 0) for c in plan.chunks)
+        return OrbitForming((), chunks, plan.request.tenant)
+
+    def part_step(self, forming: OrbitForming, part: Sequence[int], scratch: Scratch, *, pair: bool) -> Pieces[bool]:
+        yield
+        self.ran.append("".join(forming.chunks[i].content for i in part))
+        return True
+
+
+def served(contents: str) -> LinkPlan:
+    class Span(SimpleNamespace):
+        def __len__(self) -> int:
+            return 10
+
+    chunks = [SimpleNamespace(canonical_key=f"key {c}", span=Span(content=c)) for c in contents]
+    return cast(LinkPlan, SimpleNamespace(request=SimpleNamespace(tenant="acme", prefix=()), chunks=chunks))
+
+
+@pytest.fixture
+def forwards() -> Forwards:
+    return Forwards()
+
+
+@pytest.fixture
+def ahead(forwards: Forwards) -> CompileAhead:
+    limits = CompileLimits(orbit_chunks=0, part_forwards=0, pair_forwards=12)
+    scratch = Scratch(range(8), 16, lambda: 64)
+    return CompileAhead(cast(Harvester, forwards), scratch, limits, TickingClock())
+
+
+def test_jobs_of_the_same_worth_do_not_swap_for_ever(ahead: CompileAhead, forwards: Forwards):
+    """What requests are worth decays while jobs are compared: of two equal ones that which is looked at first wins."""
+    for contents in ("abx", "aby", "abz"):
+        ahead.offer(served(contents), missed=True)
+    for _ in range(1000):
+        if not ahead:
+            break
+        ahead.step()
+    assert not ahead
+    assert {"ab", "ba", "ax", "xa", "by", "yb", "az", "zb"} <= set(forwards.ran)
+
+
+def test_a_job_gives_way_to_a_better_one_between_its_forwards(ahead: CompileAhead, forwards: Forwards):
+    ahead.offer(served("abx"), missed=True)
+    while not forwards.ran:
+        ahead.step()
+    for _ in range(20):
+        ahead.offer(served("cd"), missed=True)
+    while ahead:
+        ahead.step()
+    assert forwards.ran[1:3] in (["cd", "dc"], ["dc", "cd"])
+    assert {"ab", "ba", "ax", "xa", "bx", "xb"} <= set(forwards.ran)
