@@ -5,13 +5,15 @@ served KV has been attended to; what is compiled besides (see `ahead`) needs non
 (see `scratch`), so that a link that arrives meanwhile waits for one of them at most.
 
 A busy worker learns too, but no more than is worth the waiting: chunks that were asked for more than once are harvested
-beside links, within a share of the time. What was seen once waits until no request is under way, and is the first to go
-when its blocks are needed.
+beside links, within a share of the time. What was seen once waits until no request has come for a while, the longer the
+fewer of the tenant's chunks come again: where none does, none is worth a request's waiting. It is the first to go when
+its blocks are needed.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -32,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _LOAD_SECONDS = 0.0005  # between looks for the embeddings of a check
 _BUSY_SECONDS = 10.0  # over which `busy_share` is a share
+_LONGEST_REST = 30.0  # seconds without requests after which anything is harvested
 
 
 @dataclass(eq=False)
@@ -54,6 +57,7 @@ class Background:
         scratch: where background sequences lie.
         limits: how much is kept beside links, and compiled ahead of requests.
         clock: monotonic seconds.
+        rest: seconds without requests for which a harvest of what was seen once waits at even odds of its coming again.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Background:
         limits: CompileLimits,
         rechecks: Rechecks,
         clock: Clock,
+        rest: float,
     ) -> None:
         self._harvester, self._pool, self._scratch = harvester, pool, scratch
         self._harvests: list[_Harvest] = []
@@ -71,11 +76,26 @@ class Background:
         self._busy = ComputeBudget(limits.busy_share, _BUSY_SECONDS, clock)
         self._ahead = CompileAhead(harvester, scratch, limits, clock)
         self._rechecks = rechecks
+        self._rest, self._disturbed, self._hastened = rest, -math.inf, -math.inf
         self.failures = 0
 
     def __len__(self) -> int:
-        """Pieces of work that may be done now; what waits for its compute budget is not among them."""
+        """Pieces of work that are left; what waits for its compute budget is not among them."""
         return (self._harvest is not None) + len(self._harvests) + len(self._rechecks) + len(self._ahead)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a piece of work may be done now."""
+        return bool(self._harvest or self._rechecks or self._may_compile or any(map(self._may_begin, self._harvests)))
+
+    def disturb(self) -> None:
+        """A request has come, or has got what it came for. From any thread."""
+        self._disturbed = time.perf_counter()
+
+    def hasten(self, until: float) -> None:
+        """Somebody waits for all that is left: until then (`time.perf_counter`) it need not be quiet for it. From any
+        thread."""
+        self._hastened = until
 
     def check(self, plan: LinkPlan, lease: str) -> None:
         """Compare a finished link with an exact one, if it is drawn; its blocks stay until that has begun."""
@@ -132,17 +152,28 @@ class Background:
     def _wanted(self, harvest: _Harvest) -> float:
         return self._ahead.demand.expected(*harvest.asked)
 
+    def _may_begin(self, harvest: _Harvest) -> bool:
+        """Whether a harvest is worth doing already, when no link is under way."""
+        now, odds_against = time.perf_counter(), self._ahead.demand.odds_against(harvest.asked[0])
+        rested = now - self._disturbed >= min(self._rest * odds_against, _LONGEST_REST)
+        return rested or now < self._hastened or self._wanted(harvest) >= ASKED_AGAIN
+
+    @property
+    def _may_compile(self) -> bool:
+        """Whether a step ahead has begun or may begin: patches need the canonical KV that harvests keep."""
+        return self._ahead.running or (bool(self._ahead) and not self._harvests)
+
     def step(self) -> None:
         """Do one piece of work; what fails is counted and given up."""
         if self._rechecks.running:  # what has begun may use the scratch blocks alone until it is over
             self._rechecks.step()
         elif self._ahead.running:
             self._compile()
-        elif self._harvest or self._harvests:
+        elif self._harvest or self._begin_harvest():
             self._go_on_harvesting()
         elif self._rechecks.ready:
             self._rechecks.step()
-        elif self._ahead:
+        elif self._may_compile:
             self._compile()
         else:
             time.sleep(_LOAD_SECONDS)
@@ -163,12 +194,18 @@ class Background:
         self._rechecks.drop(leases)
         self._harvests = [harvest for harvest in self._harvests if harvest.lease not in leases]
 
+    def _begin_harvest(self) -> bool:
+        """Take up the harvest of what is asked for most, if any may begin."""
+        best = max(filter(self._may_begin, self._harvests), key=self._wanted, default=None)
+        if best is None:
+            return False
+        self._harvest = best, Piecework(self._keep(best))
+        self._harvests.remove(best)
+        return True
+
     def _go_on_harvesting(self) -> None:
-        """Do a piece of the harvest that has begun, else of that of what is asked for most."""
-        if self._harvest is None:
-            best = max(self._harvests, key=self._wanted)
-            self._harvest = best, Piecework(self._keep(best))
-            self._harvests.remove(best)
+        """Do a piece of the harvest that has begun."""
+        assert self._harvest is not None
         item, piecework = self._harvest
         over = True
         try:

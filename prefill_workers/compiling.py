@@ -37,6 +37,7 @@ from prefill_workers.settings import CompileLimits
 HORIZON_S = 3600.0  # ahead of which reuses are expected, and behind which requests are counted
 ASKED_AGAIN = 1.5  # requests expected: more than the one that brought it, decayed as it may be
 _WINDOW_S = 120.0  # over which the compute budget is a share: what an idle worker saves up at most
+_RECENT_CHUNKS = 256  # over which is counted how often chunks come again
 _LOOKS = 8  # parts that are looked up in the library for each that is compiled
 
 Item = TypeVar("Item")
@@ -59,9 +60,14 @@ class Demand:
         self._clock = clock
         self._popularity = Popularity()
         self._requests: dict[str, tuple[float, float]] = {}  # of a tenant: how many, decayed, and as of when
+        self._chunks: dict[str, tuple[float, float]] = {}  # of a tenant's, decayed: that had come before, and all
 
     def observe(self, tenant: str, contents: Sequence[str]) -> None:
         """A request brought these."""
+        again, of_all = self._chunks.get(tenant, (0.0, 0.0))
+        for share in self.shares(tenant, contents):
+            again, of_all = (count * (1 - 1 / _RECENT_CHUNKS) for count in (again + (share > 0), of_all + 1))
+        self._chunks[tenant] = again, of_all
         self._popularity.observe(tenant, contents)
         self._requests[tenant] = self.requests(tenant) + 1.0, self._clock()
 
@@ -73,6 +79,11 @@ class Demand:
     def expected(self, tenant: str, content: str) -> float:
         """How many requests of a tenant are expected to bring a content within the horizon."""
         return self.requests(tenant) * self._popularity.share(tenant, content)
+
+    def odds_against(self, tenant: str) -> float:
+        """Against a tenant's chunk having come before, of late: near 0 if all come again, large if none does."""
+        again, of_all = self._chunks.get(tenant, (0.0, 0.0))
+        return (of_all - again + 1) / (again + 1)  # the rule of succession
 
     def shares(self, tenant: str, contents: Sequence[str]) -> list[float]:
         """The shares of a tenant's requests that bring each of the contents."""

@@ -143,7 +143,7 @@ class PrefillSettings(BaseModel):
         ge=0,
         le=1,
         description="Share of a busy time that keeping what requests computed may take, of images that were asked for "
-        "before. Otherwise that waits until no request is under way.",
+        "before. Otherwise that waits until no request has come for a while, the longer the fewer images come again.",
     )
     fidelity: FidelitySettings = FidelitySettings()
     compose_up_to: int = Field(

@@ -115,7 +115,9 @@ class PrefillLoop:
         self._pace = pace or Pace()
         spare = Scratch(range(last - scratch, last), engine.block_size, lambda: min(self._pace.piece, budget))
         rechecks = Rechecks(engine, linker.library, linker.fidelity, self._pool, spare)
-        self._background = Background(linker.harvester, self._pool, spare, compiles or CompileLimits(), rechecks, clock)
+        self._background = Background(
+            linker.harvester, self._pool, spare, compiles or CompileLimits(), rechecks, clock, patience_seconds
+        )
         self._patience = patience_seconds
         self._last_finished = self._last_expected = -patience_seconds
         self._abandoned: deque[str] = deque()
@@ -159,6 +161,12 @@ class PrefillLoop:
     def expect(self) -> None:
         """A request is on its way here, its images perhaps being encoded: leave it the machine."""
         self._last_expected = time.perf_counter()
+        self._background.disturb()
+
+    def hasten(self, seconds: float = 1.0) -> None:
+        """Somebody waits for what was learnt: for so long, keep what was seen once without waiting for a quiet time."""
+        self._background.hasten(time.perf_counter() + seconds)
+        self._notify()
 
     def abandon(self, lease: str) -> None:
         """Nobody will pull this lease's blocks after all."""
@@ -243,11 +251,11 @@ class PrefillLoop:
                 with self._wake:  # leave the machine to somebody's first token
                     if not self._waiting:
                         self._wake.wait(_POLL_SECONDS)
-            elif self._background:
+            elif self._background.ready:
                 self._background.step()
 
     def _has_work(self) -> bool:
-        return bool(self._waiting or self._running or self._background)
+        return bool(self._waiting or self._running or self._background.ready)
 
     def _gives_way(self) -> bool:
         """Whether background work should wait: a hand-off or a request is on its way, and no check is late."""
@@ -430,6 +438,7 @@ class PrefillLoop:
         assert job.lease is not None
         plan = job.plan
         self._last_finished = time.perf_counter()
+        self._background.disturb()
         if self._form:
             self._background.add(plan, job.lease.id)
         self._background.check(plan, job.lease.id)
@@ -466,6 +475,7 @@ def drain(loop: PrefillLoop, seconds: float = 60.0, poll: float = 0.01) -> LoopS
     """
     deadline = time.monotonic() + seconds
     while True:
+        loop.hasten()
         stats = loop.stats()
         if not (stats.waiting or stats.running or stats.harvest):
             return stats

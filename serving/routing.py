@@ -17,6 +17,7 @@ of a period would go to the replica that was the least busy at its beginning.
 
 from __future__ import annotations
 
+import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -62,7 +63,7 @@ class PrefillReport:
 
     queued_tokens: int
     requests: int
-    fixed_tokens: float  # what a link costs besides, whatever it computes (see `prefill_workers.pace`)
+    fixed_tokens: float  # what a forward costs besides, whatever it computes (see `prefill_workers.pace`)
     seconds_per_token: float | None
     bytes_per_second: float | None  # of loads from its tiers; None: not measured yet
     bytes_per_token: int  # of canonical KV
@@ -232,6 +233,18 @@ def estimate(ask: PrefillAsk, view: PrefillView, stored: Collection[bytes]) -> E
     return Estimate(view.queued_tokens, computed, loaded, held, seconds)
 
 
+def forwards(load: Load, fixed: float) -> float:
+    """Forwards that queued links will take, of about as many tokens each.
+
+    Those that compute little join others' (`prefill_workers.pace.Pace.joins`): of n links of t tokens each, k join the
+    first where k·t <= (n - k)·fixed. Each forward takes that share of those that are left, fixed / (t + fixed).
+    """
+    if not load.sequences or not fixed:
+        return 0.0
+    tokens = max(load.work / load.sequences, 1.0)
+    return min(load.sequences, 1 + math.log(max(load.sequences, 1)) / math.log1p(fixed / tokens))
+
+
 class PrefillPolicy(Policy[PrefillReport]):
     """Sends a prompt where most of it is in memory, unless that replica's queue costs more than loading elsewhere."""
 
@@ -315,7 +328,7 @@ class PrefillPolicy(Policy[PrefillReport]):
         fixed = measured.fixed_tokens if measured else _FIXED_TOKENS
         load = self.ledger.load(replica, drained_per_s=1 / pace)
         return PrefillView(
-            queued_tokens=load.work + fixed * load.sequences,
+            queued_tokens=load.work + fixed * forwards(load, fixed),
             hot=self._hot[replica][1] if report else (),
             expected=self.ledger.expected(replica),
             seconds_per_token=pace,

@@ -64,6 +64,7 @@ class Worker:
     def settle(self) -> None:
         """Wait until everything that links have taught is stored."""
         while (stats := self.loop.stats()).waiting or stats.running or stats.harvest:
+            self.loop.hasten()
             time.sleep(_IDLE_SECONDS)
         self.library.flush()
 

@@ -265,6 +265,25 @@ def test_while_requests_are_on_their_way_only_what_was_asked_for_before_is_kept(
         announcing.join()
 
 
+def test_where_images_never_come_again_none_is_kept_before_it_has_been_quiet_for_long(make_rig: Callable[..., Rig]):
+    rig = make_rig(patience_seconds=0.2)
+    for page in range(10):
+        rig.link([page, "?"])
+    plan = rig.plan([11, "?"])
+    key = plan.chunks[0].canonical_key
+    rig.loop.abandon(rig.loop.submit(plan).result(30).lease)
+    time.sleep(0.3)
+    assert not rig.library.has("canonical", key, "local")
+    assert rig.loop.stats().harvest == 1
+    wait_for(lambda: rig.library.has("canonical", key, "local"))
+    drain(rig.loop)
+
+    plan = rig.plan([12, "?"])
+    rig.loop.abandon(rig.loop.submit(plan).result(30).lease)
+    drain(rig.loop)  # nobody who asks for what was learnt waits for a quiet time
+    assert rig.library.has("canonical", plan.chunks[0].canonical_key, "local")
+
+
 def test_a_lease_nobody_reads_ends_by_itself(make_rig: Callable[..., Rig]):
     rig = make_rig(lease_seconds=0.2)
     plan: LinkPlan = rig.plan(MIXED[1], "off")

@@ -117,6 +117,18 @@ def test_requests_are_expected_as_they_came_in_the_last_hour(demand: Demand, clo
     assert demand.requests("nobody") == 0
 
 
+def test_what_never_comes_again_is_told_from_what_does(demand: Demand):
+    assert demand.odds_against("local") == 1, "nothing is known yet"
+    for i in range(40):
+        demand.observe("one-shot", [f"new {i}"])
+        demand.observe("again", ["a", "b"])
+    assert demand.odds_against("one-shot") > 30
+    assert demand.odds_against("again") < 0.1
+    for _ in range(400):
+        demand.observe("one-shot", ["a"])
+    assert demand.odds_against("one-shot") < 0.2, "what was long ago counts less"
+
+
 def test_a_full_queue_loses_its_least_valuable_job(demand: Demand):
     queue = CompileQueue[str](2, demand)
     for contents in ("abc", "abc", "abq", "xyz"):

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefill_workers.pace import Pace
 from prefill_workers.plan import ChunkSpan, LinkRequest, PrefetchRequest
 from prefill_workers.policies import Mode
 from serving.ledger import EXPECTED_PERIODS, STALE_PERIODS, Ledger, Load
@@ -25,13 +26,14 @@ from serving.routing import (
     PrefillReport,
     PrefillView,
     estimate,
+    forwards,
     mark_of,
     parsed,
 )
 
 MARKS = [mark_of(f"chunk-{i}") for i in range(6)]
 PACE, BANDWIDTH, BYTES = 1e-3, 1e8, 10_000  # seconds a token, bytes a second, bytes a token
-FIXED = 16.0  # tokens that a link costs besides
+FIXED = 16.0  # tokens that a forward costs besides
 
 
 class Time:
@@ -99,6 +101,26 @@ def test_more_in_memory_or_a_shorter_queue_never_costs_more(text, listed, hot, m
 def test_every_token_of_a_prompt_is_held_loaded_or_computed(text, listed, hot, stored, queued):
     found = estimate(PrefillAsk(text, tuple(listed)), PrefillView(queued, hot, bytes_per_token=BYTES), stored)
     assert found.held + found.loaded // BYTES + found.computed == text + sum(chunk.tokens for chunk in listed)
+
+
+def test_links_that_compute_little_share_forwards_and_long_ones_have_their_own():
+    assert forwards(Load(0, 0), FIXED) == 0
+    assert forwards(Load(5, 1), FIXED) == 1
+    assert forwards(Load(0, 9), FIXED) == 1
+    assert 2 < forwards(Load(10 * 4, 10), FIXED) < 3
+    assert forwards(Load(10 * 500, 10), FIXED) == 10
+
+
+@given(st.integers(1, 64), st.integers(1, 600), st.floats(1, 300))
+def test_about_as_many_forwards_are_expected_as_the_loop_makes_of_links_that_wait(links, tokens, fixed):
+    pace, left, made = Pace(fixed), links, 0
+    while left:
+        joined = 1
+        while joined < left and pace.joins(tokens, joined, left - joined - 1):
+            joined += 1
+        left, made = left - joined, made + 1
+    expected = forwards(Load(links * tokens, links), fixed)
+    assert expected / 2 <= made <= 2 * expected
 
 
 # -- the ledger -------------------------------------------------------------------------------------------------------
