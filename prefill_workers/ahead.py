@@ -68,7 +68,7 @@ class CompileAhead:
         self._job: CompileJob[OrbitForming] | None = None
         self._forming: OrbitForming | None = None
         self._fresh = False  # whether the job has been taken up and has not done a step yet
-        self._step: Piecework[int] | None = None  # of the job, while it uses the scratch blocks
+        self._step: Piecework[tuple[int, int]] | None = None  # of the job, while it uses the scratch blocks
         self._forwards, self._given_up = Counter[str](), Counter[str]()
         self._tokens, self._seconds = 0, 0.0
 
@@ -159,12 +159,12 @@ class CompileAhead:
             self._step = Piecework(self._take(job))
         if not self._step.go_on():
             return
-        ran, seconds = self._step.result, self._step.seconds
+        (ran, tokens), seconds = self._step.result, self._step.seconds
         self._step, self._fresh = None, False
         if ran:
             self._budget.spend(seconds)
-            self._forwards[job.kind] += 1
-            self._tokens, self._seconds = self._tokens + ran, self._seconds + seconds
+            self._forwards[job.kind] += ran
+            self._tokens, self._seconds = self._tokens + tokens, self._seconds + seconds
         if not (job.steps and job.forwards):
             self._end()
 
@@ -184,18 +184,21 @@ class CompileAhead:
         engine = self._harvester.engine
         return self._harvester.form.footprint(tokens, engine.layout, engine.dtype)
 
-    def _take(self, job: CompileJob[OrbitForming]) -> Pieces[int]:
-        """Take the job's next step; of how many tokens its forward was: none if it was a look at what is stored."""
+    def _take(self, job: CompileJob[OrbitForming]) -> Pieces[tuple[int, int]]:
+        """Take the job's next step: how many orders, parts or pairs were run, and over how many tokens; none if it was
+        a look at what is stored."""
         assert self._forming is not None
-        tokens, ran = job.step_tokens(), False
-        fits = len(job.prefix) + tokens <= self._scratch.tokens
-        if job.kind is JobKind.orders:
-            if fits:
-                ran = yield from self._harvester.orbit_step(self._forming, self._scratch)
-            job.forwards = job.forwards - 1 if ran else 0
-            return tokens if ran else 0
-        step = job.steps.pop(0)
-        if fits:
-            ran = yield from self._harvester.part_step(self._forming, step, self._scratch, pair=job.pairs)
-        job.forwards -= ran
-        return tokens if ran else 0
+        fits, tokens, ran = job.longest() <= self._scratch.tokens, job.step_tokens(), 0
+        step = job.steps[0] if job.kind is JobKind.orders else job.steps.pop(0)
+        if not fits:
+            pass
+        elif job.kind is JobKind.orders:
+            ran = int((yield from self._harvester.orbit_step(self._forming, self._scratch)))
+        elif job.kind is JobKind.parts:
+            ran = int((yield from self._harvester.part_step(self._forming, step, self._scratch)))
+        else:
+            first, *behind = step
+            pairs = self._harvester.pairs_step(self._forming, first, behind[: job.forwards], self._scratch)
+            ran, tokens = yield from pairs
+        job.forwards = 0 if job.kind is JobKind.orders and not ran else job.forwards - ran
+        return ran, tokens

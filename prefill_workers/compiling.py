@@ -1,11 +1,13 @@
 """What a prefill worker compiles before anybody asks for it, in which order, and how much of it.
 
-| job    | a forward each                                     | what comes of it                                      |
+| job    | a step each                                        | what comes of it                                      |
 |--------|----------------------------------------------------|-------------------------------------------------------|
 | orders | every order of a small set                         | orbit patches behind all its subsets, in any order    |
-| parts  | parts of a larger set, in the order served         | own patches of these (see `predictions`)              |
-| pairs  | two chunks of a larger set, in either order        | pair patches, whose sums serve sets never seen before |
-| met    | a chunk of a set and one that it did not bring     | the same                                              |
+| parts  | a part of a larger set, in the order served        | own patches of it (see `predictions`)                 |
+| pairs  | some chunks of a set, each behind the same other   | pair patches, whose sums serve sets never seen before |
+| met    | the same, of a set's chunks and ones it did not bring | the same                                           |
+
+Where sums of pairs serve a small set, its orders are compiled only if it is expected again.
 
 All wait in one bounded queue. The next one is that which saves most for what it takes,
 
@@ -94,8 +96,9 @@ class Demand:
 class CompileJob(Generic[Item]):
     """Forwards over chunks of one served set.
 
-    `steps` are those left, as indices into its chunks, the most valuable first; of them at most `forwards` are run.
-    Of its chunks the set brought the first `own`, or all.
+    `steps` are those left, as indices into its chunks, the most valuable first; a step of pairs is that of all its
+    chunks behind the first (`predictions.Fan`). At most `forwards` orders, parts or pairs are run. Of its chunks the
+    set brought the first `own`, or all.
     """
 
     kind: JobKind
@@ -128,13 +131,20 @@ class CompileJob(Generic[Item]):
         shares, tokens = demand.shares(self.tenant, [self.contents[i] for i in step]), [self.tokens[i] for i in step]
         if self.kind is JobKind.parts:
             saved = sum(math.prod(shares[: i + 1]) * count for i, count in enumerate(tokens))
+        elif self.pairs:
+            saved = sum(predictions.pair_value(0, i, shares, tokens) for i in range(1, len(step)))
         else:
-            saved = math.prod(shares) * sum(tokens) / (2 if self.pairs else 1)
+            saved = math.prod(shares) * sum(tokens)
         return demand.requests(self.tenant) * saved
 
     def step_tokens(self) -> int:
-        """Tokens of the next forward."""
+        """Tokens that the next step computes, of orders that one of them does."""
         return sum(self.tokens[i] for i in self.steps[0])
+
+    def longest(self) -> int:
+        """Tokens of the longest sequence of the next step, the prefix included."""
+        first, *others = (self.tokens[i] for i in self.steps[0])
+        return len(self.prefix) + first + (max(others) if self.pairs else sum(others))
 
     def nbytes(self, of_patch: Callable[[int], int]) -> int:
         """Bytes of the patches that come of the next step; `of_patch`: of one for a chunk of so many tokens."""
@@ -162,26 +172,31 @@ def jobs(
 ) -> list[CompileJob[Item]]:
     """What may be compiled of a served set of different chunks: all orders of a small one, parts and pairs of others.
 
-    The orders of a set leave the patches of its pairs as well.
+    The orders of a set leave the patches of its pairs as well. They are left to a set that is expected again, where
+    pairs serve it for less: of 3 chunks by half of the tokens, and other sets besides.
     """
     count = len(contents)
+    shares, found = demand.shares(tenant, contents), list[CompileJob[Item]]()
+    summed = bool(limits.pair_forwards) and 2 <= count - 1 <= limits.compose_up_to
+    expected = demand.requests(tenant) * math.prod(shares)
 
     def job(kind: JobKind, steps: list[tuple[int, ...]], forwards: int) -> CompileJob[Item]:
         return CompileJob(kind, item, tenant, prefix, tuple(contents), tuple(tokens), steps, forwards)
 
     if count < 2 or not limits.share:
         return []
-    if count <= limits.orbit_chunks:
+    small = count <= limits.orbit_chunks
+    if small and not (summed and expected < ASKED_AGAIN):
         exhaustive = math.factorial(count - 1) <= ORBIT_ORDERINGS
         forwards = math.factorial(count) if exhaustive else count * ORBIT_ORDERINGS
-        return [job(JobKind.orders, [tuple(range(count))], forwards)]
-    shares, found = demand.shares(tenant, contents), []
-    if limits.part_forwards:
+        found.append(job(JobKind.orders, [tuple(range(count))], forwards))
+    if limits.part_forwards and not small:
         best = [part.chunks for part in predictions.parts(shares, tokens)[: _LOOKS * limits.part_forwards]]
         found.append(job(JobKind.parts, best, limits.part_forwards))
-    if limits.pair_forwards:
-        among = [pair.chunks for pair in predictions.pairs(shares, tokens)]
-        found.append(job(JobKind.pairs, among, limits.pair_forwards))
+    if limits.pair_forwards and (summed or not small):
+        found.append(
+            job(JobKind.pairs, [fan.chunks for fan in predictions.pairs(shares, tokens)], limits.pair_forwards)
+        )
     return found
 
 
@@ -202,7 +217,7 @@ def meetings(
     again = [i for i, content in enumerate(contents) if demand.expected(tenant, content) >= ASKED_AGAIN]
     shares, most = demand.shares(tenant, contents), limits.pair_forwards
     likely = predictions.meetings([i for i in again if i < own], [i for i in again if i >= own], shares, tokens)
-    steps = [pair.chunks for pair in likely[: _LOOKS * most]]
+    steps = [fan.chunks for fan in likely[: _LOOKS * most]]
     if not (steps and limits.share):
         return []
     return [CompileJob(JobKind.met, item, tenant, prefix, tuple(contents), tuple(tokens), steps, most, own)]

@@ -204,17 +204,17 @@ class Harvester:
 
     def ready(self, forming: OrbitForming) -> OrbitForming | None:
         """The same with all embeddings; None when some are missing."""
-        chunks = []
-        for chunk in forming.chunks:
-            if chunk.needs_embeddings and chunk.embeddings is None:
-                key = embedding_key(self.engine.fingerprint, chunk.content)
-                stored = self.library.get_embedding(key, owner_of(forming.tenant, chunk.content))
-                if stored is None:
-                    return None
-                chunks.append(replace(chunk, embeddings=stored.embeddings))
-            else:
-                chunks.append(chunk)
-        return OrbitForming(forming.prefix, tuple(chunks), forming.tenant)
+        chunks = [self._embedded(chunk, forming.tenant) for chunk in forming.chunks]
+        found = tuple(chunk for chunk in chunks if chunk is not None)
+        return OrbitForming(forming.prefix, found, forming.tenant) if len(found) == len(chunks) else None
+
+    def _embedded(self, chunk: OrbitChunk, tenant: str) -> OrbitChunk | None:
+        """The chunk with its embeddings, if it needs any; None when they are missing."""
+        if not chunk.needs_embeddings or chunk.embeddings is not None:
+            return chunk
+        key = embedding_key(self.engine.fingerprint, chunk.content)
+        stored = self.library.get_embedding(key, owner_of(tenant, chunk.content))
+        return None if stored is None else replace(chunk, embeddings=stored.embeddings)
 
     def forming(self, plan: LinkPlan) -> OrbitForming | None:
         """The orders of a plan's chunks, which must be different ones; None when embeddings are missing."""
@@ -261,39 +261,87 @@ class Harvester:
 
     # -- parts and pairs -----------------------------------------------------------------------------------------------
 
-    def part_step(
-        self, forming: OrbitForming, part: Sequence[int], scratch: Scratch, *, pair: bool = False
-    ) -> Pieces[bool]:
-        """Run some chunks of a set, in this order, and send off the patches that come of it and are not stored.
+    def part_step(self, forming: OrbitForming, part: Sequence[int], scratch: Scratch) -> Pieces[bool]:
+        """Run some chunks of a set, in this order, and send off their own patches that are not stored.
 
-        Own patches; or, of two chunks, the `pair` patch behind the first, and the first one's behind nothing. Returns
-        whether that took a forward: not if the last chunk's patch is stored, as the others' then are, and not if
-        canonical KV or embeddings are gone.
+        Returns whether that took a forward: not if the last chunk's patch is stored, as the others' then are, and not
+        if canonical KV or embeddings are gone.
         """
-        order = [forming.chunks[i] for i in part]
-        patches: list[tuple[PatchKind, str, str]] = []  # of each chunk: kind, key, owner
+        order, tenant = [forming.chunks[i] for i in part], forming.tenant
+        keys = []
         for i, chunk in enumerate(order):
-            kind = set_kind(i) if pair else PatchKind.own
-            behind = antecedent_key(forming.prefix, [other.key for other in order[:i]], ordered=not pair)
-            contents = [other.content for other in order[: i + 1]]
-            owner = _set_owner(forming.tenant, forming.prefix, *contents) if pair else forming.tenant
-            patches.append((kind, self.form.key(chunk.key, behind, kind), owner))
-        if self._has_or_sent(*patches[-1][1:]):
+            behind = antecedent_key(forming.prefix, [other.key for other in order[:i]], ordered=True)
+            keys.append(self.form.key(chunk.key, behind, PatchKind.own))
+        if self._has_or_sent(keys[-1], tenant) or not all(self._may_condition(chunk, tenant) for chunk in order):
             return False
-        tenant = forming.tenant
-        if not all(self.library.has("canonical", chunk.key, owner_of(tenant, chunk.content)) for chunk in order):
-            return False  # evicted meanwhile, or deleted: nothing may be conditioned on that any more
         ready = self.ready(OrbitForming(forming.prefix, tuple(order), tenant))
         if ready is None:
             return False
         placed, seconds = yield from self._forward(forming.prefix, ready.chunks, scratch)
-        for i, (chunk, (kind, patch, owner)) in enumerate(zip(order, patches, strict=True), 1):
-            canonical = self.library.get_canonical(chunk.key, owner_of(forming.tenant, chunk.content))
-            if canonical is None or self._has_or_sent(patch, owner):
-                continue
-            took = seconds * len(chunk.token_ids)
-            self.keep_last(placed[:i], canonical, kind, forming.prefix, owner, scratch.blocks, took)
+        for i, key in enumerate(keys, 1):
+            if not self._has_or_sent(key, tenant):
+                self._keep_if_known(placed[:i], PatchKind.own, forming.prefix, tenant, tenant, scratch.blocks, seconds)
         return True
+
+    def pairs_step(
+        self, forming: OrbitForming, first: int, behind: Sequence[int], scratch: Scratch
+    ) -> Pieces[tuple[int, int]]:
+        """Run chunks of a set, each by itself behind the first, and send off their pair patches and its behind nothing.
+
+        The first one is computed once for all of them: their KV takes turns behind its own. Left out are those whose
+        pair patch is stored, or whose canonical KV or embeddings are gone. Returns how many were run, and the tokens
+        that this took.
+        """
+        prefix, tenant = forming.prefix, forming.tenant
+        leading, *others = (forming.chunks[i] for i in (first, *behind))
+
+        def lacks(*chunks: OrbitChunk) -> bool:
+            kind = set_kind(len(chunks) - 1)
+            key = antecedent_key(prefix, [chunk.key for chunk in chunks[:-1]], ordered=False)
+            owner = _set_owner(tenant, prefix, *(chunk.content for chunk in chunks))
+            return not self._has_or_sent(self.form.key(chunks[-1].key, key, kind), owner)
+
+        wanted = [chunk for chunk in others if lacks(leading, chunk) and self._may_condition(chunk, tenant)]
+        if not wanted or not self._may_condition(leading, tenant):
+            return 0, 0
+        before = self._embedded(leading, tenant)
+        ready = [found for chunk in wanted if (found := self._embedded(chunk, tenant)) is not None]
+        if before is None or not ready:
+            return 0, 0
+        tokens = 0
+        for chunk in ready:
+            sequence, placed = arrange(prefix, (before, chunk), scratch.blocks)
+            start = placed[1].start if tokens else 0
+            if tokens:
+                yield
+            seconds = yield from self._compute(sequence, scratch, start)
+            pace = seconds / (len(sequence) - start)
+            kept = [placed] if tokens or not lacks(leading) else [placed[:1], placed]
+            for ends in kept:
+                owner = _set_owner(tenant, prefix, *(place.chunk.content for place in ends))
+                self._keep_if_known(ends, set_kind(len(ends) - 1), prefix, tenant, owner, scratch.blocks, pace)
+            tokens += len(sequence) - start
+        return len(ready), tokens
+
+    def _may_condition(self, chunk: OrbitChunk, tenant: str) -> bool:
+        """Whether a chunk may be read, and others behind it: not after its canonical KV was evicted, or deleted."""
+        return self.library.has("canonical", chunk.key, owner_of(tenant, chunk.content))
+
+    def _keep_if_known(
+        self,
+        placed: Sequence[Placed],
+        kind: PatchKind,
+        prefix: Sequence[int],
+        tenant: str,
+        owner: str,
+        blocks: Sequence[int],
+        pace: float,
+    ) -> None:
+        """`keep_last`, unless its canonical KV is gone meanwhile; `owner`: of the patch; `pace`: seconds per token."""
+        chunk = placed[-1].chunk
+        canonical = self.library.get_canonical(chunk.key, owner_of(tenant, chunk.content))
+        if canonical is not None:
+            self.keep_last(placed, canonical, kind, prefix, owner, blocks, pace * len(chunk.token_ids))
 
     def _has_or_sent(self, key: str, owner: str) -> bool:
         """Whether a patch is stored, or on its way: what a request computed must not be overwritten by what was read
@@ -338,10 +386,10 @@ class Harvester:
         seconds = yield from self._compute(sequence, scratch)
         return placed, seconds / len(sequence)
 
-    def _compute(self, sequence: LinkSequence, scratch: Scratch) -> Pieces[float]:
-        """Compute a sequence's KV; the seconds that its forwards take."""
+    def _compute(self, sequence: LinkSequence, scratch: Scratch, start: int = 0) -> Pieces[float]:
+        """Compute a sequence's KV from a token on, what lies before being there; the seconds that its forwards take."""
         seconds = 0.0
-        for work in forwards([(sequence, [Run(0, len(sequence))])], scratch.piece()):
+        for work in forwards([(sequence, [Run(start, len(sequence))])], scratch.piece()):
             if seconds:
                 yield
             began = time.perf_counter()

@@ -10,18 +10,19 @@ all its beginnings. A sliding window, whose oldest chunks fall out, asks for suc
 Which parts: those of the largest value, expected reuses times what each saves, for as many forwards as is allowed.
 
 Where a model's patches are composed (see `composing`), pairs serve sets that never came before, in any order: of 5
-chunks there are 20, by as many forwards over two chunks each. So do pairs of chunks that never met: the request's with
-others that its tenant asks for.
+chunks there are 20. So do pairs of chunks that never met: the request's with others that its tenant asks for. Those
+behind the same chunk are compiled together, so that this one is computed once for all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import permutations, product
+from itertools import permutations
 from operator import attrgetter
 
 _MOST_CHUNKS = 8  # of a request, the most popular ones, whose parts are weighed: 255 at most, or 56 pairs
+_BEHIND = 4  # chunks at most that are compiled together behind another one
 
 
 @dataclass(frozen=True)
@@ -54,19 +55,42 @@ def parts(shares: Sequence[float], tokens: Sequence[int]) -> list[Part]:
     return sorted(found, key=attrgetter("value"), reverse=True)
 
 
-def pairs(shares: Sequence[float], tokens: Sequence[int]) -> list[Part]:
+@dataclass(frozen=True)
+class Fan:
+    """Pairs with the same first chunk, by index: that one, and those behind it, each by itself.
+
+    `value`: tokens that a later request is expected to save, per token that compiling takes.
+    """
+
+    value: float
+    chunks: tuple[int, ...]
+
+
+def pairs(shares: Sequence[float], tokens: Sequence[int]) -> list[Fan]:
     """The pairs of a request's chunks, each in both orders, the most valuable first."""
     popular = sorted(range(len(shares)), key=lambda i: -shares[i])[:_MOST_CHUNKS]
-    return _valued(permutations(sorted(popular), 2), shares, tokens)
+    return _fans(permutations(sorted(popular), 2), shares, tokens)
 
 
-def meetings(own: Sequence[int], others: Sequence[int], shares: Sequence[float], tokens: Sequence[int]) -> list[Part]:
+def meetings(own: Sequence[int], others: Sequence[int], shares: Sequence[float], tokens: Sequence[int]) -> list[Fan]:
     """The pairs of a chunk of a request with one that it did not bring; as `pairs`."""
-    crossing = (pair for a, b in product(own, others) for pair in ((a, b), (b, a)))
-    return _valued(crossing, shares, tokens)
+    return _fans((pair for a in own for b in others for pair in ((a, b), (b, a))), shares, tokens)
 
 
-def _valued(chosen: Iterable[tuple[int, int]], shares: Sequence[float], tokens: Sequence[int]) -> list[Part]:
+def pair_value(first: int, second: int, shares: Sequence[float], tokens: Sequence[int]) -> float:
     """A pair in one order saves its chunks' tokens in half of the requests that ask for both, in whatever set."""
-    found = [Part(shares[a] * shares[b] * (tokens[a] + tokens[b]) / 2, (a, b)) for a, b in chosen]
+    return shares[first] * shares[second] * (tokens[first] + tokens[second]) / 2
+
+
+def _fans(chosen: Iterable[tuple[int, int]], shares: Sequence[float], tokens: Sequence[int]) -> list[Fan]:
+    behind: dict[int, list[int]] = {}
+    for first, second in chosen:
+        behind.setdefault(first, []).append(second)
+    found = []
+    for first, seconds in behind.items():
+        best = sorted(seconds, key=lambda i: -pair_value(first, i, shares, tokens))
+        for begin in range(0, len(best), _BEHIND):
+            some = best[begin : begin + _BEHIND]
+            saved = sum(pair_value(first, second, shares, tokens) for second in some)
+            found.append(Fan(saved / (tokens[first] + sum(tokens[i] for i in some)), (first, *some)))
     return sorted(found, key=attrgetter("value"), reverse=True)

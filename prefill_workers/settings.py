@@ -83,7 +83,9 @@ class CompileLimits:
 
     Attributes:
         orbit_chunks: largest set of chunks whose orders are all run; 0: none.
-        part_forwards, pair_forwards: forwards over parts and over pairs of a larger set; 0: none.
+        part_forwards: forwards over parts of a larger set; 0: none.
+        pair_forwards: pairs that are compiled of a set; 0: none.
+        compose_up_to: antecedents whose pair patches are summed.
         share: of the worker's time that forwards for all of this may take; 0: nothing is compiled.
         busy_share: of the time of a worker that has links to compute, for keeping what earlier ones computed.
     """
@@ -91,6 +93,7 @@ class CompileLimits:
     orbit_chunks: int = 3
     part_forwards: int = 0
     pair_forwards: int = 0
+    compose_up_to: int = COMPOSE_UP_TO
     share: float = 1.0
     busy_share: float = 0.1
 
@@ -116,7 +119,8 @@ class PrefillSettings(BaseModel):
         ge=0,
         le=16,
         description="Run the orders of up to this many chunks when idle, so that any order links: all orders of 5 "
-        "chunks or fewer, 24 times as many forwards as chunks beyond. 0: never.",
+        "chunks or fewer, 24 times as many forwards as chunks beyond. Where sums of pairs serve a set, only if it is "
+        "expected again. 0: never.",
     )
     part_forwards: int = Field(
         2,
@@ -127,9 +131,9 @@ class PrefillSettings(BaseModel):
     pair_forwards: int = Field(
         12,
         ge=0,
-        description="Forwards, when idle, over pairs of such a set's chunks, for patches behind one chunk alone, where "
-        "these are summed (`compose_up_to`): 4 chunks have 12 pairs. And as many over pairs of any set's chunks with "
-        "others that the tenant asked for more than once. 0: never.",
+        description="Pairs of a set's chunks that are compiled when idle, for patches behind one chunk alone, where "
+        "these are summed (`compose_up_to`): 4 chunks have 12 pairs. And as many of any set's chunks with others that "
+        "the tenant asked for more than once. 0: never.",
     )
     compile_share: float = Field(
         0.5,
@@ -159,4 +163,6 @@ class PrefillSettings(BaseModel):
     def compile_limits(self, *, composes: bool) -> CompileLimits:
         """How much is compiled ahead; `composes`: whether pair patches are of use."""
         pairs = self.pair_forwards if composes else 0
-        return CompileLimits(self.orbit_chunks, self.part_forwards, pairs, self.compile_share, self.busy_share)
+        return CompileLimits(
+            self.orbit_chunks, self.part_forwards, pairs, self.compose_up_to, self.compile_share, self.busy_share
+        )

@@ -78,8 +78,8 @@ def test_the_access_log_says_which_pages_could_trade_places_and_how_each_was_lin
     assert [line.model for line in lines] == [service.model] * 2
 
 
-def test_a_set_with_orbit_patches_is_all_patched(service: Service):
-    serve_once(service, [911, 912, 913], patches=12)
+def test_a_set_whose_pairs_are_compiled_is_all_patched(service: Service):
+    serve_once(service, [911, 912, 913], patches=3 + 6)
     answer = service.chat(user(*map(picture, [913, 911, 912]), SETTLED), orbit=FREE)
     assert points(answer) == ["patched"] * 3
     assert sorted(answer["orbit"]["order"]["chunks"]) == [0, 1, 2]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rig import Page, Rig
+from rig import Page, Rig, apart
 
 from kvstore.catalogue import PatchCatalogue
 from kvstore.library import Library
@@ -59,6 +60,19 @@ def test_pairs_that_were_compiled_when_idle_serve_a_set_never_seen_before(make_r
     assert (linked.chunk_kv(2) - exact).norm() < (blind - exact).norm()
 
 
+@pytest.mark.parametrize("piece", [None, 48])
+def test_pairs_behind_the_same_chunk_are_what_each_is_by_itself(make_rig: Callable[..., Rig], piece: int | None):
+    """The first chunk is computed once for all of them, and what stood behind it before leaves no trace."""
+    pace = piece and Pace(fixed=piece / 4, seconds_per_token=1.0)
+    rig = make_rig(orbit_chunks=0, pair_forwards=12, compose_up_to=3, pace=pace)
+    rig.link([1, Page(2), 3, "What?"])
+    assert rig.loop.stats().compiled.forwards == {"pairs": 6}
+    for pair in permutations([1, Page(2), 3], 2):
+        linked, exact = (rig.link([*pair, "?"], mode) for mode in ("auto", "exact"))
+        assert linked.points == ["patched"] * 2
+        assert all(apart(linked.chunk_kv(i), exact.chunk_kv(i)) < 1e-5 for i in range(2))
+
+
 def test_popular_chunks_that_never_met_are_compiled_behind_one_another(make_rig: Callable[..., Rig]):
     """Sets of three from pages that were seen in other sets only need no chunk to be computed."""
     rig = make_rig(orbit_chunks=2, pair_forwards=12, compose_up_to=3)
@@ -92,17 +106,17 @@ def test_nothing_is_conditioned_on_a_chunk_that_was_deleted(
 
 def test_a_deletion_ends_a_step_that_has_begun(make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
     rig = make_rig(orbit_chunks=0, pair_forwards=12, pace=Pace(fixed=4.0, seconds_per_token=1.0))  # pieces of 16 tokens
-    step, begun = rig.linker.harvester.part_step, []
+    step, begun = rig.linker.harvester.pairs_step, []
 
-    def meanwhile(forming: OrbitForming, *more: Any, **options: Any) -> Pieces[bool]:
-        pieces = step(forming, *more, **options)
+    def meanwhile(forming: OrbitForming, *more: Any) -> Pieces[tuple[int, int]]:
+        pieces = step(forming, *more)
         next(pieces)
         begun.append(forming.chunks[0].content)
         rig.loop.forget(begun[0], "local")
         yield
         return (yield from pieces)
 
-    monkeypatch.setattr(rig.linker.harvester, "part_step", meanwhile)
+    monkeypatch.setattr(rig.linker.harvester, "pairs_step", meanwhile)
     rig.link([1, 2, "?"])
     assert len(begun) == 1
     assert rig.loop.stats().compiled.forwards == {}

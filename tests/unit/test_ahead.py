@@ -40,10 +40,13 @@ class Forwards:
         chunks = tuple(OrbitChunk(c.canonical_key, c.span.content, ids, ids, None, 0) for c in plan.chunks)
         return OrbitForming((), chunks, plan.request.tenant)
 
-    def part_step(self, forming: OrbitForming, part: Sequence[int], scratch: Scratch, *, pair: bool) -> Pieces[bool]:
-        yield
-        self.ran.append("".join(forming.chunks[i].content for i in part))
-        return True
+    def pairs_step(
+        self, forming: OrbitForming, first: int, behind: Sequence[int], scratch: Scratch
+    ) -> Pieces[tuple[int, int]]:
+        for second in behind:
+            yield
+            self.ran.append(forming.chunks[first].content + forming.chunks[second].content)
+        return len(behind), 10 * (1 + len(behind))
 
 
 def served(contents: str) -> LinkPlan:
@@ -87,5 +90,5 @@ def test_a_job_gives_way_to_a_better_one_between_its_forwards(ahead: CompileAhea
         ahead.offer(served("cd"), missed=True)
     while ahead:
         ahead.step()
-    assert forwards.ran[1:3] in (["cd", "dc"], ["dc", "cd"])
+    assert forwards.ran[2:4] in (["cd", "dc"], ["dc", "cd"]), "after the step that had begun"
     assert {"ab", "ba", "ax", "xa", "bx", "xb"} <= set(forwards.ran)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -23,7 +24,7 @@ from prefill_workers.compiling import (
 )
 from prefill_workers.settings import PrefillSettings
 
-LIMITS = CompileLimits(orbit_chunks=3, part_forwards=2, pair_forwards=12)
+LIMITS = CompileLimits(orbit_chunks=3, part_forwards=2, pair_forwards=12, compose_up_to=1)
 
 
 class Clock:
@@ -58,6 +59,19 @@ def test_small_sets_get_all_orders_and_large_ones_parts_and_pairs(demand: Demand
     assert [(job.kind, job.forwards) for job in made(demand, "abc")] == [(JobKind.orders, 6)]
     assert [(job.kind, job.forwards) for job in made(demand, "abcd")] == [(JobKind.parts, 2), (JobKind.pairs, 12)]
     assert made(demand, "a") == []
+
+
+def test_where_pairs_serve_a_small_set_its_orders_wait_until_it_is_expected_again(demand: Demand):
+    def kinds(contents: str, compose_up_to: int = 2) -> list[JobKind]:
+        limits = replace(LIMITS, compose_up_to=compose_up_to)
+        return [job.kind for job in made(demand, contents, limits=limits)]
+
+    demand.observe("local", list("abc"))
+    assert kinds("abc") == [JobKind.pairs]
+    assert kinds("abc", compose_up_to=1) == [JobKind.orders], "sums of two are not used"
+    assert kinds("ab") == [JobKind.orders], "which are its pairs"
+    demand.observe("local", list("abc"))
+    assert kinds("abc") == [JobKind.orders, JobKind.pairs]
 
 
 def test_nothing_is_compiled_that_is_switched_off_or_has_no_share_of_the_time(demand: Demand):
@@ -155,7 +169,9 @@ def test_bytes_are_those_of_all_patches_that_come_of_a_step(demand: Demand):
     assert orders.nbytes(lambda tokens: tokens) == 3 * len(subsets) * 100
     parts, pairs = made(demand, "abcd")
     assert parts.nbytes(lambda tokens: tokens) == len(parts.steps[0]) * 100
-    assert pairs.nbytes(lambda tokens: tokens) == 200
+    assert pairs.steps[0] == (0, 1, 2, 3)
+    assert pairs.nbytes(lambda tokens: tokens) == 400
+    assert (pairs.step_tokens(), pairs.longest()) == (400, 200), "the first is computed once, the others in turns"
 
 
 @pytest.mark.parametrize("share", [0.01, 0.25, 1.0])

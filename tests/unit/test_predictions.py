@@ -33,20 +33,22 @@ def test_of_many_chunks_the_most_popular_are_weighed_in_the_order_served():
     assert all(list(part.chunks) == sorted(part.chunks) for part in found)
 
 
-def test_pairs_come_in_both_orders_and_those_that_come_together_most_first():
+def test_pairs_come_in_both_orders_those_behind_the_same_chunk_together():
     found = pairs([0.9, 0.2, 0.5], [100, 100, 100])
-    assert [pair.chunks for pair in found] == [(0, 2), (2, 0), (0, 1), (1, 0), (1, 2), (2, 1)]
-    assert found[0].value == pytest.approx(0.9 * 0.5 * 100)
+    assert [fan.chunks for fan in found] == [(0, 2, 1), (2, 0, 1), (1, 0, 2)]
+    assert found[0].value == pytest.approx((0.9 * 0.5 + 0.9 * 0.2) * 100 / 300)
 
 
 def test_of_many_chunks_the_pairs_of_the_most_popular_are_weighed():
     found = pairs([0.01 * i for i in range(30)], [100] * 30)
-    assert len(found) == 8 * 7
-    assert min(min(pair.chunks) for pair in found) == 22
+    assert sum(len(fan.chunks) - 1 for fan in found) == 8 * 7
+    assert max(len(fan.chunks) for fan in found) == 5
+    assert min(min(fan.chunks) for fan in found) == 22
+    assert [fan.value for fan in found] == sorted((fan.value for fan in found), reverse=True)
 
 
 def test_meetings_are_the_pairs_of_a_requests_chunks_with_others():
     found = meetings([0, 1], [2, 3], [0.5, 0.1, 0.9, 0.2], [100, 100, 100, 100])
-    assert [meeting.chunks for meeting in found] == [(0, 2), (2, 0), (0, 3), (3, 0), (1, 2), (2, 1), (1, 3), (3, 1)]
-    assert found[0].value == pytest.approx(0.5 * 0.9 * 100)
+    assert [fan.chunks for fan in found] == [(2, 0, 1), (0, 2, 3), (3, 0, 1), (1, 2, 3)]
+    assert found[1].value == pytest.approx(0.5 * (0.9 + 0.2) * 100 / 300)
     assert meetings([0, 1], [], [0.5, 0.1], [100, 100]) == []
