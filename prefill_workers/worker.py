@@ -478,6 +478,7 @@ def drain(loop: PrefillLoop, seconds: float = 60.0, poll: float = 0.01) -> LoopS
         loop.hasten()
         stats = loop.stats()
         if not (stats.waiting or stats.running or stats.harvest):
+            loop.hasten(0)
             return stats
         if time.monotonic() > deadline:
             raise TimeoutError(f"prefill loop still busy after {seconds} s: {stats}")

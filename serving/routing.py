@@ -239,10 +239,10 @@ def forwards(load: Load, fixed: float) -> float:
     Those that compute little join others' (`prefill_workers.pace.Pace.joins`): of n links of t tokens each, k join the
     first where k·t <= (n - k)·fixed. Each forward takes that share of those that are left, fixed / (t + fixed).
     """
-    if not load.sequences or not fixed:
-        return 0.0
-    tokens = max(load.work / load.sequences, 1.0)
-    return min(load.sequences, 1 + math.log(max(load.sequences, 1)) / math.log1p(fixed / tokens))
+    if not load.work or load.sequences <= 1:
+        return min(load.sequences, 1.0)
+    share = fixed * load.sequences / load.work
+    return min(load.sequences, 1 + math.log(load.sequences) / math.log1p(share)) if share else load.sequences
 
 
 class PrefillPolicy(Policy[PrefillReport]):

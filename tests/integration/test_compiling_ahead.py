@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from itertools import permutations
+from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from rig import Page, Rig, apart
 
 from kvstore.catalogue import PatchCatalogue
 from kvstore.library import Library
+from kvstore.patch import Patch
 from kvstore.settings import LibrarySettings
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.orbit import OrbitForming
@@ -32,11 +33,22 @@ class Clock:
         return self.now
 
 
-def has_pair(rig: Rig, first: int, second: int) -> bool:
-    """Whether the patch of the second page behind the first alone is stored."""
+def pair_key(rig: Rig, first: int, second: int) -> str:
+    """Key of the patch of the second page behind the first alone."""
     segments = rig.render([first, second, "?"])
-    keys = rig.linker.keys(LinkRequest("test", segments.token_ids, segments.chunks, Mode.AUTO))[1]
-    return rig.library.has("patch", keys.set_patch, "local")
+    return rig.linker.keys(LinkRequest("test", segments.token_ids, segments.chunks, Mode.AUTO))[1].set_patch
+
+
+def has_pair(rig: Rig, first: int, second: int) -> bool:
+    """Whether that patch is stored."""
+    return rig.library.has("patch", pair_key(rig, first, second), "local")
+
+
+def pair_patch(rig: Rig, first: int, second: int) -> Patch:
+    """That patch, which is stored."""
+    record = rig.library.get_patch(pair_key(rig, first, second), "local")
+    assert record is not None
+    return record.patch
 
 
 def test_pairs_that_were_compiled_when_idle_serve_a_set_never_seen_before(make_rig: Callable[..., Rig]):
@@ -60,17 +72,18 @@ def test_pairs_that_were_compiled_when_idle_serve_a_set_never_seen_before(make_r
     assert (linked.chunk_kv(2) - exact).norm() < (blind - exact).norm()
 
 
-@pytest.mark.parametrize("piece", [None, 48])
-def test_pairs_behind_the_same_chunk_are_what_each_is_by_itself(make_rig: Callable[..., Rig], piece: int | None):
+@pytest.mark.parametrize("piece", [4096, 48])
+def test_pairs_behind_the_same_chunk_are_what_each_is_by_itself(make_rig: Callable[..., Rig], piece: int):
     """The first chunk is computed once for all of them, and what stood behind it before leaves no trace."""
-    pace = piece and Pace(fixed=piece / 4, seconds_per_token=1.0)
-    rig = make_rig(orbit_chunks=0, pair_forwards=12, compose_up_to=3, pace=pace)
-    rig.link([1, Page(2), 3, "What?"])
-    assert rig.loop.stats().compiled.forwards == {"pairs": 6}
-    for pair in permutations([1, Page(2), 3], 2):
-        linked, exact = (rig.link([*pair, "?"], mode) for mode in ("auto", "exact"))
-        assert linked.points == ["patched"] * 2
-        assert all(apart(linked.chunk_kv(i), exact.chunk_kv(i)) < 1e-5 for i in range(2))
+    together = make_rig(orbit_chunks=0, pair_forwards=12, pace=Pace(fixed=piece / 4, seconds_per_token=1.0))
+    together.link([1, 2, 3, "What?"])
+    assert together.loop.stats().compiled.forwards == {"pairs": 6}
+    for pair in combinations([1, 2, 3], 2):
+        alone = make_rig(orbit_chunks=2)
+        alone.link([*pair, "What?"])
+        for first, second in permutations(pair):
+            found, expected = (pair_patch(rig, first, second).dense() for rig in (together, alone))
+            assert apart(found, expected) < 1e-5
 
 
 def test_popular_chunks_that_never_met_are_compiled_behind_one_another(make_rig: Callable[..., Rig]):

@@ -49,6 +49,6 @@ def test_of_many_chunks_the_pairs_of_the_most_popular_are_weighed():
 
 def test_meetings_are_the_pairs_of_a_requests_chunks_with_others():
     found = meetings([0, 1], [2, 3], [0.5, 0.1, 0.9, 0.2], [100, 100, 100, 100])
-    assert [fan.chunks for fan in found] == [(2, 0, 1), (0, 2, 3), (3, 0, 1), (1, 2, 3)]
-    assert found[1].value == pytest.approx(0.5 * (0.9 + 0.2) * 100 / 300)
+    assert [fan.chunks for fan in found] == [(0, 2, 3), (2, 0, 1), (3, 0, 1), (1, 2, 3)]
+    assert found[0].value == pytest.approx(0.5 * (0.9 + 0.2) * 100 / 300)
     assert meetings([0, 1], [], [0.5, 0.1], [100, 100]) == []
