@@ -368,7 +368,8 @@ class Ingress:
         from serving.engine_client import LinkedEngineClient, front_end_config
 
         self._roles = RayRoles(handles)
-        client = LinkedEngineClient(front_end_config(config.model, config.ingress.processor_cache_gib), self._roles)
+        front_end = front_end_config(config.model, config.ingress.processor_cache_gib)
+        client = LinkedEngineClient(front_end, self._roles, config.sums_up_to)
         self._log: AccessLog | None = None
         if config.access_log.directory is not None:
             replica = str(serve.get_replica_context().replica_id.unique_id)

@@ -22,11 +22,12 @@ from kvstore.popularity import Popularity
 from prefill_workers.job import LinkResult
 from prefill_workers.plan import ChunkOutcome, LinkRequest
 from prefill_workers.policies import OperatingPoint
-from serving.placement import Chunk, Placement, Problem, Stored, place
+from serving.placement import Chunk, Placement, Problem, Stored, place, sums_of
 
 _MAX_CONTENTS = 1 << 16  # whose tokens are kept
 _USUAL_TOKENS = 256  # of a chunk that was never linked
 _FORWARD_TOKENS = 64  # a forward over fewer says nothing of the cost of a token
+_WEIGHING = 0.1  # of a forward: the first two layers, by which sums of patches are weighed
 
 
 class LinkCosts:
@@ -67,6 +68,10 @@ class LinkCosts:
         """What linking a chunk of so many tokens costs, in nanoseconds."""
         return round(tokens * (self.place if patched else self.compute) * 1e9)
 
+    def of_sum(self, tokens: int) -> int:
+        """The same, where pair patches are summed."""
+        return min(round(tokens * (self.place + _WEIGHING * self.compute) * 1e9), self.of(tokens, patched=False))
+
 
 @dataclass(frozen=True)
 class Arrangement:
@@ -78,11 +83,15 @@ class Arrangement:
 
 @dataclass
 class Arranger:
-    """Not thread-safe: belongs to an ingress' event loop."""
+    """Not thread-safe: belongs to an ingress' event loop.
+
+    `compose_up_to`: chunks behind which pair patches are summed; 0: never.
+    """
 
     index: PatchIndex = field(default_factory=PatchIndex)
     costs: LinkCosts = field(default_factory=LinkCosts)
     popularity: Popularity = field(default_factory=Popularity)
+    compose_up_to: int = 0
     _tokens: OrderedDict[str, int] = field(default_factory=OrderedDict)
 
     def order(
@@ -105,6 +114,7 @@ class Arranger:
                 computed=self.costs.of(count, patched=False),
                 group=group,
                 popularity=self.popularity.share(tenant, content),
+                summed=self.costs.of_sum(count),
             )
             for content, count, group in zip(contents, tokens, groups, strict=True)
         ]
@@ -117,7 +127,8 @@ class Arranger:
         for scope in scopes[1:]:
             for mask, behind in self.index.sets(scope, contents).items():
                 sets[mask] = sets.get(mask, 0) | behind
-        return Stored(sets, self.index.sequences(scopes[0], contents))
+        sums = sums_of(sets, len(contents), self.compose_up_to)
+        return Stored(sets, self.index.sequences(scopes[0], contents), sums)
 
     def learn(self, request: LinkRequest, result: LinkResult) -> None:
         """Take up a finished link: what it cost, and which patches it found or missed."""
@@ -135,14 +146,24 @@ class Arranger:
         scopes = scopes_of(request.tenant, request.prefix, contents)
         own = Entry(scopes[0], content, tuple(before), ordered=True)
         behind_set = [Entry(scope, content, tuple(before), ordered=False) for scope in scopes]
+        summed = (
+            [Entry(scope, content, chosen, ordered=False) for scope in scopes for chosen in ((), *zip(before))]
+            if 1 < len(before) <= self.compose_up_to
+            else []
+        )
         if outcome.operating_point is OperatingPoint.PATCHED:
             if outcome.kind is PatchKind.own:
                 self.index.add(own)
             elif outcome.kind in (PatchKind.orbit, PatchKind.pair):
                 known = [entry for entry in behind_set if entry in self.index]
                 self.index.add((known or behind_set)[0])
+            elif outcome.kind is PatchKind.composed:
+                for entry in summed:
+                    if entry in self.index:
+                        self.index.add(entry)
         elif outcome.missed:
-            for entry in (own, *behind_set):
+            stale = summed if all(entry in self.index for entry in summed) else []
+            for entry in (own, *behind_set, *stale):
                 self.index.discard(entry)
 
     def formed(self, entries: Iterable[Entry]) -> None:

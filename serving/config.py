@@ -228,6 +228,12 @@ class OrbitServeConfig(_Settings):
     precompute: PrecomputeSettings = PrecomputeSettings()
     access_log: AccessLogSettings = AccessLogSettings()
 
+    @property
+    def sums_up_to(self) -> int:
+        """Behind how many chunks placement may count on sums of pair patches: patches without the first layers cannot
+        be weighed."""
+        return self.prefill.compose_up_to if self.patch.depth == 1 else 0
+
     @classmethod
     def from_yaml(cls, path: Path) -> OrbitServeConfig:
         """Read a configuration file.

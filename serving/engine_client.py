@@ -120,7 +120,7 @@ class LinkedEngineClient(_NotOurs):
 
     access_log: AccessLog | None = None  # where requests are logged, if they are
 
-    def __init__(self, vllm_config: VllmConfig, roles: Roles) -> None:
+    def __init__(self, vllm_config: VllmConfig, roles: Roles, compose_up_to: int = 0) -> None:
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.renderer = renderer_from_config(vllm_config)
@@ -128,7 +128,7 @@ class LinkedEngineClient(_NotOurs):
         self._roles = roles
         self._encodings = Encodings(roles.encode)
         self._delimiters = Delimiters.of(self.model_config)
-        self.arranger = Arranger()
+        self.arranger = Arranger(compose_up_to=compose_up_to)
         self._failure: BaseException | None = None
 
     @property

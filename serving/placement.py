@@ -10,6 +10,9 @@ Own patches fit behind one *sequence* of predecessors. Those sequences form a tr
 and an order that has left the tree never comes back to it. So the best order follows the tree for a while, perhaps not
 at all, and goes on in the lattice: both are searched exactly, the tree on top of the lattice.
 
+Where a model's pair patches are summed, they fit behind every small set whose pairs are all known. That costs a little
+more than a patch that is stored for the set, as the sum is weighed.
+
 The lattice is searched whole for up to `EXACT` free chunks, one popcount at a time, and beyond that by a beam of
 `BEAM` states, which is never worse than the order of arrival. Costs are whole nanoseconds, so that equal orders are
 equal: among them the one wins whose most popular chunks come first, as in a frequent-pattern tree, because then the
@@ -30,6 +33,7 @@ from numpy.typing import NDArray
 
 EXACT = 12  # free chunks up to which the whole lattice is searched
 BEAM = 24  # states kept per place beyond that
+SUMMED = 24  # chunks up to which sums of patches are counted: 2300 sets of two and three
 _MASK_BITS = 62  # what a set of chunks may have in NumPy's integers
 _NEVER = 1 << 58  # nanoseconds: 9 years, and 13 of them still fit 63 bits
 
@@ -42,13 +46,15 @@ class Chunk:
     """What linking a chunk costs, in nanoseconds, and where it may stand.
 
     Chunks of one `group` may take one another's places; None: the chunk stays where it is. `popularity` decides between
-    orders that cost the same.
+    orders that cost the same. With a sum of pair patches it costs `summed`, between the other two; that counts only
+    where sums are listed (`Stored`).
     """
 
     patched: int
     computed: int
     group: int | None = None
     popularity: float = 0.0
+    summed: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,15 +62,37 @@ class Stored:
     """The patches that are stored for chunks of a request behind others of it.
 
     `sets`: the chunks (a mask) that have a patch behind a set of chunks (a mask), in any order. `sequences`: those that
-    have one behind exactly these chunks in this order; every beginning of a sequence must be listed too.
+    have one behind exactly these chunks in this order; every beginning of a sequence must be listed too. `sums`: as
+    `sets`, but by a sum of patches (see `sums_of`).
     """
 
     sets: Sets = field(default_factory=dict)
     sequences: Sequences = field(default_factory=dict)
+    sums: Sets = field(default_factory=dict)
+
+
+def sums_of(sets: Sets, chunks: int, up_to: int) -> dict[int, int]:
+    """Behind which sets of 2 to `up_to` chunks a sum serves which chunks: those that have a patch behind nothing, and
+    one behind each member. Not for more than `SUMMED` chunks."""
+    if chunks > SUMMED:
+        return {}
+    alone = sets.get(0, 0)
+    behind = {1 << chunk: served for chunk in range(chunks) if (served := alone & sets.get(1 << chunk, 0))}
+    found: dict[int, int] = {}
+    level = behind
+    for _ in range(1, up_to):
+        level = {
+            members | one: both
+            for members, served in level.items()
+            for one, more in behind.items()
+            if one > members and (both := served & more)
+        }
+        found |= level
+    return found
 
 
 class Edge(NamedTuple):
-    """A chunk in a place: whether a stored patch fits there, and what linking it costs (nanoseconds)."""
+    """A chunk in a place: whether stored patches fit there, one or a sum, and what linking it costs (nanoseconds)."""
 
     chunk: int
     patched: bool
@@ -106,6 +134,8 @@ class Problem:
         patched = bool(self.stored.sets.get(before, 0) >> chunk & 1)
         if not patched and sequence is not None:
             patched = bool(self.stored.sequences.get(sequence, 0) >> chunk & 1)
+        if not patched and self.stored.sums.get(before, 0) >> chunk & 1:
+            return Edge(chunk, True, self.chunks[chunk].summed)
         return Edge(chunk, patched, self.chunks[chunk].patched if patched else self.chunks[chunk].computed)
 
     def edges(self, order: Sequence[int]) -> list[Edge]:
@@ -161,6 +191,14 @@ def _layers(free: int) -> list[tuple[NDArray[np.int64], NDArray[np.int64], NDArr
     return found
 
 
+class _Listed(NamedTuple):
+    """Sets behind which chunks are served [sets]: their free chunks as states, their fixed ones and what is served."""
+
+    states: NDArray[np.int64]
+    fixed: NDArray[np.int64]
+    behind: NDArray[np.int64]
+
+
 class _Exact:
     """The whole lattice. A state is the set of free chunks placed, as ranks: bit r is `problem.ranked[r]`."""
 
@@ -189,19 +227,21 @@ class _Exact:
     def _solve(self) -> NDArray[np.int64]:
         """[2^free] what is still to be paid from a state whose fixed chunks up to the next free place are linked."""
         problem, free = self._problem, self._free
-        masks = np.fromiter(problem.stored.sets.keys(), np.int64, len(problem.stored.sets))
-        behind = np.fromiter(problem.stored.sets.values(), np.int64, len(problem.stored.sets))
-        states, fixed = self._ranks_of(masks), masks & self._fixed_before[-1]
-        placed = np.bitwise_count(states)
+        ranked = [problem.chunks[chunk] for chunk in problem.ranked]
+        computed, summed, patched = (
+            np.array([(chunk.computed, chunk.summed, chunk.patched) for chunk in ranked], dtype=np.int64)
+            .reshape(free, 3)
+            .T
+        )
         gaps = np.array(self._fixed_before, dtype=np.int64)
 
-        edges = np.empty((1 << free, free), dtype=np.int64)
-        edges[:] = [problem.chunks[chunk].computed for chunk in problem.ranked]
-        patched = np.array([problem.chunks[chunk].patched for chunk in problem.ranked], dtype=np.int64)
-        fits = fixed == gaps[placed]
-        which, rank = np.nonzero((behind[:, None] >> self._ranked & 1) * fits[:, None])
-        edges[states[which], rank] = patched[rank]
-        between = self._between(masks, behind, states)
+        served = self._listed(problem.stored.sums), self._listed(problem.stored.sets)
+        edges = np.tile(computed, (1 << free, 1))
+        for listed, price in zip(served, (summed, patched), strict=True):  # the cheaper ones last
+            fits = listed.fixed == gaps[np.bitwise_count(listed.states)]
+            which, rank = np.nonzero((listed.behind[:, None] >> self._ranked & 1) * fits[:, None])
+            edges[listed.states[which], rank] = price[rank]
+        between = self._between(*served)
 
         allowed = np.full((free, free), _NEVER, dtype=np.int64)  # [place among the free, rank]
         for k, place in enumerate(problem.free_places):
@@ -214,25 +254,27 @@ class _Exact:
             owed[of_count] += rest[of_count]
         return rest
 
-    def _between(
-        self, masks: NDArray[np.int64], behind: NDArray[np.int64], states: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
+    def _between(self, sums: _Listed, sets: _Listed) -> NDArray[np.int64]:
         """[2^free] what the fixed chunks cost that stand between a state's last free place and the next one."""
-        problem = self._problem
-        every = np.arange(1 << self._free, dtype=np.int64)
-        count = np.bitwise_count(every)
+        count = np.bitwise_count(np.arange(1 << self._free, dtype=np.int64))
         between = np.zeros(1 << self._free, dtype=np.int64)
-        before = fixed = 0
-        for place, chunk in enumerate(problem.chunks):
+        before = linked = 0
+        for place, chunk in enumerate(self._problem.chunks):
             if chunk.group is not None:
                 before += 1
                 continue
-            between[count == before] += chunk.computed
-            served = (behind >> place & 1 == 1) & (masks & self._fixed_before[-1] == fixed)
-            served &= np.bitwise_count(states) == before
-            between[states[served]] += chunk.patched - chunk.computed
-            fixed |= 1 << place
+            costs = np.full(1 << self._free, chunk.computed, dtype=np.int64)
+            for listed, price in ((sums, chunk.summed), (sets, chunk.patched)):
+                costs[listed.states[(listed.behind >> place & 1 == 1) & (listed.fixed == linked)]] = price
+            here = count == before
+            between[here] += costs[here]
+            linked |= 1 << place
         return between
+
+    def _listed(self, sets: Sets) -> _Listed:
+        masks = np.fromiter(sets.keys(), np.int64, len(sets))
+        behind = np.fromiter(sets.values(), np.int64, len(sets))
+        return _Listed(self._ranks_of(masks), masks & self._fixed_before[-1], behind)
 
     def _ranks_of(self, masks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Sets of chunks as states: their free chunks."""
@@ -354,12 +396,13 @@ class _Beam:
         return _State(state.cost + edge.cost, ranks, (*state.order, chunk), state.before | 1 << chunk)
 
     def _promising(self, state: _State, place: int) -> Iterator[Edge]:
-        problem, sets = self._problem, self._problem.stored.sets
+        problem, stored = self._problem, self._problem.stored
         left = [chunk for chunk in problem.candidates[place] if not state.before >> chunk & 1]
         cheapest = min(left, key=lambda chunk: problem.chunks[chunk].computed)
         for chunk in left:
             edge = problem.edge(chunk, state.before, state.order)
-            leads = state.before | 1 << chunk in sets or (*state.order, chunk) in problem.stored.sequences
+            after = state.before | 1 << chunk
+            leads = after in stored.sets or after in stored.sums or (*state.order, chunk) in stored.sequences
             if edge.patched or leads or chunk in (left[0], cheapest):
                 yield edge
 

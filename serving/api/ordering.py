@@ -140,14 +140,15 @@ def _costs(arranged: Arrangement) -> list[ChunkCosts]:
         chunk = problem.chunks[edge.chunk]
         if other is None and edge.patched:
             instead = Edge(edge.chunk, False, chunk.computed)
-            other = Rejected(instead, placement.cost - chunk.patched + chunk.computed)
+            other = Rejected(instead, placement.cost - edge.cost + chunk.computed)
         alternative = other and Alternative(
             chunk=other.edge.chunk,
             operating_point="patched" if other.edge.patched else "computed",
             cost_ms=_ms(other.edge.cost),
             order_ms=_ms(other.total),
         )
-        found.append(ChunkCosts(_ms(chunk.patched), _ms(chunk.computed), alternative))
+        patched = edge.cost if edge.patched else chunk.patched
+        found.append(ChunkCosts(_ms(patched), _ms(chunk.computed), alternative))
     return found
 
 

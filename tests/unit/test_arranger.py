@@ -67,6 +67,31 @@ def test_a_sum_of_pairs_is_no_stored_patch():
     assert len(arranger.index) == 1
 
 
+def test_sums_of_known_pairs_are_counted_where_they_are_used():
+    pairs = [Entry(SCOPE, content, before, ordered=False) for content in "abc" for before in ((), *zip("abc"))]
+    pairs = [entry for entry in pairs if entry.content not in entry.antecedents]
+    arranger, without = Arranger(compose_up_to=2), Arranger()
+    for each in (arranger, without):
+        each.formed(pairs)
+    summed, plain = (each.order(list("abc"), [0] * 3, "acme", PREFIX).placement for each in (arranger, without))
+    costs = arranger.costs
+    assert summed.cost == 2 * costs.of(256, patched=True) + costs.of_sum(256)
+    assert plain.cost == 2 * costs.of(256, patched=True) + costs.of(256, patched=False)
+    assert costs.of(256, patched=True) < costs.of_sum(256) < costs.of(256, patched=False)
+
+
+def test_a_sum_that_was_missed_takes_its_pairs_out_of_the_index():
+    arranger = Arranger(compose_up_to=2)
+    pairs = [Entry(SCOPE, "c", before, ordered=False) for before in ((), ("a",), ("b",))]
+    arranger.formed([*pairs, Entry(SCOPE, "b", ("a",), ordered=False)])
+    found = [outcome(PatchKind.own), outcome(PatchKind.pair)]
+    arranger.learn(request("abc"), result(*found, outcome(PatchKind.composed)))
+    assert all(entry in arranger.index for entry in pairs)
+    arranger.learn(request("abc"), result(*found, outcome()))
+    assert not any(entry in arranger.index for entry in pairs)
+    assert Entry(SCOPE, "b", ("a",), ordered=False) in arranger.index
+
+
 def test_patches_of_references_serve_every_tenant():
     arranger = Arranger()
     shared = ["shared-a", "shared-b"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import permutations
+from functools import reduce
+from itertools import combinations, permutations
+from operator import and_
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.placement import EXACT, Chunk, Placement, Problem, Stored, place, rejected
+from serving.placement import EXACT, SUMMED, Chunk, Placement, Problem, Stored, place, rejected, sums_of
 
 PATCHED, COMPUTED = 1, 100
 
@@ -27,10 +29,13 @@ def cost(order: tuple[int, ...], chunks: list[Chunk], stored: Stored) -> int:
     total = 0
     for at, chunk in enumerate(order):
         before = order[:at]
-        behind_set = stored.sets.get(sum(1 << other for other in before), 0)
-        behind_sequence = stored.sequences.get(before, 0)
-        patched = (behind_set | behind_sequence) >> chunk & 1
-        total += chunks[chunk].patched if patched else chunks[chunk].computed
+        mask = sum(1 << other for other in before)
+        if (stored.sets.get(mask, 0) | stored.sequences.get(before, 0)) >> chunk & 1:
+            total += chunks[chunk].patched
+        elif stored.sums.get(mask, 0) >> chunk & 1:
+            total += chunks[chunk].summed
+        else:
+            total += chunks[chunk].computed
     return total
 
 
@@ -45,14 +50,16 @@ def problems(draw: st.DrawFn, most: int = 7, groups: tuple[int | None, ...] = (N
     chunks = [
         Chunk(
             patched=draw(st.integers(0, 3)),
-            computed=draw(st.integers(3, 9)),
+            computed=draw(st.integers(6, 9)),
+            summed=draw(st.integers(3, 6)),
             group=draw(st.sampled_from(groups)),
             popularity=draw(st.integers(0, 3)),
         )
         for _ in numbers
     ]
     everything = (1 << count) - 1
-    sets = draw(st.dictionaries(st.integers(0, everything), st.integers(0, everything), max_size=24))
+    behind = st.dictionaries(st.integers(0, everything), st.integers(0, everything), max_size=24)
+    sets, sums = ({mask: served & ~mask for mask, served in draw(behind).items()} for _ in range(2))
     sequences: dict[tuple[int, ...], int] = {}
     for whole in draw(st.lists(st.permutations(numbers), max_size=6)):
         length = draw(st.integers(0, count - 1))
@@ -61,7 +68,7 @@ def problems(draw: st.DrawFn, most: int = 7, groups: tuple[int | None, ...] = (N
             sequences.setdefault(start, 0)
             if draw(st.booleans()):
                 sequences[start] |= 1 << whole[end]
-    return chunks, Stored({s: behind & ~s for s, behind in sets.items()}, sequences)
+    return chunks, Stored(sets, sequences, sums)
 
 
 @settings(deadline=None, max_examples=60)
@@ -135,6 +142,30 @@ def test_small_chunks_miss_rather_than_large_ones():
     chunks = [Chunk(1, 900, 0, popularity=5.0), Chunk(1, 100, 0)]
     found = place(Problem(chunks, Stored({0b01: 0b10, 0b10: 0b01})))
     assert (found.order, found.cost, found.arrival_cost) == ((1, 0), 101, 901)
+
+
+@given(st.dictionaries(st.sampled_from([0, *(1 << i for i in range(6))]), st.integers(0, 63)), st.integers(0, 4))
+def test_sums_serve_chunks_whose_patches_behind_nothing_and_behind_each_chunk_are_stored(
+    sets: dict[int, int], up_to: int
+):
+    sets = {mask: served & ~mask for mask, served in sets.items()}
+    found = sums_of(sets, 6, up_to)
+    for size in range(2, 7):
+        for members in combinations(range(6), size):
+            mask = sum(1 << member for member in members)
+            every = [sets.get(0, 0), *(sets.get(1 << member, 0) for member in members)]
+            assert found.get(mask, 0) == (reduce(and_, every) if size <= up_to else 0)
+    assert sums_of({0: 1, **{1 << i: 1 for i in range(1, 9)}}, SUMMED + 1, 3) == {}
+
+
+def test_a_patch_of_the_set_goes_before_a_sum_and_a_sum_before_computing():
+    chunks = [Chunk(1, 100, 0, summed=10) for _ in range(3)]
+    pairs = {0: 0b111, 0b001: 0b110, 0b010: 0b101, 0b100: 0b011}
+    summed = place(Problem(chunks, Stored(pairs, sums=sums_of(pairs, 3, 2))))
+    assert (summed.order, summed.cost) == ((0, 1, 2), 1 + 1 + 10)
+    stored = {**pairs, 0b110: 0b001}
+    assert place(Problem(chunks, Stored(stored, sums=sums_of(pairs, 3, 2)))) == Placement((1, 2, 0), 3, 12)
+    assert place(Problem(chunks, Stored(pairs))).cost == 102
 
 
 def test_nothing_to_place():
