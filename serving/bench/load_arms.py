@@ -1,8 +1,8 @@
 """What the load benchmarks share: vLLM's server and our service side by side, arms on them, and turns of load.
 
 Every arm gets the same cores, model and memory for KV. Our modes are arms of one service and tenants of their own in
-it, so that none profits from what another stored; between turns it finishes what it has to store. An arm that waits has
-nothing to do.
+it, so that none profits from what another mode stored; between turns it finishes what it has to store. An arm that waits
+has nothing to do.
 
 | memory for KV, GiB | vLLM | ours                                                                       |
 |--------------------|------|----------------------------------------------------------------------------|
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 from rich.console import Console
 
 from infra.checkpoints import checkpoint_path
@@ -41,6 +42,7 @@ LIBRARY = {"memory_bytes": 512 << 20, "object_store_bytes": 512 << 20}
 TIMEOUT_S = 900.0
 _SETTLE_SECONDS = 3600.0
 _BETWEEN_PAUSES = 4
+_LOOK_SECONDS = 5.0
 
 Runs = Sequence[Sequence[Sample]]  # an arm's turns at one rate
 
@@ -147,6 +149,21 @@ def warm_up(arm: LoadArm, requests: int, console: Console) -> None:
     for start in range(0, requests, _BETWEEN_PAUSES):
         count = min(_BETWEEN_PAUSES, requests - start)
         one_by_one(arm, count, console, f"warm-up from {start} of {requests}")
+
+
+def wait_until_compiled(service: OurService, console: Console, seconds: float) -> bool:
+    """Wait until the service has nothing left to compile ahead of requests, so long at most; whether that came true.
+
+    That takes a share of the time alone (`prefill.compile_share`), so that pauses between turns are too short for it.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        lines = httpx.get(f"{service.server.url}/metrics", timeout=60).text.splitlines()
+        left = sum(float(line.split()[1]) for line in lines if line.startswith("orbitserve_compile_waiting{"))
+        if not left or time.monotonic() > deadline:
+            console.print(f"  {left:.0f} sets are left to be compiled")
+            return not left
+        time.sleep(_LOOK_SECONDS)
 
 
 def settle() -> None:
