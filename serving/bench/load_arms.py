@@ -1,8 +1,8 @@
 """What the load benchmarks share: vLLM's server and our service side by side, arms on them, and turns of load.
 
 Every arm gets the same cores, model and memory for KV. Our modes are arms of one service and tenants of their own in
-it, so that none profits from what another mode stored; between turns it finishes what it has to store. An arm that waits
-has nothing to do.
+it, so that none profits from what another mode stored; between turns the service finishes what it has to store. An arm
+that waits has nothing to do.
 
 | memory for KV, GiB | vLLM | ours                                                                       |
 |--------------------|------|----------------------------------------------------------------------------|
