@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from kvstore.patch_form import Footprint
@@ -112,10 +112,14 @@ class CompileAhead:
         """Whether a step has begun, which uses the scratch blocks until it is over."""
         return self._step is not None
 
-    def step(self) -> None:
+    def may_go_on(self, awaited: Collection[tuple[str, str]]) -> bool:
+        """Whether a step has begun or may begin; `awaited` contents (tenant, content) are still to be kept."""
+        return self.running or (self._budget.open and (self._job is not None or self._queue.best(awaited) is not None))
+
+    def step(self, awaited: Collection[tuple[str, str]] = ()) -> None:
         """Do one piece of work. Raises what the library and the engine do; the job is given up then."""
         # A job does a step before it gives way: worth decays while jobs are compared, equal ones would swap for ever.
-        job, better = self._job, None if self.running or self._fresh else self._queue.best()
+        job, better = self._job, None if self.running or self._fresh else self._queue.best(awaited)
         # The orders of a set are not left half-way: the means that they are forming are large.
         if job and better and job.kind is not JobKind.orders and self._priority(better) > self._priority(job):
             self._queue.add(job)
@@ -197,8 +201,6 @@ class CompileAhead:
         elif job.kind is JobKind.parts:
             ran = int((yield from self._harvester.part_step(self._forming, step, self._scratch)))
         else:
-            first, *behind = step
-            pairs = self._harvester.pairs_step(self._forming, first, behind[: job.forwards], self._scratch)
-            ran, tokens = yield from pairs
+            ran, tokens = yield from self._harvester.pairs_step(self._forming, step, job.forwards, self._scratch)
         job.forwards = 0 if job.kind is JobKind.orders and not ran else job.forwards - ran
         return ran, tokens

@@ -160,8 +160,11 @@ class Background:
 
     @property
     def _may_compile(self) -> bool:
-        """Whether a step ahead has begun or may begin: patches need the canonical KV that harvests keep."""
-        return self._ahead.running or (bool(self._ahead) and not self._harvests)
+        """Whether a step ahead has begun or may begin: not over chunks whose canonical KV is still to be kept."""
+        return self._ahead.may_go_on(self._awaited())
+
+    def _awaited(self) -> set[tuple[str, str]]:
+        return {harvest.asked for harvest in self._harvests}
 
     def step(self) -> None:
         """Do one piece of work; what fails is counted and given up."""
@@ -233,7 +236,7 @@ class Background:
 
     def _compile(self) -> None:
         try:
-            self._ahead.step()
+            self._ahead.step(self._awaited())
         except (StoreError, RuntimeError, OSError) as error:
             self.failures += 1
             logger.warning("patches could not be compiled ahead: %s", error)

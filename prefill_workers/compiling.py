@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, TypeVar
@@ -124,6 +124,10 @@ class CompileJob(Generic[Item]):
     def is_over(self, content: str, tenant: str) -> bool:
         """Whether it runs over a content of a tenant, or of everybody."""
         return content in self.contents and reaches(content, tenant, self.tenant)
+
+    def awaits(self, awaited: Collection[tuple[str, str]]) -> bool:
+        """Whether it runs over one of these (tenant, content)."""
+        return bool(awaited) and any((self.tenant, content) in awaited for content in self.contents)
 
     def tokens_saved(self, demand: Demand) -> float:
         """Tokens that what the next step compiles is expected to save; the orders of a set are one step."""
@@ -245,9 +249,13 @@ class CompileQueue(Generic[Item]):
             del self._waiting[least]
             self.dropped += 1
 
-    def best(self) -> CompileJob[Item] | None:
-        """The job that goes next; of equal ones that which has waited longest."""
-        return max(self._waiting.values(), key=lambda job: job.priority(self._demand), default=None)
+    def best(self, awaited: Collection[tuple[str, str]] = ()) -> CompileJob[Item] | None:
+        """The job that goes next; of equal ones that which has waited longest.
+
+        Not one over `awaited` contents (tenant, content): what its patches are measured against is still to be kept.
+        """
+        able = (job for job in self._waiting.values() if not job.awaits(awaited))
+        return max(able, key=lambda job: job.priority(self._demand), default=None)
 
     def remove(self, job: CompileJob[Item]) -> None:
         """A job waits no more."""
@@ -261,9 +269,9 @@ class CompileQueue(Generic[Item]):
 
 
 class ComputeBudget:
-    """Seconds of forwards that may be spent: a share of the time that passes, saved up for `window_s` at most.
+    """Seconds of work that may be spent: a share of the time that passes, saved up for `window_s` at most.
 
-    Whoever finds it `open` may begin one forward, however long: what that takes too much is waited for afterwards.
+    Whoever finds it `open` may begin a step, however long: what that takes too much is waited for afterwards.
     """
 
     def __init__(self, share: float, window_s: float = _WINDOW_S, clock: Clock = time.monotonic) -> None:
@@ -272,11 +280,11 @@ class ComputeBudget:
 
     @property
     def open(self) -> bool:
-        """Whether a forward may begin."""
+        """Whether a step may begin."""
         return self._at(self._clock()) > 0
 
     def spend(self, seconds: float) -> None:
-        """A forward took so long, and has ended now."""
+        """A step took so long, and has ended now."""
         now = self._clock()
         self._left, self._since = self._at(now) - seconds, now
 

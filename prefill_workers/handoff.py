@@ -115,13 +115,13 @@ class BlockPool:
         if lease := self._leases.get(lease_id):
             lease.deadline = self._clock() + self._lease_seconds
 
-    def expire(self) -> list[str]:
-        """Free the blocks of every lease past its deadline and return the ids."""
+    def expire(self) -> list[Lease]:
+        """Free the blocks of every lease past its deadline and return these."""
         now = self._clock()
         expired = [lease for lease in self._leases.values() if lease.deadline < now]
         for lease in expired:
             self._drop(lease)
-        return [lease.id for lease in expired]
+        return expired
 
     def _drop_if_unused(self, lease: Lease) -> None:
         if lease.readers <= 0 and lease.holds <= 0:

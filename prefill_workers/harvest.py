@@ -284,16 +284,16 @@ class Harvester:
         return True
 
     def pairs_step(
-        self, forming: OrbitForming, first: int, behind: Sequence[int], scratch: Scratch
+        self, forming: OrbitForming, fan: Sequence[int], limit: int, scratch: Scratch
     ) -> Pieces[tuple[int, int]]:
         """Run chunks of a set, each by itself behind the first, and send off their pair patches and its behind nothing.
 
         The first one is computed once for all of them: their KV takes turns behind its own. Left out are those whose
-        pair patch is stored, or whose canonical KV or embeddings are gone. Returns how many were run, and the tokens
-        that this took.
+        pair patch is stored, or whose canonical KV or embeddings are gone. Returns how many were run, `limit` at most,
+        and the tokens that this took.
         """
         prefix, tenant = forming.prefix, forming.tenant
-        leading, *others = (forming.chunks[i] for i in (first, *behind))
+        first, *others = (forming.chunks[i] for i in fan)
 
         def lacks(*chunks: OrbitChunk) -> bool:
             kind = set_kind(len(chunks) - 1)
@@ -301,27 +301,27 @@ class Harvester:
             owner = _set_owner(tenant, prefix, *(chunk.content for chunk in chunks))
             return not self._has_or_sent(self.form.key(chunks[-1].key, key, kind), owner)
 
-        wanted = [chunk for chunk in others if lacks(leading, chunk) and self._may_condition(chunk, tenant)]
-        if not wanted or not self._may_condition(leading, tenant):
-            return 0, 0
-        before = self._embedded(leading, tenant)
-        ready = [found for chunk in wanted if (found := self._embedded(chunk, tenant)) is not None]
-        if before is None or not ready:
-            return 0, 0
-        tokens = 0
-        for chunk in ready:
-            sequence, placed = arrange(prefix, (before, chunk), scratch.blocks)
-            start = placed[1].start if tokens else 0
-            if tokens:
+        leading: OrbitChunk | None = None
+        ran = tokens = 0
+        for chunk in others:
+            if ran == limit or not lacks(first, chunk):
+                continue
+            if not (self._may_condition(first, tenant) and self._may_condition(chunk, tenant)):
+                continue
+            if ran:
                 yield
+            leading, second = leading or self._embedded(first, tenant), self._embedded(chunk, tenant)
+            if leading is None or second is None:
+                continue
+            sequence, placed = arrange(prefix, (leading, second), scratch.blocks)
+            start = placed[1].start if ran else 0
             seconds = yield from self._compute(sequence, scratch, start)
-            pace = seconds / (len(sequence) - start)
-            kept = [placed] if tokens or not lacks(leading) else [placed[:1], placed]
-            for ends in kept:
+            for ends in [placed] if ran or not lacks(first) else [placed[:1], placed]:
                 owner = _set_owner(tenant, prefix, *(place.chunk.content for place in ends))
+                pace = seconds / (len(sequence) - start)
                 self._keep_if_known(ends, set_kind(len(ends) - 1), prefix, tenant, owner, scratch.blocks, pace)
-            tokens += len(sequence) - start
-        return len(ready), tokens
+            ran, tokens = ran + 1, tokens + len(sequence) - start
+        return ran, tokens
 
     def _may_condition(self, chunk: OrbitChunk, tenant: str) -> bool:
         """Whether a chunk may be read, and others behind it: not after its canonical KV was evicted, or deleted."""

@@ -16,7 +16,7 @@ same load its embeddings beside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import cast
@@ -140,10 +140,11 @@ class Lookups:
         composed = False
         if looks_up_patch(mode):
             # Without a patch the canonical KV is of no use: nothing is moved until one is known to be stored.
-            stored = self._stored(keys, (keys.own_patch, keys.set_patch))
+            stored = self._stored((keys.own_patch, keys.set_patch), keys.patch_owners)
             places = [] if stored is None else [stored]
             if stored is None and keys.parts:
-                every = [self._stored(keys, (key,)) for key in keys.parts]
+                owners = dict.fromkeys((*keys.patch_owners, keys.owner))  # of a reference behind references: everybody
+                every = [self._stored((key,), owners) for key in keys.parts]
                 places = [place for place in every if place is not None] if None not in every else []
                 composed = True
             if not places:
@@ -166,7 +167,7 @@ class Lookups:
             return Found(kv, records[0], parts=parts) if can_be_weighed(parts) else Found()
         return Found(kv, records[0] if records else None)
 
-    def _stored(self, keys: ChunkKeys, wanted: Sequence[str]) -> tuple[str, str] | None:
+    def _stored(self, wanted: Sequence[str], owners: Iterable[str]) -> tuple[str, str] | None:
         """Key and owner of the first of the `wanted` patches that is stored."""
-        places = ((key, owner) for key in wanted for owner in keys.patch_owners)
+        places = ((key, owner) for key in wanted for owner in owners)
         return next((place for place in places if self._library.has("patch", *place)), None)

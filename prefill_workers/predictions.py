@@ -16,6 +16,7 @@ behind the same chunk are compiled together, so that this one is computed once f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
@@ -66,10 +67,16 @@ class Fan:
     chunks: tuple[int, ...]
 
 
-def pairs(shares: Sequence[float], tokens: Sequence[int]) -> list[Fan]:
-    """The pairs of a request's chunks, each in both orders, the most valuable first."""
+def pairs(shares: Sequence[float], tokens: Sequence[int], limit: int) -> list[Fan]:
+    """The pairs of a request's chunks, each in both orders, the most valuable first.
+
+    But those of as many popular chunks first as have no more than `limit` pairs: a sum needs all pairs of its set.
+    """
     popular = sorted(range(len(shares)), key=lambda i: -shares[i])[:_MOST_CHUNKS]
-    return _fans(permutations(sorted(popular), 2), shares, tokens)
+    size = (1 + math.isqrt(1 + 4 * limit)) // 2  # the most whose pairs, size * (size - 1), are within the limit
+    first = set(permutations(popular[:size], 2))
+    others = (pair for pair in permutations(popular, 2) if pair not in first)
+    return [*_fans(sorted(first), shares, tokens), *_fans(sorted(others), shares, tokens)]
 
 
 def meetings(own: Sequence[int], others: Sequence[int], shares: Sequence[float], tokens: Sequence[int]) -> list[Fan]:

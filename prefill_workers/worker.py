@@ -230,8 +230,8 @@ class PrefillLoop:
         while True:
             with self._wake:
                 if not (self._has_work() or self._abandoned or self._stopping):
-                    # leases end by a NIXL notification, which has no descriptor to wait on: poll while any is out
-                    self._wake.wait(_POLL_SECONDS if self._pool.leases else 0.5)
+                    # leases are read by a NIXL notification, which has no descriptor to wait on: poll while any is not
+                    self._wake.wait(_POLL_SECONDS if self._pool.unread else 0.5)
                 if self._stopping and not self._running:
                     for job in self._waiting:
                         with suppress(InvalidStateError):
@@ -282,9 +282,11 @@ class PrefillLoop:
             self._pool.renew(lease)
         expired = self._pool.expire()
         if expired:
-            self._expired += len(expired)
-            logger.warning("leases expired unread, blocks freed: %s", ", ".join(expired))
-            self._background.drop(expired)
+            self._background.drop([lease.id for lease in expired])
+        unread = [lease.id for lease in expired if lease.readers]  # others waited for background work alone
+        if unread:
+            self._expired += len(unread)
+            logger.warning("leases expired unread, blocks freed: %s", ", ".join(unread))
 
     def _admit(self) -> None:
         while self._waiting and not self._stopping:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from kvstore.index import Entry, PatchIndex, scopes_of
 from kvstore.patch import PatchKind
@@ -146,11 +147,11 @@ class Arranger:
         scopes = scopes_of(request.tenant, request.prefix, contents)
         own = Entry(scopes[0], content, tuple(before), ordered=True)
         behind_set = [Entry(scope, content, tuple(before), ordered=False) for scope in scopes]
-        summed = (
-            [Entry(scope, content, chosen, ordered=False) for scope in scopes for chosen in ((), *zip(before))]
+        summed = [  # of each part of a sum those that are known; a part serves from any scope
+            [entry for scope in scopes if (entry := Entry(scope, content, part, ordered=False)) in self.index]
+            for part in ((), *zip(before))
             if 1 < len(before) <= self.compose_up_to
-            else []
-        )
+        ]
         if outcome.operating_point is OperatingPoint.PATCHED:
             if outcome.kind is PatchKind.own:
                 self.index.add(own)
@@ -158,11 +159,10 @@ class Arranger:
                 known = [entry for entry in behind_set if entry in self.index]
                 self.index.add((known or behind_set)[0])
             elif outcome.kind is PatchKind.composed:
-                for entry in summed:
-                    if entry in self.index:
-                        self.index.add(entry)
+                for entry in chain(*summed):
+                    self.index.add(entry)
         elif outcome.missed:
-            stale = summed if all(entry in self.index for entry in summed) else []
+            stale = chain(*summed) if all(summed) else ()  # one of them at least
             for entry in (own, *behind_set, *stale):
                 self.index.discard(entry)
 

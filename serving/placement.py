@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ from numpy.typing import NDArray
 
 EXACT = 12  # free chunks up to which the whole lattice is searched
 BEAM = 24  # states kept per place beyond that
-SUMMED = 24  # chunks up to which sums of patches are counted: 2300 sets of two and three
+SUMMED = 4096  # sets at most behind which sums of patches are counted
 _MASK_BITS = 62  # what a set of chunks may have in NumPy's integers
 _NEVER = 1 << 58  # nanoseconds: 9 years, and 13 of them still fit 63 bits
 
@@ -73,20 +74,19 @@ class Stored:
 
 def sums_of(sets: Sets, chunks: int, up_to: int) -> dict[int, int]:
     """Behind which sets of 2 to `up_to` chunks a sum serves which chunks: those that have a patch behind nothing, and
-    one behind each member. Not for more than `SUMMED` chunks."""
-    if chunks > SUMMED:
-        return {}
+    one behind each member. Of no more than `SUMMED` sets, small ones first."""
     alone = sets.get(0, 0)
     behind = {1 << chunk: served for chunk in range(chunks) if (served := alone & sets.get(1 << chunk, 0))}
     found: dict[int, int] = {}
     level = behind
     for _ in range(1, up_to):
-        level = {
-            members | one: both
+        longer = (
+            (members | one, both)
             for members, served in level.items()
             for one, more in behind.items()
             if one > members and (both := served & more)
-        }
+        )
+        level = dict(islice(longer, SUMMED - len(found)))
         found |= level
     return found
 

@@ -159,10 +159,12 @@ def wait_until_compiled(service: OurService, console: Console, seconds: float) -
     deadline = time.monotonic() + seconds
     while True:
         lines = httpx.get(f"{service.server.url}/metrics", timeout=60).text.splitlines()
-        left = sum(float(line.split()[1]) for line in lines if line.startswith("orbitserve_compile_waiting{"))
-        if not left or time.monotonic() > deadline:
-            console.print(f"  {left:.0f} sets are left to be compiled")
-            return not left
+        waiting = [float(line.split()[1]) for line in lines if line.startswith("orbitserve_compile_waiting{")]
+        over = bool(waiting) and not any(waiting)  # without a line its worker was too busy to answer
+        if over or time.monotonic() > deadline:
+            console.print(f"  {sum(waiting):.0f} sets are left to be compiled")
+            service.server.settle()
+            return over
         time.sleep(_LOOK_SECONDS)
 
 

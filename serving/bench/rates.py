@@ -9,8 +9,6 @@
 | `auto`          | ours, stored patches where they fit, pages in the order of the request              |
 | `auto-placed`   | the same, the order of the pages left to the service                           |
 
-`auto` and `auto-placed` are one tenant, with one library: they differ in the order alone.
-
 Rates are multiples of what vLLM completes one request at a time. Each arm first answers part of the workload, one
 request at a time, and stores what it learnt, and then the service compiles what it has still to compile, `compiling`
 seconds at most: a steady state is measured. vLLM *saturates* at the first rate of whose
@@ -21,7 +19,7 @@ one and their own. An arm's throughput is the most that it completed a second at
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +52,7 @@ class _Scale:
 
 
 _FULL = _Scale(
-    {"pages": 16, "retrieved": 3, "zipf": 1.0, "question_words": 4, "max_tokens": 8},
+    {"pages": 12, "retrieved": 3, "zipf": 1.0, "question_words": 4, "max_tokens": 8},
     multiples=(0.75, 1.5, 3, 6),
     requests=24,
     turns=2,
@@ -76,7 +74,7 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
     scale = _QUICK if quick else _FULL
     checkpoint = load_arms.checkpoint_of(model, quick)
     requests = items or scale.requests
-    with load_arms.both(checkpoint, console, [*OURS]) as (alone, service):
+    with load_arms.both(checkpoint, console, [*OURS, PLACED]) as (alone, service):
         arms = _arms(alone, service, scale)
         for arm in arms:
             load_arms.warm_up(arm, scale.warmup, console)
@@ -109,8 +107,7 @@ def _arms(alone: Server, service: OurService, scale: _Scale) -> list[LoadArm]:
     for mode, description in OURS.items():
         arms.append(service.arm(mode, description, Mrag(**scale.asked), "files", mode=mode))
     text = "OrbitServe, mode auto, the service orders the pages"
-    placed = service.arm("auto", text, Mrag(**scale.asked), "files", mode="auto", order="free")
-    return [*arms, replace(placed, name=PLACED)]
+    return [*arms, service.arm(PLACED, text, Mrag(**scale.asked), "files", mode="auto", order="free")]
 
 
 def _measure(

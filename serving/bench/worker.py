@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from prefill_workers.worker import PrefillLoop
 
 TENANT = "local"
-_IDLE_SECONDS = 0.002
+_SETTLE_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,9 @@ class Worker:
 
     def settle(self) -> None:
         """Wait until everything that links have taught is stored."""
-        while (stats := self.loop.stats()).waiting or stats.running or stats.harvest:
-            self.loop.hasten()
-            time.sleep(_IDLE_SECONDS)
+        from prefill_workers.worker import drain
+
+        drain(self.loop, seconds=_SETTLE_SECONDS)
         self.library.flush()
 
 

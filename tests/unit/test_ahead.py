@@ -41,12 +41,13 @@ class Forwards:
         return OrbitForming((), chunks, plan.request.tenant)
 
     def pairs_step(
-        self, forming: OrbitForming, first: int, behind: Sequence[int], scratch: Scratch
+        self, forming: OrbitForming, fan: Sequence[int], limit: int, scratch: Scratch
     ) -> Pieces[tuple[int, int]]:
-        for second in behind:
+        first, *others = fan
+        for second in others[:limit]:
             yield
             self.ran.append(forming.chunks[first].content + forming.chunks[second].content)
-        return len(behind), 10 * (1 + len(behind))
+        return len(others[:limit]), 10 * (1 + len(others))
 
 
 def served(contents: str) -> LinkPlan:
@@ -92,3 +93,17 @@ def test_a_job_gives_way_to_a_better_one_between_its_forwards(ahead: CompileAhea
         ahead.step()
     assert forwards.ran[2:4] in (["cd", "dc"], ["dc", "cd"]), "after the step that had begun"
     assert {"ab", "ba", "ax", "xa", "bx", "xb"} <= set(forwards.ran)
+
+
+def test_a_job_waits_for_what_is_still_to_be_kept_and_others_do_not_wait_for_it(
+    ahead: CompileAhead, forwards: Forwards
+):
+    for contents in ("ab", "ab", "cd"):
+        ahead.offer(served(contents), missed=True)
+    awaited = {("acme", "b"), ("another", "c")}
+    while ahead.may_go_on(awaited):
+        ahead.step(awaited)
+    assert set(forwards.ran) == {"cd", "dc"}
+    while ahead.may_go_on(()):
+        ahead.step()
+    assert set(forwards.ran) == {"cd", "dc", "ab", "ba"}

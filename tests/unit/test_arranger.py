@@ -92,6 +92,19 @@ def test_a_sum_that_was_missed_takes_its_pairs_out_of_the_index():
     assert Entry(SCOPE, "b", ("a",), ordered=False) in arranger.index
 
 
+def test_parts_of_a_sum_may_lie_with_the_tenant_and_with_everybody():
+    arranger = Arranger(compose_up_to=2)
+    everybody = Scope(DYNAMIC_TENANT, SCOPE.prefix)
+    contents = ["shared-a", "b", "shared-c"]
+    parts = [Entry(everybody, "shared-c", part, ordered=False) for part in ((), ("shared-a",))]
+    parts.append(Entry(SCOPE, "shared-c", ("b",), ordered=False))
+    arranger.formed(parts)
+    problem = arranger.order(contents, [0] * 3, "acme", PREFIX).problem
+    assert problem.stored.sums == {0b011: 0b100}
+    arranger.learn(request(contents), result(outcome(), outcome(), outcome()))
+    assert not any(part in arranger.index for part in parts)
+
+
 def test_patches_of_references_serve_every_tenant():
     arranger = Arranger()
     shared = ["shared-a", "shared-b"]

@@ -66,7 +66,7 @@ def test_an_unread_lease_expires_and_a_renewed_one_does_not():
     clock.now = 9
     p.renew(alive.id)
     clock.now = 11
-    assert p.expire() == [dead.id]
+    assert p.expire() == [dead]
     assert p.free == 7
     p.read(dead.id)  # a late notification of an expired lease changes nothing
     assert p.free == 7

@@ -10,6 +10,7 @@ import pytest
 import torch
 from kvstore_support import FINGERPRINT, canonical, embedding_of, patch_of
 
+from kvstore.chunk import DYNAMIC_TENANT
 from kvstore.format import CanonicalRecord
 from kvstore.library import Library
 from kvstore.settings import LibrarySettings
@@ -86,6 +87,21 @@ def test_canonical_kv_is_not_moved_without_a_patch(full: MemoryTier) -> None:
     assert (found.canonical, found.patch) == (None, None)
     assert found.embeddings is not None
     assert tier.read() == ["embedding"]
+
+
+def test_a_sum_takes_parts_that_have_seen_references_only_from_everybody() -> None:
+    """Behind a reference and a private chunk, of which the tenant's own patch knows."""
+    tier = MemoryTier()
+    record = replace(RECORD, tenant=DYNAMIC_TENANT)
+    parts = [patch_of(record), patch_of(record, ["reference"]), replace(patch_of(record, ["private"]), tenant=TENANT)]
+    keys = replace(
+        KEYS, own_patch="0" * 64, set_patch="1" * 64, owner=DYNAMIC_TENANT, parts=tuple(part.key for part in parts)
+    )
+    with Library(LibrarySettings(directory=None), FINGERPRINT, [tier]) as library:
+        for stored in (record, *parts):
+            library._put(stored)
+    assert len(start(tier, keys=keys).found().parts) == 3
+    assert not start(tier, keys=replace(keys, owner=TENANT)).found().parts, "a chunk of the tenant's own"
 
 
 def test_full_reuse_needs_no_patch(full: MemoryTier) -> None:

@@ -155,7 +155,12 @@ def test_sums_serve_chunks_whose_patches_behind_nothing_and_behind_each_chunk_ar
             mask = sum(1 << member for member in members)
             every = [sets.get(0, 0), *(sets.get(1 << member, 0) for member in members)]
             assert found.get(mask, 0) == (reduce(and_, every) if size <= up_to else 0)
-    assert sums_of({0: 1, **{1 << i: 1 for i in range(1, 9)}}, SUMMED + 1, 3) == {}
+
+
+def test_sums_of_many_chunks_are_bounded_the_small_sets_first():
+    found = sums_of({0: 1, **{1 << i: 1 for i in range(1, 40)}}, 40, 8)
+    assert len(found) == SUMMED
+    assert sum(mask.bit_count() == 2 for mask in found) == 39 * 38 // 2
 
 
 def test_a_patch_of_the_set_goes_before_a_sum_and_a_sum_before_computing():

@@ -34,17 +34,23 @@ def test_of_many_chunks_the_most_popular_are_weighed_in_the_order_served():
 
 
 def test_pairs_come_in_both_orders_those_behind_the_same_chunk_together():
-    found = pairs([0.9, 0.2, 0.5], [100, 100, 100])
+    found = pairs([0.9, 0.2, 0.5], [100, 100, 100], limit=12)
     assert [fan.chunks for fan in found] == [(0, 2, 1), (2, 0, 1), (1, 0, 2)]
     assert found[0].value == pytest.approx((0.9 * 0.5 + 0.9 * 0.2) * 100 / 300)
 
 
 def test_of_many_chunks_the_pairs_of_the_most_popular_are_weighed():
-    found = pairs([0.01 * i for i in range(30)], [100] * 30)
+    found = pairs([0.01 * i for i in range(30)], [100] * 30, limit=56)
     assert sum(len(fan.chunks) - 1 for fan in found) == 8 * 7
     assert max(len(fan.chunks) for fan in found) == 5
     assert min(min(fan.chunks) for fan in found) == 22
     assert [fan.value for fan in found] == sorted((fan.value for fan in found), reverse=True)
+
+
+def test_the_pairs_of_popular_chunks_come_first_so_that_whole_sets_are_served():
+    found = pairs([0.9, 0.1, 0.8, 0.7, 0.2], [100] * 5, limit=6)
+    assert [fan.chunks for fan in found[:3]] == [(0, 2, 3), (2, 0, 3), (3, 0, 2)]
+    assert sum(len(fan.chunks) - 1 for fan in found) == 20
 
 
 def test_meetings_are_the_pairs_of_a_requests_chunks_with_others():
