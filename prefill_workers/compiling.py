@@ -198,9 +198,8 @@ def jobs(
         best = [part.chunks for part in predictions.parts(shares, tokens)[: _LOOKS * limits.part_forwards]]
         found.append(job(JobKind.parts, best, limits.part_forwards))
     if limits.pair_forwards and (summed or not small):
-        found.append(
-            job(JobKind.pairs, [fan.chunks for fan in predictions.pairs(shares, tokens)], limits.pair_forwards)
-        )
+        fans = predictions.pairs(shares, tokens, limits.pair_forwards)
+        found.append(job(JobKind.pairs, [fan.chunks for fan in fans], limits.pair_forwards))
     return found
 
 

@@ -314,9 +314,9 @@ class PrefillLoop:
         finished = [job for job in self._running if job.plan.settled and not job.pending]
         if not finished:
             self._wait_for_loads()
-        self._running = [job for job in self._running if job not in finished]
         for job in finished:
             self._finish(job)
+        self._running = [job for job in self._running if job not in finished]  # only now: a defect fails these too
 
     def _due(self, job: LinkJob) -> float:
         """When a link should have been computed (`time.perf_counter`); later, if its chunks turn out not to load."""

@@ -223,10 +223,13 @@ def test_a_forward_that_fails_fails_its_links_and_nothing_else(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_defect_in_the_loop_leaves_nobody_waiting(make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("where", ["_step", "_finish"])
+def test_a_defect_in_the_loop_leaves_nobody_waiting(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, where: str
+):
     rig = make_rig(form=False)
     plan = rig.plan(MIXED[1], "off")
-    monkeypatch.setattr(rig.loop, "_step", lambda: 1 / 0)
+    monkeypatch.setattr(rig.loop, where, lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         rig.loop.submit(plan).result(30)
     wait_for(lambda: not rig.loop.alive())
