@@ -193,14 +193,15 @@ class CompileAhead:
         a look at what is stored."""
         assert self._forming is not None
         fits, tokens, ran = job.longest() <= self._scratch.tokens, job.step_tokens(), 0
-        step = job.steps[0] if job.kind is JobKind.orders else job.steps.pop(0)
-        if not fits:
-            pass
-        elif job.kind is JobKind.orders:
-            ran = int((yield from self._harvester.orbit_step(self._forming, self._scratch)))
-        elif job.kind is JobKind.parts:
-            ran = int((yield from self._harvester.part_step(self._forming, step, self._scratch)))
-        else:
+        if job.kind is JobKind.orders:
+            if fits:
+                ran = int((yield from self._harvester.orbit_step(self._forming, self._scratch)))
+            job.forwards = job.forwards - 1 if ran else 0
+            return ran, tokens
+        step = job.steps.pop(0)
+        if fits and job.pairs:
             ran, tokens = yield from self._harvester.pairs_step(self._forming, step, job.forwards, self._scratch)
-        job.forwards = 0 if job.kind is JobKind.orders and not ran else job.forwards - ran
+        elif fits:
+            ran = int((yield from self._harvester.part_step(self._forming, step, self._scratch)))
+        job.forwards -= ran
         return ran, tokens

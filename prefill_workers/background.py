@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from kvstore.deletions import reaches
@@ -57,7 +57,8 @@ class Background:
         scratch: where background sequences lie.
         limits: how much is kept beside links, and compiled ahead of requests.
         clock: monotonic seconds.
-        rest: seconds without requests for which a harvest of what was seen once waits at even odds of its coming again.
+        disturbed: when a request came last, or got what it came for (`time.perf_counter`).
+        rest: seconds since then for which a harvest of what was seen once waits at even odds of its coming again.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Background:
         limits: CompileLimits,
         rechecks: Rechecks,
         clock: Clock,
+        disturbed: Callable[[], float],
         rest: float,
     ) -> None:
         self._harvester, self._pool, self._scratch = harvester, pool, scratch
@@ -76,7 +78,7 @@ class Background:
         self._busy = ComputeBudget(limits.busy_share, _BUSY_SECONDS, clock)
         self._ahead = CompileAhead(harvester, scratch, limits, clock)
         self._rechecks = rechecks
-        self._rest, self._disturbed, self._hastened = rest, -math.inf, -math.inf
+        self._disturbed, self._rest, self._hastened = disturbed, rest, -math.inf
         self.failures = 0
 
     def __len__(self) -> int:
@@ -87,10 +89,6 @@ class Background:
     def ready(self) -> bool:
         """Whether a piece of work may be done now."""
         return bool(self._harvest or self._rechecks or self._may_compile or any(map(self._may_begin, self._harvests)))
-
-    def disturb(self) -> None:
-        """A request has come, or has got what it came for. From any thread."""
-        self._disturbed = time.perf_counter()
 
     def hasten(self, until: float) -> None:
         """Somebody waits for all that is left: until then (`time.perf_counter`) it need not be quiet for it. From any
@@ -155,7 +153,7 @@ class Background:
     def _may_begin(self, harvest: _Harvest) -> bool:
         """Whether a harvest is worth doing already, when no link is under way."""
         now, odds_against = time.perf_counter(), self._ahead.demand.odds_against(harvest.asked[0])
-        rested = now - self._disturbed >= min(self._rest * odds_against, _LONGEST_REST)
+        rested = now - self._disturbed() >= min(self._rest * odds_against, _LONGEST_REST)
         return rested or now < self._hastened or self._wanted(harvest) >= ASKED_AGAIN
 
     @property

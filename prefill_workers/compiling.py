@@ -5,7 +5,7 @@
 | orders | every order of a small set                         | orbit patches behind all its subsets, in any order    |
 | parts  | a part of a larger set, in the order served        | own patches of it (see `predictions`)                 |
 | pairs  | some chunks of a set, each behind the same other   | pair patches, whose sums serve sets never seen before |
-| met    | the same, of a set's chunks and ones it did not bring | the same                                           |
+| met    | the same, with chunks that the set did not bring   | the same                                              |
 
 Where sums of pairs serve a small set, its orders are compiled only if it is expected again.
 

@@ -116,7 +116,14 @@ class PrefillLoop:
         spare = Scratch(range(last - scratch, last), engine.block_size, lambda: min(self._pace.piece, budget))
         rechecks = Rechecks(engine, linker.library, linker.fidelity, self._pool, spare)
         self._background = Background(
-            linker.harvester, self._pool, spare, compiles or CompileLimits(), rechecks, clock, patience_seconds
+            linker.harvester,
+            self._pool,
+            spare,
+            compiles or CompileLimits(),
+            rechecks,
+            clock,
+            disturbed=lambda: max(self._last_expected, self._last_finished),
+            rest=patience_seconds,
         )
         self._patience = patience_seconds
         self._last_finished = self._last_expected = -patience_seconds
@@ -161,7 +168,6 @@ class PrefillLoop:
     def expect(self) -> None:
         """A request is on its way here, its images perhaps being encoded: leave it the machine."""
         self._last_expected = time.perf_counter()
-        self._background.disturb()
 
     def hasten(self, seconds: float = 1.0) -> None:
         """Somebody waits for what was learnt: for so long, keep what was seen once without waiting for a quiet time."""
@@ -440,7 +446,6 @@ class PrefillLoop:
         assert job.lease is not None
         plan = job.plan
         self._last_finished = time.perf_counter()
-        self._background.disturb()
         if self._form:
             self._background.add(plan, job.lease.id)
         self._background.check(plan, job.lease.id)
