@@ -113,10 +113,15 @@ class Service:
         """Call a role's replica directly."""
         return getattr(serve.get_deployment_handle(name, APPLICATION), method).remote(*arguments).result(timeout_s=300)
 
+    def everywhere(self, name: str, method: str, *arguments: Any) -> list[Any]:
+        """Call every replica of a role directly."""
+        called = serve.get_deployment_handle(name, APPLICATION).broadcast(method, *arguments)
+        return list(called.results(timeout_s=300))
+
     def settle(self) -> None:
-        """Wait until everything learnt so far is stored."""
-        self.role("PrefillWorker", "flush")
-        self.role("PatchCompiler", "flush")
+        """Wait until everything learnt so far, by any replica, is stored."""
+        self.everywhere("PrefillWorker", "flush")
+        self.everywhere("PatchCompiler", "flush")
 
     @staticmethod
     def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:

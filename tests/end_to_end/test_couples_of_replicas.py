@@ -4,30 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import httpx
 import pytest
 import ray
 from client import Service, picture, user
 from prometheus_client.parser import text_string_to_metric_families
-from ray import serve
-
-from serving.launch import APPLICATION
 
 pytestmark = pytest.mark.service
 
 PAGE = user("Look at ", picture(401), " and say what you see.")
 
 
-def everywhere(role: str, method: str) -> list[Any]:
-    """What every replica of a role answers."""
-    return list(serve.get_deployment_handle(role, APPLICATION).broadcast(method).results(timeout_s=60))
-
-
-def forwards() -> list[int]:
+def forwards(service: Service) -> list[int]:
     """How many forwards each prefill worker has run for requests, in one order."""
-    return sorted(stats["loop"].forwards for stats in everywhere("PrefillWorker", "stats"))
+    return sorted(stats["loop"].forwards for stats in service.everywhere("PrefillWorker", "stats"))
 
 
 def choices(service: Service) -> Counter[tuple[str, str]]:
@@ -42,6 +33,7 @@ def choices(service: Service) -> Counter[tuple[str, str]]:
 
 def test_a_prompt_goes_where_it_was_and_a_crowd_spreads(couples: Service):
     couples.chat(PAGE)
+    couples.settle()  # what is seen once is stored when the worker rests: a page that is not is linked twice
     counted = choices(couples)
     for _ in range(6):
         couples.chat(PAGE, max_tokens=2)
@@ -50,12 +42,12 @@ def test_a_prompt_goes_where_it_was_and_a_crowd_spreads(couples: Service):
     assert found["prefill", "hot"] + found["prefill", "spread"] == 6
     assert found["prefill", "hot"] > found["prefill", "spread"]  # a small page is soon loaded: any queue may spread it
 
-    before, counted = forwards(), choices(couples)
+    before, counted = forwards(couples), choices(couples)
     with ThreadPoolExecutor(24) as pool:
         answers = [pool.submit(couples.chat, PAGE, max_tokens=400, ignore_eos=True) for _ in range(24)]
-        couples.wait_until(lambda: all(stats.running >= 6 for stats in everywhere("DecodeWorker", "stats")), 30)
+        couples.wait_until(lambda: all(stats.running >= 6 for stats in couples.everywhere("DecodeWorker", "stats")), 30)
         assert {answer.result()["usage"]["completion_tokens"] for answer in answers} == {400}
-    assert all(now > then for now, then in zip(forwards(), before, strict=True))
+    assert all(now > then for now, then in zip(forwards(couples), before, strict=True))
     found = choices(couples) - counted
     assert found["decode", "least_pressure"] + found["decode", "waits"] == 24
     assert found["prefill", "hot"] + found["prefill", "spread"] == 24
