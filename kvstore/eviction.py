@@ -23,7 +23,7 @@ DEFAULT_SECONDS_PER_BYTE = 5e-8
 _LOW_WATER = 0.9  # evicting down to this share amortises the scan
 _ROOM = 0.8  # a tier this full, as scanned, still has the price of what it evicted last
 _ANNOUNCE_SECONDS = 60.0  # a tier learns within this time that memory still answers for a record
-_RESCAN_SHARE = 0.05  # other processes write to the same tier: look again after writing this share of the limit
+_FREE = 0.05  # share of a limit that is kept for what other processes have written since this one looked
 
 
 def worth(recompute_seconds: float, nbytes: int, idle_seconds: float) -> float:
@@ -160,9 +160,10 @@ class Candidate:
 class TierBudget:
     """Keeps one tier within its bytes, in all and per tenant. Used by one writer thread.
 
-    `survey` turns the tier's entries into candidates. Several processes may each keep a budget over one tier: every
-    one counts its own writes and looks again after a twentieth of the limit, so that n processes may exceed it by
-    (n - 1) twentieths. What one evicts while another uses it stays mapped there until it is let go.
+    `survey` turns the tier's entries into candidates. `writers` processes may each keep a budget over one tier. Every
+    one counts its own writes and looks again before they come to `_FREE` / (writers - 1) of the limit: what was there
+    when one looked last, and the writes of all others since, is all there is. `_FREE` of the limit stays free for them.
+    What one evicts while another uses it stays mapped there until it is let go.
     """
 
     def __init__(
@@ -171,12 +172,16 @@ class TierBudget:
         limit_bytes: int | None,
         tenant_limit_bytes: int | None,
         survey: Callable[[Tier, Iterable[Entry]], list[Candidate]],
+        writers: int = 1,
     ) -> None:
         self.tier = tier
         self.evictions = 0
         self.nbytes = 0  # as last counted
-        self._limit = limit_bytes
-        self._tenant_limit = tenant_limit_bytes
+        share = _FREE if writers > 1 else 0.0
+        self._limit = None if limit_bytes is None else int((1 - share) * limit_bytes)
+        self._tenant_limit = None if tenant_limit_bytes is None else int((1 - share) * tenant_limit_bytes)
+        limits = [limit for limit in (limit_bytes, tenant_limit_bytes) if limit is not None]
+        self._unseen = _FREE * min(limits, default=0) / max(1, writers - 1)  # bytes that may be written between scans
         self._survey = survey
         self._tenants: dict[str, int] = {}
         self._prices: dict[str | None, float] = {}  # by whose limit was passed; None: the tier's
@@ -187,10 +192,9 @@ class TierBudget:
 
         Raises TierUnavailable if the tier cannot be listed or does not delete.
         """
-        limits = [limit for limit in (self._limit, self._tenant_limit) if limit is not None]
-        if not limits:
+        if self._limit is None and self._tenant_limit is None:
             return True
-        fresh = self._since_scan is not None and self._since_scan <= _RESCAN_SHARE * min(limits)
+        fresh = self._since_scan is not None and self._since_scan + size <= self._unseen
         if fresh and not self._excess(tenant, size):
             return True
         candidates = self._scan()

@@ -55,6 +55,12 @@ class LibrarySettings(BaseModel):
     tenant_bytes: int | None = Field(
         default=None, ge=0, description="The same per tier for any one tenant. None: the tier's."
     )
+    writers: int = Field(
+        default=16,
+        ge=1,
+        description="Processes that may write to the same tiers: prefill workers, patch compilers, caching jobs. With "
+        "more than one, a twentieth of every tier's bytes stays free for what the others wrote since one looked last.",
+    )
     verify: bool = Field(default=True, description="Check every layer's checksum when a record is loaded from a tier.")
     load_timeout_s: float = Field(default=2.0, gt=0, description="A slower load is a miss; it still warms the memory.")
     load_threads: int = Field(default=16, ge=1, description="Loads in progress at once.")

@@ -49,7 +49,7 @@ class TierStack:
         named = {"object-store": settings.object_store_bytes, "remote": settings.remote_bytes}
         limits = [named.get(tier.name, settings.disk_bytes) for tier in self.tiers]
         self.budgets = [
-            TierBudget(tier, limit, settings.tenant_bytes, self._survey)
+            TierBudget(tier, limit, settings.tenant_bytes, self._survey, settings.writers)
             for tier, limit in zip(self.tiers, limits, strict=True)
         ]
         self._breakers = [_Breaker(settings.tier_failures, settings.tier_cooldown_s) for _ in self.tiers]
@@ -137,8 +137,8 @@ class TierStack:
     def write(self, record: Record, pieces: Sequence[pa.Buffer], tiers: Iterable[int]) -> None:
         """Stores the encoded record and its markers in the named tiers, as far as they work and have room."""
         path, tenant = path_of(record), tenant_digest(record.tenant)
-        size = sum(piece.size for piece in pieces)
-        note = pa.py_buffer(path.encode())
+        note, markers = pa.py_buffer(path.encode()), marker_paths(record)
+        size = sum(piece.size for piece in pieces) + len(markers) * note.size
         for index in tiers:
             if self._breakers[index].open:
                 self._count("dropped_writes")
@@ -149,7 +149,7 @@ class TierStack:
                     logger.warning("%s: no room for %d bytes of %s", tier.name, size, path)
                     self._count("dropped_writes")
                     continue
-                for marker in marker_paths(record):
+                for marker in markers:
                     tier.put(marker, [note])
                 tier.put(path, pieces)
                 budget.wrote(tenant, size)

@@ -67,7 +67,10 @@ class MockServer:
         if fault == "malformed":
             await response.write(b"data: {nonsense\n\n")
         usage = {"prompt_tokens": 40, "completion_tokens": self.tokens, "prompt_tokens_details": self.details}
-        orbit = {"chunks": [{"operating_point": "patched"}, {"operating_point": "encoded"}]}
+        orbit = {
+            "chunks": [{"operating_point": "patched"}, {"operating_point": "encoded"}],
+            "stages_ms": {"link": 20.0, "decode": 5.0},
+        }
         await event({"choices": [], "usage": usage, "orbit": orbit})
         await response.write(b"data: [DONE]\n\n")
 

@@ -272,6 +272,9 @@ def tables(runs: Mapping[str, Mapping[str, Runs]]) -> dict[str, dict[str, dict[s
         "failed": of(lambda turns: sum(not sample.ok for sample in pooled(turns))),
         "generator's lag p99, ms": of(lambda turns: measures.generator(pooled(turns))["lag_ms"]["p99"]),
     }
+    every = (measures.stages_ms(pooled(turns)) for rates in runs.values() for turns in rates.values())
+    for name in dict.fromkeys(name for stages in every for name in stages):
+        found[f"stage {name}, median ms"] = of(lambda turns, name=name: measures.stages_ms(pooled(turns)).get(name))
     return {name: rows for name, rows in found.items() if rows}
 
 

@@ -64,6 +64,7 @@ class Sample:
     output_tokens: int = 0
     cached_tokens: int | None = None  # None: the server does not say
     points: Mapping[str, int] = field(default_factory=dict)  # chunks by operating point, from `orbit`
+    stages_ms: Mapping[str, float] = field(default_factory=dict)  # what took how long, from `orbit`
     message: str = ""
 
     @property
@@ -239,6 +240,7 @@ class _Heard:
             self._usage.get("completion_tokens", self._events),
             details.get("cached_tokens"),
             dict(points),
+            dict(self._orbit.get("stages_ms") or {}),
             message,
         )
 

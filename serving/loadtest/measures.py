@@ -7,7 +7,7 @@ behind stretches: completed requests a second then is what it can do.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -73,6 +73,18 @@ def hit_rate(samples: Iterable[Sample]) -> float | None:
     return sum(sample.cached_tokens or 0 for sample in good) / sum(sample.prompt_tokens for sample in good)
 
 
+def stages_ms(samples: Iterable[Sample]) -> dict[str, float]:
+    """Median milliseconds of every stage that the server reports of whole answers that had it.
+
+    Stages overlap and wait for each other, so they need not add up to the time to first token.
+    """
+    taken: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        for name, ms in sample.stages_ms.items() if sample.ok else ():
+            taken[name].append(ms)
+    return {name: round(float(np.median(found)), 3) for name, found in taken.items()}
+
+
 def summary(samples: Sequence[Sample], ttft_limit_ms: float | None) -> dict[str, Any]:
     """Everything that is reported of one rate."""
     good = [sample for sample in samples if sample.ok]
@@ -99,6 +111,7 @@ def summary(samples: Sequence[Sample], ttft_limit_ms: float | None) -> dict[str,
         "e2e_ms": percentiles(s.e2e_ms for s in good),
         "cached_tokens_share": None if hits is None else round(hits, 4),
         "operating_points": dict(points),
+        "stages_ms": stages_ms(samples),
         "generator": generator(samples),
     }
     if ttft_limit_ms is not None:

@@ -144,6 +144,8 @@ def remarks(rate: Mapping[str, Any]) -> list[str]:
     found += [f"{status}: {message}" for status, message in rate["first_messages"].items()]
     if rate["operating_points"]:
         found.append("chunks: " + ", ".join(f"{count} {point}" for point, count in rate["operating_points"].items()))
+    if rate.get("stages_ms"):  # absent from reports of older versions
+        found.append("stages, median ms: " + ", ".join(f"{name} {ms:.0f}" for name, ms in rate["stages_ms"].items()))
     return found
 
 

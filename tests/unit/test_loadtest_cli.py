@@ -65,6 +65,8 @@ def test_a_run_prints_writes_and_draws_and_two_reports_make_one_picture(server: 
     assert (first["requests"], first["ok"], first["errors"]) == (5, 4, {"500": 1})  # the 4th, after one of warm-up
     assert first["cached_tokens_share"] == 0.75
     assert first["operating_points"] == {"patched": 4, "encoded": 4}
+    assert first["stages_ms"] == {"link": 20.0, "decode": 5.0}
+    assert "stages, median ms: link 20, decode 5" in shown
     assert len(first["samples"]["ttft_ms"]) == 5
     code, shown = run("plot", *map(str, reports), "--out", str(tmp_path / "both.png"))
     assert code == 0, shown

@@ -170,11 +170,12 @@ async def test_what_is_outstanding_when_the_run_is_drained_is_unfinished():
     assert len(server.bodies) == 2  # the third one never got a connection
 
 
-async def test_usage_and_operating_points_are_read_from_the_stream():
+async def test_usage_operating_points_and_stages_are_read_from_the_stream():
     async with MockServer(tokens=4, token_s=0.02).running() as server:
         (only,) = await run(server, [Arrival(0.0)])
     assert (only.prompt_tokens, only.output_tokens, only.cached_tokens) == (40, 4, 30)
     assert only.points == {"patched": 1, "encoded": 1}
+    assert only.stages_ms == {"link": 20.0, "decode": 5.0}
     assert only.tpot_ms is not None
     assert only.tpot_ms >= 15
 
