@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -264,6 +265,9 @@ def tables(runs: Mapping[str, Mapping[str, Runs]]) -> dict[str, dict[str, dict[s
         good = sum(sample.output_tokens for sample in pooled(turns) if sample.ok)
         return good / sum(measures.window_s(run) for run in turns)
 
+    def stage(name: str, turns: Runs) -> float | None:
+        return measures.stages_ms(pooled(turns)).get(name)
+
     found: dict[str, dict[str, dict[str, float]]] = {
         "completed a second": of(completed_rps),
         "TTFT p90, ms": of(p90),
@@ -274,7 +278,7 @@ def tables(runs: Mapping[str, Mapping[str, Runs]]) -> dict[str, dict[str, dict[s
     }
     every = (measures.stages_ms(pooled(turns)) for rates in runs.values() for turns in rates.values())
     for name in dict.fromkeys(name for stages in every for name in stages):
-        found[f"stage {name}, median ms"] = of(lambda turns, name=name: measures.stages_ms(pooled(turns)).get(name))
+        found[f"stage {name}, median ms"] = of(partial(stage, name))
     return {name: rows for name, rows in found.items() if rows}
 
 
