@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 FIXED_TOKENS = 16.0  # where it was not measured
 _SLACK_SECONDS = 0.1  # how late the layers of one forward may be in all, besides what the forward itself takes
 _PIECE_SECONDS = 0.1  # of a background forward: what a link that arrives meanwhile waits for
+_PIECE_OF_REST = 0.02  # and after a longer rest such a share of it: whole chunks cost less than their pieces
+_LONGEST_PIECE_SECONDS = 0.5
 _PIECE_FIXED = 4.0  # times the fixed part: shorter pieces would be mostly that
 _LONG_ENOUGH = 4.0  # times the shortest forward: one that shows what a token takes
 _MEASURED_TOKENS = 4096
@@ -66,13 +68,16 @@ class Pace:
         """
         return others * tokens <= (1 + behind) * self.fixed
 
-    @property
-    def piece(self) -> int:
-        """Tokens of a background forward: a tenth of a second, or four times the fixed part where that is longer."""
+    def piece(self, rested: float = 0.0) -> int:
+        """Tokens of a background forward, after so many seconds in which nobody asked.
+
+        A tenth of a second, more after a rest of five; or four times the fixed part where that is longer.
+        """
         least = int(_PIECE_FIXED * self.fixed)
         if self._seconds_per_token is None:
             return least
-        return max(least, int(_PIECE_SECONDS / self._seconds_per_token))
+        seconds = min(max(_PIECE_SECONDS, _PIECE_OF_REST * rested), _LONGEST_PIECE_SECONDS)
+        return max(least, int(seconds / self._seconds_per_token))
 
     def keeps_ahead(self, arriving: Sequence[Arriving], tokens: int) -> bool:
         """Whether all layers will be there about when a forward over so many tokens, begun now, needs them."""

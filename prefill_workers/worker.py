@@ -113,7 +113,7 @@ class PrefillLoop:
         self._waiting: deque[LinkJob] = deque()
         self._running: list[LinkJob] = []
         self._pace = pace or Pace()
-        spare = Scratch(range(last - scratch, last), engine.block_size, lambda: min(self._pace.piece, budget))
+        spare = Scratch(range(last - scratch, last), engine.block_size, self._piece)
         rechecks = Rechecks(engine, linker.library, linker.fidelity, self._pool, spare)
         self._background = Background(
             linker.harvester,
@@ -122,7 +122,7 @@ class PrefillLoop:
             compiles or CompileLimits(),
             rechecks,
             clock,
-            disturbed=lambda: max(self._last_expected, self._last_finished),
+            disturbed=self._disturbed,
             rest=patience_seconds,
         )
         self._patience = patience_seconds
@@ -269,6 +269,14 @@ class PrefillLoop:
         if checks is not None and checks < since:
             return False
         return self._last_expected > since or (self._pool.unread and self._last_finished > since)
+
+    def _disturbed(self) -> float:
+        """When a request came last, or got what it came for (`time.perf_counter`)."""
+        return max(self._last_expected, self._last_finished)
+
+    def _piece(self) -> int:
+        """Tokens that one forward of background work may compute now."""
+        return min(self._pace.piece(time.perf_counter() - self._disturbed()), self._budget)
 
     def _notify(self) -> None:
         with self._wake:
