@@ -30,7 +30,7 @@ from kvstore.patch import PatchKind, apply
 from kvstore.patch_form import PatchForm
 from prefill_workers import policies
 from prefill_workers.arriving import Arriving
-from prefill_workers.composing import measured_weights, weighted_sum
+from prefill_workers.composing import KnownWeights, measured_weights, weighted_sum
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.fidelity import Fidelity
 from prefill_workers.harvest import Harvester
@@ -85,6 +85,7 @@ class Linker:
         self.compose_up_to = compose_up_to
         self.harvester = Harvester(engine, library, form, submit_patch)
         self._lookups = Lookups(library, form.basis)
+        self._weights = KnownWeights()
         self._delimiters: tuple[int, ...] = ()  # token ids around the placeholders of the image seen last
 
     @property
@@ -93,6 +94,10 @@ class Linker:
         return self.compose_up_to > 1 and self.form.first_layer(self.engine.layout.layers) <= MEASURED_LAYER
 
     # -- plan ---------------------------------------------------------------------------------------------------------
+
+    def forget(self, tenant: str) -> None:
+        """A tenant deleted a content: keep nothing that was learnt of its chunks."""
+        self._weights.forget(tenant)
 
     def prefetch(self, request: PrefetchRequest) -> None:
         """Start loading for a prompt that is still being rendered, so that memory has it when the prompt comes."""
@@ -212,7 +217,7 @@ class Linker:
         )
         if not coming:
             # the load may have ended only now, too late for the plan: its KV would never be written
-            self._settle(chunk, request.mode, replace(lookup.found(), canonical=None) if lookup.done() else Found())
+            self._settle(chunk, request, replace(lookup.found(), canonical=None) if lookup.done() else Found())
         return chunk
 
     def _ruled_out(self, mode: Mode) -> OperatingPoint | None:
@@ -239,13 +244,13 @@ class Linker:
             assert chunk.loading is not None
             found, chunk.loading = chunk.loading.found(), None
             written, chunk.written = chunk.written, None
-            self._settle(chunk, plan.request.mode, found)
+            settled = self._settle(chunk, plan.request, found)
             if written is not None:
                 if found.canonical is written.canonical and found.patch is written.patch:
                     continue
                 spoiled = chunk.span.start if spoiled is None else spoiled
             if chunk.reuses_kv and chunk.unmeasured is None:
-                self._write(plan.sequence, chunk, found)
+                self._write(plan.sequence, chunk, settled)
             elif chunk.lacks_embeddings:
                 missing.append(i)
         if missing:
@@ -291,11 +296,10 @@ class Linker:
         stored, layout = found.canonical.kv[[MEASURED_LAYER]], self.engine.layout
         chunk.unmeasured = None
         if found.patch is not None:
-            delta = measured_deficit(in_context, stored, chunk.start_position, layout)
             base, *pairs = found.parts
-            patch = weighted_sum(base, pairs, measured_weights(base, pairs, delta)[:, None])
-            chunk.outcome = replace(chunk.outcome, rank=patch.rank, kind=patch.kind)
-            self._write(plan.sequence, chunk, replace(found, patch=replace(found.patch, patch=patch)))
+            weights = measured_weights(base, pairs, measured_deficit(in_context, stored, chunk.start_position, layout))
+            self._weights.put(plan.request.tenant, chunk.patch_key, weights)
+            self._write(plan.sequence, chunk, _summed(chunk, found, weights))
             return
         deviation = deviations(in_context, stored, chunk.start_position, layout)
         chunk.selected = selected_by_deviation(mode, deviation, span.start)
@@ -314,17 +318,21 @@ class Linker:
                 chunks.append(arriving)
         return chunks
 
-    def _settle(self, chunk: ChunkPlan, mode: Mode, found: Found) -> None:
-        """Fix a chunk's operating point by what was found for it. Embeddings that came with the request go first."""
-        if chunk.ruled_out is not None:
-            mode = Mode.EXACT
+    def _settle(self, chunk: ChunkPlan, request: LinkRequest, found: Found) -> Found:
+        """Fix a chunk's operating point by what was found for it. Embeddings that came with the request go first.
+
+        Returns what was found, with the patch that its parts sum up to if their weights are known.
+        """
+        mode = request.mode if chunk.ruled_out is None else Mode.EXACT
+        weights = self._weights.get(request.tenant, chunk.patch_key) if found.parts else None
+        to_weigh = bool(found.parts) and weights is None
         fresh = chunk.embeddings is not None
         if not fresh:
             chunk.embeddings = found.embeddings
         point = policies.operating_point(
             mode,
             canonical=found.canonical is not None,
-            patch=found.patch is not None and not (found.parts and chunk.lacks_embeddings),
+            patch=found.patch is not None and not (to_weigh and chunk.lacks_embeddings),
             embeddings=not (fresh or chunk.lacks_embeddings),
         )
         if not point.reuses_kv and not chunk.span.needs_embeddings:
@@ -332,7 +340,7 @@ class Linker:
         patch = found.patch.patch if found.patch and point is OperatingPoint.PATCHED else None
         rank, kind = (patch.rank, patch.kind) if patch is not None else (None, None)
         reason = _reason(mode, point, found, chunk.outcome.antecedents)
-        if point is OperatingPoint.PATCHED and found.parts:
+        if point is OperatingPoint.PATCHED and to_weigh:
             chunk.unmeasured = found
         if point is OperatingPoint.SELECTED:
             if mode.measures:
@@ -350,6 +358,9 @@ class Linker:
             kind=kind,
             missed=policies.looks_up_patch(mode) and found.patch is None,
         )
+        if point is OperatingPoint.PATCHED and weights is not None:
+            return _summed(chunk, found, weights)
+        return found
 
     def _write(self, sequence: LinkSequence, chunk: ChunkPlan, found: Found) -> None:
         """Relocate, patch and write a chunk's stored KV."""
@@ -357,6 +368,15 @@ class Linker:
         patch = found.patch.patch.bind(self.form.basis) if found.patch else None
         kv = apply(found.canonical.kv, patch, chunk.start_position, self.engine.layout)
         self.engine.write_kv(kv, self.engine.slots(sequence.blocks, chunk.span.start, chunk.span.stop))
+
+
+def _summed(chunk: ChunkPlan, found: Found, weights: Tensor) -> Found:
+    """What was found, with the patch that its parts sum up to; the chunk's outcome says so."""
+    assert found.patch is not None
+    base, *pairs = found.parts
+    patch = weighted_sum(base, pairs, weights[:, None])
+    chunk.outcome = replace(chunk.outcome, rank=patch.rank, kind=patch.kind)
+    return replace(found, patch=replace(found.patch, patch=patch))
 
 
 def _expected(mode: Mode) -> OperatingPoint:

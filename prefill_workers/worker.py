@@ -284,7 +284,9 @@ class PrefillLoop:
 
     def _free_blocks(self) -> None:
         while self._forgotten:
-            self._background.forget(*self._forgotten.popleft())
+            content, tenant = self._forgotten.popleft()
+            self._linker.forget(tenant)
+            self._background.forget(content, tenant)
         while self._abandoned:
             self._pool.abandon(self._abandoned.popleft())
         if not self._pool.leases:

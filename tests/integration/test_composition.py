@@ -85,9 +85,43 @@ def test_a_sum_without_stored_embeddings_takes_them_from_the_request(make_rig: C
     taught(rig, [1, 2], [1, 4], [2, 4])
     measured = rig.link(SET)
     rig.library.delete("embedding", keys(rig).embedding, "local")
+    rig.linker.forget("local")  # the weights
     again = rig.link(SET)  # the rig encodes what the plan asks for
     assert again.points == ["patched"] * 3
     torch.testing.assert_close(again.kv, measured.kv, rtol=1e-4, atol=1e-4)
+
+
+def test_the_same_order_is_weighed_once_and_needs_no_embeddings_again(make_rig: Callable[..., Rig]):
+    rig = make_rig(compose_up_to=3)
+    taught(rig, [1, 2], [1, 4], [2, 4])
+    weighed = rig.link(SET)
+    partial = rig.loop.stats().forwards_partial
+    rig.library.delete("embedding", keys(rig).embedding, "local")
+    again = rig.link(SET)
+    assert again.plan.chunks[2].embeddings is None  # nobody was asked for them
+    assert rig.loop.stats().forwards_partial == partial
+    assert torch.equal(again.kv, weighed.kv)
+    assert again.result.chunks == weighed.result.chunks
+
+
+def test_weights_are_one_orders_one_tenants_and_gone_with_what_it_deletes(make_rig: Callable[..., Rig]):
+    rig = make_rig(compose_up_to=3)
+    taught(rig, [1, 2], [1, 4], [2, 4])
+    rig.link(SET)
+    patch_key, known = keys(rig).own_patch, rig.linker._weights
+    assert known.get("local", patch_key) is not None
+    assert known.get("other", patch_key) is None
+    partial = rig.loop.stats().forwards_partial
+    rig.link([2, 1, 4, "?"])
+    assert rig.loop.stats().forwards_partial == partial + 1
+    assert len(known) == 2
+    rig.loop.forget(rig.link(SET).plan.request.chunks[0].content, "other")
+    rig.link(SET)
+    assert len(known) == 2
+    rig.loop.forget(rig.link(SET).plan.request.chunks[0].content, "local")
+    partial = rig.loop.stats().forwards_partial
+    rig.link(SET)
+    assert rig.loop.stats().forwards_partial == partial + 1
 
 
 def test_deep_patches_cannot_be_weighed_and_are_not_composed(make_rig: Callable[..., Rig]):
