@@ -19,7 +19,7 @@ one and their own. An arm's throughput is the most that it completed a second at
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +45,22 @@ PLACED = "auto-placed"
 class _Scale:
     asked: Mapping[str, Any]
     multiples: Sequence[float]
-    requests: int  # of a turn
+    requests: int  # of a turn, at least
+    seconds: float  # for which requests arrive in a turn, at least: the wait for the last answer must not be most of it
     turns: int
     warmup: int
     compiling: float
 
+    def requests_at(self, rate: float) -> int:
+        """How many requests a turn has at so many a second."""
+        return max(self.requests, round(self.seconds * rate))
+
 
 _FULL = _Scale(
-    {"pages": 12, "retrieved": 3, "zipf": 1.0, "question_words": 4, "max_tokens": 8},
+    {"pages": 12, "retrieved": 4, "zipf": 1.0, "question_words": 4, "max_tokens": 8, "columns": 24, "rows": 16},
     multiples=(0.75, 1.5, 3, 6),
-    requests=24,
+    requests=12,
+    seconds=12,
     turns=2,
     warmup=48,
     compiling=480,
@@ -63,6 +69,7 @@ _QUICK = _Scale(
     {"pages": 4, "retrieved": 2, "question_words": 4, "max_tokens": 4, "columns": 12, "rows": 12},
     multiples=(0.5, 2, 6),
     requests=6,
+    seconds=0,
     turns=1,
     warmup=8,
     compiling=60,
@@ -70,10 +77,10 @@ _QUICK = _Scale(
 
 
 def run(quick: bool, console: Console, model: Path | None = None, items: int | None = None) -> Outcome:
-    """Measure every arm at every rate; `items` requests a turn."""
+    """Measure every arm at every rate; `items` requests a turn, or more at rates at which they come too quickly."""
     scale = _QUICK if quick else _FULL
+    scale = replace(scale, requests=items or scale.requests)
     checkpoint = load_arms.checkpoint_of(model, quick)
-    requests = items or scale.requests
     with load_arms.both(checkpoint, console, [*OURS, PLACED]) as (alone, service):
         arms = _arms(alone, service, scale)
         for arm in arms:
@@ -83,13 +90,13 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
             load_arms.vllm_arm(alone, Mrag(seed=1, **scale.asked)), 3 if quick else 9, console
         )
         rates = [float(f"{multiple * capacity:.3g}") for multiple in scale.multiples]
-        runs = _measure(arms, rates, requests, scale.turns, console)
+        runs = _measure(arms, {rate: scale.requests_at(rate) for rate in rates}, scale.turns, console)
     return Outcome(
         load_arms.describe(
             Mrag(**scale.asked),
             model=checkpoint.name,
             rates=rates,
-            requests_of_a_turn=requests,
+            requests_of_a_turn=[scale.requests_at(rate) for rate in rates],
             turns=scale.turns,
             warmup=scale.warmup,
             compiled_before=compiled,
@@ -111,11 +118,11 @@ def _arms(alone: Server, service: OurService, scale: _Scale) -> list[LoadArm]:
 
 
 def _measure(
-    arms: Sequence[LoadArm], rates: Sequence[float], requests: int, turns: int, console: Console
+    arms: Sequence[LoadArm], rates: Mapping[float, int], turns: int, console: Console
 ) -> dict[str, dict[str, Runs]]:
-    """Arm → rate → turns."""
+    """Arm → rate → turns. `rates`: with how many requests of a turn."""
     runs: dict[str, dict[str, Runs]] = {arm.name: {} for arm in arms}
-    for rate in rates:
+    for rate, requests in rates.items():
         asked = [arm for arm in arms if not _is_done(runs, arm.name)]
         if not asked:
             break
