@@ -1,15 +1,8 @@
 """The prefill loop: one thread that drives the engine.
 
-Each turn it frees what decode engines have read, admits waiting links while blocks last, places the chunks whose loads
-have ended, and runs ONE forward, up to a token budget; a long run goes on in the next turn. Links are computed in the
-order in which they are due, each some times what it takes to compute after it came: one that links nearly all does not
-wait for one that computes everything, nor that one for ever. Others join the forward of the first where that saves more
-waiting than it causes (see `pace`).
-
-A link computes while its later chunks still load (mpic.md §3.2): up to its frontier, the first token that waits for
-one, and beyond it where layers come in faster than they are needed (see `arriving`). Which tokens a link chooses by
-deviation is found out by partial forwards before (`Linker.select`). When there is no link the loop works off the
-harvest and the checks of earlier ones (see `background`).
+Each turn it frees what decode engines have read, admits waiting links while blocks last, and gives the links under way
+one forward (see `under_way`). When there is no link it works off the harvest and the checks of earlier ones (see
+`background`).
 """
 
 from __future__ import annotations
@@ -22,28 +15,25 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import takewhile
 
 import torch
 
 from prefill_workers.ahead import CompileStats
-from prefill_workers.arriving import Arriving
 from prefill_workers.background import Background
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.handoff import BlockPool, PoolExhausted
-from prefill_workers.job import FORWARD_TOKENS, LinkJob, LinkResult
+from prefill_workers.job import LinkJob, LinkResult
 from prefill_workers.linker import Linker
 from prefill_workers.pace import Pace
-from prefill_workers.plan import LinkPlan, PixelsNeeded
+from prefill_workers.plan import LinkPlan
 from prefill_workers.recheck import Rechecks
 from prefill_workers.scratch import Scratch
-from prefill_workers.sequence import Run, split_runs
 from prefill_workers.settings import CompileLimits
+from prefill_workers.under_way import LinksUnderWay
 
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.002  # between looks for NIXL notifications while a lease is out
-_STRETCH = 4.0  # times what a link takes to compute, until it is due
 
 
 class Overloaded(RuntimeError):
@@ -111,8 +101,8 @@ class PrefillLoop:
         scratch = min(longest, (last - 1) // 4)
         self._pool = BlockPool(range(1, last - scratch), engine.block_size, lease_seconds, owner, clock)
         self._waiting: deque[LinkJob] = deque()
-        self._running: list[LinkJob] = []
         self._pace = pace or Pace()
+        self._links = LinksUnderWay(engine, linker, self._pace, budget, self._free)
         spare = Scratch(range(last - scratch, last), engine.block_size, self._piece)
         rechecks = Rechecks(engine, linker.library, linker.fidelity, self._pool, spare)
         self._background = Background(
@@ -131,7 +121,7 @@ class PrefillLoop:
         self._forgotten: deque[tuple[str, str]] = deque()  # content, tenant
         self._wake = threading.Condition()
         self._stopping = False
-        self._forwards = self._by_layer = self._partial = self._tokens = self._expired = 0
+        self._expired = 0
         self._thread = threading.Thread(target=self._run, name="prefill-loop", daemon=True)
 
     # -- called from other threads ------------------------------------------------------------------------------------
@@ -190,16 +180,16 @@ class PrefillLoop:
         """Counters and queue lengths, without stopping the loop."""
         return LoopStats(
             waiting=len(self._waiting),
-            running=len(self._running),
+            running=len(self._links),
             harvest=len(self._background),
             blocks_free=self._pool.free,
             blocks_total=self._pool.total,
             leases=self._pool.leases,
-            forwards=self._forwards,
-            forwards_by_layer=self._by_layer,
-            forwards_partial=self._partial,
-            tokens_forwarded=self._tokens,
-            tokens_queued=sum(job.left for job in [*self._waiting, *self._running]),
+            forwards=self._links.forwards,
+            forwards_by_layer=self._links.by_layer,
+            forwards_partial=self._links.partial,
+            tokens_forwarded=self._links.tokens,
+            tokens_queued=sum(job.left for job in [*self._waiting, *self._links]),
             fixed_tokens=self._pace.fixed,
             seconds_per_token=self._pace.seconds_per_token,
             leases_expired=self._expired,
@@ -227,8 +217,8 @@ class PrefillLoop:
         except Exception as error:  # a defect: let nobody wait for ever, and let the health check see the thread end
             with self._wake:
                 self._stopping = True
-                for job in [*self._running, *self._waiting]:
-                    self._fail(job, error)
+                for job in [*self._links, *self._waiting]:
+                    self._links.fail(job, error)
             raise
 
     def _turn_until_stopped(self) -> None:
@@ -238,18 +228,18 @@ class PrefillLoop:
                 if not (self._has_work() or self._abandoned or self._stopping):
                     # leases are read by a NIXL notification, which has no descriptor to wait on: poll while any is not
                     self._wake.wait(_POLL_SECONDS if self._pool.unread else 0.5)
-                if self._stopping and not self._running:
+                if self._stopping and not self._links:
                     for job in self._waiting:
                         with suppress(InvalidStateError):
                             job.done.set_exception(Overloaded("the prefill worker is shutting down"))
                     return
             self._free_blocks()
             self._admit()
-            if not (pressed and self._running) and self._background.presses(time.perf_counter() - self._patience):
+            if not (pressed and self._links) and self._background.presses(time.perf_counter() - self._patience):
                 self._background.press()
                 pressed = True  # and then it is the links' turn
-            elif self._running:
-                self._step()
+            elif self._links:
+                self._turn()
                 pressed = False
             elif self._waiting:
                 time.sleep(0.0005)  # no block is free: wait for a decode engine to read, without spinning
@@ -261,7 +251,7 @@ class PrefillLoop:
                 self._background.step()
 
     def _has_work(self) -> bool:
-        return bool(self._waiting or self._running or self._background.ready)
+        return bool(self._waiting or self._links or self._background.ready)
 
     def _gives_way(self) -> bool:
         """Whether background work should wait: a hand-off or a request is on its way, and no check is late."""
@@ -294,7 +284,7 @@ class PrefillLoop:
         read, wanted = self._engine.poll_handoffs()
         for lease in read:
             self._pool.read(lease)
-        for lease in [*wanted, *(job.lease.id for job in self._running if job.lease is not None)]:
+        for lease in [*wanted, *(job.lease.id for job in self._links if job.lease is not None)]:
             self._pool.renew(lease)
         expired = self._pool.expire()
         if expired:
@@ -319,138 +309,22 @@ class PrefillLoop:
             self._waiting.popleft()
             job.plan.sequence.blocks = job.lease.blocks
             job.plan.stages_ms["queue"] = (time.perf_counter() - job.submitted) * 1e3
-            self._running.append(job)
+            self._links.add(job)
 
-    def _step(self) -> None:
-        self._running = sorted(self._running, key=self._due)
-        self._running = [job for job in self._running if self._advance(job)]
-        self._select()
-        if any(job.computes for job in self._running):
-            self._forward()
-        finished = [job for job in self._running if job.plan.settled and not job.pending]
+    def _turn(self) -> None:
+        """One turn of the links under way."""
+        finished = self._links.turn()
         if not finished:
             self._wait_for_loads()
         for job in finished:
             self._finish(job)
-        self._running = [job for job in self._running if job not in finished]  # only now: a defect fails these too
-
-    def _due(self, job: LinkJob) -> float:
-        """When a link should have been computed (`time.perf_counter`); later, if its chunks turn out not to load."""
-        return job.submitted + _STRETCH * self._pace.seconds(job.computed_in_all)
-
-    def _advance(self, job: LinkJob) -> bool:
-        """Place what has been loaded for a link, and take up the runs that may be computed then. False if it ends."""
-        if job.done.cancelled():
-            self._free(job)
-            return False
-        try:
-            spoiled = self._linker.advance(job.plan)
-            if spoiled is not None:
-                job.go_back_to(spoiled)
-            job.compute_up_to(job.plan.frontier)
-            if job.plan.loads and job.by_layer and self._engine.takes_arriving:
-                self._take_up_arriving(job)
-        except PixelsNeeded as needed:
-            self._free(job)
-            with suppress(InvalidStateError):
-                job.done.set_exception(needed)
-            return False
-        except Exception as error:
-            self._fail(job, error)
-            return False
-        return True
-
-    def _select(self) -> None:
-        """Choose the tokens of links that measure deviations, once all that they link is loaded, and it is their turn.
-
-        That is when a forward would take them as well: others' first tokens need not wait for theirs.
-        """
-        able, turn = [job for job in self._running if job.computes or job.plan.measures], list[LinkJob]()
-        for behind, job in zip(reversed(range(len(able))), able, strict=True):
-            tokens = sum(map(len, job.to_measure)) if job.plan.measures else job.tokens
-            if not turn or self._pace.joins(tokens, len(turn), behind):
-                turn.append(job)
-        ready = [job for job in turn if job.plan.measures]
-        if not ready:
-            return
-        try:
-            self._partial += self._linker.select([(job.plan, job.to_measure) for job in ready], self._budget)
-        except Exception as error:
-            for job in ready:
-                self._fail(job, error)
-            self._running = [job for job in self._running if job not in ready]
-            return
-        for job in ready:
-            job.compute_up_to(job.plan.frontier)
-
-    def _take_up_arriving(self, job: LinkJob) -> None:
-        """Let this turn's forward write the chunks that are coming in, if their layers keep ahead of it."""
-        arriving = self._linker.arriving(job.plan)
-        if not arriving:
-            return
-        whole = len(job.plan.sequence)
-        tokens = job.tokens + sum(map(len, job.plan.runs_between(job.reached, whole)))
-        earlier = takewhile(lambda other: other is not job, self._running)
-        ahead = [other.tokens for other in earlier if other.computes]
-        this_turn = not ahead or self._pace.joins(tokens, len(ahead), 0)
-        worth_it = tokens >= FORWARD_TOKENS and this_turn and sum(ahead) + tokens <= self._budget
-        if worth_it and self._pace.keeps_ahead(arriving, tokens):
-            for chunk in arriving:
-                chunk.chunk.written = chunk
-            job.arriving = arriving
-            job.compute_up_to(whole)
-
-    def _forward(self) -> None:
-        """One forward over what the link that is due first can compute, and those that join it, up to the budget."""
-        began, budget = time.perf_counter(), self._budget
-        work: list[tuple[LinkJob, list[Run]]] = []
-        arriving: list[tuple[LinkJob, Arriving]] = []
-        # those that are not worth a forward of their own yet may only join
-        ready = sorted((job for job in self._running if job.pending), key=lambda job: not job.computes)
-        for behind, job in zip(reversed(range(len(ready))), ready, strict=True):
-            # what a forward writes as it comes in must be in the forward that was chosen for it
-            if work and not job.arriving and not self._pace.joins(job.tokens, len(work), behind):
-                continue
-            now, job.pending = split_runs(job.pending, budget)
-            if now:
-                work.append((job, now))
-                budget -= sum(len(run) for run in now)
-                arriving += [(job, chunk) for chunk in job.arriving]
-                job.arriving = []
-        tokens = self._budget - budget
-        try:
-            self._engine.forward(
-                [(job.plan.sequence, runs) for job, runs in work],
-                [chunk for _, chunk in arriving],
-                self._pace.deadline(tokens),
-            )
-        except Exception as error:
-            for job in self._running:
-                self._fail(job, error)
-            self._running.clear()
-            return
-        self._forwards += 1
-        self._by_layer += bool(arriving)
-        self._tokens += tokens
-        spent = time.perf_counter() - began
-        if tokens >= FORWARD_TOKENS:
-            self._pace.learn(tokens, spent - sum(chunk.waited for _, chunk in arriving))
-        for job, _ in work:
-            job.plan.stages_ms["forward"] = job.plan.stages_ms.get("forward", 0.0) + spent * 1e3
-        for job, late in ((job, chunk.chunk) for job, chunk in arriving if chunk.late):
-            late.written, job.by_layer = None, False
-            job.go_back_to(late.span.start)
+        self._links.remove(finished)  # only now: a defect fails these too
 
     def _wait_for_loads(self) -> None:
         """Sleep until a load ends, if nothing can be computed before; not long, leases have no event to wait for."""
         with self._wake:
-            if self._running and not any(map(self._goes_on, self._running)):
+            if self._links and not self._links.go_on:
                 self._wake.wait(_POLL_SECONDS)
-
-    @staticmethod
-    def _goes_on(job: LinkJob) -> bool:
-        """Whether the next turn has something to do for a link."""
-        return job.computes or job.plan.measures or job.plan.has_news
 
     def _finish(self, job: LinkJob) -> None:
         assert job.lease is not None
@@ -476,12 +350,6 @@ class PrefillLoop:
         job.plan.unpin()
         if job.lease is not None:
             self._pool.abandon(job.lease.id)
-
-    def _fail(self, job: LinkJob, error: Exception) -> None:
-        logger.error("link %s failed", job.plan.request.request_id, exc_info=error)
-        self._free(job)
-        with suppress(InvalidStateError):
-            job.done.set_exception(error)
 
 
 def drain(loop: PrefillLoop, seconds: float = 60.0, poll: float = 0.01) -> LoopStats:

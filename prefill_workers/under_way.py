@@ -1,0 +1,194 @@
+"""Links under way in the prefill loop: what is placed, measured and computed of them, a turn at a time.
+
+A turn places the chunks whose loads have ended, and runs ONE forward, up to a token budget; a long run goes on in the
+next turn. Links are computed in the order in which they are due, each some times what it takes to compute after it
+came: one that links nearly all does not wait for one that computes everything, nor that one for ever. Others join the
+forward of the first where that saves more waiting than it causes (see `pace`).
+
+A link computes while its later chunks still load (mpic.md §3.2): up to its frontier, the first token that waits for
+one, and beyond it where layers come in faster than they are needed (see `arriving`). Which tokens a link chooses by
+deviation is found out by partial forwards before (`Linker.select`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import InvalidStateError
+from contextlib import suppress
+from itertools import takewhile
+
+from prefill_workers.arriving import Arriving
+from prefill_workers.engine import PrefillEngine
+from prefill_workers.job import FORWARD_TOKENS, LinkJob
+from prefill_workers.linker import Linker
+from prefill_workers.pace import Pace
+from prefill_workers.plan import PixelsNeeded
+from prefill_workers.sequence import Run, split_runs
+
+logger = logging.getLogger(__name__)
+
+_STRETCH = 4.0  # times what a link takes to compute, until it is due
+
+
+class LinksUnderWay:
+    """Links that have blocks, in the order in which they are due after a turn. Belongs to the loop's thread.
+
+    Args:
+        pace: what forwards take; every forward teaches it.
+        budget: tokens of one forward at most.
+        free: lets go of what a link holds that ends without a result.
+
+    Attributes:
+        forwards, by_layer, partial, tokens: see `worker.LoopStats`.
+    """
+
+    def __init__(
+        self, engine: PrefillEngine, linker: Linker, pace: Pace, budget: int, free: Callable[[LinkJob], None]
+    ) -> None:
+        self._engine, self._linker, self._pace, self._budget, self._free = engine, linker, pace, budget, free
+        self._jobs: list[LinkJob] = []
+        self.forwards = self.by_layer = self.partial = self.tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[LinkJob]:
+        return iter(self._jobs)
+
+    @property
+    def go_on(self) -> bool:
+        """Whether the next turn has something to do."""
+        return any(job.computes or job.plan.measures or job.plan.has_news for job in self._jobs)
+
+    def add(self, job: LinkJob) -> None:
+        """Take up a link that has its blocks."""
+        self._jobs.append(job)
+
+    def remove(self, jobs: Collection[LinkJob]) -> None:
+        """These have ended."""
+        self._jobs = [job for job in self._jobs if job not in jobs]
+
+    def turn(self) -> list[LinkJob]:
+        """Place what has been loaded, choose tokens, and run one forward; the links that are finished, still held."""
+        self._jobs = sorted(self._jobs, key=self._due)
+        self._jobs = [job for job in self._jobs if self._advance(job)]
+        self._select()
+        if any(job.computes for job in self._jobs):
+            self._forward()
+        return [job for job in self._jobs if job.plan.settled and not job.pending]
+
+    def fail(self, job: LinkJob, error: Exception) -> None:
+        """Tell whoever waits for a link that it ended so, and let go of what it holds."""
+        logger.error("link %s failed", job.plan.request.request_id, exc_info=error)
+        self._free(job)
+        with suppress(InvalidStateError):
+            job.done.set_exception(error)
+
+    def _due(self, job: LinkJob) -> float:
+        """When a link should have been computed (`time.perf_counter`); later, if its chunks turn out not to load."""
+        return job.submitted + _STRETCH * self._pace.seconds(job.computed_in_all)
+
+    def _advance(self, job: LinkJob) -> bool:
+        """Place what has been loaded for a link, and take up the runs that may be computed then. False if it ends."""
+        if job.done.cancelled():
+            self._free(job)
+            return False
+        try:
+            spoiled = self._linker.advance(job.plan)
+            if spoiled is not None:
+                job.go_back_to(spoiled)
+            job.compute_up_to(job.plan.frontier)
+            if job.plan.loads and job.by_layer and self._engine.takes_arriving:
+                self._take_up_arriving(job)
+        except PixelsNeeded as needed:
+            self._free(job)
+            with suppress(InvalidStateError):
+                job.done.set_exception(needed)
+            return False
+        except Exception as error:
+            self.fail(job, error)
+            return False
+        return True
+
+    def _select(self) -> None:
+        """Choose the tokens of links that measure deviations, once all that they link is loaded, and it is their turn.
+
+        That is when a forward would take them as well: others' first tokens need not wait for theirs.
+        """
+        able, turn = [job for job in self._jobs if job.computes or job.plan.measures], list[LinkJob]()
+        for behind, job in zip(reversed(range(len(able))), able, strict=True):
+            tokens = sum(map(len, job.to_measure)) if job.plan.measures else job.tokens
+            if not turn or self._pace.joins(tokens, len(turn), behind):
+                turn.append(job)
+        ready = [job for job in turn if job.plan.measures]
+        if not ready:
+            return
+        try:
+            self.partial += self._linker.select([(job.plan, job.to_measure) for job in ready], self._budget)
+        except Exception as error:
+            for job in ready:
+                self.fail(job, error)
+            self._jobs = [job for job in self._jobs if job not in ready]
+            return
+        for job in ready:
+            job.compute_up_to(job.plan.frontier)
+
+    def _take_up_arriving(self, job: LinkJob) -> None:
+        """Let this turn's forward write the chunks that are coming in, if their layers keep ahead of it."""
+        arriving = self._linker.arriving(job.plan)
+        if not arriving:
+            return
+        whole = len(job.plan.sequence)
+        tokens = job.tokens + sum(map(len, job.plan.runs_between(job.reached, whole)))
+        earlier = takewhile(lambda other: other is not job, self._jobs)
+        ahead = [other.tokens for other in earlier if other.computes]
+        this_turn = not ahead or self._pace.joins(tokens, len(ahead), 0)
+        worth_it = tokens >= FORWARD_TOKENS and this_turn and sum(ahead) + tokens <= self._budget
+        if worth_it and self._pace.keeps_ahead(arriving, tokens):
+            for chunk in arriving:
+                chunk.chunk.written = chunk
+            job.arriving = arriving
+            job.compute_up_to(whole)
+
+    def _forward(self) -> None:
+        """One forward over what the link that is due first can compute, and those that join it, up to the budget."""
+        began, budget = time.perf_counter(), self._budget
+        work: list[tuple[LinkJob, list[Run]]] = []
+        arriving: list[tuple[LinkJob, Arriving]] = []
+        # those that are not worth a forward of their own yet may only join
+        ready = sorted((job for job in self._jobs if job.pending), key=lambda job: not job.computes)
+        for behind, job in zip(reversed(range(len(ready))), ready, strict=True):
+            # what a forward writes as it comes in must be in the forward that was chosen for it
+            if work and not job.arriving and not self._pace.joins(job.tokens, len(work), behind):
+                continue
+            now, job.pending = split_runs(job.pending, budget)
+            if now:
+                work.append((job, now))
+                budget -= sum(len(run) for run in now)
+                arriving += [(job, chunk) for chunk in job.arriving]
+                job.arriving = []
+        tokens = self._budget - budget
+        try:
+            self._engine.forward(
+                [(job.plan.sequence, runs) for job, runs in work],
+                [chunk for _, chunk in arriving],
+                self._pace.deadline(tokens),
+            )
+        except Exception as error:
+            for job in self._jobs:
+                self.fail(job, error)
+            self._jobs.clear()
+            return
+        self.forwards += 1
+        self.by_layer += bool(arriving)
+        self.tokens += tokens
+        spent = time.perf_counter() - began
+        if tokens >= FORWARD_TOKENS:
+            self._pace.learn(tokens, spent - sum(chunk.waited for _, chunk in arriving))
+        for job, _ in work:
+            job.plan.stages_ms["forward"] = job.plan.stages_ms.get("forward", 0.0) + spent * 1e3
+        for job, late in ((job, chunk.chunk) for job, chunk in arriving if chunk.late):
+            late.written, job.by_layer = None, False
+            job.go_back_to(late.span.start)
