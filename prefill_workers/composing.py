@@ -17,7 +17,7 @@ law, half of the chunks behind two and three others were there in that order wit
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -65,32 +65,42 @@ class KnownWeights:
     """Weights that were measured, by tenant and the key of the patch that their sum stands for; the latest `limit`.
 
     A few KiB each. One tenant's are nothing to another: that a set was linked before is nobody else's business.
+    Thread-safe.
     """
 
     def __init__(self, limit: int = 4096) -> None:
         self._limit = limit
-        self._known: OrderedDict[tuple[str, str], Tensor] = OrderedDict()
+        self._lock = threading.Lock()
+        self._known: dict[tuple[str, str], Tensor] = {}  # longest unused first
 
     def __len__(self) -> int:
         return len(self._known)
 
     def get(self, tenant: str, patch_key: str) -> Tensor | None:
         """`measured_weights`; None: not known."""
-        weights = self._known.get((tenant, patch_key))
-        if weights is not None:
-            self._known.move_to_end((tenant, patch_key))
-        return weights
+        with self._lock:
+            weights = self._known.pop((tenant, patch_key), None)
+            if weights is not None:
+                self._known[tenant, patch_key] = weights
+            return weights
 
     def put(self, tenant: str, patch_key: str, weights: Tensor) -> None:
         """Keep what was measured."""
-        self._known[tenant, patch_key] = weights
-        if len(self._known) > self._limit:
-            self._known.popitem(last=False)
+        with self._lock:
+            self._known[tenant, patch_key] = weights
+            if len(self._known) > self._limit:
+                del self._known[next(iter(self._known))]
+
+    def clear(self) -> None:
+        """Drop all."""
+        with self._lock:
+            self._known.clear()
 
     def forget(self, tenant: str) -> None:
         """Drop what a tenant's contents have left; of everybody's, all."""
-        for key in [key for key in self._known if tenant in (key[0], DYNAMIC_TENANT)]:
-            del self._known[key]
+        with self._lock:
+            everybodys = tenant == DYNAMIC_TENANT
+            self._known = {} if everybodys else {key: kept for key, kept in self._known.items() if key[0] != tenant}
 
 
 def _of_measured_layer(patch: Patch) -> Tensor:

@@ -223,7 +223,10 @@ class Linker:
     def _ruled_out(self, mode: Mode) -> OperatingPoint | None:
         """The operating point that a mode looks for, if it is switched off: then its chunks are computed exactly."""
         point = _expected(mode)
-        return None if self.fidelity.allows(point) else point
+        if self.fidelity.allows(point):
+            return None
+        self._weights.clear()  # it may be they that are wrong: once the point is allowed again they are measured anew
+        return point
 
     # -- advance ------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from kvstore.patch_form import PatchForm
 from prefill_workers.composing import measured_weights, weighted_sum
 from prefill_workers.lookup import ChunkKeys
 from prefill_workers.plan import LinkRequest
-from prefill_workers.policies import Mode
+from prefill_workers.policies import Mode, OperatingPoint
 from prefill_workers.selection import MEASURED_LAYER
 
 SET = [1, "and", 2, "or", 4, "?"]
@@ -122,6 +122,16 @@ def test_weights_are_one_orders_one_tenants_and_gone_with_what_it_deletes(make_r
     partial = rig.loop.stats().forwards_partial
     rig.link(SET)
     assert rig.loop.stats().forwards_partial == partial + 1
+
+
+def test_weights_are_measured_anew_after_their_point_was_switched_off(make_rig: Callable[..., Rig]):
+    rig = make_rig(compose_up_to=3)
+    taught(rig, [1, 2], [1, 4], [2, 4])
+    rig.link(SET)
+    rig.linker.fidelity.switch_off(OperatingPoint.PATCHED, "a test")
+    assert rig.link(SET).points == ["recomputed"] * 3
+    assert rig.linker.fidelity.allow(OperatingPoint.PATCHED)
+    assert len(rig.linker._weights) == 0
 
 
 def test_deep_patches_cannot_be_weighed_and_are_not_composed(make_rig: Callable[..., Rig]):

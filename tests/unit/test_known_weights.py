@@ -1,0 +1,30 @@
+"""Weights of sums that were measured before."""
+
+from __future__ import annotations
+
+import torch
+
+from kvstore.chunk import DYNAMIC_TENANT
+from prefill_workers.composing import KnownWeights
+
+
+def test_the_latest_are_kept_and_a_use_counts() -> None:
+    known = KnownWeights(limit=2)
+    for number, key in enumerate("abc"):
+        known.put("acme", key, torch.tensor([float(number)]))
+        assert known.get("acme", "a") is not None  # so that `b` is the oldest when `c` comes
+    assert len(known) == 2
+    assert known.get("acme", "b") is None
+    assert known.get("acme", "c") == torch.tensor([2.0])
+
+
+def test_they_are_a_tenants_own_and_go_with_its_contents_or_everybodys() -> None:
+    known = KnownWeights()
+    for tenant in ("acme", "other"):
+        known.put(tenant, "a", torch.ones(1))
+    assert known.get("third", "a") is None
+    known.forget("acme")
+    assert known.get("acme", "a") is None
+    assert known.get("other", "a") is not None
+    known.forget(DYNAMIC_TENANT)
+    assert len(known) == 0
