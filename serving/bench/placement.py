@@ -53,10 +53,13 @@ def run(quick: bool, console: Console) -> Outcome:
     timed = {str(size): _plan_ms(size, turns=20 if quick else 200) for size in _SIZES}
     rates: dict[str, dict[str, float]] = {}
     behind: dict[str, dict[str, float]] = {}
+    again: dict[str, dict[str, float]] = {}
     for count in track(retrieved, "traces", console=console, transient=True):
         for name, rate in _rates(trace(PAGES, count, requests)).items():
             rates.setdefault(name, {})[f"{count} pages"] = rate.of_all
             behind.setdefault(name, {})[f"{count} pages"] = rate.of_others
+            if rate.again is not None:
+                again.setdefault(name, {})[f"{count} pages"] = rate.again
     headline = {name: by_size[f"{RETRIEVED} pages"] for name, by_size in rates.items()}
     arm = Arm("plan", "CPU time of an order of so many pages, after 300 requests, one core", timed)
     figures = {
@@ -78,7 +81,11 @@ def run(quick: bool, console: Console) -> Outcome:
         "part_forwards": settings.part_forwards,
         "optimum": "the largest part of a request that came in one earlier request; no budget",
     }
-    tables = {"hit rate by pages retrieved": rates, "hit rate of chunks behind others": behind}
+    tables = {
+        "hit rate by pages retrieved": rates,
+        "hit rate of chunks behind others": behind,
+        "chunks behind two or more whose very order came before": again,
+    }
     return Outcome(workload, [arm], figures, tables)
 
 
@@ -111,16 +118,25 @@ def trace(pages: int, retrieved: int, requests: int, seed: int = 0) -> list[list
 
 
 class HitRate(NamedTuple):
-    """Chunks that found a patch, as a share of all, and of those that stand behind others."""
+    """Chunks that found a patch, as a share of all, and of those that stand behind others.
+
+    `again`: of those behind two or more, the share whose very order came before: weights of sums are known then.
+    """
 
     of_all: float
     of_others: float
+    again: float | None = None
 
     @classmethod
-    def of(cls, requests: Sequence[Sequence[str]], leading: int, others: int) -> HitRate:
-        """From how many leading chunks and how many others found one."""
+    def of(cls, requests: Sequence[Sequence[str]], leading: int, others: int, again: int | None = None) -> HitRate:
+        """From how many leading chunks and how many others found one, and how many came in an order a second time."""
         chunks = sum(map(len, requests))
-        return cls((leading + others) / chunks, others / (chunks - len(requests)))
+        behind_two = sum(max(0, len(request) - 2) for request in requests)
+        return cls(
+            (leading + others) / chunks,
+            others / (chunks - len(requests)),
+            None if again is None or not behind_two else again / behind_two,
+        )
 
 
 def _rates(requests: list[list[str]]) -> dict[str, HitRate]:
@@ -181,13 +197,18 @@ class _Library:
 def replay(requests: Sequence[Sequence[str]], *, placed: bool, compiles: bool = True) -> HitRate:
     """Serve a trace, in placement's order or as sent."""
     library = _Library(Arranger(PatchIndex(BUDGET)), compiles)
-    leading = others = 0
+    leading = others = again = 0
+    came: set[tuple[str, ...]] = set()
     for request in requests:
         group = 0 if placed else None
         order = library.arranger.order(request, [group] * len(request), _TENANT, ()).placement.order
-        first, *rest = library.serve([request[i] for i in order])
+        chosen = [request[i] for i in order]
+        first, *rest = library.serve(chosen)
         leading, others = leading + first, others + sum(rest)
-    return HitRate.of(requests, leading, others)
+        paths = {tuple(chosen[: i + 1]) for i in range(2, len(chosen))}
+        again += len(paths & came)
+        came |= paths
+    return HitRate.of(requests, leading, others, again)
 
 
 BENCHMARK = Benchmark(

@@ -27,6 +27,14 @@ def test_placement_lies_between_arrival_and_the_optimum(retrieved: int):
     arrival, placed, best = replay(requests, placed=False), replay(requests, placed=True), optimum(requests)
     assert arrival.of_all < placed.of_all <= best.of_all
     assert arrival.of_others < placed.of_others <= best.of_others
+    assert arrival.again is not None
+    assert placed.again is not None
+    assert arrival.again < placed.again < 1
+
+
+def test_an_order_comes_again_where_all_before_a_chunk_stood_as_they_do():
+    requests = [["a", "b", "c", "d"], ["a", "b", "d", "c"], ["a", "b", "d", "e"]]
+    assert replay(requests, placed=False).again == 1 / 6  # `d` behind `a` and `b`
 
 
 def test_what_is_compiled_ahead_helps():
