@@ -223,7 +223,7 @@ def test_a_forward_that_fails_fails_its_links_and_nothing_else(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("where", ["_step", "_finish"])
+@pytest.mark.parametrize("where", ["_turn", "_finish"])
 def test_a_defect_in_the_loop_leaves_nobody_waiting(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, where: str
 ):
