@@ -141,15 +141,17 @@ def one_by_one(arm: LoadArm, requests: int, console: Console, title: str) -> lis
     return samples
 
 
-def warm_up(arm: LoadArm, requests: int, console: Console) -> None:
+def warm_up(arm: LoadArm, requests: int, console: Console) -> list[Sample]:
     """Answer part of the workload with pauses in which what was learnt is stored: the steady state of a service.
 
     Raises:
         RuntimeError: a request failed.
     """
+    samples: list[Sample] = []
     for start in range(0, requests, _BETWEEN_PAUSES):
         count = min(_BETWEEN_PAUSES, requests - start)
-        one_by_one(arm, count, console, f"warm-up from {start} of {requests}")
+        samples += one_by_one(arm, count, console, f"warm-up from {start} of {requests}")
+    return samples
 
 
 def wait_until_compiled(service: OurService, console: Console, seconds: float) -> bool:

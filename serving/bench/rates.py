@@ -9,11 +9,11 @@
 | `auto`          | ours, stored patches where they fit, pages in the order of the request              |
 | `auto-placed`   | the same, the order of the pages left to the service                           |
 
-Rates are multiples of what vLLM completes one request at a time. Each arm first answers part of the workload, one
-request at a time, and stores what it learnt, and then the service compiles what it has still to compile, `compiling`
-seconds at most: a steady state is measured. vLLM *saturates* at the first rate of whose
-requests it completes less than `measures.SATURATED` a second; arms that saturate are not asked at rates above both that
-one and their own. An arm's throughput is the most that it completed a second at any rate.
+Each arm first answers part of the workload, one request at a time, and stores what it learnt, and then the service
+compiles what it has still to compile, `compiling` seconds at most: a steady state is measured. Rates are multiples of
+what vLLM completed a second in the second half of that part. It *saturates* at the first rate of whose requests it
+completes less than `measures.SATURATED` a second; arms that saturate are not asked at rates above both that one and
+their own. An arm's throughput is the most that it completed a second at any rate.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _FULL = _Scale(
     seconds=12,
     turns=2,
     warmup=48,
-    compiling=480,
+    compiling=600,
 )
 _QUICK = _Scale(
     {"pages": 4, "retrieved": 2, "question_words": 4, "max_tokens": 4, "columns": 12, "rows": 12},
@@ -83,12 +83,9 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
     checkpoint = load_arms.checkpoint_of(model, quick)
     with load_arms.both(checkpoint, console, [*OURS, PLACED]) as (alone, service):
         arms = _arms(alone, service, scale)
-        for arm in arms:
-            load_arms.warm_up(arm, scale.warmup, console)
+        came = {arm.name: load_arms.warm_up(arm, scale.warmup, console) for arm in arms}
         compiled = load_arms.wait_until_compiled(service, console, scale.compiling)
-        capacity = load_arms.capacity_rps(
-            load_arms.vllm_arm(alone, Mrag(seed=1, **scale.asked)), 3 if quick else 9, console
-        )
+        capacity = 1e3 / load_arms.median_e2e_ms(came["prefix"][scale.warmup // 2 :])
         rates = [float(f"{multiple * capacity:.3g}") for multiple in scale.multiples]
         runs = _measure(arms, {rate: scale.requests_at(rate) for rate in rates}, scale.turns, console)
     return Outcome(
