@@ -28,21 +28,25 @@ from serving.placement import Chunk, Placement, Problem, Stored, place, sums_of
 _MAX_CONTENTS = 1 << 16  # whose tokens are kept
 _USUAL_TOKENS = 256  # of a chunk that was never linked
 _FORWARD_TOKENS = 64  # a forward over fewer says nothing of the cost of a token
-_WEIGHING = 0.1  # of a forward: the first two layers, by which sums of patches are weighed
 
 
 class LinkCosts:
-    """Seconds per token of computing and of placing a chunk, from links: decayed sums, so that they follow the load.
+    """Seconds per token of computing a chunk, of placing one, and of weighing a sum of patches: from links, as decayed
+    sums, so that they follow the load.
 
-    They start with what `orbitserve bench ttft` measured (250M parameters, two CPU cores). Embeddings are encoded
+    They start with what `orbitserve bench ttft` measured (250M parameters, two CPU cores), and with two layers out of 16,
+    one of them without its feed-forward network, for weighing. Embeddings are encoded
     wherever a new chunk stands, and a chunk's canonical KV is loaded wherever a patched one stands: neither tells one
     order from another.
     """
 
-    def __init__(self, compute: float = 1.7e-3, place: float = 6e-5, decay: float = 0.99) -> None:
+    def __init__(
+        self, compute: float = 1.7e-3, place: float = 6e-5, weigh: float = 1.7e-4, decay: float = 0.99
+    ) -> None:
         self._decay = decay
         self._computed = [compute * _USUAL_TOKENS, float(_USUAL_TOKENS)]  # seconds, tokens
         self._placed = [place * _USUAL_TOKENS, float(_USUAL_TOKENS)]
+        self._weighed = [weigh * _USUAL_TOKENS, float(_USUAL_TOKENS)]
 
     @property
     def compute(self) -> float:
@@ -54,13 +58,23 @@ class LinkCosts:
         """Seconds per token that is relocated, patched and written."""
         return self._placed[0] / self._placed[1]
 
+    @property
+    def weigh(self) -> float:
+        """Seconds per token of a chunk whose patches are summed; none where a worker remembers their weights."""
+        return self._weighed[0] / self._weighed[1]
+
     def learn(self, result: LinkResult) -> None:
         """Take up a finished link."""
-        forward, placing = (result.stages_ms.get(stage, 0.0) / 1e3 for stage in ("forward", "place"))
+        forward, placing, weighing = (
+            result.stages_ms.get(stage, 0.0) / 1e3 for stage in ("forward", "place", "select")
+        )
+        summed = sum(chunk.tokens for chunk in result.chunks if chunk.kind is PatchKind.composed)
         if forward and result.tokens_computed >= _FORWARD_TOKENS:
             self._add(self._computed, forward, result.tokens_computed)
         if placing and result.tokens_reused:
             self._add(self._placed, placing, result.tokens_reused)
+        if summed:
+            self._add(self._weighed, weighing, summed)
 
     def _add(self, sums: list[float], seconds: float, tokens: int) -> None:
         sums[:] = [sums[0] * self._decay + seconds, sums[1] * self._decay + tokens]
@@ -71,7 +85,7 @@ class LinkCosts:
 
     def of_sum(self, tokens: int) -> int:
         """The same, where pair patches are summed."""
-        return min(round(tokens * (self.place + _WEIGHING * self.compute) * 1e9), self.of(tokens, patched=False))
+        return min(round(tokens * (self.place + self.weigh) * 1e9), self.of(tokens, patched=False))
 
 
 @dataclass(frozen=True)

@@ -146,6 +146,17 @@ def test_costs_follow_measured_links():
     assert costs.of(100, patched=True) == pytest.approx(100 * 5e4, rel=1e-3)
 
 
+def test_weighing_costs_what_links_with_sums_took_for_it_remembered_weights_nothing():
+    costs = LinkCosts()
+    sums = [outcome(PatchKind.own, tokens=100), outcome(PatchKind.composed, tokens=300)]
+    for number in range(2000):
+        costs.learn(result(*sums, select=60.0 if number % 2 else 0.0))
+    assert costs.of_sum(100) - costs.of(100, patched=True) == pytest.approx(100 * 1e5, rel=0.02)
+    before = costs.weigh
+    costs.learn(result(outcome(PatchKind.own), select=500.0))  # another mode's choice of tokens
+    assert costs.weigh == before
+
+
 def test_a_tiny_forward_says_nothing_of_the_cost_of_a_token():
     costs = LinkCosts()
     before = costs.compute, costs.place
