@@ -163,7 +163,8 @@ class TierBudget:
     `survey` turns the tier's entries into candidates. `writers` processes may each keep a budget over one tier. Every
     one counts its own writes and looks again before they come to `_FREE` / (writers - 1) of the limit: what was there
     when one looked last, and the writes of all others since, is all there is. `_FREE` of the limit stays free for them.
-    What one evicts while another uses it stays mapped there until it is let go.
+    Only records that are larger than such a share, written by several at the same instant, may pass it. What one evicts
+    while another uses it stays mapped there until it is let go.
     """
 
     def __init__(

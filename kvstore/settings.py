@@ -56,7 +56,7 @@ class LibrarySettings(BaseModel):
         default=None, ge=0, description="The same per tier for any one tenant. None: the tier's."
     )
     writers: int = Field(
-        default=16,
+        default=4,
         ge=1,
         description="Processes that may write to the same tiers: prefill workers, patch compilers, caching jobs. With "
         "more than one, a twentieth of every tier's bytes stays free for what the others wrote since one looked last.",

@@ -244,7 +244,7 @@ class TierStack:
             Candidate(
                 path=entry.key,
                 tenant=path.tenant,
-                size=entry.size,
+                size=entry.size + len(markers) * len(entry.key.encode()),
                 used=max(entry.used, used.get(entry.key, 0.0)),
                 recompute_seconds=recompute_seconds,
                 pinned=self._pinned(path.key),

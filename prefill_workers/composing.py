@@ -66,10 +66,15 @@ class KnownWeights:
 
     A few KiB each. One tenant's are nothing to another: that a set was linked before is nobody else's business.
     Thread-safe.
+
+    Attributes:
+        epoch: ends when anything is dropped. What a link of an earlier epoch has measured is not taken up any more: it
+            may be of what was dropped.
     """
 
     def __init__(self, limit: int = 4096) -> None:
         self._limit = limit
+        self.epoch = 0
         self._lock = threading.Lock()
         self._known: dict[tuple[str, str], Tensor] = {}  # longest unused first
 
@@ -84,9 +89,11 @@ class KnownWeights:
                 self._known[tenant, patch_key] = weights
             return weights
 
-    def put(self, tenant: str, patch_key: str, weights: Tensor) -> None:
-        """Keep what was measured."""
+    def put(self, tenant: str, patch_key: str, weights: Tensor, epoch: int) -> None:
+        """Keep what a link that was planned in this epoch has measured."""
         with self._lock:
+            if epoch != self.epoch:
+                return
             self._known[tenant, patch_key] = weights
             if len(self._known) > self._limit:
                 del self._known[next(iter(self._known))]
@@ -94,11 +101,13 @@ class KnownWeights:
     def clear(self) -> None:
         """Drop all."""
         with self._lock:
+            self.epoch += 1
             self._known.clear()
 
     def forget(self, tenant: str) -> None:
         """Drop what a tenant's contents have left; of everybody's, all."""
         with self._lock:
+            self.epoch += 1
             everybodys = tenant == DYNAMIC_TENANT
             self._known = {} if everybodys else {key: kept for key, kept in self._known.items() if key[0] != tenant}
 

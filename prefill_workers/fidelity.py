@@ -111,6 +111,7 @@ class Fidelity:
     ) -> None:
         self.settings = settings
         self._on_switch_off, self._chance = on_switch_off, chance
+        self._before_allowing: list[Callable[[OperatingPoint], object]] = []
         self._lock = threading.Lock()
         self._records = {
             point: _Record(deque(maxlen=settings.window)) for point in OperatingPoint if point not in EXACT_POINTS
@@ -160,12 +161,18 @@ class Fidelity:
         if was_allowed:
             logger.warning("operating point %s is switched off: %s", point, reason)
 
+    def before_allowing(self, listener: Callable[[OperatingPoint], object]) -> None:
+        """Have `listener` called with a point just before it is allowed again: what was learnt at it may be wrong."""
+        self._before_allowing.append(listener)
+
     def allow(self, point: OperatingPoint) -> bool:
         """Serve at a point again, and judge it by new checks alone. Returns whether it was switched off."""
         with self._lock:
             record = self._records.get(point)
             if record is None or record.allowed:
                 return False
+            for listener in self._before_allowing:
+                listener(point)
             record.allowed = True
             record.window.clear()
         logger.warning("operating point %s is allowed again by an operator", point)

@@ -86,6 +86,7 @@ class Linker:
         self.harvester = Harvester(engine, library, form, submit_patch)
         self._lookups = Lookups(library, form.basis)
         self._weights = KnownWeights()
+        self.fidelity.before_allowing(self._before_allowing)
         self._delimiters: tuple[int, ...] = ()  # token ids around the placeholders of the image seen last
 
     @property
@@ -214,6 +215,7 @@ class Linker:
             loading=lookup if coming else None,
             embeddings=fresh,
             ruled_out=ruled_out,
+            epoch=self._weights.epoch,
         )
         if not coming:
             # the load may have ended only now, too late for the plan: its KV would never be written
@@ -223,10 +225,11 @@ class Linker:
     def _ruled_out(self, mode: Mode) -> OperatingPoint | None:
         """The operating point that a mode looks for, if it is switched off: then its chunks are computed exactly."""
         point = _expected(mode)
-        if self.fidelity.allows(point):
-            return None
-        self._weights.clear()  # it may be they that are wrong: once the point is allowed again they are measured anew
-        return point
+        return None if self.fidelity.allows(point) else point
+
+    def _before_allowing(self, point: OperatingPoint) -> None:
+        if point is OperatingPoint.PATCHED:
+            self._weights.clear()  # it may have been they that were wrong
 
     # -- advance ------------------------------------------------------------------------------------------------------
 
@@ -301,7 +304,7 @@ class Linker:
         if found.patch is not None:
             base, *pairs = found.parts
             weights = measured_weights(base, pairs, measured_deficit(in_context, stored, chunk.start_position, layout))
-            self._weights.put(plan.request.tenant, chunk.patch_key, weights)
+            self._weights.put(plan.request.tenant, chunk.patch_key, weights, chunk.epoch)
             self._write(plan.sequence, chunk, _summed(chunk, found, weights))
             return
         deviation = deviations(in_context, stored, chunk.start_position, layout)

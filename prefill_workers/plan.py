@@ -135,6 +135,7 @@ class ChunkPlan:
     selected: tuple[Run, ...] = ()
     unmeasured: Found | None = None
     ruled_out: OperatingPoint | None = None
+    epoch: int = 0  # of `composing.KnownWeights`, when it was planned
 
     @property
     def waits(self) -> bool:

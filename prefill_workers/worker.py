@@ -266,7 +266,8 @@ class PrefillLoop:
 
     def _piece(self) -> int:
         """Tokens that one forward of background work may compute now."""
-        return min(self._pace.piece(time.perf_counter() - self._disturbed()), self._budget)
+        rested = 0.0 if self._links or self._waiting else time.perf_counter() - self._disturbed()
+        return min(self._pace.piece(rested), self._budget)
 
     def _notify(self) -> None:
         with self._wake:

@@ -59,7 +59,7 @@ class LinkCosts:
 
     @property
     def weigh(self) -> float:
-        """Seconds per token of a chunk whose patches are summed; none where a worker remembers their weights."""
+        """Seconds per token of a chunk whose patches are summed, on average: remembered weights cost none."""
         return self._weighed[0] / self._weighed[1]
 
     def learn(self, result: LinkResult) -> None:

@@ -11,7 +11,7 @@
 
 Each arm first answers part of the workload, one request at a time, and stores what it learnt, and then the service
 compiles what it has still to compile, `compiling` seconds at most: a steady state is measured. Rates are multiples of
-what vLLM completed a second in the second half of that part. It *saturates* at the first rate of whose requests it
+the pace at which vLLM answered the second half of that part. It *saturates* at the first rate of whose requests it
 completes less than `measures.SATURATED` a second; arms that saturate are not asked at rates above both that one and
 their own. An arm's throughput is the most that it completed a second at any rate.
 """

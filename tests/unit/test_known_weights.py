@@ -11,7 +11,7 @@ from prefill_workers.composing import KnownWeights
 def test_the_latest_are_kept_and_a_use_counts() -> None:
     known = KnownWeights(limit=2)
     for number, key in enumerate("abc"):
-        known.put("acme", key, torch.tensor([float(number)]))
+        known.put("acme", key, torch.tensor([float(number)]), known.epoch)
         assert known.get("acme", "a") is not None  # so that `b` is the oldest when `c` comes
     assert len(known) == 2
     assert known.get("acme", "b") is None
@@ -21,10 +21,22 @@ def test_the_latest_are_kept_and_a_use_counts() -> None:
 def test_they_are_a_tenants_own_and_go_with_its_contents_or_everybodys() -> None:
     known = KnownWeights()
     for tenant in ("acme", "other"):
-        known.put(tenant, "a", torch.ones(1))
+        known.put(tenant, "a", torch.ones(1), known.epoch)
     assert known.get("third", "a") is None
     known.forget("acme")
     assert known.get("acme", "a") is None
     assert known.get("other", "a") is not None
     known.forget(DYNAMIC_TENANT)
+    assert len(known) == 0
+
+
+def test_what_was_measured_before_something_was_dropped_is_not_taken_up() -> None:
+    known = KnownWeights()
+    planned = known.epoch
+    known.forget("acme")
+    known.put("acme", "a", torch.ones(1), planned)
+    assert len(known) == 0
+    planned = known.epoch
+    known.clear()
+    known.put("acme", "a", torch.ones(1), planned)
     assert len(known) == 0
