@@ -11,8 +11,7 @@ KV in context, which costs a partial forward, tells the c_i: they are those whos
 follow the same weights (`orbitserve bench fidelity`, η by composition).
 
 They depend on what the patch of that very order would: where the same chunk comes behind the same others in the same
-order again, they are known (`KnownWeights`). Placement makes orders coincide: of sets of four out of 16 pages by Zipf's
-law, half of the chunks behind two and three others were there in that order within the last hundred requests.
+order again, they are known (`KnownWeights`). Placement makes orders coincide (`orbitserve bench placement`).
 """
 
 from __future__ import annotations
