@@ -50,12 +50,13 @@ Runs = Sequence[Sequence[Sample]]  # an arm's turns at one rate
 
 @dataclass(frozen=True)
 class LoadArm:
-    """One side of a comparison under load."""
+    """One side of a comparison under load. Before a turn others `prepare` for it; after it, it must `settle`."""
 
     name: str
     description: str
     subject: Subject
     settle: Callable[[], None]
+    prepare: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,13 @@ def key_of(tenant: str) -> str:
 
 @contextmanager
 def our_service(
-    checkpoint: Path, console: Console, tenants: Sequence[str], library: Mapping[str, int] = LIBRARY
+    checkpoint: Path,
+    console: Console,
+    tenants: Sequence[str],
+    library: Mapping[str, int] = LIBRARY,
+    prefill: Mapping[str, Any] | None = None,
 ) -> Iterator[OurService]:
-    """The application on Ray Serve with these tenants and a fresh library on disk."""
+    """The application on Ray Serve with these tenants and a fresh library on disk; `prefill`: settings of the role."""
     from serving.launch import application
 
     with tempfile.TemporaryDirectory(prefix="orbitserve-bench-") as root:
@@ -100,18 +105,21 @@ def our_service(
             Path(root),
             http={"port": free_port(), "api_keys": {key_of(tenant): tenant for tenant in tenants}},
             library={"directory": Path(root) / "library", **library},
+            prefill=dict(prefill or {}),
         )
         with application(config, console) as url:
             yield OurService(Server(url, config.model.served_name, settle), Path(root) / "library")
 
 
 @contextmanager
-def both(checkpoint: Path, console: Console, tenants: Sequence[str]) -> Iterator[tuple[Server, OurService]]:
-    """vLLM's server and our service with these tenants, started one after the other."""
+def both(
+    checkpoint: Path, console: Console, tenants: Sequence[str], prefill: Mapping[str, Any] | None = None
+) -> Iterator[tuple[Server, OurService]]:
+    """vLLM's server and our service with these tenants, started one after the other; see `our_service`."""
     console.print("starting vLLM's server, then ours")
     with vllm_alone(checkpoint, kv_cache_gib=VLLM_GIB) as alone:
         alone.settle()
-        with our_service(checkpoint, console, tenants) as service:
+        with our_service(checkpoint, console, tenants, prefill=prefill) as service:
             yield alone, service
 
 
@@ -154,20 +162,24 @@ def warm_up(arm: LoadArm, requests: int, console: Console) -> list[Sample]:
     return samples
 
 
-def wait_until_compiled(service: OurService, console: Console, seconds: float) -> bool:
-    """Wait until the service has nothing left to compile ahead of requests, so long at most; whether that came true.
+def wait_until_compiled(service: OurService, console: Console, seconds: float) -> None:
+    """Wait until the service has nothing left to compile ahead of requests, so long at most.
 
     That takes a share of the time alone (`prefill.compile_share`), so that pauses between turns are too short for it.
+
+    Raises:
+        TimeoutError: it still compiles; beside it no other arm would be measured fairly.
     """
     deadline = time.monotonic() + seconds
     while True:
         lines = httpx.get(f"{service.server.url}/metrics", timeout=60).text.splitlines()
         waiting = [float(line.split()[1]) for line in lines if line.startswith("orbitserve_compile_waiting{")]
-        over = bool(waiting) and not any(waiting)  # without a line its worker was too busy to answer
-        if over or time.monotonic() > deadline:
-            console.print(f"  {sum(waiting):.0f} sets are left to be compiled")
+        if waiting and not any(waiting):  # without a line its worker was too busy to answer
             service.server.settle()
-            return over
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"after {seconds:.0f} s {sum(waiting):.0f} sets are left to be compiled")
+        console.print(f"  {sum(waiting):.0f} sets are left to be compiled", end="\r")
         time.sleep(_LOOK_SECONDS)
 
 
@@ -203,6 +215,7 @@ def in_load_turns(
     for turn in range(turns):
         arrivals = poisson(rate, requests, seed=turn)
         for arm in arms if turn % 2 == 0 else list(reversed(arms)):
+            arm.prepare()
             tally = Tally()
             with watching(console, f"{arm.name}, {rate:g}/s", tally):
                 samples = asyncio.run(arm.subject.run(arrivals, tally))
