@@ -7,7 +7,9 @@ import os
 import pytest
 
 from infra.vllm_env import vllm_environment
+from serving.replica_process import SPIN
 
 os.environ.update(vllm_environment(kv_cache_gib=1))
+os.environ.setdefault(*SPIN)  # engines of a test share processors, as roles do
 
 pytest.register_assert_rewrite("tier_conformance")
