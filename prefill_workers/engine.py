@@ -167,6 +167,11 @@ class PrefillEngine:
         """See `fingerprint.precision`."""
         return precision(str(self.dtype).removeprefix("torch."), self.config.cache_config.cache_dtype)
 
+    @property
+    def quantises(self) -> bool:
+        """Whether the pages hold KV in fewer bits than it is read in."""
+        return self._quantum > 0
+
     # -- primitives ---------------------------------------------------------------------------------------------------
 
     def forward(

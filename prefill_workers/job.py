@@ -26,6 +26,7 @@ class LinkResult:
     tokens_reused: int
     tokens_computed: int
     stages_ms: dict[str, float]
+    prefix_tokens_reused: int = 0  # of those reused: text before the first chunk
 
 
 @dataclass(eq=False)
@@ -66,7 +67,7 @@ class LinkJob:
         """What no forward has computed and no load has written, up to the last chunk that is measured."""
         chunks = self.plan.chunks
         stop = max(c.span.stop for c in chunks if c.unmeasured is not None)
-        written = [run for c in chunks if c.unmeasured is None for run in c.reused]
+        written = [self.plan.known, *(run for c in chunks if c.unmeasured is None for run in c.reused)]
         inside = [run for run in written if self.reached <= run.start and run.stop <= stop]
         return merge_runs([*self.pending, *complement(inside, stop, self.reached)])
 

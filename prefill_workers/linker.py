@@ -4,7 +4,8 @@
 |------------|-----------------|--------------------------------------------------------------------------------------|
 | `prefetch` | any             | starts loading what a prompt on its way will need                                    |
 | `plan`     | any             | starts all look-ups, waits until it is known which chunks miss, not for what loads   |
-| `advance`  | the engine's    | relocates, patches and writes every chunk whose load has ended (kamera.md eq. 1)     |
+| `advance`  | the engine's    | writes what the prefix cache has; relocates, patches and writes every chunk whose    |
+|            |                 | load has ended (kamera.md eq. 1)                                                     |
 | `select`   | the engine's    | cacheblend: chooses which tokens of chunks with stored KV are computed all the same; |
 |            |                 | composed patches: weighs their parts                                                 |
 
@@ -16,6 +17,7 @@ for chunks that had no patch yet is taken up by `harvest`, off the request path.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -46,6 +48,7 @@ from prefill_workers.plan import (
     PrefetchRequest,
 )
 from prefill_workers.policies import Mode, OperatingPoint
+from prefill_workers.prefix_cache import BLOCK, Beginning, Block, PrefixCache, relocated
 from prefill_workers.selection import (
     MEASURED_LAYER,
     deviations,
@@ -55,6 +58,8 @@ from prefill_workers.selection import (
 )
 from prefill_workers.sequence import LinkSequence, Run, forwards
 from prefill_workers.settings import COMPOSE_UP_TO, FidelitySettings
+
+logger = logging.getLogger(__name__)
 
 _TIMEOUTS = 2  # of the library, until a chunk counts as not stored: whether its KV is there, and its embeddings
 
@@ -67,6 +72,7 @@ class Linker:
         submit_patch: takes a deficit off the request path and stores its patch (see `patch_compiler`).
         fidelity: says which operating points are switched off. None: nothing is checked, nothing switched off.
         compose_up_to: antecedents that a chunk may stand behind to be linked by the weighted sum of its pair patches.
+        prefixes: KV of the text before first chunks. None: it is always computed.
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class Linker:
         submit_patch: Callable[[PatchJob], object],
         fidelity: Fidelity | None = None,
         compose_up_to: int = COMPOSE_UP_TO,
+        prefixes: PrefixCache | None = None,
     ) -> None:
         self.engine = engine
         self.library = library
@@ -86,6 +93,7 @@ class Linker:
         self.harvester = Harvester(engine, library, form, submit_patch)
         self._lookups = Lookups(library, form.basis)
         self._weights = KnownWeights()
+        self._prefixes = prefixes
         self.fidelity.before_allowing(self._before_allowing)
         self._delimiters: tuple[int, ...] = ()  # token ids around the placeholders of the image seen last
 
@@ -140,10 +148,19 @@ class Linker:
             missing = [i for i, chunk in enumerate(chunks) if chunk.loading is None and chunk.lacks_embeddings]
             if missing:
                 raise PixelsNeeded(missing)
-            plan = LinkPlan(request, LinkSequence(tokens, positions, blocks=()), chunks)
+            sequence = LinkSequence(tokens, positions, blocks=())
+            plan = LinkPlan(request, sequence, chunks, *self._beginning(request, lag))
             plan.embed()
             plan.stages_ms["plan"] = (time.perf_counter() - began) * 1e3
             return plan.pinned_by(pins.pop_all().close)
+
+    def _beginning(self, request: LinkRequest, lag: int) -> tuple[Beginning | None, tuple[Block, ...]]:
+        """What the prefix cache has of a request's text before its first chunk, the prompt's last token excepted: some
+        forward ends every link. In text positions begin with `lag`."""
+        if self._prefixes is None or not policies.forms_patches(request.mode):
+            return None, ()
+        stop = request.chunks[0].start if request.chunks else len(request.token_ids) - 1
+        return self._prefixes.look_up(request.tenant, request.token_ids[:stop], lag)
 
     def keys(self, request: LinkRequest) -> list[ChunkKeys]:
         """Under which keys a request's chunks are stored, each behind those before it."""
@@ -215,7 +232,7 @@ class Linker:
             loading=lookup if coming else None,
             embeddings=fresh,
             ruled_out=ruled_out,
-            epoch=self._weights.epoch,
+            weights_epoch=self._weights.epoch,
         )
         if not coming:
             # the load may have ended only now, too late for the plan: its KV would never be written
@@ -230,6 +247,8 @@ class Linker:
     def _before_allowing(self, point: OperatingPoint) -> None:
         if point is OperatingPoint.PATCHED:
             self._weights.clear()  # it may have been they that were wrong
+            if self._prefixes is not None:
+                self._prefixes.clear()  # or this
 
     # -- advance ------------------------------------------------------------------------------------------------------
 
@@ -243,6 +262,7 @@ class Linker:
             PixelsNeeded: a load failed, and neither the request nor the library has the chunk's embeddings.
         """
         began, missing, spoiled = time.perf_counter(), [], None
+        self._place_beginning(plan)
         ended = [
             (i, chunk) for i, chunk in enumerate(plan.chunks) if chunk.loading is not None and chunk.loading.done()
         ]
@@ -267,6 +287,32 @@ class Linker:
         if plan.settled:
             plan.unpin()
         return spoiled
+
+    def _place_beginning(self, plan: LinkPlan) -> None:
+        """Write what the prefix cache has of a plan's first tokens."""
+        if plan.beginning is None or not plan.found:
+            return
+        began = time.perf_counter()
+        for run, kv in relocated(plan.found, plan.beginning.at, self.engine.layout):
+            self.engine.write_kv(kv, self.engine.slots(plan.sequence.blocks, run.start, run.stop))
+        plan.found = ()
+        plan.stages_ms["prefix"] = (time.perf_counter() - began) * 1e3
+
+    def keep_beginning(self, plan: LinkPlan, *, busy: bool) -> None:
+        """Let the prefix cache have what it wants of the text that a finished link has computed before its first chunk.
+
+        `busy`: whether others wait for the engine. What cannot be read is not kept.
+        """
+        if self._prefixes is None or plan.beginning is None:
+            return
+        wanted = self._prefixes.wanted(plan.beginning, busy=busy)
+        if not wanted:
+            return
+        try:
+            kv = self.engine.read_kv(plan.sequence.blocks, wanted.start, len(wanted))
+            self._prefixes.keep(plan.beginning, kv)
+        except RuntimeError:  # memory, most likely: the link itself has ended well
+            logger.exception("the first %d tokens of a prompt could not be kept", wanted.stop)
 
     def select(self, work: Sequence[tuple[LinkPlan, Sequence[Run]]], budget: int) -> int:
         """Choose the tokens that plans which measure compute, and write what is stored of the others.
@@ -304,7 +350,7 @@ class Linker:
         if found.patch is not None:
             base, *pairs = found.parts
             weights = measured_weights(base, pairs, measured_deficit(in_context, stored, chunk.start_position, layout))
-            self._weights.put(plan.request.tenant, chunk.patch_key, weights, chunk.epoch)
+            self._weights.put(plan.request.tenant, chunk.patch_key, weights, chunk.weights_epoch)
             self._write(plan.sequence, chunk, _summed(chunk, found, weights))
             return
         deviation = deviations(in_context, stored, chunk.start_position, layout)
@@ -374,6 +420,12 @@ class Linker:
         patch = found.patch.patch.bind(self.form.basis) if found.patch else None
         kv = apply(found.canonical.kv, patch, chunk.start_position, self.engine.layout)
         self.engine.write_kv(kv, self.engine.slots(sequence.blocks, chunk.span.start, chunk.span.stop))
+
+
+def prefix_cache(engine: PrefillEngine, nbytes: int) -> PrefixCache:
+    """A prefix cache of so many bytes for an engine's linker."""
+    block = BLOCK * engine.layout.bytes_per_token(engine.dtype)
+    return PrefixCache(nbytes // block, relocates=not engine.quantises)
 
 
 def _summed(chunk: ChunkPlan, found: Found, weights: Tensor) -> Found:

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvstore.patch import PatchKind
 from prefill_workers.lookup import Found, Lookup
 from prefill_workers.policies import Mode, OperatingPoint
+from prefill_workers.prefix_cache import Beginning, Block
 from prefill_workers.sequence import Embedded, LinkSequence, Run, complement
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class ChunkPlan:
     selected: tuple[Run, ...] = ()
     unmeasured: Found | None = None
     ruled_out: OperatingPoint | None = None
-    epoch: int = 0  # of `composing.KnownWeights`, when it was planned
+    weights_epoch: int = 0  # of `composing.KnownWeights`, when it was planned
 
     @property
     def waits(self) -> bool:
@@ -162,12 +163,16 @@ class ChunkPlan:
 class LinkPlan:
     """Everything needed to link one request; made by `Linker.plan`.
 
-    `unpin` lets go of the stored records that the plan uses; it also happens when the plan is dropped.
+    `beginning`: how far the prefix cache knows the text before the first chunk; None: it is computed, and not kept.
+    `found` is its KV, until that is written. `unpin` lets go of the stored records that the plan uses; it also happens
+    when the plan is dropped.
     """
 
     request: LinkRequest
     sequence: LinkSequence
     chunks: list[ChunkPlan]
+    beginning: Beginning | None = None
+    found: tuple[Block, ...] = ()
     stages_ms: dict[str, float] = field(default_factory=dict)
     unpin: Callable[[], object] = field(default=lambda: None)
 
@@ -181,7 +186,12 @@ class LinkPlan:
     @property
     def runs(self) -> list[Run]:
         """What a forward computes, if what is loading arrives."""
-        return complement([run for c in self.chunks for run in c.reused], len(self.sequence))
+        return complement([self.known, *(run for c in self.chunks for run in c.reused)], len(self.sequence))
+
+    @property
+    def known(self) -> Run:
+        """The first tokens, as far as the prefix cache has them."""
+        return Run(0, 0) if self.beginning is None else self.beginning.run
 
     def runs_between(self, start: int, stop: int) -> list[Run]:
         """The parts of the runs that lie in the tokens `start` up to `stop`."""

@@ -113,6 +113,12 @@ class PrefillSettings(BaseModel):
     max_queue: int = Field(256, ge=1, description="Links that may wait for blocks; further ones are answered 429.")
     lease_seconds: float = Field(60.0, gt=0, description="How long linked KV waits for a decode engine to read it.")
     max_patch_queue: int = Field(64, ge=1, description="Deficits waiting to be compiled; further ones are dropped.")
+    prefix_cache_bytes: int = Field(
+        512 << 20,
+        ge=0,
+        description="Memory for the KV of text before first chunks (tools, system prompt): what prompts begin with "
+        "like earlier ones, in whole blocks of 16 tokens, is not computed again. 0: it always is.",
+    )
     form_patches: bool = Field(True, description="Keep what requests computed: canonical KV, embeddings and patches.")
     orbit_chunks: int = Field(
         3,

@@ -317,9 +317,11 @@ class PrefillLoop:
         finished = self._links.turn()
         if not finished:
             self._wait_for_loads()
-        for job in finished:
-            self._finish(job)
+        held = [job for job in finished if self._finish(job)]
         self._links.remove(finished)  # only now: a defect fails these too
+        busy = bool(self._waiting or self._links)
+        for job in held:  # whose blocks are freed on this thread alone
+            self._linker.keep_beginning(job.plan, busy=busy)
 
     def _wait_for_loads(self) -> None:
         """Sleep until a load ends, if nothing can be computed before; not long, leases have no event to wait for."""
@@ -327,7 +329,8 @@ class PrefillLoop:
             if self._links and not self._links.go_on:
                 self._wake.wait(_POLL_SECONDS)
 
-    def _finish(self, job: LinkJob) -> None:
+    def _finish(self, job: LinkJob) -> bool:
+        """Tell who waits for a link that it has ended; whether anybody does, so that its blocks are still held."""
         assert job.lease is not None
         plan = job.plan
         self._last_finished = time.perf_counter()
@@ -341,11 +344,14 @@ class PrefillLoop:
             tokens_reused=plan.tokens_reused,
             tokens_computed=plan.tokens_computed,
             stages_ms=plan.stages_ms,
+            prefix_tokens_reused=len(plan.known),
         )
         try:
             job.done.set_result(result)
         except InvalidStateError:  # cancelled meanwhile: nobody will read these blocks
             self._free(job)
+            return False
+        return True
 
     def _free(self, job: LinkJob) -> None:
         job.plan.unpin()

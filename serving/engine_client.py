@@ -259,6 +259,7 @@ class LinkedEngineClient(_NotOurs):
         report.prompt_tokens = len(segments.token_ids)
         report.tokens_reused = result.tokens_reused
         report.tokens_computed = result.tokens_computed
+        report.prefix_tokens_reused = result.prefix_tokens_reused
         report.vision_tokens_encoded = encoded
         report.stages_ms |= result.stages_ms
         report.stages_ms["link"] = (time.perf_counter() - began) * 1e3 - vision_ms

@@ -105,6 +105,7 @@ class OrbitReport(BaseModel):
     prompt_tokens: int = 0
     tokens_reused: int = 0
     tokens_computed: int = 0
+    prefix_tokens_reused: int = 0  # of those reused: text before the first chunk
     vision_tokens_encoded: int = 0
     ttft_ms: float | None = None
     stages_ms: dict[str, float] = {}

@@ -24,6 +24,7 @@ class Metrics:
         self.requests = counter("requests", "Generation requests by HTTP status.", ("status",))
         self.chunks = counter("chunks", "Chunks linked, by operating point.", ("operating_point",))
         self.reused = counter("prompt_tokens_reused", "Prompt tokens that needed no forward.")
+        self.prefix = counter("prefix_tokens_reused", "Of these, text before the first chunk.")
         self.computed = counter("prompt_tokens_computed", "Prompt tokens that a forward computed.")
         self.encoded = counter("vision_tokens_encoded", "Placeholder tokens whose pixels were encoded.")
         self.ttft = Histogram(
@@ -49,6 +50,7 @@ class Metrics:
         for chunk in report.chunks:
             self.chunks.labels(operating_point=chunk.operating_point).inc()
         self.reused.inc(report.tokens_reused)
+        self.prefix.inc(report.prefix_tokens_reused)
         self.computed.inc(report.tokens_computed)
         self.encoded.inc(report.vision_tokens_encoded)
         if report.ttft_ms is not None:

@@ -130,7 +130,7 @@ class EmbeddedRoles:
         from decode_workers.engine import DecodeEngine, DecodeSpec
         from kvstore.library import Library
         from prefill_workers.engine import PrefillEngine
-        from prefill_workers.linker import Linker
+        from prefill_workers.linker import Linker, prefix_cache
         from prefill_workers.pace import measure
         from prefill_workers.patch_compiler import PatchCompiler, load_form
         from prefill_workers.worker import PrefillLoop
@@ -143,8 +143,9 @@ class EmbeddedRoles:
         self._library = Library(config.library, self.engine.fingerprint)
         form = load_form(config.patch, self._library)
         compiler = PatchCompiler(self._library, form)
-        self._linker = Linker(self.engine, self._library, form, compiler.compile)
         settings = config.prefill
+        prefixes = prefix_cache(self.engine, settings.prefix_cache_bytes)
+        self._linker = Linker(self.engine, self._library, form, compiler.compile, prefixes=prefixes)
         self._loop = PrefillLoop(
             self.engine,
             self._linker,

@@ -25,7 +25,7 @@ def test_seen_images_are_linked_in_any_order_without_vision_or_prefill(service: 
     orbit = again["orbit"]
     assert points(again) == ["patched"] * 3
     assert orbit["vision_tokens_encoded"] == 0
-    assert orbit["tokens_reused"] == sum(chunk["tokens"] for chunk in orbit["chunks"])
+    assert orbit["tokens_reused"] == orbit["prefix_tokens_reused"] + sum(chunk["tokens"] for chunk in orbit["chunks"])
     assert (
         orbit["tokens_reused"] + orbit["tokens_computed"] == orbit["prompt_tokens"] == again["usage"]["prompt_tokens"]
     )
@@ -48,7 +48,17 @@ def test_exact_computes_but_does_not_encode_again(service: Service):
     service.settle()
     again = service.chat(messages, "exact")
     assert points(again) == ["recomputed"]
-    assert again["orbit"]["tokens_reused"] == again["orbit"]["vision_tokens_encoded"] == 0
+    assert again["orbit"]["tokens_reused"] == again["orbit"]["prefix_tokens_reused"]
+    assert again["orbit"]["vision_tokens_encoded"] == 0
+
+
+def test_a_system_prompt_is_computed_once(service: Service):
+    system = {"role": "system", "content": "You look at pages for people who have no time, and answer in one word."}
+    service.chat([system, *user(picture(151), "What is this?")], "exact")
+    orbit = service.chat([system, *user(picture(152), "And this?")], "exact")["orbit"]
+    assert points({"orbit": orbit}) == ["encoded"]
+    assert orbit["tokens_reused"] == orbit["prefix_tokens_reused"] >= 16
+    assert orbit["tokens_reused"] + orbit["tokens_computed"] == orbit["prompt_tokens"]
 
 
 @pytest.mark.parametrize(("number", "mode"), [(141, "mpic-32"), (145, "cacheblend-15")])
@@ -60,7 +70,7 @@ def test_some_tokens_of_a_stored_chunk_are_computed_on_request(service: Service,
     assert (orbit["mode"], new["operating_point"], stored["operating_point"]) == (mode, "encoded", "selected")
     count = 32 if mode == "mpic-32" else -(-stored["tokens"] * 15 // 100)
     assert stored["reason"] == f"mode {mode}: {count} of {stored['tokens']} tokens computed in context"
-    assert orbit["tokens_reused"] == stored["tokens"] - count
+    assert orbit["tokens_reused"] == orbit["prefix_tokens_reused"] + stored["tokens"] - count
     assert orbit["tokens_reused"] + orbit["tokens_computed"] == orbit["prompt_tokens"]
 
 

@@ -23,7 +23,7 @@ from kvstore.settings import FactorType, LibrarySettings
 from prefill_workers.engine import EngineSpec, PrefillEngine
 from prefill_workers.fidelity import Fidelity
 from prefill_workers.job import LinkResult
-from prefill_workers.linker import Linker
+from prefill_workers.linker import Linker, prefix_cache
 from prefill_workers.patch_compiler import PatchCompiler
 from prefill_workers.plan import LinkPlan, LinkRequest, PixelsNeeded
 from prefill_workers.policies import Mode
@@ -124,6 +124,7 @@ class Rig:
         family: Family = QWEN2_5_VL,
         fidelity: FidelitySettings | None = None,
         compose_up_to: int = 0,
+        prefix_cache_bytes: int = 0,
         **loop_options,
     ) -> None:
         self.engine, self.family = engine, family
@@ -132,7 +133,10 @@ class Rig:
         form = form or PatchForm(rank, factors=FactorType.model)
         self.compiler = PatchCompiler(self.library, form)
         self.fidelity = Fidelity(fidelity or FidelitySettings(share=0))
-        self.linker = Linker(engine, self.library, form, self.compiler.compile, self.fidelity, compose_up_to)
+        self.prefixes = prefix_cache(engine, prefix_cache_bytes)
+        self.linker = Linker(
+            engine, self.library, form, self.compiler.compile, self.fidelity, compose_up_to, self.prefixes
+        )
         limits = {field.name for field in fields(CompileLimits)} & loop_options.keys()
         options = {
             "compiles": CompileLimits(**{name: loop_options.pop(name) for name in limits}),

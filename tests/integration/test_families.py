@@ -95,6 +95,28 @@ def test_relocation_is_exact(engines: Engines, rigs: dict[str, Rig], shift: int)
 
 
 @PRECISIONS
+def test_text_ahead_of_the_chunks_is_computed_once(engines: Engines, make_rig: Callable[..., Rig], precision: str):
+    """Also behind M-RoPE, where the frame of a prompt with two images is not that of one with one."""
+    engine: PrefillEngine = getattr(engines, precision)
+    cached = make_rig(engine, family=engines.family, prefix_cache_bytes=1 << 26)
+    plain = make_rig(engine, family=engines.family)
+    system = "Read everything with care and answer in as few words as you can. "
+    one, two = [system, engines.chunk(1), " What?"], [system, engines.chunk(2), " and ", engines.chunk(1), " Which?"]
+    first = cached.link(one, "exact")
+    assert first.result.prefix_tokens_reused == 0
+    for parts in (one, two):
+        linked, expected = cached.link(parts, "exact"), plain.link(parts, "exact")
+        known = linked.result.prefix_tokens_reused
+        assert 16 <= known <= linked.plan.request.chunks[0].start < known + 16
+        assert linked.result.tokens_computed == len(linked.plan.sequence) - known
+        if parts is one:
+            assert torch.equal(linked.kv[:, :known], first.kv[:, :known])
+        rounding, far = (1e-5, 1e-4) if precision == "fp32" else (0.02, 0.15)
+        assert apart(linked.kv, expected.kv) < rounding
+        assert difference(linked.logprobs, expected.logprobs) < far
+
+
+@PRECISIONS
 def test_a_full_rank_patch_restores_what_neighbours_add(engines: Engines, rigs: dict[str, Rig], precision: str):
     rig = rigs[precision]
     rig.link(engines.pages)

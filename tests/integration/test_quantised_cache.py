@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from infra.families import FAMILIES
 
@@ -23,6 +24,18 @@ def test_a_quantised_cache_is_relocated_to_the_rounding_of_its_numbers(make_rig,
     assert linked.points == ["patched"] * 3
     off = [float((arm.logprobs - exact.logprobs).abs().max()) for arm in (linked, blind)]
     assert off[0] < off[1]
+
+
+def test_text_ahead_of_the_chunks_is_not_quantised_a_second_time(make_rig, only_engines: Any):
+    """A prompt of two images stands in another frame than one of one: its text would have to be relocated."""
+    rig = make_rig(only_engines.get("bfloat16", kv_cache_dtype="fp8_e4m3"), prefix_cache_bytes=1 << 24)
+    system = "Read everything with care and answer in as few words as you can. "
+    first = rig.link([system, 1, " What?"], "exact")
+    assert rig.link([system, 1, " and ", 2, " Which?"], "exact").result.prefix_tokens_reused == 0
+    again = rig.link([system, 1, " What now?"], "exact")
+    known = again.result.prefix_tokens_reused
+    assert known > 0
+    assert torch.equal(again.kv[:, :known], first.kv[:, :known])
 
 
 def test_a_cache_that_the_backend_cannot_keep_is_refused(only_engines: Any):
