@@ -76,7 +76,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "kv_cache_dtype": spec.kv_cache_dtype,
         "seed": spec.seed,
         "enforce_eager": True,  # forwards over runs have no fixed shape to capture
-        "enable_prefix_caching": False,  # the library is the cache
+        "enable_prefix_caching": False,  # the library and `prefix_cache` are the caches
         "max_num_seqs": 2,  # vLLM's own scheduler only serves the self-check
         "max_num_batched_tokens": max(spec.max_batch_tokens, 2048),
         "disable_log_stats": True,

@@ -20,6 +20,7 @@ from serving.bench import (
     shared_cores,
     store,
     sustained,
+    system_prompt,
     ttft,
 )
 from serving.bench.fidelity import bench as fidelity
@@ -27,6 +28,7 @@ from serving.bench.harness import Benchmark
 
 _MODULES = (
     ttft,
+    system_prompt,
     break_even,
     handoff,
     overhead,
