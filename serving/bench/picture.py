@@ -33,8 +33,13 @@ def draw_tables(title: str, tables: Mapping[str, Rows], uncertainty: str, path: 
     )
     for axes in grid.flat[len(shown) :]:
         axes.remove()
+    curves = dict.fromkeys(row for rows in shown.values() if _are_curves(rows) for row in rows)
+    colours = {row: f"C{i}" for i, row in enumerate(curves)}  # the same in all pictures
     for axes, (name, rows) in zip(grid.flat, shown.items(), strict=False):
-        (_curves if _are_curves(rows) else _numbers)(axes, rows)
+        if _are_curves(rows):
+            _curves(axes, rows, colours)
+        else:
+            _numbers(axes, rows)
         axes.set_title(name, fontsize="large")
     figure.suptitle(title)
     figure.savefig(path, dpi=150 if len(shown) == 1 else 70)
@@ -56,9 +61,9 @@ def _height(rows: Rows) -> float:
     return 4.5 if _are_curves(rows) else max(1.6 + 0.27 * len(rows), 2.5)
 
 
-def _curves(axes: Any, rows: Rows) -> None:
+def _curves(axes: Any, rows: Rows, colours: Mapping[str, str]) -> None:
     for name, points in rows.items():
-        axes.plot(list(points), list(points.values()), marker="o", label=name)
+        axes.plot(list(points), list(points.values()), marker="o", label=name, color=colours[name])
     axes.grid(visible=True, alpha=0.3)
     axes.legend(fontsize="small")
 
