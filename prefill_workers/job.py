@@ -28,6 +28,11 @@ class LinkResult:
     stages_ms: dict[str, float]
     prefix_tokens_reused: int = 0  # of those reused: text before the first chunk
 
+    @property
+    def chunk_tokens_reused(self) -> int:
+        """Of those reused: tokens of chunks."""
+        return self.tokens_reused - self.prefix_tokens_reused
+
 
 @dataclass(eq=False)
 class LinkJob:

@@ -48,7 +48,7 @@ from prefill_workers.plan import (
     PrefetchRequest,
 )
 from prefill_workers.policies import Mode, OperatingPoint
-from prefill_workers.prefix_cache import BLOCK, Beginning, Block, PrefixCache, relocated
+from prefill_workers.prefix_cache import Beginning, Block, PrefixCache, relocated
 from prefill_workers.selection import (
     MEASURED_LAYER,
     deviations,
@@ -420,12 +420,6 @@ class Linker:
         patch = found.patch.patch.bind(self.form.basis) if found.patch else None
         kv = apply(found.canonical.kv, patch, chunk.start_position, self.engine.layout)
         self.engine.write_kv(kv, self.engine.slots(sequence.blocks, chunk.span.start, chunk.span.stop))
-
-
-def prefix_cache(engine: PrefillEngine, nbytes: int) -> PrefixCache:
-    """A prefix cache of so many bytes for an engine's linker."""
-    block = BLOCK * engine.layout.bytes_per_token(engine.dtype)
-    return PrefixCache(nbytes // block, relocates=not engine.quantises)
 
 
 def _summed(chunk: ChunkPlan, found: Found, weights: Tensor) -> Found:

@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,6 +29,9 @@ from torch import Tensor
 from kvstore.layout import Layout
 from kvstore.patch import relocate
 from prefill_workers.sequence import Run
+
+if TYPE_CHECKING:
+    from prefill_workers.engine import PrefillEngine
 
 BLOCK = 16  # tokens
 AT_ONCE = 64  # blocks that are kept of one prompt
@@ -76,6 +80,12 @@ class PrefixCache:
         self._lock = threading.Lock()
         self._blocks: OrderedDict[bytes, Block] = OrderedDict()
         self._came: OrderedDict[bytes, None] = OrderedDict()
+
+    @classmethod
+    def of(cls, engine: PrefillEngine, nbytes: int) -> PrefixCache:
+        """A cache of so many bytes for an engine's linker."""
+        block = BLOCK * engine.layout.bytes_per_token(engine.dtype)
+        return cls(nbytes // block, relocates=not engine.quantises)
 
     def __len__(self) -> int:
         return len(self._blocks)

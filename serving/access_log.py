@@ -251,7 +251,7 @@ class AccessLog:
             "sample": self._settings.sample,
             "prefix": prefix_key(request.prefix),
             "prefix_tokens": len(request.prefix),
-            "reused": result.tokens_reused - result.prefix_tokens_reused,
+            "reused": result.chunk_tokens_reused,
             "computed": result.tokens_computed,
             "forward_ms": round(result.stages_ms.get("forward", 0.0), 3),
             "place_ms": round(result.stages_ms.get("place", 0.0), 3),

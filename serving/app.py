@@ -82,9 +82,10 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
         enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, nixl=True)
         from kvstore.library import Library
         from prefill_workers.engine import PrefillEngine
-        from prefill_workers.linker import Linker, prefix_cache
+        from prefill_workers.linker import Linker
         from prefill_workers.pace import measure
         from prefill_workers.patch_compiler import load_form
+        from prefill_workers.prefix_cache import PrefixCache
         from prefill_workers.worker import PrefillLoop
 
         self._engine = PrefillEngine(engine_spec(config, settings.tensor_parallel_size, hand_off=True))
@@ -104,7 +105,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
             self._submit,
             self.watch_fidelity(settings.fidelity),
             settings.compose_up_to,
-            prefix_cache(self._engine, settings.prefix_cache_bytes),
+            PrefixCache.of(self._engine, settings.prefix_cache_bytes),
         )
         self._linker = linker
         self._loop = PrefillLoop(

@@ -70,8 +70,8 @@ class LinkCosts:
         summed = sum(chunk.tokens for chunk in result.chunks if chunk.kind is PatchKind.composed)
         if forward and result.tokens_computed >= _FORWARD_TOKENS:
             self._add(self._computed, forward, result.tokens_computed)
-        if placing and (placed := result.tokens_reused - result.prefix_tokens_reused):
-            self._add(self._placed, placing, placed)
+        if placing and result.chunk_tokens_reused:
+            self._add(self._placed, placing, result.chunk_tokens_reused)
         if summed:
             self._add(self._weighed, weighing, summed)
 

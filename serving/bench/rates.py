@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,14 +86,10 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
     checkpoint = load_arms.checkpoint_of(model, quick)
     prefill = {"part_forwards": 0}
     with load_arms.both(checkpoint, console, [*OURS, PLACED], prefill) as (alone, service):
-
-        def compiled() -> None:
-            load_arms.wait_until_compiled(service, console, scale.compiling)
-
         arms = _arms(alone, service, scale)
-        arms[0] = replace(arms[0], prepare=compiled)
+        compiled = partial(load_arms.wait_until_compiled, service, console, scale.compiling)
+        arms[0] = replace(arms[0], prepare=compiled)  # it is vLLM's, and the first to be measured
         came = {arm.name: load_arms.warm_up(arm, scale.warmup, console) for arm in arms}
-        compiled()
         capacity = 1e3 / load_arms.median_e2e_ms(came["prefix"][scale.warmup // 2 :])
         rates = [float(f"{multiple * capacity:.3g}") for multiple in scale.multiples]
         runs = _measure(arms, {rate: scale.requests_at(rate) for rate in rates}, scale.turns, console)

@@ -130,9 +130,10 @@ class EmbeddedRoles:
         from decode_workers.engine import DecodeEngine, DecodeSpec
         from kvstore.library import Library
         from prefill_workers.engine import PrefillEngine
-        from prefill_workers.linker import Linker, prefix_cache
+        from prefill_workers.linker import Linker
         from prefill_workers.pace import measure
         from prefill_workers.patch_compiler import PatchCompiler, load_form
+        from prefill_workers.prefix_cache import PrefixCache
         from prefill_workers.worker import PrefillLoop
 
         spec = engine_spec(config, 1, hand_off=True)
@@ -144,7 +145,7 @@ class EmbeddedRoles:
         form = load_form(config.patch, self._library)
         compiler = PatchCompiler(self._library, form)
         settings = config.prefill
-        prefixes = prefix_cache(self.engine, settings.prefix_cache_bytes)
+        prefixes = PrefixCache.of(self.engine, settings.prefix_cache_bytes)
         self._linker = Linker(self.engine, self._library, form, compiler.compile, prefixes=prefixes)
         self._loop = PrefillLoop(
             self.engine,

@@ -19,6 +19,7 @@ import numpy as np
 from rich.console import Console
 
 from infra.checkpoints import checkpoint_path
+from prefill_workers.prefix_cache import AT_ONCE, BLOCK
 from serving.bench.harness import Arm, Benchmark, Outcome, in_turns
 from serving.bench.requests import Timed, timed_chat
 from serving.bench.servers import Server, ours, vllm_alone
@@ -63,11 +64,11 @@ def _measure(
 
     def cached() -> float:
         timed = ask(service)
-        if timed.orbit["prefix_tokens_reused"] < length - 16 * _BLOCKS_UNKNOWN:
+        if timed.orbit["prefix_tokens_reused"] < length - BLOCK * _BLOCKS_UNKNOWN:
             raise RuntimeError(f"of {timed.prompt_tokens} tokens {timed.orbit['prefix_tokens_reused']} were known")
         return timed.ttft_ms
 
-    for _ in range(-(-length // 1024) + 1):  # a worker keeps 1024 tokens of a prompt at once
+    for _ in range(-(-length // (AT_ONCE * BLOCK)) + 1):  # a worker keeps so much of a prompt at once
         ask(service)
     arms = {
         "vllm": lambda: ask(alone).ttft_ms,

@@ -23,10 +23,11 @@ from kvstore.settings import FactorType, LibrarySettings
 from prefill_workers.engine import EngineSpec, PrefillEngine
 from prefill_workers.fidelity import Fidelity
 from prefill_workers.job import LinkResult
-from prefill_workers.linker import Linker, prefix_cache
+from prefill_workers.linker import Linker
 from prefill_workers.patch_compiler import PatchCompiler
 from prefill_workers.plan import LinkPlan, LinkRequest, PixelsNeeded
 from prefill_workers.policies import Mode
+from prefill_workers.prefix_cache import PrefixCache
 from prefill_workers.sequence import Embedded, LinkSequence, Run
 from prefill_workers.settings import CompileLimits, FidelitySettings
 from prefill_workers.worker import PrefillLoop, drain
@@ -133,7 +134,7 @@ class Rig:
         form = form or PatchForm(rank, factors=FactorType.model)
         self.compiler = PatchCompiler(self.library, form)
         self.fidelity = Fidelity(fidelity or FidelitySettings(share=0))
-        self.prefixes = prefix_cache(engine, prefix_cache_bytes)
+        self.prefixes = PrefixCache.of(engine, prefix_cache_bytes)
         self.linker = Linker(
             engine, self.library, form, self.compiler.compile, self.fidelity, compose_up_to, self.prefixes
         )
