@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -179,19 +179,25 @@ class PrefillEngine:
         work: Sequence[tuple[LinkSequence, Sequence[Run]]],
         arriving: Sequence[ArrivingLayers] = (),
         deadline: float = 0.0,
-    ) -> None:
+        ends: Sequence[int] = (),
+    ) -> Tensor | None:
         """One forward over the runs of several sequences: computes and stores the KV of their tokens.
 
         Args:
             arriving: KV to be written by the same forward, each layer before it is attended to; only if
                 `takes_arriving`. `deadline` (monotonic seconds) is until when the forward waits for layers.
+            ends: sequences (indices into `work`, ascending) whose next token is asked for.
+
+        Returns:
+            Logits [len(ends), vocabulary] fp32 of the last tokens computed of these; None if there are none.
         """
+        rows = [row - 1 for row in accumulate(len(runs) for _, runs in work)]
         extra = (arriving, deadline) if arriving else ()
-        self._call("forward_runs", assemble(work, self.block_size), False, *extra)
+        return self._call("forward_runs", assemble(work, self.block_size), [rows[i] for i in ends], *extra)
 
     def forward_first(self, work: Sequence[tuple[LinkSequence, Sequence[Run]]], layers: int) -> None:
         """`forward` through the first `layers` layers only: the others' KV stays what it was."""
-        self._call("forward_runs", assemble(work, self.block_size), False, (), 0.0, layers)
+        self._call("forward_runs", assemble(work, self.block_size), (), (), 0.0, layers)
 
     @property
     def takes_arriving(self) -> bool:
@@ -211,7 +217,8 @@ class PrefillEngine:
         """
         shallow = None if first is None else (assemble(first[0], self.block_size), first[1])
         batch = assemble(work, self.block_size)
-        return self._call("forward_runs", batch, True, arriving, math.inf, None, shallow)
+        rows = range(len(batch.rows.lengths))
+        return self._call("forward_runs", batch, rows, arriving, math.inf, None, shallow)
 
     def slots(self, blocks: Sequence[int], start: int, stop: int) -> Tensor:
         """Cache slots [stop - start] of the tokens `start` up to `stop` of a sequence."""

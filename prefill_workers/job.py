@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ class LinkResult:
     tokens_computed: int
     stages_ms: dict[str, float]
     prefix_tokens_reused: int = 0  # of those reused: text before the first chunk
+    first_token: int | None = None  # of the answer, if the request asked for it
 
     @property
     def chunk_tokens_reused(self) -> int:
@@ -46,6 +48,7 @@ class LinkJob:
     pending: list[Run] = field(default_factory=list)
     arriving: list[Arriving] = field(default_factory=list)  # what the forward over `pending` writes as it comes in
     by_layer: bool = True  # whether layers are worth waiting for: not again once some came too late
+    first_token: int | None = None  # of the answer, once the forward that ends the prompt has given it
 
     @property
     def computes(self) -> bool:
@@ -68,6 +71,16 @@ class LinkJob:
         return self.tokens + sum(map(len, self.plan.runs_between(self.reached, len(self.plan.sequence))))
 
     @property
+    def room(self) -> int:
+        """Tokens that the link takes blocks for; a decode engine that goes on behind the first token pulls its slot."""
+        return len(self.plan.sequence) + (self.plan.request.sampling is not None)
+
+    def ends_with(self, runs: Sequence[Run]) -> bool:
+        """Whether the answer's first token is wanted, and comes from a forward over these runs."""
+        whole = len(self.plan.sequence)
+        return self.plan.request.sampling is not None and bool(runs) and runs[-1].stop == whole
+
+    @property
     def to_measure(self) -> list[Run]:
         """What no forward has computed and no load has written, up to the last chunk that is measured."""
         chunks = self.plan.chunks
@@ -85,4 +98,4 @@ class LinkJob:
         """What was computed from this token on is worth nothing."""
         if token < self.reached:
             self.pending = [Run(run.start, min(run.stop, token)) for run in self.pending if run.start < token]
-            self.reached = token
+            self.reached, self.first_token = token, None

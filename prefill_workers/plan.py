@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from kvstore.patch import PatchKind
+from prefill_workers.first_token import Sampling
 from prefill_workers.lookup import Found, Lookup
 from prefill_workers.policies import Mode, OperatingPoint
 from prefill_workers.prefix_cache import Beginning, Block
@@ -59,7 +60,7 @@ class LinkRequest:
     """What a prefill worker is asked to link.
 
     `prefix` are the token ids of the fixed prefix (system prompt and tools) that patches are keyed by; `readers` is how
-    many decode sequences will pull the KV (`n` of the request).
+    many decode sequences will pull the KV (`n` of the request). With `sampling` the answer's first token is wanted too.
     """
 
     request_id: str
@@ -69,6 +70,7 @@ class LinkRequest:
     tenant: str = "local"
     prefix: tuple[int, ...] = ()
     readers: int = 1
+    sampling: Sampling | None = None
 
 
 @dataclass(frozen=True)

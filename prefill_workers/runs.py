@@ -133,7 +133,7 @@ class RunsExtension:
     def forward_runs(
         self,
         batch: RunBatch,
-        logits: bool = False,
+        logits: Sequence[int] = (),
         arriving: Sequence[ArrivingLayers] = (),
         deadline: float = 0.0,
         layers: int | None = None,
@@ -142,13 +142,14 @@ class RunsExtension:
         """Compute and store the KV of every token in `batch`.
 
         Args:
-            layers: how many layers run, the first; None: all of them. Without all there are no logits.
+            logits: rows whose logits are wanted. Without all layers there are none.
+            layers: how many layers run, the first; None: all of them.
             arriving: KV that is stored meanwhile, each layer of it before that layer attends. A layer that is not there
                 at `deadline` is left out; whoever gave it knows.
             shallow: the same tokens as other rows in other slots, and in how many layers, the first, they are these.
 
         Returns:
-            Logits [rows, vocabulary] fp32 of each row's last token if asked for, else None.
+            Logits [len(logits), vocabulary] fp32 of these rows' last tokens, None if there are no such rows.
         """
         runner, names = self.model_runner, self._group.layer_names
         to = self._device
@@ -171,7 +172,7 @@ class RunsExtension:
             if to.type != "cpu":
                 torch.accelerator.synchronize()  # whoever is told of this KV may read it at once, past any stream
             return None
-        last = batch.rows.lengths.cumsum(0) - 1
+        last = batch.rows.lengths.cumsum(0)[list(logits)] - 1
         scores = runner.model.compute_logits(hidden[last.to(to)])
         return None if scores is None else scores.float().cpu()  # gathered on the first rank
 

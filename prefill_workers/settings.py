@@ -119,6 +119,12 @@ class PrefillSettings(BaseModel):
         description="Memory for the KV of text before first chunks (tools, system prompt): what prompts begin with "
         "like earlier ones, in whole blocks of 16 tokens, is not computed again. 0: it always is.",
     )
+    first_token: bool = Field(
+        True,
+        description="Let the worker that links a prompt draw the answer's first token, so that the client has it "
+        "before the hand-off. Requests that only a decode engine can serve from the start (log-probabilities, stop "
+        "strings, constraints, presence and frequency penalties, n) are left to it. False: all are.",
+    )
     form_patches: bool = Field(True, description="Keep what requests computed: canonical KV, embeddings and patches.")
     orbit_chunks: int = Field(
         3,

@@ -21,6 +21,7 @@ from itertools import takewhile
 
 from prefill_workers.arriving import Arriving
 from prefill_workers.engine import PrefillEngine
+from prefill_workers.first_token import draw
 from prefill_workers.job import FORWARD_TOKENS, LinkJob
 from prefill_workers.linker import Linker
 from prefill_workers.pace import Pace
@@ -170,11 +171,13 @@ class LinksUnderWay:
                 arriving += [(job, chunk) for chunk in job.arriving]
                 job.arriving = []
         tokens = self._budget - budget
+        ending = [i for i, (job, now) in enumerate(work) if job.ends_with(now)]
         try:
-            self._engine.forward(
+            logits = self._engine.forward(
                 [(job.plan.sequence, runs) for job, runs in work],
                 [chunk for _, chunk in arriving],
                 self._pace.deadline(tokens),
+                ending,
             )
         except Exception as error:
             for job in self._jobs:
@@ -189,6 +192,10 @@ class LinksUnderWay:
             self._pace.learn(tokens, spent - sum(chunk.waited for _, chunk in arriving))
         for job, _ in work:
             job.plan.stages_ms["forward"] = job.plan.stages_ms.get("forward", 0.0) + spent * 1e3
+        for i, scores in zip(ending, () if logits is None else logits, strict=True):
+            job = work[i][0]
+            assert job.plan.request.sampling is not None
+            job.first_token = draw(scores, job.plan.request.sampling, job.plan.sequence.token_ids)
         for job, late in ((job, chunk.chunk) for job, chunk in arriving if chunk.late):
             late.written, job.by_layer = None, False
             job.go_back_to(late.span.start)

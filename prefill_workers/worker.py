@@ -139,10 +139,10 @@ class PrefillLoop:
             Overloaded: too many links wait already.
             PromptTooLarge: the pool could never hold the prompt.
         """
-        needed = self._pool.blocks_for(len(plan.sequence))
+        job = LinkJob(plan, Future(), time.perf_counter(), by_layer=not plan.request.mode.selects)
+        needed = self._pool.blocks_for(job.room)
         if needed > self._pool.total:
             raise PromptTooLarge(f"the prompt needs {needed} KV blocks, the prefill worker has {self._pool.total}")
-        job = LinkJob(plan, Future(), time.perf_counter(), by_layer=not plan.request.mode.selects)
         with self._wake:
             if self._stopping:
                 raise Overloaded("the prefill worker is shutting down")
@@ -302,7 +302,7 @@ class PrefillLoop:
                 self._waiting.popleft()
                 continue
             try:
-                job.lease = self._pool.allocate(len(job.plan.sequence), job.plan.request.readers)
+                job.lease = self._pool.allocate(job.room, job.plan.request.readers)
             except PoolExhausted:
                 if self._background.make_room():
                     continue
@@ -339,12 +339,13 @@ class PrefillLoop:
         self._background.check(plan, job.lease.id)
         result = LinkResult(
             lease=job.lease.id,
-            transfer=self._engine.transfer_parameters(job.lease.id, job.lease.blocks, len(plan.sequence)),
+            transfer=self._engine.transfer_parameters(job.lease.id, job.lease.blocks, job.room),
             chunks=tuple(chunk.outcome for chunk in plan.chunks),
             tokens_reused=plan.tokens_reused,
             tokens_computed=plan.tokens_computed,
             stages_ms=plan.stages_ms,
             prefix_tokens_reused=len(plan.known),
+            first_token=job.first_token,
         )
         try:
             job.done.set_result(result)

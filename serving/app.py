@@ -371,7 +371,7 @@ class Ingress:
 
         self._roles = RayRoles(handles)
         front_end = front_end_config(config.model, config.ingress.processor_cache_gib)
-        client = LinkedEngineClient(front_end, self._roles, config.sums_up_to)
+        client = LinkedEngineClient(front_end, self._roles, config.sums_up_to, config.prefill.first_token)
         self._log: AccessLog | None = None
         if config.access_log.directory is not None:
             replica = str(serve.get_replica_context().replica_id.unique_id)

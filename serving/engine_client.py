@@ -4,7 +4,8 @@ vLLM's serving code (chat templates, tools, logprobs, stop, n, structured output
 an engine: `generate`, from a rendered prompt to a stream of outputs. Here that is the way through the roles:
 
     rendered prompt → segments → link on a prefill worker → NIXL → stock decode engine → outputs
-                          └ pixels needed? → vision encoder → link again with embeddings
+                          ├ pixels needed? → vision encoder → link again with embeddings
+                          └ first token → output (see `answers`)
 
 The prefill worker loads what is stored from the moment that the images are known (`prefetch`), while the prompt
 is rendered and its other images are encoded (mpic.md §3.2).
@@ -18,7 +19,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -36,6 +37,7 @@ from prefill_workers.plan import LinkRequest, PixelsNeeded, PrefetchRequest
 from prefill_workers.policies import Mode
 from prefill_workers.worker import Overloaded
 from serving.access_log import AccessLog
+from serving.answers import Answer, BegunAnswer, sampling_of
 from serving.api.compiling import CompilingRoles
 from serving.api.errors import OverloadedError
 from serving.api.extension import ChunkReport, RequestTrace, current_trace
@@ -120,7 +122,9 @@ class LinkedEngineClient(_NotOurs):
 
     access_log: AccessLog | None = None  # where requests are logged, if they are
 
-    def __init__(self, vllm_config: VllmConfig, roles: Roles, compose_up_to: int = 0) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, roles: Roles, compose_up_to: int = 0, first_tokens: bool = True
+    ) -> None:
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.renderer = renderer_from_config(vllm_config)
@@ -129,6 +133,7 @@ class LinkedEngineClient(_NotOurs):
         self._encodings = Encodings(roles.encode)
         self._delimiters = Delimiters.of(self.model_config)
         self.arranger = Arranger(compose_up_to=compose_up_to)
+        self._first_tokens = first_tokens
         self._failure: BaseException | None = None
 
     @property
@@ -191,38 +196,68 @@ class LinkedEngineClient(_NotOurs):
             tenant=trace.tenant,
             prefix=trace.prefix_tokens,
             readers=params.n or 1,
+            sampling=sampling_of(params) if self._first_tokens else None,
         )
         trace.mark("rendered")
+        answer = Answer(segments.token_ids, params)
         for attempt in (1, 2):
-            started = False
             try:
                 linked = await self._link(request, segments, trace)
-                began = time.perf_counter()
-                outputs = self._roles.generate(
-                    segments.token_ids, linked.transfer, params, f"{request_id}-{attempt}", **options
-                )
-                try:
-                    async with aclosing(outputs):
-                        async for output in outputs:
-                            if not started:
-                                started = True
-                                trace.first_token(decode_ms=(time.perf_counter() - began) * 1e3)
-                                if self.access_log is not None:
-                                    self.access_log.offer(request, trace.groups, linked)
-                            output.request_id = request_id
-                            output.prompt_token_ids = segments.token_ids
-                            output.num_cached_tokens = linked.tokens_reused
-                            yield output
-                finally:
-                    if not started:  # perhaps no decode engine ever heard of the lease
-                        await self._roles.abandon(linked.transfer, request.readers)
+                if linked.first_token is not None and not answer.begun:
+                    answer = BegunAnswer(linked.first_token, segments.token_ids, params, self.input_processor)
+                outputs = self._outputs(answer, linked, request, f"{request_id}-{attempt}", trace, options)
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        output.request_id = request_id
+                        output.prompt_token_ids = segments.token_ids
+                        output.num_cached_tokens = linked.tokens_reused
+                        yield output
                 return
             except RoleUnavailable as error:
-                if started or attempt == 2:
+                if answer.decoded or attempt == 2:
                     raise GenerationError(f"a worker was lost: {error}") from error
                 logger.warning("request %s: %s; trying another replica", request_id, error)
             except Overloaded as error:
                 raise OverloadedError(str(error)) from error
+
+    async def _outputs(
+        self,
+        answer: Answer,
+        linked: LinkResult,
+        request: LinkRequest,
+        decode_id: str,
+        trace: RequestTrace,
+        options: dict[str, Any],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """An answer's outputs, from its first token on; the lease is given back unless a decode engine takes it."""
+        try:
+            if answer.begun:
+                self._served(request, trace, linked, "prefill")
+                if (first := answer.first()) is not None:
+                    yield first
+                if answer.finished:
+                    return
+            began = time.perf_counter()
+            outputs = self._roles.generate(answer.prompt, linked.transfer, answer.params, decode_id, **options)
+            async with aclosing(outputs):
+                async for output in outputs:
+                    if not answer.decoded:
+                        trace.decoding((time.perf_counter() - began) * 1e3)
+                        self._served(request, trace, linked, "decode")
+                    yield answer.joined(output)
+        finally:
+            if not answer.decoded:  # perhaps no decode engine ever heard of the lease
+                await self._roles.abandon(linked.transfer, request.readers)
+
+    def _served(
+        self, request: LinkRequest, trace: RequestTrace, linked: LinkResult, by: Literal["prefill", "decode"]
+    ) -> None:
+        """Note once that a request has its first token, and the role that gave it."""
+        if trace.report.first_token is not None:
+            return
+        trace.first_token(by)
+        if self.access_log is not None:
+            self.access_log.offer(request, trace.groups, linked)
 
     async def _link(self, request: LinkRequest, segments: Segments, trace: RequestTrace) -> LinkResult:
         began = time.perf_counter()

@@ -108,6 +108,7 @@ class OrbitReport(BaseModel):
     prefix_tokens_reused: int = 0  # of those reused: text before the first chunk
     vision_tokens_encoded: int = 0
     ttft_ms: float | None = None
+    first_token: Literal["prefill", "decode"] | None = None  # the role that gave it
     stages_ms: dict[str, float] = {}
 
 
@@ -144,10 +145,14 @@ class RequestTrace:
         """Record the time since the request was received as `stage`."""
         self.report.stages_ms[stage] = (time.perf_counter() - self.received) * 1e3
 
-    def first_token(self, decode_ms: float) -> None:
-        """Record the first token's arrival; `decode_ms` is what hand-off and first decode step took."""
+    def first_token(self, by: Literal["prefill", "decode"]) -> None:
+        """Record the first token's arrival, and the role that gave it."""
         self.report.ttft_ms = (time.perf_counter() - self.received) * 1e3
-        self.report.stages_ms["decode"] = decode_ms
+        self.report.first_token = by
+
+    def decoding(self, ms: float) -> None:
+        """Record what hand-off and first decode step took."""
+        self.report.stages_ms["decode"] = ms
 
     def document(self) -> dict[str, Any]:
         """The report as a response carries it; times rounded to a microsecond."""

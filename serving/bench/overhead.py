@@ -1,15 +1,13 @@
 """What a request costs beside the engines: HTTP, parsing, rendering, routing, Ray.
 
-Text requests at one in flight. Engine time is what the roles report for themselves: the forward on the prefill worker,
-and a decode step, which is the time between two tokens of a longer answer.
+Text requests at one in flight. Engine time is what the prefill worker reports for itself: its forward, which gives the
+first token.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
-import time
-from collections.abc import Callable
 
 import httpx
 from rich.console import Console
@@ -31,46 +29,32 @@ def run(quick: bool, console: Console) -> Outcome:
     stages: dict[str, list[float]] = {}
     with ours(checkpoint_path(CHECKPOINT), console, quick) as service, httpx.Client(timeout=60) as client:
 
-        def ask(max_tokens: int) -> Timed:
+        def ask() -> Timed:
             messages = [{"role": "user", "content": f"request {next(numbers):06d}"}]
-            return timed_chat(client, service.url, service.model, messages, max_tokens=max_tokens)
+            return timed_chat(client, service.url, service.model, messages)
 
         for _ in range(10):
-            ask(2)
-        step = decode_step_ms(ask, 5 if quick else 15)
+            ask()
         for _ in range(turns):
-            timed = ask(2)
+            timed = ask()
             spent = timed.orbit["stages_ms"]
             ttft.append(timed.ttft_ms)
-            engine.append(spent["forward"] + step)
+            engine.append(spent["forward"])
             for name, ms in spent.items():
                 stages.setdefault(name, []).append(ms)
     overhead = sorted(total - used for total, used in zip(ttft, engine, strict=True))
     arms = [
         Arm("ttft", "time to first token at the client", {"text": ttft}),
-        Arm("engine", "forward on the prefill worker and one decode step", {"text": engine}),
+        Arm("engine", "forward on the prefill worker", {"text": engine}),
         Arm("overhead", "the difference, request by request", {"text": overhead}),
         *(Arm(f"stage {name}", "as the response reports it", {"text": times}) for name, times in stages.items()),
     ]
     figures = {
         "median_ms": statistics.median(overhead),
         "p99_ms": overhead[min(len(overhead) - 1, int(len(overhead) * 0.99))],
-        "decode_step_ms": step,
     }
     workload = {"model": CHECKPOINT, "requests": turns, "in_flight": 1, "embedded": quick}
     return Outcome(workload, arms, figures)
-
-
-def decode_step_ms(ask: Callable[[int], object], turns: int) -> float:
-    """Milliseconds a further token takes: answers of 34 tokens against answers of 2."""
-    few: list[float] = []
-    many: list[float] = []
-    for _ in range(turns):
-        for tokens, times in ((2, few), (34, many)):
-            began = time.perf_counter()
-            ask(tokens)
-            times.append((time.perf_counter() - began) * 1e3)
-    return (statistics.median(many) - statistics.median(few)) / 32
 
 
 BENCHMARK = Benchmark(

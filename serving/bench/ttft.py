@@ -5,7 +5,7 @@
 | vllm    | `vllm serve` with prefix caching: the text before the image differs, so it misses          |
 | exact   | ours, mode `exact`: every token computed, pixels not encoded again                         |
 | patched | ours, mode `auto`: the segment is linked, 32 text tokens are computed                      |
-| limit   | an engine that computes those 32 tokens and one decode step; everything else is free       |
+| limit   | an engine that computes those 32 tokens and takes the likeliest next; all else is free      |
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DESCRIPTIONS = {
     "vllm": "vLLM's OpenAI server with prefix caching; the text before the image changes every time",
     "exact": "OrbitServe, mode exact",
     "patched": "OrbitServe, mode auto, patch stored",
-    "limit": "forward over the 32 text tokens behind finished KV and one decode step, called in-process",
+    "limit": "forward over the 32 text tokens behind finished KV and the likeliest next, called in-process",
 }
 
 
@@ -46,18 +46,19 @@ class Limit:
         self._engine = engine
 
     def time_ms(self, image_tokens: int) -> float:
-        """Milliseconds of one forward over the text runs around `image_tokens + 2` finished tokens, and one step."""
+        """Milliseconds until the next token, from the text runs around `image_tokens + 2` finished tokens."""
         from prefill_workers.sequence import LinkSequence, Run
 
         start, length = TEXT_TOKENS // 2, TEXT_TOKENS + image_tokens + 2
-        ids = torch.full((length + 1,), 65, dtype=torch.int32)
-        positions = torch.arange(length + 1).expand(3, -1)
+        ids = torch.full((length,), 65, dtype=torch.int32)
+        positions = torch.arange(length).expand(3, -1)
         sequence = LinkSequence(ids, positions, range(1, 2 + length // self._engine.block_size))
         runs = [Run(0, start), Run(start + image_tokens + 2, length)]
 
         def work() -> None:
-            self._engine.forward([(sequence, runs)])
-            self._engine.logits([(sequence, [Run(length, length + 1)])]).argmax(-1)
+            logits = self._engine.forward([(sequence, runs)], ends=[0])
+            assert logits is not None
+            logits.argmax(-1)
 
         return clock_ms(work)
 

@@ -80,6 +80,7 @@ def client_of(roles: Roles) -> LinkedEngineClient:
     client._encodings = Encodings(roles.encode)
     client._delimiters = Delimiters(frozenset(), frozenset())
     client.arranger = Arranger()
+    client._first_tokens = True
     return client
 
 
