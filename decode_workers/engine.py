@@ -24,6 +24,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from decode_workers.admission import Admission
+from infra.vllm_env import cpu_engine_arguments
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,9 @@ class DecodeEngine:
     """One stock vLLM engine behind `Admission`."""
 
     def __init__(self, spec: DecodeSpec) -> None:
-        arguments: dict[str, Any] = {} if spec.block_size is None else {"block_size": spec.block_size}
+        arguments = cpu_engine_arguments()
+        if spec.block_size is not None:
+            arguments["block_size"] = spec.block_size
         self._engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=spec.model,
@@ -71,8 +74,6 @@ class DecodeEngine:
                 enforce_eager=not torch.cuda.is_available(),
                 enable_prefix_caching=False,
                 kv_cache_dtype=spec.kv_cache_dtype,
-                # the CPU kernel of rotary_embedding is wrong on the strided views that MLA passes for k_pe
-                compilation_config={} if torch.cuda.is_available() else {"custom_ops": ["-rotary_embedding"]},
                 language_model_only=True,
                 disable_log_stats=True,
                 kv_transfer_config=KVTransferConfig(

@@ -7,6 +7,7 @@ imports vLLM: Ray Serve roles get them through their `runtime_env`, tests and sc
 from __future__ import annotations
 
 from importlib import metadata
+from typing import Any
 
 from infra.vllm_plugin import SHARED_CORES
 
@@ -60,3 +61,16 @@ def is_cpu_build() -> bool:
     except metadata.PackageNotFoundError:
         return False
     return True
+
+
+def cpu_engine_arguments() -> dict[str, Any]:
+    """What every engine on a CPU is told besides; {} on a machine with a GPU.
+
+    Both concern MLA: the kernel of rotary_embedding is wrong on the strided views that it passes for k_pe; and the
+    attention that vLLM prefers on CPUs with AMX takes no fp32. Other models heed neither.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return {}
+    return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}, "attention_backend": "CPU_MLA"}

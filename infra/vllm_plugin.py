@@ -1,5 +1,8 @@
 """A vLLM plugin (entry point `vllm.general_plugins`): vLLM loads it in every process of an engine.
 
+On a CPU with AMX it asks the kernel for leave to use its tiles. vLLM's attention over bf16 uses them without, and an
+engine in whose process nothing else has asked (a decode engine's small steps do not) dies of an illegal instruction.
+
 On a CPU host that several engines share it undoes three things that suit a large host with one engine:
 
 - NIXL gives each agent a thread that polls UCX without pause: 0.9 of a core per idle engine, so that two engines took a
@@ -24,7 +27,11 @@ _POLL_MICROSECONDS = 500  # between two polls of UCX: 0.03 of a core
 
 
 def register() -> None:
-    """Let engines share cores where `infra.vllm_env` asked for it; do nothing elsewhere."""
+    """Enable AMX; let engines share cores where `infra.vllm_env` asked for it."""
+    import torch
+
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
     if os.environ.get(SHARED_CORES) != "1":
         return
     from vllm.distributed import nixl_utils

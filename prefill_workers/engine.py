@@ -23,6 +23,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 
+from infra.vllm_env import cpu_engine_arguments
 from kvstore.layout import Layout
 from kvstore.patch import relocate
 from kvstore.rotary import RotaryScheme
@@ -81,8 +82,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "max_num_batched_tokens": max(spec.max_batch_tokens, 2048),
         "disable_log_stats": True,
         "worker_extension_cls": "prefill_workers.runs.RunsExtension",
-        # The CPU kernel of rotary_embedding is wrong on the strided views that MLA passes for k_pe.
-        "compilation_config": {"custom_ops": ["-rotary_embedding"]} if not torch.cuda.is_available() else {},
+        **cpu_engine_arguments(),
     }
     if spec.block_size is not None:
         arguments["block_size"] = spec.block_size

@@ -116,11 +116,13 @@ class BegunAnswer(Answer):
             ),
         )
         self._text.update([token], self._reason == "stop")
+        self._told = False
 
     def first(self) -> RequestOutput | None:
-        """See `Answer.first`; None too if only a finished answer is wanted, and this one is not."""
-        if self._kind == RequestOutputKind.FINAL_ONLY and not self.finished:
+        """See `Answer.first`; None too if only a finished answer is wanted and this is none, and a second time."""
+        if self._told or (self._kind == RequestOutputKind.FINAL_ONLY and not self.finished):
             return None
+        self._told = True
         completion = CompletionOutput(
             index=0,
             text=self._next_text(self.finished),

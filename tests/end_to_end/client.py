@@ -24,6 +24,7 @@ from vllm import LLM, SamplingParams
 
 from infra.checkpoints import checkpoint_path
 from infra.ports import free_port
+from infra.vllm_env import cpu_engine_arguments
 from serving.config import OrbitServeConfig
 from serving.launch import APPLICATION, application
 
@@ -179,11 +180,11 @@ class Reference:
             model=str(checkpoint_path(checkpoint)),
             dtype=dtype,
             trust_remote_code=trust_remote_code,
-            compilation_config={"custom_ops": ["-rotary_embedding"]},  # wrong on what MLA passes, on CPU
             max_model_len=MAX_MODEL_LEN,
             enforce_eager=True,
             enable_prefix_caching=False,
             limit_mm_per_prompt={"image": 8},
+            **cpu_engine_arguments(),
         )
 
     def chat(self, messages: list[dict[str, Any]], max_tokens: int = 12, top: int = 5) -> Any:

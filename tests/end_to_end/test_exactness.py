@@ -46,6 +46,18 @@ def test_the_answer_is_that_of_one_multimodal_engine(service: Service, reference
             assert ours[f"token_id:{token}"] == pytest.approx(entry.logprob, abs=1e-4)
 
 
+@pytest.mark.parametrize("mode", ["exact", "off", "auto"])
+@pytest.mark.parametrize("case", CASES)
+def test_so_is_one_whose_first_token_the_prefill_worker_gives(service: Service, reference: Any, case: str, mode: str):
+    """Log-probabilities, as asked for above, are the decode engine's."""
+    expected = reference.chat(CASES[case])
+    answer = service.chat(CASES[case], mode, return_token_ids=True)
+    assert answer["orbit"]["first_token"] == "prefill"
+    assert answer["choices"][0]["token_ids"] == list(expected.token_ids)
+    assert answer["choices"][0]["message"]["content"] == expected.text
+    assert answer["choices"][0]["finish_reason"] == expected.finish_reason
+
+
 def test_a_first_auto_request_is_exact_too(service: Service, reference: Any):
     messages = user(picture(21), "then", picture(22), "Which came first?")
     answer = service.chat(messages, "auto", **ASK)

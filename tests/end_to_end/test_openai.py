@@ -51,6 +51,35 @@ def test_n_gives_choices_that_differ_and_a_seed_repeats_them(service: Service):
     assert ask(2) != first
 
 
+def test_a_seed_repeats_an_answer(service: Service):
+    def ask(seed: int) -> str:
+        answer = service.chat(user(picture(206), "Go on."), temperature=1.0, top_p=0.95, seed=seed)
+        assert answer["orbit"]["first_token"] == "prefill"
+        return answer["choices"][0]["message"]["content"]
+
+    first = ask(1)
+    assert ask(1) == first
+    assert ask(2) != first
+
+
+def test_an_answer_may_be_one_token_long(service: Service):
+    before = service.holdings()
+    whole = service.chat(user("Tell me."), max_tokens=4, return_token_ids=True)["choices"][0]
+    one = service.chat(user("Tell me."), max_tokens=1, return_token_ids=True)
+    assert one["choices"][0]["token_ids"] == whole["token_ids"][:1]
+    assert (one["choices"][0]["finish_reason"], one["usage"]["completion_tokens"]) == ("length", 1)
+    stopped = service.chat(user("Tell me."), max_tokens=4, stop_token_ids=whole["token_ids"][:1])
+    assert (stopped["choices"][0]["finish_reason"], stopped["usage"]["completion_tokens"]) == ("stop", 1)
+    assert not stopped["choices"][0]["message"]["content"]
+    assert stopped["orbit"]["first_token"] == "prefill"
+    service.wait_until_nothing_is_left_since(before)
+
+
+def test_what_needs_the_decode_engine_from_the_start_gets_it(service: Service):
+    for fields in ({"logprobs": True}, {"stop": ["never said"]}, {"presence_penalty": 0.5}, {"n": 2}):
+        assert service.chat(user("Tell me."), **fields)["orbit"]["first_token"] == "decode"
+
+
 def test_stop_ends_the_answer_before_the_word(service: Service):
     whole = service.chat(user("Tell me."), max_tokens=20)["choices"][0]["message"]["content"]
     word = whole[8:11]

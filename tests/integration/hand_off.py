@@ -149,6 +149,8 @@ def prefill(name: str, dtype: str, ranks: int, decoding: Decoding) -> dict[str, 
     from rig import Page, Rig, tiny_engine, vllm_prompt
     from vllm import SamplingParams
 
+    from prefill_workers.first_token import Sampling
+
     family = FAMILIES[name]
     enter_vllm()
     gc.freeze()
@@ -157,21 +159,29 @@ def prefill(name: str, dtype: str, ranks: int, decoding: Decoding) -> dict[str, 
         rig = Rig(engine, Path(directory), family=family)
         chunk = (lambda n: n) if family.image else Page
         parts = ["See ", chunk(1), " and ", chunk(2), " and then say what follows."]
-        prompt, _ = vllm_prompt(parts, rig.documents, family.image)
+        spare = -len(rig.plan(parts).sequence) % engine.block_size
+        full = [*parts[:-1], parts[-1] + "." * spare]  # fills its last block: a first token needs another one
         params = SamplingParams(max_tokens=TOKENS, temperature=0, logprobs=2, detokenize=False, ignore_eos=True)
-        expected = answer(engine._llm.generate([prompt], params, use_tqdm=False)[0].outputs[0])
+        expected = {}
+        for name, prompt in (("parts", parts), ("full", full)):
+            whole, _ = vllm_prompt(prompt, rig.documents, family.image)
+            expected[name] = answer(engine._llm.generate([whole], params, use_tqdm=False)[0].outputs[0])
 
         report: dict[str, Any] = {"expected": expected, "linked": []}
-        for _ in range(2):  # computed in context, then patched at full rank
-            plan = rig.plan(parts)
+        # computed in context, then patched at full rank; in the end the first token is drawn with the link
+        for name, sampling in (("parts", None), ("parts", None), ("full", Sampling())):
+            plan = rig.plan(parts if name == "parts" else full, sampling=sampling)
             result = rig.loop.submit(plan).result(60)
             points = [str(outcome.operating_point) for outcome in result.chunks]
+            token_ids = plan.sequence.token_ids.tolist()
+            first = [] if result.first_token is None else [result.first_token]
+            said = decoding.ask([*token_ids, *first], result.transfer)
             report["linked"].append(
-                {"points": points, **decoding.ask(plan.sequence.token_ids.tolist(), result.transfer)}
+                {"prompt": name, "length": len(token_ids), "points": points, "first": first, **said}
             )
             rig.settle()
         rig.wait_until_free()
-        report["leases"] = rig.loop.stats().leases
+        report["leases"], report["block_size"] = rig.loop.stats().leases, engine.block_size
         decoding.end()
         rig.close()
     engine.shutdown()

@@ -67,25 +67,40 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 def assert_everything_was_handed_over(report: dict[str, Any]) -> None:
-    assert report["linked"][1]["points"] == ["patched", "patched"]
+    assert [linked["points"] for linked in report["linked"][1:]] == [["patched", "patched"]] * 2
+    assert [len(linked["first"]) for linked in report["linked"]] == [0, 0, 1]
+    assert report["linked"][2]["length"] % report["block_size"] == 0
     assert report["leases"] == 0
 
 
-def assert_decodes_like_one_engine(report: dict[str, Any]) -> None:
-    expected = report["expected"]
+def answers(report: dict[str, Any]) -> Iterator[tuple[list[int], list[float], dict[str, Any]]]:
+    """Tokens and log-probabilities of every linked prompt, with what one engine answers to it.
+
+    The first token's log-probability stays on the prefill worker; the decode engine says one token more behind it.
+    """
     for linked in report["linked"]:
-        assert linked["tokens"] == expected["tokens"]
-        assert linked["logprobs"] == pytest.approx(expected["logprobs"], abs=1e-4)
+        expected, first = report["expected"][linked["prompt"]], linked["first"]
+        count = len(expected["tokens"])
+        yield (
+            [*first, *linked["tokens"]][:count],
+            [*expected["logprobs"][: len(first)], *linked["logprobs"]][:count],
+            expected,
+        )
+
+
+def assert_decodes_like_one_engine(report: dict[str, Any]) -> None:
+    for tokens, logprobs, expected in answers(report):
+        assert tokens == expected["tokens"]
+        assert logprobs == pytest.approx(expected["logprobs"], abs=1e-4)
     assert_everything_was_handed_over(report)
 
 
 def assert_decodes_like_one_engine_but_for_near_ties(report: dict[str, Any]) -> None:
-    expected = report["expected"]
-    for linked in report["linked"]:
-        tokens = zip(linked["tokens"], expected["tokens"], strict=True)
-        apart = next((i for i, (ours, theirs) in enumerate(tokens) if ours != theirs), len(expected["tokens"]))
+    for tokens, logprobs, expected in answers(report):
+        pairs = enumerate(zip(tokens, expected["tokens"], strict=True))
+        apart = next((i for i, (ours, theirs) in pairs if ours != theirs), len(tokens))
         assert expected["leads"][apart:][:1] < [NEAR]
-        assert linked["logprobs"][:apart] == pytest.approx(expected["logprobs"][:apart], abs=NEAR)
+        assert logprobs[:apart] == pytest.approx(expected["logprobs"][:apart], abs=NEAR)
     assert_everything_was_handed_over(report)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from vllm.exceptions import GenerationError
-from vllm.sampling_params import SamplingParams
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from prefill_workers.job import LinkResult
 from prefill_workers.plan import ChunkOutcome, LinkRequest, PixelsNeeded, PrefetchRequest
@@ -25,13 +26,19 @@ from serving.errors import RoleUnavailable
 from serving.segments import Delimiters, Segments
 
 OUTPUTS = 3
+EOS = 99
 
 
 class Roles:
-    """Roles that fail as told. `failures` maps a primitive to what its next calls raise."""
+    """Roles that fail as told. `failures` maps a primitive to what its next calls raise.
 
-    def __init__(self, **failures: list[Exception | None]) -> None:
+    `first_tokens` are what the next links that are asked for one give.
+    """
+
+    def __init__(self, first_tokens: Sequence[int] = (), **failures: list[Exception | None]) -> None:
         self.failures = failures
+        self.first_tokens = list(first_tokens)
+        self.generated: list[tuple[list[int], SamplingParams]] = []
         self.calls: list[str] = []
         self.abandoned: list[tuple[str, int]] = []
         self.linked: list[LinkRequest] = []
@@ -56,14 +63,17 @@ class Roles:
         self._maybe_fail("link")
         outcome = ChunkOutcome(5, OperatingPoint.ENCODED if indices else OperatingPoint.PATCHED, 0, "because")
         lease = f"lease-{len(self.linked)}"
-        return LinkResult(lease, {"remote_request_id": lease}, (outcome,), 5, 7, {"forward": 1.0})
+        first = self.first_tokens.pop(0) if self.first_tokens and request.sampling is not None else None
+        return LinkResult(lease, {"remote_request_id": lease}, (outcome,), 5, 7, {"forward": 1.0}, first_token=first)
 
     async def generate(
         self, token_ids: list[int], transfer: dict[str, Any], params: Any, request_id: str, **options: Any
     ) -> AsyncGenerator[Any, None]:
+        self.generated.append((token_ids, params))
         self._maybe_fail("generate")
-        for _ in range(OUTPUTS):
-            yield SimpleNamespace(request_id=request_id, prompt_token_ids=None, num_cached_tokens=None)
+        for i in range(OUTPUTS):
+            completion = CompletionOutput(0, "", [100 + i], None, None)
+            yield RequestOutput(request_id, None, None, None, [completion], i == OUTPUTS - 1)
             self._maybe_fail("between")
 
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
@@ -81,13 +91,24 @@ def client_of(roles: Roles) -> LinkedEngineClient:
     client._delimiters = Delimiters(frozenset(), frozenset())
     client.arranger = Arranger()
     client._first_tokens = True
+    client.input_processor = SimpleNamespace(
+        tokenizer=None,
+        generation_config_fields={},
+        renderer=SimpleNamespace(get_eos_token_id=lambda: EOS),
+        model_config=SimpleNamespace(max_model_len=1000),
+    )
     return client
 
 
-async def ask(roles: Roles, n: int = 1, trace: RequestTrace | None = None) -> list[Any]:
+async def ask(roles: Roles, trace: RequestTrace | None = None, **params: Any) -> list[Any]:
     set_trace(trace or RequestTrace())
     prompt = {"type": "token", "prompt_token_ids": list(range(12))}
-    return [output async for output in client_of(roles).generate(prompt, SamplingParams(n=n), "request")]
+    sampling = SamplingParams(output_kind=RequestOutputKind.DELTA, **params)
+    return [output async for output in client_of(roles).generate(prompt, sampling, "request")]
+
+
+def tokens_of(outputs: list[Any]) -> list[int]:
+    return [token for output in outputs for token in output.outputs[0].token_ids]
 
 
 async def test_outputs_carry_the_callers_id_the_prompt_and_what_was_reused():
@@ -141,6 +162,94 @@ async def test_a_worker_lost_in_the_middle_of_an_answer_is_not_retried():
         await ask(roles)
     assert roles.calls.count("link") == 1
     assert roles.abandoned == []
+
+
+# -- answers that begin on the prefill worker -------------------------------------------------------------------------
+
+
+async def test_the_first_token_comes_with_the_link_and_the_decode_engine_goes_on_behind_it():
+    roles, trace = Roles(first_tokens=[7]), RequestTrace()
+    outputs = await ask(roles, trace=trace, max_tokens=20)
+    assert tokens_of(outputs) == [7, 100, 101, 102]
+    assert {(o.request_id, tuple(o.prompt_token_ids), o.num_cached_tokens) for o in outputs} == {
+        ("request", tuple(range(12)), 5)
+    }
+    ((prompt, params),) = roles.generated
+    assert (prompt, params.max_tokens) == ([*range(12), 7], 19)
+    assert trace.report.first_token == "prefill"
+    assert "decode" in trace.report.stages_ms
+    assert roles.abandoned == []
+
+
+async def test_the_first_token_is_there_before_a_decode_engine_is_asked():
+    roles = Roles(first_tokens=[7], generate=[ValueError("the pool is too small")])
+    client = client_of(roles)
+    set_trace(RequestTrace())
+    outputs = client.generate(
+        {"type": "token", "prompt_token_ids": [1, 2]}, SamplingParams(output_kind=RequestOutputKind.DELTA), "request"
+    )
+    assert tokens_of([await anext(outputs)]) == [7]
+    assert roles.calls == ["link"]
+    with pytest.raises(ValueError, match="too small"):
+        await anext(outputs)
+    assert roles.abandoned == [("lease-1", 1)]
+
+
+@pytest.mark.parametrize(("token", "asked"), [(7, {"max_tokens": 1}), (EOS, {})])
+async def test_an_answer_of_one_token_gives_its_lease_back(token: int, asked: dict[str, Any]):
+    roles = Roles(first_tokens=[token])
+    outputs = await ask(roles, **asked)
+    assert tokens_of(outputs) == [token]
+    assert outputs[-1].finished
+    assert (roles.generated, roles.abandoned) == ([], [("lease-1", 1)])
+
+
+async def test_a_client_that_leaves_at_the_first_token_leaves_no_lease():
+    roles = Roles(first_tokens=[7])
+    set_trace(RequestTrace())
+    prompt = {"type": "token", "prompt_token_ids": [1, 2]}
+    outputs = client_of(roles).generate(prompt, SamplingParams(output_kind=RequestOutputKind.DELTA), "request")
+    await anext(outputs)
+    await outputs.aclose()
+    assert (roles.calls, roles.abandoned) == (["link"], [("lease-1", 1)])
+
+
+async def test_a_decode_worker_lost_behind_the_first_token_costs_a_second_link_and_no_token():
+    """What was said stands, whatever the second link would have said."""
+    offered: list[Any] = []
+    roles, trace = Roles(first_tokens=[7, 8], generate=[RoleUnavailable("gone")]), RequestTrace()
+    client = client_of(roles)
+    client.access_log = SimpleNamespace(offer=lambda *arguments: offered.append(arguments))
+    set_trace(trace)
+    prompt = {"type": "token", "prompt_token_ids": [1, 2]}
+    sampling = SamplingParams(output_kind=RequestOutputKind.DELTA)
+    assert tokens_of([output async for output in client.generate(prompt, sampling, "request")]) == [7, 100, 101, 102]
+    assert [prompt for prompt, _ in roles.generated] == [[1, 2, 7]] * 2
+    assert roles.abandoned == [("lease-1", 1)]
+    assert len(offered) == 1
+
+
+@pytest.mark.parametrize(("asked", "wanted"), [({}, True), ({"logprobs": 1}, False), ({"stop": ["x"]}, False)])
+async def test_only_what_the_prefill_worker_can_draw_is_asked_of_it(asked: dict[str, Any], wanted: bool):
+    roles, trace = Roles(first_tokens=[7]), RequestTrace()
+    outputs = await ask(roles, trace=trace, **asked)
+    (request,) = roles.linked
+    assert (request.sampling is not None) == wanted
+    assert tokens_of(outputs)[0] == (7 if wanted else 100)
+    assert trace.report.first_token == ("prefill" if wanted else "decode")
+
+
+async def test_first_tokens_may_be_switched_off():
+    roles = Roles(first_tokens=[7])
+    client = client_of(roles)
+    client._first_tokens = False
+    set_trace(RequestTrace())
+    prompt = {"type": "token", "prompt_token_ids": [1, 2]}
+    sampling = SamplingParams(output_kind=RequestOutputKind.DELTA)
+    assert tokens_of([output async for output in client.generate(prompt, sampling, "request")]) == [100, 101, 102]
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 async def test_a_refused_request_gives_its_lease_back():
