@@ -76,7 +76,12 @@ def test_an_answer_may_be_one_token_long(service: Service):
 
 
 def test_what_needs_the_decode_engine_from_the_start_gets_it(service: Service):
-    for fields in ({"logprobs": True}, {"stop": ["never said"]}, {"presence_penalty": 0.5}, {"n": 2}):
+    for fields in (
+        {"logprobs": True},
+        {"stop": ["never said"]},
+        {"presence_penalty": 0.5},
+        {"n": 2, "temperature": 1.0},
+    ):
         assert service.chat(user("Tell me."), **fields)["orbit"]["first_token"] == "decode"
 
 
