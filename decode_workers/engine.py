@@ -3,6 +3,9 @@
 It is given plain token ids whose KV a prefill worker has linked, pulls that KV over NIXL and generates. It never sees
 an image: the linker has shifted the keys so that the last prompt token's position equals its index.
 
+vLLM computes a prompt's last token even if the KV of all of it was pulled. So the answer's first token, if the prefill
+worker has drawn it, is given as the prompt's last: the slot that is pulled for it holds nothing yet.
+
 Two things that are harmless in an ordinary engine would be wrong here, and are ruled out:
 - prefix caching: placeholder token ids of different images are equal, their KV is not;
 - preemption: vLLM would recompute a preempted prompt from its token ids, without its images. `Admission` therefore
@@ -11,7 +14,7 @@ Two things that are harmless in an ordinary engine would be wrong here, and are 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +110,8 @@ class DecodeEngine:
         """
         params = params.clone()
         if transfer is not None:
-            params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": transfer}
+            pulled = {**transfer, "remote_block_ids": self._blocks_of(len(token_ids), transfer["remote_block_ids"])}
+            params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": pulled}
         budget = params.max_tokens if params.max_tokens is not None else self.max_model_len - len(token_ids)
         admitted = False
         try:
@@ -119,6 +123,11 @@ class DecodeEngine:
         finally:
             if transfer is not None and not admitted:
                 await self.abandon(transfer, params.n or 1)
+
+    def _blocks_of(self, tokens: int, groups: Sequence[Sequence[int]]) -> tuple[list[int], ...]:
+        """Of each group's blocks those that hold a prompt's tokens. Of more than it needs vLLM takes the last ones."""
+        count = -(-tokens // self.admission.block_size)
+        return tuple(list(blocks[:count]) for blocks in groups)
 
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         """Let the prefill worker free KV that `readers` sequences of this engine will never pull."""

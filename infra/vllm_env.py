@@ -66,8 +66,8 @@ def is_cpu_build() -> bool:
 def cpu_engine_arguments() -> dict[str, Any]:
     """What every engine on a CPU is told besides; {} on a machine with a GPU.
 
-    Both concern MLA: the kernel of rotary_embedding is wrong on the strided views that it passes for k_pe; and the
-    attention that vLLM prefers on CPUs with AMX takes no fp32. Other models heed neither.
+    Both for MLA: the kernel of rotary_embedding is wrong on the strided views that it passes for k_pe, and what vLLM
+    prefers as its attention on CPUs with AMX takes no fp32. For other models vLLM logs that it cannot use CPU_MLA.
     """
     import torch
 

@@ -155,8 +155,8 @@ class Linker:
             return plan.pinned_by(pins.pop_all().close)
 
     def _beginning(self, request: LinkRequest, lag: int) -> tuple[Beginning | None, tuple[Block, ...]]:
-        """What the prefix cache has of a request's text before its first chunk, the prompt's last token excepted: some
-        forward ends every link. In text positions begin with `lag`."""
+        """What the prefix cache has of a request's text before its first chunk, the prompt's last token excepted: a
+        forward ends every link that no chunk ends. In text positions begin with `lag`."""
         if self._prefixes is None or not policies.forms_patches(request.mode):
             return None, ()
         stop = request.chunks[0].start if request.chunks else len(request.token_ids) - 1

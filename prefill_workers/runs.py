@@ -149,7 +149,8 @@ class RunsExtension:
             shallow: the same tokens as other rows in other slots, and in how many layers, the first, they are these.
 
         Returns:
-            Logits [len(logits), vocabulary] fp32 of these rows' last tokens, None if there are no such rows.
+            Logits [len(logits), vocabulary] fp32 of these rows' last tokens; None without such rows, and on other
+            ranks than the first.
         """
         runner, names = self.model_runner, self._group.layer_names
         to = self._device
@@ -168,13 +169,15 @@ class RunsExtension:
                 intermediate_tensors=None,
                 inputs_embeds=embeds,
             )
-        if not logits:
+        scores = None
+        if logits:
+            last = batch.rows.lengths.cumsum(0)[list(logits)] - 1
+            scores = runner.model.compute_logits(hidden[last.to(to)])  # by all ranks
+        if scores is None or get_tensor_model_parallel_rank() != 0:
             if to.type != "cpu":
                 torch.accelerator.synchronize()  # whoever is told of this KV may read it at once, past any stream
             return None
-        last = batch.rows.lengths.cumsum(0)[list(logits)] - 1
-        scores = runner.model.compute_logits(hidden[last.to(to)])
-        return None if scores is None else scores.float().cpu()  # gathered on the first rank
+        return scores.float().cpu()
 
     def _metadata(self, batch: RunBatch, slots: Tensor) -> Any:
         """The attention backend's description of a batch, whose slots are on the device."""

@@ -40,10 +40,15 @@ _HEEDED = {
 _PLAIN = SamplingParams()
 
 
-def sampling_of(params: SamplingParams) -> Sampling | None:
-    """How a prefill worker draws a request's first token; None where that must be left to the decode engine."""
+def sampling_of(params: SamplingParams, vocabulary: int) -> Sampling | None:
+    """How a prefill worker draws a request's first token; None where that must be left to the decode engine.
+
+    To that one too are left stop tokens that the `vocabulary` does not have, for it to refuse.
+    """
     others = (name for name in SamplingParams.__struct_fields__ if name not in _HEEDED and not name.startswith("_"))
-    if any(_asked(getattr(params, name)) != _asked(getattr(_PLAIN, name)) for name in others):
+    if any(_asks(getattr(params, name), getattr(_PLAIN, name)) for name in others):
+        return None
+    if any(not 0 <= token < vocabulary for token in params.stop_token_ids or ()):
         return None
     return Sampling(
         temperature=params.temperature,
@@ -55,101 +60,84 @@ def sampling_of(params: SamplingParams) -> Sampling | None:
     )
 
 
-def _asked(value: Any) -> Any:
-    """A parameter's value; None for an empty list or mapping. Whatever cannot be compared is unlike all others."""
-    return (None if not value else id(value)) if isinstance(value, list | dict | set) else value
+def _asks(value: Any, plain: Any) -> bool:
+    """Whether a parameter is set, if `plain` is its value where it is not; nor is it to an empty list or mapping."""
+    if plain is None or isinstance(plain, list | dict):
+        return value is not None and not (isinstance(value, list | dict) and not value)
+    return bool(value != plain)
 
 
 class Answer:
-    """An answer that a decode engine gives from the start.
+    """An answer on its way, which a decode engine gives from the start or, once it has `begun`, goes on with.
 
     Attributes:
-        prompt: token ids that the decode engine is given.
-        params: what it is asked for.
-        begun: whether the first token is known before.
+        prompt: token ids that the decode engine is given: the prompt, and the first token if it is known.
+        params: what it is asked for; behind a known first token the rest of the answer, as token ids.
+        begun: whether the first token is known.
         finished: whether that is the last one too.
         decoded: whether the decode engine has given some of the answer.
     """
 
-    begun = finished = False
+    def __init__(self, prompt: list[int], params: SamplingParams, processor: InputProcessor) -> None:
+        self.prompt, self.params, self._processor = prompt, params, processor
+        self.begun = self.finished = self.decoded = False
+        self._first: RequestOutput | None = None
+        self._delta = params.output_kind == RequestOutputKind.DELTA
+        self._ids: list[int] = []
+        self._text = IncrementalDetokenizer()
 
-    def __init__(self, prompt: list[int], params: SamplingParams) -> None:
-        self.prompt, self.params, self.decoded = prompt, params, False
+    def begin(self, token: int) -> None:
+        """The first token is known."""
+        params, processor = self.params, self._processor
+        self._text = IncrementalDetokenizer.from_new_request(
+            processor.tokenizer if params.detokenize else None, _request(self.prompt, params)
+        )
+        self.begun, self._ids, self.prompt = True, [token], [*self.prompt, token]
+        self.params = params.clone()
+        self.params.detokenize = False
+        if params.max_tokens is not None:
+            self.params.max_tokens = params.max_tokens - 1
+        reason, stop_reason = _end(token, len(self.prompt), params, processor)
+        self.finished = reason is not None
+        self._text.update([token], reason == "stop")
+        if self.finished or params.output_kind != RequestOutputKind.FINAL_ONLY:
+            text = self._text.get_next_output_text(self.finished, self._delta)
+            completion = CompletionOutput(0, text, [token], None, None, finish_reason=reason, stop_reason=stop_reason)
+            self._first = RequestOutput("", None, None, None, [completion], self.finished)
 
     def first(self) -> RequestOutput | None:
-        """The output that the known first token makes, if there is one."""
-        return None
+        """The output that the known first token makes; None if it makes none, and a second time."""
+        first, self._first = self._first, None
+        return first
 
     def joined(self, output: RequestOutput) -> RequestOutput:
         """The decode engine's output as one of the whole answer."""
         self.decoded = True
-        return output
-
-
-class BegunAnswer(Answer):
-    """An answer whose first token is known: the decode engine is given it, and asked for the rest as token ids."""
-
-    begun = True
-
-    def __init__(self, token: int, prompt: list[int], params: SamplingParams, processor: InputProcessor) -> None:
-        super().__init__([*prompt, token], params.clone())
-        if params.max_tokens is not None:
-            self.params.max_tokens = params.max_tokens - 1
-        self.params.detokenize = False
-        self._kind = params.output_kind
-        self._taken = 0  # tokens of the decode engine's that the detokenizer has had
-        self._ids = [token]
-        self._reason, self._stop_reason = _end(token, len(self.prompt), params, processor)
-        self.finished = self._reason is not None
-        self._text = IncrementalDetokenizer.from_new_request(
-            processor.tokenizer if params.detokenize else None,
-            EngineCoreRequest(
-                request_id="",
-                prompt_token_ids=prompt,
-                mm_features=None,
-                sampling_params=params,
-                pooling_params=None,
-                arrival_time=0.0,
-                lora_request=None,
-                cache_salt=None,
-                data_parallel_rank=None,
-            ),
-        )
-        self._text.update([token], self._reason == "stop")
-        self._told = False
-
-    def first(self) -> RequestOutput | None:
-        """See `Answer.first`; None too if only a finished answer is wanted and this is none, and a second time."""
-        if self._told or (self._kind == RequestOutputKind.FINAL_ONLY and not self.finished):
-            return None
-        self._told = True
-        completion = CompletionOutput(
-            index=0,
-            text=self._next_text(self.finished),
-            token_ids=list(self._ids),
-            cumulative_logprob=None,
-            logprobs=None,
-            finish_reason=self._reason,
-            stop_reason=self._stop_reason,
-        )
-        return RequestOutput("", None, None, None, [completion], self.finished)
-
-    def joined(self, output: RequestOutput) -> RequestOutput:
-        """See `Answer.joined`."""
-        self.decoded = True
+        if not self.begun:
+            return output
         (completion,) = output.outputs
         ids = list(completion.token_ids)
-        delta = self._kind == RequestOutputKind.DELTA
-        new = ids if delta else ids[self._taken :]
-        self._taken += len(new)
+        new = ids if self._delta else ids[len(self._ids) - 1 :]
         self._ids += new
         self._text.update(new, completion.finish_reason == "stop")
-        completion.text = self._next_text(output.finished)
-        completion.token_ids = new if delta else list(self._ids)
+        completion.text = self._text.get_next_output_text(output.finished, self._delta)
+        completion.token_ids = new if self._delta else list(self._ids)
         return output
 
-    def _next_text(self, finished: bool) -> str:
-        return self._text.get_next_output_text(finished, self._kind == RequestOutputKind.DELTA)
+
+def _request(prompt: list[int], params: SamplingParams) -> EngineCoreRequest:
+    """What a detokenizer needs to know of a request."""
+    return EngineCoreRequest(
+        request_id="",
+        prompt_token_ids=prompt,
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
 
 
 def _end(

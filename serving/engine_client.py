@@ -37,7 +37,7 @@ from prefill_workers.plan import LinkRequest, PixelsNeeded, PrefetchRequest
 from prefill_workers.policies import Mode
 from prefill_workers.worker import Overloaded
 from serving.access_log import AccessLog
-from serving.answers import Answer, BegunAnswer, sampling_of
+from serving.answers import Answer, sampling_of
 from serving.api.compiling import CompilingRoles
 from serving.api.errors import OverloadedError
 from serving.api.extension import ChunkReport, RequestTrace, current_trace
@@ -133,7 +133,7 @@ class LinkedEngineClient(_NotOurs):
         self._encodings = Encodings(roles.encode)
         self._delimiters = Delimiters.of(self.model_config)
         self.arranger = Arranger(compose_up_to=compose_up_to)
-        self._first_tokens = first_tokens
+        self._first_tokens, self._vocabulary = first_tokens, vllm_config.model_config.get_vocab_size()
         self._failure: BaseException | None = None
 
     @property
@@ -196,15 +196,13 @@ class LinkedEngineClient(_NotOurs):
             tenant=trace.tenant,
             prefix=trace.prefix_tokens,
             readers=params.n or 1,
-            sampling=sampling_of(params) if self._first_tokens else None,
+            sampling=sampling_of(params, self._vocabulary) if self._first_tokens else None,
         )
         trace.mark("rendered")
-        answer = Answer(segments.token_ids, params)
+        answer = Answer(segments.token_ids, params, self.input_processor)
         for attempt in (1, 2):
             try:
                 linked = await self._link(request, segments, trace)
-                if linked.first_token is not None and not answer.begun:
-                    answer = BegunAnswer(linked.first_token, segments.token_ids, params, self.input_processor)
                 outputs = self._outputs(answer, linked, request, f"{request_id}-{attempt}", trace, options)
                 async with aclosing(outputs):
                     async for output in outputs:
@@ -218,6 +216,8 @@ class LinkedEngineClient(_NotOurs):
                     raise GenerationError(f"a worker was lost: {error}") from error
                 logger.warning("request %s: %s; trying another replica", request_id, error)
             except Overloaded as error:
+                if answer.begun:
+                    raise GenerationError(f"a worker was lost, and the others are full: {error}") from error
                 raise OverloadedError(str(error)) from error
 
     async def _outputs(
@@ -231,6 +231,8 @@ class LinkedEngineClient(_NotOurs):
     ) -> AsyncGenerator[RequestOutput, None]:
         """An answer's outputs, from its first token on; the lease is given back unless a decode engine takes it."""
         try:
+            if linked.first_token is not None and not answer.begun:
+                answer.begin(linked.first_token)
             if answer.begun:
                 self._served(request, trace, linked, "prefill")
                 if (first := answer.first()) is not None:

@@ -146,12 +146,15 @@ class RequestTrace:
         self.report.stages_ms[stage] = (time.perf_counter() - self.received) * 1e3
 
     def first_token(self, by: Literal["prefill", "decode"]) -> None:
-        """Record the first token's arrival, and the role that gave it."""
+        """Record the first token's arrival, and the role that gave it.
+
+        A decode engine gives an answer that is not streamed all at once: then this is the whole answer's time.
+        """
         self.report.ttft_ms = (time.perf_counter() - self.received) * 1e3
         self.report.first_token = by
 
     def decoding(self, ms: float) -> None:
-        """Record what hand-off and first decode step took."""
+        """Record what hand-off and first decode step took, or, of an answer that is not streamed, all steps."""
         self.report.stages_ms["decode"] = ms
 
     def document(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def run(quick: bool, console: Console) -> Outcome:
 
         def ask(size: int, max_tokens: int = 2) -> Timed:
             messages = around(images[size], next(numbers))
-            return timed_chat(client, service.url, service.model, messages, max_tokens=max_tokens)
+            return timed_chat(client, service.url, service.model, messages, max_tokens=max_tokens, ignore_eos=True)
 
         for size in sizes:
             ask(size)

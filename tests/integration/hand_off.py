@@ -161,23 +161,31 @@ def prefill(name: str, dtype: str, ranks: int, decoding: Decoding) -> dict[str, 
         parts = ["See ", chunk(1), " and ", chunk(2), " and then say what follows."]
         spare = -len(rig.plan(parts).sequence) % engine.block_size
         full = [*parts[:-1], parts[-1] + "." * spare]  # fills its last block: a first token needs another one
+        prompts = {"parts": parts, "full": full}
         params = SamplingParams(max_tokens=TOKENS, temperature=0, logprobs=2, detokenize=False, ignore_eos=True)
         expected = {}
-        for name, prompt in (("parts", parts), ("full", full)):
+        for kind, prompt in prompts.items():
             whole, _ = vllm_prompt(prompt, rig.documents, family.image)
-            expected[name] = answer(engine._llm.generate([whole], params, use_tqdm=False)[0].outputs[0])
+            expected[kind] = answer(engine._llm.generate([whole], params, use_tqdm=False)[0].outputs[0])
 
         report: dict[str, Any] = {"expected": expected, "linked": []}
-        # computed in context, then patched at full rank; in the end the first token is drawn with the link
-        for name, sampling in (("parts", None), ("parts", None), ("full", Sampling())):
-            plan = rig.plan(parts if name == "parts" else full, sampling=sampling)
+        # computed in context, then patched at full rank; then with a first token, and with room for one that is
+        # not given to the decode engine, as where a prompt ends with a patched chunk and no forward ends the link
+        cases = [
+            ("parts", None, False),
+            ("parts", None, False),
+            ("full", Sampling(), True),
+            ("full", Sampling(), False),
+        ]
+        for kind, sampling, begun in cases:
+            plan = rig.plan(prompts[kind], sampling=sampling)
             result = rig.loop.submit(plan).result(60)
             points = [str(outcome.operating_point) for outcome in result.chunks]
             token_ids = plan.sequence.token_ids.tolist()
-            first = [] if result.first_token is None else [result.first_token]
+            first = [result.first_token] if begun else []
             said = decoding.ask([*token_ids, *first], result.transfer)
             report["linked"].append(
-                {"prompt": name, "length": len(token_ids), "points": points, "first": first, **said}
+                {"prompt": kind, "length": len(token_ids), "points": points, "first": first, **said}
             )
             rig.settle()
         rig.wait_until_free()

@@ -67,9 +67,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 def assert_everything_was_handed_over(report: dict[str, Any]) -> None:
-    assert [linked["points"] for linked in report["linked"][1:]] == [["patched", "patched"]] * 2
-    assert [len(linked["first"]) for linked in report["linked"]] == [0, 0, 1]
-    assert report["linked"][2]["length"] % report["block_size"] == 0
+    linked = report["linked"]
+    assert [case["points"] for case in linked[1:]] == [["patched", "patched"]] * 3
+    assert [len(case["first"]) for case in linked] == [0, 0, 1, 0]
+    assert [case["length"] % report["block_size"] for case in linked[2:]] == [0, 0]
     assert report["leases"] == 0
 
 

@@ -6,6 +6,7 @@ from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -14,11 +15,11 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from infra.checkpoints import checkpoint_path
 from prefill_workers.first_token import Sampling
-from serving.answers import Answer, BegunAnswer, sampling_of
+from serving.answers import Answer, sampling_of
 
 DELTA, CUMULATIVE, FINAL = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY
 TEXT = "né 星, two words 🚀 done"
-CONTEXT = 64
+CONTEXT, VOCABULARY = 64, 500
 ALSO_EOS = 400  # no token of the text
 
 
@@ -33,8 +34,10 @@ def processor() -> Any:
     )
 
 
-def begun(processor: Any, token: int, prompt: int = 3, **params: Any) -> BegunAnswer:
-    return BegunAnswer(token, [40] * prompt, SamplingParams(**params), processor)
+def begun(processor: Any, token: int, prompt: int = 3, **params: Any) -> Answer:
+    answer = Answer([40] * prompt, SamplingParams(**params), processor)
+    answer.begin(token)
+    return answer
 
 
 def decoded(ids: list[int], reason: str | None = None) -> RequestOutput:
@@ -72,8 +75,8 @@ def test_plain_requests_are_drawn_as_they_ask():
     params = SamplingParams(
         temperature=0.7, top_k=-1, top_p=0.9, min_p=0.1, seed=4, repetition_penalty=1.05, stop_token_ids=[5]
     )
-    assert sampling_of(params) == Sampling(0.7, 0, 0.9, 0.1, 1.05, 4)
-    assert sampling_of(SamplingParams(temperature=0, stop=[], max_tokens=None)) == Sampling()
+    assert sampling_of(params, VOCABULARY) == Sampling(0.7, 0, 0.9, 0.1, 1.05, 4)
+    assert sampling_of(SamplingParams(temperature=0, stop=[], max_tokens=None), VOCABULARY) == Sampling()
 
 
 @pytest.mark.parametrize(
@@ -93,11 +96,13 @@ def test_plain_requests_are_drawn_as_they_ask():
         {"structured_outputs": StructuredOutputsParams(regex="a+")},
         {"extra_args": {"something": 1}},
         {"stream_interval": 4},
+        {"stop_token_ids": [7, VOCABULARY]},
+        {"prompt_logprob_token_ids": np.zeros((1, 2))},
     ],
     ids=str,
 )
 def test_what_the_first_token_cannot_heed_is_left_to_the_decode_engine(asked: dict[str, Any]):
-    assert sampling_of(SamplingParams(**asked)) is None
+    assert sampling_of(SamplingParams(**asked), VOCABULARY) is None
 
 
 # -- what they say ----------------------------------------------------------------------------------------------------
@@ -128,9 +133,9 @@ def test_the_decode_engine_is_given_the_first_token_and_asked_for_the_rest(proce
     assert answer.decoded
 
 
-def test_without_a_first_token_nothing_is_changed():
+def test_without_a_first_token_nothing_is_changed(processor: Any):
     params = SamplingParams()
-    answer = Answer([1, 2], params)
+    answer = Answer([1, 2], params, processor)
     assert (answer.prompt, answer.params, answer.begun, answer.finished) == ([1, 2], params, False, False)
     output = decoded([5])
     assert answer.first() is None
@@ -175,6 +180,7 @@ def test_an_answer_may_end_with_its_first_token(
     assert answer.finished
     output = answer.first()
     assert output.finished
+    assert answer.first() is None, "it is said once"
     (completion,) = output.outputs
     assert (completion.finish_reason, completion.stop_reason) == (reason, stop_reason)
     assert list(completion.token_ids) == [number]

@@ -90,7 +90,7 @@ def client_of(roles: Roles) -> LinkedEngineClient:
     client._encodings = Encodings(roles.encode)
     client._delimiters = Delimiters(frozenset(), frozenset())
     client.arranger = Arranger()
-    client._first_tokens = True
+    client._first_tokens, client._vocabulary = True, 1000
     client.input_processor = SimpleNamespace(
         tokenizer=None,
         generation_config_fields={},
@@ -247,6 +247,23 @@ async def test_first_tokens_may_be_switched_off():
     prompt = {"type": "token", "prompt_token_ids": [1, 2]}
     sampling = SamplingParams(output_kind=RequestOutputKind.DELTA)
     assert tokens_of([output async for output in client.generate(prompt, sampling, "request")]) == [100, 101, 102]
+
+
+async def test_a_queue_that_is_full_behind_the_first_token_is_no_429():
+    """Which says that nothing was started."""
+    roles = Roles(first_tokens=[7], generate=[RoleUnavailable("gone")], link=[None, Overloaded("9 links wait already")])
+    with pytest.raises(GenerationError, match="9 links wait"):
+        await ask(roles)
+
+
+async def test_a_first_token_that_cannot_be_told_costs_no_lease():
+    roles = Roles(first_tokens=[7])
+    client = client_of(roles)
+    client.input_processor.renderer = None
+    set_trace(RequestTrace())
+    with pytest.raises(AttributeError):
+        await anext(client.generate({"type": "token", "prompt_token_ids": [1, 2]}, SamplingParams(), "request"))
+    assert roles.abandoned == [("lease-1", 1)]
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
