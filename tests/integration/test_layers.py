@@ -14,6 +14,7 @@ from rig import QWEN2_5_VL, Linked, Rig
 
 from kvstore.tiers import Tier
 from prefill_workers.engine import PrefillEngine
+from prefill_workers.first_token import Sampling
 from prefill_workers.pace import Pace
 
 pytestmark = pytest.mark.engine
@@ -65,7 +66,7 @@ def test_layers_that_come_too_late_are_waited_for_as_chunks(
     cold: Callable[[float], Rig], tier: LayerTier, lesson: Lesson
 ):
     rig = cold(0.0)
-    plan = rig.plan(PARTS)
+    plan = rig.plan(PARTS, sampling=Sampling())
     future = rig.loop.submit(plan)
     wait_for(lambda: rig.loop.stats().forwards_by_layer == 1)
     assert not future.done()
@@ -74,6 +75,7 @@ def test_layers_that_come_too_late_are_waited_for_as_chunks(
     linked = rig.finish(plan, future.result(30))
     assert linked.points == ["patched"] * 3
     assert off_by(linked, lesson) < 1e-4
+    assert linked.result.first_token == int(linked.logprobs.argmax()), "drawn again behind what had come late"
     assert rig.loop.stats().forwards_by_layer == 1, "once late, layers are not waited for again"
 
 
@@ -84,7 +86,8 @@ def test_what_was_taken_from_a_damaged_record_is_computed_again(
     rig = cold(30.0)
     key = rig.plan(PARTS, "off").chunks[index].canonical_key
     tier.damaged[key] = b""  # in the last layer
-    linked = rig.link(PARTS)
+    linked = rig.link(PARTS, sampling=Sampling())
+    assert linked.result.first_token == int(linked.logprobs.argmax())
     assert linked.points == ["recomputed" if i == index else "patched" for i in range(3)]
     assert off_by(linked, lesson) < 1e-4
     assert rig.loop.stats().forwards_by_layer == 1

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rig import MAX_MODEL_LEN, Rig, apart
 
+from prefill_workers.first_token import Sampling
 from prefill_workers.job import LinkResult
 from prefill_workers.pace import Pace
 from prefill_workers.plan import LinkPlan
@@ -43,14 +44,17 @@ def all_free(rig: Rig) -> bool:
 def test_links_batched_into_one_forward_equal_serial_ones(make_rig: Callable[..., Rig]):
     rig = make_rig(form=False, pace=Pace(fixed=10_000.0))  # a forward of one's own is dear: all join
     serial = [rig.link(parts, "exact").kv for parts in MIXED]
-    plans = [rig.plan(parts, "exact") for parts in MIXED]
+    wanted = [None if i == 1 else Sampling() for i in range(len(MIXED))]
+    plans = [rig.plan(parts, "exact", sampling=one) for parts, one in zip(MIXED, wanted, strict=True)]
     before = rig.loop.stats().forwards
     with rig.loop._wake:  # the loop sees all of them at once
         futures = [rig.loop.submit(plan) for plan in plans]
     results = [future.result(60) for future in futures]
     assert rig.loop.stats().forwards == before + 1
-    for plan, result, alone in zip(plans, results, serial, strict=True):
-        assert apart(rig.finish(plan, result).kv, alone) < 1e-5
+    for plan, result, alone, one in zip(plans, results, serial, wanted, strict=True):
+        linked = rig.finish(plan, result)
+        assert apart(linked.kv, alone) < 1e-5
+        assert result.first_token == (None if one is None else int(linked.logprobs.argmax()))
     wait_for(lambda: all_free(rig))
 
 
@@ -148,8 +152,9 @@ def test_a_link_that_arrives_waits_for_one_piece_of_the_background_work(
 def test_a_small_token_budget_splits_runs_and_changes_nothing(make_rig: Callable[..., Rig]):
     whole = make_rig(form=False).link(MIXED[4], "exact")
     rig = make_rig(form=False, budget=50)
-    split = rig.link(MIXED[4], "exact")
+    split = rig.link(MIXED[4], "exact", sampling=Sampling())
     stats = rig.loop.stats()
+    assert split.result.first_token == int(whole.logprobs.argmax())
     assert stats.forwards == -(-stats.tokens_forwarded // 50)
     assert apart(split.kv, whole.kv) < 1e-5
 
