@@ -15,8 +15,8 @@ from serving.config import RoleSettings
 # How often OpenMP's threads (libgomp) look for the next parallel region of a forward before they wait without a
 # processor. By default they look for milliseconds, on processors that the engine beside them may need, and the very
 # threads that they wait for. That is faster only for engines with processors to themselves: who gives them those may
-# set the variable. It cannot do much for a prefill worker: a process in which more than one thread has run a forward has
-# more OpenMP threads than processors, and then libgomp looks no more than 100 times whatever is set.
+# set the variable. It does little for a prefill worker: where more than one thread of a process has run a forward,
+# there may be more OpenMP threads than processors, and then libgomp looks no more than 100 times whatever is set.
 SPIN = ("GOMP_SPINCOUNT", "100")
 
 
