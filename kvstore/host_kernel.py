@@ -1,9 +1,9 @@
 """The operator for KV in host memory, fused: one pass reads, adds U Vᵀ, rotates and rounds a few tokens at a time.
 
 The plain torch version (`kvstore.patch`) passes over an fp32 copy several times. Compiled by numba on first use (some
-seconds, then cached on disk), once for int8 factors and for no patch, once for all others: call `apply` once while
-starting up. `apply` declines whatever it does not cover, and everything where numba is missing, so callers keep the
-torch version; a kernel for device memory fits beside it.
+seconds, then cached on disk), once for int8 factors and for no patch, once for all others: `kvstore.patch.warm_up` has
+that done before a request needs it. `apply` declines whatever it does not cover, and everything where numba is missing,
+so callers keep the torch version; a kernel for device memory fits beside it.
 """
 
 from __future__ import annotations

@@ -348,6 +348,18 @@ def apply(kv: Tensor, patch: Patch | None, delta: int | float, layout: Layout, o
     return out
 
 
+def warm_up(layout: Layout, dtype: torch.dtype) -> None:
+    """Have `apply` ready for KV of this layout and dtype on the host: compiling it takes seconds, once per machine."""
+    kv = torch.zeros(layout.layers, 1, layout.features, dtype=dtype)
+    nothing = [
+        Directions.of(torch.zeros(layout.layers, 1, 1), torch.zeros(layout.layers, segment.features, 1))
+        for segment in layout.segments
+    ]
+    for factors in (torch.int8, torch.float32):  # compiled by themselves; no patch at all counts as int8
+        segments = tuple(part.to(factors) for part in nothing)
+        apply(kv, Patch(PatchKind.own, 1, segments, (0.0,) * len(segments)), 1, layout, out=kv)
+
+
 def _apply_by_layer(kv: Tensor, patch: Patch | None, delta: int | float, layout: Layout, out: Tensor) -> None:
     """`apply` in plain torch, for any device: one layer's fp32 copy at a time stays in cache."""
     total = torch.empty(kv.shape[1:], dtype=torch.float32, device=kv.device)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kvstore.chunk import DYNAMIC_TENANT, antecedent_key, canonical_key, embedding_key, owner_of
 from kvstore.library import Library
-from kvstore.patch import PatchKind, apply
+from kvstore.patch import PatchKind, apply, warm_up
 from kvstore.patch_form import PatchForm
 from prefill_workers import policies
 from prefill_workers.arriving import Arriving
@@ -96,6 +96,7 @@ class Linker:
         self._prefixes = prefixes
         self.fidelity.before_allowing(self._before_allowing)
         self._delimiters: tuple[int, ...] = ()  # token ids around the placeholders of the image seen last
+        warm_up(engine.layout, engine.dtype)
 
     @property
     def composes(self) -> bool:
