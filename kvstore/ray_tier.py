@@ -21,7 +21,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,6 +66,11 @@ class RayTier(Tier):
         self.name = name
         self._actor_name, self._limit = directory, limit_bytes
         self._actor: Any = None
+
+    def start(self) -> None:
+        """Have the directory started if there is none, so that nobody waits the second that its process takes."""
+        with suppress(TierUnavailable), self._directory("start", self._actor_name):
+            pass
 
     def get(self, key: str) -> pa.Buffer | None:
         with self._directory("read", check_key(key)) as directory:

@@ -63,7 +63,8 @@ class TierStack:
         """The tiers that the settings describe, nearest first."""
         tiers: list[Tier] = []
         if settings.object_store_bytes and ray_is_running():
-            tiers.append(RayTier(directory_name(settings), settings.object_store_bytes))
+            tiers.append(shared := RayTier(directory_name(settings), settings.object_store_bytes))
+            shared.start()
         if settings.directory is not None:
             tiers.append(DiskTier(settings.directory, durable=settings.durable))
         if settings.url is not None:

@@ -77,6 +77,7 @@ def test_a_corrupted_patch_basis_is_seen_on_metrics_and_switched_off_everywhere(
     assert honest["switched_off"] == [0, 0]
     assert honest["bound_nats"] == [0.1, 0.1]
 
+    couples.settle()  # what is served need not be on disk yet
     rewrite_patches(couples, turn_basis)
     couples.wait_until(lambda: bool(points(couples)) and metrics(couples)["switched_off"] == [1, 1], 60)
     assert max(metrics(couples)["rolling_kl_nats"]) > 0.1

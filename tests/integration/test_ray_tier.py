@@ -183,6 +183,12 @@ def test_a_directory_that_dies_is_unavailable_and_comes_back_empty(cluster: Clus
     assert bytes(held) == before, "whoever reads a blob keeps it"
 
 
+def test_a_library_has_its_directory_started_before_it_is_used(cluster: Cluster, tmp_path: Path) -> None:
+    settings = LibrarySettings(directory=tmp_path)
+    with Library(settings, FINGERPRINT):
+        assert directory_name(settings) in [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+
+
 def test_a_library_survives_its_directory(cluster: Cluster, tmp_path: Path) -> None:
     settings = LibrarySettings(directory=tmp_path, memory_bytes=0)
     record = canonical(tokens=2000)

@@ -30,6 +30,7 @@ from kvstore.patch import (
     mean_deficit,
     orderings,
     remainder,
+    warm_up,
 )
 from kvstore.patch_form import PatchForm
 from kvstore.rotary import RotaryScheme
@@ -195,6 +196,36 @@ def test_a_shared_basis_takes_the_same_fast_path(
     monkeypatch.setattr(host_kernel, "apply", lambda *_: False)
     torch.testing.assert_close(result, apply(kv, patch, delta, layout), rtol=1e-5 if dtype is torch.float32 else 2**-7,
                                atol=1e-5)  # fmt: skip
+
+
+@families
+@dtypes
+def test_a_warm_kernel_compiles_nothing_more(
+    layout: Layout, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (loops := host_kernel._loops()) is None:
+        pytest.skip("numba is not installed")
+    from numba import typeof
+
+    taken: set[tuple[object, ...]] = set()
+    monkeypatch.setattr(
+        host_kernel, "_loops", lambda: lambda *a: taken.add(tuple(map(typeof, a))) or loops(*a)
+    )  # fmt: skip
+    warm_up(layout, dtype)
+    warm = set(taken)
+    kv, delta = random_kv(layout, TOKENS, dtype), random_kv(layout, TOKENS, seed=3)
+    eight_bits = form_patch(delta, layout, 3, dtype=torch.int8, spread=True)
+    summed = compose([eight_bits, form_patch(-delta, layout, 2, dtype=torch.int8)], 0.7)
+    shared = form_patch(delta, layout, 3, dtype=dtype, basis=pooled(layout, 6))
+    weighted = replace(eight_bits, segments=tuple(part.weighted(torch.rand(1, TOKENS)) for part in eight_bits.segments))
+    for patch in (None, eight_bits, summed, weighted, shared, form_patch(delta, layout, 3, dtype=dtype, depth=0.5)):
+        for shift in (0, 37):
+            apply(kv, patch, shift, layout)
+            apply(kv, patch, shift, layout, out=kv.clone())
+    for place in range(layout.layers):
+        apply(kv[place : place + 1], eight_bits.of_layer(place), 5, layout.of_one_layer)
+    assert len(warm) == 2
+    assert taken == warm
 
 
 def test_versions_follow_from_the_numbers() -> None:
