@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -109,16 +110,23 @@ class Linker:
         """A tenant deleted a content: keep nothing that was learnt of its chunks."""
         self._weights.forget(tenant)
 
-    def prefetch(self, request: PrefetchRequest) -> None:
-        """Start loading for a prompt that is still being rendered, so that memory has it when the prompt comes."""
+    def prefetch(self, request: PrefetchRequest) -> dict[str, Future[bool]]:
+        """Start loading for a prompt that is still being rendered, so that memory has it when the prompt comes.
+
+        Returns: of every image, by content id, whether it will have to be encoded; see `Lookup.lacks_pixels`.
+        """
         antecedents: list[str] = []
+        lacking: dict[str, Future[bool]] = {}
         mode = Mode.EXACT if self._ruled_out(request.mode) else request.mode
         for i, content in enumerate(request.contents):
             text = content in request.documents
             delimiters, contents = () if text else self._delimiters, request.contents[: i + 1]
             keys = self._keys(request.tenant, contents, delimiters, request.prefix, antecedents, embeds=not text)
-            self._lookups.start(keys, mode)
+            lookup = self._lookups.start(keys, mode)
+            if not text:
+                lacking[content] = lookup.lacks_pixels()
             antecedents.append(keys.canonical)
+        return lacking
 
     def plan(self, request: LinkRequest, embeddings: Mapping[int, Tensor] | None = None) -> LinkPlan:
         """Choose every chunk's operating point. KV that is stored goes on loading behind the plan.

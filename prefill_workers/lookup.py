@@ -73,6 +73,15 @@ class Lookup:
         self._found: Future[Found] = Future()
         self._loads: tuple[Loading, Loading | None] | None = None
 
+    def lacks_pixels(self) -> Future[bool]:
+        """Whether nothing serves: no KV is coming, and no embeddings are stored. Known as early as that."""
+        lacks: Future[bool] = Future()
+        lacks.set_running_or_notify_cancel()  # who waits for it may go, the answer comes all the same
+        self._coming.add_done_callback(
+            lambda coming: lacks.set_result(not coming.result() and self.found().embeddings is None)
+        )
+        return lacks
+
     def is_coming(self, timeout_s: float) -> bool:
         """Whether the chunk's KV is stored and on its way; waits for the answer, after `timeout_s` it is no."""
         try:

@@ -142,10 +142,11 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
         finally:
             self._compiling -= 1
 
-    async def prefetch(self, request: PrefetchRequest) -> None:
-        """Start loading what a prompt on its way will need."""
+    async def prefetch(self, request: PrefetchRequest) -> list[str]:
+        """Start loading what a prompt on its way will need; the images of which nothing is stored."""
         self._loop.expect()
-        self._linker.prefetch(request)
+        lacking = self._linker.prefetch(request)
+        return [content for content, lacks in lacking.items() if await asyncio.wrap_future(lacks)]
 
     async def link(
         self, request: LinkRequest, indices: Sequence[int] = (), embeddings: Sequence[Tensor] = ()

@@ -1,9 +1,12 @@
-"""Encodings under way: an image that several requests wait for at the same time is encoded once."""
+"""Encodings under way: an image that several requests wait for at the same time is encoded once.
+
+What is known to be lacking is encoded before a link asks for it (`RequestEncodings`): while that link is still planned.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,5 +52,50 @@ class Encodings:
                     batch.task.cancel()
         return {content: batch.task.result()[place] for content, (batch, place) in places.items()}
 
+    def of_request(
+        self, tenant: str, items: Mapping[str, Any], lacking: Awaitable[Collection[str]] | None = None
+    ) -> RequestEncodings:
+        """Those of one request's images, processed items by content id; what is `lacking` of them begins at once."""
+        return RequestEncodings(self, tenant, items, lacking)
+
     def _forget(self, batch: _Batch) -> None:
         self._running = {key: place for key, place in self._running.items() if place[0] is not batch}
+
+
+class RequestEncodings:
+    """The encodings that one request may need, of which some begin before it is known that it does."""
+
+    def __init__(
+        self,
+        encodings: Encodings,
+        tenant: str,
+        items: Mapping[str, Any],
+        lacking: Awaitable[Collection[str]] | None,
+    ) -> None:
+        self._encodings, self._tenant, self._items = encodings, tenant, items
+        self._begun: set[str] = set()  # ahead
+        self._asked: set[str] = set()
+        self._ahead = None if lacking is None else asyncio.ensure_future(self._begin(lacking))
+
+    async def _begin(self, lacking: Awaitable[Collection[str]]) -> dict[str, Any]:
+        self._begun = set(await lacking) & self._items.keys() - self._asked
+        return await self._encode(self._begun)
+
+    async def _encode(self, contents: Collection[str]) -> dict[str, Any]:
+        wanted = {content: item for content, item in self._items.items() if content in contents}
+        return await self._encodings.get(self._tenant, wanted)
+
+    async def get(self, contents: Collection[str]) -> dict[str, Any]:
+        """Embeddings by content id; waits for what began before, and begins with the rest."""
+        self._asked |= set(contents)
+        ahead = self._begun & set(contents)
+        found = await self._encode(set(contents) - ahead)
+        if ahead and self._ahead is not None:
+            found |= {content: embeddings for content, embeddings in (await self._ahead).items() if content in ahead}
+        return found
+
+    def close(self) -> None:
+        """The request needs no more of them."""
+        if self._ahead is not None:
+            self._ahead.cancel()
+            self._ahead.add_done_callback(lambda task: task.cancelled() or task.exception())

@@ -8,17 +8,19 @@ an engine: `generate`, from a rendered prompt to a stream of outputs. Here that 
                           └ first token → output (see `answers`)
 
 The prefill worker loads what is stored from the moment that the images are known (`prefetch`), while the prompt
-is rendered and its other images are encoded (mpic.md §3.2).
+is rendered and its other images are encoded (mpic.md §3.2). It answers with the images that are not stored: those are
+encoded as soon as they are processed, beside the planning of the link.
 
 The roles are reached through `Roles`: Ray Serve handles in the application, plain objects in tests.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
+from contextlib import aclosing, closing
 from typing import Any, Literal, Protocol
 
 from vllm.config import VllmConfig
@@ -64,8 +66,8 @@ class Roles(FidelityRoles, CompilingRoles, Protocol):
     | `fidelity`, `allow`, `compiled` | prefill workers, all of them | RoleUnavailable |
     """
 
-    def prefetch(self, request: PrefetchRequest) -> None:
-        """Start loading what a prompt on its way will need."""
+    async def prefetch(self, request: PrefetchRequest) -> Collection[str]:
+        """Start loading what a prompt on its way will need; the images of which nothing is stored, as far as known."""
 
     async def encode(self, items: Sequence[tuple[str, MultiModalKwargsItem]]) -> Sequence[Any]:
         """Embeddings of each processed image, in whatever form `link` of the same object accepts."""
@@ -174,15 +176,14 @@ class LinkedEngineClient(_NotOurs):
         """Let a prefill worker load what is stored for a prompt's chunks while the prompt is still being rendered."""
         mode = Mode.parse(trace.options.mode)
         if contents and mode != Mode.OFF:
-            self._roles.prefetch(
-                PrefetchRequest(
-                    tuple(contents),
-                    documents=frozenset(document.content for document in trace.documents),
-                    mode=mode,
-                    tenant=trace.tenant,
-                    prefix=trace.prefix_tokens,
-                )
+            request = PrefetchRequest(
+                tuple(contents),
+                documents=frozenset(document.content for document in trace.documents),
+                mode=mode,
+                tenant=trace.tenant,
+                prefix=trace.prefix_tokens,
             )
+            trace.lacking = asyncio.ensure_future(self._roles.prefetch(request))
 
     async def _generate(
         self, prompt: Any, params: SamplingParams, request_id: str, trace: RequestTrace, options: dict[str, Any]
@@ -264,19 +265,25 @@ class LinkedEngineClient(_NotOurs):
     async def _link(self, request: LinkRequest, segments: Segments, trace: RequestTrace) -> LinkResult:
         began = time.perf_counter()
         vision_ms, embeddings = 0.0, dict[int, Any]()
-        while True:
-            try:
-                result = await self._roles.link(request, tuple(embeddings), tuple(embeddings.values()))
-                break
-            except PixelsNeeded as needed:  # again if stored KV turns out to be unreadable only while it is loaded
-                if embeddings.keys() >= set(needed.chunks):
-                    raise RuntimeError(f"chunks {needed.chunks} were encoded, and asked for again") from needed
-                encoding = time.perf_counter()
-                contents = {i: segments.chunks[i].content for i in needed.chunks}
-                pixels = segments.pixels(needed.chunks)
-                found = await self._encodings.get(request.tenant, dict(zip(contents.values(), pixels, strict=False)))
-                embeddings |= {i: found[content] for i, content in contents.items()}
-                vision_ms += (time.perf_counter() - encoding) * 1e3
+        contents = [chunk.content for chunk in segments.chunks]
+        pixels = {content: item for content, item in zip(contents, segments.items, strict=True) if item is not None}
+        # with reuse switched off nothing needs to be asked
+        needed = [i for i, content in enumerate(contents) if content in pixels and request.mode == Mode.OFF]
+        lacking, trace.lacking = trace.lacking, None
+        with closing(self._encodings.of_request(request.tenant, pixels, lacking)) as encodings:
+            while True:
+                if needed:
+                    encoding = time.perf_counter()
+                    found = await encodings.get({contents[i] for i in needed})
+                    embeddings |= {i: found[contents[i]] for i in needed}
+                    vision_ms += (time.perf_counter() - encoding) * 1e3
+                try:
+                    result = await self._roles.link(request, tuple(embeddings), tuple(embeddings.values()))
+                    break
+                except PixelsNeeded as more:  # again if stored KV turns out to be unreadable only while it is loaded
+                    needed = list(more.chunks)
+                    if embeddings.keys() >= set(needed):
+                        raise RuntimeError(f"chunks {needed} were encoded, and asked for again") from more
         self.arranger.learn(request, result)
         encoded = sum(segments.chunks[i].count for i in embeddings)
         report = trace.report

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import logging
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from prefill_workers.policies import OperatingPoint
     from serving.formed import Formed
 
+logger = logging.getLogger(__name__)
+
 
 class RayRoles:
     """`serving.engine_client.Roles` over Ray Serve handles."""
@@ -36,9 +39,13 @@ class RayRoles:
         self._decode_once = handles["decode"]
         self.library = handles["library"]
 
-    def prefetch(self, request: PrefetchRequest) -> None:
+    async def prefetch(self, request: PrefetchRequest) -> Collection[str]:
         """Best effort. Another replica that links the prompt finds what was loaded in the tiers that they share."""
-        self.prefill.prefetch.remote(request)
+        try:
+            return await answered(self.prefill.prefetch.remote(request))
+        except Exception as error:
+            logger.debug("nothing is loaded ahead: %s", error)
+            return ()
 
     async def encode(self, items: Sequence[tuple[str, Any]]) -> list[Tensor]:
         """See `VisionEncoder.encode`."""

@@ -159,9 +159,10 @@ class EmbeddedRoles:
         self._loop.start()
         self._thread = ThreadPoolExecutor(1)
 
-    def prefetch(self, request: Any) -> None:
-        """See `serving.app.PrefillWorker.prefetch`."""
+    async def prefetch(self, request: Any) -> Sequence[str]:
+        """See `serving.app.PrefillWorker.prefetch`; here nothing is encoded ahead."""
         self._linker.prefetch(request)
+        return ()
 
     async def encode(self, items: Sequence[Any]) -> Any:
         """Embeddings, from the prefill engine's own vision tower; the loop must be idle (one request at a time)."""

@@ -219,6 +219,22 @@ def path_of_canonical(rig: Rig, keys: ChunkKeys) -> str:
 # Misses
 
 
+def test_a_prefetch_tells_which_images_will_have_to_be_encoded(cold, tier: GatedTier):
+    rig = cold()
+    rig.loop.abandon(rig.link(["learns the delimiters", 1, "of a chunk"], "exact").result.lease)
+    first, second, _ = keys_of(rig)
+    tier.hold(first.canonical)
+    tier.absent |= {second.own_patch, second.embedding}
+    contents = [chunk.content for chunk in asked(rig).chunks]
+    lacking = rig.linker.prefetch(PrefetchRequest((*contents, "never seen"), documents=frozenset({contents[2]})))
+    assert {content: lacks.result(30) for content, lacks in lacking.items()} == {
+        contents[0]: False,  # on its way, which is known before it has come
+        contents[1]: True,
+        "never seen": True,
+    }
+    assert tier.waiting == {first.canonical}
+
+
 def test_a_missing_image_is_known_while_the_others_still_load(cold, tier: GatedTier, reference: dict[int, float]):
     rig = cold()
     first, second, third = keys_of(rig)

@@ -157,8 +157,9 @@ class RigRoles:
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
 
-    def prefetch(self, request: Any) -> None:
+    async def prefetch(self, request: Any) -> Sequence[str]:
         self._rig.linker.prefetch(request)
+        return ()
 
     async def encode(self, items: Any) -> Any:
         return self._rig.engine.encode(items)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import pytest
 
-from serving.encodings import Encodings
+from serving.encodings import Encodings, RequestEncodings
 from serving.errors import RoleUnavailable
 
 
@@ -96,3 +96,73 @@ async def test_a_failure_reaches_all_who_wait_and_is_not_kept():
             await task
     encoder.error = None
     assert await start(encodings, "t", "a") == {"a": "embedding of A"}
+
+
+def of_request(encoder: Encoder, lacking: Awaitable[list[str]]) -> RequestEncodings:
+    return Encodings(encoder.encode).of_request("t", {name: name.upper() for name in "abc"}, lacking)
+
+
+async def told(*contents: str) -> list[str]:
+    return list(contents)
+
+
+async def test_what_is_lacking_begins_before_it_is_asked_for_and_waits_when_it_is_done():
+    encoder = Encoder()
+    encoder.release.set()
+    encodings = of_request(encoder, told("a", "b", "of another prompt"))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert encoder.calls == [["A", "B"]]
+    assert await encodings.get({"a", "c"}) == {"a": "embedding of A", "c": "embedding of C"}
+    assert await encodings.get({"b"}) == {"b": "embedding of B"}
+    assert encoder.calls == [["A", "B"], ["C"]]
+    encodings.close()
+
+
+async def test_an_answer_that_comes_too_late_begins_nothing_again():
+    encoder = Encoder()
+    encoder.release.set()
+    late: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
+    encodings = of_request(encoder, late)
+    assert await encodings.get({"a"}) == {"a": "embedding of A"}
+    late.set_result(["a", "b"])
+    assert await encodings.get({"b"}) == {"b": "embedding of B"}
+    assert encoder.calls == [["A"], ["B"]]
+    encodings.close()
+
+
+async def test_a_request_that_needs_no_more_ends_what_it_began():
+    encoder = Encoder()
+    encodings = of_request(encoder, told("a"))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert encoder.calls == [["A"]]
+    encodings.close()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert encoder.cancelled == 1
+
+
+async def test_a_failure_ahead_is_the_failure_of_who_asks():
+    encoder = Encoder()
+    encoder.error = RoleUnavailable("no vision encoder")
+    encoder.release.set()
+    encodings = of_request(encoder, told("a"))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    with pytest.raises(RoleUnavailable):
+        await encodings.get({"a"})
+    encodings.close()
+
+
+async def test_without_an_answer_everything_begins_when_it_is_asked_for():
+    async def fails() -> list[str]:
+        raise RoleUnavailable("no prefill worker")
+
+    encoder = Encoder()
+    encoder.release.set()
+    encodings = of_request(encoder, fails())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert await encodings.get({"a"}) == {"a": "embedding of A"}
+    encodings.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +44,8 @@ class Roles:
         self.abandoned: list[tuple[str, int]] = []
         self.linked: list[LinkRequest] = []
         self.prefetched: list[PrefetchRequest] = []
+        self.encoded: list[list[str]] = []
+        self.lacking: list[str] = []  # what a prefetch answers
 
     def _maybe_fail(self, name: str) -> None:
         self.calls.append(name)
@@ -51,10 +54,12 @@ class Roles:
         if error is not None:
             raise error
 
-    def prefetch(self, request: PrefetchRequest) -> None:
+    async def prefetch(self, request: PrefetchRequest) -> Sequence[str]:
         self.prefetched.append(request)
+        return self.lacking
 
     async def encode(self, items: Sequence[Any]) -> list[str]:
+        self.encoded.append([content for _, content in items])
         self._maybe_fail("encode")
         return [f"embedding of {item}" for item in items]
 
@@ -323,11 +328,46 @@ async def test_pixels_may_be_asked_for_again_but_not_the_same_twice():
         await client_of(Roles(link=[PixelsNeeded([2])] * 2))._link(request, segments, RequestTrace())
 
 
+async def test_an_image_that_is_not_stored_is_encoded_while_its_link_is_planned():
+    class Slow(Roles):
+        async def link(self, request: LinkRequest, indices: Sequence[int], embeddings: Any) -> LinkResult:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            return await super().link(request, indices, embeddings)
+
+    roles, trace = Slow(link=[PixelsNeeded([0, 1]), None]), RequestTrace()
+    roles.lacking = ["one"]
+    client = client_of(roles)
+    client.prefetch(["one", "two"], trace)
+    result = await client._link(LinkRequest("request", list(range(12))), two_images(), trace)
+    assert roles.calls == ["encode", "link", "encode", "link"]
+    assert roles.encoded == [["one"], ["two"]]
+    assert result.chunks[0].operating_point is OperatingPoint.ENCODED
+    assert trace.report.vision_tokens_encoded == 10
+
+
+async def test_with_reuse_switched_off_images_are_encoded_before_the_only_link():
+    roles, trace = Roles(), RequestTrace(OrbitOptions(mode="off"))
+    await client_of(roles)._link(LinkRequest("request", list(range(12)), mode=Mode.OFF), two_images(), trace)
+    assert roles.calls == ["encode", "link"]
+    assert trace.report.vision_tokens_encoded == 10
+    assert trace.report.stages_ms["vision"] > 0
+
+
+def two_images() -> Segments:
+    return Segments(
+        items=(("image", "one"), ("image", "two")),
+        chunks=tuple(SimpleNamespace(content=content, count=5) for content in ("one", "two")),
+        token_ids=list(range(12)),
+    )
+
+
 @pytest.mark.parametrize(("mode", "contents", "sent"), [("auto", ["a", "b"], 1), ("off", ["a"], 0), ("auto", [], 0)])
-def test_stored_chunks_are_asked_for_before_the_prompt_is_rendered(mode: str, contents: list[str], sent: int):
+async def test_stored_chunks_are_asked_for_before_the_prompt_is_rendered(mode: str, contents: list[str], sent: int):
     roles = Roles()
     trace = RequestTrace(OrbitOptions(mode=mode), tenant="acme", prefix_tokens=(1, 2))
     client_of(roles).prefetch(contents, trace)
+    await asyncio.sleep(0)
     assert len(roles.prefetched) == sent
     for request in roles.prefetched:
         assert request == PrefetchRequest(("a", "b"), mode=Mode.AUTO, tenant="acme", prefix=(1, 2))
