@@ -109,6 +109,7 @@ class Linker:
     def forget(self, tenant: str) -> None:
         """A tenant deleted a content: keep nothing that was learnt of its chunks."""
         self._weights.forget(tenant)
+        self._lookups.forget()
 
     def prefetch(self, request: PrefetchRequest) -> dict[str, Future[bool]]:
         """Start loading for a prompt that is still being rendered, so that memory has it when the prompt comes.
@@ -122,7 +123,7 @@ class Linker:
             text = content in request.documents
             delimiters, contents = () if text else self._delimiters, request.contents[: i + 1]
             keys = self._keys(request.tenant, contents, delimiters, request.prefix, antecedents, embeds=not text)
-            lookup = self._lookups.start(keys, mode)
+            lookup = self._lookups.start_ahead(keys, mode)
             if not text:
                 lacking[content] = lookup.lacks_pixels()
             antecedents.append(keys.canonical)
@@ -156,6 +157,8 @@ class Linker:
             ]
             missing = [i for i, chunk in enumerate(chunks) if chunk.loading is None and chunk.lacks_embeddings]
             if missing:
+                for keys, lookup in zip(wanted, lookups, strict=True):  # for the same request, with pixels
+                    self._lookups.keep(keys, mode, lookup)
                 raise PixelsNeeded(missing)
             sequence = LinkSequence(tokens, positions, blocks=())
             plan = LinkPlan(request, sequence, chunks, *self._beginning(request, lag))
@@ -254,6 +257,7 @@ class Linker:
         return None if self.fidelity.allows(point) else point
 
     def _before_allowing(self, point: OperatingPoint) -> None:
+        self._lookups.forget()
         if point is OperatingPoint.PATCHED:
             self._weights.clear()  # it may have been they that were wrong
             if self._prefixes is not None:

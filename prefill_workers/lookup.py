@@ -16,6 +16,8 @@ same load its embeddings beside.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -31,6 +33,8 @@ from prefill_workers.composing import can_be_weighed
 from prefill_workers.policies import Mode, ModeKind, looks_up_patch, uses_canonical_alone
 
 _THREADS = 128  # they wait for tiers; the library bounds the reads themselves
+_KEPT_SECONDS = 5.0  # a prompt is rendered, and its new images are encoded, in less
+_MOST_KEPT = 1024
 
 
 @dataclass(frozen=True)
@@ -112,14 +116,47 @@ class Lookup:
 
 
 class Lookups:
-    """Starts look-ups in one library. `basis`: the shared one that its patches are coefficients of, if any."""
+    """Starts look-ups in one library. `basis`: the shared one that its patches are coefficients of, if any.
+
+    What is looked up for a prompt that is still to come is kept for it, a few seconds at most: asking a tier costs
+    milliseconds, and processor time of two processes. Thread-safe.
+    """
 
     def __init__(self, library: Library, basis: SharedBasis | None = None) -> None:
         self._library, self._basis = library, basis
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="look-up")
+        self._lock = threading.Lock()
+        self._kept: dict[tuple[ChunkKeys, Mode], tuple[float, Lookup]] = {}  # oldest first, with when it was started
 
     def start(self, keys: ChunkKeys, mode: Mode) -> Lookup:
-        """Start looking for what serves a request of this mode."""
+        """Start looking for what serves a request of this mode, unless a kept look-up does; who asks next gets none."""
+        with self._lock:
+            started, lookup = self._kept.pop((keys, mode), (0.0, None))
+        if lookup is not None and time.monotonic() - started < _KEPT_SECONDS:
+            return lookup
+        return self._start(keys, mode)
+
+    def start_ahead(self, keys: ChunkKeys, mode: Mode) -> Lookup:
+        """Start looking for what a request that is still to come will ask for, and keep it for that."""
+        lookup = self._start(keys, mode)
+        self.keep(keys, mode, lookup)
+        return lookup
+
+    def keep(self, keys: ChunkKeys, mode: Mode, lookup: Lookup) -> None:
+        """Have a look-up, started just now, serve who next asks for these keys."""
+        now = time.monotonic()
+        with self._lock:
+            self._kept.pop((keys, mode), None)
+            self._kept[keys, mode] = now, lookup
+            while len(self._kept) > _MOST_KEPT or now - next(iter(self._kept.values()))[0] > _KEPT_SECONDS:
+                del self._kept[next(iter(self._kept))]
+
+    def forget(self) -> None:
+        """Keep nothing of what was looked up: it may be deleted now."""
+        with self._lock:
+            self._kept.clear()
+
+    def _start(self, keys: ChunkKeys, mode: Mode) -> Lookup:
         lookup = Lookup()
         if mode.kind is ModeKind.OFF:
             lookup._found.set_result(Found())

@@ -1,6 +1,6 @@
 """Encodings under way: an image that several requests wait for at the same time is encoded once.
 
-What is known to be lacking is encoded before a link asks for it (`RequestEncodings`): while that link is still planned.
+What is known to be lacking is encoded before a link asks for it (`RequestEncodings`).
 """
 
 from __future__ import annotations

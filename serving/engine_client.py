@@ -9,7 +9,7 @@ an engine: `generate`, from a rendered prompt to a stream of outputs. Here that 
 
 The prefill worker loads what is stored from the moment that the images are known (`prefetch`), while the prompt
 is rendered and its other images are encoded (mpic.md §3.2). It answers with the images that are not stored: those are
-encoded as soon as they are processed, beside the planning of the link.
+encoded as soon as they are processed, and the link comes with them.
 
 The roles are reached through `Roles`: Ray Serve handles in the application, plain objects in tests.
 """
@@ -117,6 +117,11 @@ _NotOurs: Any = type(EngineClient)(
         ]
     },
 )
+
+
+def _answer_so_far(lacking: asyncio.Future[Collection[str]] | None) -> Collection[str]:
+    told = lacking is not None and lacking.done() and not lacking.cancelled() and lacking.exception() is None
+    return lacking.result() if lacking is not None and told else ()
 
 
 class LinkedEngineClient(_NotOurs):
@@ -267,9 +272,9 @@ class LinkedEngineClient(_NotOurs):
         vision_ms, embeddings = 0.0, dict[int, Any]()
         contents = [chunk.content for chunk in segments.chunks]
         pixels = {content: item for content, item in zip(contents, segments.items, strict=True) if item is not None}
-        # with reuse switched off nothing needs to be asked
-        needed = [i for i, content in enumerate(contents) if content in pixels and request.mode == Mode.OFF]
         lacking, trace.lacking = trace.lacking, None
+        known = pixels if request.mode == Mode.OFF else _answer_so_far(lacking)
+        needed = [i for i, content in enumerate(contents) if content in pixels and content in known]
         with closing(self._encodings.of_request(request.tenant, pixels, lacking)) as encodings:
             while True:
                 if needed:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Collection
+from asyncio import Future
+from collections.abc import Collection
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -136,7 +137,7 @@ class RequestTrace:
     documents: list[Document] = field(default_factory=list)  # text chunks of the prompt, in order
     groups: list[int | None] = field(default_factory=list)  # runs of chunks that could trade places, if any could
     costs: list[ChunkCosts] = field(default_factory=list)  # of the prompt's chunks, where an explanation is wanted
-    lacking: Awaitable[Collection[str]] | None = None  # images of which nothing is stored, once a prefill worker says
+    lacking: Future[Collection[str]] | None = None  # images of which nothing is stored, once a prefill worker says
     received: float = field(default_factory=time.perf_counter)
     report: OrbitReport = field(init=False)
 

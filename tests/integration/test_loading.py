@@ -208,8 +208,10 @@ def test_a_prefetch_loads_before_the_prompt_is_there(cold, tier: GatedTier):
     rig.linker.prefetch(PrefetchRequest(tuple(chunk.content for chunk in request.chunks)))
     wait_for(lambda: all(rig.library._resident(path_of_canonical(rig, key)) for key in keys))
     tier.failing |= {name for key in keys for name in (key.canonical, key.own_patch)}
+    asked_before = len(tier.calls)
     assert rig.link(PAGES).points == ["patched"] * 3
     assert [tier.reads(key.canonical) for key in keys] == [1, 1, 1]
+    assert not [call for call in tier.calls[asked_before:] if call[0] in ("get", "contains")], "it was asked already"
 
 
 def path_of_canonical(rig: Rig, keys: ChunkKeys) -> str:

@@ -346,6 +346,18 @@ async def test_an_image_that_is_not_stored_is_encoded_while_its_link_is_planned(
     assert trace.report.vision_tokens_encoded == 10
 
 
+async def test_a_link_comes_with_the_images_that_are_known_not_to_be_stored():
+    roles, trace = Roles(), RequestTrace()
+    roles.lacking = ["two"]
+    client = client_of(roles)
+    client.prefetch(["one", "two"], trace)
+    await asyncio.sleep(0)  # the answer is there before the prompt is
+    await client._link(LinkRequest("request", list(range(12))), two_images(), trace)
+    assert roles.calls == ["encode", "link"]
+    assert roles.encoded == [["two"]]
+    assert trace.report.vision_tokens_encoded == 5
+
+
 async def test_with_reuse_switched_off_images_are_encoded_before_the_only_link():
     roles, trace = Roles(), RequestTrace(OrbitOptions(mode="off"))
     await client_of(roles)._link(LinkRequest("request", list(range(12)), mode=Mode.OFF), two_images(), trace)

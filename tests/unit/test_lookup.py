@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -191,6 +192,54 @@ def chunk(start: int, stop: int, point: OperatingPoint, loading: bool = False) -
 def plan_of(*chunks: ChunkPlan, tokens: int = 100) -> LinkPlan:
     sequence = LinkSequence(torch.zeros(tokens, dtype=torch.int32), torch.arange(tokens), ())
     return LinkPlan(LinkRequest("request", [0] * tokens), sequence, list(chunks))
+
+
+def test_what_was_looked_up_ahead_serves_the_next_who_asks_and_nobody_after(
+    full: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("prefill_workers.lookup.time", SimpleNamespace(monotonic=lambda: now))
+    tier = KindTier(full)
+    lookups = Lookups(Library(LibrarySettings(directory=None, memory_bytes=0), FINGERPRINT, [tier]))
+    ahead = lookups.start_ahead(KEYS, Mode.AUTO)
+    assert lookups.start(KEYS, Mode.EXACT) is not ahead, "another mode looks for something else"
+    assert lookups.start(replace(KEYS, set_patch="behind others"), Mode.AUTO) is not ahead
+    assert lookups.start(KEYS, Mode.AUTO) is ahead
+    again = lookups.start(KEYS, Mode.AUTO)
+    assert again is not ahead
+    lookups.keep(KEYS, Mode.AUTO, again)
+    now += 4
+    assert lookups.start(KEYS, Mode.AUTO) is again
+    lookups.keep(KEYS, Mode.AUTO, again)
+    now += 6
+    assert lookups.start(KEYS, Mode.AUTO) is not again, "it may be out of date"
+    lookups.keep(KEYS, Mode.AUTO, again)
+    lookups.forget()
+    assert lookups.start(KEYS, Mode.AUTO) is not again
+
+
+def test_what_nobody_comes_for_is_not_kept(full: MemoryTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("prefill_workers.lookup.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("prefill_workers.lookup._MOST_KEPT", 3)
+    lookups = Lookups(Library(LibrarySettings(directory=None), FINGERPRINT, [full]))
+    for name in "abcd":
+        lookups.start_ahead(replace(KEYS, set_patch=name), Mode.AUTO)
+    assert [keys.set_patch for keys, _ in lookups._kept] == ["b", "c", "d"]
+    now += 6
+    lookups.start_ahead(KEYS, Mode.AUTO)
+    assert [keys.set_patch for keys, _ in lookups._kept] == [ORBIT.key]
+
+
+@pytest.mark.parametrize(("mode", "absent"), [(Mode.AUTO, False), (Mode.EXACT, False), (Mode.AUTO, True)])
+def test_pixels_are_lacking_where_neither_kv_nor_embeddings_are_stored(
+    full: MemoryTier, mode: Mode, absent: bool
+) -> None:
+    tier = KindTier(MemoryTier() if absent else full, "canonical")
+    lacks = start(tier, mode).lacks_pixels()
+    assert not lacks.cancel(), "who waits for it may go"
+    assert lacks.result(5) == absent
+    tier.release.set()
 
 
 def test_the_frontier_is_where_the_first_load_is_waited_for() -> None:
