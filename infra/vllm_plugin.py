@@ -3,6 +3,11 @@
 On a CPU with AMX it asks the kernel for leave to use its tiles. vLLM's attention over bf16 uses them without, and an
 engine in whose process nothing else has asked (a decode engine's small steps do not) dies of an illegal instruction.
 
+It calls MKL's vector functions once, on one thread. MKL picks a function's kernel in its first call, and where several
+threads make that call at once, one of them may take a kernel of half the digits (issue 188792 of pytorch/pytorch).
+Engines fill their rotary tables by such a call: now and then one kept tables that were off by 1.5e-4, and all that it
+computed was, in its fourth digit, another model's.
+
 On a CPU host that several engines share it undoes three things that suit a large host with one engine:
 
 - NIXL gives each agent a thread that polls UCX without pause: 0.9 of a core per idle engine, so that two engines took a
@@ -24,12 +29,21 @@ from typing import Any
 
 SHARED_CORES = "ORBITSERVE_ENGINES_SHARE_CORES"
 _POLL_MICROSECONDS = 500  # between two polls of UCX: 0.03 of a core
+# What torch has MKL compute for contiguous floats.
+_VECTOR_FUNCTIONS = (
+    *("acos", "asin", "atan", "cos", "sin", "tan", "cosh", "sinh", "tanh", "erf", "erfc", "erfinv", "exp", "exp2"),
+    *("expm1", "log", "log10", "log1p", "log2", "sqrt", "rsqrt", "ceil", "floor", "round", "trunc"),
+)
 
 
 def register() -> None:
-    """Enable AMX; let engines share cores where `infra.vllm_env` asked for it."""
+    """Enable AMX, settle MKL's kernels; let engines share cores where `infra.vllm_env` asked for it."""
     import torch
 
+    for dtype in (torch.float32, torch.float64):
+        half = torch.full((1,), 0.5, dtype=dtype)
+        for name in _VECTOR_FUNCTIONS:
+            getattr(torch, name)(half)
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
     if os.environ.get(SHARED_CORES) != "1":
