@@ -72,7 +72,8 @@ class Found:
 class Lookup:
     """One chunk's way through the library."""
 
-    def __init__(self) -> None:
+    def __init__(self, epoch: int = 0) -> None:
+        self.epoch = epoch  # of `Lookups`, when it was started
         self._coming: Future[bool] = Future()
         self._found: Future[Found] = Future()
         self._loads: tuple[Loading, Loading | None] | None = None
@@ -126,6 +127,7 @@ class Lookups:
         self._library, self._basis = library, basis
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="look-up")
         self._lock = threading.Lock()
+        self._epoch = 0  # ends when anything may have been deleted: what was looked up before is not kept any more
         self._kept: dict[tuple[ChunkKeys, Mode], tuple[float, Lookup]] = {}  # oldest first, with when it was started
 
     def start(self, keys: ChunkKeys, mode: Mode) -> Lookup:
@@ -146,6 +148,8 @@ class Lookups:
         """Have a look-up, started just now, serve who next asks for these keys."""
         now = time.monotonic()
         with self._lock:
+            if lookup.epoch != self._epoch:
+                return
             self._kept.pop((keys, mode), None)
             self._kept[keys, mode] = now, lookup
             while len(self._kept) > _MOST_KEPT or now - next(iter(self._kept.values()))[0] > _KEPT_SECONDS:
@@ -154,10 +158,11 @@ class Lookups:
     def forget(self) -> None:
         """Keep nothing of what was looked up: it may be deleted now."""
         with self._lock:
+            self._epoch += 1
             self._kept.clear()
 
     def _start(self, keys: ChunkKeys, mode: Mode) -> Lookup:
-        lookup = Lookup()
+        lookup = Lookup(self._epoch)
         if mode.kind is ModeKind.OFF:
             lookup._found.set_result(Found())
             lookup._decide(coming=False)

@@ -216,6 +216,8 @@ def test_what_was_looked_up_ahead_serves_the_next_who_asks_and_nobody_after(
     lookups.keep(KEYS, Mode.AUTO, again)
     lookups.forget()
     assert lookups.start(KEYS, Mode.AUTO) is not again
+    lookups.keep(KEYS, Mode.AUTO, again)
+    assert lookups.start(KEYS, Mode.AUTO) is not again, "what it found may have been deleted since"
 
 
 def test_what_nobody_comes_for_is_not_kept(full: MemoryTier, monkeypatch: pytest.MonkeyPatch) -> None:
