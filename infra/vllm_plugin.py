@@ -8,6 +8,8 @@ threads make that call at once, one of them may take a kernel of half the digits
 Engines fill their rotary tables by such a call: now and then one kept tables that were off by 1.5e-4, and all that it
 computed was, in its fourth digit, another model's.
 
+On a CPU it has engines use kernels that vLLM leaves unused there (see `cpu_kernels`).
+
 On a CPU host that several engines share it undoes three things that suit a large host with one engine:
 
 - NIXL gives each agent a thread that polls UCX without pause: 0.9 of a core per idle engine, so that two engines took a
@@ -37,7 +39,7 @@ _VECTOR_FUNCTIONS = (
 
 
 def register() -> None:
-    """Enable AMX, settle MKL's kernels; let engines share cores where `infra.vllm_env` asked for it."""
+    """Enable AMX, settle MKL's kernels, take vLLM's; let engines share cores where `infra.vllm_env` asked for it."""
     import torch
 
     for dtype in (torch.float32, torch.float64):
@@ -46,11 +48,16 @@ def register() -> None:
             getattr(torch, name)(half)
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
+    from vllm.platforms import current_platform
+
+    from infra import cpu_kernels
+
+    if current_platform.is_cpu():
+        cpu_kernels.install()
     if os.environ.get(SHARED_CORES) != "1":
         return
     from vllm.distributed import nixl_utils
     from vllm.model_executor.models import registry
-    from vllm.platforms import current_platform
 
     if nixl_utils.NixlWrapper is not None:
         _let_agents_pause(sys.modules[nixl_utils.NixlWrapper.__module__].nixlBind)
