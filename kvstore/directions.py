@@ -3,14 +3,18 @@
 Layers lie one after another without padding, so a layer that needs many directions costs no bytes in those that need
 few. A direction has one scale, which is all that 8 bits need: its left and right factor are stored relative to their
 largest elements, and the scale is the product of what each was divided by.
+
+Sums of patches give every token weights of its own (`prefill_workers.composing`). These stay beside the factors, so
+that a sum of patches in 8 bits is one too: what adds it to KV multiplies as it reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,24 +25,33 @@ _STEPS = 127  # of int8, either side of zero
 _LEAST = 1e-30  # divides rows of zeros
 
 
+class TokenWeights(NamedTuple):
+    """Times what a direction's left factor is taken, token by token."""
+
+    rows: Tensor  # [rows, tokens] fp32
+    of: Tensor  # [directions] int64: the row of each
+
+
 @dataclass(frozen=True, eq=False)
 class Directions:
     """Δ ≈ Σ scale · left ⊗ right over the directions of each layer, strongest first, for one segment.
 
     `left` [directions, tokens] and `right` [directions, features]: int8 or floats; `scale` [directions] fp32;
     `ranks`: how many directions each layer has. `right` None: directions of a shared basis, of which each layer has its
-    first ones (`Patch.bind`).
+    first ones (`Patch.bind`). `weights` None: every token's is 1.
     """
 
     left: Tensor
     right: Tensor | None
     scale: Tensor
     ranks: tuple[int, ...]
+    weights: TokenWeights | None = None
 
     def __post_init__(self) -> None:
         count = sum(self.ranks)
         sides = [self.left] if self.right is None else [self.left, self.right]
-        if any(side.dim() != 2 or len(side) != count for side in sides) or self.scale.shape != (count,):
+        weighed = True if self.weights is None else self.weights.of.shape == (count,)
+        if any(side.dim() != 2 or len(side) != count for side in sides) or self.scale.shape != (count,) or not weighed:
             shapes = [list(part.shape) for part in (*sides, self.scale)]
             raise ShapeMismatch(f"factors {shapes} are not {count} directions")
 
@@ -82,11 +95,11 @@ class Directions:
 
     def to(self, dtype: torch.dtype, *, right: bool = True) -> Directions:
         """The same in another precision, with int8 to the nearest of 127 steps; `right` False leaves that side be."""
-        left, scale = _in_precision(self.left, dtype)
+        left, scale = _in_precision(self.weighted_left, dtype)
         if self.right is None or not right:
-            return replace(self, left=left, scale=self.scale * scale)
+            return replace(self, left=left, scale=self.scale * scale, weights=None)
         other, factor = _in_precision(self.right, dtype)
-        return replace(self, left=left, right=other, scale=self.scale * scale * factor)
+        return replace(self, left=left, right=other, scale=self.scale * scale * factor, weights=None)
 
     def on(self, basis: Tensor) -> Directions:
         """Bound to the directions [layers, features, rank] of a shared basis, or what is left of them."""
@@ -111,22 +124,31 @@ class Directions:
         """Times a number, or times one for each layer and token, [layers or 1, tokens or 1]."""
         if not isinstance(weight, Tensor):
             return replace(self, scale=self.scale * weight)
-        factor = weight.expand(len(self.ranks), -1)[self.layer]
-        if factor.shape[1] == 1:
-            return replace(self, scale=self.scale * factor[:, 0])
-        return replace(self, left=self.left.float() * factor)
+        if weight.shape[1] == 1:
+            return replace(self, scale=self.scale * weight.expand(len(self.ranks), 1)[self.layer, 0])
+        of = self.layer if len(weight) > 1 else torch.zeros(len(self.scale), dtype=torch.int64)
+        weights = TokenWeights(weight.float().expand(-1, self.tokens).contiguous(), of)
+        return replace(self, left=self.weighted_left, weights=weights)
+
+    @property
+    def weighted_left(self) -> Tensor:
+        """The left factors [directions, tokens], times the tokens' weights where there are any."""
+        return self.left if self.weights is None else self.left.float() * self.weights.rows[self.weights.of]
 
     def factors_of(self, layer: int) -> tuple[Tensor, Tensor]:
         """fp32 factors [rank, tokens] and [rank, features] of one layer."""
         assert self.right is not None
         rows = slice(*self.starts[layer : layer + 2])
-        return self.left[rows].float() * self.scale[rows, None], self.right[rows].float()
+        left = self.left[rows].float() * self.scale[rows, None]
+        if self.weights is not None:
+            left *= self.weights.rows[self.weights.of[rows]]
+        return left, self.right[rows].float()
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """fp32 factors [layers, tokens, rank] and [layers, features, rank], with zeros up to the largest rank."""
         assert self.right is not None
         sides = []
-        for side in (self.left.float() * self.scale[:, None], self.right.float()):
+        for side in (self.weighted_left.float() * self.scale[:, None], self.right.float()):
             padded = side.new_zeros(len(self.ranks), max(self.ranks), side.shape[1])
             padded[self.layer, self.place] = side
             sides.append(padded.mT)
@@ -134,23 +156,50 @@ class Directions:
 
     def dense(self) -> Tensor:
         """The sum: fp32 [layers, tokens, features]."""
+        if len(self.ranks) == 1:
+            left, right = self.factors_of(0)
+            return (left.t() @ right)[None]
         left, right = self.factors()
         return left @ right.mT
 
     def _rows(self, rows: slice | Tensor, ranks: tuple[int, ...]) -> Directions:
-        return Directions(self.left[rows], None if self.right is None else self.right[rows], self.scale[rows], ranks)
+        right = None if self.right is None else self.right[rows]
+        weights = None if self.weights is None else TokenWeights(self.weights.rows, self.weights.of[rows])
+        return Directions(self.left[rows], right, self.scale[rows], ranks, weights)
 
 
 def joined(parts: Sequence[Directions]) -> Directions:
     """The sum of several for the same layers, by putting the directions of each layer behind one another."""
-    order = torch.cat([part.layer for part in parts]).argsort(stable=True)
-    rights = [part.right for part in parts if part.right is not None]
+
+    def by_layer(sides: Sequence[Tensor]) -> Tensor:
+        return torch.cat(
+            [
+                side[part.starts[layer] : part.starts[layer + 1]]
+                for layer in range(len(parts[0].ranks))
+                for part, side in zip(parts, sides, strict=True)
+            ]
+        )
+
     return Directions(
-        torch.cat([part.left for part in parts])[order],
-        torch.cat(rights)[order],
-        torch.cat([part.scale for part in parts])[order],
+        by_layer([part.left for part in parts]),
+        by_layer([part.right for part in parts if part.right is not None]),
+        by_layer([part.scale for part in parts]),
         tuple(map(sum, zip(*(part.ranks for part in parts), strict=True))),
+        _joined_weights(parts, by_layer),
     )
+
+
+def _joined_weights(parts: Sequence[Directions], by_layer: Callable[[Sequence[Tensor]], Tensor]) -> TokenWeights | None:
+    if all(part.weights is None for part in parts):
+        return None
+    rows, of, count = list[Tensor](), list[Tensor](), 0
+    for part in parts:
+        ones = torch.ones(1, part.tokens), torch.zeros(len(part.scale), dtype=torch.int64)
+        weights = part.weights or TokenWeights(*ones)
+        rows.append(weights.rows)
+        of.append(weights.of + count)
+        count += len(weights.rows)
+    return TokenWeights(torch.cat(rows), by_layer(of))
 
 
 def _in_precision(side: Tensor, dtype: torch.dtype) -> tuple[Tensor, float | Tensor]:

@@ -264,7 +264,7 @@ def _parts_of(record: Record) -> dict[str, Tensor]:
         return {f"right.{name}": part for name, part in zip(names, record.basis.directions, strict=True)}
     stored = dict(zip(names, record.patch.unbound.segments, strict=True))
     factors = {f"scale.{name}": part.scale for name, part in stored.items()}  # first: they are aligned to 4 bytes
-    factors |= {f"left.{name}": part.left for name, part in stored.items()}
+    factors |= {f"left.{name}": part.weighted_left for name, part in stored.items()}
     factors |= {f"right.{name}": part.right for name, part in stored.items() if part.right is not None}
     return {name: factor.unsqueeze(0) for name, factor in factors.items()}
 

@@ -89,7 +89,8 @@ def apply(kv: Tensor, patch: Patch | None, delta: int | float, layout: Layout, o
     cos, sin = (table.numpy() for table in layout.rotary.rotation(delta, "cpu"))
     strides = (kv.stride(0), kv.stride(1), out.stride(0), out.stride(1))
     shape, bf16 = (tokens, features), kv.dtype is torch.bfloat16
-    factors = (lefts, rights, scales, starts, first_layer)
+    weights, of = zip(*(_weights(part) for part in parts), strict=True)
+    factors = (lefts, rights, scales, starts, weights, of, first_layer)
     arguments = (_flat(kv), _flat(out), bf16, strides, shape, *factors, segments, cos, sin)
 
     rows = layers * tokens
@@ -120,6 +121,13 @@ def _numbers(parts: Sequence[Directions]) -> tuple[tuple[Array, ...], tuple[Arra
     narrow = {factor.dtype for side in sides for factor in side} == {torch.int8}
     left, right = (tuple((_bytes if narrow else _fp32)(factor) for factor in side) for side in sides)
     return left, right
+
+
+def _weights(part: Directions) -> tuple[Array, Array]:
+    """The tokens' weights [rows, tokens] and the row of each direction; no rows: all are 1."""
+    if part.weights is None:
+        return np.empty((0, 0), dtype=np.float32), np.empty(0, dtype=np.int64)
+    return np.ascontiguousarray(part.weights.rows.numpy()), np.ascontiguousarray(part.weights.of.numpy())
 
 
 def _bytes(factor: Tensor) -> Array:

@@ -121,8 +121,11 @@ def unfold(right: Any, scale: Any, basis: Any) -> None:
 
 
 @njit(**_OPTIONS)
-def gather(left: Any, token: int, count: int, coefficients: Any) -> None:
-    """coefficients [rank, 8] = a layer's left factors [rank, tokens] in fp32, of `count` tokens from `token` on."""
+def gather(left: Any, rows: Any, of: Any, token: int, count: int, coefficients: Any) -> None:
+    """coefficients [rank, 8] = a layer's left factors [rank, tokens] in fp32, of `count` tokens from `token` on.
+
+    rows, of: see `kvstore.directions.TokenWeights`; no rows: every weight is 1.
+    """
     for r in range(left.shape[0]):
         if count == _ROWS:  # a constant, so that the compiler takes them at once
             for t in range(_ROWS):
@@ -130,6 +133,11 @@ def gather(left: Any, token: int, count: int, coefficients: Any) -> None:
         else:
             for t in range(count):
                 coefficients[r, t] = left[r, token + t]
+    if rows.shape[0]:
+        for r in range(left.shape[0]):
+            weights = rows[of[r]]
+            for t in range(count):
+                coefficients[r, t] *= weights[token + t]
 
 
 @njit(**_OPTIONS)
@@ -163,6 +171,8 @@ def patch_rows(
     rights: Any,
     scales: Any,
     starts: Any,
+    rows: Any,
+    of: Any,
     first_layer: int,
     segments: Any,
     cos: Any,
@@ -173,7 +183,7 @@ def patch_rows(
     """Rows `begin` to `end` of the layers · tokens rows, read, patched, rotated and written.
 
     source, target: flat memory; strides: (layer, token) of each, in numbers; shape: (tokens, features);
-    lefts, rights, scales, starts: per segment, as in `kvstore.directions`, in int8 or fp32;
+    lefts, rights, scales, starts, rows, of: per segment, as in `kvstore.directions`, factors in int8 or fp32;
     segments: (first feature, features, head width, rotary style or 0).
     """
     tokens, features = shape
@@ -201,7 +211,8 @@ def patch_rows(
                 basis = bases.reshape(-1)[start * widest : (start + count) * widest].reshape(widest, count)
                 if layer != unfolded:
                     unfold(rights[index][first:last], scales[index][first:last], basis)
-                gather(lefts[index][first:last], token, block, coefficients)
+                at = of[index][first:last]
+                gather(lefts[index][first:last], rows[index], at, token, block, coefficients)
                 add(values, start, coefficients, basis, last - first)
             if style != 0:
                 for t in range(block):

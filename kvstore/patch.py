@@ -307,8 +307,8 @@ def _sum_of_coefficients(parts: Sequence[Directions]) -> Directions:
     total = torch.zeros_like(widest.left, dtype=torch.float32)
     for part in parts:
         rows = torch.tensor(widest.starts)[part.layer] + part.place
-        total[rows] += part.left.float() * part.scale[:, None]
-    return replace(widest, left=total, scale=torch.ones_like(widest.scale))
+        total[rows] += part.weighted_left.float() * part.scale[:, None]
+    return replace(widest, left=total, scale=torch.ones_like(widest.scale), weights=None)
 
 
 def relocate_patch(patch: Patch, delta: int | float, layout: Layout) -> Patch:

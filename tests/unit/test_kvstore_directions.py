@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -173,6 +175,38 @@ def test_sums_of_patches_of_any_precision_and_depth(layout: Layout) -> None:
     torch.testing.assert_close(apply(kv, whole, 0, layout), kv + expected, rtol=1e-4, atol=1e-4)
     alike = compose([own, default(delta[2], layout, 2)], base=default(delta[1], layout, 1))
     assert {part.left.dtype for part in alike.segments} == {torch.int8}  # sums change scales only
+
+
+@families
+@dtypes
+@pytest.mark.parametrize("rows", ["token", "layer and token"])
+def test_a_sum_weighed_by_token_stays_in_8_bits(layout: Layout, dtype: torch.dtype, rows: str) -> None:
+    parts = [default(uneven(layout, seed=seed), layout, 3 + seed) for seed in range(3)]
+    shape = (1, TOKENS) if rows == "token" else (layout.layers, TOKENS)
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.rand(shape, generator=generator) for _ in parts[1:]]
+    weighed = [
+        replace(part, segments=tuple(one.weighted(by) for one in part.segments))
+        for part, by in zip(parts[1:], weights, strict=True)
+    ]
+    whole = compose([*weighed, parts[0]])
+    expected = parts[0].dense() + sum(by[..., None] * part.dense() for part, by in zip(parts[1:], weights, strict=True))
+    torch.testing.assert_close(whole.dense(), expected, rtol=1e-5, atol=1e-5)
+    assert {part.left.dtype for part in whole.segments} == {torch.int8}
+    kv = random_kv(layout, TOKENS, dtype)
+    exact = relocate(kv.float() + expected, 5, layout)
+    found = apply(kv, whole, 5, layout).float()
+    rounded_once = exact.abs() * (2**-8 * 1.001 if dtype is torch.bfloat16 else 1e-5) + 1e-5
+    assert ((found - exact).abs() <= rounded_once).all()
+    for layer in range(layout.layers):
+        torch.testing.assert_close(whole.of_layer(layer).dense()[0], expected[layer], rtol=1e-5, atol=1e-5)
+    twice = replace(whole, segments=tuple(part.weighted(torch.full((1, TOKENS), 0.5)) for part in whole.segments))
+    torch.testing.assert_close(twice.dense(), expected / 2, rtol=1e-5, atol=1e-5)
+    again = replace(whole, segments=tuple(part.to(torch.float32) for part in whole.segments))
+    torch.testing.assert_close(again.dense(), expected, rtol=1e-5, atol=1e-5)
+    cut = whole.truncated(2)
+    assert all(max(part.ranks) == 2 for part in cut.segments)
+    torch.testing.assert_close(apply(kv.float(), cut, 0, layout) - kv.float(), cut.dense(), rtol=1e-4, atol=1e-4)
 
 
 @families
