@@ -214,8 +214,18 @@ class Library:
 
     def has(self, kind: RecordKind, key: str, tenant: str) -> bool:
         """Whether a record exists, without loading it. A tier that fails counts as not having it."""
-        path = record_path(kind, key, self.fingerprint, tenant)
-        return self._resident(path) is not None or self._stack.contains(path)
+        return bool(self.stored(kind, [(key, tenant)]))
+
+    def in_memory(self, kind: RecordKind, key: str, tenant: str) -> bool:
+        """Whether this process holds a record: loading it costs nothing."""
+        return self._resident(record_path(kind, key, self.fingerprint, tenant)) is not None
+
+    def stored(self, kind: RecordKind, places: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
+        """Those of the (key, tenant) under which a record exists, as `has`; every tier is asked at most once."""
+        paths = {(key, tenant): record_path(kind, key, self.fingerprint, tenant) for key, tenant in places}
+        found = {place for place, path in paths.items() if self._resident(path) is not None}
+        elsewhere = self._stack.stored([path for place, path in paths.items() if place not in found])
+        return found | {place for place, path in paths.items() if path in elsewhere}
 
     def persisted(self, kind: RecordKind, key: str, tenant: str) -> bool:
         """Whether the farthest tier, the one that all nodes share, holds a record. False if it does not answer."""

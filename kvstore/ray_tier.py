@@ -20,7 +20,7 @@ import os
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -101,8 +101,12 @@ class RayTier(Tier):
             return bool(_answer(directory.delete.remote(key)))
 
     def contains(self, key: str) -> bool:
-        with self._directory("look up", check_key(key)) as directory:
-            return bool(_answer(directory.contains.remote(key)))
+        return bool(self.stored([key]))
+
+    def stored(self, keys: Collection[str]) -> set[str]:
+        asked = [check_key(key) for key in keys]
+        with self._directory("look up", ", ".join(asked)) as directory:
+            return set(_answer(directory.stored.remote(asked)))
 
     def entries(self, prefix: str = "") -> Iterator[Entry]:
         with self._directory("list", prefix) as directory:
@@ -201,9 +205,9 @@ class Directory:
         held = self._held.get(key)
         return None if held is None else held.blob
 
-    def contains(self, key: str) -> bool:
-        """Whether there is a blob."""
-        return key in self._held
+    def stored(self, keys: list[str]) -> list[str]:
+        """Those of the keys that have a blob."""
+        return [key for key in keys if key in self._held]
 
     def delete(self, key: str) -> bool:
         """Lets go of a blob. Ray frees its memory when its last reader does."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import aiohttp
@@ -135,9 +135,13 @@ class S3Tier(FsspecTier):
             self._fs.pipe_file(path, b"".join(memoryview(part) for part in buffers), chunksize=_PART_BYTES)
 
     def contains(self, key: str) -> bool:
-        place = self._place(key)
-        with self._guarded("look up", key):
-            return self._wait(self._exists(place))
+        return bool(self.stored([key]))
+
+    def stored(self, keys: Collection[str]) -> set[str]:
+        places = [self._place(key) for key in keys]
+        with self._guarded("look up", ", ".join(keys)):
+            found = self._wait(self._exist(places))
+        return {key for key, there in zip(keys, found, strict=True) if there}
 
     def delete(self, key: str) -> bool:
         place = self._place(key)
@@ -208,6 +212,9 @@ class S3Tier(FsspecTier):
             finally:
                 answer["Body"].close()
             answer = None
+
+    async def _exist(self, places: Sequence[Mapping[str, str]]) -> list[bool]:
+        return await asyncio.gather(*map(self._exists, places))
 
     async def _exists(self, place: Mapping[str, str]) -> bool:
         client = await self._fs.set_session()

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -160,17 +160,18 @@ class TierStack:
                 self._count("dropped_writes")
                 self._failed(index, error)
 
-    def contains(self, path: str) -> bool:
-        """Whether some tier that answers has the path."""
+    def stored(self, paths: Collection[str]) -> set[str]:
+        """Those of the paths that some tier which answers has; nearer tiers are asked first, each of them once."""
+        found: set[str] = set()
         for index, tier in enumerate(self.tiers):
-            if self._breakers[index].open:
+            left = [path for path in paths if path not in found]
+            if not left or self._breakers[index].open:
                 continue
             try:
-                if tier.contains(path):
-                    return True
+                found |= tier.stored(left)
             except TierUnavailable as error:
                 self._failed(index, error)
-        return False
+        return found
 
     def persisted(self, path: str) -> bool:
         """Whether the farthest tier has the path; False if there is none, or it does not answer."""

@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -100,6 +100,10 @@ class Tier(ABC):
     @abstractmethod
     def contains(self, key: str) -> bool:
         """Whether the blob exists. Reads no data."""
+
+    def stored(self, keys: Collection[str]) -> set[str]:
+        """Those of the keys that have a blob, asked for at once where the tier is not in this process."""
+        return {key for key in keys if self.contains(key)}
 
     @abstractmethod
     def entries(self, prefix: str = "") -> Iterator[Entry]:

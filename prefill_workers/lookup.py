@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import cast
@@ -191,13 +191,7 @@ class Lookups:
         composed = False
         if looks_up_patch(mode):
             # Without a patch the canonical KV is of no use: nothing is moved until one is known to be stored.
-            stored = self._stored((keys.own_patch, keys.set_patch), keys.patch_owners)
-            places = [] if stored is None else [stored]
-            if stored is None and keys.parts:
-                owners = dict.fromkeys((*keys.patch_owners, keys.owner))  # of a reference behind references: everybody
-                every = [self._stored((key,), owners) for key in keys.parts]
-                places = [place for place in every if place is not None] if None not in every else []
-                composed = True
+            places, composed = self._patches(keys)
             if not places:
                 return Found()
             patches = [library.load("patch", *place) for place in places]
@@ -218,7 +212,16 @@ class Lookups:
             return Found(kv, records[0], parts=parts) if can_be_weighed(parts) else Found()
         return Found(kv, records[0] if records else None)
 
-    def _stored(self, wanted: Sequence[str], owners: Iterable[str]) -> tuple[str, str] | None:
-        """Key and owner of the first of the `wanted` patches that is stored."""
-        places = ((key, owner) for key in wanted for owner in owners)
-        return next((place for place in places if self._library.has("patch", *place)), None)
+    def _patches(self, keys: ChunkKeys) -> tuple[list[tuple[str, str]], bool]:
+        """Keys and owners of what serves as a chunk's patch, and whether it is parts of one; none if none is stored."""
+        whole = [(key, owner) for key in (keys.own_patch, keys.set_patch) for owner in keys.patch_owners]
+        owners = dict.fromkeys((*keys.patch_owners, keys.owner))  # of a reference behind references: everybody
+        parts = [[(key, owner) for owner in owners] for key in keys.parts]
+        if self._library.in_memory("patch", *whole[0]):
+            return whole[:1], False
+        stored = self._library.stored("patch", [*whole, *(place for part in parts for place in part)])
+        for place in whole:
+            if place in stored:
+                return [place], False
+        found = [next((place for place in part if place in stored), None) for part in parts]
+        return [place for place in found if place is not None] if None not in found else [], True

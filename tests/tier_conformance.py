@@ -118,6 +118,8 @@ class TierConformance:
         assert not tier.contains("a/b")
         assert not tier.delete("a/b")
         assert tier.contains("a/b/c")
+        assert tier.stored(["a/b", "a/b/c", "a"]) == {"a/b/c"}
+        assert tier.stored([]) == set()
 
     @pytest.mark.parametrize(
         "key", ["", "/", "/etc/passwd", "..", "a/../b", "a//b", "a/", ".hidden", "a/.b", "a b", "a\x00", "é", "a\n"]
@@ -131,6 +133,8 @@ class TierConformance:
             tier.delete(key)
         with pytest.raises(InvalidKey):
             tier.contains(key)
+        with pytest.raises(InvalidKey):
+            tier.stored([key])
 
     def test_readers_see_whole_versions_only(self, tier: Tier) -> None:
         versions = [bytes([n]) * 200_000 for n in range(4)]

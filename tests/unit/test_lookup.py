@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -103,6 +104,20 @@ def test_a_sum_takes_parts_that_have_seen_references_only_from_everybody() -> No
             library._put(stored)
     assert len(start(tier, keys=keys).found().parts) == 3
     assert not start(tier, keys=replace(keys, owner=TENANT)).found().parts, "a chunk of the tenant's own"
+
+
+@pytest.mark.parametrize("parts", [(), ("2" * 64, "3" * 64)])
+def test_a_tier_is_asked_once_what_it_has_of_a_chunks_patches(full: MemoryTier, parts: tuple[str, ...]) -> None:
+    asked: list[set[str]] = []
+
+    class Asked(KindTier):
+        def stored(self, keys: Collection[str]) -> set[str]:
+            asked.append({Path(key).stem for key in keys if "/patch/" in key})
+            return super().stored(keys)
+
+    keys = replace(KEYS, set_patch="1" * 64, parts=parts)
+    assert not start(Asked(full), keys=keys).is_coming(5)
+    assert asked == [{keys.own_patch, keys.set_patch, *parts}]
 
 
 def test_full_reuse_needs_no_patch(full: MemoryTier) -> None:
