@@ -5,6 +5,7 @@ from __future__ import annotations
 from serving.bench import (
     break_even,
     compile_trace,
+    cpu_kernels,
     handoff,
     one_shot,
     overhead,
@@ -42,6 +43,7 @@ _MODULES = (
     relocation,
     routing,
     shared_cores,
+    cpu_kernels,
     store,
     rates,
     sustained,

@@ -1,0 +1,96 @@
+"""Engines in processes of their own, for benchmarks that compare what a process is set up with.
+
+Every one holds a prompt whose last tokens it computes again and again for as long as it is told to.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+from infra.checkpoints import checkpoint_path
+from serving.replica_process import enter
+
+_READY_SECONDS = 300.0
+
+
+@contextmanager
+def engine_process(
+    role: Literal["prefill", "decode"], checkpoint: str, context: int, environment: Mapping[str, str]
+) -> Iterator[Connection]:
+    """An engine in a process like one of that role's, with this in its environment besides.
+
+    It takes how many of a prompt's last tokens a forward computes, and for how many seconds; and gives milliseconds of
+    a forward. `context`: tokens of the prompt.
+    """
+    spawning = multiprocessing.get_context("spawn")
+    ours, theirs = spawning.Pipe()
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)  # OpenMP reads its own when it is loaded
+    try:
+        process = spawning.Process(target=_serve, args=(theirs, role, checkpoint, context), daemon=True)
+        process.start()
+        theirs.close()  # so that its end is seen here
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+    try:
+        if not ours.poll(_READY_SECONDS):
+            raise TimeoutError(f"the {role} engine did not start")
+        ours.recv()
+        yield ours
+    finally:
+        process.kill()
+
+
+def forward_ms(engines: Mapping[str, tuple[Connection, int]], seconds: float) -> dict[str, float]:
+    """Milliseconds of a forward of each of the engines, all at the same time; each with how many tokens it computes."""
+    for pipe, tokens in engines.values():
+        pipe.send((tokens, seconds))
+    return {name: pipe.recv() for name, (pipe, _) in engines.items()}
+
+
+def _serve(pipe: Connection, role: str, checkpoint: str, context: int) -> None:
+    from serving.config import DecodeRoleSettings, PrefillRoleSettings
+
+    enter(PrefillRoleSettings() if role == "prefill" else DecodeRoleSettings())
+    from infra.vllm_env import vllm_environment
+
+    os.environ.update(vllm_environment(kv_cache_gib=1, threads=os.cpu_count()))
+    forward = _forward(checkpoint, context)
+    pipe.send("ready")
+    while True:
+        tokens, seconds = pipe.recv()
+        count, began = 0, time.perf_counter()
+        while (spent := time.perf_counter() - began) < seconds:
+            forward(tokens)
+            count += 1
+        pipe.send(spent / count * 1e3)
+
+
+def _forward(checkpoint: str, context: int) -> Any:
+    """A forward over the last tokens of a prompt whose others are computed already."""
+    import torch
+
+    from prefill_workers.engine import EngineSpec, PrefillEngine
+    from prefill_workers.sequence import LinkSequence, Run
+
+    engine = PrefillEngine(EngineSpec(str(checkpoint_path(checkpoint)), hand_off=False, max_model_len=2048))
+    index = torch.arange(context)
+    positions = index.expand(3, -1) if engine.uses_mrope else index
+    blocks = range(1, 2 + context // engine.block_size)
+    sequence = LinkSequence(torch.zeros(context, dtype=torch.int32), positions, blocks)
+
+    def forward(tokens: int) -> None:
+        with torch.inference_mode():
+            engine.forward([(sequence, [Run(context - tokens, context)])])
+
+    forward(context)
+    return forward
