@@ -66,7 +66,7 @@ def fused_add_rms_norm(
 
 def _normalises(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
     plain = variance_size is None and weight is not None and weight.dtype == x.dtype
-    return plain and x.dim() == 2 and x.is_contiguous() and x.shape[1] % _LANES == 0
+    return plain and x.is_contiguous() and x.shape[-1] % _LANES == 0
 
 
 def _adds_and_normalises(
