@@ -126,7 +126,7 @@ class Directions:
             return replace(self, scale=self.scale * weight)
         if weight.shape[1] == 1:
             return replace(self, scale=self.scale * weight.expand(len(self.ranks), 1)[self.layer, 0])
-        of = self.layer if len(weight) > 1 else torch.zeros(len(self.scale), dtype=torch.int64)
+        of = self.layer.to(weight.device) if len(weight) > 1 else weight.new_zeros(len(self.scale), dtype=torch.int64)
         weights = TokenWeights(weight.float().expand(-1, self.tokens).contiguous(), of)
         return replace(self, left=self.weighted_left, weights=weights)
 
@@ -194,8 +194,8 @@ def _joined_weights(parts: Sequence[Directions], by_layer: Callable[[Sequence[Te
         return None
     rows, of, count = list[Tensor](), list[Tensor](), 0
     for part in parts:
-        ones = torch.ones(1, part.tokens), torch.zeros(len(part.scale), dtype=torch.int64)
-        weights = part.weights or TokenWeights(*ones)
+        of_one_row = part.scale.new_zeros(len(part.scale), dtype=torch.int64)
+        weights = part.weights or TokenWeights(part.scale.new_ones(1, part.tokens), of_one_row)
         rows.append(weights.rows)
         of.append(weights.of + count)
         count += len(weights.rows)

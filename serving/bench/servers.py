@@ -80,20 +80,26 @@ def ours(checkpoint: Path, console: Console, quick: bool, **sections: Any) -> It
 
 
 @contextmanager
-def vllm_alone(checkpoint: Path, dtype: str = "auto", kv_cache_gib: int = 1) -> Iterator[Server]:
+def vllm_alone(
+    checkpoint: Path, dtype: str = "auto", kv_cache_gib: int = 1, *, compiled: bool = False
+) -> Iterator[Server]:
     """vLLM's own OpenAI server with prefix caching, in the environment that our engines have.
 
-    It keeps as many GiB of processed images as our ingress does. It starts beside whatever is done next: call `settle`
+    `compiled`: it compiles the model, as it does by default, and as needs a C++ compiler on a CPU; else it runs eagerly
+    like our engines. It keeps as many GiB of processed images as our ingress does. It starts beside whatever is done next: call `settle`
     before the first request.
     """
     port = free_port()
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint), "--dtype", dtype),
         *("--port", str(port), "--host", "127.0.0.1", "--max-model-len", "4096", "--max-num-batched-tokens", "4096"),
-        *("--enable-prefix-caching", "--enforce-eager", "--served-model-name", checkpoint.name),
+        *("--enable-prefix-caching", "--served-model-name", checkpoint.name),
         *("--enable-prompt-tokens-details", "--mm-processor-cache-gb", "1"),
+        *(() if compiled else ("--enforce-eager",)),
     ]
     environment = {**os.environ, **vllm_environment(kv_cache_gib=kv_cache_gib, threads=os.cpu_count())}
+    if compiled:
+        environment.pop("TORCH_COMPILE_DISABLE", None)
     with tempfile.NamedTemporaryFile(prefix="orbitserve-vllm-", suffix=".log") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:

@@ -1,19 +1,24 @@
 """Time to first token of a request that reuses one image segment behind changed text.
 
-| arm     | what answers                                                                              |
-|---------|-------------------------------------------------------------------------------------------|
-| vllm    | `vllm serve` with prefix caching: the text before the image differs, so it misses          |
-| exact   | ours, mode `exact`: every token computed, pixels not encoded again                         |
-| patched | ours, mode `auto`: the segment is linked, 32 text tokens are computed                      |
-| limit   | an engine that computes those 32 tokens and takes the likeliest next; all else is free      |
+| arm      | what answers                                                                              |
+|----------|-------------------------------------------------------------------------------------------|
+| vllm     | `vllm serve` with prefix caching: the text before the image differs, so it misses          |
+| compiled | the same, compiled as it is by default; only where there is a C++ compiler                 |
+| exact    | ours, mode `exact`: every token computed, pixels not encoded again                         |
+| patched  | ours, mode `auto`: the segment is linked, 32 text tokens are computed                      |
+| limit    | an engine that computes those 32 tokens and takes the likeliest next; all else is free     |
+
+All but `compiled` run eagerly and with the same kernels.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
 CHECKPOINT = "qwen2_5_vl-250m"
 _DESCRIPTIONS = {
     "vllm": "vLLM's OpenAI server with prefix caching; the text before the image changes every time",
+    "compiled": "the same server, its model compiled",
     "exact": "OrbitServe, mode exact",
     "patched": "OrbitServe, mode auto, patch stored",
     "limit": "forward over the 32 text tokens behind finished KV and the likeliest next, called in-process",
@@ -85,14 +91,16 @@ def run(quick: bool, console: Console) -> Outcome:
     turns = 2 if quick else 9
     checkpoint = checkpoint_path(CHECKPOINT)
     console.print("starting vLLM's server, ours, and an engine for the limit")
-    with (
-        vllm_alone(checkpoint) as alone,
-        ours(checkpoint, console, quick) as service,
-        limit_of(service, checkpoint) as limit,
-    ):
-        alone.settle()
+    with ExitStack() as stack:
+        alone = {"vllm": stack.enter_context(vllm_alone(checkpoint))}
+        service = stack.enter_context(ours(checkpoint, console, quick))
+        limit = stack.enter_context(limit_of(service, checkpoint))
+        if not quick and shutil.which("g++"):
+            alone["compiled"] = stack.enter_context(vllm_alone(checkpoint, compiled=True))
+        for server in alone.values():
+            server.settle()
         samples = _measure(sizes, turns, alone, service, limit, console)
-    arms = [Arm(name, _DESCRIPTIONS[name], samples[name]) for name in _DESCRIPTIONS]
+    arms = [Arm(name, text, samples[name]) for name, text in _DESCRIPTIONS.items() if name in samples]
     workload = {
         "model": CHECKPOINT,
         "dtype": "bfloat16",
@@ -105,20 +113,26 @@ def run(quick: bool, console: Console) -> Outcome:
 
 
 def _measure(
-    sizes: list[int], turns: int, alone: Server, service: Server, limit: Limit, console: Console
+    sizes: list[int], turns: int, alone: Mapping[str, Server], service: Server, limit: Limit, console: Console
 ) -> dict[str, dict[str, list[float]]]:
     numbers = itertools.count(1)
-    samples: dict[str, dict[str, list[float]]] = {name: {} for name in _DESCRIPTIONS}
+    samples: dict[str, dict[str, list[float]]] = {}
     with httpx.Client(timeout=300) as client:
         for size in sizes:
             for name, times in _measure_size(size, turns, alone, service, limit, client, numbers).items():
-                samples[name][str(size)] = times
+                samples.setdefault(name, {})[str(size)] = times
             console.print(f"  {size} image tokens done")
     return samples
 
 
 def _measure_size(
-    size: int, turns: int, alone: Server, service: Server, limit: Limit, client: httpx.Client, numbers: Iterator[int]
+    size: int,
+    turns: int,
+    alone: Mapping[str, Server],
+    service: Server,
+    limit: Limit,
+    client: httpx.Client,
+    numbers: Iterator[int],
 ) -> dict[str, list[float]]:
     image = image_url(size)
 
@@ -134,7 +148,7 @@ def _measure_size(
     chat(service, "encoded")  # first seen: encodes, and teaches the patch
     service.settle()
     arms = {
-        "vllm": lambda: chat(alone, None),
+        **{name: partial(chat, server, None) for name, server in alone.items()},
         "exact": lambda: chat(service, "recomputed", orbit={"mode": "exact"}),
         "patched": lambda: chat(service, "patched"),
         "limit": lambda: limit.time_ms(size),  # the turns before have ended: an embedded engine is idle
@@ -146,10 +160,12 @@ def _measure_size(
 def _figures(sizes: list[int], arms: dict[str, Arm]) -> dict[str, float]:
     figures = {}
     for size in map(str, sizes):
-        vllm, exact, patched, limit = (arms[name].median_ms(size) for name in _DESCRIPTIONS)
+        vllm, exact, patched, limit = (arms[name].median_ms(size) for name in ("vllm", "exact", "patched", "limit"))
         figures[f"patched_speedup_{size}"] = vllm / patched
         figures[f"exact_over_vllm_{size}"] = exact / vllm
         figures[f"limit_over_patched_{size}"] = limit / patched
+        if "compiled" in arms:
+            figures[f"compiled_over_patched_{size}"] = arms["compiled"].median_ms(size) / patched
     return figures
 
 
