@@ -87,8 +87,8 @@ def _rotating(native: Any) -> Any:
     def forward(
         self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        covered = key is not None and offsets is None and self.rotary_dim % (2 * _LANES) == 0 and len(query) > 0
-        if not covered or torch.compiler.is_compiling():  # a compiler fuses what it sees
+        covered = offsets is None and self.rotary_dim % (2 * _LANES) == 0 and len(query) > 0
+        if key is None or not covered or torch.compiler.is_compiling():  # a compiler fuses what it sees
             rotated: tuple[Tensor, Tensor | None] = native(self, positions, query, key, offsets)
             return rotated
         cache = self._match_cos_sin_cache_dtype(query)

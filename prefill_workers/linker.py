@@ -275,6 +275,7 @@ class Linker:
             PixelsNeeded: a load failed, and neither the request nor the library has the chunk's embeddings.
         """
         began, missing, spoiled = time.perf_counter(), [], None
+        placed: list[tuple[ChunkPlan, Found]] = []
         self._place_beginning(plan)
         ended = [
             (i, chunk) for i, chunk in enumerate(plan.chunks) if chunk.loading is not None and chunk.loading.done()
@@ -289,11 +290,12 @@ class Linker:
                     continue
                 spoiled = chunk.span.start if spoiled is None else spoiled
             if chunk.reuses_kv and chunk.unmeasured is None:
-                self._write(plan.sequence, chunk, settled)
+                placed.append((chunk, settled))
             elif chunk.lacks_embeddings:
                 missing.append(i)
         if missing:
             raise PixelsNeeded(missing)
+        self._write(plan.sequence, placed)
         if ended:
             plan.embed()
             plan.stages_ms["place"] = plan.stages_ms.get("place", 0.0) + (time.perf_counter() - began) * 1e3
@@ -347,14 +349,14 @@ class Linker:
             self.engine.forward_first(part, MEASURED_LAYER + 1)
             taken += 1
         for plan, _ in work:
-            for chunk in plan.chunks:
-                if chunk.unmeasured is not None:
-                    self._select_of(plan, chunk, chunk.unmeasured)
+            measured = [(chunk, chunk.unmeasured) for chunk in plan.chunks if chunk.unmeasured is not None]
+            self._write(plan.sequence, [(chunk, self._selected(plan, chunk, found)) for chunk, found in measured])
             plan.stages_ms["select"] = (time.perf_counter() - began) * 1e3
             plan.unpin()
         return taken
 
-    def _select_of(self, plan: LinkPlan, chunk: ChunkPlan, found: Found) -> None:
+    def _selected(self, plan: LinkPlan, chunk: ChunkPlan, found: Found) -> Found:
+        """Choose a chunk's tokens, or weigh its patch's parts, by what a partial forward left; what to write of it."""
         mode, span = plan.request.mode, chunk.span
         assert found.canonical is not None
         in_context = self.engine.read_kv(plan.sequence.blocks, span.start, len(span), [MEASURED_LAYER])
@@ -364,12 +366,11 @@ class Linker:
             base, *pairs = found.parts
             weights = measured_weights(base, pairs, measured_deficit(in_context, stored, chunk.start_position, layout))
             self._weights.put(plan.request.tenant, chunk.patch_key, weights, chunk.weights_epoch)
-            self._write(plan.sequence, chunk, _summed(chunk, found, weights))
-            return
+            return _summed(chunk, found, weights)
         deviation = deviations(in_context, stored, chunk.start_position, layout)
         chunk.selected = selected_by_deviation(mode, deviation, span.start)
         chunk.outcome = replace(chunk.outcome, reason=_selected_reason(mode, chunk))
-        self._write(plan.sequence, chunk, found)
+        return found
 
     def arriving(self, plan: LinkPlan) -> list[Arriving]:
         """All chunks on their way, for a forward that writes them as they come in; none if one has no layer yet."""
@@ -427,12 +428,22 @@ class Linker:
             return _summed(chunk, found, weights)
         return found
 
-    def _write(self, sequence: LinkSequence, chunk: ChunkPlan, found: Found) -> None:
-        """Relocate, patch and write a chunk's stored KV."""
-        assert found.canonical is not None
-        patch = found.patch.patch.bind(self.form.basis) if found.patch else None
-        kv = apply(found.canonical.kv, patch, chunk.start_position, self.engine.layout)
-        self.engine.write_kv(kv, self.engine.slots(sequence.blocks, chunk.span.start, chunk.span.stop))
+    def _write(self, sequence: LinkSequence, placed: Sequence[tuple[ChunkPlan, Found]]) -> None:
+        """Relocate and patch the stored KV of some chunks, and write all of it at once."""
+        if not placed:
+            return
+        layout, start = self.engine.layout, 0
+        kv = torch.empty(
+            layout.layers, sum(len(chunk.span) for chunk, _ in placed), layout.features, dtype=self.engine.dtype
+        )
+        for chunk, found in placed:
+            assert found.canonical is not None
+            patch = found.patch.patch.bind(self.form.basis) if found.patch else None
+            out = kv[:, start : start + len(chunk.span)]
+            start += len(chunk.span)
+            apply(found.canonical.kv, patch, chunk.start_position, layout, out=out)
+        spans = [chunk.span for chunk, _ in placed]
+        self.engine.write_kv(kv, torch.cat([self.engine.slots(sequence.blocks, s.start, s.stop) for s in spans]))
 
 
 def _summed(chunk: ChunkPlan, found: Found, weights: Tensor) -> Found:

@@ -162,7 +162,7 @@ class RunsExtension:
             slots |= dict.fromkeys(names[:depth], other.slots.to(to, non_blocking=True))
             metadata |= dict.fromkeys(names[:depth], self._metadata(other, slots[names[0]]))
         context = set_forward_context(metadata, runner.vllm_config, num_tokens=len(batch.slots), slot_mapping=slots)
-        with context, self._writing(arriving, deadline), self._ending_behind(layers):
+        with context, self._writing(arriving, deadline), self._ending_behind(layers, slots[names[0]]):
             hidden = runner.model(
                 input_ids=None,
                 positions=batch.positions.to(to, non_blocking=True),
@@ -202,13 +202,13 @@ class RunsExtension:
         return self._group.get_metadata_builder().build(0, common)
 
     @contextmanager
-    def _ending_behind(self, layers: int | None) -> Iterator[None]:
+    def _ending_behind(self, layers: int | None, slots: Tensor) -> Iterator[None]:
         """The model ends behind its first `layers` layers, of whose last only the KV is wanted.
 
         vLLM's models walk `layers[start_layer:end_layer]`, which is how they are split into pipelines. Leaving the
         forward by an exception instead would leave behind what models hand their layers (Qwen3-VL's deepstack features)
-        for the next forward to find. What the last layer makes of its attention goes nowhere: its feed-forward network,
-        most of what it computes, is left out.
+        for the next forward to find. What the last layer makes of its KV goes nowhere: its attention and its
+        feed-forward network are left out, and its KV stored in the tokens' `slots` without them.
         """
         if layers is None:
             yield
@@ -216,16 +216,26 @@ class RunsExtension:
         walker, whole = self._walker, self._walker.end_layer
         end = walker.start_layer + layers
         decoders = getattr(walker, "layers", None)  # few models have another name for them, or for what is in them
-        last = None if decoders is None else getattr(decoders[end - 1], "mlp", None)
+        network = None if decoders is None else getattr(decoders[end - 1], "mlp", None)
+        latent = self.model_runner.vllm_config.model_config.use_mla  # its attention's output has another shape
+        attention = None if latent else self._layer(layers - 1)
+
+        def store(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+            self._update(layers - 1, torch.cat([key.flatten(1), value.flatten(1)], dim=-1), slots)
+            return query
+
         try:
             walker.end_layer = end
-            if last is not None:
-                last.forward = lambda hidden, *_, **__: hidden
+            if network is not None:
+                network.forward = lambda hidden, *_, **__: hidden
+            if attention is not None:
+                attention.forward = store
             yield
         finally:
             walker.end_layer = whole
-            if last is not None:
-                del last.forward
+            for module in (network, attention):
+                if module is not None:
+                    del module.forward
 
     @contextmanager
     def _writing(self, arriving: Sequence[ArrivingLayers], deadline: float) -> Iterator[None]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -147,7 +147,7 @@ def _measure_size(
 
     chat(service, "encoded")  # first seen: encodes, and teaches the patch
     service.settle()
-    arms = {
+    arms: dict[str, Callable[[], float]] = {
         **{name: partial(chat, server, None) for name, server in alone.items()},
         "exact": lambda: chat(service, "recomputed", orbit={"mode": "exact"}),
         "patched": lambda: chat(service, "patched"),

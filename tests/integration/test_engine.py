@@ -49,7 +49,7 @@ def test_self_check_refuses_an_engine_whose_forward_does_not_write_what_comes_in
 def test_self_check_refuses_an_engine_whose_partial_forward_does_not_end(
     fp32: PrefillEngine, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(RunsExtension, "_ending_behind", lambda self, layers: nullcontext())
+    monkeypatch.setattr(RunsExtension, "_ending_behind", lambda self, layers, slots: nullcontext())
     with pytest.raises(SelfCheckError, match="a partial forward equals a forward's first layers"):
         fp32.require_self_check()
 
