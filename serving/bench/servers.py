@@ -86,8 +86,8 @@ def vllm_alone(
     """vLLM's own OpenAI server with prefix caching, in the environment that our engines have.
 
     `compiled`: it compiles the model, as it does by default, and as needs a C++ compiler on a CPU; else it runs eagerly
-    like our engines. It keeps as many GiB of processed images as our ingress does. It starts beside whatever is done next: call `settle`
-    before the first request.
+    like our engines. It keeps as many GiB of processed images as our ingress does. It starts beside whatever is done
+    next: call `settle` before the first request.
     """
     port = free_port()
     command = [
