@@ -51,8 +51,9 @@ def install() -> None:
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
     """x / sqrt(mean(x²) + epsilon) · weight over the last dimension, rounded once."""
-    out = torch.empty_like(x)
-    torch.ops._C.rms_norm(out, x, weight, epsilon)
+    rows = x.contiguous()  # heads of queries and keys that a model normalises lie apart
+    out = torch.empty_like(rows)
+    torch.ops._C.rms_norm(out, rows, weight, epsilon)
     return out
 
 
@@ -66,14 +67,15 @@ def fused_add_rms_norm(
 
 def _normalises(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
     plain = variance_size is None and weight is not None and weight.dtype == x.dtype
-    return plain and x.is_contiguous() and x.shape[-1] % _LANES == 0
+    return plain and x.shape[-1] % _LANES == 0
 
 
 def _adds_and_normalises(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> bool:
-    alike = x_residual.dtype == x.dtype and x_residual.shape == x.shape and x_residual.is_contiguous()
-    return alike and _normalises(x, weight, epsilon, variance_size)
+    alike = x_residual.dtype == x.dtype and x_residual.shape == x.shape
+    in_place = x.is_contiguous() and x_residual.is_contiguous()
+    return alike and in_place and _normalises(x, weight, epsilon, variance_size)
 
 
 def _rotating(native: Any) -> Any:

@@ -26,7 +26,7 @@ _LEAST = 1e-30  # divides rows of zeros
 
 
 class TokenWeights(NamedTuple):
-    """Times what a direction's left factor is taken, token by token."""
+    """Factors, token by token, by which directions' left factors are multiplied."""
 
     rows: Tensor  # [rows, tokens] fp32
     of: Tensor  # [directions] int64: the row of each
@@ -50,9 +50,11 @@ class Directions:
     def __post_init__(self) -> None:
         count = sum(self.ranks)
         sides = [self.left] if self.right is None else [self.left, self.right]
-        weighed = True if self.weights is None else self.weights.of.shape == (count,)
-        if any(side.dim() != 2 or len(side) != count for side in sides) or self.scale.shape != (count,) or not weighed:
-            shapes = [list(part.shape) for part in (*sides, self.scale)]
+        fit = all(side.dim() == 2 and len(side) == count for side in sides) and self.scale.shape == (count,)
+        if self.weights is not None:
+            fit = fit and self.weights.of.shape == (count,) and self.weights.rows.shape[1:] == (self.tokens,)
+        if not fit:
+            shapes = [list(part.shape) for part in (*sides, self.scale, *(self.weights or ()))]
             raise ShapeMismatch(f"factors {shapes} are not {count} directions")
 
     @classmethod
@@ -76,7 +78,8 @@ class Directions:
     @property
     def nbytes(self) -> int:
         """Bytes of what is there; a bound shared basis counts."""
-        return self.left.nbytes + self.scale.nbytes + (0 if self.right is None else self.right.nbytes)
+        weights = 0 if self.weights is None else self.weights.rows.nbytes + self.weights.of.nbytes
+        return self.left.nbytes + self.scale.nbytes + (0 if self.right is None else self.right.nbytes) + weights
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -124,10 +127,12 @@ class Directions:
         """Times a number, or times one for each layer and token, [layers or 1, tokens or 1]."""
         if not isinstance(weight, Tensor):
             return replace(self, scale=self.scale * weight)
+        if len(weight) not in (1, len(self.ranks)):
+            raise ShapeMismatch(f"weights {list(weight.shape)} are not of {len(self.ranks)} layers")
         if weight.shape[1] == 1:
             return replace(self, scale=self.scale * weight.expand(len(self.ranks), 1)[self.layer, 0])
         of = self.layer.to(weight.device) if len(weight) > 1 else weight.new_zeros(len(self.scale), dtype=torch.int64)
-        weights = TokenWeights(weight.float().expand(-1, self.tokens).contiguous(), of)
+        weights = TokenWeights(weight.float().contiguous(), of)
         return replace(self, left=self.weighted_left, weights=weights)
 
     @property

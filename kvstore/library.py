@@ -22,7 +22,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -216,16 +216,27 @@ class Library:
         """Whether a record exists, without loading it. A tier that fails counts as not having it."""
         return bool(self.stored(kind, [(key, tenant)]))
 
-    def in_memory(self, kind: RecordKind, key: str, tenant: str) -> bool:
-        """Whether this process holds a record: loading it costs nothing."""
-        return self._resident(record_path(kind, key, self.fingerprint, tenant)) is not None
+    def stored(
+        self,
+        kind: RecordKind,
+        places: Iterable[tuple[str, str]],
+        wanted: Callable[[set[tuple[str, str]]], Iterable[tuple[str, str]]] | None = None,
+    ) -> set[tuple[str, str]]:
+        """Those of the (key, tenant) under which a record exists, as `has`; every tier is asked at most once.
 
-    def stored(self, kind: RecordKind, places: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
-        """Those of the (key, tenant) under which a record exists, as `has`; every tier is asked at most once."""
+        `wanted`: of what was found so far, what is of interest still; None: all. Memory is asked first.
+        """
         paths = {(key, tenant): record_path(kind, key, self.fingerprint, tenant) for key, tenant in places}
-        found = {place for place, path in paths.items() if self._resident(path) is not None}
-        elsewhere = self._stack.stored([path for place, path in paths.items() if place not in found])
-        return found | {place for place, path in paths.items() if path in elsewhere}
+        resident = {place for place, path in paths.items() if self._resident(path) is not None}
+
+        def found(elsewhere: set[str]) -> set[tuple[str, str]]:
+            return resident | {place for place, path in paths.items() if path in elsewhere}
+
+        def left(elsewhere: set[str]) -> list[str]:
+            known = found(elsewhere)
+            return [paths[place] for place in (paths if wanted is None else wanted(known)) if place not in known]
+
+        return found(self._stack.stored(left))
 
     def persisted(self, kind: RecordKind, key: str, tenant: str) -> bool:
         """Whether the farthest tier, the one that all nodes share, holds a record. False if it does not answer."""

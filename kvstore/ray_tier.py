@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "orbitserve"
 _INLINE_BYTES = 64 << 10  # markers and other small blobs stay in the directory: Ray sends them inside its messages
+_PROTOCOL = 2  # of the directory's methods: one that outlived the application may have others
 _TIMEOUT_S = 10.0  # for an answer of the directory, and for pulling an object from another node
 Blob = Any  # bytes, or a list of one ObjectRef: a bare one would be resolved on its way
 
@@ -50,7 +51,7 @@ def ray_is_running() -> bool:
 def directory_name(settings: LibrarySettings) -> str:
     """One directory for all processes that share a library, another one for another library on the same cluster."""
     directory = "" if settings.directory is None else os.path.abspath(settings.directory)
-    identity = repr((directory, settings.url))
+    identity = repr((directory, settings.url, _PROTOCOL))
     return f"library-{blake3(identity.encode()).hexdigest()[:16]}"
 
 

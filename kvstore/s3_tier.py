@@ -140,8 +140,13 @@ class S3Tier(FsspecTier):
     def stored(self, keys: Collection[str]) -> set[str]:
         places = [self._place(key) for key in keys]
         with self._guarded("look up", ", ".join(keys)):
-            found = self._wait(self._exist(places))
-        return {key for key, there in zip(keys, found, strict=True) if there}
+            answers = self._wait(self._exist(places))
+            found = {key for key, answer in zip(keys, answers, strict=True) if answer is True}
+            if not found:
+                for answer in answers:
+                    if isinstance(answer, BaseException):
+                        raise answer
+        return found
 
     def delete(self, key: str) -> bool:
         place = self._place(key)
@@ -213,8 +218,8 @@ class S3Tier(FsspecTier):
                 answer["Body"].close()
             answer = None
 
-    async def _exist(self, places: Sequence[Mapping[str, str]]) -> list[bool]:
-        return await asyncio.gather(*map(self._exists, places))
+    async def _exist(self, places: Sequence[Mapping[str, str]]) -> list[bool | BaseException]:
+        return await asyncio.gather(*map(self._exists, places), return_exceptions=True)
 
     async def _exists(self, place: Mapping[str, str]) -> bool:
         client = await self._fs.set_session()

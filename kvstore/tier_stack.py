@@ -160,15 +160,21 @@ class TierStack:
                 self._count("dropped_writes")
                 self._failed(index, error)
 
-    def stored(self, paths: Collection[str]) -> set[str]:
-        """Those of the paths that some tier which answers has; nearer tiers are asked first, each of them once."""
+    def stored(self, left: Callable[[set[str]], Collection[str]]) -> set[str]:
+        """Which paths the tiers have, nearest first, each asked once; one that fails counts as having none.
+
+        `left`: of the paths that were found so far, which others are still wanted. Farther tiers are slower: they are
+        asked for nothing that what was found makes needless.
+        """
         found: set[str] = set()
         for index, tier in enumerate(self.tiers):
-            left = [path for path in paths if path not in found]
-            if not left or self._breakers[index].open:
+            paths = left(found)
+            if not paths:
+                break
+            if self._breakers[index].open:
                 continue
             try:
-                found |= tier.stored(left)
+                found |= tier.stored(paths)
             except TierUnavailable as error:
                 self._failed(index, error)
         return found

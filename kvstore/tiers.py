@@ -102,8 +102,20 @@ class Tier(ABC):
         """Whether the blob exists. Reads no data."""
 
     def stored(self, keys: Collection[str]) -> set[str]:
-        """Those of the keys that have a blob, asked for at once where the tier is not in this process."""
-        return {key for key in keys if self.contains(key)}
+        """Those of the keys that have a blob. Tiers for which that is worth it ask for all of them at once.
+
+        Raises TierUnavailable only if none was found: what could be told is told.
+        """
+        found: set[str] = set()
+        failure: TierUnavailable | None = None
+        for key in keys:
+            try:
+                found |= {key} if self.contains(key) else set()
+            except TierUnavailable as error:
+                failure = error
+        if failure is not None and not found:
+            raise failure
+        return found
 
     @abstractmethod
     def entries(self, prefix: str = "") -> Iterator[Entry]:

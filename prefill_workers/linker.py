@@ -29,7 +29,7 @@ from torch import Tensor
 
 from kvstore.chunk import DYNAMIC_TENANT, antecedent_key, canonical_key, embedding_key, owner_of
 from kvstore.library import Library
-from kvstore.patch import PatchKind, apply, warm_up
+from kvstore.patch import PatchKind, warm_up
 from kvstore.patch_form import PatchForm
 from prefill_workers import policies
 from prefill_workers.arriving import Arriving
@@ -40,6 +40,7 @@ from prefill_workers.harvest import Harvester
 from prefill_workers.lookup import ChunkKeys, Found, Lookup, Lookups
 from prefill_workers.orbit import set_kind
 from prefill_workers.patch_compiler import PatchJob
+from prefill_workers.placing import Placed, place
 from prefill_workers.plan import (
     ChunkOutcome,
     ChunkPlan,
@@ -275,7 +276,7 @@ class Linker:
             PixelsNeeded: a load failed, and neither the request nor the library has the chunk's embeddings.
         """
         began, missing, spoiled = time.perf_counter(), [], None
-        placed: list[tuple[ChunkPlan, Found]] = []
+        placed: list[Placed] = []
         self._place_beginning(plan)
         ended = [
             (i, chunk) for i, chunk in enumerate(plan.chunks) if chunk.loading is not None and chunk.loading.done()
@@ -290,12 +291,12 @@ class Linker:
                     continue
                 spoiled = chunk.span.start if spoiled is None else spoiled
             if chunk.reuses_kv and chunk.unmeasured is None:
-                placed.append((chunk, settled))
+                placed.append(self._placed(chunk, settled))
             elif chunk.lacks_embeddings:
                 missing.append(i)
         if missing:
             raise PixelsNeeded(missing)
-        self._write(plan.sequence, placed)
+        place(self.engine, plan.sequence.blocks, placed)
         if ended:
             plan.embed()
             plan.stages_ms["place"] = plan.stages_ms.get("place", 0.0) + (time.perf_counter() - began) * 1e3
@@ -350,7 +351,8 @@ class Linker:
             taken += 1
         for plan, _ in work:
             measured = [(chunk, chunk.unmeasured) for chunk in plan.chunks if chunk.unmeasured is not None]
-            self._write(plan.sequence, [(chunk, self._selected(plan, chunk, found)) for chunk, found in measured])
+            chosen = [self._placed(chunk, self._selected(plan, chunk, found)) for chunk, found in measured]
+            place(self.engine, plan.sequence.blocks, chosen)
             plan.stages_ms["select"] = (time.perf_counter() - began) * 1e3
             plan.unpin()
         return taken
@@ -428,22 +430,11 @@ class Linker:
             return _summed(chunk, found, weights)
         return found
 
-    def _write(self, sequence: LinkSequence, placed: Sequence[tuple[ChunkPlan, Found]]) -> None:
-        """Relocate and patch the stored KV of some chunks, and write all of it at once."""
-        if not placed:
-            return
-        layout, start = self.engine.layout, 0
-        kv = torch.empty(
-            layout.layers, sum(len(chunk.span) for chunk, _ in placed), layout.features, dtype=self.engine.dtype
-        )
-        for chunk, found in placed:
-            assert found.canonical is not None
-            patch = found.patch.patch.bind(self.form.basis) if found.patch else None
-            out = kv[:, start : start + len(chunk.span)]
-            start += len(chunk.span)
-            apply(found.canonical.kv, patch, chunk.start_position, layout, out=out)
-        spans = [chunk.span for chunk, _ in placed]
-        self.engine.write_kv(kv, torch.cat([self.engine.slots(sequence.blocks, s.start, s.stop) for s in spans]))
+    def _placed(self, chunk: ChunkPlan, found: Found) -> Placed:
+        """What is stored of a chunk, as it is to be placed."""
+        assert found.canonical is not None
+        patch = found.patch.patch.bind(self.form.basis) if found.patch else None
+        return Placed(found.canonical.kv, patch, chunk.start_position, Run(chunk.span.start, chunk.span.stop))
 
 
 def _summed(chunk: ChunkPlan, found: Found, weights: Tensor) -> Found:

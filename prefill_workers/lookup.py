@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import cast
 
 from torch import Tensor
@@ -217,11 +218,17 @@ class Lookups:
         whole = [(key, owner) for key in (keys.own_patch, keys.set_patch) for owner in keys.patch_owners]
         owners = dict.fromkeys((*keys.patch_owners, keys.owner))  # of a reference behind references: everybody
         parts = [[(key, owner) for owner in owners] for key in keys.parts]
-        if self._library.in_memory("patch", *whole[0]):
-            return whole[:1], False
-        stored = self._library.stored("patch", [*whole, *(place for part in parts for place in part)])
+
+        def wanted(found: set[tuple[str, str]]) -> list[tuple[str, str]]:
+            """What is better than all that was found: of parts nothing once a whole patch was."""
+            better = list(takewhile(lambda place: place not in found, whole))
+            if len(better) < len(whole):
+                return better
+            return [*whole, *(place for part in parts if found.isdisjoint(part) for place in part)]
+
+        stored = self._library.stored("patch", [*whole, *(place for part in parts for place in part)], wanted)
         for place in whole:
             if place in stored:
                 return [place], False
-        found = [next((place for place in part if place in stored), None) for part in parts]
-        return [place for place in found if place is not None] if None not in found else [], True
+        chosen = [next((place for place in part if place in stored), None) for part in parts]
+        return [place for place in chosen if place is not None] if None not in chosen else [], True

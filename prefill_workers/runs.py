@@ -207,8 +207,8 @@ class RunsExtension:
 
         vLLM's models walk `layers[start_layer:end_layer]`, which is how they are split into pipelines. Leaving the
         forward by an exception instead would leave behind what models hand their layers (Qwen3-VL's deepstack features)
-        for the next forward to find. What the last layer makes of its KV goes nowhere: its attention and its
-        feed-forward network are left out, and its KV stored in the tokens' `slots` without them.
+        for the next forward to find. What the last layer makes of its KV goes nowhere: its feed-forward network is left
+        out, and, but for MLA, its attention, in whose place the KV is stored in the tokens' `slots`.
         """
         if layers is None:
             yield

@@ -49,11 +49,14 @@ def normalised(x: Tensor, weight: Tensor) -> Tensor:
 def test_norms_are_rounded_once(dtype: torch.dtype, width: int) -> None:
     x, residual = (numbers(2, 5, width, dtype=dtype) * size for size in (1, 2))
     weight = numbers(width, dtype=dtype)
-    assert off(cpu_kernels.rms_norm(x, weight, 1e-6), normalised(x, weight)) < 4
+    most = 0.55 if dtype is torch.bfloat16 else 2  # of the rounding: in fp32 the sum of squares has its own
+    assert off(cpu_kernels.rms_norm(x, weight, 1e-6), normalised(x, weight)) < most
+    heads = x.unflatten(-1, (-1, 16))[:, :, ::2]  # as a model takes them out of queries, keys and values
+    assert off(cpu_kernels.rms_norm(heads, weight[:16], 1e-6), normalised(heads, weight[:16])) < most
     exact_sum = x.double() + residual.double()
     found, total = cpu_kernels.fused_add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
     assert off(total, exact_sum) < 1
-    assert off(found, normalised(exact_sum, weight)) < 4
+    assert off(found, normalised(exact_sum, weight)) < 2  # of a sum that was rounded
 
 
 def test_an_engines_norms_take_the_kernels_where_they_are_covered(installed: Any) -> None:
@@ -71,7 +74,8 @@ def test_an_engines_norms_take_the_kernels_where_they_are_covered(installed: Any
 
         assert taken(x) == cpu_kernels.PROVIDER
         assert taken(x.view(3, 4, 16), weight[:16]) == cpu_kernels.PROVIDER
-        assert taken(x[:, :32], weight[:32]) == taken(x[:, :24].clone(), weight[:24]) == "native"
+        assert taken(x[:, :32], weight[:32]) == cpu_kernels.PROVIDER
+        assert taken(x[:, :24], weight[:24]) == "native"
         assert taken(x, None) == taken(x, variance_size=32) == taken(x.bfloat16()) == "native"
         assert ir.ops.fused_add_rms_norm.dispatch(x, x, weight, 1e-6).provider == cpu_kernels.PROVIDER
         assert ir.ops.fused_add_rms_norm.dispatch(x, torch.empty(64, 3).mT, weight, 1e-6).provider == "native"
@@ -81,21 +85,28 @@ def test_an_engines_norms_take_the_kernels_where_they_are_covered(installed: Any
 @pytest.mark.parametrize(("head", "rotary"), [(32, 32), (128, 128), (128, 64)])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("three", [False, True])
-def test_rotation_is_vllms(dtype: torch.dtype, head: int, rotary: int, interleaved: bool, three: bool) -> None:
+@pytest.mark.parametrize("neox", [False, True])
+def test_rotation_is_vllms(
+    dtype: torch.dtype, head: int, rotary: int, interleaved: bool, three: bool, neox: bool, monkeypatch: Any
+) -> None:
     from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
     sections = SECTIONS[rotary]
     layer = MRotaryEmbedding(
-        head, rotary, 4096, 1e4, True, dtype, mrope_section=sections, mrope_interleaved=interleaved
+        head, rotary, 4096, 1e4, neox, dtype, mrope_section=sections, mrope_interleaved=interleaved
     )
     exact = MRotaryEmbedding(
-        head, rotary, 4096, 1e4, True, torch.float64, mrope_section=sections, mrope_interleaved=interleaved
+        head, rotary, 4096, 1e4, neox, torch.float64, mrope_section=sections, mrope_interleaved=interleaved
     )
     exact.cos_sin_cache = layer.cos_sin_cache.double()
     positions = torch.arange(27).view(3, 9) * 31 if three else torch.arange(9) * 31
     query, key, _ = numbers(9, 6 * head, dtype=dtype).split([4 * head, head, head], dim=-1)
     before = query.clone()
+    called: list[bool] = []
+    kernel = torch.ops._C.rotary_embedding
+    monkeypatch.setattr(torch.ops._C, "rotary_embedding", lambda *given: (called.append(True), kernel(*given)))
     found = layer.forward_native(positions, query, key)
+    assert called
     wanted = type(exact).forward_native.__wrapped__(exact, positions, query.double(), key.double())
     assert torch.equal(query, before)
     for part, whole in zip(found, wanted, strict=True):

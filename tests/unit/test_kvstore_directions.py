@@ -271,6 +271,10 @@ def test_directions_that_do_not_add_up_are_refused() -> None:
             Directions(*wrong)
     part = Directions(left, right, scale, (2, 1))
     assert joined([part, part]).ranks == (4, 2)
+    with pytest.raises(ShapeMismatch, match="of 2 layers"):
+        part.weighted(torch.ones(3, 5))
+    with pytest.raises(ShapeMismatch, match="are not"):
+        part.weighted(torch.ones(1, 4))
     with pytest.raises(ShapeMismatch, match="same tokens and layers"):
         Patch(PatchKind.own, 2, (part, Directions(torch.ones(3, 6), right, scale, (2, 1))), (1.0, 1.0))
     with pytest.raises(ShapeMismatch, match="shared basis"):

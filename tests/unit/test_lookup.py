@@ -13,7 +13,7 @@ import torch
 from kvstore_support import FINGERPRINT, canonical, embedding_of, patch_of
 
 from kvstore.chunk import DYNAMIC_TENANT
-from kvstore.format import CanonicalRecord
+from kvstore.format import CanonicalRecord, PatchRecord
 from kvstore.library import Library
 from kvstore.settings import LibrarySettings
 from kvstore.tier_faults import FaultyTier, HeldTier
@@ -118,6 +118,24 @@ def test_a_tier_is_asked_once_what_it_has_of_a_chunks_patches(full: MemoryTier, 
     keys = replace(KEYS, set_patch="1" * 64, parts=parts)
     assert not start(Asked(full), keys=keys).is_coming(5)
     assert asked == [{keys.own_patch, keys.set_patch, *parts}]
+
+
+def test_a_farther_tier_is_not_asked_for_what_a_nearer_one_makes_needless(full: MemoryTier) -> None:
+    far = KindTier(MemoryTier())
+    keys = replace(KEYS, parts=("2" * 64, "3" * 64))
+
+    def asked(*near: PatchRecord) -> set[str]:
+        far.calls.clear()
+        tier = MemoryTier()
+        with Library(LibrarySettings(directory=None), FINGERPRINT, [tier]) as library:
+            for record in (RECORD, *near):
+                library._put(record)
+        library = Library(LibrarySettings(directory=None, load_timeout_s=10), FINGERPRINT, [tier, far])
+        assert Lookups(library).start(keys, Mode.AUTO).found().patch is not None
+        return {Path(key).stem for action, key in far.calls if action == "contains" and "/patch/" in key}
+
+    assert asked(OWN, ORBIT) == asked(OWN) == set()
+    assert asked(ORBIT) == {OWN.key}, "its own patch would be better; parts would not"
 
 
 def test_full_reuse_needs_no_patch(full: MemoryTier) -> None:
