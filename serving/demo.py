@@ -129,10 +129,8 @@ def _converse(console: Console, url: str, model: str) -> bool:
     second = _ask(client, model, ["Page", two, "Page", one, "Page", three, story.questions[1]])
     right &= _show(console, "second request: pages 2-1-3, other text around them", second, story, 1)
     blind = _ask(client, model, [two, one, three, story.questions[1]], mode="full-reuse")
-    console.print(
-        f"[bold]the same without patches[/bold] (mode full-reuse): {blind.text!r}. What page 3 takes from the others "
-        "is lost, and nothing says so.\n"
-    )
+    verdict = _blindly(blind.text, story.answers[1])
+    console.print(f"[bold]the same without patches[/bold] (mode full-reuse): {verdict}\n")
     reused = all(chunk["operating_point"] == "patched" for chunk in second.orbit["chunks"])
     console.print(
         f"time to first token: {first.ttft_ms:.0f} ms, then {second.ttft_ms:.0f} ms: "
@@ -143,6 +141,13 @@ def _converse(console: Console, url: str, model: str) -> bool:
     if not reused:
         console.print("[red]the second request did not reuse every page[/red]")
     return reused and right
+
+
+def _blindly(text: str, wanted: str) -> str:
+    """What a prompt linked without patches answered, and what that says."""
+    if text == wanted:
+        return f"{text!r}, right by chance: what page 3 takes from the others is lost all the same."
+    return f"{text!r}, wrong. What page 3 takes from the others is lost, and nothing says so."
 
 
 def wait_until_formed() -> None:
