@@ -226,7 +226,7 @@ class Lookups:
                 return better
             return [*whole, *(place for part in parts if found.isdisjoint(part) for place in part)]
 
-        stored = self._library.stored("patch", [*whole, *(place for part in parts for place in part)], wanted)
+        stored = self._library.stored("patch", wanted(set()), wanted)
         for place in whole:
             if place in stored:
                 return [place], False

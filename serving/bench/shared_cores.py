@@ -18,10 +18,10 @@ from rich.console import Console
 
 from serving.bench.engine_process import engine_process, forward_ms
 from serving.bench.harness import Arm, Benchmark, Outcome
+from serving.bench.load_arms import QUICK_CHECKPOINT
 from serving.bench.ttft import CHECKPOINT
 from serving.replica_process import SPIN
 
-QUICK_CHECKPOINT = "qwen2_5_vl-tiny"
 CONTEXT = 820  # tokens of the prompt: three pages of 256 and words
 COMPUTED = {"link": 35, "decode": 1}  # tokens of a forward
 _ROLES: dict[str, Literal["prefill", "decode"]] = {"link": "prefill", "decode": "decode"}
