@@ -64,6 +64,8 @@ class DecodeEngine:
         arguments = cpu_engine_arguments()
         if spec.block_size is not None:
             arguments["block_size"] = spec.block_size
+        if not torch.cuda.is_available():
+            arguments["worker_cls"] = "decode_workers.cpu_worker.SharingCPUWorker"
         self._engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=spec.model,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from infra import openmp
 from kvstore.basis import pool_basis
 from kvstore.errors import StoreError
 from kvstore.format import BasisRecord, PatchRecord
@@ -91,7 +92,8 @@ class PatchCompiler:
         """Factor a deficit [layers, tokens, features] and store the patch (kamera.md eq. 1, 2)."""
         began = time.perf_counter()
         dtype = getattr(torch, job.dtype)
-        patch = self._form.form(job.delta.to(self._device), job.layout, job.kind, dtype)
+        with openmp.alone():  # most of it are eigenvectors of small matrices: a second thread costs half as much again
+            patch = self._form.form(job.delta.to(self._device), job.layout, job.kind, dtype)
         record = PatchRecord(
             key=job.key,
             fingerprint=job.fingerprint,

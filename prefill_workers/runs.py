@@ -34,6 +34,7 @@ from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from infra import openmp
 from kvstore.layout import Layout
 from prefill_workers.batch import Rows, RunBatch
 
@@ -152,6 +153,7 @@ class RunsExtension:
             Logits [len(logits), vocabulary] fp32 of these rows' last tokens; None without such rows, and on other
             ranks than the first.
         """
+        self._consider_others()
         runner, names = self.model_runner, self._group.layer_names
         to = self._device
         embeds = self._embed(batch)
@@ -271,6 +273,10 @@ class RunsExtension:
         tables = batch.rows.block_tables.repeat_interleave(batch.rows.lengths, dim=0)
         return Rows(torch.ones(tokens, dtype=torch.int32), (batch.index + 1).int(), tables)
 
+    def _consider_others(self) -> None:
+        if self._device.type == "cpu":
+            openmp.consider_others()
+
     def _embed(self, batch: RunBatch) -> Tensor:
         model = self.model_runner.model
         ids = batch.token_ids.to(self._device, non_blocking=True)
@@ -314,6 +320,7 @@ class RunsExtension:
     @torch.inference_mode()
     def encode(self, items: Sequence[tuple[str, MultiModalKwargsItem]]) -> list[Tensor]:
         """Embeddings [tokens, hidden] of each (modality, processed item), in order."""
+        self._consider_others()
         model = self.model_runner.model
         embeddings: list[Tensor] = []
         for _, _, kwargs in group_and_batch_mm_kwargs(list(items), device=self._device):

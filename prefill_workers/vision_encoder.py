@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 from vllm.multimodal.inputs import MultiModalKwargsItem
 
+from infra import openmp
 from prefill_workers.engine import EngineSpec, PrefillEngine
 
 
@@ -17,6 +18,7 @@ class VisionEncoder:
     def __init__(self, spec: EngineSpec) -> None:
         self._engine = PrefillEngine(replace(spec, encoder_only=True, hand_off=False))
         self.images = 0
+        openmp.release()  # the calling thread's; another may be the one that encodes
 
     def encode(self, items: Sequence[tuple[str, MultiModalKwargsItem]]) -> list[Tensor]:
         """Embeddings [tokens, hidden] of each (modality, processed item), in one batch per modality."""

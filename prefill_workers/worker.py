@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from infra import openmp
 from prefill_workers.ahead import CompileStats
 from prefill_workers.background import Background
 from prefill_workers.engine import PrefillEngine
@@ -127,7 +128,8 @@ class PrefillLoop:
     # -- called from other threads ------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread. From here on nobody else may touch the engine."""
+        """Start the thread. From here on nobody else may touch the engine, the calling thread neither."""
+        openmp.release()  # the threads that took part in building the engine and measuring its pace
         self._thread.start()
 
     def submit(self, plan: LinkPlan) -> Future[LinkResult]:

@@ -12,12 +12,10 @@ from infra.ports import free_port
 from infra.vllm_env import vllm_environment
 from serving.config import RoleSettings
 
-# How often OpenMP's threads (libgomp) look for the next parallel region of a forward before they wait without a
-# processor. By default they look for milliseconds, on processors that the engine beside them may need, and the very
-# threads that they wait for. That is faster only for engines with processors to themselves: who gives them those may
-# set the variable. It does little for a prefill worker: where more than one thread of a process has run a forward,
-# there may be more OpenMP threads than processors, and then libgomp looks no more than 100 times whatever is set.
-SPIN = ("GOMP_SPINCOUNT", "100")
+# How often OpenMP's threads (libgomp) look for the next parallel region of a forward before they sleep: for half a
+# millisecond, which is longer than Python needs from one region to the next. libgomp's own is 13 ms, too long on
+# processors that others use. Engines have them sleep at once while others do (`infra.openmp`).
+SPIN = ("GOMP_SPINCOUNT", "10000")
 
 
 def enter(settings: RoleSettings) -> None:

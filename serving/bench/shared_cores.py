@@ -1,12 +1,13 @@
 """What engines that share processors take from each other while OpenMP's threads wait.
 
-A prefill engine that links a prompt and a decode engine that takes a step, each in a process of its own with as many
-threads as there are cores, alone and at the same time.
+A prefill engine that links a prompt and a decode engine that takes a step, each in a process of its own, alone and at
+the same time.
 
-| arm        | between the parallel regions of a forward                                                |
-|------------|-------------------------------------------------------------------------------------------|
-| `waiting`  | threads wait without a processor, as our roles set them up (`replica_process.SPIN`)        |
-| `spinning` | threads look for the next one for milliseconds, as OpenMP does by default                  |
+| arm        | between the parallel regions of a forward its threads                                       |
+|------------|----------------------------------------------------------------------------------------------|
+| `ours`     | look for the next one for half a millisecond, or sleep if others compute (`infra.openmp`)     |
+| `waiting`  | sleep                                                                                        |
+| `spinning` | look for the next one for 13 ms, as they do by default                                        |
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Literal
 
 from rich.console import Console
 
+from infra import openmp
 from serving.bench.engine_process import engine_process, forward_ms
 from serving.bench.harness import Arm, Benchmark, Outcome
 from serving.bench.load_arms import QUICK_CHECKPOINT
@@ -25,45 +27,46 @@ from serving.replica_process import SPIN
 CONTEXT = 820  # tokens of the prompt: three pages of 256 and words
 COMPUTED = {"link": 35, "decode": 1}  # tokens of a forward
 _ROLES: dict[str, Literal["prefill", "decode"]] = {"link": "prefill", "decode": "decode"}
-_SPINNING = "300000"  # libgomp's own, where it has no more threads than processors
+_ARMS = {
+    "ours": ("a forward, OpenMP's threads as our roles set them up", dict([SPIN])),
+    "waiting": ("a forward, threads that sleep between regions", {SPIN[0]: "100"}),
+    "spinning": ("a forward, threads as they are by default", {SPIN[0]: "300000", openmp.CONSIDER: "0"}),
+}
 
 
 def run(quick: bool, console: Console) -> Outcome:
     """Measure both engines in both arms, in turns."""
     checkpoint, turns, seconds = (QUICK_CHECKPOINT, 2, 0.3) if quick else (CHECKPOINT, 9, 3.0)
-    spins = {"waiting": SPIN[1], "spinning": _SPINNING}
     cases = [f"{name} {how}" for name in COMPUTED for how in ("alone", "beside the other")]
-    found: dict[str, dict[str, list[float]]] = {arm: {case: [] for case in cases} for arm in spins}
+    found: dict[str, dict[str, list[float]]] = {arm: {case: [] for case in cases} for arm in _ARMS}
     with ExitStack() as stack:
         engines = {
             arm: {
-                name: (stack.enter_context(engine_process(role, checkpoint, CONTEXT, {SPIN[0]: spin})), COMPUTED[name])
+                name: (stack.enter_context(engine_process(role, checkpoint, CONTEXT, environment)), COMPUTED[name])
                 for name, role in _ROLES.items()
             }
-            for arm, spin in spins.items()
+            for arm, (_, environment) in _ARMS.items()
         }
         for turn in range(turns):
-            for arm in list(spins)[:: 1 if turn % 2 == 0 else -1]:
+            for arm in list(_ARMS)[:: 1 if turn % 2 == 0 else -1]:
                 for name, engine in engines[arm].items():
                     found[arm][f"{name} alone"].append(forward_ms({name: engine}, seconds)[name])
                 for name, ms in forward_ms(engines[arm], seconds).items():
                     found[arm][f"{name} beside the other"].append(ms)
             console.print(f"  turn {turn + 1} of {turns}")
-    arms = [
-        Arm("waiting", "a forward, OpenMP's threads as our roles set them up", found["waiting"]),
-        Arm("spinning", "a forward, OpenMP's threads as they are by default", found["spinning"]),
-    ]
-    ours, default = arms
+    arms = [Arm(name, description, found[name]) for name, (description, _) in _ARMS.items()]
     figures = {
-        f"{case.replace(' ', '_')}_over_spinning": ours.median_ms(case) / default.median_ms(case) for case in cases
+        f"{case.replace(' ', '_')}_over_{other.name}": arms[0].median_ms(case) / other.median_ms(case)
+        for other in arms[1:]
+        for case in cases
     }
     workload = {"model": checkpoint, "context": CONTEXT, "computed": COMPUTED, "turns": turns, "seconds": seconds}
-    return Outcome({**workload, "spins": spins}, arms, figures)
+    return Outcome({**workload, "environment": {name: given for name, (_, given) in _ARMS.items()}}, arms, figures)
 
 
 BENCHMARK = Benchmark(
     "shared-cores",
-    "A link's and a decode step's forward on the same cores: OpenMP's threads wait, or spin as they do by default.",
+    "A link's and a decode step's forward on the same cores: our threads, threads that sleep, and OpenMP's default.",
     run,
     {},
 )

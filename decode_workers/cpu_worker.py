@@ -1,0 +1,18 @@
+"""vLLM's CPU worker, on a host that it shares with other engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from infra import openmp
+
+
+class SharingCPUWorker(CPUWorker):
+    """Takes every step with the processors that nobody else uses just then."""
+
+    def execute_model(self, *arguments: Any, **options: Any) -> Any:
+        """See vLLM's `Worker.execute_model`."""
+        openmp.consider_others()
+        return super().execute_model(*arguments, **options)

@@ -1,0 +1,131 @@
+"""OpenMP's threads on a CPU (libgomp): how those of a forward wait for each other, and when they end.
+
+An engine's forward is hundreds of parallel regions, some of them microseconds long. What it takes depends on how its
+threads wait between two of them, and both ways cost where they do not fit (`orbitserve bench shared-cores`):
+
+- threads that look for the next region keep a processor meanwhile. Where somebody else wants it, the very thread that
+  they wait for may be the one that does not get it;
+- threads that sleep have to be woken for every region, which takes longer than most regions.
+
+So engines look while nobody else computes, and sleep otherwise (`consider_others`). The number of threads stays what it
+is: vLLM keeps matrix kernels that were made for it.
+
+Every thread that computes has a team of its own. The team of a thread that computes no more has to be let go
+(`release`): with more threads in all teams than there are processors libgomp has every one sleep, and eigenvectors of
+small matrices, say, take seven times as long. The same rule is what makes them sleep here: it is looked at whenever a
+thread begins to wait, so a further team, which does nothing, is kept as long as they should.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import Any
+
+import torch
+
+CONSIDER = "ORBITSERVE_CONSIDER_OTHERS"  # "0": `consider_others` does nothing
+_LOOKS, _PAUSE_SECONDS = 3, 0.0003  # in all longer than a thread looks for a region (`replica_process.SPIN`)
+_SOFT = 1  # omp_pause_soft: threads end, settings stay
+_PARALLEL = 1 << 17  # elements that torch works on with all threads
+
+
+def consider_others() -> None:
+    """Have the threads of this process sleep between parallel regions, if others use processors that they would keep.
+
+    Where the system does not tell who runs, nobody does. Of a container with a quota it tells who runs on its host.
+    """
+    if os.environ.get(CONSIDER) == "0":
+        return
+    free = (os.cpu_count() or 1) - _others()
+    _brake().set(free < torch.get_num_threads())
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """The calling thread computes without others meanwhile."""
+    before = _call("omp_get_max_threads")
+    _call("omp_set_num_threads", 1)
+    try:
+        yield
+    finally:
+        if before is not None:
+            _call("omp_set_num_threads", before)
+
+
+def release() -> None:
+    """End the threads that take part in what the calling thread computes. If it computes again, it gets new ones."""
+    _call("omp_pause_resource_all", _SOFT)
+
+
+class _Brake:
+    """A thread that has a team, which it does not use, while it is set."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._wanted = self._is_set = False
+        threading.Thread(target=self._run, name="openmp-brake", daemon=True).start()
+
+    def set(self, wanted: bool) -> None:
+        """Returns at once."""
+        if wanted != self._wanted:
+            with self._changed:
+                self._wanted = wanted
+                self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._wanted != self._is_set)
+                self._is_set = wanted = self._wanted
+            if wanted:
+                torch.zeros(_PARALLEL)
+            else:
+                release()
+
+
+@cache
+def _brake() -> _Brake:
+    return _Brake()
+
+
+def _others() -> int:
+    """How many threads run or want to, on the whole machine, besides the calling one; 0 where that cannot be told."""
+    others = _running()
+    for _ in range(_LOOKS):  # one of them may be of the calling thread's own team, and look for a region
+        if not others:
+            break
+        time.sleep(_PAUSE_SECONDS)
+        others = min(others, _running())
+    return others
+
+
+def _running() -> int:
+    file = _load()
+    return 0 if file is None else int(os.pread(file, 128, 0).split()[3].split(b"/")[0]) - 1
+
+
+@cache
+def _load() -> int | None:
+    with suppress(OSError):
+        return os.open("/proc/loadavg", os.O_RDONLY)
+    return None
+
+
+def _call(name: str, *arguments: int) -> Any:
+    """A function of the OpenMP that torch uses; None where it has none."""
+    function = _function(name)
+    return None if function is None else function(*arguments)
+
+
+@cache
+def _function(name: str) -> Any:
+    for path in (None, torch._C.__file__):  # one that was loaded before torch's own is what torch uses too
+        with suppress(OSError, AttributeError):
+            return getattr(ctypes.CDLL(path), name)
+    return None
