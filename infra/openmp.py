@@ -14,6 +14,8 @@ Every thread that computes has a team of its own. The team of a thread that comp
 (`release`): with more threads in all teams than there are processors libgomp has every one sleep, and eigenvectors of
 small matrices, say, take seven times as long. The same rule is what makes them sleep here: it is looked at whenever a
 thread begins to wait, so a further team, which does nothing, is kept as long as they should.
+
+torch is imported late: OpenMP reads its variables when it is loaded, and who sets them imports this too.
 """
 
 from __future__ import annotations
@@ -26,8 +28,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
-
-import torch
 
 CONSIDER = "ORBITSERVE_CONSIDER_OTHERS"  # "0": `consider_others` does nothing
 _LOOKS, _PAUSE_SECONDS = 3, 0.0003  # in all longer than a thread looks for a region (`replica_process.SPIN`)
@@ -42,6 +42,8 @@ def consider_others() -> None:
     """
     if os.environ.get(CONSIDER) == "0":
         return
+    import torch
+
     free = (os.cpu_count() or 1) - _others()
     _brake().set(free < torch.get_num_threads())
 
@@ -51,11 +53,12 @@ def alone() -> Iterator[None]:
     """The calling thread computes without others meanwhile."""
     before = _call("omp_get_max_threads")
     _call("omp_set_num_threads", 1)
+    mkl_before = _call("MKL_Set_Num_Threads_Local", 1)  # it has a number of its own once torch has set one
     try:
         yield
     finally:
-        if before is not None:
-            _call("omp_set_num_threads", before)
+        _call("omp_set_num_threads", before or 1)
+        _call("MKL_Set_Num_Threads_Local", mkl_before or 0)
 
 
 def release() -> None:
@@ -79,6 +82,8 @@ class _Brake:
                 self._changed.notify()
 
     def _run(self) -> None:
+        import torch
+
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._wanted != self._is_set)
@@ -118,13 +123,15 @@ def _load() -> int | None:
 
 
 def _call(name: str, *arguments: int) -> Any:
-    """A function of the OpenMP that torch uses; None where it has none."""
+    """A function of the OpenMP or MKL that torch uses; None where it has none."""
     function = _function(name)
     return None if function is None else function(*arguments)
 
 
 @cache
 def _function(name: str) -> Any:
+    import torch
+
     for path in (None, torch._C.__file__):  # one that was loaded before torch's own is what torch uses too
         with suppress(OSError, AttributeError):
             return getattr(ctypes.CDLL(path), name)

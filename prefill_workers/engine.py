@@ -23,6 +23,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 
+from infra import openmp
 from infra.vllm_env import cpu_engine_arguments
 from kvstore.layout import Layout
 from kvstore.patch import relocate
@@ -243,8 +244,13 @@ class PrefillEngine:
         return whole
 
     def encode(self, items: Sequence[tuple[str, MultiModalKwargsItem]]) -> list[Tensor]:
-        """Embeddings [tokens, hidden] of each (modality, processed item)."""
-        return self._call("encode", items)
+        """Embeddings [tokens, hidden] of each (modality, processed item).
+
+        Often for another thread than the one that computes next: it keeps no threads of OpenMP.
+        """
+        embeddings = self._call("encode", items)
+        openmp.release()
+        return embeddings
 
     def poll_handoffs(self) -> tuple[list[str], list[str]]:
         """Lease ids that decode engines have read since the last call (one entry per reader), and ids they wait for."""
