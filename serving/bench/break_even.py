@@ -16,17 +16,16 @@ background, loads.
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from infra.checkpoints import checkpoint_path
-from infra.vllm_env import vllm_environment
+from serving.bench.engine_process import in_prefill_process
 from serving.bench.harness import Arm, Benchmark, Outcome, in_turns
 from serving.bench.requests import noise
 from serving.bench.ttft import CHECKPOINT
@@ -47,15 +46,24 @@ _DESCRIPTIONS = {
 
 def run(quick: bool, console: Console) -> Outcome:
     """Measure all arms on pages of every size."""
-    os.environ.update(vllm_environment(kv_cache_gib=1, threads=os.cpu_count()))
+    cases = dict(list(CASES.items())[:1]) if quick else CASES
+    turns = 2 if quick else 5
+    console.print("measuring in a process like a prefill worker's")
+    samples = in_prefill_process(_measure, cases, turns)
+    arms = [Arm(name, text, samples[name]) for name, text in _DESCRIPTIONS.items()]
+    reuses = {without: {case: _reuses(samples, without, case) for case in cases} for without in ("off", "exact")}
+    workload = {"model": CHECKPOINT, "dtype": "bfloat16", "pages x tokens": list(cases), "turns": turns}
+    figures = {"reuses": max(reuses["off"].values()), "reuses_exact": max(reuses["exact"].values())}
+    return Outcome(workload, arms, figures, {"reuses until it has paid": reuses})
+
+
+def _measure(cases: Mapping[str, tuple[int, int]], turns: int) -> dict[str, dict[str, list[float]]]:
+    """Arm → case → processor milliseconds, by an engine in this process."""
     from prefill_workers.engine import EngineSpec, PrefillEngine
 
-    console.print("starting a prefill engine")
     engine = PrefillEngine(EngineSpec(model=str(checkpoint_path(CHECKPOINT)), max_model_len=4096, hand_off=False))
     # vLLM would say at every picture that an engine in the same process keeps its threads.
     logging.getLogger("vllm.v1.worker.cpu_worker").setLevel(logging.ERROR)
-    cases = dict(list(CASES.items())[:1]) if quick else CASES
-    turns = 2 if quick else 5
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in _DESCRIPTIONS}
     try:
         for case, (pages, tokens) in cases.items():
@@ -64,14 +72,10 @@ def run(quick: bool, console: Console) -> Outcome:
                 raise RuntimeError(f"{case}: the pages have {[len(chunk) for chunk in prompt.request.chunks]} tokens")
             for name, times in _samples(engine, prompt, turns).items():
                 samples[name][case] = times
-            console.print(f"  {case} done")
+            print(f"  {case} done", flush=True)
     finally:
         engine.shutdown()
-    arms = [Arm(name, text, samples[name]) for name, text in _DESCRIPTIONS.items()]
-    reuses = {without: {case: _reuses(samples, without, case) for case in cases} for without in ("off", "exact")}
-    workload = {"model": CHECKPOINT, "dtype": "bfloat16", "pages x tokens": list(cases), "turns": turns}
-    figures = {"reuses": max(reuses["off"].values()), "reuses_exact": max(reuses["exact"].values())}
-    return Outcome(workload, arms, figures, {"reuses until it has paid": reuses})
+    return samples
 
 
 def _samples(engine: PrefillEngine, prompt: Prompt, turns: int) -> dict[str, list[float]]:

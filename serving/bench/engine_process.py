@@ -8,13 +8,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 from infra.checkpoints import checkpoint_path
-from serving.replica_process import enter
+from serving.replica_process import SPIN, enter
 
 _READY_SECONDS = 300.0
 
@@ -30,17 +31,10 @@ def engine_process(
     """
     spawning = multiprocessing.get_context("spawn")
     ours, theirs = spawning.Pipe()
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)  # OpenMP reads its own when it is loaded
-    try:
+    with _inherited(environment):
         process = spawning.Process(target=_serve, args=(theirs, role, checkpoint, context), daemon=True)
         process.start()
         theirs.close()  # so that its end is seen here
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
     try:
         if not ours.poll(_READY_SECONDS):
             raise TimeoutError(f"the {role} engine did not start")
@@ -50,11 +44,43 @@ def engine_process(
         process.kill()
 
 
+def in_prefill_process(work: Callable[..., Any], *arguments: Any) -> Any:
+    """What `work` gives in a process of its own that is set up like a prefill worker's.
+
+    Raises:
+        BrokenProcessPool: the process died.
+    """
+    with _inherited(dict([SPIN])), ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _enter) as process:
+        return process.submit(work, *arguments).result()
+
+
 def forward_ms(engines: Mapping[str, tuple[Connection, int]], seconds: float) -> dict[str, float]:
     """Milliseconds of a forward of each of the engines, all at the same time; each with how many tokens it computes."""
     for pipe, tokens in engines.values():
         pipe.send((tokens, seconds))
     return {name: pipe.recv() for name, (pipe, _) in engines.items()}
+
+
+@contextmanager
+def _inherited(environment: Mapping[str, str]) -> Iterator[None]:
+    """Processes that start meanwhile have this in their environment: OpenMP reads its own when it is loaded."""
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _enter() -> None:
+    from infra.vllm_env import vllm_environment
+    from serving.config import PrefillRoleSettings
+
+    enter(PrefillRoleSettings())
+    os.environ.update(vllm_environment(kv_cache_gib=1, threads=os.cpu_count()))
 
 
 def _serve(pipe: Connection, role: str, checkpoint: str, context: int) -> None:
