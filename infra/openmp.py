@@ -99,6 +99,9 @@ def _brake() -> _Brake:
     return _Brake()
 
 
+os.register_at_fork(after_in_child=_brake.cache_clear)  # a child has neither its parent's threads nor their teams
+
+
 def _others() -> int:
     """How many threads run or want to, on the whole machine, besides the calling one; 0 where that cannot be told."""
     others = _running()
