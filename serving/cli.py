@@ -28,11 +28,12 @@ Config = Annotated[Path | None, typer.Option("--config", "-c", help="YAML of an 
 def demo(
     port: Annotated[int, typer.Option(help="Port of the HTTP server.")] = 8000,
     keep: Annotated[bool, typer.Option("--keep", help="Go on serving afterwards, until interrupted.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Draw the pages of an earlier run. Default: new ones.")] = None,
 ) -> None:
     """Start everything on the bundled model, ask about three pictures twice, and show what the second time cost."""
     from serving.demo import run_demo
 
-    if not run_demo(console, port, keep):
+    if not run_demo(console, port, keep, seed):
         raise typer.Exit(1)
 
 

@@ -50,7 +50,7 @@ def demo_config(port: int, root: Path = _ROOT) -> OrbitServeConfig:
     )
 
 
-def run_demo(console: Console, port: int, keep: bool = False) -> bool:
+def run_demo(console: Console, port: int, keep: bool = False, seed: int | None = None) -> bool:
     """Run the whole demo; returns whether the second request reused every page and the answers are right."""
     began = time.monotonic()
     config = demo_config(port)
@@ -58,7 +58,7 @@ def run_demo(console: Console, port: int, keep: bool = False) -> bool:
     try:
         with application(config, console) as url:
             console.print(f"ready after {time.monotonic() - began:.0f} s\n")
-            good = _converse(console, url, config.model.served_name)
+            good = _converse(console, url, config.model.served_name, time.time_ns() if seed is None else seed)
             _how_to_go_on(console, url, config.model.served_name)
             if keep:
                 console.print("\nserving on; interrupt (Ctrl-C) to stop")
@@ -111,10 +111,10 @@ def _referring(scenes: Scenes) -> list[tuple[int, int, int]]:
     return [(thing, colour, beside) for thing, colour, beside in zip(*last, strict=True) if beside >= 0]
 
 
-def _converse(console: Console, url: str, model: str) -> bool:
+def _converse(console: Console, url: str, model: str, seed: int) -> bool:
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
     # new pages in every run: the first request must not profit from the last demo
-    story, warming = Story.drawn(time.time_ns()), Story.drawn(time.time_ns() + 1)
+    story, warming = Story.drawn(seed), Story.drawn(seed + 1)
     files = [
         client.files.create(file=(f"page-{i + 1}.png", picture), purpose="vision").id
         for i, picture in enumerate(story.pictures)
@@ -130,7 +130,8 @@ def _converse(console: Console, url: str, model: str) -> bool:
     right &= _show(console, "second request: pages 2-1-3, other text around them", second, story, 1)
     if second.text != story.answers[1]:  # is it the reuse, or the model, which is right 99 times of 100?
         exact = _ask(client, model, ["Page", two, "Page", one, "Page", three, story.questions[1]], mode="off")
-        console.print(f"the same with every token computed (mode off): {exact.text!r}\n", markup=False)
+        verdict = f"the same with every token computed (mode off): {exact.text!r}; again with --seed {seed}\n"
+        console.print(verdict, markup=False)
     blind = _ask(client, model, [two, one, three, story.questions[1]], mode="full-reuse")
     verdict = _blindly(blind.text, story.answers[1])
     console.print(f"[bold]the same without patches[/bold] (mode full-reuse): {verdict}\n")
