@@ -10,7 +10,7 @@ from infra import openmp
 
 
 class SharingCPUWorker(CPUWorker):
-    """Takes every step with the processors that nobody else uses just then."""
+    """Has its threads sleep between the parallel regions of a step while others compute."""
 
     def execute_model(self, *arguments: Any, **options: Any) -> Any:
         """See vLLM's `Worker.execute_model`."""

@@ -50,7 +50,8 @@ def in_prefill_process(work: Callable[..., Any], *arguments: Any) -> Any:
     Raises:
         BrokenProcessPool: the process died.
     """
-    with _inherited(dict([SPIN])), ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _enter) as process:
+    spawning = multiprocessing.get_context("spawn")
+    with _inherited(dict([SPIN])), ProcessPoolExecutor(1, spawning, _enter, ("prefill",)) as process:
         return process.submit(work, *arguments).result()
 
 
@@ -75,21 +76,16 @@ def _inherited(environment: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _enter() -> None:
+def _enter(role: Literal["prefill", "decode"]) -> None:
     from infra.vllm_env import vllm_environment
-    from serving.config import PrefillRoleSettings
-
-    enter(PrefillRoleSettings())
-    os.environ.update(vllm_environment(kv_cache_gib=1, threads=os.cpu_count()))
-
-
-def _serve(pipe: Connection, role: str, checkpoint: str, context: int) -> None:
     from serving.config import DecodeRoleSettings, PrefillRoleSettings
 
     enter(PrefillRoleSettings() if role == "prefill" else DecodeRoleSettings())
-    from infra.vllm_env import vllm_environment
-
     os.environ.update(vllm_environment(kv_cache_gib=1, threads=os.cpu_count()))
+
+
+def _serve(pipe: Connection, role: Literal["prefill", "decode"], checkpoint: str, context: int) -> None:
+    _enter(role)
     forward = _forward(checkpoint, context)
     pipe.send("ready")
     while True:
