@@ -21,7 +21,7 @@ Checked on vLLM 0.32.0. Together with `engine.py` this is the only file that kno
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -143,7 +143,7 @@ class RunsExtension:
         """Compute and store the KV of every token in `batch`.
 
         Args:
-            logits: rows whose logits are wanted. Without all layers there are none.
+            logits: rows whose logits are wanted; only with all layers.
             layers: how many layers run, the first; None: all of them.
             arriving: KV that is stored meanwhile, each layer of it before that layer attends. A layer that is not there
                 at `deadline` is left out; whoever gave it knows.
@@ -164,7 +164,9 @@ class RunsExtension:
             slots |= dict.fromkeys(names[:depth], other.slots.to(to, non_blocking=True))
             metadata |= dict.fromkeys(names[:depth], self._metadata(other, slots[names[0]]))
         context = set_forward_context(metadata, runner.vllm_config, num_tokens=len(batch.slots), slot_mapping=slots)
-        with context, self._writing(arriving, deadline), self._ending_behind(layers, slots[names[0]]):
+        depth = layers or len(names)
+        ending = nullcontext() if logits else self._ending_behind(depth, slots[names[depth - 1]])
+        with context, self._writing(arriving, deadline), ending:
             hidden = runner.model(
                 input_ids=None,
                 positions=batch.positions.to(to, non_blocking=True),
@@ -204,17 +206,14 @@ class RunsExtension:
         return self._group.get_metadata_builder().build(0, common)
 
     @contextmanager
-    def _ending_behind(self, layers: int | None, slots: Tensor) -> Iterator[None]:
-        """The model ends behind its first `layers` layers, of whose last only the KV is wanted.
+    def _ending_behind(self, layers: int, slots: Tensor) -> Iterator[None]:
+        """The model ends behind its first `layers` layers, of whose last only the KV is wanted: no logits.
 
         vLLM's models walk `layers[start_layer:end_layer]`, which is how they are split into pipelines. Leaving the
         forward by an exception instead would leave behind what models hand their layers (Qwen3-VL's deepstack features)
         for the next forward to find. What the last layer makes of its KV goes nowhere: its feed-forward network is left
         out, and, but for MLA, its attention, in whose place the KV is stored in the tokens' `slots`.
         """
-        if layers is None:
-            yield
-            return
         walker, whole = self._walker, self._walker.end_layer
         end = walker.start_layer + layers
         decoders = getattr(walker, "layers", None)  # few models have another name for them, or for what is in them

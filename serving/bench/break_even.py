@@ -1,7 +1,7 @@
 """How often pages must come back until canonical KV and patches have paid for their making.
 
-Processor seconds of the whole worker, all of its threads: encoding, forwards, what is formed and written in the
-background, loads.
+Processor seconds of the whole worker, all of its threads: encoding, forwards, each answer's first token, what is formed
+and written in the background, loads.
 
 | arm     | what is counted                                                                     |
 |---------|-------------------------------------------------------------------------------------|

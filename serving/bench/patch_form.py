@@ -41,7 +41,7 @@ CASES = [  # GQA at two ranks; an MLA latent of a short chunk; MHA, wider than t
 QUICK = [Case(4, 1024, 512, 32), Case(4, 576, 2048, 32)]
 _DESCRIPTIONS = {
     "svd": "torch.linalg.svd, thin",
-    "gram": "all eigenvectors of the Gram matrix in fp64",
+    "gram": "all eigenvectors of the Gram matrix",
     "krylov": "randomized: block Krylov space of the Gram matrix",
     "project": "coefficients on a shared basis, no decomposition",
 }

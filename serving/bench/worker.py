@@ -94,9 +94,13 @@ def worker(
 
 
 def prompt_over(engine: PrefillEngine, pictures: Sequence[Image.Image]) -> Prompt:
-    """vLLM's own rendering of pictures with words between them, for a Qwen-VL shaped model."""
+    """vLLM's own rendering of pictures with words between them, for a Qwen-VL shaped model; the likeliest first token.
+
+    The worker draws it, as it does for most requests of a service.
+    """
     from vllm.renderers.inputs.preprocess import parse_model_prompt
 
+    from prefill_workers.first_token import Sampling
     from prefill_workers.plan import LinkRequest
     from serving.segments import Delimiters, segment
 
@@ -111,4 +115,5 @@ def prompt_over(engine: PrefillEngine, pictures: Sequence[Image.Image]) -> Promp
     renderer = engine._llm.llm_engine.renderer
     (rendered,) = renderer.render_cmpl([parse_model_prompt(model, prompt)], skip_mm_cache=True)
     segments = segment(rendered, Delimiters.of(model))
-    return Prompt(LinkRequest("bench", segments.token_ids, segments.chunks, tenant=TENANT), segments.items)
+    request = LinkRequest("bench", segments.token_ids, segments.chunks, tenant=TENANT, sampling=Sampling())
+    return Prompt(request, segments.items)
