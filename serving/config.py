@@ -115,8 +115,8 @@ class RoleSettings(_Settings):
         0,
         ge=0,
         le=19,
-        description="How far a replica gives way to others where they share processors, as with `nice`; at "
-        "least as far as Ray's workers do (RAY_worker_niceness).",
+        description="How far a replica without a GPU gives way to others where they share processors, as with "
+        "`nice`; at least as far as Ray's workers do (RAY_worker_niceness).",
     )
     max_ongoing_requests: int = Field(256, ge=1, description="Calls in progress on a replica before Serve queues.")
     health_check_period_s: float = Field(10.0, gt=0, description="Seconds between health checks.")

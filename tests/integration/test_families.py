@@ -16,6 +16,7 @@ from torch import Tensor
 from infra.families import FAMILIES, Family
 from kvstore.patch import deficit, form_patch, relocate
 from prefill_workers.engine import PrefillEngine
+from prefill_workers.sequence import LinkSequence, Run
 from prefill_workers.settings import FidelitySettings
 
 pytestmark = pytest.mark.engine
@@ -72,6 +73,23 @@ def test_a_forward_over_runs_equals_vllms_own_prefill(engines: Engines, rigs: di
     # vLLM's CPU_MLA prefills with another kernel than it decodes with: in 16 bits their sums round differently
     rounding = 0.15 if precision == "bf16" else 1e-4
     assert max(abs(float(ours[token]) - logprob) for token, logprob in reference.items()) < rounding
+
+
+@PRECISIONS
+def test_a_forward_that_is_asked_for_no_logits_stores_the_same_kv(
+    engines: Engines, rigs: dict[str, Rig], precision: str
+):
+    """It ends where the last layer's KV is known."""
+    rig, engine = rigs[precision], getattr(engines, precision)
+    sequence = rig.plan(engines.pages, "off").sequence
+    n = len(sequence)
+
+    def stored(first: int, forward: Callable[..., object]) -> Tensor:
+        blocks = range(first, first + -(-n // engine.block_size))
+        forward([(LinkSequence(sequence.token_ids, sequence.positions, blocks, sequence.embedded), [Run(0, n)])])
+        return engine.read_kv(blocks, 0, n)
+
+    assert torch.equal(stored(1, engine.forward), stored(100, engine.logits))
 
 
 @pytest.mark.parametrize("shift", [1, 64, 1017])

@@ -46,6 +46,15 @@ def test_openmp_keeps_a_processor_for_half_a_millisecond_unless_it_is_told_other
     assert line.split("=")[1].strip() == f"'{spins}'", "as OpenMP read it"
 
 
+@pytest.mark.parametrize(("gpus", "niceness"), [(0, "7"), (1, "0")])
+def test_a_replica_gives_way_where_it_computes_on_processors(gpus: int, niceness: str):
+    settings = f"DecodeRoleSettings(num_gpus={gpus}, niceness=7)"
+    look = "import os; from serving.config import DecodeRoleSettings; from serving.replica_process import enter; "
+    look += f"enter({settings}); print(os.getpriority(0, 0))"
+    found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == [niceness]
+
+
 def test_a_process_that_gives_way_further_is_left_as_it_is():
     look = "import os; from serving.replica_process import give_way; give_way(3); print(os.getpriority(0, 0))"
     found = subprocess.run(["nice", "-n", "9", sys.executable, "-c", look], capture_output=True, text=True, check=True)
