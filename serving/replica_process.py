@@ -23,7 +23,7 @@ def enter(settings: RoleSettings) -> None:
     os.environ.setdefault(*SPIN)
     reserved = int(settings.num_cpus) or os.cpu_count() or 1  # Ray would give an actor with part of a CPU one thread
     os.environ["OMP_NUM_THREADS"] = str(settings.threads or reserved)
-    give_way(0 if settings.num_gpus else settings.niceness)  # beside a GPU a thread has little to compute, and no time
+    give_way(0 if settings.num_gpus else settings.niceness)  # a GPU must not wait for its thread
 
 
 def enter_vllm(settings: RoleSettings, *, kv_cache_gib: int, nixl: bool) -> None:
