@@ -174,7 +174,7 @@ def deficit(conditioned: Tensor, canonical: Tensor) -> Tensor:
     """
     if conditioned.shape != canonical.shape:
         raise ShapeMismatch(f"conditioned {list(conditioned.shape)} and canonical {list(canonical.shape)} differ")
-    return conditioned.float() - canonical.float()
+    return conditioned.to(torch.float32, copy=True).sub_(canonical)  # no third fp32 tensor
 
 
 def orderings(items: Sequence[T], count: int = ORBIT_ORDERINGS, seed: int = 0) -> list[tuple[T, ...]]:

@@ -27,7 +27,7 @@ from prefill_workers.patch_compiler import PatchJob
 from prefill_workers.plan import ChunkPlan, ChunkSpan, LinkPlan
 from prefill_workers.policies import OperatingPoint
 from prefill_workers.scratch import Pieces, Scratch
-from prefill_workers.sequence import Embedded, LinkSequence, Run, forwards
+from prefill_workers.sequence import Embedded, LinkSequence, complement, split_runs
 
 _SENT_SECONDS = 60.0  # after which a patch that is not stored has been dropped, or deleted
 
@@ -388,13 +388,14 @@ class Harvester:
 
     def _compute(self, sequence: LinkSequence, scratch: Scratch, start: int = 0) -> Pieces[float]:
         """Compute a sequence's KV from a token on, what lies before being there; the seconds that its forwards take."""
-        seconds = 0.0
-        for work in forwards([(sequence, [Run(start, len(sequence))])], scratch.piece()):
-            if seconds:
-                yield
+        seconds, left = 0.0, complement([], len(sequence), start)
+        while left:
+            runs, left = split_runs(left, scratch.piece(sum(map(len, left))))
             began = time.perf_counter()
-            self.engine.forward(work)
+            self.engine.forward([(sequence, runs)])
             seconds += time.perf_counter() - began
+            if left:
+                yield
         return seconds
 
     def _deficit(self, place: Placed, canonical: CanonicalRecord, blocks: Sequence[int]) -> Tensor:

@@ -87,7 +87,7 @@ class OfflineWorker:
         self._harvester = self._linker.harvester
         self._budget = budget
         self._blocks = range(1, engine.num_blocks)  # block 0 is vLLM's null block
-        self._scratch = Scratch(self._blocks, engine.block_size, lambda: budget)
+        self._scratch = Scratch(self._blocks, engine.block_size, lambda left: budget)
 
     @property
     def capacity(self) -> int:

@@ -1,13 +1,14 @@
 """What forwards take: a fixed part, however few tokens they compute, and so much per token.
 
 The fixed part is what reading the weights and starting the kernels takes. Counted in tokens it is some 20 with 250M
-parameters on two cores, and hundreds on GPUs. It decides what goes into one forward together, and in what pieces
-background work is done.
+parameters on two cores, a hundred where these multiply matrices in hardware (AMX), and hundreds on GPUs. It decides
+what goes into one forward together, and in what pieces background work is done.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -68,16 +69,17 @@ class Pace:
         """
         return others * tokens <= (1 + behind) * self.fixed
 
-    def piece(self, rested: float = 0.0) -> int:
-        """Tokens of a background forward, after so many seconds in which nobody asked.
+    def piece(self, left: int, rested: float = 0.0) -> int:
+        """Of the tokens that are `left`, those of a background forward, after so many seconds in which nobody asked.
 
-        A tenth of a second, more after a rest of five; or four times the fixed part where that is longer.
+        A tenth of a second, more after a rest of five; or four times the fixed part where that is longer. All pieces
+        are of about one length, and there is none for less than the fixed part.
         """
-        least = int(_PIECE_FIXED * self.fixed)
-        if self._seconds_per_token is None:
-            return least
-        seconds = min(max(_PIECE_SECONDS, _PIECE_OF_REST * rested), _LONGEST_PIECE_SECONDS)
-        return max(least, int(seconds / self._seconds_per_token))
+        most = int(_PIECE_FIXED * self.fixed)
+        if self._seconds_per_token is not None:
+            seconds = min(max(_PIECE_SECONDS, _PIECE_OF_REST * rested), _LONGEST_PIECE_SECONDS)
+            most = max(most, int(seconds / self._seconds_per_token))
+        return math.ceil(left / max(1, math.ceil((left - self.fixed) / most)))
 
     def keeps_ahead(self, arriving: Sequence[Arriving], tokens: int) -> bool:
         """Whether all layers will be there about when a forward over so many tokens, begun now, needs them."""

@@ -174,7 +174,7 @@ class PathWorker:
             raise Unbuildable("its embeddings are not stored")
         size = self._engine.block_size
         spare = self._blocks[-shape.length // size :]  # the last ones: paths lie in the first
-        scratch = Scratch(spare, size, lambda: self._budget)
+        scratch = Scratch(spare, size, lambda left: self._budget)
         canonical = at_once(self._linker.harvester.canonical(plan, plan.chunks[0], scratch))
         found = self._rebuilt[name] = _Rebuilt(forming.chunks[0], canonical)
         while len(self._rebuilt) > _CHUNKS_AT_HAND:

@@ -37,6 +37,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from infra import openmp
 from kvstore.layout import Layout
 from prefill_workers.batch import Rows, RunBatch
+from prefill_workers.pages import Pages
 
 _QUANTISED = {
     "fp8": torch.float8_e4m3fn,
@@ -68,7 +69,7 @@ class RunsExtension:
 
     model_runner: Any
     _share: Tensor | None = None  # [local features] this rank's features; None: all of them
-    _pages: Tensor | None = None  # [block_size * local features] element of a block that holds feature f of token t
+    _pages: Pages | None = None
 
     def describe(self) -> dict[str, Any]:
         """Plain values that fix the model's layout; equal on every rank.
@@ -128,7 +129,8 @@ class RunsExtension:
             raise UnsupportedEngine(
                 f"{self._group.backend.get_name()} with KV cache dtype {cache!r} does not give back what is written"
             )
-        self._pages = found.argsort().to(self._device)
+        elements = found.argsort().view(size, features)
+        self._pages = Pages.of(elements, [segment.features for segment in self._local], self._device)
 
     @torch.inference_mode()
     def forward_runs(
@@ -309,11 +311,11 @@ class RunsExtension:
         skip = first % size
         read = range(len(self._group.layer_names)) if layers is None else layers
         out = torch.empty(len(read), count, features, dtype=self.model_runner.vllm_config.model_config.dtype)
+        whole = torch.empty(len(used), size, features, dtype=self._cache(0).dtype, device=self._device)
+        stored = whole if self._quantised is None else whole.view(self._quantised)
         for rows, layer in zip(out, read, strict=True):
-            pages = self._cache(layer)[used].flatten(1).index_select(1, self._pages)
-            if self._quantised is not None:
-                pages = pages.view(self._quantised)
-            rows.copy_(pages.view(-1, features)[skip : skip + count])
+            self._pages.read(self._cache(layer)[used].flatten(1), whole)
+            rows.copy_(stored.view(-1, features)[skip : skip + count])
         return out
 
     @torch.inference_mode()

@@ -19,12 +19,12 @@ Pieces = Generator[None, None, Result]  # pauses between pieces, and returns wha
 class Scratch:
     """Blocks of `block_size` tokens for sequences that no request waits for.
 
-    `piece`: how many tokens one forward over them computes at most; it may change.
+    `piece`: of how many tokens are left, those that the next forward over them may compute; it may change.
     """
 
     blocks: Sequence[int]
     block_size: int
-    piece: Callable[[], int]
+    piece: Callable[[int], int]
 
     @property
     def tokens(self) -> int:

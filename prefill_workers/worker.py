@@ -266,10 +266,10 @@ class PrefillLoop:
         """When a request came last, or got what it came for (`time.perf_counter`)."""
         return max(self._last_expected, self._last_finished)
 
-    def _piece(self) -> int:
-        """Tokens that one forward of background work may compute now."""
+    def _piece(self, left: int) -> int:
+        """Of the tokens that background work has `left`, those that one forward may compute now."""
         rested = 0.0 if self._links or self._waiting else time.perf_counter() - self._disturbed()
-        return min(self._pace.piece(rested), self._budget)
+        return min(self._pace.piece(left, rested), self._budget)
 
     def _notify(self) -> None:
         with self._wake:

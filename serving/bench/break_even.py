@@ -10,12 +10,16 @@ and written in the background, loads.
 | `first` | the first request over new pages in mode `auto`, and all that is formed behind it    |
 | `again` | the same pages asked about again: linked from memory                                 |
 
+Nothing is compiled ahead beside it: that is a bet on requests which this benchmark does not send. A table says what
+the first request's seconds went into: the answer, canonical KV (and reading what was computed in context), patches.
+
 `reuses` = (first - off) / (off - again), the largest of all cases; `reuses_exact` the same against `exact`.
 """
 
 from __future__ import annotations
 
 import logging
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
     from prefill_workers.engine import PrefillEngine
 
 CASES = {"1 x 256": (1, 256), "1 x 1024": (1, 1024), "3 x 256": (3, 256)}  # pages x tokens
+PARTS = ("request", "canonical KV", "patches")  # of `first`
 _DELIMITERS = 2  # tokens around a page
 _DESCRIPTIONS = {
     "off": "processor ms of a request of which nothing is stored or looked up",
@@ -51,26 +56,37 @@ def run(quick: bool, console: Console) -> Outcome:
     console.print("measuring in a process like a prefill worker's")
     samples = in_prefill_process(_measure, cases, turns)
     arms = [Arm(name, text, samples[name]) for name, text in _DESCRIPTIONS.items()]
+    parts = {case: {name: statistics.median(samples[name][case]) for name in PARTS} for case in cases}
     reuses = {without: {case: _reuses(samples, without, case) for case in cases} for without in ("off", "exact")}
-    workload = {"model": CHECKPOINT, "dtype": "bfloat16", "pages x tokens": list(cases), "turns": turns}
+    workload = {
+        "model": CHECKPOINT,
+        "dtype": "bfloat16",
+        "pages x tokens": list(cases),
+        "turns": turns,
+        "compile_share": 0,
+    }
     figures = {"reuses": max(reuses["off"].values()), "reuses_exact": max(reuses["exact"].values())}
-    return Outcome(workload, arms, figures, {"reuses until it has paid": reuses})
+    tables = {"reuses until it has paid": reuses, "processor ms of the first request, by what for": parts}
+    return Outcome(workload, arms, figures, tables)
 
 
 def _measure(cases: Mapping[str, tuple[int, int]], turns: int) -> dict[str, dict[str, list[float]]]:
-    """Arm → case → processor milliseconds, by an engine in this process."""
+    """Arm or part of `first` → case → processor milliseconds, by an engine in this process."""
     from prefill_workers.engine import EngineSpec, PrefillEngine
 
     engine = PrefillEngine(EngineSpec(model=str(checkpoint_path(CHECKPOINT)), max_model_len=4096, hand_off=False))
     # vLLM would say at every picture that an engine in the same process keeps its threads.
     logging.getLogger("vllm.v1.worker.cpu_worker").setLevel(logging.ERROR)
-    samples: dict[str, dict[str, list[float]]] = {name: {} for name in _DESCRIPTIONS}
+    samples: dict[str, dict[str, list[float]]] = {name: {} for name in (*_DESCRIPTIONS, *PARTS)}
     try:
+        arms = _Arms(engine)
         for case, (pages, tokens) in cases.items():
             prompt = prompt_over(engine, [noise(tokens, number) for number in range(pages)])
             if {len(chunk) for chunk in prompt.request.chunks} != {tokens + _DELIMITERS}:
                 raise RuntimeError(f"{case}: the pages have {[len(chunk) for chunk in prompt.request.chunks]} tokens")
-            for name, times in _samples(engine, prompt, turns).items():
+            in_turns(arms.over(prompt), 1)  # warm
+            arms.parts.clear()
+            for name, times in (in_turns(arms.over(prompt), turns) | arms.parts).items():
                 samples[name][case] = times
             print(f"  {case} done", flush=True)
     finally:
@@ -78,40 +94,65 @@ def _measure(cases: Mapping[str, tuple[int, int]], turns: int) -> dict[str, dict
     return samples
 
 
-def _samples(engine: PrefillEngine, prompt: Prompt, turns: int) -> dict[str, list[float]]:
-    from kvstore.library import Library
-    from kvstore.patch_form import PatchForm
-    from kvstore.settings import LibrarySettings
-    from prefill_workers.patch_compiler import PatchCompiler
-    from prefill_workers.settings import CompileLimits
+class _Arms:
+    """The arms' requests, each to a worker of its own.
 
-    def measured(taught: bool, mode: str) -> float:
+    Attributes:
+        parts: what every `first` request since has gone into: part → processor milliseconds.
+    """
+
+    def __init__(self, engine: PrefillEngine) -> None:
+        from prefill_workers.pace import measure
+
+        self._engine = engine
+        self._pace = measure(engine)  # as a service does before it takes requests
+        self.parts: dict[str, list[float]] = {}
+
+    def over(self, prompt: Prompt) -> dict[str, Callable[[], float]]:
+        """Each arm's request over these pages: what it costs in processor milliseconds."""
+        return {
+            "off": lambda: self._request(prompt, "off", "encoded"),
+            "exact": lambda: self._request(prompt, "exact", "recomputed", taught=True),
+            "first": lambda: self._request(prompt, "auto", "encoded"),
+            "again": lambda: self._request(prompt, "auto", "patched", taught=True),
+        }
+
+    def _request(self, prompt: Prompt, mode: str, expected: str, taught: bool = False) -> float:
         """A request in this mode to a worker whose library is empty, or has learnt from one request before."""
-        form = PatchForm()
+        from kvstore.library import Library
+        from kvstore.patch_form import PatchForm
+        from kvstore.settings import LibrarySettings
+        from prefill_workers.pace import Pace
+        from prefill_workers.patch_compiler import PatchCompiler, PatchJob
+        from prefill_workers.settings import CompileLimits
+
+        form, factoring = PatchForm(), 0.0
         with (
             tempfile.TemporaryDirectory(prefix="orbitserve-bench-") as directory,
-            Library(LibrarySettings(directory=Path(directory)), engine.fingerprint) as library,
-            worker(
-                engine, library, form, PatchCompiler(library, form).compile, compiles=CompileLimits(share=0)
-            ) as opened,
+            Library(LibrarySettings(directory=Path(directory)), self._engine.fingerprint) as library,
         ):
-            if taught:
-                _link(opened, prompt, "auto", "encoded")
-            expected = {"off": "encoded", "exact": "recomputed", "auto": "patched" if taught else "encoded"}[mode]
-            return processor_ms(lambda: _link(opened, prompt, mode, expected))
+            compiler = PatchCompiler(library, form)
 
-    arms = {
-        "off": lambda: measured(taught=False, mode="off"),
-        "exact": lambda: measured(taught=True, mode="exact"),
-        "first": lambda: measured(taught=False, mode="auto"),
-        "again": lambda: measured(taught=True, mode="auto"),
-    }
-    in_turns(arms, 1)  # warm
-    return in_turns(arms, turns)
+            def compile_patch(job: PatchJob) -> None:
+                nonlocal factoring
+                factoring += processor_ms(lambda: compiler.compile(job))
+
+            options = {"compiles": CompileLimits(share=0), "pace": Pace(self._pace.fixed, self._pace.seconds_per_token)}
+            with worker(self._engine, library, form, compile_patch, **options) as opened:
+                if taught:
+                    _link(opened, prompt, "auto", "encoded")
+                    opened.settle()
+                request = processor_ms(lambda: _link(opened, prompt, mode, expected))
+                behind = processor_ms(opened.settle)
+        if mode == "auto" and not taught:
+            spent = dict(zip(PARTS, (request, behind - factoring, factoring), strict=True))
+            for name, milliseconds in spent.items():
+                self.parts.setdefault(name, []).append(milliseconds)
+        return request + behind
 
 
 def _link(opened: Worker, prompt: Prompt, mode: str, expected: str) -> None:
-    """Link, and wait for what is formed.
+    """Link a prompt.
 
     Raises:
         RuntimeError: the pages were linked in another way than expected.
@@ -119,7 +160,6 @@ def _link(opened: Worker, prompt: Prompt, mode: str, expected: str) -> None:
     points = {str(chunk.operating_point) for chunk in opened.link(prompt.in_mode(mode)).chunks}
     if points != {expected}:
         raise RuntimeError(f"mode {mode}: pages were {points}, not {expected}")
-    opened.settle()
 
 
 def processor_ms(work: Callable[[], object]) -> float:

@@ -189,7 +189,7 @@ class Probe:
         self._forward(plan, self._blocks)
         target = plan.chunks[-1]
         size = self._engine.block_size
-        scratch = Scratch(self._scratch, size, lambda: len(self._scratch) * size)
+        scratch = Scratch(self._scratch, size, lambda left: len(self._scratch) * size)
         canonical = at_once(self._linker.harvester.canonical(plan, target, scratch)).kv
 
         def behind(order: Sequence[int]) -> Tensor:

@@ -67,7 +67,7 @@ def forwards() -> Forwards:
 @pytest.fixture
 def ahead(forwards: Forwards) -> CompileAhead:
     limits = CompileLimits(orbit_chunks=0, part_forwards=0, pair_forwards=12)
-    scratch = Scratch(range(8), 16, lambda: 64)
+    scratch = Scratch(range(8), 16, lambda left: 64)
     return CompileAhead(cast(Harvester, forwards), scratch, limits, TickingClock())
 
 

@@ -39,15 +39,27 @@ def test_a_link_joins_where_that_saves_more_waiting_than_it_causes(tokens: int, 
 
 
 def test_background_pieces_take_a_tenth_of_a_second_unless_that_is_mostly_the_fixed_part():
-    assert Pace(fixed=20.0).piece() == 80
-    assert Pace(fixed=20.0, seconds_per_token=1.5e-3).piece() == 80
-    assert Pace(fixed=20.0, seconds_per_token=1e-3).piece() == 100
-    assert Pace(fixed=300.0, seconds_per_token=2e-5).piece() == 5000
+    many = 1_000_000
+    assert Pace(fixed=20.0).piece(many) == 80
+    assert Pace(fixed=20.0, seconds_per_token=1.5e-3).piece(many) == 80
+    assert Pace(fixed=20.0, seconds_per_token=1e-3).piece(many) == 100
+    assert Pace(fixed=300.0, seconds_per_token=2e-5).piece(many) == 5000
+
+
+@pytest.mark.parametrize(
+    ("left", "pieces"), [(1, [1]), (120, [120]), (121, [61, 60]), (300, [100] * 3), (330, [83, 83, 82, 82])]
+)
+def test_pieces_are_of_one_length_and_none_is_for_less_than_the_fixed_part(left: int, pieces: list[int]):
+    pace, done = Pace(fixed=20.0, seconds_per_token=1e-3), []
+    while left:
+        done.append(pace.piece(left))
+        left -= done[-1]
+    assert done == pieces
 
 
 @pytest.mark.parametrize(("rested", "tokens"), [(4.9, 100), (10.0, 200), (20.0, 400), (1000.0, 500)])
 def test_who_comes_after_a_rest_waits_for_a_fiftieth_of_it_at_most(rested: float, tokens: int):
-    assert Pace(fixed=20.0, seconds_per_token=1e-3).piece(rested) == tokens
+    assert Pace(fixed=20.0, seconds_per_token=1e-3).piece(1_000_000, rested) == tokens
 
 
 class Engine:

@@ -46,4 +46,4 @@ def test_what_a_piece_raises_comes_out_of_the_step_that_took_it():
 
 
 def test_scratch_blocks_hold_so_many_tokens():
-    assert Scratch(range(5, 9), 16, lambda: 100).tokens == 64
+    assert Scratch(range(5, 9), 16, lambda left: 100).tokens == 64
