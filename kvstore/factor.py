@@ -70,7 +70,7 @@ def spread_factors(segments: Sequence[Tensor], rank: int | None, energy: float |
         budget = even * len(segments[0])
     if energy is not None:
         needed = energy * (1 - 1e-12) * sum(map(squared_norm, segments))
-    gains = [(part.left.double().square().sum(1) * part.right.double().square().sum(1)).cpu() for part in found]
+    gains = [(_energies(part.left) * _energies(part.right)).cpu() for part in found]
     ranks = _most_for_their_bytes(gains, prices, budget, needed)
     return [
         part._replace(ranks=count, energy=_share_of_first(gain, count, segment))
@@ -104,7 +104,12 @@ def _share_of_first(gain: Tensor, ranks: Tensor, segment: Tensor) -> float:
 
 def squared_norm(delta: Tensor) -> float:
     """Of all numbers [layers, tokens, features], summed in fp64."""
-    return float(delta.square().sum(-1).double().sum())
+    return float(torch.linalg.vector_norm(delta, dim=-1).double().square().sum())
+
+
+def _energies(vectors: Tensor) -> Tensor:
+    """Squared norm of every column of [layers, m, n]: [layers, n] fp64, without another tensor of that size."""
+    return torch.linalg.vector_norm(vectors, dim=1).double().square()
 
 
 def _ordered(delta: Tensor, rank: int, energy: float | None = None) -> Factors:
@@ -122,7 +127,7 @@ def project(delta: Tensor, directions: Tensor, energy: float | None = None) -> F
     """
     coefficients = delta @ directions
     total = squared_norm(delta)
-    shares = coefficients.double().square().sum((0, 1)).cumsum(0) / total if total else torch.ones(directions.shape[2])
+    shares = _energies(coefficients).sum(0).cumsum(0) / total if total else torch.ones(directions.shape[2])
     if energy is not None:
         enough = int((shares < energy * (1 - 1e-12)).sum()) + 1
         coefficients, directions = coefficients[..., :enough].contiguous(), directions[..., :enough].contiguous()

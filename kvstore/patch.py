@@ -271,9 +271,9 @@ def form_patch(
 
 
 def _share(approximation: Tensor, segment: Tensor) -> float:
-    """The share of a segment's squared norm that an approximation keeps."""
+    """The share of a segment's squared norm that an approximation, which it uses up, keeps."""
     total = squared_norm(segment)
-    return max(0.0, 1.0 - squared_norm(approximation - segment) / total) if total else 1.0
+    return max(0.0, 1.0 - squared_norm(approximation.sub_(segment)) / total) if total else 1.0
 
 
 def compose(patches: Sequence[Patch], scale: float = 1.0, base: Patch | None = None) -> Patch:
