@@ -103,11 +103,11 @@ def run(quick: bool, console: Console) -> Outcome:
         "p99 ms": {arm.name: {size: float(np.percentile(times, 99)) for size, times in arm.samples_ms.items()}},
         "hit rate by pages retrieved": rows(lambda rate: rate.of_all),
         "hit rate of chunks behind others": rows(lambda rate: rate.of_others),
-        "chunks served by a sum of pairs": rows(lambda rate: rate.summed),
+        "chunks that sums of pairs serve": rows(lambda rate: rate.summed),
         "forwards compiled per request": rows(lambda rate: rate.forwards),
         "chunks behind two or more whose very order came before": rows(lambda rate: rate.again),
     }
-    return Outcome(workload, [arm], figures, tables)
+    return Outcome(workload, [arm], figures, tables, axis="pages")
 
 
 def _plan_ms(size: int, turns: int) -> list[float]:
