@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvstore.patch_form import Footprint
 from prefill_workers.compiling import (
     HORIZON_S,
+    STRANGERS,
     Clock,
     CompileJob,
     CompileQueue,
@@ -28,7 +29,6 @@ from prefill_workers.settings import CompileLimits
 
 _MAX_JOBS = 64  # that wait; the least valuable give way
 _KNOWN_CHUNKS = 512  # that requests brought last, of all tenants
-_STRANGERS = 16  # of these, the most popular ones, that a request's chunks are made to meet
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class CompileAhead:
         tokens = [len(chunk.span) for chunk in plan.chunks]
         found = jobs(served, tenant, prefix, contents, tokens, limits, self.demand)
         if limits.pair_forwards:
-            others = self._known.beside(served, _STRANGERS, lambda content: self.demand.expected(tenant, content))
+            others = self._known.beside(served, STRANGERS, lambda content: self.demand.expected(tenant, content))
             company = OrbitForming(prefix, served.chunks + others, tenant)
             contents += [chunk.content for chunk in others]
             tokens += [len(chunk.token_ids) for chunk in others]

@@ -38,6 +38,7 @@ from prefill_workers.settings import CompileLimits
 
 HORIZON_S = 3600.0  # ahead of which reuses are expected, and behind which requests are counted
 ASKED_AGAIN = 1.5  # requests expected: more than the one that brought it, decayed as it may be
+STRANGERS = 16  # of what a tenant's requests brought before, the most popular, that a request's chunks are made to meet
 _WINDOW_S = 120.0  # over which the compute budget is a share: what an idle worker saves up at most
 _RECENT_CHUNKS = 256  # over which is counted how often chunks come again
 _LOOKS = 8  # parts that are looked up in the library for each that is compiled

@@ -129,6 +129,7 @@ class Arranger:
                 group=group,
                 popularity=self.popularity.share(tenant, content),
                 summed=self.costs.of_sum(count),
+                name=content,
             )
             for content, count, group in zip(contents, tokens, groups, strict=True)
         ]

@@ -16,7 +16,8 @@ more than a patch that is stored for the set, as the sum is weighed.
 The lattice is searched whole for up to `EXACT` free chunks, one popcount at a time, and beyond that by a beam of
 `BEAM` states, which is never worse than the order of arrival. Costs are whole nanoseconds, so that equal orders are
 equal: among them the one wins whose most popular chunks come first, as in a frequent-pattern tree, because then the
-next set with the same popular chunks finds them behind the same predecessors.
+next set with the same popular chunks finds them behind the same predecessors. Equally popular ones, such as all that
+come for the first time, go by name: a set has one order, however it was sent.
 
 Pure functions and values. Chunks are numbers from 0, in the order of arrival; a set of chunks is a bit mask.
 """
@@ -46,9 +47,9 @@ Sequences = Mapping[tuple[int, ...], int]
 class Chunk:
     """What linking a chunk costs, in nanoseconds, and where it may stand.
 
-    Chunks of one `group` may take one another's places; None: the chunk stays where it is. `popularity` decides between
-    orders that cost the same. With a sum of pair patches it costs `summed`, between the other two; that counts only
-    where sums are listed (`Stored`).
+    Chunks of one `group` may take one another's places; None: the chunk stays where it is. Between orders that cost the
+    same decide `popularity` and then `name`, which is the same in all requests. With a sum of pair patches it costs
+    `summed`, between the other two; that counts only where sums are listed (`Stored`).
     """
 
     patched: int
@@ -56,6 +57,7 @@ class Chunk:
     group: int | None = None
     popularity: float = 0.0
     summed: int = 0
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class Problem:
         self.places = len(self.chunks)
         free = [i for i, chunk in enumerate(self.chunks) if chunk.group is not None]
         self.free_places = free
-        self.ranked = sorted(free, key=lambda i: (-self.chunks[i].popularity, i))  # the most popular first
+        self.ranked = sorted(free, key=lambda i: (-self.chunks[i].popularity, self.chunks[i].name))
         groups: dict[int | None, list[int]] = {}
         for i in self.ranked:
             groups.setdefault(self.chunks[i].group, []).append(i)

@@ -63,7 +63,8 @@ def parse_options(value: Any) -> OrbitOptions:
 class Alternative(BaseModel):
     """What the best rejected order has in a chunk's place. Costs are expected milliseconds.
 
-    Where no other chunk may stand it is the same chunk, computed instead of patched.
+    Where no other chunk may stand it is the same chunk, computed instead of patched; a chunk that is computed there has
+    no alternative.
     """
 
     chunk: int  # as it was sent

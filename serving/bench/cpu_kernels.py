@@ -43,7 +43,7 @@ def run(quick: bool, console: Console) -> Outcome:
     fused, plain = arms
     figures = {f"time_{tokens}": fused.median_ms(str(tokens)) / plain.median_ms(str(tokens)) for tokens in COMPUTED}
     workload = {"model": checkpoint, "context": CONTEXT, "computed": COMPUTED, "turns": turns, "seconds": seconds}
-    return Outcome(workload, arms, figures)
+    return Outcome(workload, arms, figures, axis="tokens computed")
 
 
 def _forward_ms(engine: Connection, tokens: int, seconds: float) -> float:

@@ -66,7 +66,7 @@ def run(quick: bool, console: Console) -> Outcome:
         "decode_step_ms": step,
     }
     workload = {"model": CHECKPOINT, "image_tokens": sizes, "mib": mib, "turns": turns, "embedded": quick}
-    return Outcome(workload, arms, figures)
+    return Outcome(workload, arms, figures, axis="tokens of the image")
 
 
 def _decode_step_ms(ask: Callable[[int], object], turns: int) -> float:

@@ -1,8 +1,9 @@
 """What all benchmarks share: turns, the report, the plot.
 
 A benchmark returns an `Outcome`; `report` makes the JSON of it:
-`{"name", "command", "versions", "machine", "workload", "arms", "figures", "tables"}`, where `figures` maps names to
-numbers and `tables`, which few benchmarks have, name, row and column to one.
+`{"name", "command", "versions", "machine", "workload", "arms", "figures", "tables", "axis"}`, where `figures` maps
+names to numbers and `tables`, which few benchmarks have, name, row and column to one; `axis` says what cases and
+columns count that are bare numbers.
 """
 
 from __future__ import annotations
@@ -45,12 +46,13 @@ class Arm:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a benchmark measured."""
+    """What a benchmark measured. `axis`: what cases and columns count, where they are bare numbers."""
 
     workload: Mapping[str, Any]
     arms: Sequence[Arm]
     figures: Mapping[str, float]
     tables: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+    axis: str = ""
 
     def arm(self, name: str) -> Arm:
         """The arm of that name."""
@@ -122,6 +124,7 @@ def report(benchmark: Benchmark, outcome: Outcome, command: str, quick: bool) ->
         "tables": {
             name: {row: _defined(cells) for row, cells in rows.items()} for name, rows in outcome.tables.items()
         },
+        "axis": outcome.axis,
     }
 
 
@@ -194,7 +197,7 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
     """Median milliseconds of every arm over the cases and one picture of each table, as a PNG."""
     medians = {arm["name"]: arm["median_ms"] for arm in document["arms"]}
     tables = ({"median ms": medians} if medians else {}) | document["tables"]
-    draw_tables(document["name"], tables, UNCERTAINTY, path)
+    draw_tables(document["name"], tables, UNCERTAINTY, path, document.get("axis", ""))
 
 
 def markdown(document: Mapping[str, Any]) -> str:

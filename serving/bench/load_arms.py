@@ -41,6 +41,7 @@ QUICK_CHECKPOINT = "qwen2_5_vl-tiny"
 VLLM_GIB = 3
 LIBRARY = {"memory_bytes": 512 << 20, "object_store_bytes": 512 << 20}
 TIMEOUT_S = 900.0
+AXIS = "requests a second, offered"  # of pictures
 _SETTLE_SECONDS = 3600.0
 _BETWEEN_PAUSES = 4
 _LOOK_SECONDS = 5.0

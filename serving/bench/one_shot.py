@@ -53,6 +53,7 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
         [load_arms.harness_arm(arm, by_rate[arm.name]) for arm in arms],
         {"ttft_over_off": auto / off, "ttft_over_vllm": auto / vllm},
         load_arms.tables(by_rate),
+        axis=load_arms.AXIS,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,17 @@ import numpy as np
 
 _MOST_CURVES = 8
 _SPREAD = 100.0  # of the largest over the smallest: from here on colours go by the logarithm
+_LINEAR = 8.5  # of the largest over the smallest: so far an axis is linear; `rates` spans 8, rounded
+_MOST_TICKS = 12
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)(%?) ?([a-z ]*)")
 Rows = Mapping[str, Mapping[str, float]]
 
 
-def draw_tables(title: str, tables: Mapping[str, Rows], uncertainty: str, path: Path) -> None:
-    """One picture of each table in one PNG, three abreast; columns that end with `uncertainty` are left out."""
+def draw_tables(title: str, tables: Mapping[str, Rows], uncertainty: str, path: Path, axis: str = "") -> None:
+    """One picture of each table in one PNG, three abreast; columns that end with `uncertainty` are left out.
+
+    `axis`: what columns count that are numbers, where neither they ("3 pages") nor the table ("η by rank") say it.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -37,7 +44,7 @@ def draw_tables(title: str, tables: Mapping[str, Rows], uncertainty: str, path: 
     colours = {row: f"C{i}" for i, row in enumerate(curves)}  # the same in all pictures
     for axes, (name, rows) in zip(grid.flat, shown.items(), strict=False):
         if _are_curves(rows):
-            _curves(axes, rows, colours)
+            _curves(axes, rows, colours, name.rpartition(" by ")[2] if " by " in name else axis)
         else:
             _numbers(axes, rows)
         axes.set_title(name, fontsize="large")
@@ -61,11 +68,38 @@ def _height(rows: Rows) -> float:
     return 4.5 if _are_curves(rows) else max(1.6 + 0.27 * len(rows), 2.5)
 
 
-def _curves(axes: Any, rows: Rows, colours: Mapping[str, str]) -> None:
+def number_axis(axes: Any, numbers: Mapping[float, str]) -> None:
+    """Have a picture's x axis show these numbers, by what is written at each; logarithmic where they are far apart."""
+    low, high = min(numbers), max(numbers)
+    if low > 0 and high > _LINEAR * low:
+        axes.set_xscale("log")
+    if len(numbers) <= _MOST_TICKS:
+        axes.set_xticks(list(numbers), list(numbers.values()))
+        axes.set_xticks([], minor=True)
+
+
+def _numbers_of(columns: Iterable[str]) -> tuple[dict[str, float], dict[float, str], str] | None:
+    """Columns as numbers, what is written at each, and what they all count; None if some are no numbers or differ."""
+    found = {column: _NUMBER.fullmatch(column) for column in columns}
+    matches = [match for match in found.values() if match]
+    units = {match[3] for match in matches}
+    if len(matches) < len(found) or len(units) > 1:
+        return None
+    at = {column: float(match[1]) for column, match in zip(found, matches, strict=True)}
+    return at, {float(match[1]): match[1] + match[2] for match in matches}, units.pop()
+
+
+def _curves(axes: Any, rows: Rows, colours: Mapping[str, str], axis: str) -> None:
+    numbers = _numbers_of(_columns(rows))
     for name, points in rows.items():
-        axes.plot(list(points), list(points.values()), marker="o", label=name, color=colours[name])
+        at = [numbers[0][column] for column in points] if numbers else list(points)
+        axes.plot(at, list(points.values()), marker="o", label=name, color=colours[name])
+    if numbers:
+        number_axis(axes, numbers[1])
+        axis = numbers[2] or axis
+    axes.set_xlabel(axis)
     axes.grid(visible=True, alpha=0.3)
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", framealpha=0.5)
 
 
 def _numbers(axes: Any, rows: Rows) -> None:

@@ -108,6 +108,7 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
         [load_arms.harness_arm(arm, runs[arm.name]) for arm in arms],
         figures(runs),
         load_arms.tables(runs),
+        axis=load_arms.AXIS,
     )
 
 

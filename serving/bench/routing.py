@@ -76,7 +76,7 @@ def run(quick: bool, console: Console) -> Outcome:
         "memory_bytes": MEMORY_BYTES,
         "zipf_exponent": 1,
     }
-    return Outcome(workload, arms, _figures(sizes, found, arms), _tables(sizes, found))
+    return Outcome(workload, arms, _figures(sizes, found, arms), _tables(sizes, found), axis="workers")
 
 
 def zipf(documents: int, requests: int) -> list[int]:

@@ -67,7 +67,7 @@ def run(quick: bool, console: Console) -> Outcome:
                 samples[name][str(tokens)] = times
     arms_ = [Arm(name, text, samples[name]) for name, text in _DESCRIPTIONS.items()]
     workload = {"tokens": cases, "bytes_per_record": nbytes, "records_per_turn": RECORDS, "turns": turns}
-    return Outcome(workload, arms_, _figures(arms_, nbytes, str(cases[-1])))
+    return Outcome(workload, arms_, _figures(arms_, nbytes, str(cases[-1])), axis="tokens of a record")
 
 
 def _figures(arms: list[Arm], nbytes: dict[str, int], largest: str) -> dict[str, float]:

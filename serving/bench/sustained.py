@@ -63,6 +63,7 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
             },
             "most bytes over bound": {"auto": dict(shares)},
         },
+        axis="first query of the window",
     )
 
 

@@ -49,7 +49,8 @@ def run(quick: bool, console: Console) -> Outcome:
     vllm, cached, off = arms
     figures = {f"cached_over_vllm_{n}": cached.median_ms(n) / vllm.median_ms(n) for n in map(str, lengths)}
     figures |= {f"off_over_cached_{n}": off.median_ms(n) / cached.median_ms(n) for n in map(str, lengths)}
-    return Outcome({"model": CHECKPOINT, "system_tokens": lengths, "turns": turns, "in_flight": 1}, arms, figures)
+    workload = {"model": CHECKPOINT, "system_tokens": lengths, "turns": turns, "in_flight": 1}
+    return Outcome(workload, arms, figures, axis="tokens of the system prompt")
 
 
 def _measure(

@@ -109,7 +109,7 @@ def run(quick: bool, console: Console) -> Outcome:
         "turns": turns,
         "in_flight": 1,
     }
-    return Outcome(workload, arms, _figures(sizes, {arm.name: arm for arm in arms}))
+    return Outcome(workload, arms, _figures(sizes, {arm.name: arm for arm in arms}), axis="tokens of the image")
 
 
 def _measure(

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
@@ -18,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from serving.bench.harness import environment
+from serving.bench.picture import number_axis
 from serving.loadtest.client import Endpoint, Sample
 from serving.loadtest.measures import LAG_MS, LAG_SHARE, PERCENTILES, SATURATED, summary
 from serving.loadtest.session import Measured, Plan
@@ -180,11 +182,13 @@ def plot(reports: Sequence[Mapping[str, Any]], path: Path) -> None:
         latency.plot(at, [rate["ttft_ms"]["p90"] for rate in answered], linestyle=":", color=drawn.get_color())
         done = [rate["completed_rps"] for rate in rates]
         throughput.plot([rate["rate"] for rate in rates], done, marker="o", label=report["name"])
-    most = max(rate["rate"] for report in reports for rate in report["rates"])
-    throughput.plot([0, most], [0, most], linestyle="--", color="grey", linewidth=1, label="as offered")
+    asked = sorted({rate["rate"] for report in reports for rate in report["rates"]})
+    line = np.linspace(asked[0], asked[-1], 100)
+    throughput.plot(line, line, linestyle="--", color="grey", linewidth=1, label="as offered")
     latency.set(xlabel="requests a second, offered", ylabel="time to first token, ms (p50; dotted: p90)", yscale="log")
     throughput.set(xlabel="requests a second, offered", ylabel="requests a second, completed")
     for axes in (latency, throughput):
+        number_axis(axes, {rate: f"{rate:g}" for rate in asked})
         axes.grid(visible=True, alpha=0.3)
         axes.legend()
     figure.suptitle(", ".join(dict.fromkeys(str(report["workload"]["name"]) for report in reports)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -120,6 +121,11 @@ def test_what_a_tenant_often_asks_for_comes_first_for_that_tenant():
         order(arranger, "b", groups=[None])
     assert order(arranger, "ab") == "ba"
     assert order(arranger, "ab", tenant="another") == "ab"
+
+
+def test_chunks_that_came_together_only_have_one_order_however_they_are_sent():
+    arranger = Arranger()
+    assert {order(arranger, "".join(sent)) for sent in permutations("cab")} == {"abc"}
 
 
 def test_popularity_fades():

@@ -9,6 +9,8 @@ from operator import and_
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serving.access_log import LoggedChunk
+from serving.compile_plan import in_order
 from serving.placement import EXACT, SUMMED, Chunk, Placement, Problem, Stored, place, rejected, sums_of
 
 PATCHED, COMPUTED = 1, 100
@@ -39,13 +41,13 @@ def cost(order: tuple[int, ...], chunks: list[Chunk], stored: Stored) -> int:
     return total
 
 
-def by_popularity(order: tuple[int, ...], chunks: list[Chunk]) -> list[tuple[float, int]]:
-    return [(-chunks[chunk].popularity, chunk) for chunk in order]
+def by_popularity(order: tuple[int, ...], chunks: list[Chunk]) -> list[tuple[float, str, int]]:
+    return [(-chunks[chunk].popularity, chunks[chunk].name, chunk) for chunk in order]
 
 
 @st.composite
-def problems(draw: st.DrawFn, most: int = 7, groups: tuple[int | None, ...] = (None, 0, 0, 1)):
-    count = draw(st.integers(1, most))
+def problems(draw: st.DrawFn, least: int = 1, most: int = 7, groups: tuple[int | None, ...] = (None, 0, 0, 1)):
+    count = draw(st.integers(least, most))
     numbers = range(count)
     chunks = [
         Chunk(
@@ -54,6 +56,7 @@ def problems(draw: st.DrawFn, most: int = 7, groups: tuple[int | None, ...] = (N
             summed=draw(st.integers(3, 6)),
             group=draw(st.sampled_from(groups)),
             popularity=draw(st.integers(0, 3)),
+            name=draw(st.sampled_from("abc")),
         )
         for _ in numbers
     ]
@@ -74,7 +77,17 @@ def problems(draw: st.DrawFn, most: int = 7, groups: tuple[int | None, ...] = (N
 @settings(deadline=None, max_examples=60)
 @given(problems())
 def test_no_order_costs_less_and_of_equal_ones_the_popular_come_first(problem: tuple[list[Chunk], Stored]):
-    chunks, stored = problem
+    is_best(*problem)
+
+
+@settings(deadline=None, max_examples=20)
+@given(problems(least=7, groups=(0,)))
+def test_of_all_5040_orders_of_seven_free_chunks_none_costs_less(problem: tuple[list[Chunk], Stored]):
+    is_best(*problem)
+
+
+def is_best(chunks: list[Chunk], stored: Stored) -> None:
+    """Of all orders in which the chunks may stand, placement finds that of the least cost, popular chunks first."""
     found = place(Problem(chunks, stored))
     best = min(allowed_orders(chunks), key=lambda order: (cost(order, chunks, stored), by_popularity(order, chunks)))
     assert found.order == best
@@ -135,6 +148,28 @@ def test_beyond_exact_search_the_best_rejected_order_is_an_exchange():
 def test_without_anything_stored_the_most_popular_come_first_in_the_places_of_their_group():
     chunks = [Chunk(1, 2, 0, 1.0), Chunk(1, 2), Chunk(1, 2, 0, 3.0), Chunk(1, 2, 1, 0.0), Chunk(1, 2, 1, 9.0)]
     assert place(Problem(chunks, Stored())).order == (2, 1, 0, 4, 3)
+
+
+def test_a_new_set_has_one_order_however_it_is_sent():
+    orders = set()
+    for sent in permutations("dacb"):
+        found = place(Problem([Chunk(1, 2, 0, popularity=0.5, name=name) for name in sent], Stored())).order
+        orders.add("".join(sent[i] for i in found))
+    assert orders == {"abcd"}
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abcdef"), st.sampled_from((None, 0, 0, 1))), max_size=7),
+    st.lists(st.integers(0, 2), min_size=6, max_size=6),
+)
+def test_what_is_compiled_for_a_trace_stands_in_the_order_that_placement_falls_back_to(
+    sent: list[tuple[str, int | None]], counts: list[int]
+):
+    popularity = dict(zip("abcdef", counts, strict=True))
+    chunks = [Chunk(1, 2, group, popularity[name], name=name) for name, group in sent]
+    logged = [LoggedChunk(content=name, modality="text", tokens=8, point="", group=group) for name, group in sent]
+    found = [sent[i][0] for i in place(Problem(chunks, Stored())).order]
+    assert found == [chunk.content for chunk in in_order(logged, popularity)]
 
 
 def test_small_chunks_miss_rather_than_large_ones():

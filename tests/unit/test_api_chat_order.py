@@ -1,0 +1,137 @@
+"""A chat request over HTTP whose chunks may in part trade places: what vLLM is given to answer, and what the client is
+told. Everything up to vLLM's own handler is real."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from PIL import Image
+from vllm.entrypoints.openai.chat_completion.api_router import router
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.serve.engine.protocol import UsageInfo
+
+from kvstore.files import FileStore
+from kvstore.index import Entry, Scope, prefix_key
+from kvstore.settings import FileSettings
+from kvstore.vector_stores import VectorStores
+from serving.api.auth import Authenticate
+from serving.api.chat import OrbitServingChat
+from serving.api.errors import answer_errors
+from serving.api.media import MediaResolver
+from serving.api.metrics import Metrics
+from serving.arranger import Arranger
+from serving.config import HttpSettings
+from serving.documents import Documents
+
+SYSTEM = "You read pages."
+
+
+class Tokenizer:
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return list(text.encode())
+
+
+class Chat(OrbitServingChat):
+    """The handler without an engine; `asked` is what vLLM was to answer."""
+
+    def __init__(self, media: MediaResolver, documents: Documents) -> None:
+        self._media, self._documents, self._metrics = media, documents, Metrics()
+        self._encode = lambda _, text: tuple(Tokenizer().encode(text))
+        self.engine_client: Any = SimpleNamespace(arranger=Arranger(), prefetch=lambda *_: None)
+        self.asked: list[Any] = []
+
+
+@pytest.fixture
+def chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chat:
+    async def answer(self: Chat, request: ChatCompletionRequest, _: Any = None) -> ChatCompletionResponse:
+        self.asked = request.messages
+        return ChatCompletionResponse(model="m", choices=[], usage=UsageInfo())
+
+    monkeypatch.setattr(OpenAIServingChat, "create_chat_completion", answer)
+    files, documents = FileStore(str(tmp_path), FileSettings()), Documents(Tokenizer())
+    return Chat(MediaResolver(HttpSettings(), files, VectorStores(files), documents), documents)
+
+
+async def post(chat: Chat, **body: Any) -> dict[str, Any]:
+    app = FastAPI()
+    app.state.openai_serving_chat = chat
+    app.router.routes += [route for route in router.routes if route.path == "/v1/chat/completions"]
+    answer_errors(app)
+    app.add_middleware(Authenticate, {})
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        response = await client.post("/v1/chat/completions", json={"model": "m", **body})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def png(number: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), (number, 0, 0)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def image(number: int) -> dict[str, Any]:
+    return {
+        "type": "image_url",
+        "image_url": {"url": f"data:image/png;base64,{base64.b64encode(png(number)).decode()}"},
+    }
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+async def test_free_images_trade_places_behind_a_system_image_and_a_fixed_one(chat: Chat):
+    logo, plan, a, b, c = (chat._media.open(png(number), "local", "").content for number in range(5))
+    scope = Scope("local", prefix_key(Tokenizer().encode(SYSTEM)))
+    stored = [(logo, ()), (b, (plan, logo)), (c, (logo, plan, b)), (a, (c, b, logo, plan))]
+    chat.engine_client.arranger.formed(Entry(scope, *entry, ordered=False) for entry in stored)
+
+    answer = await post(
+        chat,
+        messages=[
+            {"role": "system", "content": [said(SYSTEM), image(0)]},
+            {
+                "role": "user",
+                "content": [image(1), said("Pages:"), image(2), image(3), said("\n"), image(4), said("Who signed?")],
+            },
+        ],
+        orbit={"order": "free", "explain": True},
+    )
+
+    system, user = ([part.get("uuid") or part["text"] for part in message["content"]] for message in chat.asked)
+    assert system == [SYSTEM, logo]
+    assert user == [plan, "Pages:", b, c, "\n", a, "Who signed?"], "text stays, and what stands alone between it"
+    order = answer["orbit"]["order"]
+    assert (order["chunks"], order["reason"]) == ([0, 1, 3, 4, 2], "the cheapest order found")
+    patched, computed = (chat.engine_client.arranger.costs.of(256, patched=patched) / 1e6 for patched in (True, False))
+    assert order["cost_ms"] == pytest.approx(4 * patched + computed, abs=1e-2)
+    assert order["arrival_ms"] == pytest.approx(patched + 4 * computed, abs=1e-2)
+
+
+async def test_a_computed_chunk_that_may_stand_nowhere_else_has_no_alternative(chat: Chat):
+    logo = chat._media.open(png(0), "local", "").content
+    scope = Scope("local", prefix_key(Tokenizer().encode(SYSTEM)))
+    chat.engine_client.arranger.formed([Entry(scope, logo, (), ordered=False)])
+    found: list[Any] = []
+    chat.engine_client.prefetch = lambda _, trace: found.extend(trace.costs)
+
+    messages = [
+        {"role": "system", "content": [said(SYSTEM), image(0)]},
+        {"role": "user", "content": [image(1), said("and"), image(2), image(3), said("Which?")]},
+    ]
+    await post(chat, messages=messages, orbit={"order": "free", "explain": True})
+
+    system, alone, first, last = (costs.alternative for costs in found)
+    assert (system.chunk, system.operating_point) == (0, "computed")
+    assert alone is None
+    assert first is not None, "the other of the two might stand there"
+    assert last is None, "nothing is left for that place"
