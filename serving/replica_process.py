@@ -1,7 +1,8 @@
-"""A replica's process: its threads, what it gives way to, and vLLM's switches."""
+"""A replica's process: its threads, its memory, what it gives way to, and vLLM's switches."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -17,10 +18,14 @@ from serving.config import RoleSettings
 # processors that others use. Engines have them sleep at once while others do (`infra.openmp`).
 SPIN = ("GOMP_SPINCOUNT", "10000")
 
+# malloc.h: M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD (32 MiB is its most), M_ARENA_MAX.
+_MALLOC = {-1: 512 << 20, -2: 64 << 20, -3: 32 << 20, -8: 1}
+
 
 def enter(settings: RoleSettings) -> None:
     """Set this process up for a role. Must run before anything imports torch."""
     os.environ.setdefault(*SPIN)
+    keep_freed_memory()
     reserved = int(settings.num_cpus) or os.cpu_count() or 1  # Ray would give an actor with part of a CPU one thread
     os.environ["OMP_NUM_THREADS"] = str(settings.threads or reserved)
     give_way(0 if settings.num_gpus else settings.niceness)  # a GPU must not wait for its thread
@@ -36,6 +41,22 @@ def enter_vllm(settings: RoleSettings, *, kv_cache_gib: int, nixl: bool) -> None
             nixl_port=free_port() if nixl else None,
         )
     )
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what this process frees, up to half a GiB, and threads that start from now on share it.
+
+    Else large tensors of any thread but the main one go back to the system as soon as they are freed, and come again
+    page by page: in a forward over 1024 tokens of a 250M model 40,000 page faults, a fifth of its processor time.
+
+    What the environment asks of the allocator stands. Other C libraries are left alone.
+    """
+    if any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for option, value in _MALLOC.items():
+            mallopt(option, value)
 
 
 def give_way(niceness: int) -> None:

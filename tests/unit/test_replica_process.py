@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -32,6 +33,35 @@ from serving.replica_process import enter
 enter(PrefillRoleSettings(threads=2))
 import torch
 """
+
+
+_FAULTS = """
+import resource, threading
+from serving.config import PrefillRoleSettings
+from serving.replica_process import enter
+
+def pages():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def work():
+    before = pages()
+    for _ in range(10):
+        [bytes([1]) * (10 << 20) for _ in range(4)]
+    print((pages() - before) * resource.getpagesize() >> 20)
+
+enter(PrefillRoleSettings(threads=2))
+thread = threading.Thread(target=work)
+thread.start(), thread.join()
+"""
+
+
+@pytest.mark.skipif("glibc" not in platform.libc_ver(), reason="about glibc's allocator")
+@pytest.mark.parametrize(("given", "least", "most"), [({}, 0, 120), ({"MALLOC_ARENA_MAX": "4"}, 200, 1000)])
+def test_what_a_thread_frees_is_at_hand_again_unless_it_is_told_otherwise(given: dict[str, str], least: int, most: int):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | given
+    command = [sys.executable, "-c", _FAULTS]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert least <= int(found.stdout) <= most, "MiB that came page by page, of the 400 that were asked for"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="OpenMP is libgomp on Linux")
