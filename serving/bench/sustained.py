@@ -3,6 +3,9 @@
 LMCache issue 4663: there the gain of reuse decays to nothing within 60 to 90 such queries, because what they store
 pushes out what they need. Here the library's bounds are set so low that they bind within the run. Requests are sent one
 at a time, so that what is stored and formed beside them has no pause to hide in; times are not of a queue.
+
+A window of the same queries is asked in mode `off` before and after: what they would cost without reuse, and how far
+the machine has drifted meanwhile.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ from rich.console import Console
 
 from serving.bench import load_arms
 from serving.bench.harness import Arm, Benchmark, Outcome
+from serving.loadtest.client import Sample
 from serving.loadtest.workloads import Novel
 
 WINDOW = 50
-TENANT = "auto"
+TENANT, WITHOUT = "auto", "off"
 ORBIT = {"mode": "auto", "order": "free"}
 _MIB = 1 << 20
 BOUNDS = {"memory_bytes": 192 * _MIB, "object_store_bytes": 128 * _MIB, "disk_bytes": 512 * _MIB}
@@ -41,19 +45,29 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
     if quick:
         asked |= {"pages": 10, "retrieved": 3, "columns": 8, "rows": 8}
     console.print("starting our service")
-    with load_arms.our_service(checkpoint, console, [TENANT], bounds) as service:
+    with load_arms.our_service(checkpoint, console, [TENANT, WITHOUT], bounds) as service:
+        off = service.arm(WITHOUT, "OrbitServe, mode off", Novel(**asked), "files", mode="off")
+        before = _times(load_arms.one_by_one(off, window, console, "before"))
         arm = service.arm(TENANT, "OrbitServe, mode auto, free order", Novel(**asked), "files", **ORBIT)
         with library_watched(service.library, bounds) as shares:
             samples = load_arms.one_by_one(arm, queries, console, "one at a time")
-    times = [sample.ttft_ms for sample in samples if sample.ttft_ms is not None]
+        after = _times(load_arms.one_by_one(off, window, console, "after"))
+    times = _times(samples)
     hits = [(sample.cached_tokens or 0) / sample.prompt_tokens for sample in samples]
     starts = range(0, queries, window)
     return Outcome(
         load_arms.describe(
             Novel(**asked), model=checkpoint.name, queries=queries, window=window, orbit=ORBIT, bounds=bounds
         ),
-        [Arm(arm.name, f"{arm.description}; time to first token, all queries in order", {"queries": times})],
-        {"last_over_best": last_over_best(times, window), "max_library_bytes_over_bound": max(shares.values())},
+        [
+            Arm(arm.name, f"{arm.description}; time to first token, all queries in order", {"queries": times}),
+            Arm(off.name, f"{off.description}; time to first token", {"before": before, "after": after}),
+        ],
+        {
+            "last_over_best": last_over_best(times, window),
+            "last_over_off": float(np.median(times[-window:]) / np.median(after)),
+            "max_library_bytes_over_bound": max(shares.values()),
+        },
         {
             "median TTFT of a window, ms": {
                 "auto": {str(start): float(np.median(times[start : start + window])) for start in starts}
@@ -65,6 +79,10 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
         },
         axis="first query of the window",
     )
+
+
+def _times(samples: Sequence[Sample]) -> list[float]:
+    return [sample.ttft_ms for sample in samples if sample.ttft_ms is not None]
 
 
 def last_over_best(times: Sequence[float], window: int) -> float:
