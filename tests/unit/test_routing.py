@@ -214,6 +214,20 @@ def test_a_prompt_goes_where_its_chunks_are_until_that_queue_costs_more_than_loa
     assert best(policy, link("another page")) == ("b", "least_loaded")
 
 
+def test_a_set_goes_where_most_of_it_is_and_stays_there_whole():
+    policy, _ = prefill()
+    policy.reported("a", prefill_report(hot="abc", sequence=1))
+    policy.reported("b", prefill_report(hot="cde", sequence=1))
+    assert best(policy, link("a", "b", "d")) == ("a", "hot")
+    assert best(policy, link("c", "d", "e")) == ("b", "hot")
+    for turn in range(20):  # the set that "a" has two thirds of, in other orders and one after the other
+        order = ["abd", "dba", "bad"][turn % 3]
+        assert best(policy, link(*order)) == ("a", "hot")
+        policy.sent("a", str(turn), policy.ask(*link(*order)))
+        policy.completed("a", str(turn))
+    assert policy.score(policy.ask(*link("a", "b", "d")), "a")[0].held == 3 * 500, "the third is there by now"
+
+
 def test_modes_that_reuse_nothing_go_where_the_queue_is_shortest():
     policy, _ = prefill()
     policy.reported("a", prefill_report(hot=["page"], queued=10, sequence=0))
