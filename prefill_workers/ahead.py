@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from kvstore.patch_form import Footprint
@@ -36,7 +36,8 @@ class CompileStats:
     """What compiling ahead has come to.
 
     `waiting`: jobs left; `forwards`: orders, parts and pairs that were run, by kind of job; `seconds` that these took;
-    `given_up`: jobs by why, `queue` (others were worth more) or `bytes` (the library holds what saves more per byte).
+    `given_up`: jobs by why, `queue` (others were worth more), `bytes` (the library holds what saves more per byte) or
+    `sums` (no pair patches are summed any more).
     """
 
     waiting: int
@@ -51,6 +52,7 @@ class CompileAhead:
     Args:
         scratch: where its sequences lie.
         clock: monotonic seconds.
+        sums: whether sums of pair patches may be served now; while not, no pair is worth a forward.
     """
 
     def __init__(
@@ -59,8 +61,9 @@ class CompileAhead:
         scratch: Scratch,
         limits: CompileLimits,
         clock: Clock = time.monotonic,
+        sums: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._harvester, self._scratch, self._limits = harvester, scratch, limits
+        self._harvester, self._scratch, self._most, self._sums = harvester, scratch, limits, sums
         self.demand = Demand(clock)
         self._queue = CompileQueue[OrbitForming](_MAX_JOBS, self.demand)
         self._known = KnownChunks(_KNOWN_CHUNKS)
@@ -139,6 +142,10 @@ class CompileAhead:
         return CompileStats(self._waiting, dict(self._forwards), self._seconds, given_up)
 
     @property
+    def _limits(self) -> CompileLimits:
+        return self._most if self._sums() else self._most.without_sums()
+
+    @property
     def _waiting(self) -> int:
         return len(self._queue) + (self._job is not None)
 
@@ -160,6 +167,10 @@ class CompileAhead:
 
     def _go_on(self, job: CompileJob[OrbitForming]) -> None:
         if self._step is None:
+            if job.pairs and not self._sums():
+                self._given_up["sums"] += 1
+                self._end()
+                return
             self._step = Piecework(self._take(job))
         if not self._step.go_on():
             return

@@ -57,6 +57,7 @@ class Background:
         scratch: where background sequences lie.
         limits: how much is kept beside links, and compiled ahead of requests.
         clock: monotonic seconds.
+        sums: whether sums of pair patches may be served now.
         disturbed: when a request came last, or got what it came for (`time.perf_counter`).
         rest: seconds since then for which a harvest of what was seen once waits at even odds of its coming again.
     """
@@ -69,6 +70,7 @@ class Background:
         limits: CompileLimits,
         rechecks: Rechecks,
         clock: Clock,
+        sums: Callable[[], bool],
         disturbed: Callable[[], float],
         rest: float,
     ) -> None:
@@ -76,7 +78,7 @@ class Background:
         self._harvests: list[_Harvest] = []
         self._harvest: tuple[_Harvest, Piecework[None]] | None = None  # that uses the scratch blocks
         self._busy = ComputeBudget(limits.busy_share, _BUSY_SECONDS, clock)
-        self._ahead = CompileAhead(harvester, scratch, limits, clock)
+        self._ahead = CompileAhead(harvester, scratch, limits, clock, sums)
         self._rechecks = rechecks
         self._disturbed, self._rest, self._hastened = disturbed, rest, -math.inf
         self.failures = 0

@@ -7,7 +7,9 @@ its chunks to a forward, for every request, until an operator allows it again. T
 and ends with it: a worker that starts allows every point.
 
 A check counts for every approximate point that its request used. It sees their sum and cannot tell which of them erred;
-blaming only one would let another hide behind it.
+blaming only one would let another hide behind it. Except patches beside sums of patches: such a check counts for the
+sums alone. A model that composes badly so loses its sums and keeps its patches. These cannot hide for ever: if it is
+they that err, the sums go first, and every check after that is of patches alone.
 """
 
 from __future__ import annotations
@@ -118,9 +120,11 @@ class Fidelity:
         }
 
     def draw(self, points: Iterable[OperatingPoint]) -> tuple[OperatingPoint, ...]:
-        """The approximate ones among a finished request's points, if it is to be checked; else none."""
-        approximate = tuple(dict.fromkeys(point for point in points if point in self._records))
-        return approximate if approximate and self._chance() < self.settings.share else ()
+        """The points that a check of a finished request counts for, if it is to be checked; else none."""
+        approximate = dict.fromkeys(point for point in points if point in self._records)
+        if OperatingPoint.COMPOSED in approximate:
+            approximate.pop(OperatingPoint.PATCHED, None)
+        return tuple(approximate) if approximate and self._chance() < self.settings.share else ()
 
     def allows(self, point: OperatingPoint) -> bool:
         """Whether requests may be served at this point."""

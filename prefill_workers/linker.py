@@ -31,7 +31,7 @@ from kvstore.chunk import DYNAMIC_TENANT, antecedent_key, canonical_key, embeddi
 from kvstore.library import Library
 from kvstore.patch import PatchKind, warm_up
 from kvstore.patch_form import PatchForm
-from prefill_workers import policies
+from prefill_workers import policies, reasons
 from prefill_workers.arriving import Arriving
 from prefill_workers.composing import KnownWeights, measured_weights, weighted_sum
 from prefill_workers.engine import PrefillEngine
@@ -74,6 +74,7 @@ class Linker:
         submit_patch: takes a deficit off the request path and stores its patch (see `patch_compiler`).
         fidelity: says which operating points are switched off. None: nothing is checked, nothing switched off.
         compose_up_to: antecedents that a chunk may stand behind to be linked by the weighted sum of its pair patches.
+            Where patches lack the layers by which they are weighed (see `composing`) none are summed.
         prefixes: KV of the text before first chunks. None: it is always computed.
     """
 
@@ -91,7 +92,7 @@ class Linker:
         self.library = library
         self.form = form
         self.fidelity = fidelity or Fidelity(FidelitySettings(share=0))
-        self.compose_up_to = compose_up_to
+        self.compose_up_to = compose_up_to if form.first_layer(engine.layout.layers) <= MEASURED_LAYER else 0
         self.harvester = Harvester(engine, library, form, submit_patch)
         self._lookups = Lookups(library, form.basis)
         self._weights = KnownWeights()
@@ -100,10 +101,9 @@ class Linker:
         self._delimiters: tuple[int, ...] = ()  # token ids around the placeholders of the image seen last
         warm_up(engine.layout, engine.dtype)
 
-    @property
-    def composes(self) -> bool:
-        """Whether pair patches serve sets: they are summed, and can be weighed (see `composing`)."""
-        return self.compose_up_to > 1 and self.form.first_layer(self.engine.layout.layers) <= MEASURED_LAYER
+    def sums(self) -> bool:
+        """Whether sums of pair patches may be served: they are not switched off."""
+        return self.fidelity.allows(OperatingPoint.COMPOSED)
 
     # -- plan ---------------------------------------------------------------------------------------------------------
 
@@ -207,7 +207,8 @@ class Linker:
             for kind in (PatchKind.own, set_kind(len(antecedents)))
         )
         parts: tuple[str, ...] = ()
-        if 1 < len(antecedents) <= self.compose_up_to and len({canonical, *antecedents}) > len(antecedents):
+        different = len({canonical, *antecedents}) > len(antecedents)
+        if different and self.sums() and self._composes(len(antecedents)):
             alone = [(), *((antecedent,) for antecedent in antecedents)]
             parts = tuple(
                 self.form.key(canonical, antecedent_key(prefix, one, ordered=False), set_kind(len(one)))
@@ -241,10 +242,10 @@ class Linker:
             canonical_key=keys.canonical,
             patch_key=keys.own_patch,
             start_position=int(positions[..., span.start].flatten()[0]),
-            outcome=ChunkOutcome(len(span), _expected(request.mode), index, "stored KV is loading"),
+            outcome=ChunkOutcome(len(span), reasons.expected(request.mode), index, "stored KV is loading"),
             loading=lookup if coming else None,
             embeddings=fresh,
-            ruled_out=ruled_out,
+            ruled_out=ruled_out or self._without_sums(request.mode, index),
             weights_epoch=self._weights.epoch,
         )
         if not coming:
@@ -254,13 +255,22 @@ class Linker:
 
     def _ruled_out(self, mode: Mode) -> OperatingPoint | None:
         """The operating point that a mode looks for, if it is switched off: then its chunks are computed exactly."""
-        point = _expected(mode)
+        point = reasons.expected(mode)
         return None if self.fidelity.allows(point) else point
+
+    def _without_sums(self, mode: Mode, antecedents: int) -> OperatingPoint | None:
+        """`composed`, where a chunk's pair patches would be summed if that were not switched off."""
+        would = policies.looks_up_patch(mode) and self._composes(antecedents)
+        return OperatingPoint.COMPOSED if would and not self.sums() else None
+
+    def _composes(self, antecedents: int) -> bool:
+        """Whether pair patches behind so many antecedents are summed."""
+        return 1 < antecedents <= self.compose_up_to
 
     def _before_allowing(self, point: OperatingPoint) -> None:
         self._lookups.forget()
-        if point is OperatingPoint.PATCHED:
-            self._weights.clear()  # it may have been they that were wrong
+        if point in (OperatingPoint.PATCHED, OperatingPoint.COMPOSED):
+            self._weights.clear()  # they were measured on patches that may have been wrong, and may themselves be
             if self._prefixes is not None:
                 self._prefixes.clear()  # or this
 
@@ -371,7 +381,7 @@ class Linker:
             return _summed(chunk, found, weights)
         deviation = deviations(in_context, stored, chunk.start_position, layout)
         chunk.selected = selected_by_deviation(mode, deviation, span.start)
-        chunk.outcome = replace(chunk.outcome, reason=_selected_reason(mode, chunk))
+        chunk.outcome = replace(chunk.outcome, reason=reasons.selected(mode, chunk))
         return found
 
     def arriving(self, plan: LinkPlan) -> list[Arriving]:
@@ -391,7 +401,7 @@ class Linker:
 
         Returns what was found, with the patch that its parts sum up to if their weights are known.
         """
-        mode = request.mode if chunk.ruled_out is None else Mode.EXACT
+        mode = Mode.EXACT if chunk.barred else request.mode
         weights = self._weights.get(request.tenant, chunk.patch_key) if found.parts else None
         to_weigh = bool(found.parts) and weights is None
         fresh = chunk.embeddings is not None
@@ -402,33 +412,26 @@ class Linker:
             canonical=found.canonical is not None,
             patch=found.patch is not None and not (to_weigh and chunk.lacks_embeddings),
             embeddings=not (fresh or chunk.lacks_embeddings),
+            parts=bool(found.parts),
         )
         if not point.reuses_kv and not chunk.span.needs_embeddings:
             point = OperatingPoint.RECOMPUTED
         patch = found.patch.patch if found.patch and point is OperatingPoint.PATCHED else None
-        rank, kind = (patch.rank, patch.kind) if patch is not None else (None, None)
-        reason = _reason(mode, point, found, chunk.outcome.antecedents)
-        if point is OperatingPoint.PATCHED and to_weigh:
+        if point is OperatingPoint.COMPOSED and weights is None:
             chunk.unmeasured = found
-        if point is OperatingPoint.SELECTED:
-            if mode.measures:
-                chunk.unmeasured = Found(found.canonical)
-            else:
-                chunk.selected = selected_by_place(mode, chunk.span.start, chunk.span.stop)
-            reason = _selected_reason(mode, chunk)
-        if chunk.ruled_out is not None:
-            reason = f"operating point {chunk.ruled_out} is switched off: computed in context"
+        elif point is OperatingPoint.SELECTED and mode.measures:
+            chunk.unmeasured = Found(found.canonical)
+        elif point is OperatingPoint.SELECTED:
+            chunk.selected = selected_by_place(mode, chunk.span.start, chunk.span.stop)
         chunk.outcome = replace(
             chunk.outcome,
             operating_point=point,
-            reason=reason,
-            rank=rank,
-            kind=kind,
+            reason=reasons.reason(mode, point, found, chunk),
+            rank=patch.rank if patch else None,
+            kind=patch.kind if patch else None,
             missed=policies.looks_up_patch(mode) and found.patch is None,
         )
-        if point is OperatingPoint.PATCHED and weights is not None:
-            return _summed(chunk, found, weights)
-        return found
+        return found if weights is None or point is not OperatingPoint.COMPOSED else _summed(chunk, found, weights)
 
     def _placed(self, chunk: ChunkPlan, found: Found) -> Placed:
         """What is stored of a chunk, as it is to be placed."""
@@ -444,29 +447,3 @@ def _summed(chunk: ChunkPlan, found: Found, weights: Tensor) -> Found:
     patch = weighted_sum(base, pairs, weights[:, None])
     chunk.outcome = replace(chunk.outcome, rank=patch.rank, kind=patch.kind)
     return replace(found, patch=replace(found.patch, patch=patch))
-
-
-def _expected(mode: Mode) -> OperatingPoint:
-    return policies.operating_point(mode, canonical=True, patch=True, embeddings=True)
-
-
-def _selected_reason(mode: Mode, chunk: ChunkPlan) -> str:
-    if chunk.unmeasured is not None:
-        return f"mode {mode}: deviations are to be measured"
-    return f"mode {mode}: {sum(map(len, chunk.selected))} of {len(chunk.span)} tokens computed in context"
-
-
-def _reason(mode: Mode, point: OperatingPoint, found: Found, antecedents: int) -> str:
-    if point is OperatingPoint.PATCHED and found.patch is not None:
-        if found.parts:
-            return f"weighted sum of the stored pair patches behind {antecedents} antecedents"
-        return f"stored {found.patch.patch.kind} patch for these antecedents"
-    if point is OperatingPoint.RELOCATED:
-        return "mode full-reuse: canonical KV, no patch"
-    if mode in (Mode.EXACT, Mode.OFF):
-        return f"mode {mode}: computed in context"
-    if found.patch is not None:
-        return "a patch is stored, but no canonical KV could be loaded"
-    if found.canonical is not None:
-        return "canonical KV is stored, but no embeddings for the tokens to compute"
-    return "no patch stored for these antecedents" if mode == Mode.AUTO else "no canonical KV stored"

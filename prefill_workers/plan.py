@@ -120,7 +120,8 @@ class ChunkPlan:
 
     While `loading` is set the chunk's KV is on its way and `outcome` is what is expected. `written` is what a
     forward has written of it meanwhile; whether that was sound is known when the load has ended. `ruled_out` is the
-    operating point that the request's mode would have looked for, if it is switched off (see `fidelity`).
+    operating point that the request's mode would have looked for, if it is switched off (see `fidelity`); where that is
+    `composed`, stored patches of the whole set serve all the same.
 
     `selected` are the tokens of a chunk with stored KV that a forward computes all the same. While `unmeasured` is set
     they are still to be found: those whose KV in context is farthest from this canonical KV. Or, where this has
@@ -139,6 +140,11 @@ class ChunkPlan:
     unmeasured: Found | None = None
     ruled_out: OperatingPoint | None = None
     weights_epoch: int = 0  # of `composing.KnownWeights`, when it was planned
+
+    @property
+    def barred(self) -> bool:
+        """Whether nothing stored of the chunk may be linked."""
+        return self.ruled_out not in (None, OperatingPoint.COMPOSED)
 
     @property
     def waits(self) -> bool:

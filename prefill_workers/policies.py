@@ -94,6 +94,7 @@ class OperatingPoint(StrEnum):
     """How one chunk's KV came to be."""
 
     PATCHED = "patched"  # relocated and patched, no forward
+    COMPOSED = "composed"  # relocated and patched by a weighted sum of pair patches; a partial forward weighs them
     RELOCATED = "relocated"  # relocated only (blind), no forward
     SELECTED = "selected"  # relocated, and some tokens computed in context
     RECOMPUTED = "recomputed"  # computed in context, from stored embeddings or from text
@@ -102,12 +103,12 @@ class OperatingPoint(StrEnum):
     @property
     def reuses_kv(self) -> bool:
         """Whether the chunk's stored KV is used."""
-        return self in (OperatingPoint.PATCHED, OperatingPoint.RELOCATED, OperatingPoint.SELECTED)
+        return self not in EXACT_POINTS
 
     @property
     def computes(self) -> bool:
         """Whether a forward computes tokens of the chunk."""
-        return self not in (OperatingPoint.PATCHED, OperatingPoint.RELOCATED)
+        return self not in (OperatingPoint.PATCHED, OperatingPoint.COMPOSED, OperatingPoint.RELOCATED)
 
     @property
     def is_conditioned(self) -> bool:
@@ -133,10 +134,15 @@ def forms_patches(mode: Mode) -> bool:
     return mode.kind is not ModeKind.OFF
 
 
-def operating_point(mode: Mode, *, canonical: bool, patch: bool, embeddings: bool) -> OperatingPoint:
-    """The cheapest point that `mode` allows, given what is stored for the chunk behind these antecedents."""
+def operating_point(
+    mode: Mode, *, canonical: bool, patch: bool, embeddings: bool, parts: bool = False
+) -> OperatingPoint:
+    """The cheapest point that `mode` allows, given what is stored for the chunk behind these antecedents.
+
+    `parts`: whether the patch is to be summed of several.
+    """
     if canonical and patch and looks_up_patch(mode):
-        return OperatingPoint.PATCHED
+        return OperatingPoint.COMPOSED if parts else OperatingPoint.PATCHED
     if canonical and mode.kind is ModeKind.FULL_REUSE:
         return OperatingPoint.RELOCATED
     if canonical and mode.selects and (embeddings or not mode.recomputes):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvstore.settings import FactorType
 from prefill_workers.policies import EXACT_POINTS, OperatingPoint
 
-COMPOSE_UP_TO = 3  # as far as no kind of question but chains loses answers (`orbitserve bench fidelity`)
+COMPOSE_UP_TO = 3  # of a model that was not measured: what holds for the bundled one (`orbitserve bench fidelity`)
 PATCHED_BOUND = 0.5  # nats: sound patches stay below 0.2, broken ones begin at 1.5 (the same, rolling KL by situation)
+COMPOSED_BOUND = 0.3  # sums by measured weights are at 0.04, those of a model that does not compose at 0.38 (the same)
 
 
 class PatchFormSettings(BaseModel):
@@ -55,9 +56,9 @@ class FidelitySettings(BaseModel):
     window: int = Field(64, ge=1, description="Checks of an operating point over which its KL is averaged.")
     minimum: int = Field(8, ge=1, description="Checks in the window before an operating point is judged.")
     bounds: dict[OperatingPoint, float] = Field(
-        default_factory=lambda: {OperatingPoint.PATCHED: PATCHED_BOUND},
+        default_factory=lambda: {OperatingPoint.PATCHED: PATCHED_BOUND, OperatingPoint.COMPOSED: COMPOSED_BOUND},
         description="Mean KL in nats beyond which an operating point is switched off until an operator allows it. "
-        "Points without a bound are measured only.",
+        "Points without a bound are measured only; that of `patched` holds for `composed` where this has none.",
     )
 
     @field_validator("bounds")
@@ -68,6 +69,8 @@ class FidelitySettings(BaseModel):
                 raise ValueError(f"{point} is exact: it has no bound")
             if not bound > 0:
                 raise ValueError(f"the bound of {point} must be positive, not {bound}")
+        if OperatingPoint.PATCHED in bounds:
+            return {OperatingPoint.COMPOSED: bounds[OperatingPoint.PATCHED], **bounds}
         return bounds
 
     @model_validator(mode="after")
@@ -96,6 +99,10 @@ class CompileLimits:
     compose_up_to: int = COMPOSE_UP_TO
     share: float = 1.0
     busy_share: float = 0.1
+
+    def without_sums(self) -> CompileLimits:
+        """The same where no pair patches are summed: none is worth a forward for that."""
+        return replace(self, pair_forwards=0, compose_up_to=0)
 
 
 class PrefillSettings(BaseModel):
@@ -162,19 +169,25 @@ class PrefillSettings(BaseModel):
         "before. Otherwise that waits until no request has come for a while, the longer the fewer images come again.",
     )
     fidelity: FidelitySettings = FidelitySettings()
-    compose_up_to: int = Field(
-        COMPOSE_UP_TO,
+    compose_up_to: int | None = Field(
+        None,
         ge=0,
         description="Link a chunk behind up to so many others by the weighted sum of its patches behind each of them, "
-        "where no patch of their set is stored. 0: never.",
+        "where no patch of their set is stored. 0: never. None: as far as was measured for the model (orbitserve.json "
+        f"beside its weights), or {COMPOSE_UP_TO}.",
     )
     self_check: bool = Field(
         True, description="Compare with vLLM's own prefill at start and refuse to serve otherwise."
     )
 
-    def compile_limits(self, *, composes: bool) -> CompileLimits:
-        """How much is compiled ahead; `composes`: whether pair patches are of use."""
-        pairs = self.pair_forwards if composes else 0
-        return CompileLimits(
-            self.orbit_chunks, self.part_forwards, pairs, self.compose_up_to, self.compile_share, self.busy_share
+    def compile_limits(self, compose_up_to: int) -> CompileLimits:
+        """How much is compiled ahead, where the pair patches behind so many antecedents are summed."""
+        limits = CompileLimits(
+            orbit_chunks=self.orbit_chunks,
+            part_forwards=self.part_forwards,
+            pair_forwards=self.pair_forwards,
+            compose_up_to=compose_up_to,
+            share=self.compile_share,
+            busy_share=self.busy_share,
         )
+        return limits if compose_up_to > 1 else limits.without_sums()

@@ -114,6 +114,7 @@ class PrefillLoop:
             rechecks,
             clock,
             disturbed=self._disturbed,
+            sums=linker.sums,
             rest=patience_seconds,
         )
         self._patience = patience_seconds

@@ -95,7 +95,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
         self._library = Library(config.library, self._engine.fingerprint)
         self._compiler, self._events = compiler, asyncio.get_running_loop()
         self._compiling = self._patches_dropped = 0
-        self._log = self.log_formed()
+        self._log = self.log_formed(sums=self.sums)
         self._max_compiling = settings.max_patch_queue
         form = load_form(config.patch, self._library)
         linker = Linker(
@@ -104,7 +104,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
             form,
             self._submit,
             self.watch_fidelity(settings.fidelity),
-            settings.compose_up_to,
+            config.compose_up_to,
             PrefixCache.of(self._engine, settings.prefix_cache_bytes),
         )
         self._linker = linker
@@ -116,7 +116,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
             lease_seconds=settings.lease_seconds,
             owner=f"prefill-{os.getpid()}-{serve.get_replica_context().replica_id.unique_id}",
             form=settings.form_patches,
-            compiles=settings.compile_limits(composes=linker.composes),
+            compiles=settings.compile_limits(linker.compose_up_to),
             pace=measure(self._engine),
         )
         bytes_per_token = self._engine.layout.bytes_per_token(self._engine.dtype)

@@ -2,7 +2,7 @@
 
 | told by                                       | what                                                       |
 |-----------------------------------------------|------------------------------------------------------------|
-| prefill workers, from time to time (`formed`) | patches that they have formed since                        |
+| prefill workers, from time to time (`formed`) | patches that they have formed since; whether they sum them |
 | every finished link (`learn`)                 | patches that served or were missed, tokens and times       |
 | every request with chunks (`order`)           | how often a tenant asks for what                           |
 
@@ -67,7 +67,7 @@ class LinkCosts:
         forward, placing, weighing = (
             result.stages_ms.get(stage, 0.0) / 1e3 for stage in ("forward", "place", "select")
         )
-        summed = sum(chunk.tokens for chunk in result.chunks if chunk.kind is PatchKind.composed)
+        summed = sum(chunk.tokens for chunk in result.chunks if chunk.operating_point is OperatingPoint.COMPOSED)
         if forward and result.tokens_computed >= _FORWARD_TOKENS:
             self._add(self._computed, forward, result.tokens_computed)
         if placing and result.chunk_tokens_reused:
@@ -99,13 +99,15 @@ class Arrangement:
 class Arranger:
     """Not thread-safe: belongs to an ingress' event loop.
 
-    `compose_up_to`: chunks behind which pair patches are summed; 0: never.
+    `compose_up_to`: chunks behind which pair patches are summed; 0: never. `sums`: whether that is not switched off
+    (see `prefill_workers.fidelity`); what is known of pairs meanwhile stays as it is.
     """
 
     index: PatchIndex = field(default_factory=PatchIndex)
     costs: LinkCosts = field(default_factory=LinkCosts)
     popularity: Popularity = field(default_factory=Popularity)
     compose_up_to: int = 0
+    sums: bool = True
     _tokens: OrderedDict[str, int] = field(default_factory=OrderedDict)
 
     def order(
@@ -142,8 +144,12 @@ class Arranger:
         for scope in scopes[1:]:
             for mask, behind in self.index.sets(scope, contents).items():
                 sets[mask] = sets.get(mask, 0) | behind
-        sums = sums_of(sets, len(contents), self.compose_up_to)
+        sums = sums_of(sets, len(contents), self._sums_up_to)
         return Stored(sets, self.index.sequences(scopes[0], contents), sums)
+
+    @property
+    def _sums_up_to(self) -> int:
+        return self.compose_up_to if self.sums else 0
 
     def learn(self, request: LinkRequest, result: LinkResult) -> None:
         """Take up a finished link: what it cost, and which patches it found or missed."""
@@ -164,7 +170,7 @@ class Arranger:
         summed = [  # of each part of a sum those that are known; a part serves from any scope
             [entry for scope in scopes if (entry := Entry(scope, content, part, ordered=False)) in self.index]
             for part in ((), *zip(before))
-            if 1 < len(before) <= self.compose_up_to
+            if 1 < len(before) <= self._sums_up_to
         ]
         if outcome.operating_point is OperatingPoint.PATCHED:
             if outcome.kind is PatchKind.own:
@@ -172,9 +178,9 @@ class Arranger:
             elif outcome.kind in (PatchKind.orbit, PatchKind.pair):
                 known = [entry for entry in behind_set if entry in self.index]
                 self.index.add((known or behind_set)[0])
-            elif outcome.kind is PatchKind.composed:
-                for entry in chain(*summed):
-                    self.index.add(entry)
+        elif outcome.operating_point is OperatingPoint.COMPOSED:
+            for entry in chain(*summed):
+                self.index.add(entry)
         elif outcome.missed:
             stale = chain(*summed) if all(summed) else ()  # one of them at least
             for entry in (own, *behind_set, *stale):

@@ -186,7 +186,7 @@ class Planner:
             place=self.costs.place,
             patch_bytes=lambda tokens: form.footprint(tokens, layout, self.model.dtype).own,
             first_layers=min(1.0, (MEASURED_LAYER + 1) / layout.layers),
-            compose_up_to=self.config.prefill.compose_up_to if weighable else 0,
+            compose_up_to=self.config.compose_up_to if weighable else 0,
             longest=self.model.max_model_len,
             min_uses=self.choice.min_uses,
         )

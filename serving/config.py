@@ -16,6 +16,7 @@ from pydantic_core import to_jsonable_python
 from decode_workers.settings import DecodeSettings
 from kvstore.chunk import DYNAMIC_TENANT
 from kvstore.settings import FileSettings, LibrarySettings
+from prefill_workers.measured import BadMeasurements, compose_up_to
 from prefill_workers.settings import PatchFormSettings, PrefillSettings
 
 MIB = 1 << 20
@@ -232,10 +233,18 @@ class OrbitServeConfig(_Settings):
     access_log: AccessLogSettings = AccessLogSettings()
 
     @property
+    def compose_up_to(self) -> int:
+        """Behind how many chunks pair patches are summed: as configured, or as was measured for the model.
+
+        Raises:
+            BadMeasurements: what lies beside the model's weights cannot be used.
+        """
+        return compose_up_to(self.model.path, self.prefill.compose_up_to)
+
+    @property
     def sums_up_to(self) -> int:
-        """Behind how many chunks placement may count on sums of pair patches: patches without the first layers cannot
-        be weighed."""
-        return self.prefill.compose_up_to if self.patch.depth == 1 else 0
+        """Behind how many chunks placement may count on sums: patches without the first layers cannot be weighed."""
+        return self.compose_up_to if self.patch.depth == 1 else 0
 
     @classmethod
     def from_yaml(cls, path: Path) -> OrbitServeConfig:
@@ -258,7 +267,7 @@ class OrbitServeConfig(_Settings):
         """Read a configuration file, if there is one, and put the given values over it.
 
         Raises:
-            ConfigError: see `from_yaml`; or no model is named anywhere.
+            ConfigError: see `from_yaml`; or no model is named anywhere, or what was measured of it cannot be used.
         """
         values: dict[str, Any] = _read(path) if path is not None else {}
         for section, name, value in (
@@ -279,6 +288,10 @@ class OrbitServeConfig(_Settings):
             raise ConfigError(f"{source}: " + "; ".join(problems)) from error
         if not (config.model.path / "config.json").exists():
             raise ConfigError(f"{source}: model.path: {config.model.path} holds no config.json; is it a checkpoint?")
+        try:
+            _ = config.compose_up_to
+        except BadMeasurements as error:
+            raise ConfigError(f"{source}: model.path: {error}") from error
         return config
 
     def to_yaml(self) -> str:
@@ -318,7 +331,9 @@ def documented(model: type[BaseModel], indent: int = 0) -> str:
             shown = '""'
         else:
             shown = re.sub(
-                r"\n\.\.\.$", "", yaml.safe_dump(to_jsonable_python(default), default_flow_style=True).strip()
+                r"\n\.\.\.$",
+                "",
+                yaml.safe_dump(to_jsonable_python(default), default_flow_style=True, sort_keys=False).strip(),
             )
         lines.append(f"{pad}{name}: {shown}  # {field.description}")
     return "\n".join(lines)

@@ -37,7 +37,7 @@ def show(url: Url = _LOCAL, api_key: Key = None) -> None:
 
 @app.command()
 def allow(
-    point: Annotated[str, typer.Argument(help="Operating point, such as `patched`.")],
+    point: Annotated[str, typer.Argument(help="Operating point, such as `patched` or `composed`.")],
     url: Url = _LOCAL,
     api_key: Key = None,
 ) -> None:

@@ -1,11 +1,11 @@
 """How the ingress learns which patches are stored: prefill replicas log what they form, the library's keeper what lies
-in its directory, and ingress replicas ask for both."""
+in its directory, and ingress replicas ask for both; and whether sums of pair patches are switched off."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ray import serve
@@ -24,25 +24,29 @@ _CATALOGUED = 1 << 18  # patches that a keeper remembers for ingress replicas: a
 
 
 class Formed(NamedTuple):
-    """What one replica has formed or found since it was last asked; `cursor` is what to ask with next."""
+    """What one replica has formed or found since it was last asked; `cursor` is what to ask with next.
+
+    `sums`: whether it links chunks by sums of pair patches, as far as it has a say in that.
+    """
 
     replica: str
     cursor: int
     entries: list[Entry]
+    sums: bool = True
 
 
 class FormedReplica:
     """A part of `serving.app.PrefillWorker`; `log_formed` comes first."""
 
-    def log_formed(self, limit: int = 1 << 14) -> FormedLog:
-        """This replica's log, of so many patches."""
-        self._formed = FormedLog(limit)
+    def log_formed(self, limit: int = 1 << 14, sums: Callable[[], bool] = lambda: True) -> FormedLog:
+        """This replica's log, of so many patches. `sums`: whether sums of pair patches are not switched off."""
+        self._formed, self._sums = FormedLog(limit), sums
         return self._formed
 
     async def formed(self, cursors: Mapping[str, int]) -> Formed:
         """What was formed since these cursors, of which this replica knows its own by its name."""
         name = str(serve.get_replica_context().replica_id.unique_id)
-        return Formed(name, *self._formed.since(cursors.get(name, 0)))
+        return Formed(name, *self._formed.since(cursors.get(name, 0)), sums=self._sums())
 
 
 class KeeperReplica(FormedReplica):
@@ -83,12 +87,13 @@ class FormedRoles(Protocol):
 
 
 async def follow(roles: FormedRoles, arranger: Arranger, period_s: float) -> None:
-    """Tell an arranger, every so many seconds and for ever, which patches are stored besides."""
+    """Tell an arranger, every so many seconds and for ever, which patches are stored besides, and if any are summed."""
     cursors: dict[str, int] = {}
     while True:
         try:
             news = await roles.formed(cursors)
             cursors = {one.replica: one.cursor for one in news}
+            arranger.sums = all(one.sums for one in news)
             for one in news:
                 arranger.formed(one.entries)
         except RoleUnavailable as error:

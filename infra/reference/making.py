@@ -22,6 +22,7 @@ from infra.reference.training import STAGES, Codes, Progress, Settings, train
 from infra.reference.vision import FORMS, Tower, train_tower
 
 CURVE = "training.json"
+MEASURED = "orbitserve.json"  # see `prefill_workers.measured`
 TOWER_STEPS = 1500
 EVALUATED = {split: Form(6, 6, 4) if split is Split.retrieval else Form(3, 8, 6) for split in Split}
 _EVALUATION_SEED = 1_000_003  # training draws from other seeds
@@ -104,10 +105,14 @@ class Making:
         return self.kind.tower(self.model, self.kind.recipe.image_processor())
 
     def export(self, folder: Path) -> None:
-        """Write the checkpoint, and the training's curve beside it; the model's weights are then the rounded ones."""
+        """Write the checkpoint, and the training's curve beside it; the model's weights are then the rounded ones.
+
+        What was measured of the weights that lay there goes: it does not hold for these.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self.kind.recipe.save(self.model, self.tokens, folder)
         self.model.float()
+        (folder / MEASURED).unlink(missing_ok=True)
         (folder / CURVE).write_text(curve_text(self.progress.curve))
 
     @torch.no_grad()

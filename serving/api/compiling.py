@@ -44,7 +44,7 @@ def _families(compiled: Mapping[str, CompileStats]) -> Iterator[Metric]:
     seconds = CounterMetricFamily("orbitserve_compile_seconds", "What these forwards took.", labels=["replica"])
     given_up = CounterMetricFamily(
         "orbitserve_compile_given_up",
-        "Jobs that were not worth their place in the queue, or their bytes in a full library.",
+        "Jobs not worth their place in the queue, or their bytes in a full library, or of pairs that nobody sums.",
         labels=["replica", "reason"],
     )
     for replica, stats in compiled.items():

@@ -124,7 +124,8 @@ class ChunkCosts(NamedTuple):
 
     def of(self, report: ChunkReport) -> ChunkReport:
         """A chunk's report with what it cost."""
-        cost = self.patched_ms if report.operating_point == OperatingPoint.PATCHED else self.computed_ms
+        patched = report.operating_point in (OperatingPoint.PATCHED, OperatingPoint.COMPOSED)
+        cost = self.patched_ms if patched else self.computed_ms
         return report.model_copy(update={"cost_ms": round(cost, 3), "alternative": self.alternative})
 
 

@@ -40,7 +40,7 @@ from rich.progress import track
 
 from kvstore.index import Entry, PatchIndex, Scope, prefix_key
 from prefill_workers.compiling import STRANGERS, Demand, JobKind, jobs, meetings
-from prefill_workers.settings import CompileLimits, PrefillSettings
+from prefill_workers.settings import COMPOSE_UP_TO, CompileLimits, PrefillSettings
 from serving.arranger import Arranger
 from serving.bench.harness import Arm, Benchmark, Outcome
 
@@ -112,7 +112,7 @@ def run(quick: bool, console: Console) -> Outcome:
 
 def _plan_ms(size: int, turns: int) -> list[float]:
     """CPU milliseconds of choosing orders at the end of a trace of so large requests, from asking the index on."""
-    limits = PrefillSettings().compile_limits(composes=True)
+    limits = PrefillSettings().compile_limits(COMPOSE_UP_TO)
     library, found = Library(PatchIndex(), limits), []
     pages = [f"page {number}" for number in range(PAGES)]
     behind = ((page, before) for page in pages for before in ((), *((other,) for other in pages if other != page)))
@@ -157,7 +157,7 @@ class HitRate(NamedTuple):
 
 
 def _rates(requests: list[list[str]]) -> dict[str, HitRate]:
-    product, plain = (PrefillSettings().compile_limits(composes=composes) for composes in (True, False))
+    product, plain = (PrefillSettings().compile_limits(up_to) for up_to in (COMPOSE_UP_TO, 0))
     return {
         "placed": replay(requests, plain, placed=True),
         "arrival": replay(requests, plain, placed=False),

@@ -87,7 +87,7 @@ COMPOSITION = [
         Asked(LAST, pair, "auto", {"encoded", "patched", "recomputed"}, answer=False)
         for pair in ((0, 1), (0, 2), (1, 2))
     ),
-    Asked(LAST, ALL, "auto", {"patched"}, "weighted sum"),
+    Asked(LAST, ALL, "auto", {"patched", "composed"}, "weighted sum"),
 ]
 SAMPLE = [*ARMS, *ORDER, *DRIFT, *PAGES, *COMPOSITION]
 

@@ -128,7 +128,7 @@ def test_pairs_equal_those_that_serving_forms_and_are_summed(
         assert (found.key, found.antecedents, found.patch.kind) == (key, record.antecedents, PatchKind.pair)
         torch.testing.assert_close(found.patch.dense(), record.patch.dense(), rtol=1e-3, atol=1e-3)
     linked = rig.link([*PAGES, "?"])
-    assert linked.points == ["patched"] * 3
+    assert linked.points == ["patched", "patched", "composed"]
     assert linked.result.chunks[2].reason == "weighted sum of the stored pair patches behind 2 antecedents"
 
 

@@ -19,7 +19,7 @@ from prefill_workers.engine import PrefillEngine
 from prefill_workers.orbit import OrbitForming
 from prefill_workers.pace import Pace
 from prefill_workers.plan import LinkRequest
-from prefill_workers.policies import Mode
+from prefill_workers.policies import Mode, OperatingPoint
 from prefill_workers.scratch import Pieces
 from serving.arranger import Arranger
 
@@ -64,12 +64,24 @@ def test_pairs_that_were_compiled_when_idle_serve_a_set_never_seen_before(make_r
 
     partial = rig.loop.stats().forwards_partial
     linked = rig.link([4, "or", 1, "and", 2, "?"])
-    assert linked.points == ["patched"] * 3
+    assert linked.points == ["patched", "patched", "composed"]
     assert linked.result.chunks[2].reason == "weighted sum of the stored pair patches behind 2 antecedents"
     assert linked.result.tokens_reused == sum(chunk.tokens for chunk in linked.result.chunks), "no chunk was computed"
     assert rig.loop.stats().forwards_partial == partial + 1
     exact, blind = (rig.link([4, "or", 1, "and", 2, "?"], mode).chunk_kv(2) for mode in ("exact", "full-reuse"))
     assert (linked.chunk_kv(2) - exact).norm() < (blind - exact).norm()
+
+
+def test_no_pairs_are_compiled_while_sums_are_switched_off(make_rig: Callable[..., Rig]):
+    rig = make_rig(orbit_chunks=2, pair_forwards=12, compose_up_to=3)
+    rig.fidelity.switch_off(OperatingPoint.COMPOSED, "a test")
+    rig.link([1, 2, 3, "What?"])
+    assert rig.loop.stats().compiled.forwards == {}
+    rig.link([4, 1, "What?"])
+    assert rig.loop.stats().compiled.forwards.keys() == {"orders"}
+    rig.fidelity.allow(OperatingPoint.COMPOSED)
+    rig.link([2, 1, 3, "What?"])
+    assert rig.loop.stats().compiled.forwards["pairs"] > 0
 
 
 @pytest.mark.parametrize("piece", [4096, 48])
@@ -93,7 +105,7 @@ def test_popular_chunks_that_never_met_are_compiled_behind_one_another(make_rig:
         rig.link([*served, "?"])
     assert all(has_pair(rig, *pair) for a in (1, 2) for b in (3, 4) for pair in ((a, b), (b, a)))
     linked = rig.link([3, 1, 4, "?"])
-    assert linked.points == ["patched"] * 3
+    assert linked.points == ["patched", "patched", "composed"]
     assert linked.result.tokens_reused == sum(chunk.tokens for chunk in linked.result.chunks)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
+import pytest
 import torch
 from rig import Linked, Rig
 from torch import Tensor
@@ -13,11 +16,15 @@ from kvstore.patch import Patch, PatchKind, relocate
 from kvstore.patch_form import PatchForm
 from prefill_workers.composing import measured_weights, weighted_sum
 from prefill_workers.lookup import ChunkKeys
+from prefill_workers.measured import FILE
 from prefill_workers.plan import LinkRequest
 from prefill_workers.policies import Mode, OperatingPoint
 from prefill_workers.selection import MEASURED_LAYER
+from prefill_workers.settings import FidelitySettings
+from serving.config import OrbitServeConfig
 
 SET = [1, "and", 2, "or", 4, "?"]
+SUMMED = ["patched", "patched", "composed"]
 
 
 def taught(rig: Rig, *sets: list[int]) -> None:
@@ -49,7 +56,7 @@ def test_a_new_set_is_linked_by_the_weighted_sum_of_its_pairs(make_rig: Callable
     taught(rig, [1, 2], [1, 4], [2, 4])
     partial = rig.loop.stats().forwards_partial
     linked = rig.link(SET)
-    assert linked.points == ["patched"] * 3
+    assert linked.points == SUMMED
     assert linked.result.chunks[2].reason == "weighted sum of the stored pair patches behind 2 antecedents"
     assert rig.loop.stats().forwards_partial == partial + 1
     base, one, two = parts(rig)
@@ -87,7 +94,7 @@ def test_a_sum_without_stored_embeddings_takes_them_from_the_request(make_rig: C
     rig.library.delete("embedding", keys(rig).embedding, "local")
     rig.linker.forget("local")  # the weights
     again = rig.link(SET)  # the rig encodes what the plan asks for
-    assert again.points == ["patched"] * 3
+    assert again.points == SUMMED
     torch.testing.assert_close(again.kv, measured.kv, rtol=1e-4, atol=1e-4)
 
 
@@ -124,15 +131,59 @@ def test_weights_are_one_orders_and_gone_with_what_their_tenant_deletes(make_rig
     assert rig.loop.stats().forwards_partial == partial + 1
 
 
-def test_weights_are_measured_anew_after_their_point_was_switched_off(make_rig: Callable[..., Rig]):
+@pytest.mark.parametrize("point", [OperatingPoint.COMPOSED, OperatingPoint.PATCHED])
+def test_weights_are_measured_anew_after_their_point_was_switched_off(
+    make_rig: Callable[..., Rig], point: OperatingPoint
+):
     rig = make_rig(compose_up_to=3)
     taught(rig, [1, 2], [1, 4], [2, 4])
     rig.link(SET)
-    rig.linker.fidelity.switch_off(OperatingPoint.PATCHED, "a test")
-    assert rig.linker.fidelity.allow(OperatingPoint.PATCHED)
+    rig.linker.fidelity.switch_off(point, "a test")
+    assert rig.linker.fidelity.allow(point)
     partial = rig.loop.stats().forwards_partial
-    assert rig.link(SET).points == ["patched"] * 3
+    assert rig.link(SET).points == SUMMED
     assert rig.loop.stats().forwards_partial == partial + 1
+
+
+def corrupt(rig: Rig, keys: Sequence[str]) -> list[PatchRecord]:
+    """Turn the directions of stored patches in the layers below that which tells their weights; the honest records."""
+    honest = [record for key in keys if (record := rig.library.get_patch(key, "local")) is not None]
+    for record in honest:
+        segments = []
+        for part in record.patch.segments:
+            kept = sum(part.ranks[: MEASURED_LAYER + 1])
+            turned = torch.cat([part.right[:kept], -4.0 * part.right[kept:].flip(1)])
+            segments.append(replace(part, right=turned))
+        rig.library.put_patch(replace(record, patch=replace(record.patch, segments=tuple(segments))))
+    rig.settle()
+    return honest
+
+
+def test_sums_that_are_wrong_are_switched_off_alone_until_an_operator_allows_them(make_rig: Callable[..., Rig]):
+    watched = FidelitySettings(share=1.0, window=4, minimum=2, bounds={"composed": 0.2})
+    rig = make_rig(compose_up_to=3, orbit_chunks=2, fidelity=watched)
+    taught(rig, [1, 2], [1, 4], [2, 4])
+    honest = corrupt(rig, keys(rig).parts)
+    for _ in range(2):
+        assert rig.link(SET).points == SUMMED
+    assert not rig.fidelity.allows(OperatingPoint.COMPOSED)
+    without = rig.link(SET)
+    assert without.points == ["patched", "patched", "recomputed"], "what is stored of other chunks goes on"
+    assert without.result.chunks[2].reason == (
+        "no patch stored for these antecedents, and operating point composed is switched off"
+    )
+    own = rig.link(SET)
+    assert own.result.chunks[2].reason == "stored own patch for these antecedents", "which the miss has formed"
+    assert own.points == ["patched"] * 3
+
+    for record in honest:
+        rig.library.put_patch(record)
+    rig.library.delete("patch", keys(rig).own_patch, "local")
+    assert rig.fidelity.allow(OperatingPoint.COMPOSED)
+    assert rig.link(SET).points == SUMMED
+    now = {status.point: status for status in rig.fidelity.status()}
+    assert (now[OperatingPoint.COMPOSED].checks, now[OperatingPoint.COMPOSED].rolling_checks) == (3, 1)
+    assert now[OperatingPoint.COMPOSED].rolling_kl < 0.1, "of parts that are sound, by weights that were measured anew"
 
 
 def test_deep_patches_cannot_be_weighed_and_are_not_composed(make_rig: Callable[..., Rig]):
@@ -154,6 +205,19 @@ def test_no_sum_is_served_of_larger_sets_of_missing_pairs_or_where_it_is_switche
     assert rig.link([1, 2, 3, "?"]).points == ["patched", "patched", "encoded"]  # 3 behind 1 and 2: no pairs
     rig.linker.compose_up_to = 1
     assert rig.link([2, 1, 4, "?"], "auto").points == ["patched", "patched", "recomputed"]
+
+
+def test_a_model_whose_sums_were_measured_to_lose_answers_is_never_summed(make_rig: Callable[..., Rig], tmp_path: Path):
+    (tmp_path / FILE).write_text('{"compose_up_to": 0}')
+    config = OrbitServeConfig.model_validate({"model": {"path": tmp_path}})
+    limits = config.prefill.compile_limits(config.compose_up_to)
+    rig = make_rig(compose_up_to=config.compose_up_to, compiles=limits)
+    taught(rig, [1, 2], [1, 4], [2, 4])
+    assert keys(rig).parts == ()
+    assert rig.link(SET).points == ["patched", "patched", "recomputed"]
+    rig.link([3, 1, 2, 4, "?"])
+    forwards = rig.loop.stats().compiled.forwards
+    assert forwards.keys() == {"orders", "parts"}, forwards
 
 
 def test_a_set_with_a_page_twice_is_not_composed(make_rig: Callable[..., Rig]):

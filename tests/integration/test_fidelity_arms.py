@@ -235,5 +235,7 @@ def test_the_online_check_tells_sound_patches_from_broken_ones(study: Study):
     assert set(checks) == {one.name for one in online.SITUATIONS}
     assert {len(kls) for kls in checks.values()} == {2 * len(online.SPLITS)}
     means = {name: sum(kls) / len(kls) for name, kls in checks.items()}
-    bound = FidelitySettings().bounds[OperatingPoint.PATCHED]
+    bounds = FidelitySettings().bounds
+    bound = bounds[OperatingPoint.PATCHED]
     assert means["same"] < bound < min(means["wrong page"], means["turned basis"])
+    assert means["sums"] < min(bounds[OperatingPoint.COMPOSED], means["plain sums"])

@@ -64,11 +64,23 @@ def forwards() -> Forwards:
     return Forwards()
 
 
+class Sums:
+    allowed = True
+
+    def __call__(self) -> bool:
+        return self.allowed
+
+
 @pytest.fixture
-def ahead(forwards: Forwards) -> CompileAhead:
+def sums() -> Sums:
+    return Sums()
+
+
+@pytest.fixture
+def ahead(forwards: Forwards, sums: Sums) -> CompileAhead:
     limits = CompileLimits(orbit_chunks=0, part_forwards=0, pair_forwards=12)
     scratch = Scratch(range(8), 16, lambda left: 64)
-    return CompileAhead(cast(Harvester, forwards), scratch, limits, TickingClock())
+    return CompileAhead(cast(Harvester, forwards), scratch, limits, TickingClock(), sums)
 
 
 def test_jobs_of_the_same_worth_do_not_swap_for_ever(ahead: CompileAhead, forwards: Forwards):
@@ -107,3 +119,22 @@ def test_a_job_waits_for_what_is_still_to_be_kept_and_others_do_not_wait_for_it(
     while ahead.may_go_on(()):
         ahead.step()
     assert set(forwards.ran) == {"cd", "dc", "ab", "ba"}
+
+
+def test_no_pair_is_worth_a_forward_while_sums_are_switched_off(ahead: CompileAhead, forwards: Forwards, sums: Sums):
+    for contents in ("abx", "cdy"):
+        ahead.offer(served(contents), missed=True)
+    while not forwards.ran or ahead.running:
+        ahead.step()
+    sums.allowed, ran = False, list(forwards.ran)
+    while ahead:
+        ahead.step()
+    assert forwards.ran == ran, "a step that has begun ends, no other begins"
+    assert ahead.stats().given_up["sums"] > 1
+    ahead.offer(served("efz"), missed=True)
+    assert not ahead
+    sums.allowed = True
+    ahead.offer(served("ef"), missed=True)
+    while ahead:
+        ahead.step()
+    assert set(forwards.ran[len(ran) :]) == {"ef", "fe"}

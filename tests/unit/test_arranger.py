@@ -30,7 +30,8 @@ def request(contents: str | list[str], tenant: str = "acme") -> LinkRequest:
 def outcome(kind: PatchKind | None = None, missed: bool = True, tokens: int = 10) -> ChunkOutcome:
     if kind is None:
         return ChunkOutcome(tokens, OperatingPoint.RECOMPUTED, 0, "", missed=missed)
-    return ChunkOutcome(tokens, OperatingPoint.PATCHED, 0, "", 32, kind)
+    point = OperatingPoint.COMPOSED if kind is PatchKind.composed else OperatingPoint.PATCHED
+    return ChunkOutcome(tokens, point, 0, "", 32, kind)
 
 
 def result(*outcomes: ChunkOutcome, reused: int = 0, computed: int = 0, **stages_ms: float) -> LinkResult:
@@ -91,6 +92,19 @@ def test_a_sum_that_was_missed_takes_its_pairs_out_of_the_index():
     arranger.learn(request("abc"), result(*found, outcome()))
     assert not any(entry in arranger.index for entry in pairs)
     assert Entry(SCOPE, "b", ("a",), ordered=False) in arranger.index
+
+
+def test_while_sums_are_switched_off_no_order_counts_on_them_and_none_that_is_missed_costs_its_pairs():
+    arranger = Arranger(compose_up_to=2)
+    pairs = [Entry(SCOPE, "c", before, ordered=False) for before in ((), ("a",), ("b",))]
+    arranger.formed(pairs)
+    arranger.sums = False
+    arranger.learn(request("abc"), result(outcome(PatchKind.own), outcome(PatchKind.pair), outcome()))
+    assert all(entry in arranger.index for entry in pairs)
+    problems = []
+    for arranger.sums in (False, True):
+        problems.append(arranger.order(list("abc"), [0] * 3, "acme", PREFIX).problem)
+    assert [problem.stored.sums for problem in problems] == [{}, {0b011: 0b100}]
 
 
 def test_parts_of_a_sum_may_lie_with_the_tenant_and_with_everybody():
@@ -197,12 +211,16 @@ class Roles:
         if len(self.asked) == 4:
             raise KeyboardInterrupt  # ends `follow`
         entry = Entry(SCOPE, f"page {len(self.asked)}", (), ordered=True)
-        return [Formed("one", len(self.asked), [entry]), Formed("two", 0, [])]
+        return [Formed("one", len(self.asked), [entry]), Formed("two", 0, [], sums=len(self.asked) == 3)]
 
 
 async def test_what_replicas_formed_is_asked_for_again_and_again():
     arranger, roles = Arranger(), Roles()
+    heard: list[bool] = []
+    formed = arranger.formed
+    arranger.formed = lambda entries: (heard.append(arranger.sums), formed(entries))
     with pytest.raises(KeyboardInterrupt):
         await follow(roles, arranger, 0.001)
+    assert heard == [False, False, True, True], "one replica that has switched sums off is enough"
     assert roles.asked == [{}, {}, {"one": 2, "two": 0}, {"one": 3, "two": 0}]
     assert len(arranger.index) == 2

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from kvstore_support import GQA, MLA, random_kv
 from torch import Tensor
 
+from infra.reference import DEFAULT_MODEL, weights
 from infra.reference.scenes import Split
 from kvstore.basis import pool_basis
 from kvstore.factor import SCALE_BYTES
 from kvstore.layout import Layout
 from kvstore.patch import PatchKind, compose
 from prefill_workers.composing import measured_weights, weighted_sum
+from prefill_workers.measured import measured
 from prefill_workers.plan import ChunkSpan
 from prefill_workers.selection import MEASURED_LAYER
 from prefill_workers.settings import FidelitySettings
 from serving.bench.fidelity import masses, online, prefix, storage
 from serving.bench.fidelity.arms import TOKEN_ARMS, Arms, PageKV
 from serving.bench.fidelity.bench import BENCHMARK, KINDS, MARGIN, TARGETS, figures_of
+from serving.bench.fidelity.composition import BEHIND, holds_up_to
 from serving.bench.fidelity.reader import Page, Place, Prompt, _kept
 from serving.bench.fidelity.scores import Scores, figures, summary
 from serving.bench.fidelity.shape import Shape
@@ -272,6 +277,41 @@ def test_where_blind_reuse_loses_little_only_the_model_is_held_to_targets():
 
 def test_every_family_has_targets():
     assert BENCHMARK.targets.keys() == {f"{kind}.{name}" for kind in KINDS for name in TARGETS}
+
+
+def recorded() -> dict:
+    results = Path(__file__).parents[1] / "benchmarks/results"
+    return json.loads((results / "fidelity-gqa-cpu2.json").read_text())["tables"]
+
+
+def test_what_lies_beside_the_bundled_models_weights_is_what_its_recorded_table_says():
+    shipped = measured(weights(DEFAULT_MODEL))
+    assert shipped is not None
+    assert figures_of("gqa", recorded())["gqa.compose_up_to"] == shipped.compose_up_to == 3
+
+
+def accuracies(**by_split: dict[int, float]) -> dict[str, dict[str, dict[str, float]]]:
+    """Tables in which own patches answer 0.9 of the questions, and sums as many as given, by antecedents."""
+    return {
+        split: {f"{BEHIND}{size}": {"own": 0.9, "measured": right} for size, right in sums.items()}
+        for split, sums in by_split.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("by_split", "expected"),
+    [
+        ({"multi": {2: 0.9, 3: 0.88, 4: 0.89}, "control": {3: 0.9, 6: 0.9}}, 4),
+        ({"multi": {2: 0.9, 3: 0.87, 4: 0.9}}, 2),  # what holds beyond a loss is chance
+        ({"multi": {2: 0.9, 3: 0.9}, "control": {3: 0.8}}, 0),  # nobody knows of 2
+        ({"multi": {2: 0.9, 3: 0.9}, "chain": {2: 0.1}}, 3),
+        ({"multi": {2: 0.8}}, 0),
+        ({"multi": {2: math.nan}}, 0),
+        ({"chain": {2: 0.9}}, 0),
+    ],
+)
+def test_sums_hold_as_far_as_every_split_but_chains_was_measured_to(by_split: dict, expected: int):
+    assert holds_up_to(accuracies(**by_split)) == expected
 
 
 def test_weights_by_attention_add_up_what_one_layer_takes_from_each_page():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from prefill_workers.settings import PrefillSettings
+from prefill_workers.settings import COMPOSE_UP_TO, PrefillSettings
 from serving.bench.placement import NOTHING, HitRate, optimum, replay, trace
 
-PAIRS, PLAIN = (PrefillSettings().compile_limits(composes=composes) for composes in (True, False))
+PAIRS, PLAIN = (PrefillSettings().compile_limits(up_to) for up_to in (COMPOSE_UP_TO, 0))
 
 
 def test_a_trace_is_the_same_every_time_and_popular_pages_come_often():

@@ -86,8 +86,10 @@ def test_nothing_is_compiled_that_is_switched_off_or_has_no_share_of_the_time(de
 
 def test_pairs_are_worth_nothing_to_a_model_that_does_not_compose():
     settings = PrefillSettings()
-    assert settings.compile_limits(composes=True).pair_forwards == settings.pair_forwards > 0
-    assert settings.compile_limits(composes=False).pair_forwards == 0
+    assert settings.compile_limits(3).pair_forwards == settings.pair_forwards > 0
+    assert settings.compile_limits(3).compose_up_to == 3
+    for never in (0, 1):
+        assert settings.compile_limits(never).pair_forwards == settings.compile_limits(never).compose_up_to == 0
 
 
 def test_what_is_expected_to_save_most_per_second_goes_first(demand: Demand):

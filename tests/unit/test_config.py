@@ -9,6 +9,8 @@ import yaml
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
+from prefill_workers.measured import FILE
+from prefill_workers.settings import COMPOSE_UP_TO
 from serving.app import build_app
 from serving.config import ConfigError, OrbitServeConfig, documented
 
@@ -93,3 +95,30 @@ def test_every_setting_is_documented_and_its_default_is_true():
 def test_the_serve_builder_says_what_it_needs():
     with pytest.raises(ValueError, match="config=PATH"):
         build_app({})
+
+
+def test_how_far_pairs_are_summed_is_what_was_measured_for_the_model_unless_configured(checkpoint: Path):
+    config = OrbitServeConfig.load(None, model=checkpoint)
+    assert config.compose_up_to == COMPOSE_UP_TO, "nothing was measured"
+    (checkpoint / FILE).write_text('{"compose_up_to": 1}')
+    assert (config.compose_up_to, config.sums_up_to) == (1, 1)
+    asked = config.model_copy(update={"prefill": config.prefill.model_copy(update={"compose_up_to": 2})})
+    assert asked.compose_up_to == 2
+    deep = asked.model_copy(update={"patch": config.patch.model_copy(update={"depth": 0.5})})
+    assert deep.sums_up_to == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"compose_up_to": -1}', "compose_up_to: .*greater than or equal to 0"),
+        ('{"compose_up_to": "3"}', "compose_up_to: .*valid integer"),
+        ('{"compose_upto": 3}', "compose_up_to: Field required; compose_upto: Extra inputs"),
+        ("{", "Invalid JSON"),
+    ],
+)
+def test_what_is_wrong_with_a_models_measurements_is_named(checkpoint: Path, text: str, words: str):
+    (checkpoint / FILE).write_text(text)
+    with pytest.raises(ConfigError, match=words) as caught:
+        OrbitServeConfig.load(None, model=checkpoint)
+    assert str(checkpoint / FILE) in str(caught.value)

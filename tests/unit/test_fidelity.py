@@ -14,7 +14,7 @@ from prefill_workers.fidelity import KL_BUCKETS, MAX_KL, Comparison, Fidelity, c
 from prefill_workers.policies import OperatingPoint
 from prefill_workers.settings import FidelitySettings
 
-PATCHED, RELOCATED = OperatingPoint.PATCHED, OperatingPoint.RELOCATED
+PATCHED, COMPOSED, RELOCATED = OperatingPoint.PATCHED, OperatingPoint.COMPOSED, OperatingPoint.RELOCATED
 GOOD, BAD = Comparison(0.001, True), Comparison(1.0, False)
 
 
@@ -65,6 +65,27 @@ def test_the_configured_share_of_reused_requests_is_drawn(share: float):
     drawing = Fidelity(FidelitySettings(share=share), chance=lambda: next(draws))
     drawn = [drawing.draw([PATCHED, OperatingPoint.RECOMPUTED, PATCHED]) for _ in range(8)]
     assert drawn.count((PATCHED,)) == 8 * share
+
+
+def test_sums_that_err_are_switched_off_alone_and_patches_beside_them_are_judged_by_themselves():
+    """Every request with a sum has patches too: a model that composes badly must not lose these."""
+    watched = fidelity()
+    for _ in range(2):
+        watched.record(watched.draw([PATCHED, PATCHED, COMPOSED]), BAD)
+    assert not watched.allows(COMPOSED)
+    assert watched.allows(PATCHED)
+    assert status(watched, PATCHED).checks == 0
+    for _ in range(2):  # no request has sums any more: patches that err cannot hide
+        watched.record(watched.draw([PATCHED, OperatingPoint.RECOMPUTED]), BAD)
+    assert not watched.allows(PATCHED)
+
+
+def test_the_bound_of_patches_holds_for_sums_of_them_unless_these_have_their_own():
+    default = FidelitySettings().bounds
+    assert 0 < default[COMPOSED] < default[PATCHED]
+    assert FidelitySettings(bounds={"patched": 0.1}).bounds == {PATCHED: 0.1, COMPOSED: 0.1}
+    assert FidelitySettings(bounds={"patched": 0.1, "composed": 0.2}).bounds == {PATCHED: 0.1, COMPOSED: 0.2}
+    assert FidelitySettings(bounds={}).bounds == {}
 
 
 def test_requests_that_reused_nothing_are_not_drawn():

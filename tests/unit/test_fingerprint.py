@@ -35,5 +35,6 @@ def test_whatever_kv_depends_on_changes_it(checkpoint: Path, name: str):
 def test_what_kv_does_not_depend_on_leaves_it(checkpoint: Path):
     before = fingerprint(checkpoint)
     (checkpoint / "README.md").write_text("other words")
+    (checkpoint / "orbitserve.json").write_text("{}")
     (checkpoint / "generation_config.json").write_text("{}")
     assert fingerprint(checkpoint) == before

@@ -65,6 +65,7 @@ def test_embedding_rows_follow_the_mask_of_placeholders_that_carry_one():
     ("mode", "stored", "expected"),
     [
         (Mode.AUTO, {"canonical", "patch", "embeddings"}, OperatingPoint.PATCHED),
+        (Mode.AUTO, {"canonical", "patch", "embeddings", "parts"}, OperatingPoint.COMPOSED),
         (Mode.AUTO, {"canonical", "embeddings"}, OperatingPoint.RECOMPUTED),
         (Mode.AUTO, {"patch", "embeddings"}, OperatingPoint.RECOMPUTED),
         (Mode.AUTO, set(), OperatingPoint.ENCODED),
@@ -82,6 +83,10 @@ def test_embedding_rows_follow_the_mask_of_placeholders_that_carry_one():
 )
 def test_operating_point(mode, stored, expected):
     point = operating_point(
-        mode, canonical="canonical" in stored, patch="patch" in stored, embeddings="embeddings" in stored
+        mode,
+        canonical="canonical" in stored,
+        patch="patch" in stored,
+        embeddings="embeddings" in stored,
+        parts="parts" in stored,
     )
     assert point is expected

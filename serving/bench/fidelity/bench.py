@@ -13,13 +13,27 @@ from rich.console import Console
 from infra.reference import WEIGHTS
 from infra.reference.families import FAMILIES, ReferenceFamily
 from infra.vllm_env import vllm_environment
+from prefill_workers.measured import FILE, Measured
 from serving.bench.fidelity.arms import COMMON
-from serving.bench.fidelity.tables import AT_EQUAL_BYTES, BUDGETS, BY_LAYERS, FORMS, MAIN, MARGIN, Table, loses, tables
+from serving.bench.fidelity.composition import holds_up_to
+from serving.bench.fidelity.tables import (
+    AT_EQUAL_BYTES,
+    BUDGETS,
+    BY_COMPOSITION,
+    BY_LAYERS,
+    FORMS,
+    MAIN,
+    MARGIN,
+    Table,
+    loses,
+    tables,
+)
 from serving.bench.harness import UNCERTAINTY, Benchmark, Outcome
 from serving.bench.kept import Kept
 
 ITEMS = 500
 KINDS = {"gqa": "qwen2_5_vl", "deepstack": "qwen3_vl", "mla": "kimi_vl", "mha": "llava"}
+COMPOSE_UP_TO = "compose_up_to"
 Tables = dict[str, Table]
 _ROOT = Path(__file__).parents[3]
 _CODE = [_ROOT / name for name in ("serving/bench/fidelity", "prefill_workers", "kvstore", "infra/reference")]
@@ -45,6 +59,8 @@ def run(
         for name, table in measured(kind, folder, items, console, work):
             found[f"{kind}: {name}"] = table
         figures |= figures_of(kind, found)
+        content = Measured(compose_up_to=int(figures[f"{kind}.{COMPOSE_UP_TO}"])).model_dump_json()
+        console.print(f"{kind}: to be kept beside the weights, in {FILE}: [bold]{content}[/bold]")
     workload = {
         "models": {kind: folder.name for kind, folder in shipped.items()},
         "items": items,
@@ -85,7 +101,8 @@ def figures_of(kind: str, whole: Tables) -> dict[str, float]:
 
     Beside what the tables hold: `blind.lost`, the accuracy that blind reuse loses; `orbit.below_own`, how much less of
     the loss an orbit patch closes than the own patch of that rank; `patch_within_p.margin`, how much more of it a patch
-    closes than the best arm that keeps tokens of as many bytes.
+    closes than the best arm that keeps tokens of as many bytes. Of the whole family `compose_up_to`, by
+    `composition.holds_up_to`.
     """
     found: dict[str, float] = {}
     for figure in MAIN:
@@ -107,7 +124,9 @@ def figures_of(kind: str, whole: Tables) -> dict[str, float]:
         at = f"{kind}.{split}"
         found |= _less(found, f"{at}.blind.lost", f"{at}.exact.accuracy", f"{at}.blind.accuracy")
         found |= _less(found, f"{at}.orbit.below_own", f"{at}.patch_{COMMON}.eta", f"{at}.orbit.eta")
-    return found
+    start = f"{kind}: accuracy{BY_COMPOSITION}"
+    composed = {name.removeprefix(start): table for name, table in whole.items() if name.startswith(start)}
+    return {**found, f"{kind}.{COMPOSE_UP_TO}": float(holds_up_to(composed))} if composed else found
 
 
 def _less(found: Mapping[str, float], name: str, more: str, less: str) -> dict[str, float]:

@@ -21,12 +21,14 @@ partial forward over the request's tokens through one layer, like CacheBlend's c
 `conditioned` is for chains (page 3 refers to page 2, which refers to page 1): what page 3 takes from page 1 it takes
 through page 2, and a page 2 that was read alone has nothing to give. A library can store it wherever A_i's own patch
 was known.
+
+From the accuracies comes how far the linker sums (`holds_up_to`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -49,7 +51,9 @@ SIZES = {
     Split.multi: (2, 3, 4, 6), Split.frames: (2, 3), Split.legend: (2, 3), Split.chain: (2, 3), Split.single: (3, 6),
     Split.control: (3, 6),
 }  # fmt: skip
+BEHIND = "|S| = "  # so many antecedents: a row of the table
 SHARES = (15, 30, 50)  # per cent of cacheblend
+MOST_LOST = 0.02  # accuracy: two of the 100 items of a table, from which chance cannot be told
 _FITTED_ON = 16
 _ORDERS = 4  # of an orbit patch, at most
 
@@ -73,6 +77,31 @@ class Parts:
     def added(self) -> Tensor:
         """Σ (Δ(B|A_i) - Δ(B|∅))."""
         return torch.stack(self.pairs).sum(0) - len(self.pairs) * self.base
+
+
+def holds_up_to(accuracies: Mapping[str, Mapping[str, Mapping[str, float]]]) -> int:
+    """The most antecedents whose pair patches a model's linker may sum (`compose_up_to`); 0: none.
+
+    A split holds up to the largest |S| that it was measured behind, if there and behind every smaller one `measured` is
+    at most MOST_LOST less accurate than `own`. The model's sums hold as far as all splits do: what lies beyond a
+    split's measurements is not claimed. But for chains: what comes through a page between is in no pair, of whatever
+    model; the online checks watch for it.
+
+    Args:
+        accuracies: by split the table of `|S| = n`, by arm.
+    """
+    held = [_held(table) for split, table in accuracies.items() if split != Split.chain]
+    most = min(held, default=0)
+    return most if most > 1 else 0
+
+
+def _held(table: Mapping[str, Mapping[str, float]]) -> int:
+    held = 0
+    for size, arms in sorted((int(row.removeprefix(BEHIND)), arms) for row, arms in table.items()):
+        if not arms["own"] - arms["measured"] <= MOST_LOST + 1e-9:
+            break
+        held = size
+    return held
 
 
 def form(predecessors: int) -> Form:

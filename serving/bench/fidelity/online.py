@@ -12,6 +12,8 @@ own), and the prompt differs from that which taught them, or the patches are bro
 | one replaced, all replaced | the patches behind the pages before | would not |
 | wrong page, turned basis | the patches of the next page, or with their directions reversed | damaged |
 | blind | no patch | |
+| sums | the last page by the weighted sum of its pair patches, as the linker measures it | composed |
+| plain sums | the same with every weight 1: a model that does not compose | composed |
 
 Checks are drawn at random from a situation's items, of all splits alike, in streams of `_CHECKS`. `alarms at b`: the
 share of streams whose rolling KL passes b nats at any time; `checks to b`: the median number of checks until it does.
@@ -30,10 +32,11 @@ from torch import Tensor
 
 from infra.reference.scenes import Form, Split
 from kvstore.layout import Layout
-from kvstore.patch import Patch, PatchKind, apply, mean_deficit
+from kvstore.patch import Patch, PatchKind, apply, compose, mean_deficit
 from kvstore.patch_form import PatchForm
 from prefill_workers.fidelity import compare
 from prefill_workers.settings import FidelitySettings
+from serving.bench.fidelity.composition import measured
 from serving.bench.fidelity.items import Item, items
 from serving.bench.fidelity.reader import Prompt
 from serving.bench.fidelity.study import BATCH, Study
@@ -51,7 +54,8 @@ Patches = dict[tuple[int, frozenset[int]], Patch]  # by page and the pages befor
 class Situation:
     """A later prompt: in which order the pages come, with how many of another item's instead of ours, and its text.
 
-    `broken`: what has become of the patches; None: nothing is stored.
+    `broken`: what has become of the patches; None: nothing is stored. `summed`: the patch behind several pages, from
+    those behind none and each of them, and from Δ [layers, tokens, features].
     """
 
     name: str
@@ -59,6 +63,7 @@ class Situation:
     replaced: int = 0
     text: dict[str, Any] = field(default_factory=dict)
     broken: Callable[[Patch, Patch], Patch | None] = lambda patch, other: patch
+    summed: Callable[[Patch, Sequence[Patch], Tensor], Patch] | None = None
 
 
 def _turned(patch: Patch, other: Patch) -> Patch:
@@ -79,6 +84,8 @@ SITUATIONS = (
     Situation("wrong page", broken=lambda patch, other: other),
     Situation("turned basis", broken=_turned),
     Situation("blind", broken=lambda patch, other: None),
+    Situation("sums", summed=measured),
+    Situation("plain sums", summed=lambda base, pairs, delta: compose(pairs, 1.0, base)),
 )
 
 
@@ -98,18 +105,20 @@ def _check(study: Study, group: Sequence[Item], found: dict[str, list[float]]) -
     taught = [_taught(study, item) for item in group]
     tokens = FidelitySettings().tokens
     for one in SITUATIONS:
-        prompts, linked = [], []
-        for item, other, (canonical, patches) in zip(group, [*group[1:], group[0]], taught, strict=True):
+        prompts = []
+        for item, other in zip(group, [*group[1:], group[0]], strict=True):
             pages = [*other.pages[: one.replaced], *item.pages[one.replaced :]]
             prompts.append(_tail(reader.prompt([pages[i] for i in one.order], item.question, "", **one.text), tokens))
-            linked.append(_linked(one, canonical, patches, layout))
-        exact = reader.exact(prompts, keep=())
+        exact = reader.exact(prompts, keep=[-1])
+        linked = [_linked(one, *known, read.pages[-1], layout) for known, read in zip(taught, exact, strict=True)]
         for right, served in zip(exact, reader.over(prompts, linked), strict=True):
             found[one.name].append(compare(right.answers, served.answers).kl)
 
 
-def _linked(one: Situation, canonical: Sequence[Tensor], patches: Patches, layout: Layout) -> list[Tensor | None]:
-    """KV of every place; None where another item's page stands, which is computed."""
+def _linked(
+    one: Situation, canonical: Sequence[Tensor], patches: Patches, last: Tensor, layout: Layout
+) -> list[Tensor | None]:
+    """KV of every place; None where another item's page stands, which is computed. `last`: the last one's, exact."""
     kv: list[Tensor | None] = []
     for place, i in enumerate(one.order):
         if i < one.replaced:
@@ -117,7 +126,11 @@ def _linked(one: Situation, canonical: Sequence[Tensor], patches: Patches, layou
             continue
         behind = frozenset(one.order[:place])
         others = [patch for (page, _), patch in patches.items() if page == (i + 1) % len(canonical)]
-        patch = one.broken(patches[i, behind], others[-1])
+        whole = patches[i, behind]
+        if one.summed and len(behind) > 1:
+            base, *pairs = (patches[i, frozenset(part)] for part in ((), *zip(behind, strict=True)))
+            whole = one.summed(base, pairs, last.float() - canonical[i].float())
+        patch = one.broken(whole, others[-1])
         kv.append(apply(canonical[i], patch, 0, layout))
     return kv
 

@@ -30,6 +30,7 @@ FORMS = {
 MAIN = ("accuracy", "kl", "eta", "flip_recover", "bytes_fraction", "computed")
 EQUAL_BYTES = MAIN[:-1]
 AT_EQUAL_BYTES = " at equal bytes"
+BY_COMPOSITION = " by composition, "
 PARTIAL = ("reprefill", "shallow", "layers")
 BY_LAYERS = "eta by layers computed"
 MARGIN = "eta of the patch over tokens at equal bytes"
@@ -193,10 +194,10 @@ def _of_composition(study: Study, few: int, kept: Kept) -> Iterator[tuple[str, T
         behind = {}
         for size in sizes:
             measure = partial(composition.compositions, study, split, size, few)
-            behind[f"|S| = {size}"] = summary(kept.once(f"composition {split} {size}", measure))
+            behind[f"{composition.BEHIND}{size}"] = summary(kept.once(f"composition {split} {size}", measure))
         for figure in ("eta", "accuracy", "computed"):
             rows = {name: {arm: row.get(figure, nan) for arm, row in arms.items()} for name, arms in behind.items()}
-            yield f"{figure} by composition, {split}", rows
+            yield f"{figure}{BY_COMPOSITION}{split}", rows
 
 
 def _of_growth(study: Study, few: int, kept: Kept) -> Iterator[tuple[str, Table]]:
