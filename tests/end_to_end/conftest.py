@@ -72,10 +72,10 @@ def service(reference: Reference, only_service: Callable[..., Service]) -> Servi
 
 @pytest.fixture
 def guarded(only_service: Callable[..., Service]) -> Service:
-    """A service with keys, and a prefill queue so short that a burst does not fit."""
+    """A service in bf16 with keys, and a prefill queue so short that a burst does not fit."""
     return only_service(
         "guarded",
-        "float32",
+        "bfloat16",
         http={"api_keys": KEYS},
         prefill={"max_queue": 1, "max_batch_tokens": 64},
         decode={"health_check_period_s": 1},

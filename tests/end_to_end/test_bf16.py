@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 from client import Reference, Service
+from test_cluster import ask
 from test_exactness import ASK, CASES, token_logprobs
 
 pytestmark = pytest.mark.service
@@ -23,16 +23,10 @@ def reference_bf16() -> Iterator[Reference]:
     engine.close()
 
 
-@pytest.fixture
-def bf16(reference_bf16: Reference, only_service: Callable[..., Service]) -> tuple[Service, Reference]:
-    return only_service("bf16", "bfloat16"), reference_bf16
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_the_top_token_is_the_engines_unless_nearly_tied(bf16: tuple[Service, Any], case: str):
-    service, reference = bf16
-    expected = reference.chat(CASES[case])
-    answer = service.chat(CASES[case], "exact", **ASK)
+def test_the_top_token_is_the_engines_unless_nearly_tied(guarded: Service, reference_bf16: Reference, case: str):
+    expected = reference_bf16.chat(CASES[case])
+    answer = ask(guarded, "key-of-one", CASES[case], mode="exact", **ASK).json()
     compared = 0
     for ours, token, theirs in zip(
         answer["choices"][0]["token_ids"], expected.token_ids, expected.logprobs, strict=True
