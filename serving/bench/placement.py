@@ -88,7 +88,7 @@ def run(quick: bool, console: Console) -> Outcome:
         "orbit_chunks": settings.orbit_chunks,
         "part_forwards": settings.part_forwards,
         "pair_forwards": settings.pair_forwards,
-        "compose_up_to": settings.compose_up_to,
+        "compose_up_to": COMPOSE_UP_TO,
         "optimum": "the largest part of a request that came in one earlier request; no budget",
     }
 

@@ -13,12 +13,14 @@ from typer.testing import CliRunner
 from serving.cli import app
 
 pytestmark = pytest.mark.service
-SHAPE = ("--set", "pages=2", "--set", "retrieved=2", "--set", "columns=6", "--set", "rows=8", "--set", "max_tokens=4")
+SMALL = ("columns=6", "rows=8", "max_tokens=4")
+PAIRS = ("pages=2", "retrieved=2")
 
 
-def load(service: Service, report: Path, *arguments: str) -> dict[str, Any]:
+def load(service: Service, report: Path, *arguments: str, shape: tuple[str, ...] = PAIRS) -> dict[str, Any]:
     """A run of eight requests at 8 a second; what is reported of it."""
-    command = ["loadtest", "--url", service.url, "--rates", "8", "--count", "8", "--ignore-eos", *SHAPE, *arguments]
+    command = ["loadtest", "--url", service.url, "--rates", "8", "--count", "8", "--ignore-eos", *arguments]
+    command += [option for value in (*SMALL, *shape) for option in ("--set", value)]
     result = CliRunner().invoke(app, [*command, "--json", str(report)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     (rate,) = json.loads(report.read_text())["rates"]
@@ -37,3 +39,14 @@ def test_a_load_test_sees_pages_encoded_once_and_linked_from_then_on(service: Se
     off = load(service, tmp_path / "off.json", "--mode", "off", "--warmup", "1")
     assert off["cached_tokens_share"] == 0
     assert off["operating_points"].keys().isdisjoint({"patched"})
+
+
+@pytest.mark.parametrize(
+    ("workload", "shape"), [("agent", ("sessions=2", "log_actions=1")), ("chat", ("gallery=3", "text_words=4"))]
+)
+def test_pictures_that_come_back_are_not_encoded_again(
+    service: Service, tmp_path: Path, workload: str, shape: tuple[str, ...]
+):
+    arguments = ("--workload", workload, "--images", "files", "--mode", "auto", "--warmup", "4")
+    points = load(service, tmp_path / "report.json", *arguments, shape=shape)["operating_points"]
+    assert points.keys() - {"encoded"}, points

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import threading
 from collections.abc import Iterator
@@ -10,9 +11,12 @@ from pathlib import Path
 
 import pytest
 from openai_mock import MockServer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from serving.cli import app
+from serving.loadtest.client import Tally
+from serving.loadtest.progress import watching
 
 SMALL = ["--set", "columns=2", "--set", "rows=2", "--warmup", "1"]
 
@@ -71,6 +75,16 @@ def test_a_run_prints_writes_and_draws_and_two_reports_make_one_picture(server: 
     code, shown = run("plot", *map(str, reports), "--out", str(tmp_path / "both.png"))
     assert code == 0, shown
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_terminal_sees_the_run_as_it_goes():
+    screen, tally = io.StringIO(), Tally(planned=7)
+    with watching(Console(file=screen, force_terminal=True, width=120), "mrag at 4/s", tally):
+        tally.sent = 3  # the table that the run ends with is drawn again
+    table, last = screen.getvalue().rsplit("mrag at 4/s: ", 1)
+    assert all(name in table for name in ("rate", "due", "in flight", "TTFT p50, ms"))
+    assert any(row.split("│")[1:5] == [" mrag at 4/s ", " 7   ", " 3    ", " 3         "] for row in table.splitlines())
+    assert last.startswith("7 due, 3 sent, 3 in flight, 0 done")
 
 
 def test_a_trace_is_replayed(server: MockServer, tmp_path: Path):
