@@ -47,7 +47,7 @@ def keep_freed_memory() -> None:
     """Have glibc keep what this process frees, up to half a GiB, and threads that start from now on share it.
 
     Else large tensors of any thread but the main one go back to the system as soon as they are freed, and come again
-    page by page: in a forward over 1024 tokens of a 250M model 40,000 page faults, a fifth of its processor time.
+    page by page: the prefill loop, which is such a thread, would do that with the activations of every long forward.
 
     What the environment asks of the allocator stands. Other C libraries are left alone.
     """
