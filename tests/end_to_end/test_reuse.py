@@ -23,7 +23,8 @@ def test_seen_images_are_linked_in_any_order_without_vision_or_prefill(service: 
 
     again = service.chat(user(picture(103), "was last, before it", picture(101), "and", picture(102), "Which is best?"))
     orbit = again["orbit"]
-    assert points(again) == ["patched"] * 3
+    assert points(again)[:2] == ["patched"] * 2
+    assert points(again)[2] in ("patched", "composed"), "by the set, or by its pairs, whichever was compiled first"
     assert orbit["vision_tokens_encoded"] == 0
     assert orbit["tokens_reused"] == orbit["prefix_tokens_reused"] + sum(chunk["tokens"] for chunk in orbit["chunks"])
     assert (
