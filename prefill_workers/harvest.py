@@ -27,7 +27,7 @@ from prefill_workers.patch_compiler import PatchJob
 from prefill_workers.plan import ChunkPlan, ChunkSpan, LinkPlan
 from prefill_workers.policies import OperatingPoint
 from prefill_workers.scratch import Pieces, Scratch
-from prefill_workers.sequence import Embedded, LinkSequence, complement, split_runs
+from prefill_workers.sequence import Embedded, LinkSequence, complement
 
 _SENT_SECONDS = 60.0  # after which a patch that is not stored has been dropped, or deleted
 
@@ -390,7 +390,7 @@ class Harvester:
         """Compute a sequence's KV from a token on, what lies before being there; the seconds that its forwards take."""
         seconds, left = 0.0, complement([], len(sequence), start)
         while left:
-            runs, left = split_runs(left, scratch.piece(sum(map(len, left))))
+            runs, left = scratch.split(left)
             began = time.perf_counter()
             self.engine.forward([(sequence, runs)])
             seconds += time.perf_counter() - began

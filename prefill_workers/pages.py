@@ -41,21 +41,29 @@ class Grid(NamedTuple):
         return numbers
 
 
+class _Part(NamedTuple):
+    """Features `start` to `stop` of every token: element `first` of a block and the grids from there, or `elements`."""
+
+    start: int
+    stop: int
+    first: int
+    tokens: Grid
+    features: Grid
+    elements: Tensor | None  # [block_size * features], on the cache's device; None: the grids say it
+
+
 @dataclass(frozen=True)
 class Pages:
-    """Where a block keeps its tokens' features.
+    """Where a block keeps its tokens' features, segment by segment."""
 
-    Args:
-        elements: [block_size, features], the element of a block that holds feature f of token t; on the cache's device.
-        parts: features from, to, and the grids of their tokens and of themselves, where these describe them.
-    """
-
-    elements: Tensor
-    parts: Sequence[tuple[int, int, tuple[Grid, Grid] | None]]
+    parts: Sequence[_Part]
 
     @classmethod
     def of(cls, elements: Tensor, widths: Sequence[int], device: torch.device) -> Pages:
-        """Of `elements` [block_size, features], whose segments are so many features wide."""
+        """Of `elements` [block_size, features], the element of a block that holds feature f of token t.
+
+        `widths`: of the segments, in features.
+        """
         parts = []
         for start, stop in pairwise(accumulate(widths, initial=0)):
             mine = elements[:, start:stop]
@@ -63,17 +71,17 @@ class Pages:
             tokens, features = (grid.numbers() for grid in grids)
             regular = len(tokens) == len(mine) and len(features) == stop - start
             regular = regular and torch.equal(mine[0, 0] + tokens[:, None] + features, mine)
-            parts.append((start, stop, grids if regular else None))
-        return cls(elements.to(device), parts)
+            picked = None if regular else mine.flatten().to(device)
+            parts.append(_Part(start, stop, int(mine[0, 0]), *grids, picked))
+        return cls(parts)
 
     def read(self, blocks: Tensor, out: Tensor) -> None:
         """Copy what lies in `blocks` [n, elements], contiguous, to `out` [n, block_size, features], contiguous."""
-        for start, stop, grids in self.parts:
-            elements, rows = self.elements[:, start:stop], out[..., start:stop]
-            if grids is None:
-                rows.copy_(blocks.index_select(1, elements.flatten()).view_as(rows))
+        for part in self.parts:
+            rows = out[..., part.start : part.stop]
+            if part.elements is not None:
+                rows.copy_(blocks.index_select(1, part.elements).view_as(rows))
                 continue
-            tokens, features = grids
-            sizes = (len(blocks), *tokens.sizes, *features.sizes)
-            strides = (blocks.stride(0), *tokens.strides, *features.strides)
-            rows.view(sizes).copy_(blocks.as_strided(sizes, strides, int(elements[0, 0])))
+            sizes = (len(blocks), *part.tokens.sizes, *part.features.sizes)
+            strides = (blocks.stride(0), *part.tokens.strides, *part.features.strides)
+            rows.view(sizes).copy_(blocks.as_strided(sizes, strides, part.first))

@@ -165,7 +165,7 @@ class Rechecks:
             check.exact = LinkSequence(whole.token_ids, whole.positions, self._scratch.blocks, embedded)
             check.pending = split_runs([Run(0, len(whole))], check.tail[0].start)[0]
             return False
-        now, check.pending = split_runs(check.pending, self._scratch.piece(sum(map(len, check.pending))))
+        now, check.pending = self._scratch.split(check.pending)
         if check.pending:
             self._engine.forward([(check.exact, now)])
             return False

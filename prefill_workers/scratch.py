@@ -11,6 +11,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from prefill_workers.sequence import Run, split_runs
+
 Result = TypeVar("Result")
 Pieces = Generator[None, None, Result]  # pauses between pieces, and returns what came of them
 
@@ -30,6 +32,10 @@ class Scratch:
     def tokens(self) -> int:
         """Of the longest sequence that fits."""
         return len(self.blocks) * self.block_size
+
+    def split(self, runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
+        """What the next forward over these runs computes, and what is left for later ones."""
+        return split_runs(runs, self.piece(sum(map(len, runs))))
 
 
 class Piecework(Generic[Result]):

@@ -95,7 +95,6 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
         self._library = Library(config.library, self._engine.fingerprint)
         self._compiler, self._events = compiler, asyncio.get_running_loop()
         self._compiling = self._patches_dropped = 0
-        self._log = self.log_formed(sums=self.sums)
         self._max_compiling = settings.max_patch_queue
         form = load_form(config.patch, self._library)
         linker = Linker(
@@ -107,7 +106,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
             config.compose_up_to,
             PrefixCache.of(self._engine, settings.prefix_cache_bytes),
         )
-        self._linker = linker
+        self._linker, self._log = linker, self.log_formed(sums=linker.sums)
         self._loop = PrefillLoop(
             self._engine,
             linker,

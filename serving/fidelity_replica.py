@@ -42,12 +42,6 @@ class FidelityReplica:
         """Serve at an operating point again; returns whether it was switched off."""
         return self._fidelity.allow(point)
 
-    def sums(self) -> bool:
-        """Whether this replica may link chunks by sums of pair patches."""
-        from prefill_workers.policies import OperatingPoint
-
-        return self._fidelity.allows(OperatingPoint.COMPOSED)
-
     @property
     def _name(self) -> str:
         return str(serve.get_replica_context().replica_id.unique_id)
