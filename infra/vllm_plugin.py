@@ -10,12 +10,15 @@ computed was, in its fourth digit, another model's.
 
 On a CPU it has engines use kernels that vLLM leaves unused there (see `cpu_kernels`).
 
-On a CPU host that several engines share it undoes three things that suit a large host with one engine:
+On a CPU host that several engines share it undoes four things that suit a large host with one engine. The first two
+are polls, and what wakes up on a processor that a thread of a forward has makes all threads of that forward wait.
 
 - NIXL gives each agent a thread that polls UCX without pause: 0.9 of a core per idle engine, so that two engines took a
   two-core machine. Here it pauses between polls. Without the thread agents progress only when they are asked for
   completions and notifications: where UCX emulates reads, as over TCP, a decode engine's read of linked KV then waited
   for the end of the forward that the prefill worker was busy with.
+- Gloo gives each process group a thread that looks for packets a hundred times a second, and vLLM makes thirteen groups
+  for an engine, even for one rank. Here those of a process share one thread.
 - vLLM's NIXL connector pins the thread that builds it to the last core. Threads inherit that: every forward of every
   engine then ran on this one core (1,058 tokens took 2.9 s instead of 1.5 s on two cores).
 - vLLM looks at a model's class in a process of its own, so that CUDA stays untouched. On a machine that has not seen
@@ -27,10 +30,11 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from datetime import timedelta
 from typing import Any
 
 SHARED_CORES = "ORBITSERVE_ENGINES_SHARE_CORES"
-_POLL_MICROSECONDS = 500  # between two polls of UCX: 0.03 of a core
+_POLL_MICROSECONDS = 2000  # between two polls of UCX
 # What torch has MKL compute for contiguous floats.
 _VECTOR_FUNCTIONS = (
     *("acos", "asin", "atan", "cos", "sin", "tan", "cosh", "sinh", "tanh", "erf", "erfc", "erfinv", "exp", "exp2"),
@@ -61,6 +65,7 @@ def register() -> None:
 
     if nixl_utils.NixlWrapper is not None:
         _let_agents_pause(sys.modules[nixl_utils.NixlWrapper.__module__].nixlBind)
+    _let_groups_share_a_thread()
     type(current_platform).discover_numa_topology = classmethod(lambda cls: [])  # read for that pinning only
     registry._run_in_subprocess = lambda look: look()
 
@@ -76,3 +81,33 @@ def _let_agents_pause(bindings: Any) -> None:
         return make(name, config)
 
     bindings.nixlAgent = functools.partial(paused, construct)
+
+
+def _let_groups_share_a_thread() -> None:
+    """Have the process groups of gloo that are made from now on share a device, whose thread it is."""
+    from torch.distributed import distributed_c10d
+
+    made = distributed_c10d.ProcessGroupGloo
+    if issubclass(made, _Shared):  # vLLM loads its plugins more than once
+        return
+
+    class SharingGloo(_Shared, made):
+        """Gloo on the process' one device."""
+
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)) -> None:
+            options = made._Options()
+            options._devices, options._timeout = [_gloo_device()], timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = SharingGloo
+
+
+class _Shared:
+    """Marks what `_let_groups_share_a_thread` has made."""
+
+
+@functools.cache
+def _gloo_device() -> Any:
+    from torch.distributed import ProcessGroupGloo
+
+    return ProcessGroupGloo.create_default_device()

@@ -15,13 +15,18 @@ from ray._private.services import find_bootstrap_address
 logger = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 2.0
+# Of a cluster on this machine, where all processes share its processors.
+_SETTINGS = {
+    "RAY_worker_niceness": "0",  # replicas are servers: at Ray's 15 any other process goes first
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",  # by itself Serve looks after every deployment ten times a second
+}
 
 
 @contextmanager
 def ray_cluster(**options: Any) -> Iterator[None]:
     """Join the cluster this process is in already, one that RAY_ADDRESS names, or one that runs on this machine.
 
-    Without any, a cluster is started, and ended at the end.
+    Without any, a cluster is started, and ended at the end. It is told `_SETTINGS`; what the environment says stands.
 
     Args:
         options: further ones of `ray.init`.
@@ -29,7 +34,8 @@ def ray_cluster(**options: Any) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    os.environ.setdefault("RAY_worker_niceness", "0")  # replicas are servers: at Ray's 15 any other process goes first
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
     ray.init(address=_address(), include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, **options)
     try:
         yield
