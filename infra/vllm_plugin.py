@@ -87,22 +87,23 @@ def _let_groups_share_a_thread() -> None:
     """Have the process groups of gloo that are made from now on share a device, whose thread it is."""
     from torch.distributed import distributed_c10d
 
-    made = distributed_c10d.ProcessGroupGloo
-    if issubclass(made, _Shared):  # vLLM loads its plugins more than once
+    c10d: Any = distributed_c10d
+    gloo = c10d.ProcessGroupGloo
+    if issubclass(gloo, _Shares):  # vLLM loads its plugins more than once
         return
 
-    class SharingGloo(_Shared, made):
+    class SharingGloo(_Shares, gloo):  # type: ignore[misc, valid-type]
         """Gloo on the process' one device."""
 
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)) -> None:
-            options = made._Options()
+            options = gloo._Options()
             options._devices, options._timeout = [_gloo_device()], timeout
             super().__init__(store, rank, size, options)
 
-    distributed_c10d.ProcessGroupGloo = SharingGloo
+    c10d.ProcessGroupGloo = SharingGloo
 
 
-class _Shared:
+class _Shares:
     """Marks what `_let_groups_share_a_thread` has made."""
 
 

@@ -61,6 +61,8 @@ class LinkRequest:
 
     `prefix` are the token ids of the fixed prefix (system prompt and tools) that patches are keyed by; `readers` is how
     many decode sequences will pull the KV (`n` of the request). With `sampling` the answer's first token is wanted too.
+    `patched` says of each chunk whether its sender knows of a patch for it where it stands, () where that does not
+    matter or is not known: the choice of a worker minds it, no worker does.
     """
 
     request_id: str
@@ -71,6 +73,7 @@ class LinkRequest:
     prefix: tuple[int, ...] = ()
     readers: int = 1
     sampling: Sampling | None = None
+    patched: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)

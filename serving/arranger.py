@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 from kvstore.index import Entry, PatchIndex, scopes_of
 from kvstore.patch import PatchKind
@@ -95,6 +96,22 @@ class Arrangement:
     placement: Placement
 
 
+class _Patches(NamedTuple):
+    """What would serve the last chunk of a list: a patch for this order, one for this set, or a sum of parts.
+
+    A set's patch and each part serve from any scope. Without `parts` none are summed.
+    """
+
+    own: Entry
+    behind_set: Sequence[Entry]
+    parts: Sequence[Sequence[Entry]]
+
+    def known(self, index: PatchIndex) -> bool:
+        """Whether any of these is."""
+        summed = bool(self.parts) and all(any(entry in index for entry in part) for part in self.parts)
+        return summed or any(entry in index for entry in (self.own, *self.behind_set))
+
+
 @dataclass
 class Arranger:
     """Not thread-safe: belongs to an ingress' event loop.
@@ -151,6 +168,12 @@ class Arranger:
     def _sums_up_to(self) -> int:
         return self.compose_up_to if self.sums else 0
 
+    def patched(self, contents: Sequence[str], tenant: str, prefix: Sequence[int]) -> tuple[bool, ...]:
+        """Of each of these chunks, in this order, whether a patch or a sum of patches is known for it there."""
+        return tuple(
+            self._patches(tenant, prefix, contents[:place]).known(self.index) for place in range(1, len(contents) + 1)
+        )
+
     def learn(self, request: LinkRequest, result: LinkResult) -> None:
         """Take up a finished link: what it cost, and which patches it found or missed."""
         self.costs.learn(result)
@@ -163,15 +186,8 @@ class Arranger:
             self._tokens.popitem(last=False)
 
     def _learn_patch(self, request: LinkRequest, contents: Sequence[str], outcome: ChunkOutcome) -> None:
-        *before, content = contents
-        scopes = scopes_of(request.tenant, request.prefix, contents)
-        own = Entry(scopes[0], content, tuple(before), ordered=True)
-        behind_set = [Entry(scope, content, tuple(before), ordered=False) for scope in scopes]
-        summed = [  # of each part of a sum those that are known; a part serves from any scope
-            [entry for scope in scopes if (entry := Entry(scope, content, part, ordered=False)) in self.index]
-            for part in ((), *zip(before))
-            if 1 < len(before) <= self._sums_up_to
-        ]
+        own, behind_set, parts = self._patches(request.tenant, request.prefix, contents)
+        summed = [[entry for entry in part if entry in self.index] for part in parts]
         if outcome.operating_point is OperatingPoint.PATCHED:
             if outcome.kind is PatchKind.own:
                 self.index.add(own)
@@ -185,6 +201,19 @@ class Arranger:
             stale = chain(*summed) if all(summed) else ()  # one of them at least
             for entry in (own, *behind_set, *stale):
                 self.index.discard(entry)
+
+    def _patches(self, tenant: str, prefix: Sequence[int], contents: Sequence[str]) -> _Patches:
+        *before, content = contents
+        scopes = scopes_of(tenant, prefix, contents)
+        return _Patches(
+            Entry(scopes[0], content, tuple(before), ordered=True),
+            [Entry(scope, content, tuple(before), ordered=False) for scope in scopes],
+            [
+                [Entry(scope, content, part, ordered=False) for scope in scopes]
+                for part in ((), *zip(before))
+                if 1 < len(before) <= self._sums_up_to
+            ],
+        )
 
     def formed(self, entries: Iterable[Entry]) -> None:
         """Take up patches that are stored now."""

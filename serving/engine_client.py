@@ -36,7 +36,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from prefill_workers.job import LinkResult
 from prefill_workers.plan import LinkRequest, PixelsNeeded, PrefetchRequest
-from prefill_workers.policies import Mode
+from prefill_workers.policies import Mode, looks_up_patch
 from prefill_workers.worker import Overloaded
 from serving.access_log import AccessLog
 from serving.answers import Answer, sampling_of
@@ -194,15 +194,18 @@ class LinkedEngineClient(_NotOurs):
         self, prompt: Any, params: SamplingParams, request_id: str, trace: RequestTrace, options: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
         segments = segment(prompt, self._delimiters, trace.documents)
+        mode = Mode.parse(trace.options.mode)
+        contents = [chunk.content for chunk in segments.chunks] if looks_up_patch(mode) else ()
         request = LinkRequest(
             request_id=request_id,
             token_ids=segments.token_ids,
             chunks=segments.chunks,
-            mode=Mode.parse(trace.options.mode),
+            mode=mode,
             tenant=trace.tenant,
             prefix=trace.prefix_tokens,
             readers=params.n or 1,
             sampling=sampling_of(params, self._vocabulary) if self._first_tokens else None,
+            patched=self.arranger.patched(contents, trace.tenant, trace.prefix_tokens),
         )
         trace.mark("rendered")
         answer = Answer(segments.token_ids, params, self.input_processor)

@@ -22,7 +22,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from blake3 import blake3
 from prometheus_client import CollectorRegistry, Counter
@@ -30,6 +30,9 @@ from prometheus_client import CollectorRegistry, Counter
 from decode_workers.admission import blocks_needed
 from prefill_workers.policies import forms_patches, looks_up_patch, uses_canonical_alone
 from serving.ledger import NOTHING, Ledger, Load
+
+if TYPE_CHECKING:
+    from prefill_workers.plan import LinkRequest
 
 MARK_BYTES = 8  # of a chunk's mark; among 10^5 chunks some two are taken for each other once in 10^9 deployments
 _CHUNK_TOKENS = 256  # what a chunk is taken for before it is rendered
@@ -168,20 +171,23 @@ class Policy(ABC, Generic[Report]):
 
 
 class Chunk(NamedTuple):
-    """A chunk of a prompt, as far as routing minds: `computed` tokens need a forward even where its KV is stored."""
+    """A chunk of a prompt, as far as routing minds.
+
+    `computed` tokens need a forward even where its KV is stored, all of them where no patch makes that fit (`patched`).
+    """
 
     mark: bytes
     tokens: int
     computed: int
+    patched: bool = True
 
 
 @dataclass(frozen=True)
 class PrefillAsk:
-    """What linking a prompt takes. `keeps`: its chunks are in the worker's memory afterwards."""
+    """What linking a prompt takes. Its chunks are in the worker's memory afterwards."""
 
     text: int  # tokens outside of chunks
     chunks: tuple[Chunk, ...]
-    keeps: bool = True
     links: bool = True  # False: only loads
 
     @property
@@ -209,7 +215,7 @@ class Estimate:
     queued: float  # tokens
     computed: int  # tokens
     loaded: int  # bytes
-    held: int  # tokens that need no forward because their KV is in the replica's memory
+    held: int  # tokens whose KV is in the replica's memory, but those that the mode computes all the same
     seconds: float
 
 
@@ -218,17 +224,18 @@ def estimate(ask: PrefillAsk, view: PrefillView, stored: Collection[bytes]) -> E
 
     Args:
         stored: marks of chunks that some tier is known to have. Others must be computed, whoever does it.
+
+    A chunk that no patch fits counts as held all the same: by the next time one is formed, and then fits here.
     """
     computed, loaded, held = ask.text, 0, 0
     for chunk in ask.chunks:
-        if chunk.mark in view.hot or chunk.mark in view.expected:
-            held += chunk.tokens - chunk.computed
-            computed += chunk.computed
-        elif chunk.mark in stored:
-            loaded += (chunk.tokens - chunk.computed) * view.bytes_per_token
-            computed += chunk.computed
-        else:
+        here, reused = chunk.mark in view.hot or chunk.mark in view.expected, chunk.tokens - chunk.computed
+        held += reused if here else 0
+        if not chunk.patched or not (here or chunk.mark in stored):
             computed += chunk.tokens
+            continue
+        computed += chunk.computed
+        loaded += 0 if here else reused * view.bytes_per_token
     seconds = (view.queued_tokens + computed) * view.seconds_per_token + loaded / view.bytes_per_second
     return Estimate(view.queued_tokens, computed, loaded, held, seconds)
 
@@ -277,15 +284,18 @@ class PrefillPolicy(Policy[PrefillReport]):
             )
         if method != "link":
             return None
-        request = arguments[0]
+        request: LinkRequest = arguments[0]
         mode = request.mode
+        if not forms_patches(mode):  # nothing is looked up either
+            return PrefillAsk(len(request.token_ids), ())
         reuses = looks_up_patch(mode) or uses_canonical_alone(mode)
+        patched = request.patched or [True] * len(request.chunks)
         chunks = tuple(
-            Chunk(mark_of(span.content), len(span), mode.selected(len(span)) if reuses else len(span))
-            for span in request.chunks
+            Chunk(mark_of(span.content), len(span), mode.selected(len(span)) if reuses else len(span), fits)
+            for span, fits in zip(request.chunks, patched, strict=True)
         )
         text = len(request.token_ids) - sum(chunk.tokens for chunk in chunks)
-        return PrefillAsk(text, chunks, keeps=forms_patches(mode))
+        return PrefillAsk(text, chunks)
 
     def score(self, ask: PrefillAsk, replicas: Collection[str]) -> list[Ranked]:
         """See `Policy`."""
@@ -309,8 +319,8 @@ class PrefillPolicy(Policy[PrefillReport]):
             replica,
             call,
             Load(self._estimate(ask, replica).computed, 1) if ask.links else NOTHING,
-            coming=[mark for mark in marks if mark in self._stored] if ask.keeps else (),
-            kept=marks if ask.keeps and ask.links else (),
+            coming=[mark for mark in marks if mark in self._stored],
+            kept=marks if ask.links else (),
         )
 
     def completed(self, replica: str, call: str) -> None:

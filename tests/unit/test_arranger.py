@@ -120,6 +120,26 @@ def test_parts_of_a_sum_may_lie_with_the_tenant_and_with_everybody():
     assert not any(part in arranger.index for part in parts)
 
 
+def test_a_patch_is_known_for_this_order_for_the_set_or_by_a_sum_of_parts():
+    arranger = Arranger(compose_up_to=2)
+
+    def known(contents: str) -> str:
+        patched = arranger.patched(contents, "acme", PREFIX)
+        return "".join(chunk if fits else "-" for chunk, fits in zip(contents, patched, strict=True))
+
+    assert known("abc") == "---"
+    arranger.learn(request("abc"), result(*[outcome(PatchKind.own)] * 3))
+    assert (known("abc"), known("bac"), arranger.patched("abc", "other", PREFIX)) == ("abc", "---", (False,) * 3)
+    arranger.learn(request("abc"), result(*[outcome(PatchKind.orbit)] * 3))
+    assert known("bac") == "--c", "behind the set; nothing is known of the others in these places"
+    for pair in ("bd", "cd", "d"):
+        arranger.learn(request(pair), result(*[outcome(PatchKind.orbit)] * len(pair)))
+    assert known("abcd") == "abc-", "a sum of three"
+    assert known("bcd") == "b-d"
+    arranger.sums = False
+    assert known("bcd") == "b--"
+
+
 def test_patches_of_references_serve_every_tenant():
     arranger = Arranger()
     shared = ["shared-a", "shared-b"]

@@ -12,8 +12,9 @@ from vllm.exceptions import GenerationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from kvstore.index import Entry, scopes_of
 from prefill_workers.job import LinkResult
-from prefill_workers.plan import ChunkOutcome, LinkRequest, PixelsNeeded, PrefetchRequest
+from prefill_workers.plan import ChunkOutcome, ChunkSpan, LinkRequest, PixelsNeeded, PrefetchRequest
 from prefill_workers.policies import Mode, OperatingPoint
 from prefill_workers.worker import Overloaded
 from serving.api.chat import contents_of
@@ -114,6 +115,21 @@ async def ask(roles: Roles, trace: RequestTrace | None = None, **params: Any) ->
 
 def tokens_of(outputs: list[Any]) -> list[int]:
     return [token for output in outputs for token in output.outputs[0].token_ids]
+
+
+async def test_a_link_tells_which_chunks_have_a_known_patch_in_modes_that_use_any(monkeypatch: pytest.MonkeyPatch):
+    spans = tuple(ChunkSpan(content, "text", 5 * i, 5 * i + 5, 5 * i, 5) for i, content in enumerate("ab"))
+    monkeypatch.setattr(
+        "serving.engine_client.segment", lambda prompt, *_: Segments(prompt["prompt_token_ids"], spans, (None, None))
+    )
+    roles = Roles()
+    for mode in ("auto", "full-reuse"):
+        set_trace(RequestTrace(OrbitOptions(mode=mode)))
+        client = client_of(roles)
+        client.arranger.formed([Entry(scopes_of("local", (), "a")[0], "a", (), ordered=True)])
+        prompt = {"type": "token", "prompt_token_ids": list(range(12))}
+        assert [output async for output in client.generate(prompt, SamplingParams(), "request")]
+    assert [request.patched for request in roles.linked] == [(True, False), ()]
 
 
 async def test_outputs_carry_the_callers_id_the_prompt_and_what_was_reused():

@@ -52,13 +52,15 @@ def prefill_report(hot: Collection[str] = (), queued: int = 0, requests: int = 0
     return {**asdict(report), **fields}
 
 
-def link(*contents: str, tokens: int = 500, text: int = 20, mode: Mode = Mode.AUTO) -> tuple[str, tuple[Any, ...]]:
+def link(
+    *contents: str, tokens: int = 500, text: int = 20, mode: Mode = Mode.AUTO, patched: tuple[bool, ...] = ()
+) -> tuple[str, tuple[Any, ...]]:
     """The call of a prompt of chunks with text behind them."""
     spans = [
         ChunkSpan(content, "image", i * tokens, (i + 1) * tokens, i * tokens, tokens)
         for i, content in enumerate(contents)
     ]
-    request = LinkRequest("r", [0] * (len(contents) * tokens + text), tuple(spans), mode)
+    request = LinkRequest("r", [0] * (len(contents) * tokens + text), tuple(spans), mode, patched=patched)
     return "link", (request, (), ())
 
 
@@ -82,7 +84,17 @@ def test_tokens_that_a_mode_computes_all_the_same_are_no_reason_to_go_where_the_
     assert estimate(some, cold, MARKS).loaded == 400 * BYTES
 
 
-chunks = st.lists(st.builds(Chunk, st.sampled_from(MARKS), st.integers(1, 3000), st.just(0)), max_size=5)
+def test_a_chunk_that_no_patch_fits_is_computed_wherever_it_is_and_still_decides_between_equals():
+    ask = PrefillAsk(20, (Chunk(MARKS[0], 500, 0), Chunk(MARKS[1], 300, 0, patched=False)))
+    hot, cold = PrefillView(0, MARKS, bytes_per_token=BYTES), PrefillView(0, {MARKS[0]}, bytes_per_token=BYTES)
+    here, elsewhere = estimate(ask, hot, MARKS), estimate(ask, cold, MARKS)
+    assert here.computed == elsewhere.computed == 20 + 300
+    assert here.loaded == elsewhere.loaded == 0
+    assert here.seconds == elsewhere.seconds
+    assert (here.held, elsewhere.held) == (800, 500)
+
+
+chunks = st.lists(st.builds(Chunk, st.sampled_from(MARKS), st.integers(1, 3000), st.just(0), st.just(True)), max_size=5)
 marks = st.sets(st.sampled_from(MARKS))
 
 
@@ -305,6 +317,18 @@ def test_a_replica_that_does_not_answer_comes_last_until_it_reports():
     assert best(policy, link("page"))[0] == "b"
     policy.reported("a", prefill_report(hot=["page"], sequence=1))
     assert best(policy, link("page"))[0] == "a"
+
+
+def test_what_is_computed_for_want_of_a_patch_counts_in_the_queue_of_the_replica_that_it_is_sent_to():
+    policy, _ = prefill()
+    for replica in "ab":
+        policy.reported(replica, prefill_report(hot=["page", "other"], sequence=0))
+    for number, patched in enumerate([(True, False), (True, True), ()]):
+        policy.sent("ab"[number % 2], str(number), policy.ask(*link("page", "other", patched=patched)))
+    assert policy.ledger.load("a").work == (20 + 500) + 20
+    assert policy.ledger.load("b").work == 20
+    off = policy.ask(*link("page", "other", mode=Mode.OFF))
+    assert (off.text, off.chunks) == (20 + 2 * 500, ()), "nothing is looked up"
 
 
 def test_among_equals_the_nearest_is_preferred():

@@ -1,0 +1,55 @@
+"""What engines on a CPU host share: threads that look for news."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import HashStore, distributed_c10d
+
+from infra import vllm_plugin
+
+
+def polling_threads() -> int:
+    """Threads of this process in which gloo looks for packets."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return names.count("gloo_tcp_loop")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system does not list threads")
+def test_process_groups_share_one_thread_that_polls(monkeypatch: pytest.MonkeyPatch):
+    plain = distributed_c10d.ProcessGroupGloo
+    monkeypatch.setattr(distributed_c10d, "ProcessGroupGloo", plain)
+    before, alone = polling_threads(), [plain(HashStore(), 0, 1) for _ in range(2)]
+    assert polling_threads() == before + len(alone), "what is undone here"
+
+    for _ in range(2):  # vLLM loads its plugins more than once
+        vllm_plugin._let_groups_share_a_thread()
+    sharing = distributed_c10d.ProcessGroupGloo
+    assert issubclass(sharing, plain)
+    sharing(HashStore(), 0, 1)
+    before = polling_threads()
+    groups = [sharing(HashStore(), 0, 1) for _ in range(5)]
+    assert polling_threads() == before
+    for group in groups:
+        tensor = torch.ones(3)
+        group.allreduce([tensor]).wait()
+        assert tensor.tolist() == [1, 1, 1]
+
+
+def test_ranks_that_share_threads_still_reach_one_another(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(distributed_c10d, "ProcessGroupGloo", distributed_c10d.ProcessGroupGloo)
+    vllm_plugin._let_groups_share_a_thread()
+    store, sums = HashStore(), [torch.full((2,), float(rank + 1)) for rank in range(2)]
+
+    def reduce(rank: int) -> None:
+        distributed_c10d.ProcessGroupGloo(store, rank, 2).allreduce([sums[rank]]).wait()
+
+    ranks = [threading.Thread(target=reduce, args=(rank,)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(timeout=60)
+    assert [tensor.tolist() for tensor in sums] == [[3, 3], [3, 3]]
