@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from kvstore.index import Entry, PatchIndex, scopes_of
+from kvstore.index import Entry, PatchIndex, Scope, scopes_of
 from kvstore.patch import PatchKind
 from kvstore.popularity import Popularity
 from prefill_workers.job import LinkResult
@@ -170,23 +170,25 @@ class Arranger:
 
     def patched(self, contents: Sequence[str], tenant: str, prefix: Sequence[int]) -> tuple[bool, ...]:
         """Of each of these chunks, in this order, whether a patch or a sum of patches is known for it there."""
-        return tuple(
-            self._patches(tenant, prefix, contents[:place]).known(self.index) for place in range(1, len(contents) + 1)
-        )
+        if not contents:
+            return ()
+        scopes = scopes_of(tenant, prefix, contents)
+        return tuple(self._patches(scopes, contents[: i + 1]).known(self.index) for i in range(len(contents)))
 
     def learn(self, request: LinkRequest, result: LinkResult) -> None:
         """Take up a finished link: what it cost, and which patches it found or missed."""
         self.costs.learn(result)
         contents = [span.content for span in request.chunks]
+        scopes = scopes_of(request.tenant, request.prefix, contents) if contents else []
         for i, (content, outcome) in enumerate(zip(contents, result.chunks, strict=False)):
             self._tokens[content] = outcome.tokens
             self._tokens.move_to_end(content)
-            self._learn_patch(request, contents[: i + 1], outcome)
+            self._learn_patch(scopes, contents[: i + 1], outcome)
         while len(self._tokens) > _MAX_CONTENTS:
             self._tokens.popitem(last=False)
 
-    def _learn_patch(self, request: LinkRequest, contents: Sequence[str], outcome: ChunkOutcome) -> None:
-        own, behind_set, parts = self._patches(request.tenant, request.prefix, contents)
+    def _learn_patch(self, scopes: Sequence[Scope], contents: Sequence[str], outcome: ChunkOutcome) -> None:
+        own, behind_set, parts = self._patches(scopes, contents)
         summed = [[entry for entry in part if entry in self.index] for part in parts]
         if outcome.operating_point is OperatingPoint.PATCHED:
             if outcome.kind is PatchKind.own:
@@ -202,9 +204,8 @@ class Arranger:
             for entry in (own, *behind_set, *stale):
                 self.index.discard(entry)
 
-    def _patches(self, tenant: str, prefix: Sequence[int], contents: Sequence[str]) -> _Patches:
+    def _patches(self, scopes: Sequence[Scope], contents: Sequence[str]) -> _Patches:
         *before, content = contents
-        scopes = scopes_of(tenant, prefix, contents)
         return _Patches(
             Entry(scopes[0], content, tuple(before), ordered=True),
             [Entry(scope, content, tuple(before), ordered=False) for scope in scopes],
