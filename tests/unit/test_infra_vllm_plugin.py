@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import HashStore, distributed_c10d
+from torch.distributed import HashStore, ProcessGroupGloo, distributed_c10d
 
 from infra import vllm_plugin
+
+
+@pytest.fixture(autouse=True)
+def as_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine of an earlier test in this process may have changed it."""
+    monkeypatch.setattr(distributed_c10d, "ProcessGroupGloo", ProcessGroupGloo)
 
 
 def polling_threads() -> int:
@@ -19,16 +25,14 @@ def polling_threads() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system does not list threads")
-def test_process_groups_share_one_thread_that_polls(monkeypatch: pytest.MonkeyPatch):
-    plain = distributed_c10d.ProcessGroupGloo
-    monkeypatch.setattr(distributed_c10d, "ProcessGroupGloo", plain)
-    before, alone = polling_threads(), [plain(HashStore(), 0, 1) for _ in range(2)]
+def test_process_groups_share_one_thread_that_polls():
+    before, alone = polling_threads(), [ProcessGroupGloo(HashStore(), 0, 1) for _ in range(2)]
     assert polling_threads() == before + len(alone), "what is undone here"
 
     for _ in range(2):  # vLLM loads its plugins more than once
         vllm_plugin._let_groups_share_a_thread()
     sharing = distributed_c10d.ProcessGroupGloo
-    assert issubclass(sharing, plain)
+    assert issubclass(sharing, ProcessGroupGloo)
     sharing(HashStore(), 0, 1)
     before = polling_threads()
     groups = [sharing(HashStore(), 0, 1) for _ in range(5)]
@@ -39,8 +43,7 @@ def test_process_groups_share_one_thread_that_polls(monkeypatch: pytest.MonkeyPa
         assert tensor.tolist() == [1, 1, 1]
 
 
-def test_ranks_that_share_threads_still_reach_one_another(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(distributed_c10d, "ProcessGroupGloo", distributed_c10d.ProcessGroupGloo)
+def test_ranks_that_share_threads_still_reach_one_another():
     vllm_plugin._let_groups_share_a_thread()
     store, sums = HashStore(), [torch.full((2,), float(rank + 1)) for rank in range(2)]
 
