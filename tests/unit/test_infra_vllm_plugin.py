@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ def as_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def polling_threads() -> int:
-    """Threads of this process in which gloo looks for packets."""
+    """Threads of this process in which gloo looks for packets; each names itself soon after it began."""
+    time.sleep(0.5)
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     return names.count("gloo_tcp_loop")
 
