@@ -52,6 +52,8 @@ from serving.segments import Delimiters, Segments, segment
 
 logger = logging.getLogger(__name__)
 
+_ANSWER_SECONDS = 0.01  # an answer to `prefetch` was on its way while the prompt was rendered
+
 
 class Roles(FidelityRoles, CompilingRoles, Protocol):
     """What the ingress needs of the other roles.
@@ -119,9 +121,13 @@ _NotOurs: Any = type(EngineClient)(
 )
 
 
-def _answer_so_far(lacking: asyncio.Future[Collection[str]] | None) -> Collection[str]:
-    told = lacking is not None and lacking.done() and not lacking.cancelled() and lacking.exception() is None
-    return lacking.result() if lacking is not None and told else ()
+async def _answer(lacking: asyncio.Future[Collection[str]] | None) -> Collection[str]:
+    """What is lacking, if that is known within a moment: a link without it would only be told the same."""
+    if lacking is None:
+        return ()
+    await asyncio.wait([lacking], timeout=_ANSWER_SECONDS)
+    told = lacking.done() and not lacking.cancelled() and lacking.exception() is None
+    return lacking.result() if told else ()
 
 
 class LinkedEngineClient(_NotOurs):
@@ -276,7 +282,7 @@ class LinkedEngineClient(_NotOurs):
         contents = [chunk.content for chunk in segments.chunks]
         pixels = {content: item for content, item in zip(contents, segments.items, strict=True) if item is not None}
         lacking, trace.lacking = trace.lacking, None
-        known = pixels if request.mode == Mode.OFF else _answer_so_far(lacking)
+        known = pixels if request.mode == Mode.OFF else await _answer(lacking if pixels else None)
         needed = [i for i, content in enumerate(contents) if content in pixels and content in known]
         with closing(self._encodings.of_request(request.tenant, pixels, lacking)) as encodings:
             while True:

@@ -345,8 +345,15 @@ async def test_pixels_may_be_asked_for_again_but_not_the_same_twice():
 
 
 async def test_an_image_that_is_not_stored_is_encoded_while_its_link_is_planned():
+    linking = asyncio.Event()
+
     class Slow(Roles):
+        async def prefetch(self, request: PrefetchRequest) -> list[str]:
+            await linking.wait()
+            return await super().prefetch(request)
+
         async def link(self, request: LinkRequest, indices: Sequence[int], embeddings: Any) -> LinkResult:
+            linking.set()
             for _ in range(10):
                 await asyncio.sleep(0)
             return await super().link(request, indices, embeddings)
@@ -366,8 +373,7 @@ async def test_a_link_comes_with_the_images_that_are_known_not_to_be_stored():
     roles, trace = Roles(), RequestTrace()
     roles.lacking = ["two"]
     client = client_of(roles)
-    client.prefetch(["one", "two"], trace)
-    await asyncio.sleep(0)  # the answer is there before the prompt is
+    client.prefetch(["one", "two"], trace)  # the answer comes as soon as the prompt
     await client._link(LinkRequest("request", list(range(12))), two_images(), trace)
     assert roles.calls == ["encode", "link"]
     assert roles.encoded == [["two"]]
