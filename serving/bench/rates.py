@@ -61,7 +61,7 @@ class _Scale:
 
 _FULL = _Scale(
     {"pages": 12, "retrieved": 4, "zipf": 1.0, "question_words": 4, "max_tokens": 8, "columns": 24, "rows": 16},
-    multiples=(0.75, 1.5, 3, 6),
+    multiples=(0.75, 1.5, 3, 6, 9),
     requests=12,
     seconds=12,
     turns=2,
