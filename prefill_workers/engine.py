@@ -35,6 +35,8 @@ from prefill_workers.sequence import LinkSequence, Run
 
 NULL_BLOCK = 0  # vLLM keeps block 0 as its null block
 
+Pixels = tuple[str, MultiModalKwargsItem]  # a processed image and its modality
+
 
 @dataclass(frozen=True)
 class EngineSpec:
@@ -243,8 +245,8 @@ class PrefillEngine:
             whole[..., features] = part
         return whole
 
-    def encode(self, items: Sequence[tuple[str, MultiModalKwargsItem]]) -> list[Tensor]:
-        """Embeddings [tokens, hidden] of each (modality, processed item).
+    def encode(self, items: Sequence[Pixels]) -> list[Tensor]:
+        """Embeddings [tokens, hidden] of each image.
 
         Often for another thread than the one that computes next: it keeps no threads of OpenMP.
         """

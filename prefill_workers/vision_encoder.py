@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
-from vllm.multimodal.inputs import MultiModalKwargsItem
 
 from infra import openmp
-from prefill_workers.engine import EngineSpec, PrefillEngine
+from prefill_workers.engine import EngineSpec, Pixels, PrefillEngine
 
 
 class VisionEncoder:
@@ -20,8 +19,8 @@ class VisionEncoder:
         self.images = 0
         openmp.release()  # the calling thread's; another may be the one that encodes
 
-    def encode(self, items: Sequence[tuple[str, MultiModalKwargsItem]]) -> list[Tensor]:
-        """Embeddings [tokens, hidden] of each (modality, processed item), in one batch per modality."""
+    def encode(self, items: Sequence[Pixels]) -> list[Tensor]:
+        """Embeddings [tokens, hidden] of each image, in one batch per modality."""
         self.images += len(items)
         return self._engine.encode(items)
 

@@ -1,8 +1,8 @@
 """The prefill loop: one thread that drives the engine.
 
-Each turn it frees what decode engines have read, admits waiting links while blocks last, and gives the links under way
-one forward (see `under_way`). When there is no link it works off the harvest and the checks of earlier ones (see
-`background`).
+Each turn it frees what decode engines have read, admits waiting links while blocks last, encodes one call's images, if
+there is no vision encoder that does, and gives the links under way one forward (see `under_way`). When there is no link
+it works off the harvest and the checks of earlier ones (see `background`).
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from infra import openmp
 from prefill_workers.ahead import CompileStats
 from prefill_workers.background import Background
-from prefill_workers.engine import PrefillEngine
+from prefill_workers.engine import Pixels, PrefillEngine
 from prefill_workers.handoff import BlockPool, PoolExhausted
 from prefill_workers.job import LinkJob, LinkResult
 from prefill_workers.linker import Linker
@@ -102,6 +103,7 @@ class PrefillLoop:
         scratch = min(longest, (last - 1) // 4)
         self._pool = BlockPool(range(1, last - scratch), engine.block_size, lease_seconds, owner, clock)
         self._waiting: deque[LinkJob] = deque()
+        self._images: deque[tuple[Sequence[Pixels], Future[list[Tensor]]]] = deque()
         self._pace = pace or Pace()
         self._links = LinksUnderWay(engine, linker, self._pace, budget, self._free)
         spare = Scratch(range(last - scratch, last), engine.block_size, self._piece)
@@ -147,16 +149,32 @@ class PrefillLoop:
         if needed > self._pool.total:
             raise PromptTooLarge(f"the prompt needs {needed} KV blocks, the prefill worker has {self._pool.total}")
         with self._wake:
-            if self._stopping:
-                raise Overloaded("the prefill worker is shutting down")
-            if len(self._waiting) >= self._max_queue:
-                raise Overloaded(f"{len(self._waiting)} links wait already")
+            self._refuse_beyond(len(self._waiting))
             self._waiting.append(job)
             self._wake.notify()
         for chunk in plan.chunks:
             if chunk.loading is not None:
                 chunk.loading.when_done(self._notify)
         return job.done
+
+    def encode(self, items: Sequence[Pixels]) -> Future[list[Tensor]]:
+        """Embeddings [tokens, hidden] of each image, between two forwards. A cancelled future's are not computed.
+
+        Raises:
+            Overloaded: too many calls wait already.
+        """
+        done: Future[list[Tensor]] = Future()
+        with self._wake:
+            self._refuse_beyond(len(self._images))
+            self._images.append((items, done))
+            self._wake.notify()
+        return done
+
+    def _refuse_beyond(self, waiting: int) -> None:
+        if self._stopping:
+            raise Overloaded("the prefill worker is shutting down")
+        if waiting >= self._max_queue:
+            raise Overloaded(f"{waiting} requests wait already")
 
     def expect(self) -> None:
         """A request is on its way here, its images perhaps being encoded: leave it the machine."""
@@ -222,6 +240,7 @@ class PrefillLoop:
                 self._stopping = True
                 for job in [*self._links, *self._waiting]:
                     self._links.fail(job, error)
+                self._refuse_images(error)
             raise
 
     def _turn_until_stopped(self) -> None:
@@ -235,9 +254,12 @@ class PrefillLoop:
                     for job in self._waiting:
                         with suppress(InvalidStateError):
                             job.done.set_exception(Overloaded("the prefill worker is shutting down"))
+                    self._refuse_images(Overloaded("the prefill worker is shutting down"))
                     return
             self._free_blocks()
             self._admit()
+            if self._images:
+                self._encode()
             if not (pressed and self._links) and self._background.presses(time.perf_counter() - self._patience):
                 self._background.press()
                 pressed = True  # and then it is the links' turn
@@ -254,7 +276,24 @@ class PrefillLoop:
                 self._background.step()
 
     def _has_work(self) -> bool:
-        return bool(self._waiting or self._links or self._background.ready)
+        return bool(self._waiting or self._links or self._images or self._background.ready)
+
+    def _encode(self) -> None:
+        """The images of the call that waits longest. Whatever is wrong with them concerns that call alone."""
+        items, done = self._images.popleft()
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            done.set_result(self._engine.encode(items))
+        except Exception as error:
+            done.set_exception(error)
+        self.expect()  # the link that they are for
+
+    def _refuse_images(self, error: Exception) -> None:
+        while self._images:
+            _, done = self._images.popleft()
+            if done.set_running_or_notify_cancel():
+                done.set_exception(error)
 
     def _gives_way(self) -> bool:
         """Whether background work should wait: a hand-off or a request is on its way, and no check is late."""

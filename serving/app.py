@@ -3,7 +3,7 @@
 | deployment     | holds                                   | called by            |
 |----------------|-----------------------------------------|----------------------|
 | Ingress        | vLLM's OpenAI server on our engine client | HTTP               |
-| VisionEncoder  | the vision tower                        | Ingress              |
+| VisionEncoder  | the vision tower (may be left out)      | Ingress              |
 | PrefillWorker  | an engine over runs, the linker         | Ingress              |
 | PatchCompiler  | nothing but a library                   | PrefillWorker        |
 | DecodeWorker   | a stock, text-only vLLM engine          | Ingress              |
@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
 
-    from prefill_workers.engine import EngineSpec
+    from prefill_workers.engine import EngineSpec, Pixels
     from prefill_workers.job import LinkResult
     from prefill_workers.patch_compiler import PatchJob
     from prefill_workers.plan import LinkRequest, PrefetchRequest
@@ -148,17 +149,28 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
         return [content for content, lacks in lacking.items() if await asyncio.wrap_future(lacks)]
 
     async def link(
-        self, request: LinkRequest, indices: Sequence[int] = (), embeddings: Sequence[Tensor] = ()
+        self, request: LinkRequest, indices: Sequence[int] = (), images: Sequence[Tensor | Pixels] = ()
     ) -> LinkResult:
         """Link one request. Cancelling the call frees what it holds.
 
+        Args:
+            images: of the chunks at `indices`: embeddings, or without vision encoders pixels, to be encoded here.
+
         Raises:
-            PixelsNeeded: embeddings are missing; the caller encodes and calls again.
+            PixelsNeeded: images are missing; the caller calls again with them.
             Overloaded: the queue is full.
         """
-        given = dict(zip(indices, embeddings, strict=True))
+        began = time.perf_counter()
+        pixels = {i: image for i, image in zip(indices, images, strict=True) if isinstance(image, tuple)}
+        given = {i: image for i, image in zip(indices, images, strict=True) if not isinstance(image, tuple)}
+        if pixels:
+            embeddings = await asyncio.wrap_future(self._loop.encode(list(pixels.values())))
+            given |= zip(pixels, embeddings, strict=True)
+        vision_ms = (time.perf_counter() - began) * 1e3
         loop = asyncio.get_running_loop()
         plan = await loop.run_in_executor(self._planners, self._linker.plan, request, given)
+        if pixels:
+            plan.stages_ms["vision"] = vision_ms
         future = self._loop.submit(plan)
         try:
             return await asyncio.wrap_future(future)
@@ -402,9 +414,10 @@ def build(config: OrbitServeConfig) -> serve.Application:
     compiler = _deployment(PatchCompiler, config.patch).bind(config)
     routers = {role: router_config(role, config.routing) for role in ("prefill", "decode")}
     prefill = _deployment(PrefillWorker, config.prefill, routers["prefill"]).bind(config, compiler)
+    vision = {"vision": _deployment(VisionEncoder, config.vision).bind(config)} if config.vision.replicas else {}
     return _deployment(Ingress, config.ingress).bind(
         config,
-        vision=_deployment(VisionEncoder, config.vision).bind(config),
+        **vision,
         prefill=prefill,
         decode=_deployment(DecodeWorker, config.decode, routers["decode"]).bind(config),
         library=_deployment(LibraryKeeper, config.keeper).bind(config, prefill, compiler),

@@ -137,6 +137,9 @@ class IngressSettings(RoleSettings):
 class VisionSettings(RoleSettings):
     """The vision encoder. It gives way to the prefill of requests that came before."""
 
+    replicas: int = Field(
+        1, ge=0, description="Replicas of the role. 0: prefill workers encode the images that they link themselves."
+    )
     niceness: int = Field(5, ge=0, le=19, description="As above: requests that came before are computed first.")
 
 

@@ -72,7 +72,10 @@ class Roles(FidelityRoles, CompilingRoles, Protocol):
         """Start loading what a prompt on its way will need; the images of which nothing is stored, as far as known."""
 
     async def encode(self, items: Sequence[tuple[str, MultiModalKwargsItem]]) -> Sequence[Any]:
-        """Embeddings of each processed image, in whatever form `link` of the same object accepts."""
+        """Embeddings of each processed image, in whatever form `link` of the same object accepts.
+
+        Without vision encoders the images themselves: prefill workers encode what they link.
+        """
 
     async def link(self, request: LinkRequest, indices: Sequence[int], embeddings: Sequence[Any]) -> LinkResult:
         """Link a request; `embeddings` (from `encode`) belong to the chunks at `indices`."""
@@ -298,6 +301,7 @@ class LinkedEngineClient(_NotOurs):
                     needed = list(more.chunks)
                     if embeddings.keys() >= set(needed):
                         raise RuntimeError(f"chunks {needed} were encoded, and asked for again") from more
+        vision_ms += result.stages_ms.get("vision", 0.0)
         self.arranger.learn(request, result)
         encoded = sum(segments.chunks[i].count for i in embeddings)
         report = trace.report

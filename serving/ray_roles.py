@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
     from prefill_workers.ahead import CompileStats
+    from prefill_workers.engine import Pixels
     from prefill_workers.fidelity import PointStatus
     from prefill_workers.job import LinkResult
     from prefill_workers.plan import LinkRequest, PrefetchRequest
@@ -33,7 +34,7 @@ class RayRoles:
     """`serving.engine_client.Roles` over Ray Serve handles."""
 
     def __init__(self, handles: dict[str, DeploymentHandle]) -> None:
-        self.vision = handles["vision"]
+        self.vision = handles.get("vision")  # without the role, prefill workers encode
         self.prefill = handles["prefill"]
         self.decode = handles["decode"].options(stream=True)
         self._decode_once = handles["decode"]
@@ -47,11 +48,13 @@ class RayRoles:
             logger.debug("nothing is loaded ahead: %s", error)
             return ()
 
-    async def encode(self, items: Sequence[tuple[str, Any]]) -> list[Tensor]:
-        """See `VisionEncoder.encode`."""
-        return await answered(self.vision.encode.remote(items))
+    async def encode(self, items: Sequence[Pixels]) -> Sequence[Tensor | Pixels]:
+        """See `VisionEncoder.encode`; the items themselves where there is no such role."""
+        return items if self.vision is None else await answered(self.vision.encode.remote(items))
 
-    async def link(self, request: LinkRequest, indices: Sequence[int], embeddings: Sequence[Tensor]) -> LinkResult:
+    async def link(
+        self, request: LinkRequest, indices: Sequence[int], embeddings: Sequence[Tensor | Pixels]
+    ) -> LinkResult:
         """See `PrefillWorker.link`."""
         return await answered(self.prefill.link.remote(request, tuple(indices), tuple(embeddings)))
 

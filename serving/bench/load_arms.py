@@ -96,8 +96,12 @@ def our_service(
     tenants: Sequence[str],
     library: Mapping[str, int] = LIBRARY,
     prefill: Mapping[str, Any] | None = None,
+    vision: Mapping[str, Any] | None = None,
 ) -> Iterator[OurService]:
-    """The application on Ray Serve with these tenants and a fresh library on disk; `prefill`: settings of the role."""
+    """The application on Ray Serve with these tenants and a fresh library on disk.
+
+    `prefill`, `vision`: settings of the roles.
+    """
     from serving.launch import application
 
     with tempfile.TemporaryDirectory(prefix="orbitserve-bench-") as root:
@@ -107,6 +111,7 @@ def our_service(
             http={"port": free_port(), "api_keys": {key_of(tenant): tenant for tenant in tenants}},
             library={"directory": Path(root) / "library", **library},
             prefill=dict(prefill or {}),
+            vision=dict(vision or {}),
         )
         with application(config, console) as url:
             yield OurService(Server(url, config.model.served_name, settle), Path(root) / "library")
@@ -114,13 +119,16 @@ def our_service(
 
 @contextmanager
 def both(
-    checkpoint: Path, console: Console, tenants: Sequence[str], prefill: Mapping[str, Any] | None = None
+    checkpoint: Path, console: Console, tenants: Sequence[str], **roles: Mapping[str, Any]
 ) -> Iterator[tuple[Server, OurService]]:
-    """vLLM's server and our service with these tenants, started one after the other; see `our_service`."""
+    """vLLM's server and our service with these tenants, started one after the other.
+
+    `roles`: settings of roles, see `our_service`.
+    """
     console.print("starting vLLM's server, then ours")
     with vllm_alone(checkpoint, kv_cache_gib=VLLM_GIB) as alone:
         alone.settle()
-        with our_service(checkpoint, console, tenants, prefill=prefill) as service:
+        with our_service(checkpoint, console, tenants, **roles) as service:
             yield alone, service
 
 

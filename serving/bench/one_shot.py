@@ -7,6 +7,9 @@
 | `auto`   | ours: everything is looked up, missed, computed, and stored beside later requests |
 
 Arrivals are Poisson at `LOAD` of what vLLM completes one at a time, the same ones for all arms. Images come inline.
+
+Our prefill workers encode images themselves (`vision.replicas: 0`), as vLLM's engine does: where all roles share a
+machine's processors a vision encoder of its own adds its hops, and takes from the forwards that run beside it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from serving.loadtest import measures
 from serving.loadtest.workloads import OneShot
 
 LOAD = 0.4
+VISION = {"replicas": 0}
 
 
 def run(quick: bool, console: Console, model: Path | None = None, items: int | None = None) -> Outcome:
@@ -28,7 +32,7 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
     checkpoint = load_arms.checkpoint_of(model, quick)
     requests, turns = items or (6 if quick else 20), 2 if quick else 4
     asked = {"question_words": 4, "max_tokens": 4}
-    with load_arms.both(checkpoint, console, ["off", "auto"]) as (alone, service):
+    with load_arms.both(checkpoint, console, ["off", "auto"], vision=VISION) as (alone, service):
         arms = [
             load_arms.vllm_arm(alone, OneShot(**asked)),
             service.arm("off", "OrbitServe, mode off", OneShot(**asked), "inline", mode="off"),
@@ -49,6 +53,7 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
             requests_of_a_turn=requests,
             turns=turns,
             vllm_one_at_a_time_rps=round(capacity, 4),
+            vision=VISION,
         ),
         [load_arms.harness_arm(arm, by_rate[arm.name]) for arm in arms],
         {"ttft_over_off": auto / off, "ttft_over_vllm": auto / vllm},

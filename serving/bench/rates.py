@@ -85,7 +85,7 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
     scale = replace(scale, requests=items or scale.requests)
     checkpoint = load_arms.checkpoint_of(model, quick)
     prefill = {"part_forwards": 0}
-    with load_arms.both(checkpoint, console, [*OURS, PLACED], prefill) as (alone, service):
+    with load_arms.both(checkpoint, console, [*OURS, PLACED], prefill=prefill) as (alone, service):
         arms = _arms(alone, service, scale)
         compiled = partial(load_arms.wait_until_compiled, service, console, scale.compiling)
         arms[0] = replace(arms[0], prepare=compiled)  # it is vLLM's, and the first to be measured

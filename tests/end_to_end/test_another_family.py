@@ -1,4 +1,7 @@
-"""Another attention through the whole service: Kimi-VL, whose layers keep a latent and a rotary key."""
+"""Another attention through the whole service: Kimi-VL, whose layers keep a latent and a rotary key.
+
+There is no vision encoder: prefill workers encode.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ from collections.abc import Callable
 
 import pytest
 from client import MAX_MODEL_LEN, Service, picture, token_ids_alone, user
+from ray import serve
 
 from infra.checkpoints import checkpoint_path
 from infra.families import FAMILIES
+from serving.launch import APPLICATION
 
 pytestmark = pytest.mark.service
 
@@ -24,7 +29,8 @@ def kimi(only_service: Callable[..., Service]) -> Service:
         "max_model_len": MAX_MODEL_LEN,
         "trust_remote_code": True,
     }
-    return only_service("kimi", "float32", model=model, patch={"rank": None, "factors": "model"})
+    sections = {"patch": {"rank": None, "factors": "model"}, "vision": {"replicas": 0}}
+    return only_service("kimi", "float32", model=model, **sections)
 
 
 def points(answer: dict) -> list[str]:
@@ -39,4 +45,7 @@ def test_the_answer_is_that_of_one_engine_computed_and_linked(kimi: Service):
     assert (points(first), points(again)) == (["encoded", "encoded"], ["patched", "patched"])
     assert first["choices"][0]["token_ids"] == expected
     assert again["choices"][0]["token_ids"] == expected
-    assert again["orbit"]["vision_tokens_encoded"] == 0
+    encoded = [answer["orbit"]["vision_tokens_encoded"] for answer in (first, again)]
+    assert encoded[0] > encoded[1] == 0
+    assert first["orbit"]["stages_ms"]["vision"] > 0
+    assert "VisionEncoder" not in serve.status().applications[APPLICATION].deployments

@@ -9,6 +9,7 @@ from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import pytest
+import torch
 from rig import MAX_MODEL_LEN, Rig, apart
 
 from prefill_workers.first_token import Sampling
@@ -186,7 +187,7 @@ def test_more_links_than_the_queue_takes_are_refused(make_rig: Callable[..., Rig
     plan = rig.plan(MIXED[0], "off")
     with rig.loop._wake:
         futures = [rig.loop.submit(plan) for _ in range(2)]
-        with pytest.raises(Overloaded, match="2 links wait already"):
+        with pytest.raises(Overloaded, match="2 requests wait already"):
             rig.loop.submit(plan)
     for future in futures:
         rig.loop.abandon(future.result(30).lease)
@@ -227,17 +228,48 @@ def test_a_forward_that_fails_fails_its_links_and_nothing_else(
     assert rig.link(MIXED[1], "off").points == ["encoded"]
 
 
+def test_images_are_encoded_between_forwards_and_what_is_wrong_with_one_call_concerns_no_other(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+):
+    rig = make_rig(form=False, max_queue=3)
+    segments = rig.render([1, " and ", 2])
+    pixels = segments.pixels(range(len(segments.chunks)))
+    alone, link = rig.engine.encode(pixels), rig.plan(MIXED[3], "off")
+    calls: list[int] = []
+    encode = rig.engine.encode
+    monkeypatch.setattr(rig.engine, "encode", lambda items: calls.append(len(items)) or encode(items))
+    with rig.loop._wake:
+        wrong, cancelled, right = (rig.loop.encode(items) for items in ([("image", None)], pixels[:1], pixels))
+        linked = rig.loop.submit(link)
+        with pytest.raises(Overloaded, match="3 requests wait already"):
+            rig.loop.encode(pixels)
+        cancelled.cancel()
+    with pytest.raises(AttributeError):
+        wrong.result(30)
+    for found, wanted in zip(right.result(30), alone, strict=True):
+        assert torch.equal(found, wanted)
+    rig.loop.abandon(linked.result(30).lease)
+    assert calls == [1, 2], "what nobody waits for is not encoded"
+    wait_for(lambda: all_free(rig))
+    rig.loop.stop()
+    with pytest.raises(Overloaded, match="shutting down"):
+        rig.loop.encode(pixels)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("where", ["_turn", "_finish"])
 def test_a_defect_in_the_loop_leaves_nobody_waiting(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, where: str
 ):
     rig = make_rig(form=False)
-    plan = rig.plan(MIXED[1], "off")
+    plan, pixels = rig.plan(MIXED[1], "off"), rig.render([1]).pixels([0])
     monkeypatch.setattr(rig.loop, where, lambda *_: 1 / 0)
+    with rig.loop._wake:
+        waiting = [rig.loop.submit(plan), *(rig.loop.encode(pixels) for _ in range(3))]
     with pytest.raises(ZeroDivisionError):
-        rig.loop.submit(plan).result(30)
+        waiting[0].result(30)
     wait_for(lambda: not rig.loop.alive())
+    assert all(one.done() for one in waiting)
 
 
 def test_background_work_gives_way_to_hand_offs_but_not_for_ever(make_rig: Callable[..., Rig]):

@@ -327,6 +327,26 @@ async def test_pixels_are_encoded_only_when_asked_for():
     assert "vision" in trace.report.stages_ms
 
 
+async def test_what_a_prefill_worker_takes_to_encode_is_vision_and_not_link(monkeypatch: pytest.MonkeyPatch):
+    roles = Roles(link=[PixelsNeeded([0]), None])
+    link = roles.link
+
+    async def encoding(*asked: Any) -> LinkResult:
+        await asyncio.sleep(0.05)
+        result = await link(*asked)
+        result.stages_ms["vision"] = 40.0
+        return result
+
+    monkeypatch.setattr(roles, "link", encoding)
+    segments = Segments(
+        items=(("image", "pixels"),), chunks=(SimpleNamespace(content="page", count=5),), token_ids=list(range(12))
+    )
+    trace = RequestTrace()
+    await client_of(roles)._link(LinkRequest("request", list(range(12))), segments, trace)
+    stages = trace.report.stages_ms
+    assert 40 <= stages["vision"] < 50 <= stages["vision"] + stages["link"]
+
+
 async def test_pixels_may_be_asked_for_again_but_not_the_same_twice():
     """Stored KV that is unreadable is only noticed when it is loaded."""
     contents = ("one", "two", "three")
