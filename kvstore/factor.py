@@ -146,7 +146,7 @@ def gram_directions(tall: Tensor, rank: int) -> Tensor:
     Squaring costs half of the digits: in fp32 directions with less than about 1e-6 of the strongest one's energy are
     found among each other, not apart.
     """
-    return torch.linalg.eigh(tall.mT @ tall).eigenvectors[..., -rank:].flip(-1).contiguous()
+    return _eigenvectors(tall.mT @ tall)[..., -rank:].flip(-1).contiguous()
 
 
 def krylov_directions(tall: Tensor, rank: int) -> Tensor:
@@ -163,5 +163,17 @@ def krylov_directions(tall: Tensor, rank: int) -> Tensor:
     while len(blocks) < _KRYLOV_BLOCKS:
         blocks.append(torch.linalg.qr(gram @ blocks[-1]).Q)
     space = torch.linalg.qr(torch.cat(blocks, 2)).Q
-    within = torch.linalg.eigh(space.mT @ (gram @ space)).eigenvectors
+    within = _eigenvectors(space.mT @ (gram @ space))
     return space @ within[..., -rank:].flip(-1)
+
+
+def _eigenvectors(symmetric: Tensor) -> Tensor:
+    """Eigenvectors of symmetric matrices [layers, n, n] fp32, those of the largest eigenvalues last.
+
+    LAPACK gives up, once in many thousand calls, on a matrix that has one eigenvalue many times over in fp32, such as
+    the zeros of a deficit of low rank. In fp64 their rounding differs and they are told apart.
+    """
+    try:
+        return torch.linalg.eigh(symmetric).eigenvectors
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        return torch.linalg.eigh(symmetric.double()).eigenvectors.to(symmetric.dtype)

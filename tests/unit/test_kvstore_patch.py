@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvstore.directions import Directions
 from kvstore.errors import ShapeMismatch
+from kvstore.factor import factor
 from kvstore.layout import Layout
 from kvstore.patch import (
     Patch,
@@ -196,6 +197,27 @@ def test_wide_deficit_takes_the_krylov_path_and_stays_accurate() -> None:
         singular = torch.linalg.svdvals(segment.double()).square()
         assert patch.energy[index] == pytest.approx((singular[:, :8].sum() / singular.sum()).item(), abs=1e-5)
     assert torch.equal(patch.dense(), form_patch(delta, layout, 8).dense())  # the same deficit, the same patch
+
+
+@pytest.mark.parametrize("features", [48, 512], ids=["gram", "krylov"])
+def test_where_fp32_eigenvectors_do_not_converge_fp64_finds_them(
+    features: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    delta = torch.randn(2, 600, 3, generator=generator) @ torch.randn(2, 3, features, generator=generator)
+    wanted = factor(delta, 8)
+    found = torch.linalg.eigh
+
+    def gives_up(symmetric: Tensor) -> object:
+        if symmetric.dtype == torch.float32:
+            raise torch.linalg.LinAlgError("the algorithm failed to converge")
+        return found(symmetric)
+
+    monkeypatch.setattr(torch.linalg, "eigh", gives_up)
+    left, right, energy, _ = factor(delta, 8)
+    assert (left.dtype, right.dtype) == (torch.float32, torch.float32)
+    assert energy == pytest.approx(wanted.energy, abs=1e-5)
+    torch.testing.assert_close(left @ right.mT, delta, rtol=1e-3, atol=1e-3)
 
 
 @names
