@@ -31,6 +31,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -54,6 +55,7 @@ SIZES = {
 BEHIND = "|S| = "  # so many antecedents: a row of the table
 SHARES = (15, 30, 50)  # per cent of cacheblend
 MOST_LOST = 0.02  # accuracy: two of the 100 items of a table, from which chance cannot be told
+ANSWERED = 0.9  # accuracy of exact behind the fewest antecedents of a table: as much as acceptance asks of multi-hop
 _FITTED_ON = 16
 _ORDERS = 4  # of an orbit patch, at most
 
@@ -83,25 +85,30 @@ def holds_up_to(accuracies: Mapping[str, Mapping[str, Mapping[str, float]]]) -> 
     """The most antecedents whose pair patches a model's linker may sum (`compose_up_to`); 0: none.
 
     A split holds up to the largest |S| that it was measured behind, if there and behind every smaller one `measured` is
-    at most MOST_LOST less accurate than `own`. The model's sums hold as far as all splits do: what lies beyond a
-    split's measurements is not claimed. But for chains: what comes through a page between is in no pair, of whatever
-    model; the online checks watch for it.
+    at most MOST_LOST less accurate than `own`. The model's sums hold as far as all splits do that it answers
+    (ANSWERED): what lies beyond a split's measurements is not claimed, and of questions that it cannot answer either
+    way it loses nothing. A model that answers chains sums nothing: what comes through a page between is in no pair.
 
     Args:
         accuracies: by split the table of `|S| = n`, by arm.
     """
-    held = [_held(table) for split, table in accuracies.items() if split != Split.chain]
+    held = [_held(table) for table in accuracies.values() if _rows(table)[0][1]["exact"] >= ANSWERED]
     most = min(held, default=0)
     return most if most > 1 else 0
 
 
 def _held(table: Mapping[str, Mapping[str, float]]) -> int:
     held = 0
-    for size, arms in sorted((int(row.removeprefix(BEHIND)), arms) for row, arms in table.items()):
+    for size, arms in _rows(table):
         if not arms["own"] - arms["measured"] <= MOST_LOST + 1e-9:
             break
         held = size
     return held
+
+
+def _rows(table: Mapping[str, Mapping[str, float]]) -> list[tuple[int, Mapping[str, float]]]:
+    """By |S|, the smallest first."""
+    return sorted(((int(row.removeprefix(BEHIND)), arms) for row, arms in table.items()), key=itemgetter(0))
 
 
 def form(predecessors: int) -> Form:
