@@ -15,8 +15,10 @@ they that err, the sums go first, and every check after that is of patches alone
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
+import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -79,6 +81,7 @@ class _Record:
 
     window: deque[Comparison]
     allowed: bool = True
+    allowed_at: float = -math.inf  # by an operator, the last time; `time.perf_counter`
     checks: int = 0
     agreements: int = 0
     kl_sum: float = 0.0
@@ -131,12 +134,19 @@ class Fidelity:
         record = self._records.get(point)
         return record is None or record.allowed
 
-    def record(self, points: Iterable[OperatingPoint], found: Comparison) -> None:
-        """Count a check, and switch off the points whose rolling KL it brought past their bound."""
+    def record(self, points: Iterable[OperatingPoint], found: Comparison, served_at: float = math.inf) -> None:
+        """Count a check, and switch off the points whose rolling KL it brought past their bound.
+
+        `served_at` (`time.perf_counter`): when its request was served. A point that an operator allowed after that is
+        not judged by it: it tells of what was wrong then.
+        """
         failed: list[OperatingPoint] = []
         for point in points:
             with self._lock:
                 record, bound = self._records[point], self.settings.bounds.get(point)
+                if served_at < record.allowed_at:
+                    record.skipped["allowed"] += 1
+                    continue
                 record.add(found)
                 rolling, count = record.rolling_kl, len(record.window)
                 passes = bound is not None and rolling is not None and rolling > bound
@@ -170,14 +180,14 @@ class Fidelity:
         self._before_allowing.append(listener)
 
     def allow(self, point: OperatingPoint) -> bool:
-        """Serve at a point again, and judge it by new checks alone. Returns whether it was switched off."""
+        """Serve at a point again, judged by requests served from now on. Returns whether it was switched off."""
         with self._lock:
             record = self._records.get(point)
             if record is None or record.allowed:
                 return False
             for listener in self._before_allowing:
                 listener(point)
-            record.allowed = True
+            record.allowed, record.allowed_at = True, time.perf_counter()
             record.window.clear()
         logger.warning("operating point %s is allowed again by an operator", point)
         return True

@@ -17,6 +17,7 @@ blocks that somebody waits for) costs the check, never a request, and is counted
 | queue      | too many checks wait already                                |
 | blocks     | a link needed the blocks, or their lease ended              |
 | failed     | a forward failed                                            |
+| allowed    | an operator allowed its point again since its request was served |
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ class Rechecks:
             return False
         exact = self._engine.logits([(check.exact, [*now, *check.tail])])[-len(check.tail) :]
         assert check.served is not None
-        self._fidelity.record(check.points, compare(exact, check.served))
+        self._fidelity.record(check.points, compare(exact, check.served), check.since)
         return True
 
     def _served(self, check: _Check, embedded: Sequence[Embedded]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from ray import serve
@@ -27,6 +28,7 @@ class FidelityReplica:
         from prefill_workers.fidelity import Fidelity
 
         self._replica_loop = asyncio.get_running_loop()
+        self._announcing: set[Future[None]] = set()
         self._fidelity = Fidelity(settings, on_switch_off=self._switched_off)
         return self._fidelity
 
@@ -38,6 +40,10 @@ class FidelityReplica:
         """Serve at an operating point no more until it is allowed again."""
         self._fidelity.switch_off(point, reason)
 
+    async def announced(self) -> None:
+        """Wait until the other replicas have heard of every point that this one switched off."""
+        await asyncio.gather(*map(asyncio.wrap_future, list(self._announcing)), return_exceptions=True)
+
     async def allow(self, point: OperatingPoint) -> bool:
         """Serve at an operating point again; returns whether it was switched off."""
         return self._fidelity.allow(point)
@@ -48,7 +54,9 @@ class FidelityReplica:
 
     def _switched_off(self, point: OperatingPoint) -> None:
         """Called on the prefill loop's thread: what spoils one replica's answers spoils those of all, as a rule."""
-        asyncio.run_coroutine_threadsafe(self._tell_replicas(point), self._replica_loop)
+        announcing = asyncio.run_coroutine_threadsafe(self._tell_replicas(point), self._replica_loop)
+        self._announcing.add(announcing)
+        announcing.add_done_callback(self._announcing.discard)
 
     async def _tell_replicas(self, point: OperatingPoint) -> None:
         context = serve.get_replica_context()

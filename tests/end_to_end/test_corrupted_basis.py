@@ -93,6 +93,8 @@ def test_a_corrupted_patch_basis_is_seen_on_metrics_and_switched_off_everywhere(
     assert told.exit_code == 0, told.output
     assert "2 prefill workers" in told.output
     assert metrics(couples)["switched_off"] == [0, 0]
-    assert [points(couples) for _ in range(4)] == [["patched", "patched"]] * 4
+    for _ in range(4):
+        chunks = couples.chat(PAGE, max_tokens=2)["orbit"]["chunks"]
+        assert [chunk["operating_point"] for chunk in chunks] == ["patched", "patched"], chunks
     shown = CliRunner().invoke(cli, ["fidelity", "show", "--url", couples.url])
     assert "switched off" not in shown.output

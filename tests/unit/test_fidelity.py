@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import math
+import time
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from pydantic import ValidationError
 from prefill_workers.fidelity import KL_BUCKETS, MAX_KL, Comparison, Fidelity, compare
 from prefill_workers.policies import OperatingPoint
 from prefill_workers.settings import FidelitySettings
+from serving.fidelity_replica import FidelityReplica
 
 PATCHED, COMPOSED, RELOCATED = OperatingPoint.PATCHED, OperatingPoint.COMPOSED, OperatingPoint.RELOCATED
 GOOD, BAD = Comparison(0.001, True), Comparison(1.0, False)
@@ -156,6 +159,47 @@ def test_what_an_operator_allows_is_judged_anew(caplog: pytest.LogCaptureFixture
     assert watched.allows(PATCHED), "one check does not judge"
     watched.record([PATCHED], BAD)
     assert not watched.allows(PATCHED)
+
+
+def test_requests_served_before_an_operator_allowed_a_point_do_not_judge_it():
+    watched = fidelity()
+    served_at = time.perf_counter()
+    watched.record([PATCHED], BAD, served_at)
+    watched.record([PATCHED], BAD, served_at)
+    assert not watched.allows(PATCHED)
+    watched.allow(PATCHED)
+    for _ in range(4):
+        watched.record([PATCHED], BAD, served_at)
+    assert watched.allows(PATCHED)
+    assert status(watched, PATCHED).rolling_checks == 0
+    assert status(watched, PATCHED).skipped == {"allowed": 4}
+    for _ in range(2):
+        watched.record([PATCHED], BAD, time.perf_counter())
+    assert not watched.allows(PATCHED)
+
+
+async def test_a_replica_waits_until_what_it_switched_off_is_announced():
+    class Slow(FidelityReplica):
+        """Whose word takes its time."""
+
+        def __init__(self) -> None:
+            self.let_go, self.told = asyncio.Event(), list[OperatingPoint]()
+
+        async def _tell_replicas(self, point: OperatingPoint) -> None:
+            await self.let_go.wait()
+            self.told.append(point)
+
+    replica = Slow()
+    watched = replica.watch_fidelity(fidelity().settings)
+    await replica.announced()  # nothing to say
+    for _ in range(2):
+        watched.record([PATCHED], BAD)
+    waits = asyncio.ensure_future(replica.announced())
+    await asyncio.wait([waits], timeout=0.05)
+    assert not waits.done()
+    replica.let_go.set()
+    await waits
+    assert replica.told == [PATCHED]
 
 
 def test_exact_points_are_always_allowed():
