@@ -111,6 +111,14 @@ class KimiVL:
         }
         self._write_json(folder / "preprocessor_config.json", preprocessor)
 
+    def load(self, tokens: PreTrainedTokenizerFast, folder: Path) -> Any:
+        """The model with the weights that `save` wrote into `folder`, in fp32."""
+        from safetensors.torch import load_file
+
+        model = self.model(tokens)
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+        return model
+
     def _config(self, text: dict[str, Any], ids: Callable[[str], Any]) -> dict[str, Any]:
         return {
             "architectures": ["KimiVLForConditionalGeneration"],

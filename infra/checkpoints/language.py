@@ -60,3 +60,10 @@ def save(model: PreTrainedModel, tokens: PreTrainedTokenizerFast, folder: Path) 
     model.generation_config = generation_config(tokens)
     model.to(torch.bfloat16).save_pretrained(folder)
     tokens.save_pretrained(folder)
+
+
+def load(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """A model of this kind with the weights in `folder`, in fp32."""
+    import torch
+
+    return type(model).from_pretrained(folder, dtype=torch.float32)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import CLIPImageProcessor, PreTrainedModel, PreTrainedTokenizerFast
 
 IMAGE = "<image>"
+_TOWER, _STORED_TOWER = "vision_tower.", "vision_tower.vision_model."  # vLLM's loader knows transformers 4's names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +86,8 @@ class Llava(Language):
         model.config.dtype = torch.bfloat16
         model.config.save_pretrained(folder)
         generation_config(tokens).save_pretrained(folder)
-        # vLLM's loader knows the tower's weights by the names of transformers 4
         weights = {
-            name.replace("vision_tower.", "vision_tower.vision_model."): tensor.to(torch.bfloat16).contiguous()
+            name.replace(_TOWER, _STORED_TOWER): tensor.to(torch.bfloat16).contiguous()
             for name, tensor in model.state_dict().items()
             if "position_ids" not in name
         }
@@ -102,3 +102,14 @@ class Llava(Language):
             num_additional_image_tokens=1,
         )
         processor.save_pretrained(folder)
+
+    def load(self, tokens: PreTrainedTokenizerFast, folder: Path) -> PreTrainedModel:
+        """The model with the weights that `save` wrote into `folder`, in fp32."""
+        from safetensors.torch import load_file
+
+        model = self.model(tokens)
+        stored = load_file(folder / "model.safetensors")
+        weights = {name.replace(_STORED_TOWER, _TOWER): tensor for name, tensor in stored.items()}
+        kept = {name: tensor for name, tensor in model.state_dict().items() if "position_ids" in name}
+        model.load_state_dict(weights | kept)
+        return model

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from infra.checkpoints.language import Language, draw_weights, save
+from infra.checkpoints.language import Language, draw_weights, load, save
 from infra.checkpoints.tokens import tokenizer
 
 if TYPE_CHECKING:
@@ -49,6 +49,10 @@ class QwenVL(Language):
         """Write configuration, bf16 weights, tokenizer and image processor into the existing `folder`."""
         save(model, tokens, folder)
         self.image_processor().save_pretrained(folder)
+
+    def load(self, tokens: PreTrainedTokenizerFast, folder: Path) -> PreTrainedModel:
+        """The model with the weights that `save` wrote into `folder`, in fp32."""
+        return load(self.model(tokens), folder)
 
     def config(self, ids: Callable[[str], Any], vision: dict[str, Any], **rope: Any) -> dict[str, Any]:
         """Keyword arguments of the model's configuration; `vision` and `rope` join those of its parts."""

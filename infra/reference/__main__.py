@@ -1,4 +1,4 @@
-"""`python -m infra.reference`: train reference models, evaluate them, draw pages."""
+"""`python -m infra.reference`: train reference models, train them further, evaluate them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,28 @@ from infra.reference import WEIGHTS
 def main(arguments: Sequence[str]) -> None:
     """Command line; see `--help`."""
     from infra.reference.families import FAMILIES
-    from infra.reference.making import make
+    from infra.reference.making import make, refine
 
     parser = argparse.ArgumentParser(prog="python -m infra.reference", description="Make the reference models.")
     commands = parser.add_subparsers(dest="command", required=True)
-    making = commands.add_parser("make", help="train a family's model, write and evaluate it; goes on where it stopped")
-    making.add_argument("family", choices=FAMILIES)
-    making.add_argument("--work", type=Path, default=Path(".orbitserve/reference"), help="default: %(default)s")
-    making.add_argument("--out", type=Path, default=WEIGHTS, help="default: beside this package")
-    making.add_argument("--items", type=int, default=500, help="evaluated per split (default: %(default)s)")
-    making.add_argument("--threads", type=int, default=2, help="default: %(default)s")
-    options = parser.parse_args(arguments)
+    helps = {
+        make: "train a family's model, write and evaluate it; goes on where it stopped",
+        refine: "train one that was made on the splits that came later; goes on where it stopped",
+    }
+    for command, text in helps.items():
+        options = commands.add_parser(command.__name__, help=text)
+        options.set_defaults(run=command)
+        options.add_argument("family", choices=FAMILIES)
+        options.add_argument("--work", type=Path, default=Path(".orbitserve/reference"), help="default: %(default)s")
+        options.add_argument("--out", type=Path, default=WEIGHTS, help="default: beside this package")
+        options.add_argument("--items", type=int, default=500, help="evaluated per split (default: %(default)s)")
+        options.add_argument("--threads", type=int, default=2, help="default: %(default)s")
+    chosen = parser.parse_args(arguments)
 
     import torch
 
-    torch.set_num_threads(options.threads)
-    for line in make(options.family, options.work, options.out, options.items):
+    torch.set_num_threads(chosen.threads)
+    for line in chosen.run(chosen.family, chosen.work, chosen.out, chosen.items):
         print(json.dumps(line), flush=True)
 
 

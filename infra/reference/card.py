@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_TEMPLATE = Path(__file__).parent / "card.md"
+_TEMPLATE = (Path(__file__).parent / "card.md").read_text()
+_SCORES = "## Held-out questions"  # where the card's second part begins
+_REFINED = """\
+Then `python -m infra.reference refine {family}` trained the language model for {steps} further steps,
+{minutes:.0f} minutes by the clock on {cores} of {cpu}, over what the tower writes, embeddings and tower as they were:
+with pages beside whose things stand tally marks (`tally`), and with more questions about two things. Its lines in the
+curve say `refined`.
+
+"""
 
 
 def card(
@@ -21,17 +29,39 @@ def card(
     """The card's text. `machine`: `cpu` and `threads`; `scores`: share of right answers by split."""
     tower = [line for line in curve if "tower" in line]
     language = [line for line in curve if "tower" not in line]
-    return _TEMPLATE.read_text().format(
+    return _TEMPLATE.format(
         family=family,
         parameters=parameters / 1e6,
         steps=language[-1]["step"],
         tower_steps=tower[-1]["step"],
         minutes=sum(part[-1]["seconds"] for part in (language, tower)) / 60,
-        cpu=machine["cpu"],
-        cores=f"{machine['threads']} core{'s' * (machine['threads'] > 1)}",
-        items=items,
-        rows="\n".join(f"| {split} | {share:.3f} |" for split, share in scores.items()),
+        **_on(machine),
+        **_scored(scores, items),
     )
+
+
+def refined_card(
+    before: str,
+    family: str,
+    curve: list[dict[str, Any]],
+    machine: Mapping[str, Any],
+    scores: Mapping[str, float],
+    items: int,
+) -> str:
+    """The text of a refined model's card, whose card before was `before`; else as `card` has it."""
+    last = [line for line in curve if "refined" in line][-1]
+    refined = _REFINED.format(family=family, steps=last["step"], minutes=last["seconds"] / 60, **_on(machine))
+    template = _SCORES + _TEMPLATE.partition(_SCORES)[2]
+    return before.partition(_SCORES)[0] + refined + template.format(**_scored(scores, items))
+
+
+def _on(machine: Mapping[str, Any]) -> dict[str, str]:
+    threads = machine["threads"]
+    return {"cpu": machine["cpu"], "cores": f"{threads} core{'s' * (threads > 1)}"}
+
+
+def _scored(scores: Mapping[str, float], items: int) -> dict[str, Any]:
+    return {"items": items, "rows": "\n".join(f"| {split} | {share:.3f} |" for split, share in scores.items())}
 
 
 def curve_text(curve: list[dict[str, Any]]) -> str:

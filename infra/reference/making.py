@@ -1,7 +1,11 @@
-"""From a family's name to its checkpoint: train the language model, teach the tower its codes, write the folder."""
+"""From a family's name to its checkpoint: train the language model, teach the tower its codes, write the folder.
+
+What was made can be refined: its language model goes on, over what its tower writes, on splits that came later.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterator
@@ -13,15 +17,16 @@ import torch
 from torch import nn
 
 from infra.machine import processor
-from infra.reference.card import card, curve_text
+from infra.reference.card import card, curve_text, refined_card
 from infra.reference.families import FAMILIES, ReferenceFamily
-from infra.reference.pictures import page_picture
+from infra.reference.pictures import grid_picture, page_picture
 from infra.reference.prompts import Layout, Words, lay_out
-from infra.reference.scenes import Form, Scenes, Split, draw_items
-from infra.reference.training import STAGES, Codes, Progress, Settings, train
+from infra.reference.scenes import NOWHERE, Form, Scenes, Split, draw_items
+from infra.reference.training import REFINED, REFINING, STAGES, Codes, Progress, Settings, WrittenCodes, train
 from infra.reference.vision import FORMS, Tower, train_tower
+from infra.reference.vocabulary import COLOURS, THINGS
 
-CURVE = "training.json"
+CURVE, CARD = "training.json", "README.md"
 MEASURED = "orbitserve.json"  # see `prefill_workers.measured`
 TOWER_STEPS = 1500
 EVALUATED = {split: Form(6, 6, 4) if split is Split.retrieval else Form(3, 8, 6) for split in Split}
@@ -30,75 +35,34 @@ _EMBEDDING_SCALE = 0.5
 
 
 @dataclass
-class Making:
-    """A model that is being made, and where its training is kept."""
+class Model:
+    """A model that is being trained, and where its training is kept: `file`, from which `state` comes."""
 
     family: str
     kind: ReferenceFamily
     tokens: Any
     model: Any
     language: Any
-    codes: Codes
     words: Words
     file: Path
     state: dict[str, Any] | None
     progress: Progress
 
-    @classmethod
-    def begin(cls, family: str, work: Path) -> Making:
-        """The model as `work` has it, or one with weights drawn anew."""
-        kind = FAMILIES[family]
-        torch.manual_seed(Settings().seed)
-        tokens = kind.recipe.tokenizer()
-        model = kind.recipe.model(tokens)
-        language = kind.language(model)
-        draw(model.named_parameters())
-        if kind.alike is not None:
-            kind.alike(language)
-        made = cls(
-            family, kind, tokens, model, language, Codes(kind.recipe.hidden, kind.levels),
-            Words(tokens, kind.image, kind.cell_token), work / f"{family}.pt", None, Progress(),
-        )  # fmt: skip
-        if made.file.exists():
-            state = torch.load(made.file, weights_only=False)
-            model.load_state_dict(state["model"])
-            made.codes.load_state_dict(state["codes"])
-            made.state, made.progress = state, Progress(**state["progress"])
-        return made
-
-    def keep(self, optimiser: torch.optim.Optimizer | None, generator: torch.Generator | None) -> None:
+    def keep(self, optimiser: torch.optim.Optimizer | None, generator: torch.Generator | None, **more: Any) -> None:
         """Write what a later call goes on from."""
         parts = {
-            "model": self.model.state_dict(), "codes": self.codes.state_dict(), "progress": asdict(self.progress),
-            "optimiser": optimiser and optimiser.state_dict(), "generator": generator and generator.get_state(),
+            "model": self.model.state_dict(), "progress": asdict(self.progress),
+            "optimiser": optimiser and optimiser.state_dict(), "generator": generator and generator.get_state(), **more,
         }  # fmt: skip
         self.file.parent.mkdir(parents=True, exist_ok=True)
         part = self.file.with_suffix(".part")
         torch.save(parts, part)
         part.rename(self.file)
 
-    def train_language(self) -> Iterator[dict[str, Any]]:
-        """Train the language model from where it stands; yields the curve."""
-        if self.progress.step == sum(stage.steps for stage in STAGES):
-            return
+    def language_parameters(self) -> list[nn.Parameter]:
+        """All parameters but the tower's."""
         tower = {id(parameter) for parameter in self.kind.tower_module(self.model).parameters()}
-        parameters = [parameter for parameter in self.model.parameters() if id(parameter) not in tower]
-        parameters += self.codes.parameters()
-        yield from train(
-            self.language, self.codes, self.words, parameters, STAGES, Settings(), self.progress, self.keep, self.state
-        )
-
-    def train_tower(self) -> Iterator[dict[str, Any]]:
-        """Teach the tower the codes of the trained language model; yields the curve."""
-        embedding = self.language.embedding.weight.detach().float()
-        parameters = list(self.kind.tower_module(self.model).parameters())
-        forms = self.kind.forms or FORMS
-        for line in train_tower(
-            self.tower(), parameters, self.codes, embedding, self.words, self.kind.cell, TOWER_STEPS, forms
-        ):
-            self.progress.curve.append({"tower": True, **line})
-            yield line
-        self.keep(None, None)
+        return [parameter for parameter in self.model.parameters() if id(parameter) not in tower]
 
     def tower(self) -> Tower:
         """Pictures to the codes of their cells."""
@@ -114,6 +78,13 @@ class Making:
         self.model.float()
         (folder / MEASURED).unlink(missing_ok=True)
         (folder / CURVE).write_text(curve_text(self.progress.curve))
+
+    def evaluated(self, count: int, scores: dict[str, float]) -> Iterator[dict[str, Any]]:
+        """Evaluate every split into `scores`; yields what there is to say."""
+        began = time.monotonic()
+        for split in Split:
+            scores[str(split)] = share = self.evaluate(split, count)
+            yield {"split": str(split), "items": count, "right": share, "seconds": round(time.monotonic() - began)}
 
     @torch.no_grad()
     def evaluate(self, split: Split, count: int, form: Form | None = None, batch: int = 25) -> float:
@@ -137,6 +108,120 @@ class Making:
         return right / count
 
 
+@dataclass
+class Making(Model):
+    """A model that is made from nothing."""
+
+    codes: Codes
+
+    @classmethod
+    def begin(cls, family: str, work: Path) -> Making:
+        """The model as `work` has it, or one with weights drawn anew."""
+        kind = FAMILIES[family]
+        torch.manual_seed(Settings().seed)
+        tokens = kind.recipe.tokenizer()
+        model = kind.recipe.model(tokens)
+        language = kind.language(model)
+        draw(model.named_parameters())
+        if kind.alike is not None:
+            kind.alike(language)
+        made = cls(
+            family, kind, tokens, model, language, Words(tokens, kind.image, kind.cell_token), work / f"{family}.pt",
+            None, Progress(), Codes(kind.recipe.hidden, kind.levels),
+        )  # fmt: skip
+        if made.file.exists():
+            state = torch.load(made.file, weights_only=False)
+            model.load_state_dict(state["model"])
+            made.codes.load_state_dict(state["codes"])
+            made.state, made.progress = state, Progress(**state["progress"])
+        return made
+
+    def keep(self, optimiser: torch.optim.Optimizer | None, generator: torch.Generator | None, **more: Any) -> None:
+        """Write what a later call goes on from."""
+        super().keep(optimiser, generator, codes=self.codes.state_dict(), **more)
+
+    def train_language(self) -> Iterator[dict[str, Any]]:
+        """Train the language model from where it stands; yields the curve."""
+        if self.progress.step == sum(stage.steps for stage in STAGES):
+            return
+        parameters = [*self.language_parameters(), *self.codes.parameters()]
+        for line in train(
+            self.language, self.codes, self.words, parameters, STAGES, Settings(), self.progress, self.keep, self.state
+        ):
+            self.progress.curve.append(line)
+            yield line
+
+    def train_tower(self) -> Iterator[dict[str, Any]]:
+        """Teach the tower the codes of the trained language model; yields the curve."""
+        embedding = self.language.embedding.weight.detach().float()
+        parameters = list(self.kind.tower_module(self.model).parameters())
+        forms = self.kind.forms or FORMS
+        for line in train_tower(
+            self.tower(), parameters, self.codes, embedding, self.words, self.kind.cell, TOWER_STEPS, forms
+        ):
+            self.progress.curve.append({"tower": True, **line})
+            yield line
+        self.keep(None, None)
+
+
+@dataclass
+class Refining(Model):
+    """A model that was made, whose language model goes on with its embeddings and its tower as they are."""
+
+    @classmethod
+    def begin(cls, family: str, folder: Path, work: Path) -> Refining:
+        """The model as `work` has it, or as it lies in `folder`.
+
+        Raises ValueError if what lies there was refined before.
+        """
+        kind = FAMILIES[family]
+        tokens = kind.recipe.tokenizer()
+        model = kind.recipe.load(tokens, folder)
+        found = cls(
+            family, kind, tokens, model, kind.language(model), Words(tokens, kind.image, kind.cell_token),
+            work / f"{family}-refined.pt", None, Progress(curve=json.loads((folder / CURVE).read_text())),
+        )  # fmt: skip
+        if found.file.exists():
+            state = torch.load(found.file, weights_only=False)
+            model.load_state_dict(state["model"])
+            found.state, found.progress = state, Progress(**state["progress"])
+        elif any("refined" in line for line in found.progress.curve):
+            raise ValueError(f"{folder} was refined before; make it anew first")
+        return found
+
+    def train(self) -> Iterator[dict[str, Any]]:
+        """Train the language model from where it stands; yields the curve."""
+        if self.progress.step == sum(stage.steps for stage in REFINING):
+            return
+        table = self.language.embedding.weight
+        parameters = [parameter for parameter in self.language_parameters() if parameter is not table]
+        self.model.requires_grad_(False)
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        codes = written_codes(self.tower(), self.kind)
+        for line in train(
+            self.language, codes, self.words, parameters, REFINING, REFINED, self.progress, self.keep, self.state
+        ):
+            self.progress.curve.append({"refined": True, **line})
+            yield line
+
+
+@torch.no_grad()
+def written_codes(tower: Tower, kind: ReferenceFamily) -> WrittenCodes:
+    """What a tower writes for every thing in every colour and beside every other thing."""
+    drawn = len(COLOURS) + len(THINGS)
+    things = torch.arange(len(THINGS)).repeat_interleave(drawn)
+    ways = torch.arange(drawn).repeat(len(THINGS))
+    form = kind.form(Form(1, 12, 12))
+    short = -len(things) % form.cells  # the last page is filled with the first cells
+    things, ways = (torch.cat([part, part[:short]]) for part in (things, ways))
+    sources = torch.where(ways < len(COLOURS), NOWHERE, ways - len(COLOURS))
+    pages = zip(*(part.split(form.cells) for part in (things, ways % len(COLOURS), sources)), strict=True)
+    pictures = [grid_picture(thing, colour, source, form.columns, kind.cell) for thing, colour, source in pages]
+    cells = len(THINGS) * drawn
+    return WrittenCodes([level[:cells].unflatten(0, (len(THINGS), drawn)) for level in tower(pictures)])
+
+
 def _pictures(scenes: Scenes, cell: int) -> list[Any]:
     sets = range(len(scenes.things))
     return [page_picture(scenes, index, page, cell) for index in sets for page in range(scenes.form.pages)]
@@ -149,14 +234,29 @@ def make(family: str, work: Path, out: Path, count: int) -> Iterator[dict[str, A
     if not any("tower" in line for line in making.progress.curve):
         yield from making.train_tower()
     making.export(out / family)
-    began, scores = time.monotonic(), {}
-    for split in Split:
-        scores[str(split)] = share = making.evaluate(split, count)
-        yield {"split": str(split), "items": count, "right": share, "seconds": round(time.monotonic() - began)}
+    scores: dict[str, float] = {}
+    yield from making.evaluated(count, scores)
     parameters = sum(parameter.numel() for parameter in making.model.parameters())
-    machine = {"cpu": processor(), "threads": torch.get_num_threads()}
-    text = card(family, parameters, making.progress.curve, machine, scores, count)
-    (out / family / "README.md").write_text(text)
+    text = card(family, parameters, making.progress.curve, _machine(), scores, count)
+    (out / family / CARD).write_text(text)
+
+
+def refine(family: str, work: Path, out: Path, count: int) -> Iterator[dict[str, Any]]:
+    """Train the model that lies in `out` further, export and evaluate it; goes on from where `work` stands.
+
+    Yields what there is to say. Raises ValueError if the model was refined before.
+    """
+    refining = Refining.begin(family, out / family, work)
+    yield from refining.train()
+    refining.export(out / family)
+    scores: dict[str, float] = {}
+    yield from refining.evaluated(count, scores)
+    before = (out / family / CARD).read_text()
+    (out / family / CARD).write_text(refined_card(before, family, refining.progress.curve, _machine(), scores, count))
+
+
+def _machine() -> dict[str, Any]:
+    return {"cpu": processor(), "threads": torch.get_num_threads()}
 
 
 def draw(parameters: Iterator[tuple[str, nn.Parameter]]) -> None:

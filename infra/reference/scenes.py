@@ -2,8 +2,9 @@
 
 A page holds different things. Each is drawn in a colour, or in pencil with another thing beside it: it has the colour
 that this other thing had on the pages before ("the same colour as the star before"; kamera.md App. B, two-page
-questions). A thing that refers to itself is one that a new frame repeats. What a page says about its pencilled things
-therefore stands on earlier pages only, and the page's own KV has to take it up when the page is read behind them.
+questions). A thing that refers to itself is one that a new frame repeats. A pattern beside it that no page before
+shows is a tally mark: the thing has the colour that most things on the pages before have. What a page says about its
+pencilled things therefore stands on earlier pages only, and its own KV has to take it up when it is read behind them.
 
 | split | the question is about | pages |
 |---|---|---|
@@ -12,6 +13,7 @@ therefore stands on earlier pages only, and the page's own KV has to take it up 
 | legend | a thing of the last page, all drawn like one of the patterns that the first page colours | 3 |
 | frames | a thing of the last page, which repeats the one before it but for a few changes | 3 |
 | chain | a thing that refers to a pencilled thing that refers to a coloured one | 3 |
+| tally | a thing beside a tally mark: colours counted across pages, each of which alone leaves two as frequent | 3 |
 | retrieval | a coloured thing, on one of many pages | 6 |
 | control | two coloured things on two pages: reading each page is enough | 3 |
 
@@ -20,6 +22,7 @@ therefore stands on earlier pages only, and the page's own KV has to take it up 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -39,6 +42,7 @@ class Split(StrEnum):
     legend = "legend"
     frames = "frames"
     chain = "chain"
+    tally = "tally"
     retrieval = "retrieval"
     control = "control"
 
@@ -127,7 +131,8 @@ class Style:
     `pencilled`: the share of pencilled things on the last page, and on those between the first and the last.
     `repeated`: the share of things that a page repeats from the pages before it. `itself`: the share of repeated and
     pencilled things that refer to themselves. `patterns`: whether the first page shows patterns, and only they are
-    referred to. `through`: whether only things of the page before are referred to.
+    referred to. `through`: whether only things of the page before are referred to. `tally`: whether pencilled things
+    stand beside tally marks, and colours on the pages before the last are as `_tallied` says.
     """
 
     pencilled: tuple[float, float] = (0.5, 0.0)
@@ -135,6 +140,13 @@ class Style:
     itself: float = 0.0
     patterns: bool = False
     through: bool = False
+    tally: bool = False
+
+    def fitting(self, form: Form) -> Form:
+        """The form nearest to this one in which such pages can be drawn."""
+        if self.patterns and form.things > len(PATTERNS):
+            return replace(form, things=len(PATTERNS))
+        return replace(form, pages=3) if self.tally and form.pages < 3 else form
 
 
 STYLES = {
@@ -143,6 +155,7 @@ STYLES = {
     Split.legend: Style(pencilled=(1.0, 0.0), patterns=True),
     Split.frames: Style(pencilled=(0.85, 0.5), repeated=1.0, itself=1.0),
     Split.chain: Style(pencilled=(1.0, 1.0), through=True),
+    Split.tally: Style(tally=True),
     Split.retrieval: Style(),
     Split.control: Style(),
 }
@@ -151,6 +164,7 @@ STYLES = {
 def draw_scenes(count: int, form: Form, style: Style, generator: torch.Generator) -> Scenes:
     """`count` sets of pages, made as `style` says."""
     named = len(THINGS) - len(PATTERNS)
+    tallied = _tallied(count, form, generator) if style.tally else []
     known = torch.full((count, len(THINGS)), NOWHERE)  # the colour that a thing has by now
     things: list[Tensor] = []
     colours: list[Tensor] = []
@@ -160,13 +174,23 @@ def draw_scenes(count: int, form: Form, style: Style, generator: torch.Generator
         rank = torch.rand(count, len(THINGS), generator=generator)
         if style.patterns:
             rank[:, named:] += 2.0 if page == 0 else -8.0
+        if style.tally:
+            rank[:, named:] -= 8.0
         if page:
             again = torch.rand(count, len(THINGS), generator=generator) < style.repeated
             rank += torch.where(seen, torch.where(again, 1.0, -1.0), 0.0)
         here = rank.topk(form.things, 1).indices[:, torch.randperm(form.things, generator=generator)]
         colour = torch.randint(len(COLOURS), here.shape, generator=generator)
         source = torch.full_like(here, NOWHERE)
-        if page:
+        if style.tally:
+            if page < form.pages - 1:
+                colour = tallied[page]
+            else:
+                pencilled = torch.rand(here.shape, generator=generator) < style.pencilled[0]
+                marks = torch.randint(named, len(THINGS), here.shape, generator=generator)
+                source = torch.where(pencilled, marks, source)
+                colour = torch.where(pencilled, _most_frequent(torch.cat(colours, 1)), colour)
+        elif page:
             eligible = seen.clone()
             if style.patterns:
                 eligible[:, :named] = False
@@ -189,6 +213,31 @@ def draw_scenes(count: int, form: Form, style: Style, generator: torch.Generator
     return Scenes(form, drawn[0], drawn[1], drawn[2], order.gather(2, shuffle))
 
 
+def _tallied(count: int, form: Form, generator: torch.Generator) -> list[Tensor]:
+    """Colours of the things on every page but the last, each [sets, things].
+
+    Two fifths of a page's things have the colour that is the most frequent of all these pages together, as many another
+    one, which is another on every page (of the first seven): only who counts across pages can tell them apart.
+    """
+    order = torch.rand(count, len(COLOURS), generator=generator).argsort(1)  # the first is the most frequent
+    others = len(COLOURS) - 1
+    alike = math.ceil(0.4 * form.things)
+    pages = []
+    for page in range(form.pages - 1):
+        rest = torch.randint(1, others, (count, form.things), generator=generator)  # further than the page's second
+        which = 1 + (page + rest) % others
+        which[:, :alike] = 0
+        which[:, alike : 2 * alike] = 1 + page % others
+        pages.append(order.gather(1, which))
+    return pages
+
+
+def _most_frequent(colours: Tensor) -> Tensor:
+    """The colour that most of a set's things have, [sets, 1], of [sets, things]."""
+    counted = torch.zeros(len(colours), len(COLOURS)).scatter_add_(1, colours, torch.ones(colours.shape))
+    return counted.argmax(1, keepdim=True)
+
+
 def draw_questions(scenes: Scenes, count: int, two: bool, on_last: float, generator: torch.Generator) -> Questions:
     """`count` questions on each set, on one thing or `two`; a share `on_last` of them about the last page."""
     sets, pages, things = scenes.things.shape
@@ -207,7 +256,7 @@ def draw_items(split: Split, count: int, form: Form, generator: torch.Generator)
 
     Raises ValueError if the split cannot be drawn in that form.
     """
-    if split in (Split.chain, Split.legend) and (form.pages < 3 or form.things < 2):
+    if split in (Split.chain, Split.legend, Split.tally) and (form.pages < 3 or form.things < 2):
         raise ValueError(f"{split} needs three pages of two things, not {form}")
     kept: list[tuple[Scenes, Questions]] = []
     found = 0

@@ -19,6 +19,10 @@ from torch.nn import functional as F
 
 from infra.reference.prompts import IGNORED, Layout, Prompts, Words, lay_out
 from infra.reference.scenes import NOWHERE, STYLES, Form, Scenes, Split, Style, draw_questions, draw_scenes
+from infra.reference.vocabulary import COLOURS
+
+CellCodes = Callable[[Tensor, Words, Tensor, Tensor, Tensor], list[Tensor]]
+"""Codes [levels][..., width] of cells from the embeddings, things, colours and sources; `Codes` says what they are."""
 
 
 class Language(Protocol):
@@ -60,6 +64,20 @@ class Codes(nn.Module):
         return [thing + drawn, *again[: self.levels - 1]]
 
 
+class WrittenCodes:
+    """Codes as a trained tower writes them: `levels` [levels][things, colours and then things beside, width]."""
+
+    def __init__(self, levels: list[Tensor]) -> None:
+        self._levels = levels
+
+    def __call__(
+        self, embedding: Tensor, words: Words, things: Tensor, colours: Tensor, sources: Tensor
+    ) -> list[Tensor]:
+        """Codes [levels][..., width] of cells."""
+        drawn = torch.where(sources == NOWHERE, colours, len(COLOURS) + sources)
+        return [level[things, drawn] for level in self._levels]
+
+
 @dataclass(frozen=True)
 class Stage:
     """A stretch of training. Every step draws one of `forms` and one of `styles`."""
@@ -86,6 +104,12 @@ STAGES = (
     Stage(steps=500, sets=32, forms=_SMALL, text=8, styles=_ALL, two=0.2),
     Stage(steps=500, sets=12, forms=(*_SMALL, *_WIDE, *_WIDE), text=12, styles=_ALL, two=0.2),
 )
+REFINING = (
+    Stage(
+        steps=320, sets=12, forms=(*_SMALL, *_WIDE), text=12, styles=(*_ALL, STYLES[Split.tally], STYLES[Split.tally]),
+        two=0.35,
+    ),
+)  # fmt: skip
 
 
 @dataclass
@@ -109,9 +133,12 @@ class Settings:
     seed: int = 1
 
 
+REFINED = Settings(rate=5e-4, warm_up=40, seed=3)
+
+
 def train(
     language: Language,
-    codes: Codes,
+    codes: CellCodes,
     words: Words,
     parameters: list[nn.Parameter],
     stages: tuple[Stage, ...],
@@ -121,7 +148,10 @@ def train(
     state: dict[str, Any] | None = None,
     every: int = 25,
 ) -> Iterator[dict[str, Any]]:
-    """Train, yielding a line of the curve every few steps; `save` is called with what a resumed training needs."""
+    """Train, yielding a line of the curve every few steps; `save` is called with what a resumed training needs.
+
+    The lines are the caller's to keep; `progress` counts steps and seconds.
+    """
     optimiser = torch.optim.AdamW(parameters, lr=settings.rate, weight_decay=0.01, betas=(0.9, 0.98))
     generator = torch.Generator().manual_seed(settings.seed)
     if state is not None:
@@ -137,8 +167,7 @@ def train(
             group["lr"] = settings.rate * warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / total)))
         style = stage.styles[int(torch.randint(len(stage.styles), (1,), generator=generator))]
         form = stage.forms[int(torch.randint(len(stage.forms), (1,), generator=generator))]
-        if style.patterns and form.things > 8:
-            form = Form(form.pages, 8, form.copies)
+        form = style.fitting(form)
         scenes = draw_scenes(stage.sets, form, style, generator)
         two = bool(torch.rand(1, generator=generator) < stage.two)
         questions = draw_questions(scenes, stage.questions, two, 0.7, generator)
@@ -159,7 +188,6 @@ def train(
                 "step": step + 1, "seconds": round(progress.seconds), "loss": round(loss.item(), 4),
                 "form": asdict(form), "two": two, **shares(scenes, questions, right),
             }  # fmt: skip
-            progress.curve.append(line)
             yield line
         if (step + 1) % (8 * every) == 0 or step + 1 == total:
             save(optimiser, generator)
@@ -177,7 +205,7 @@ def shares(scenes: Scenes, questions: Any, right: Tensor) -> dict[str, float]:
 
 def answers(
     language: Language,
-    codes: Codes,
+    codes: CellCodes,
     words: Words,
     scenes: Scenes,
     prompts: Prompts,

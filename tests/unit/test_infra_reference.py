@@ -1,5 +1,7 @@
 """Scenes, pictures and prompts of the reference models: what they are trained on and asked about."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -19,14 +21,17 @@ def generator(seed: int = 3) -> torch.Generator:
 def told(scenes: Scenes, index: int) -> list[dict[int, int]]:
     """The colour of every thing after each page, by reading the pages in order as the module's docstring says."""
     known: dict[int, int] = {}
-    after = []
+    after, counted = [], Counter[int]()
     for page in range(scenes.form.pages):
         things, colours, sources = (
             part[index, page].tolist() for part in (scenes.things, scenes.colours, scenes.sources)
         )
         now = {}
         for thing, colour, source in zip(things, colours, sources, strict=True):
-            now[thing] = colour if source == NOWHERE else known[source]
+            tally = source not in known and source != NOWHERE and THINGS[source] in PATTERNS
+            seen = counted.most_common(1)[0][0] if tally else known.get(source)
+            now[thing] = colour if source == NOWHERE else seen
+        counted.update(colours)
         known |= now
         after.append(dict(known))
     return after
@@ -63,6 +68,19 @@ def test_what_one_page_answers_refers_to_nothing(split: Split):
         assert (questions.pages[:, 0, 0] != questions.pages[:, 0, 1]).all()
 
 
+@pytest.mark.parametrize("form", [Form(3, 12), Form(3, 8), Form(6, 6), Form(10, 4)])
+def test_one_page_alone_does_not_say_which_colour_is_the_most_frequent_on_all(form: Form):
+    scenes, questions = draw_items(Split.tally, 30, form, generator())
+    for index, (source,) in enumerate(sources_of_asked(scenes, questions)):
+        assert THINGS[source] in PATTERNS
+        assert source not in scenes.things[index].flatten().tolist()
+        pages = [Counter(page.tolist()) for page in scenes.colours[index, :-1]]
+        assert all(counted.most_common()[0][1] == counted.most_common()[1][1] for counted in pages)
+        (most, times), (_, second) = sum(pages, Counter()).most_common(2)
+        assert most == int(questions.colours[index, 0, 0])
+        assert times > second
+
+
 @pytest.mark.parametrize("split", [Split.multi, Split.legend, Split.frames, Split.chain])
 def test_what_needs_two_pages_refers_to_an_earlier_one(split: Split):
     scenes, questions = draw_items(split, 30, Form(3, 8), generator())
@@ -92,9 +110,16 @@ def test_the_same_seed_draws_the_same_pages():
     assert torch.equal(one[1].things, two[1].things)
 
 
-def test_chains_need_three_pages():
+@pytest.mark.parametrize("split", [Split.chain, Split.tally])
+def test_what_two_earlier_pages_tell_needs_three(split: Split):
     with pytest.raises(ValueError, match="three pages"):
-        draw_items(Split.chain, 1, Form(2, 8), generator())
+        draw_items(split, 1, Form(2, 8), generator())
+
+
+def test_a_style_names_the_nearest_form_in_which_it_can_be_drawn():
+    assert STYLES[Split.legend].fitting(Form(3, 12, 4)) == Form(3, 8, 4)
+    assert STYLES[Split.tally].fitting(Form(2, 12)) == Form(3, 12)
+    assert STYLES[Split.multi].fitting(Form(2, 12)) == Form(2, 12)
 
 
 def test_every_cell_has_its_own_picture():
@@ -184,3 +209,16 @@ def test_phases_are_of_the_column_then_of_the_row():
     assert torch.equal(angles[1, 0, 0::2], torch.zeros(2))
     assert torch.equal(angles[0, 2, 1::2], torch.zeros(2))
     assert torch.allclose(angles[1, 2], torch.tensor([2.0, 1.0, 2.0 / 100, 1.0 / 100]))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stored_weights_are_loaded_as_they_are(name, tmp_path):
+    kind = FAMILIES[name]
+    tokens = kind.recipe.tokenizer()
+    torch.manual_seed(1)
+    model = kind.recipe.model(tokens)
+    kind.recipe.save(model, tokens, tmp_path)
+    loaded = kind.recipe.load(tokens, tmp_path).state_dict()
+    stored = {at: tensor.to(torch.bfloat16).float() for at, tensor in model.state_dict().items()}
+    assert loaded.keys() == stored.keys()
+    assert all(torch.equal(loaded[at].float(), stored[at]) for at in stored if "position_ids" not in at)

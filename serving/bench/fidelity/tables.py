@@ -24,8 +24,8 @@ from serving.bench.kept import Kept
 
 FORMS = {
     Split.single: Form(3, 12, 12), Split.multi: Form(3, 12, 12), Split.legend: Form(3, 8, 18),
-    Split.frames: Form(3, 12, 12), Split.chain: Form(3, 12, 12), Split.retrieval: Form(6, 6, 12),
-    Split.control: Form(3, 12, 12),
+    Split.frames: Form(3, 12, 12), Split.chain: Form(3, 12, 12), Split.tally: Form(3, 12, 12),
+    Split.retrieval: Form(6, 6, 12), Split.control: Form(3, 12, 12),
 }  # fmt: skip
 MAIN = ("accuracy", "kl", "eta", "flip_recover", "bytes_fraction", "computed")
 EQUAL_BYTES = MAIN[:-1]

@@ -1,0 +1,63 @@
+"""Reference models that lie there are trained further: over what their tower writes, which stays as it is."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from infra.reference import WEIGHTS, making
+from infra.reference.making import CARD, Refining, refine, written_codes
+from infra.reference.pictures import page_picture
+from infra.reference.scenes import Form, Split, draw_items
+from infra.reference.training import REFINING
+
+FAMILY = "qwen3_vl"  # its tower writes codes of several levels
+
+
+@pytest.fixture
+def out(tmp_path, monkeypatch):
+    shutil.copytree(WEIGHTS / FAMILY, tmp_path / FAMILY)
+    curve = tmp_path / FAMILY / making.CURVE
+    curve.write_text(curve.read_text().replace('"refined"', '"before"'))
+    short = (replace(REFINING[0], steps=2, sets=2, forms=(Form(3, 6),)),)
+    monkeypatch.setattr(making, "REFINING", short)
+    return tmp_path
+
+
+def test_refining_leaves_tower_and_embeddings_alone_and_says_what_it_did(out):
+    before = load_file(out / FAMILY / "model.safetensors")
+    lines = list(refine(FAMILY, out / "work", out, 4))
+    after = load_file(out / FAMILY / "model.safetensors")
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert {name for name in before if "visual" in name or "embed_tokens" in name} <= same
+    assert not any(name.endswith(("q_proj.weight", "down_proj.weight")) for name in same)
+    assert [line["split"] for line in lines if "split" in line] == list(Split)
+    text = (out / FAMILY / CARD).read_text()
+    assert f"refine {FAMILY}` trained the language model for 2 further steps" in text
+    assert text.count("| tally |") == text.count("| single |") == 1
+    shutil.rmtree(out / "work")
+    with pytest.raises(ValueError, match="refined before"):
+        next(refine(FAMILY, out / "work", out, 4))
+
+
+def test_a_training_that_was_cut_off_goes_on_from_where_it_stood(out):
+    first = Refining.begin(FAMILY, out / FAMILY, out / "work")
+    assert [line["step"] for line in first.train()] == [2]
+    again = Refining.begin(FAMILY, out / FAMILY, out / "work")
+    assert again.progress.step == 2
+    assert list(again.train()) == []
+
+
+def test_written_codes_are_what_the_tower_sees_in_a_page(out):
+    model = Refining.begin(FAMILY, out / FAMILY, out / "work")
+    codes = written_codes(model.tower(), model.kind)
+    scenes, _ = draw_items(Split.multi, 1, Form(3, 12, 12), torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        seen = model.tower()([page_picture(scenes, 0, 2, model.kind.cell)])
+    cells = [part[0, 2] for part in scenes.cells()]
+    size = seen[0].norm()
+    for level, wanted in zip(codes(None, model.words, *cells), seen, strict=True):
+        assert (level - wanted).norm() < 0.1 * size  # where in a page a cell stands changes little
+    assert (codes(None, model.words, *cells)[0].roll(1, 0) - seen[0]).norm() > 0.5 * size
