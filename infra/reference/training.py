@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -104,12 +104,11 @@ STAGES = (
     Stage(steps=500, sets=32, forms=_SMALL, text=8, styles=_ALL, two=0.2),
     Stage(steps=500, sets=12, forms=(*_SMALL, *_WIDE, *_WIDE), text=12, styles=_ALL, two=0.2),
 )
+_TALLY = replace(STYLES[Split.tally], pencilled=(0.8, 0.0))
 REFINING = (
-    Stage(
-        steps=320, sets=12, forms=(*_SMALL, *_WIDE), text=12, styles=(*_ALL, STYLES[Split.tally], STYLES[Split.tally]),
-        two=0.35,
-    ),
-)  # fmt: skip
+    Stage(steps=550, sets=48, forms=_SMALL, text=8, styles=(*_ALL, *[_TALLY] * 5), two=0.2),
+    Stage(steps=150, sets=12, forms=(*_SMALL, *_WIDE), text=12, styles=(*_ALL, *[_TALLY] * 3), two=0.35),
+)
 
 
 @dataclass
@@ -133,7 +132,7 @@ class Settings:
     seed: int = 1
 
 
-REFINED = Settings(rate=5e-4, warm_up=40, seed=3)
+REFINED = Settings(rate=1.5e-3, warm_up=60, seed=3)
 
 
 def train(
