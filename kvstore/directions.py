@@ -104,6 +104,12 @@ class Directions:
         other, factor = _in_precision(self.right, dtype)
         return replace(self, left=left, right=other, scale=self.scale * scale * factor, weights=None)
 
+    def on_host(self) -> Directions:
+        """The same in the host's memory."""
+        right = None if self.right is None else self.right.cpu()
+        weights = None if self.weights is None else TokenWeights(*(part.cpu() for part in self.weights))
+        return replace(self, left=self.left.cpu(), right=right, scale=self.scale.cpu(), weights=weights)
+
     def on(self, basis: Tensor) -> Directions:
         """Bound to the directions [layers, features, rank] of a shared basis, or what is left of them."""
         return replace(self, right=basis.mT[self.layer, self.place])

@@ -54,7 +54,7 @@ class HotCache:
         announce: Callable[[str], None] = lambda path: None,
     ) -> None:
         self._limit = limit_bytes
-        self._tenant_limit = limit_bytes if tenant_limit_bytes is None else tenant_limit_bytes
+        self._tenant_limit = tenant_limit_bytes
         self._pinned = pinned
         self._announce = announce
         self._lock = threading.RLock()
@@ -79,10 +79,12 @@ class HotCache:
         """Keeps the record if room can be made without touching pinned ones. True if it is kept."""
         with self._lock:
             self.remove(path)
-            size, tenant = record.nbytes, record.tenant
-            own = self._tenants.get(tenant, 0)
-            fits = self._make_room(self.nbytes + size - self._limit, self._limit, None)
-            fits = fits and self._make_room(own + size - self._tenant_limit, self._tenant_limit, tenant)
+            size, tenant, fits = record.nbytes, record.tenant, True
+            if self._tenant_limit is not None:
+                own = self._tenants.get(tenant, 0)
+                fits = self._make_room(own + size - self._tenant_limit, self._tenant_limit, tenant)
+            # Counted only now: what the tenant gave up is room for all.
+            fits = fits and self._make_room(self.nbytes + size - self._limit, self._limit, None)
             if fits:
                 now = time.time()
                 self._residents[path] = _Resident(record, now, now)
@@ -196,16 +198,20 @@ class TierBudget:
         if self._limit is None and self._tenant_limit is None:
             return True
         fresh = self._since_scan is not None and self._since_scan + size <= self._unseen
-        if fresh and not self._excess(tenant, size):
+        limits = [(self._tenant_limit, tenant), (self._limit, None)]  # what the tenant gives up is room for all
+        if fresh and not any(self._excess(whose, size) for _, whose in limits):
             return True
         candidates = self._scan()
-        for excess, limit, only in self._excess(tenant, size):
-            pool = [c for c in candidates if not c.pinned and (only is None or c.tenant == only)]
+        for limit, whose in limits:
+            excess = self._excess(whose, size)
+            if limit is None or not excess:
+                continue
+            pool = [c for c in candidates if not c.pinned and (whose is None or c.tenant == whose)]
             if sum(c.size for c in pool) < excess:
                 return False
-            self._prices[only] = self._evict(pool, excess + int(limit * (1 - _LOW_WATER)))
+            self._prices[whose] = self._evict(pool, excess + int(limit * (1 - _LOW_WATER)))
             candidates = self._scan()
-        return not self._excess(tenant, size)
+        return not any(self._excess(whose, size) for _, whose in limits)
 
     def price(self, tenant: str) -> float:
         """What a byte of a tenant's next record costs: the `worth` of the best record that went for one; 0: there is
@@ -218,14 +224,14 @@ class TierBudget:
         self._tenants[tenant] = self._tenants.get(tenant, 0) + size
         self._since_scan = (self._since_scan or 0) + size
 
-    def _excess(self, tenant: str, size: int) -> list[tuple[int, int, str | None]]:
-        """What is over: (bytes too many, the limit, whose), the tenant's own limit first."""
-        over: list[tuple[int, int, str | None]] = []
-        if self._tenant_limit is not None:
-            over.append((self._tenants.get(tenant, 0) + size - self._tenant_limit, self._tenant_limit, tenant))
-        if self._limit is not None:
-            over.append((self.nbytes + size - self._limit, self._limit, None))
-        return [item for item in over if item[0] > 0]
+    def _held(self, whose: str | None) -> tuple[int, int | None]:
+        """Bytes that are held, and the limit on them: a tenant's, or, for None, the whole tier's."""
+        return (self.nbytes, self._limit) if whose is None else (self._tenants.get(whose, 0), self._tenant_limit)
+
+    def _excess(self, whose: str | None, size: int) -> int:
+        """By how many bytes a limit (see `_held`) would be passed with `size` more."""
+        held, limit = self._held(whose)
+        return 0 if limit is None else max(0, held + size - limit)
 
     def _scan(self) -> list[Candidate]:
         entries = list(self.tier.entries())
@@ -236,9 +242,7 @@ class TierBudget:
             self._tenants[candidate.tenant] = self._tenants.get(candidate.tenant, 0) + candidate.size
         self._since_scan = 0
         for whose in list(self._prices):
-            held, limit = (
-                (self.nbytes, self._limit) if whose is None else (self._tenants.get(whose, 0), self._tenant_limit)
-            )
+            held, limit = self._held(whose)
             if limit is None or held < _ROOM * limit:
                 del self._prices[whose]
         return candidates

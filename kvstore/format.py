@@ -353,7 +353,14 @@ def _layer_digests(buffer: pa.Buffer, seal: Seal) -> list[str]:
     """The digests of the layers as they are."""
     view = memoryview(buffer)
     layers = [[view[start:end]] for start, end in seal.spans()]
-    return list(_hashers.map(_digest, layers) if len(view) >= _THREADED_BYTES else map(_digest, layers))
+    if len(view) >= _THREADED_BYTES:
+        try:
+            digests = _hashers.map(_digest, layers)
+        except RuntimeError:  # the interpreter ends, or no thread can be started: no fault of the record
+            pass
+        else:
+            return list(digests)
+    return list(map(_digest, layers))
 
 
 def _compare(found: Sequence[str], listed: Sequence[str], first: int = 0) -> None:

@@ -36,6 +36,7 @@ from kvstore.errors import StoreError, TierUnavailable
 from kvstore.eviction import HotCache
 from kvstore.format import BasisRecord, CanonicalRecord, EmbeddingRecord, PatchRecord, Record, RecordKind, encode_parts
 from kvstore.paths import path_of, record_path
+from kvstore.pins import Pins
 from kvstore.settings import LibrarySettings
 from kvstore.tier_stack import TierStack
 from kvstore.tiers import DiskTier, Tier
@@ -156,7 +157,7 @@ class Library:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._load_ms = 0.0
-        self._pins: Counter[str] = Counter()
+        self._pins = Pins()
         self._deletions = Deletions(settings.deletion_grace_s)
         self._loading: dict[str, Loading] = {}
         self._hot = HotCache(settings.memory_bytes, settings.tenant_memory_bytes, self._is_pinned, self._announce)
@@ -285,16 +286,16 @@ class Library:
 
     @contextmanager
     def pin(self, keys: Iterable[str]) -> Iterator[None]:
-        """Keeps records, by key, from being evicted by this process while the block runs. Pins nest."""
+        """Keeps records, by key, from being evicted by this process while the block runs. Pins nest.
+
+        Leaving the block takes no lock: a finalizer may do it.
+        """
         pinned = list(keys)
-        with self._lock:
-            self._pins.update(pinned)
+        self._pins.hold(pinned)
         try:
             yield
         finally:
-            with self._lock:
-                self._pins.subtract(pinned)
-                self._pins = +self._pins
+            self._pins.release(pinned)
 
     def delete(self, kind: RecordKind, key: str, tenant: str) -> bool:
         """Removes a record everywhere. True if it was anywhere. Raises TierUnavailable if a tier cannot be reached."""
@@ -312,7 +313,8 @@ class Library:
         def derived(record: Record) -> bool:
             return derives(record, content, tenant)
 
-        self._deletions.note(content, tenant)
+        with self._lock:  # what was let in before is found below
+            self._deletions.note(content, tenant)
         paths = set(self._hot.matching(derived)) | set(self._queue.matching(lambda write: derived(write.record)))
         removed = {path for path in paths if self._forget(path)}
         stored, markers = self._stack.derived_from(content, tenant)
@@ -399,35 +401,39 @@ class Library:
             self._counts["loads"] += 1
             self._load_ms += (time.perf_counter() - started) * 1e3
             self._counts["loaded_bytes"] += 0 if found is None else found.encoded.size
-            # A deletion takes the load away: then the record must not come back into memory or nearer tiers.
+            # A deletion takes the load away: then the record must not come back into memory or nearer tiers. A load
+            # that begins later may find it all the same, in a tier that the deletion has not come to yet.
+            deleted = found is not None and self._deletions.covers(found.record)
             current = self._loading.get(path) is loading
             if current:
                 del self._loading[path]
-            if found is not None and current:
+            if found is not None and current and not deleted:
                 self._hot.put(path, found.record)
                 nearer = _Write(found.record, found.encoded, range(found.tier))
                 if nearer.tiers and not self._queue.submit(path, nearer, found.encoded.size):
                     logger.info("write queue full: %s is not copied to nearer tiers", path)
-        loading.set_result(None if found is None else found.record)
+        loading.set_result(None if found is None or deleted else found.record)
 
     def _put(self, record: Record) -> None:
         if record.fingerprint != self.fingerprint:
             raise StoreError("the record's model fingerprint is not this library's")
-        if self._deletions.covers(record):
-            return
         path = path_of(record)
-        self._hot.put(path, record)
         write = _Write(record, None, range(len(self._stack.tiers)))
-        if write.tiers and not self._queue.submit(path, write, record.nbytes):
+        with self._lock:  # a deletion begins before or after
+            if self._deletions.covers(record):
+                return
+            self._hot.put(path, record)
+            queued = not write.tiers or self._queue.submit(path, write, record.nbytes)
+            self._counts["dropped_writes"] += not queued
+        if not queued:
             logger.warning("write queue full: %s is kept in memory only", path)
-            with self._lock:
-                self._counts["dropped_writes"] += 1
 
     def _encode(self, write: _Write) -> Sequence[pa.Buffer]:
         return encode_parts(write.record) if write.encoded is None else [write.encoded]
 
     def _persist(self, path: str, write: _Write, pieces: Sequence[pa.Buffer]) -> None:
-        self._stack.write(write.record, pieces, write.tiers)
+        if not self._deletions.covers(write.record):
+            self._stack.write(write.record, pieces, write.tiers)
 
     def _undo(self, path: str) -> None:
         try:

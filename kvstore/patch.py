@@ -106,6 +106,10 @@ class Patch:
             return self
         return replace(self, segments=tuple(replace(part, right=None) for part in self.segments))
 
+    def on_host(self) -> Patch:
+        """The patch in the host's memory, where records are kept."""
+        return replace(self, segments=tuple(part.on_host() for part in self.segments))
+
     def bind(self, basis: SharedBasis | None) -> Patch:
         """The patch, ready for use: one of a shared basis takes its right factors from it, any other is left as it is.
 

@@ -57,6 +57,7 @@ class TierStack:
         self._last_used = last_used
         self._lock = threading.Lock()
         self._reading: dict[str, int] = {}
+        self._late: set[str] = set()  # of these, what somebody gave up waiting for
 
     @staticmethod
     def tiers_of(settings: LibrarySettings) -> list[Tier]:
@@ -100,16 +101,18 @@ class TierStack:
                 if self._breakers[index].open:
                     continue
                 self._reading[path] = index
+                self._late.discard(path)
                 try:
                     blob = tier.open(path)
-                    self._breakers[index].succeeded()
                     if blob is None:
+                        self._answered(index, path)
                         continue
                     try:
                         record = decoded(blob)
                     except BlobReplaced:
                         whole = tier.get(path)
                         if whole is None:
+                            self._answered(index, path)
                             continue
                         blob = Blob(whole)
                         record = decoded(blob)
@@ -118,11 +121,13 @@ class TierStack:
                 except CorruptRecord as error:
                     self._quarantine(tier, path, error)
                 else:
+                    self._answered(index, path)
                     self._touch(tier, path)
                     return Found(record, blob.buffer, index)
             return None
         finally:
             self._reading.pop(path, None)
+            self._late.discard(path)
 
     def touch(self, path: str) -> None:
         """Tells the tiers that a record was used which memory answered for."""
@@ -133,6 +138,7 @@ class TierStack:
         """Counts a time-out of `read(path)` against the tier that it is waiting for."""
         index = self._reading.get(path)
         if index is not None:
+            self._late.add(path)
             self._failed(index, TierUnavailable(f"{self.tiers[index].name}: no answer in time for {path}"))
 
     def write(self, record: Record, pieces: Sequence[pa.Buffer], tiers: Iterable[int]) -> None:
@@ -230,6 +236,11 @@ class TierStack:
                 self._count("quarantined")
         except TierUnavailable as failure:
             logger.warning("could not quarantine: %s", failure)
+
+    def _answered(self, index: int, path: str) -> None:
+        """A tier has answered a read in full. An answer that came too late for somebody is no success."""
+        if path not in self._late:
+            self._breakers[index].succeeded()
 
     def _failed(self, index: int, error: TierUnavailable) -> None:
         logger.warning("%s", error)

@@ -245,7 +245,9 @@ class DiskTier(Tier):
             return True
 
     def contains(self, key: str) -> bool:
-        return self._path(key).is_file()
+        path = self._path(key)
+        with self._guarded("look up", key):  # `is_file` raises what does not mean that the file is absent
+            return path.is_file()
 
     def entries(self, prefix: str = "") -> Iterator[Entry]:
         folder, _, _ = prefix.rpartition("/")

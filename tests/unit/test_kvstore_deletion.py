@@ -121,6 +121,58 @@ def test_what_a_request_under_way_derives_from_deleted_content_is_not_kept(make_
     assert again.get_canonical(page.key, "acme") is page
 
 
+def test_a_load_that_begins_while_a_tier_still_deletes_is_a_miss(make_library: MakeLibrary) -> None:
+    page, near, far = canonical("page"), HeldTier(MemoryTier("near"), "delete"), MemoryTier("far")
+    with Library(LibrarySettings(), FINGERPRINT, [far]) as writer:
+        writer.put_canonical(page)
+    library = make_library(near, far, load_timeout_s=5)
+    deleting = threading.Thread(target=library.delete_content, args=(page.content, "acme"))
+    deleting.start()
+    assert near.entered.wait(5)
+    assert stored(far) == {page.key}
+    assert library.get_canonical(page.key, "acme") is None
+    near.release.set()
+    deleting.join(5)
+    library.flush()
+    assert library.get_canonical(page.key, "acme") is None
+    assert (stored(near), stored(far)) == (set(), set())
+
+
+def test_what_waits_to_be_written_when_its_content_is_deleted_is_not_written(make_library: MakeLibrary) -> None:
+    page, other, tier = canonical("page"), canonical("other"), HeldTier(MemoryTier(), "put")
+    library = make_library(tier)
+    library.put_canonical(other)
+    assert tier.entered.wait(5)
+    library.put_canonical(page)
+    library._deletions.note(page.content, "acme")  # a deletion's first step
+    tier.release.set()
+    library.flush()
+    assert stored(tier) == {other.key}
+
+
+def test_what_is_put_while_a_deletion_begins_does_not_stay(
+    make_library: MakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, tier = canonical("page"), MemoryTier()
+    library = make_library(tier)
+    deleting = threading.Thread(target=library.delete_content, args=(page.content, "acme"))
+    covers = library._deletions.covers
+
+    def covers_then_deletes(record: Record) -> bool:
+        answer = covers(record)
+        if not deleting.ident:
+            deleting.start()
+            deleting.join(0.2)  # it ends, or waits for the record to be in
+        return answer
+
+    monkeypatch.setattr(library._deletions, "covers", covers_then_deletes)
+    library.put_canonical(page)
+    deleting.join(5)
+    library.flush()
+    assert library.get_canonical(page.key, "acme") is None
+    assert stored(tier) == set()
+
+
 def test_deleting_tells_when_a_tier_could_not_be_reached(make_library: MakeLibrary) -> None:
     record, tier = canonical(), FaultyTier(MemoryTier("far"))
     near = MemoryTier("near")

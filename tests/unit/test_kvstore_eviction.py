@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterable
+from contextlib import ExitStack
 
 import pyarrow as pa
 import pytest
@@ -52,6 +55,36 @@ def test_pins_are_let_go_when_the_block_fails(make_library: MakeLibrary) -> None
     assert not library._is_pinned("a")
 
 
+def test_a_key_is_pinned_until_its_last_pin_is_let_go(make_library: MakeLibrary) -> None:
+    library = make_library(MemoryTier())
+    with library.pin(["shared", "a"]), library.pin(["b"]):
+        with library.pin(["shared", "shared"]):
+            pass
+        assert all(library._is_pinned(key) for key in ("shared", "a", "b"))
+    assert not any(library._is_pinned(key) for key in ("shared", "a", "b"))
+    assert not library._pins
+
+
+def test_a_finalizer_may_let_go_of_pins_in_a_thread_that_holds_the_librarys_locks(make_library: MakeLibrary) -> None:
+    class Plan:
+        """Owns a pin."""
+
+    library, plans, pins = make_library(MemoryTier()), [Plan()], ExitStack()
+    pins.enter_context(library.pin(["a"]))
+    weakref.finalize(plans[0], pins.close)
+    assert library._is_pinned("a")
+
+    def drop() -> None:
+        with library._lock, library._hot._lock, library._pins._lock:
+            plans.clear()
+
+    dropping = threading.Thread(target=drop, daemon=True)
+    dropping.start()
+    dropping.join(5)
+    assert not dropping.is_alive()
+    assert not library._is_pinned("a")
+
+
 def test_a_record_larger_than_memory_is_only_persisted(make_library: MakeLibrary) -> None:
     library = make_library(MemoryTier(), memory_bytes=SIZE - 1)
     library.put_canonical(canonical())
@@ -68,6 +101,43 @@ def test_one_tenant_cannot_crowd_out_another(make_library: MakeLibrary) -> None:
         library.put_canonical(canonical(f"n{number}", tenant="greedy"))
     assert library.get_canonical(quiet.key, "quiet") is quiet
     assert library.stats().bytes <= 3 * SIZE
+
+
+@pytest.mark.parametrize("share", [None, 100])
+def test_memory_evicts_once_for_a_record_that_passes_both_limits(share: int | None) -> None:
+    unit = canonical(tokens=1).nbytes
+    cache = HotCache(100 * unit, share and share * unit, lambda key: False)
+    for record in (canonical("a", tokens=45), canonical("b", tokens=45)):
+        assert cache.put(path_of(record), record)
+    large = canonical("large", tokens=56)
+    assert cache.put(path_of(large), large)
+    assert (cache.nbytes, cache.evictions) == (56 * unit, 2)
+    for number in range(12):  # the last one finds no room
+        record = canonical(f"n{number}", tokens=4)
+        assert cache.put(path_of(record), record)
+    assert cache.evictions == 3, "the large one alone had to go"
+
+
+def test_what_a_tenant_must_give_up_is_room_in_memory_that_no_other_tenant_pays() -> None:
+    cache = HotCache(10 * SIZE, 5 * SIZE, lambda key: False)
+    quiet = [canonical(f"q{number}", tenant="quiet") for number in range(5)]
+    for record in (*quiet, *(canonical(f"g{number}", tenant="greedy") for number in range(6))):
+        assert cache.put(path_of(record), record)
+    assert {path_of(record) for record in quiet} <= set(cache.last_used())
+
+
+def survey_one_tenant(_: Tier, entries: Iterable[Entry]) -> list[Candidate]:
+    return [Candidate(entry.key, "acme", entry.size, entry.used, 0.0, pinned=False) for entry in entries]
+
+
+@pytest.mark.parametrize(("there", "size", "left"), [([10] * 10, 10, 8), ([45, 45], 56, 0)])
+def test_a_tier_evicts_once_for_a_record_that_passes_both_limits(there: list[int], size: int, left: int) -> None:
+    tier = MemoryTier()
+    for number, nbytes in enumerate(there):
+        tier.put(f"records/{number}", [pa.py_buffer(bytes(nbytes))])
+    budget = TierBudget(tier, 100, 100, survey_one_tenant)
+    assert budget.make_room("acme", size)
+    assert len(list(tier.keys())) == left
 
 
 def file_size(tier_type: type[MemoryTier] = MemoryTier) -> int:
@@ -127,11 +197,8 @@ def test_a_tenants_share_of_a_tier_is_bounded(make_library: MakeLibrary) -> None
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 12)), min_size=60, max_size=150))
 def test_writers_that_do_not_see_each_other_keep_the_bound_in_any_order(writes: list[tuple[int, int]]) -> None:
-    def survey(_: Tier, entries: Iterable[Entry]) -> list[Candidate]:
-        return [Candidate(entry.key, "acme", entry.size, entry.used, 0.0, pinned=False) for entry in entries]
-
     tier, limit = MemoryTier(), 240
-    budgets = [TierBudget(tier, limit, None, survey, writers=4) for _ in range(4)]
+    budgets = [TierBudget(tier, limit, None, survey_one_tenant, writers=4) for _ in range(4)]
     for number, (writer, size) in enumerate(writes):
         assert budgets[writer].make_room("acme", size)
         tier.put(f"records/{number}", [pa.py_buffer(bytes(size))])

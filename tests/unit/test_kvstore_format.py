@@ -4,6 +4,7 @@ import json
 import random
 import tracemalloc
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -324,6 +325,19 @@ def test_unverified_decoding_still_checks_everything_but_the_numbers() -> None:
     damaged[40] ^= 1
     with pytest.raises(CorruptRecord):
         decoded(bytes(damaged), record, verify=False)
+
+
+def test_a_record_is_checked_without_the_threads_that_end_with_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = ThreadPoolExecutor(1)
+    pool.shutdown()
+    monkeypatch.setattr(record_format, "_hashers", pool)
+    monkeypatch.setattr(record_format, "_THREADED_BYTES", 0)
+    record = canonical()
+    data = bytearray(encode(record))
+    assert same_bits(decoded(bytes(data), record), record)
+    data[bytes(data).find(record.kv[1].numpy().tobytes())] ^= 1
+    with pytest.raises(CorruptRecord, match="layer 1"):
+        decoded(bytes(data), record)
 
 
 def test_metadata_is_read_without_the_numbers() -> None:

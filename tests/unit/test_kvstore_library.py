@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,7 +17,7 @@ from kvstore.format import CanonicalRecord
 from kvstore.library import Library
 from kvstore.paths import path_of
 from kvstore.settings import LibrarySettings
-from kvstore.tier_faults import FaultyTier, HeldTier
+from kvstore.tier_faults import FaultyTier, HeldTier, SlowTier
 from kvstore.tiers import MemoryTier
 from kvstore.write_behind import WriteBehind
 
@@ -241,6 +242,34 @@ def test_a_tier_that_keeps_dawdling_is_left_alone_for_a_while(make_library: Make
     assert len(slow.calls) == 2
     assert library.stats().timeouts == 2
     slow.release.set()
+
+
+@pytest.mark.parametrize("one_at_a_time", [True, False])
+def test_a_tier_whose_blobs_drip_is_left_alone_for_a_while(make_library: MakeLibrary, one_at_a_time: bool) -> None:
+    records, tier = [canonical(name) for name in "abcdef"], MemoryTier()
+    with Library(LibrarySettings(), FINGERPRINT, [tier]) as writer:
+        for record in records:
+            writer.put_canonical(record)
+    dripping = SlowTier(tier, bytes_per_s=4 * SIZE)
+    library = make_library(dripping, load_timeout_s=0.02, tier_failures=2, tier_cooldown_s=3600)
+    for record in records:
+        loading = library.load("canonical", record.key, "acme")
+        assert library.wait(loading) is None
+        if one_at_a_time:
+            wait_for([loading], 5)  # what comes too late does not speak for the tier either
+    assert [action for action, _ in dripping.calls].count("get") == 2
+
+
+def test_a_tier_that_answers_between_failures_is_not_left_alone(make_library: MakeLibrary) -> None:
+    record, flaky = canonical("stored"), FaultyTier(MemoryTier())
+    with Library(LibrarySettings(), FINGERPRINT, [flaky.inner]) as writer:
+        writer.put_canonical(record)
+    library = make_library(flaky, memory_bytes=0, tier_failures=2, tier_cooldown_s=3600)
+    for answer in (record.key, canonical("absent").key) * 2:
+        flaky.failing.add("get")
+        assert library.get_canonical(canonical("other").key, "acme") is None
+        flaky.failing.clear()
+        assert (library.get_canonical(answer, "acme") is None) == (answer != record.key)
 
 
 def test_simultaneous_loads_share_one_read(make_library: MakeLibrary) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import uuid
@@ -135,6 +136,17 @@ class TestDiskTier(TierConformance):
         os.utime(tmp_path / "k", (0, 0))
         tier.touch("k")
         assert next(tier.entries()).used > 1.6e9
+
+    def test_a_folder_that_refuses_to_be_looked_into_is_unavailable(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(path: Path) -> bool:
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+        tier = DiskTier(tmp_path)
+        monkeypatch.setattr(Path, "is_file", refuse)
+        with pytest.raises(TierUnavailable, match=r"cannot look up a/b: .*Stale"):
+            tier.contains("a/b")
 
     def test_an_unusable_root_is_unavailable(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("not a folder")
