@@ -141,6 +141,11 @@ class DecodeEngine:
         """Raises when the engine core died."""
         await self._engine.check_health()
 
+    @property
+    def alive(self) -> bool:
+        """Whether the engine core runs."""
+        return not self._engine.errored
+
     def stats(self) -> DecodeStats:
         """Queue lengths and reserved blocks."""
         a = self.admission

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -134,7 +136,7 @@ class _Known(NamedTuple):
 
 
 class PrefillEngine:
-    """One model on one worker group. Not thread-safe: one thread drives it (see `worker.PrefillLoop`)."""
+    """One model on one worker group. One thread drives it (see `worker.PrefillLoop`); any may ask for `positions`."""
 
     def __init__(self, spec: EngineSpec) -> None:
         arguments = engine_arguments(spec)
@@ -148,6 +150,8 @@ class PrefillEngine:
             arguments["mm_encoder_only"] = True
         self.spec = spec
         self._llm = LLM(**arguments)
+        # vLLM's executor of several ranks matches answers to calls by their order; requests are planned on many threads
+        self._calls = threading.Lock() if spec.tensor_parallel_size > 1 else nullcontext()
         config = self._llm.llm_engine.vllm_config
         self.config = config
         self.max_model_len: int = config.model_config.max_model_len
@@ -237,7 +241,7 @@ class PrefillEngine:
 
         Of the layers named, or of all.
         """
-        parts = self._llm.collective_rpc("read_kv", args=(list(blocks), start, count, layers))
+        parts = self._call_all("read_kv", list(blocks), start, count, layers)
         if len(parts) == 1:
             return parts[0]
         whole = torch.empty(*parts[0].shape[:2], self.layout.features, dtype=parts[0].dtype)
@@ -256,7 +260,7 @@ class PrefillEngine:
 
     def poll_handoffs(self) -> tuple[list[str], list[str]]:
         """Lease ids that decode engines have read since the last call (one entry per reader), and ids they wait for."""
-        return self._notes.take(self._llm.collective_rpc("poll_handoffs"))
+        return self._notes.take(self._call_all("poll_handoffs"))
 
     def positions(
         self, token_ids: Sequence[int], items: Sequence[tuple[str, MultiModalKwargsItem, int, int]] = ()
@@ -307,7 +311,12 @@ class PrefillEngine:
         self._llm.llm_engine.engine_core.shutdown()
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        return self._llm.collective_rpc(method, args=arguments)[0]
+        return self._call_all(method, *arguments)[0]
+
+    def _call_all(self, method: str, *arguments: Any) -> list[Any]:
+        """What every rank answers."""
+        with self._calls:
+            return self._llm.collective_rpc(method, args=arguments)
 
     # -- self-check ---------------------------------------------------------------------------------------------------
 

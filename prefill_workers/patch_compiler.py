@@ -75,15 +75,16 @@ class PatchCompiler:
         library: where patches go; workers find them there by key.
         form: of the patches; the same as the linkers', or they do not find them.
         pool: how many patches to pool into a shared basis, which is then stored under its version; 0: none.
-        device: where the factorisation runs; "cuda" where a GPU is at hand.
+        device: where the factorisation runs. Not on a GPU unless told: whoever has one may have filled it. Patches on
+            a shared basis are formed where that is.
     """
 
-    def __init__(self, library: Library, form: PatchForm, pool: int = 0, device: str | None = None) -> None:
+    def __init__(self, library: Library, form: PatchForm, pool: int = 0, device: str = "cpu") -> None:
         self.library = library
         self._form = form
         self._pool_size = 0 if form.basis is not None else pool
         self._pool: list[Patch] = []
-        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._device = torch.device(device if form.basis is None else form.basis.directions[0].device)
         self.formed = 0
         self.seconds = 0.0
 
@@ -93,13 +94,13 @@ class PatchCompiler:
         began = time.perf_counter()
         dtype = getattr(torch, job.dtype)
         with openmp.alone():  # most of it are eigenvectors of small matrices: a second thread costs half as much again
-            patch = self._form.form(job.delta.to(self._device), job.layout, job.kind, dtype)
+            patch = self._form.form(job.delta.to(self._device), job.layout, job.kind, dtype).on_host()
         record = PatchRecord(
             key=job.key,
             fingerprint=job.fingerprint,
             tenant=job.tenant,
             layout=job.layout,
-            patch=patch,
+            patch=patch.unbound,  # as it is read back
             canonical=job.canonical,
             antecedent=job.antecedent,
             prefix=job.prefix,

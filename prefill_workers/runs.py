@@ -325,7 +325,8 @@ class RunsExtension:
         model = self.model_runner.model
         embeddings: list[Tensor] = []
         for _, _, kwargs in group_and_batch_mm_kwargs(list(items), device=self._device):
-            embeddings += [e.cpu() for e in model.embed_multimodal(**kwargs)]
+            # each by itself: those of one call are views of one tensor, which every copy of them would bring along
+            embeddings += [e.to("cpu", copy=True) for e in model.embed_multimodal(**kwargs)]
         return embeddings
 
     def multimodal_positions(self, token_ids: list[int], features: list[Any]) -> tuple[Tensor, int]:

@@ -43,6 +43,7 @@ class LinksUnderWay:
 
     Attributes:
         forwards, by_layer, partial, tokens: see `worker.LoopStats`.
+        failing: forwards that failed since the last one that did not.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class LinksUnderWay:
     ) -> None:
         self._engine, self._linker, self._pace, self._budget, self._free = engine, linker, pace, budget, free
         self._jobs: list[LinkJob] = []
-        self.forwards = self.by_layer = self.partial = self.tokens = 0
+        self.forwards = self.by_layer = self.partial = self.tokens = self.failing = 0
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -180,10 +181,12 @@ class LinksUnderWay:
                 ending,
             )
         except Exception as error:
+            self.failing += 1
             for job in self._jobs:
                 self.fail(job, error)
             self._jobs.clear()
             return
+        self.failing = 0
         self.forwards += 1
         self.by_layer += bool(arriving)
         self.tokens += tokens

@@ -122,6 +122,7 @@ class PrefillLoop:
         self._patience = patience_seconds
         self._last_finished = self._last_expected = -patience_seconds
         self._abandoned: deque[str] = deque()
+        self._renewed: deque[str] = deque()
         self._forgotten: deque[tuple[str, str]] = deque()  # content, tenant
         self._wake = threading.Condition()
         self._stopping = False
@@ -185,6 +186,12 @@ class PrefillLoop:
         self._background.hasten(time.perf_counter() + seconds)
         self._notify()
 
+    def renew(self, lease: str) -> None:
+        """Whoever is to pull this lease's blocks has not come so far yet; leases of other workers are ignored."""
+        with self._wake:
+            self._renewed.append(lease)
+            self._wake.notify()
+
     def abandon(self, lease: str) -> None:
         """Nobody will pull this lease's blocks after all."""
         with self._wake:
@@ -217,6 +224,11 @@ class PrefillLoop:
             harvest_failures=self._background.failures,
             compiled=self._background.compiled(),
         )
+
+    @property
+    def failing(self) -> int:
+        """Forwards that failed since the last one that did not."""
+        return self._links.failing
 
     def alive(self) -> bool:
         """Whether the thread still turns."""
@@ -320,6 +332,8 @@ class PrefillLoop:
             content, tenant = self._forgotten.popleft()
             self._linker.forget(tenant)
             self._background.forget(content, tenant)
+        while self._renewed:
+            self._pool.renew(self._renewed.popleft())
         while self._abandoned:
             self._pool.abandon(self._abandoned.popleft())
         if not self._pool.leases:
@@ -341,7 +355,7 @@ class PrefillLoop:
         while self._waiting and not self._stopping:
             job = self._waiting[0]
             if job.done.cancelled():
-                self._waiting.popleft()
+                self._waiting.popleft().plan.unpin()
                 continue
             try:
                 job.lease = self._pool.allocate(job.room, job.plan.request.readers)

@@ -27,10 +27,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
+from ray.exceptions import RayActorError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from serving.config import OrbitServeConfig, RoleSettings
+from serving.errors import RoleUnavailable
 from serving.fidelity_replica import FidelityReplica
 from serving.formed import FormedReplica, KeeperReplica, follow
 from serving.ray_roles import RayRoles, answered
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FAILED_FORWARDS = 3  # one after another, of different requests: then it is not they
 _CLOSE_SECONDS = 5.0  # for the access log's last lines
 
 # -- roles ------------------------------------------------------------------------------------------------------------
@@ -159,7 +162,10 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
         Raises:
             PixelsNeeded: images are missing; the caller calls again with them.
             Overloaded: the queue is full.
+            RoleUnavailable: the loop's thread died.
         """
+        if not self._loop.alive():
+            raise RoleUnavailable("the prefill loop has ended")
         began = time.perf_counter()
         pixels = {i: image for i, image in zip(indices, images, strict=True) if isinstance(image, tuple)}
         given = {i: image for i, image in zip(indices, images, strict=True) if not isinstance(image, tuple)}
@@ -171,13 +177,21 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
         plan = await loop.run_in_executor(self._planners, self._linker.plan, request, given)
         if pixels:
             plan.stages_ms["vision"] = vision_ms
-        future = self._loop.submit(plan)
+        try:
+            future = self._loop.submit(plan)
+        except BaseException:
+            plan.unpin()
+            raise
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
                 self._loop.abandon(future.result().lease)
             raise
+
+    async def renew(self, lease: str) -> None:
+        """Whoever waits for a link's KV still wants it; other replicas' leases are ignored."""
+        self._loop.renew(lease)
 
     async def stats(self) -> dict[str, Any]:
         """This replica's name, loop and library counters."""
@@ -204,9 +218,11 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
         await asyncio.to_thread(self._library.delete_content, content, tenant)
 
     async def check_health(self) -> None:
-        """Raises when the loop's thread died."""
+        """Raises when the loop's thread died, or the engine answers no forward any more (a GPU's lost context)."""
         if not self._loop.alive():
             raise RuntimeError("the prefill loop has ended")
+        if self._loop.failing >= _FAILED_FORWARDS:
+            raise RuntimeError(f"the last {self._loop.failing} forwards failed")
 
     def __del__(self) -> None:
         if hasattr(self, "_loop"):
@@ -241,7 +257,8 @@ class PatchCompiler:
         if compiler is None:
             library = Library(self._settings.library, job.fingerprint)
             settings = self._settings.patch
-            compiler = Compiler(library, load_form(settings, library), settings.pool_basis)
+            device = "cuda" if settings.num_gpus else "cpu"
+            compiler = Compiler(library, load_form(settings, library), settings.pool_basis, device)
             self._compilers[job.fingerprint] = compiler
         compiler.compile(job)
 
@@ -292,10 +309,18 @@ class DecodeWorker(ReportingReplica):
         request_id: str,
         options: dict[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream outputs; the prompt's token ids stay here, the caller has them."""
-        async for output in self._engine.generate(token_ids, transfer, params, request_id, **options):
-            output.prompt_token_ids = None
-            yield output
+        """Stream outputs; the prompt's token ids stay here, the caller has them.
+
+        Raises RoleUnavailable when the engine core died.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            async for output in self._engine.generate(token_ids, transfer, params, request_id, **options):
+                output.prompt_token_ids = None
+                yield output
+        except EngineDeadError as error:
+            raise RoleUnavailable(f"the decode engine died: {error}") from error
 
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         """Tell the prefill worker that nobody will read this lease."""
@@ -333,6 +358,7 @@ class LibraryKeeper(KeeperReplica):
         self._prefill, self._compiler = prefill, compiler
         self._files = FileStore(config.files_url, config.files)
         self._stores = VectorStores(self._files)
+        self._undeleted: set[tuple[str, str]] = set()  # content ids and tenants
         self._library = Library(config.library, fingerprint(Path(config.model.path)))
         self._sweeping = asyncio.create_task(self._sweep(config.keeper.sweep_period_s))
         self._looking = self.catalogue(self._library, config.patch, config.keeper.catalogue_period_s)
@@ -340,25 +366,38 @@ class LibraryKeeper(KeeperReplica):
     async def delete_content(self, content: str, tenant: str) -> int:
         """Remove everything derived from a content id, in the tiers and in the memory of every worker that has one.
 
-        Returns how many records went.
+        Returns how many records went. What cannot be reached now is raised, and tried again with every sweep until it
+        is gone or this replica ends.
         """
+        self._undeleted.add((content, tenant))
+        answers: list[Any] = []
         for workers in (self._prefill, self._compiler):
-            await workers.broadcast("forget", content, tenant).results_async()
-        return await asyncio.to_thread(self._library.delete_content, content, tenant)
+            answers += await workers.broadcast("forget", content, tenant).results_async(return_exceptions=True)
+        went = await asyncio.to_thread(self._library.delete_content, content, tenant)
+        for answer in answers:
+            if isinstance(answer, Exception) and not isinstance(answer, RayActorError):  # whose memory died with it
+                raise answer
+        self._undeleted.discard((content, tenant))
+        return went
 
     async def _sweep(self, period_s: float) -> None:
         """Delete expired files and vector stores, and what was derived from content that nothing holds any more."""
         from kvstore.chunk import DYNAMIC_TENANT
 
         while True:
+            gone = list(self._undeleted)
             try:
-                for file in await asyncio.to_thread(self._files.sweep):
-                    if not await asyncio.to_thread(self._files.has_content, file.tenant, file.content):
-                        await self.delete_content(file.content, file.tenant)
-                for content in await asyncio.to_thread(self._stores.sweep):
-                    await self.delete_content(content, DYNAMIC_TENANT)
+                files = [(file.content, file.tenant) for file in await asyncio.to_thread(self._files.sweep)]
+                held = [await asyncio.to_thread(self._files.has_content, tenant, content) for content, tenant in files]
+                gone += [one for one, still in zip(files, held, strict=True) if not still]
+                gone += [(content, DYNAMIC_TENANT) for content in await asyncio.to_thread(self._stores.sweep)]
             except Exception:
                 logger.exception("expired files could not be swept; trying again in %s s", period_s)
+            for content, tenant in dict.fromkeys(gone):
+                try:
+                    await self.delete_content(content, tenant)
+                except Exception as error:
+                    logger.warning("%s is not deleted yet, trying again in %s s: %s", content[:16], period_s, error)
             await asyncio.sleep(period_s)
 
     async def stats(self) -> Any:
@@ -383,7 +422,10 @@ class Ingress:
 
         self._roles = RayRoles(handles)
         front_end = front_end_config(config.model, config.ingress.processor_cache_gib)
-        client = LinkedEngineClient(front_end, self._roles, config.sums_up_to, config.prefill.first_token)
+        prefill = config.prefill
+        client = LinkedEngineClient(
+            front_end, self._roles, config.sums_up_to, prefill.first_token, prefill.lease_seconds
+        )
         self._log: AccessLog | None = None
         if config.access_log.directory is not None:
             replica = str(serve.get_replica_context().replica_id.unique_id)

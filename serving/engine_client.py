@@ -52,6 +52,7 @@ from serving.segments import Delimiters, Segments, segment
 
 logger = logging.getLogger(__name__)
 
+MOST_CHOICES = 128  # of one request, OpenAI's limit: each pulls a prompt's KV for itself
 _ANSWER_SECONDS = 0.01  # an answer to `prefetch` was on its way while the prompt was rendered
 
 
@@ -64,6 +65,7 @@ class Roles(FidelityRoles, CompilingRoles, Protocol):
     | `encode`   | vision encoder | RoleUnavailable                               |
     | `link`     | prefill worker | PixelsNeeded, Overloaded, RoleUnavailable     |
     | `generate` | decode worker  | ValueError (request too large), RoleUnavailable |
+    | `renew`    | prefill worker | nothing: best effort                          |
     | `abandon`  | decode worker  | nothing: best effort, leases end by time-out  |
     | `fidelity`, `allow`, `compiled` | prefill workers, all of them | RoleUnavailable |
     """
@@ -84,6 +86,9 @@ class Roles(FidelityRoles, CompilingRoles, Protocol):
         self, token_ids: list[int], transfer: dict[str, Any], params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream a decode engine's outputs for a linked prompt."""
+
+    async def renew(self, lease: str) -> None:
+        """The linked KV is still wanted: its blocks must not be freed yet."""
 
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         """The linked KV will not be read: let the prefill worker free its blocks."""
@@ -139,8 +144,14 @@ class LinkedEngineClient(_NotOurs):
     access_log: AccessLog | None = None  # where requests are logged, if they are
 
     def __init__(
-        self, vllm_config: VllmConfig, roles: Roles, compose_up_to: int = 0, first_tokens: bool = True
+        self,
+        vllm_config: VllmConfig,
+        roles: Roles,
+        compose_up_to: int = 0,
+        first_tokens: bool = True,
+        lease_seconds: float = 60.0,
     ) -> None:
+        """`lease_seconds`: how long prefill workers hold linked KV of which they hear nothing."""
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.renderer = renderer_from_config(vllm_config)
@@ -150,6 +161,7 @@ class LinkedEngineClient(_NotOurs):
         self._delimiters = Delimiters.of(self.model_config)
         self.arranger = Arranger(compose_up_to=compose_up_to)
         self._first_tokens, self._vocabulary = first_tokens, vllm_config.model_config.get_vocab_size()
+        self._renewal_seconds = lease_seconds / 3
         self._failure: BaseException | None = None
 
     @property
@@ -176,15 +188,32 @@ class LinkedEngineClient(_NotOurs):
         reasoning_ended: bool | None = None,
         reasoning_parser_kwargs: dict[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Link and decode one rendered prompt. The request's trace is read now, not at the first output."""
+        """Link and decode one rendered prompt. The request's trace is read now, not at the first output.
+
+        Raises VLLMValidationError at once for what no engine takes: it would fail there, with everybody's forward.
+        """
         if lora_request is not None:
             raise VLLMValidationError("LoRA adapters are not supported", parameter="model")
+        if (sampling_params.n or 1) > MOST_CHOICES:
+            raise VLLMValidationError(f"n must be at most {MOST_CHOICES}, not {sampling_params.n}", parameter="n")
+        self._check_tokens(prompt)
         options = {
             "priority": priority,
             "reasoning_ended": reasoning_ended,
             "reasoning_parser_kwargs": reasoning_parser_kwargs,
         }
         return self._generate(prompt, sampling_params, request_id, current_trace(), options)
+
+    def _check_tokens(self, prompt: Any) -> None:
+        """As vLLM checks what it is given itself; a prompt of text alone may name none but the model's own tokens.
+
+        A tokenizer may know more, which stand for images: in an image's place nothing looks them up.
+        """
+        token_ids = prompt["prompt_token_ids"]
+        self.input_processor._validate_prompt_len(len(token_ids), "decoder")
+        self.renderer.validate_token_ids(token_ids)
+        if prompt["type"] == "token" and (largest := max(token_ids)) >= self._vocabulary:
+            raise VLLMValidationError(f"Token id {largest} is out of vocabulary", parameter="prompt")
 
     def prefetch(self, contents: Sequence[str], trace: RequestTrace) -> None:
         """Let a prefill worker load what is stored for a prompt's chunks while the prompt is still being rendered."""
@@ -247,7 +276,12 @@ class LinkedEngineClient(_NotOurs):
         trace: RequestTrace,
         options: dict[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """An answer's outputs, from its first token on; the lease is given back unless a decode engine takes it."""
+        """An answer's outputs, from its first token on; the lease is given back unless a decode engine takes it.
+
+        Until one has, the prefill worker is told that the KV is wanted: a decode worker may be long in letting the
+        sequence in, and blocks that were freed meanwhile would hold somebody else's KV.
+        """
+        waiting = asyncio.create_task(self._renew(linked.lease))
         try:
             if linked.first_token is not None and not answer.begun:
                 answer.begin(linked.first_token)
@@ -262,12 +296,19 @@ class LinkedEngineClient(_NotOurs):
             async with aclosing(outputs):
                 async for output in outputs:
                     if not answer.decoded:
+                        waiting.cancel()
                         trace.decoding((time.perf_counter() - began) * 1e3)
                         self._served(request, trace, linked, "decode")
                     yield answer.joined(output)
         finally:
+            waiting.cancel()
             if not answer.decoded:  # perhaps no decode engine ever heard of the lease
                 await self._roles.abandon(linked.transfer, request.readers)
+
+    async def _renew(self, lease: str) -> None:
+        while True:
+            await asyncio.sleep(self._renewal_seconds)
+            await self._roles.renew(lease)
 
     def _served(
         self, request: LinkRequest, trace: RequestTrace, linked: LinkResult, by: Literal["prefill", "decode"]

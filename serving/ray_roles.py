@@ -71,6 +71,13 @@ class RayRoles:
             if not ended:
                 stream.cancel()
 
+    async def renew(self, lease: str) -> None:
+        """Best effort; told to all replicas, since none but the one that holds the lease knows it."""
+        try:
+            await self.prefill.broadcast("renew", lease).results_async(return_exceptions=True)
+        except Exception as error:
+            logger.debug("lease %s is not renewed: %s", lease, error)
+
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         """Best effort; leases end by time-out."""
         self._decode_once.abandon.remote(transfer, readers)

@@ -89,11 +89,11 @@ class DecodeReporter:
 
     def stats(self) -> dict[str, Any]:
         """The next report."""
-        stats = self._engine.stats()
-        report = DecodeReport(
-            blocks=stats.blocks_reserved + stats.blocks_awaited,
+        stats, alive = self._engine.stats(), self._engine.alive
+        report = DecodeReport(  # a dead engine has no load, but no room either
+            blocks=stats.blocks_reserved + stats.blocks_awaited if alive else stats.blocks_total,
             blocks_total=stats.blocks_total,
-            sequences=stats.running + stats.waiting,
+            sequences=stats.running + stats.waiting if alive else self._max_sequences,
             max_sequences=self._max_sequences,
             block_size=self._engine.admission.block_size,
             max_model_len=self._engine.max_model_len,

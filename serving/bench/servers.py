@@ -186,6 +186,10 @@ class EmbeddedRoles:
         """See `decode_workers.engine`."""
         return self._decode.generate(token_ids, transfer, params, request_id, **options)
 
+    async def renew(self, lease: str) -> None:
+        """See `prefill_workers.worker`."""
+        self._loop.renew(lease)
+
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         """See `decode_workers.engine`."""
         await self._decode.abandon(transfer, readers)
@@ -241,7 +245,11 @@ def embedded(config: OrbitServeConfig) -> Iterator[Server]:
     async def run() -> None:
         roles = EmbeddedRoles(config)
         client = LinkedEngineClient(
-            front_end_config(config.model, 1.0), roles, config.sums_up_to, config.prefill.first_token
+            front_end_config(config.model, 1.0),
+            roles,
+            config.sums_up_to,
+            config.prefill.first_token,
+            config.prefill.lease_seconds,
         )
         api = await build_api(client, config, on_delete=roles.forget)
         server = uvicorn.Server(uvicorn.Config(api, config.http.host, config.http.port, log_level="warning"))

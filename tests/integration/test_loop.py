@@ -224,8 +224,10 @@ def test_a_forward_that_fails_fails_its_links_and_nothing_else(
         patched.setattr(rig.engine, "forward", broken)
         with pytest.raises(RuntimeError, match="injected"):
             rig.loop.submit(plan).result(30)
+        assert rig.loop.failing == 1
     wait_for(lambda: all_free(rig))
     assert rig.link(MIXED[1], "off").points == ["encoded"]
+    assert rig.loop.failing == 0
 
 
 def test_images_are_encoded_between_forwards_and_what_is_wrong_with_one_call_concerns_no_other(
@@ -330,6 +332,16 @@ def test_a_lease_nobody_reads_ends_by_itself(make_rig: Callable[..., Rig]):
     rig.loop.submit(plan).result(30)
     wait_for(lambda: all_free(rig))
     assert rig.loop.stats().leases_expired == 1
+
+
+def test_a_lease_that_is_renewed_outlives_its_time(make_rig: Callable[..., Rig]):
+    rig = make_rig(lease_seconds=0.3)
+    lease = rig.loop.submit(rig.plan(MIXED[1], "off")).result(30).lease
+    for _ in range(6):
+        time.sleep(0.1)
+        rig.loop.renew(lease)
+    assert rig.loop.stats().leases == 1
+    wait_for(lambda: all_free(rig))
 
 
 def test_stopping_finishes_what_runs_and_refuses_what_waits(make_rig: Callable[..., Rig]):

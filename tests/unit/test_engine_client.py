@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.exceptions import GenerationError
+from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -43,6 +43,8 @@ class Roles:
         self.generated: list[tuple[list[int], SamplingParams]] = []
         self.calls: list[str] = []
         self.abandoned: list[tuple[str, int]] = []
+        self.renewed: list[str] = []
+        self.admits: asyncio.Event | None = None  # what `generate` waits for
         self.linked: list[LinkRequest] = []
         self.prefetched: list[PrefetchRequest] = []
         self.encoded: list[list[str]] = []
@@ -77,10 +79,17 @@ class Roles:
     ) -> AsyncGenerator[Any, None]:
         self.generated.append((token_ids, params))
         self._maybe_fail("generate")
+        if self.admits is not None:
+            await self.admits.wait()
         for i in range(OUTPUTS):
             completion = CompletionOutput(0, "", [100 + i], None, None)
             yield RequestOutput(request_id, None, None, None, [completion], i == OUTPUTS - 1)
             self._maybe_fail("between")
+
+    async def renew(self, lease: str) -> None:
+        self.renewed.append(lease)
+        if len(self.renewed) == 2 and self.admits is not None:
+            self.admits.set()
 
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         self.abandoned.append((transfer["remote_request_id"], readers))
@@ -97,7 +106,10 @@ def client_of(roles: Roles) -> LinkedEngineClient:
     client._delimiters = Delimiters(frozenset(), frozenset())
     client.arranger = Arranger()
     client._first_tokens, client._vocabulary = True, 1000
+    client._renewal_seconds = 0.02
+    client.renderer = SimpleNamespace(validate_token_ids=lambda ids: None)
     client.input_processor = SimpleNamespace(
+        _validate_prompt_len=lambda length, kind: None,
         tokenizer=None,
         generation_config_fields={},
         renderer=SimpleNamespace(get_eos_token_id=lambda: EOS),
@@ -435,3 +447,28 @@ def test_the_chunks_of_a_request_are_found_in_its_order():
         {"role": "user", "content": [{**image, "uuid": "a"}]},
     ]
     assert contents_of(messages, Documents(tokenizer=None)) == ["a", "b", "a"]
+
+
+async def test_while_a_decode_engine_lets_nobody_in_the_lease_is_renewed_and_no_longer():
+    roles = Roles()
+    roles.admits = asyncio.Event()
+    outputs = await ask(roles)
+    assert len(tokens_of(outputs)) == OUTPUTS
+    await asyncio.sleep(0.1)
+    assert roles.renewed == ["lease-1"] * 2
+
+
+@pytest.mark.parametrize("tokens", [[5, 1000], [1000]])
+async def test_a_token_that_the_model_does_not_have_is_refused_before_anything_is_sent(tokens: list[int]):
+    roles = Roles()
+    prompt = {"type": "token", "prompt_token_ids": tokens}
+    with pytest.raises(VLLMValidationError, match="1000 is out of vocabulary"):
+        client_of(roles).generate(prompt, SamplingParams(), "request")
+    assert not roles.calls
+
+
+async def test_more_choices_than_are_answered_are_refused_before_anything_is_sent():
+    roles = Roles()
+    with pytest.raises(VLLMValidationError, match="at most 128, not 129"):
+        await ask(roles, n=129, temperature=1.0)
+    assert not roles.calls

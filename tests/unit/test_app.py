@@ -1,0 +1,99 @@
+"""The roles' replicas without Serve around them: what they answer when what they hold has failed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from kvstore.errors import TierUnavailable
+from serving.app import DecodeWorker, LibraryKeeper, PrefillWorker
+from serving.errors import RoleUnavailable
+from serving.ray_roles import RayRoles
+
+
+async def test_a_dead_decode_engine_is_a_role_that_is_not_available():
+    async def generate(*_: Any, **__: Any) -> AsyncGenerator[Any, None]:
+        raise EngineDeadError
+        yield
+
+    worker = object.__new__(DecodeWorker)
+    worker._engine = SimpleNamespace(generate=generate, shutdown=lambda: None)
+    with pytest.raises(RoleUnavailable, match="decode engine died"):
+        async for _ in worker.generate([1], {}, None, "request", {}):
+            pass
+
+
+def prefill_worker(*, alive: bool = True, failing: int = 0) -> PrefillWorker:
+    worker = object.__new__(PrefillWorker)
+    worker._loop = SimpleNamespace(alive=lambda: alive, failing=failing, stop=lambda: None)
+    worker._library = SimpleNamespace(close=lambda: None)
+    return worker
+
+
+async def test_a_prefill_loop_that_has_ended_is_a_role_that_is_not_available():
+    with pytest.raises(RoleUnavailable, match="loop has ended"):
+        await prefill_worker(alive=False).link(None)
+
+
+async def test_a_prefill_worker_whose_every_forward_fails_is_not_healthy():
+    await prefill_worker(failing=2).check_health()
+    with pytest.raises(RuntimeError, match="last 3 forwards failed"):
+        await prefill_worker(failing=3).check_health()
+
+
+class Workers:
+    """A handle whose replicas answer as told, one list an attempt. As Serve's: nothing is called until answers are."""
+
+    def __init__(self, *attempts: list[Any]) -> None:
+        self._attempts = list(attempts)
+        self.called: list[tuple[Any, ...]] = []
+
+    def broadcast(self, method: str, *arguments: Any) -> Any:
+        async def results_async(return_exceptions: bool) -> list[Any]:
+            assert return_exceptions
+            self.called.append((method, *arguments))
+            return self._attempts.pop(0) if self._attempts else []
+
+        return SimpleNamespace(results_async=results_async)
+
+
+def keeper(prefill: Workers, deleted: list[str]) -> LibraryKeeper:
+    def delete_content(content: str, tenant: str) -> int:
+        deleted.append(content)
+        return 2
+
+    made = object.__new__(LibraryKeeper)
+    made._prefill, made._compiler, made._undeleted = prefill, Workers(), set()
+    made._library = SimpleNamespace(delete_content=delete_content)
+    return made
+
+
+async def test_what_one_worker_cannot_delete_goes_everywhere_else_and_is_tried_again():
+    deleted: list[str] = []
+    made = keeper(Workers([None, TierUnavailable("s3 hiccups")]), deleted)
+    with pytest.raises(TierUnavailable, match="hiccups"):
+        await made.delete_content("page", "acme")
+    assert deleted == ["page"]
+    assert made._undeleted == {("page", "acme")}
+    assert await made.delete_content("page", "acme") == 2
+    assert not made._undeleted
+
+
+async def test_a_worker_that_died_has_forgotten():
+    workers = Workers([RayActorError(), None])
+    made = keeper(workers, [])
+    assert await made.delete_content("page", "acme") == 2
+    assert workers.called == [("forget", "page", "acme")]
+    assert not made._undeleted
+
+
+async def test_a_lease_is_renewed_on_all_prefill_workers_and_none_is_missed():
+    workers = Workers([None, RayActorError()])
+    roles = RayRoles({"prefill": workers, "decode": SimpleNamespace(options=lambda **_: None), "library": None})
+    await roles.renew("lease-1")
+    assert workers.called == [("renew", "lease-1")]
