@@ -6,7 +6,8 @@
 | load | nothing | the same as a Loading, for loading beside compute |
 | wait | a tier, at most load_timeout_s | what a Loading gives |
 | put_canonical, put_patch, put_embedding, put_basis | nothing | memory now, tiers behind the request |
-| has | a tier | looks without loading |
+| has | a tier, at most load_timeout_s | looks without loading |
+| stored | a tier | the same for many |
 | persisted | a tier | looks in the farthest tier alone |
 | pin | nothing | the keys stay in memory and on disk while the block runs |
 | delete, delete_content | every tier | removes everywhere, also what is queued |
@@ -214,8 +215,17 @@ class Library:
             return None
 
     def has(self, kind: RecordKind, key: str, tenant: str) -> bool:
-        """Whether a record exists, without loading it. A tier that fails counts as not having it."""
-        return bool(self.stored(kind, [(key, tenant)]))
+        """Whether a record exists, without loading it. A tier that fails, or takes too long, counts as not having it."""
+        if self._resident(record_path(kind, key, self.fingerprint, tenant)) is not None:
+            return True
+        looking = self._pool.submit(self.stored, kind, [(key, tenant)])
+        try:
+            return bool(looking.result(self.settings.load_timeout_s))
+        except TimeoutError:
+            looking.cancel()
+            with self._lock:
+                self._counts["timeouts"] += 1
+            return False
 
     def stored(
         self,

@@ -201,7 +201,7 @@ class Lookups:
         canonical = library.load("canonical", keys.canonical, keys.owner)
         if not composed:
             lookup._loads = canonical, patches[0] if patches else None
-        if library.has("canonical", keys.canonical, keys.owner):
+        if library.stored("canonical", [(keys.canonical, keys.owner)]):
             lookup._decide(coming=True)
         kv = cast(CanonicalRecord | None, library.wait(canonical))
         loaded = [cast(PatchRecord | None, library.wait(patch)) for patch in patches]

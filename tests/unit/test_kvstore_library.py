@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
@@ -446,3 +447,19 @@ def test_bytes_that_loads_brought_are_counted(make_library: MakeLibrary) -> None
     again.get_canonical("0" * 64, "acme")
     (entry,) = tier.entries("records/")
     assert again.stats().loaded_bytes == entry.size
+
+
+def test_a_look_up_waits_no_longer_than_a_load(make_library: MakeLibrary):
+    inner = MemoryTier()
+    with_it = make_library(inner)
+    record = canonical()
+    with_it.put_canonical(record)
+    with_it.flush()
+    slow = SlowTier(inner)
+    library = make_library(slow, load_timeout_s=0.1)
+    assert library.has("canonical", record.key, "acme")
+    slow.latency_s = 1.0
+    began = time.monotonic()
+    assert not library.has("canonical", record.key, "acme")
+    assert time.monotonic() - began < 0.9
+    assert library.stats().timeouts == 1
