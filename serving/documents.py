@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 from vllm.renderers.base import BaseRenderer
 from vllm.utils.async_utils import make_async
@@ -28,27 +29,40 @@ class Document:
     token_ids: array[int]
 
 
+class Mark(str):
+    """What stands for a document in a message. As long as a request holds one, its document can be found."""
+
+    document: Document
+
+    def __new__(cls, text: str, document: Document) -> Mark:
+        mark = super().__new__(cls, text)
+        mark.document = document
+        return mark
+
+
 class Documents:
     """Marks documents in messages and splices their tokens into prompts. Thread-safe.
 
     Args:
-        limit: token ids that are kept of documents seen before; the least recently used go first.
+        limit: token ids that are kept of documents, held by a request or not; the least recently used go first.
     """
 
     def __init__(self, tokenizer: Any, limit: int = 1 << 22) -> None:
         self._tokenizer, self._limit = tokenizer, limit
         self._kept: OrderedDict[str, Document] = OrderedDict()
         self._held = 0  # token ids of all of them
+        self._live: WeakValueDictionary[str, Document] = WeakValueDictionary()  # those, and what requests hold
         self._lock = threading.Lock()
         nonce = secrets.token_hex(8)
         self._mark = f"\ue000{nonce}:{{}}\ue001"
         self._marks = re.compile(f"\ue000{nonce}:([a-z0-9-]+)\ue001")
 
-    def mark(self, content: str, text: str) -> str:
+    def mark(self, content: str, text: str) -> Mark:
         """What stands for a document in a message."""
-        kept = self._kept.get(content)
-        document = kept or Document(content, array("i", self._tokenizer.encode(text, add_special_tokens=False)))
+        live = self._live.get(content)
+        document = live or Document(content, array("i", self._tokenizer.encode(text, add_special_tokens=False)))
         with self._lock:
+            document = self._live.setdefault(content, document)
             if content not in self._kept:
                 self._held += len(document.token_ids)
             self._kept[content] = document
@@ -56,11 +70,11 @@ class Documents:
             while self._held > self._limit and len(self._kept) > 1:
                 _, forgotten = self._kept.popitem(last=False)
                 self._held -= len(forgotten.token_ids)
-        return self._mark.format(content)
+        return Mark(self._mark.format(content), document)
 
     def marked(self, texts: Iterable[str]) -> list[Document]:
-        """The documents that are marked in these texts, in order."""
-        return [self._kept[content] for text in texts for content in self._marks.findall(text)]
+        """The documents that are marked in these texts, in order; somebody must hold their `Mark`s or themselves."""
+        return [self._live[content] for text in texts for content in self._marks.findall(text)]
 
     def token_ids(self, text: str, **options: Any) -> list[int]:
         """Tokens of a prompt with marks; `options` are the tokenizer's, for the text around the documents."""
@@ -68,7 +82,7 @@ class Documents:
         whole: list[int] = []
         for i, piece in enumerate(pieces):
             if i % 2:
-                whole += self._kept[piece].token_ids
+                whole += self._live[piece].token_ids
             elif piece:
                 own = options if not whole else {**options, "add_special_tokens": False}
                 whole += self._tokenizer.encode(piece, **own)

@@ -3,7 +3,8 @@
 | route                                   | answered by                                   |
 |-----------------------------------------|-----------------------------------------------|
 | POST /v1/chat/completions               | vLLM's handler, see `chat.OrbitServingChat`   |
-| POST /v1/completions, /tokenize, ...    | vLLM's handlers; text only                    |
+| POST /v1/completions, /detokenize       | vLLM's handlers; text only                    |
+| POST /tokenize                          | vLLM's handler, chats' chunks resolved before |
 | GET /v1/models                          | vLLM's handler                                |
 | /v1/files                               | `files`                                       |
 | /v1/vector_stores                       | `vector_stores`                               |
@@ -14,6 +15,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from itertools import chain
 from typing import Any
 
@@ -27,6 +29,7 @@ from vllm.entrypoints.openai.models.api_router import router as models_router
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.tokenize.api_router import router as tokenize_router
+from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, TokenizeRequest
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
@@ -42,6 +45,7 @@ from serving.api.fidelity import families, fidelity_router, scraped
 from serving.api.files import OnDelete, files_router
 from serving.api.media import MediaResolver
 from serving.api.metrics import Metrics
+from serving.api.streams import opened
 from serving.api.vector_stores import vector_stores_router
 from serving.config import OrbitServeConfig
 from serving.documents import Documents
@@ -64,7 +68,23 @@ class OrbitServingCompletion(OpenAIServingCompletion):
         """Refuse what the decode engine cannot know, then answer as vLLM does."""
         refuse_unsupported(request, _UNSUPPORTED_COMPLETION)
         set_trace(RequestTrace(tenant=raw_request.state.tenant if raw_request is not None else "local"))
-        return await super().create_completion(request, raw_request)
+        answer = await super().create_completion(request, raw_request)
+        return await opened(answer) if isinstance(answer, AsyncGenerator) else answer
+
+
+class OrbitServingTokenization(ServingTokenization):
+    """vLLM's tokenisation handler, which would fetch a chat's images itself and let clients choose their names."""
+
+    def __init__(self, *arguments: Any, media: MediaResolver, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._media = media
+
+    async def create_tokenize(self, request: TokenizeRequest, raw_request: Request) -> Any:
+        """Resolve a chat's chunks as for an answer, then tokenise as vLLM does."""
+        if isinstance(request, TokenizeChatRequest):
+            messages = [dict(message) for message in request.messages]
+            request.messages = await self._media.resolve_messages(messages, raw_request.state.tenant)
+        return await super().create_tokenize(request, raw_request)
 
 
 async def build_api(client: LinkedEngineClient, config: OrbitServeConfig, on_delete: OnDelete) -> FastAPI:
@@ -143,8 +163,8 @@ async def _add_openai(
         **shared,
     )
     app.state.openai_serving_completion = OrbitServingCompletion(client, models, **shared)
-    app.state.serving_tokenization = ServingTokenization(
-        models, renderer, request_logger=None, chat_template=template, chat_template_content_format="auto"
+    app.state.serving_tokenization = OrbitServingTokenization(
+        models, renderer, request_logger=None, chat_template=template, chat_template_content_format="auto", media=media
     )
     for router in (models_router, completion_router, tokenize_router):
         app.include_router(router)

@@ -17,6 +17,8 @@ from serving.config import ApiKey
 
 _LOCAL = ApiKey(tenant="local", admin=True)
 _OPEN_PATHS = frozenset({"/health", "/metrics", "/docs", "/openapi.json", "/redoc"})
+_GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+_LIMITED_PATHS = _GENERATING_PATHS | {"/tokenize"}  # of a chat it fetches, decodes and processes all images
 
 
 class Authenticate:
@@ -58,7 +60,10 @@ class _BodyTooLarge(HTTPException):
 
 
 class Limit:
-    """Bounds request bodies while they are read, and generation requests in progress (429 with Retry-After)."""
+    """Bounds request bodies while they are read, and generation and tokenisation requests in progress.
+
+    One too many is answered 429 with Retry-After.
+    """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int, max_concurrent: int, metrics: Metrics) -> None:
         self._app = app
@@ -70,19 +75,18 @@ class Limit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        generates = scope["path"] in ("/v1/chat/completions", "/v1/completions") and scope["method"] == "POST"
-        if not generates:
+        if scope["path"] not in _LIMITED_PATHS or scope["method"] != "POST":
             await self._bounded(scope, receive, send)
             return
+        send = self._counted(send) if scope["path"] in _GENERATING_PATHS else send
         if self._running >= self._max_concurrent:
-            self._metrics.requests.labels(status="429").inc()
             message = f"{self._running} requests are in progress already; try again later"
             body = error_body(message, HTTPStatus.TOO_MANY_REQUESTS)
             await JSONResponse(body, 429, headers={"Retry-After": "1"})(scope, receive, send)
             return
         self._running += 1
         try:
-            await self._bounded(scope, receive, self._counted(send))
+            await self._bounded(scope, receive, send)
         finally:
             self._running -= 1
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
-from functools import lru_cache
+from contextlib import aclosing
+from itertools import dropwhile, takewhile
 from typing import Any
 
 from fastapi import Request
@@ -17,6 +18,8 @@ from serving.api.extension import RequestTrace, parse_options, set_trace
 from serving.api.media import MediaResolver
 from serving.api.metrics import Metrics
 from serving.api.ordering import Ordering, ordered
+from serving.api.prefix import Prefixes
+from serving.api.streams import opened
 from serving.documents import Documents
 
 # What needs the prompt in the engine that decodes, which never sees it; and what would need another engine.
@@ -39,12 +42,8 @@ class OrbitServingChat(OpenAIServingChat):
         super().__init__(*arguments, **options)
         self._media, self._documents, self._metrics = media, documents, metrics
         tokenizer = self.renderer.get_tokenizer()
-
-        @lru_cache(maxsize=1024)
-        def encode(tenant: str, text: str) -> tuple[int, ...]:  # by tenant: speed must not tell of others' prompts
-            return tuple(tokenizer.encode(text, add_special_tokens=False))
-
-        self._encode = encode
+        self._prefixes = Prefixes(tokenizer)
+        self._max_characters = self.model_config.max_model_len * tokenizer.max_chars_per_token
 
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Request | None = None
@@ -52,9 +51,12 @@ class OrbitServingChat(OpenAIServingChat):
         """Resolve the request's chunks, let vLLM answer it, and report how it was linked."""
         refuse_unsupported(request, _UNSUPPORTED)
         options = parse_options((request.model_extra or {}).get("orbit"))
-        messages = [dict(message) for message in request.messages]
+        messages = [_readable(message) for message in request.messages]
         tenant = raw_request.state.tenant if raw_request is not None else "local"
-        trace = RequestTrace(options, tenant, self._encode(tenant, fixed_prefix(messages, request)))
+        trace = RequestTrace(options, tenant)
+        prefix = fixed_prefix(messages, request)
+        self._refuse_longer(len(prefix) + sum(map(_characters, dropwhile(_leads, messages))))
+        trace.prefix_tokens = await self._prefixes.token_ids(tenant, prefix)
         resolved = Ordering(await self._media.resolve_messages(messages, tenant), self._documents)
         request.messages = ordered(resolved, trace, self.engine_client.arranger)
         trace.documents = self._documents.marked(part["text"] for part in parts_of(request.messages, "text"))
@@ -68,7 +70,16 @@ class OrbitServingChat(OpenAIServingChat):
             self._metrics.observe(trace.report)
             answer.orbit = trace.document()  # vLLM's response models take further fields
             return answer
-        return self._reported(answer, trace)
+        return await opened(self._reported(answer, trace))
+
+    def _refuse_longer(self, characters: int) -> None:
+        """Raises InvalidRequest for more text than a prompt can hold, before anything is spent on it."""
+        if characters > self._max_characters:
+            raise InvalidRequest(
+                f"the messages and tools have {characters} characters; the model's longest prompt has at most "
+                f"{self._max_characters}",
+                parameter="messages",
+            )
 
     async def render_chat_request(self, request: ChatCompletionRequest) -> Any:
         """As vLLM's, but every item comes with its processed fields, repeated images from the processor cache."""
@@ -106,10 +117,10 @@ class OrbitServingChat(OpenAIServingChat):
     async def _reported(self, events: AsyncGenerator[str, None], trace: RequestTrace) -> AsyncGenerator[str, None]:
         """Add the report to every event that ends a choice, and to the usage event."""
         try:
-            async for event in events:
-                yield with_report(event, trace)
+            async with aclosing(events):
+                async for event in events:
+                    yield with_report(event, trace)
         finally:
-            await events.aclose()
             self._metrics.observe(trace.report)
 
 
@@ -142,12 +153,28 @@ def contents_of(messages: list[Any], documents: Documents) -> list[str]:
     return found
 
 
+def _readable(message: Any) -> dict[str, Any]:
+    """A message whose parts can be read more than once; pydantic leaves some of them to a one-shot iterator."""
+    content = message.get("content")
+    return dict(message) if content is None or isinstance(content, str) else {**message, "content": list(content)}
+
+
+def _characters(message: dict[str, Any]) -> int:
+    content = message.get("content") or ()
+    if isinstance(content, str):
+        return len(content)
+    texts = (part.get("text") for part in content if isinstance(part, dict))
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _leads(message: dict[str, Any]) -> bool:
+    return message.get("role") in ("system", "developer")
+
+
 def fixed_prefix(messages: list[dict[str, Any]], request: ChatCompletionRequest) -> str:
     """What stands before every chunk of a conversation whatever is asked: tools and leading system messages."""
     texts = [json.dumps([tool.model_dump() for tool in request.tools], sort_keys=True)] if request.tools else []
-    for message in messages:
-        if message.get("role") not in ("system", "developer"):
-            break
+    for message in takewhile(_leads, messages):
         content = message.get("content")
         if isinstance(content, str):
             texts.append(content)

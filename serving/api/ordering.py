@@ -28,19 +28,20 @@ _ORDINAL = (
     r"earlier|later|middle|\d+(?:st|nd|rd|th))"
 )
 _NUMBER = r"(?:\d+|(?-i:[A-H])|one|two|three|four|five|six|seven|eight|nine|ten)"
-_BY_PLACE = re.compile(
-    rf"\b{_ORDINAL}\s+(?:\w+\s+)?(?:{_UNIT}|ones?)\b"  # the second image, the last two pages, the first one
-    rf"|\b{_UNIT}\s*(?:no\.?|number|\#)?\s*{_NUMBER}\b"  # page #3
-    rf"|\bthe\s+{_ORDINAL}(?:\s+(?:and|or|of|in|to|with|from|is|are|shows?|says?)\b|\s*(?:[,.;:?!]|$))"
+_BY_PLACE = re.compile(  # in text whose runs of white space are single spaces: \s* twice in a row is quadratic in them
+    rf"\b{_ORDINAL} (?:\w+ )?(?:{_UNIT}|ones?)\b"  # the second image, the last two pages, the first one
+    rf"|\b{_UNIT} ?(?:no\.?|number|\#)? ?{_NUMBER}\b"  # page #3
+    rf"|\bthe {_ORDINAL}(?: (?:and|or|of|in|to|with|from|is|are|shows?|says?)\b| ?(?:[,.;:?!]|$))"
     r"|\b(?:former|latter|respectively|chronological(?:ly)?)\b"
-    r"|\bin\s+(?:this|that|the\s+given|the\s+same|which)?\s*(?:order\b(?!\s+to\b)|sequence\b)",
+    r"|\bin (?:this|that|the given|the same|which)? ?(?:order\b(?! to\b)|sequence\b)",
     re.IGNORECASE,
 )
 
 
 def words_by_place(texts: Sequence[str]) -> str | None:
     """The first words that name a chunk by its place, or the order itself; None if there are none."""
-    found = next((match for match in map(_BY_PLACE.search, texts) if match), None)
+    collapsed = (" ".join(text.split()) for text in texts)
+    found = next((match for match in map(_BY_PLACE.search, collapsed) if match), None)
     return None if found is None else found[0]
 
 

@@ -27,6 +27,7 @@ from serving.api.chat import OrbitServingChat
 from serving.api.errors import answer_errors
 from serving.api.media import MediaResolver
 from serving.api.metrics import Metrics
+from serving.api.prefix import Prefixes
 from serving.arranger import Arranger
 from serving.config import HttpSettings
 from serving.documents import Documents
@@ -44,7 +45,7 @@ class Chat(OrbitServingChat):
 
     def __init__(self, media: MediaResolver, documents: Documents) -> None:
         self._media, self._documents, self._metrics = media, documents, Metrics()
-        self._encode = lambda _, text: tuple(Tokenizer().encode(text))
+        self._prefixes, self._max_characters = Prefixes(Tokenizer()), 1000
         self.engine_client: Any = SimpleNamespace(arranger=Arranger(), prefetch=lambda *_: None)
         self.asked: list[Any] = []
 

@@ -18,6 +18,7 @@ def api(keys: dict[str, ApiKey] | None = None, max_body: int = 1000, at_once: in
     app.state.gate = asyncio.Event()
     app.state.metrics = Metrics()
 
+    @app.post("/tokenize")
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> dict:
         body = await request.body()
@@ -96,11 +97,25 @@ async def test_further_requests_are_told_to_come_back_and_places_come_free_again
         assert refused.status_code == 429
         assert refused.headers["Retry-After"] == "1"
         assert refused.json()["error"]["code"] == 429
-        assert (await c.get("/v1/models")).status_code == 200, "only generation is counted"
+        assert (await c.get("/v1/models")).status_code == 200, "what costs nothing is not counted"
         app.state.gate.set()
         assert [answer.status_code for answer in await asyncio.gather(*held)] == [200, 200]
         assert (await c.post("/v1/chat/completions", content=b"x")).status_code == 200
     assert b'orbitserve_requests_total{status="429"} 1.0' in app.state.metrics.text()
+
+
+async def test_tokenisation_takes_a_place_but_is_no_generation_request():
+    app = api(at_once=1)
+    async with client(app) as c:
+        held = asyncio.create_task(c.post("/tokenize", content=b"wait"))
+        await asyncio.sleep(0.05)
+        for path in ("/tokenize", "/v1/chat/completions"):
+            refused = await c.post(path, content=b"x")
+            assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+        app.state.gate.set()
+        assert (await held).status_code == 200
+    counted = [line for line in app.state.metrics.text().decode().splitlines() if "orbitserve_requests_total{" in line]
+    assert counted == ['orbitserve_requests_total{status="429"} 1.0']
 
 
 async def test_a_cancelled_request_gives_its_place_back():

@@ -64,6 +64,31 @@ def test_a_mark_cannot_be_written_by_hand(documents: Documents):
     assert Documents(Greedy()).marked([mark]) == []
 
 
+def test_what_a_request_holds_is_found_when_others_took_its_place():
+    documents = Documents(Greedy(), limit=4)
+    first, second = documents.mark(A, "one two"), documents.mark(B, "three four")
+    assert list(documents._kept) == [B]
+    marked = documents.marked([first, second])
+    assert [document.content for document in marked] == [A, B]
+    spliced = documents.token_ids(f"{first} {second}", add_special_tokens=False)
+    assert spliced == [*marked[0].token_ids, documents._tokenizer.words[" "], *marked[1].token_ids]
+
+
+def test_a_held_document_is_not_tokenised_again():
+    documents = Documents(Greedy(), limit=4)
+    first, _ = documents.mark(A, "one two"), documents.mark(B, "three four")
+    documents._tokenizer = None
+    again = documents.mark(A, "one two")
+    assert again.document is first.document
+
+
+def test_what_nobody_holds_is_forgotten():
+    documents = Documents(Greedy(), limit=4)
+    documents.mark(A, "one two")
+    documents.mark(B, "three four")
+    assert list(documents._live) == [B]
+
+
 def test_memory_is_bounded():
     documents = Documents(Greedy(), limit=10)
     for number in range(5):

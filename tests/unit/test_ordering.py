@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -82,6 +83,9 @@ def test_only_the_parts_that_trade_places_move():
         "Describe them in this order.",
         "Describe the 3rd picture",
         "Is the last one sharper than the previous screenshot?",
+        "Compare the  first\n two\tpages.",
+        "In  this \n order, please",
+        "Which is newer, the first \n",
     ],
 )
 def test_words_that_name_chunks_by_their_place_are_found(text: str):
@@ -96,11 +100,20 @@ def test_words_that_name_chunks_by_their_place_are_found(text: str):
         "In order to answer, read the documents.",
         "Which page mentions the contract? Does any image a user sent show it?",
         "What does the contract say first?",
+        "In  order \n to answer",
         "",
     ],
 )
 def test_other_words_are_not(text: str):
     assert words_by_place([text]) is None
+
+
+@pytest.mark.parametrize("space", [" ", "\n", " \n\t"])
+@pytest.mark.parametrize("before", ["image", "image no.", "in", "in the", "the first", "the second word", "first"])
+def test_long_white_space_costs_no_time(before: str, space: str):
+    began = time.process_time()
+    assert words_by_place([f"{before}{space * 200_000}x"]) is None
+    assert time.process_time() - began < 1
 
 
 def asked(arranger: Arranger, *messages: Any, **options: Any) -> tuple[list[str], RequestTrace]:

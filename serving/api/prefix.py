@@ -1,0 +1,41 @@
+"""Fixed prefixes as tokens: what keys the patches of chunks that follow one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import Any
+
+from blake3 import blake3
+
+_ENTRY = 16  # token ids that an entry's key and tuple weigh as much as
+
+
+class Prefixes:
+    """Tokenises fixed prefixes and remembers them, by tenant: speed must not tell of others' prompts.
+
+    Args:
+        limit: token ids that are kept; the least recently used prefixes go first.
+    """
+
+    def __init__(self, tokenizer: Any, limit: int = 1 << 20) -> None:
+        self._tokenizer, self._limit = tokenizer, limit
+        self._kept: OrderedDict[tuple[str, bytes], tuple[int, ...]] = OrderedDict()
+        self._held = 0
+
+    async def token_ids(self, tenant: str, text: str) -> tuple[int, ...]:
+        """A prefix's own tokens. One that is not known is tokenised in a thread: it may be as long as a prompt."""
+        key = tenant, blake3(text.encode(errors="surrogatepass")).digest()
+        known = self._kept.get(key)
+        found = await asyncio.to_thread(self._tokenise, text) if known is None else known
+        if key not in self._kept:
+            self._held += len(found) + _ENTRY
+        self._kept[key] = found
+        self._kept.move_to_end(key)
+        while self._held > self._limit:
+            _, forgotten = self._kept.popitem(last=False)
+            self._held -= len(forgotten) + _ENTRY
+        return found
+
+    def _tokenise(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))

@@ -1,0 +1,101 @@
+"""POST /tokenize: a chat's chunks are resolved before vLLM's handler, which would fetch and name them itself."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from PIL import Image
+from vllm.entrypoints.serve.tokenize.api_router import router
+from vllm.entrypoints.serve.tokenize.protocol import TokenizeRequest, TokenizeResponse
+from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
+
+from kvstore.files import FileStore
+from kvstore.settings import FileSettings
+from kvstore.vector_stores import VectorStores
+from serving.api.app import OrbitServingTokenization
+from serving.api.auth import Authenticate
+from serving.api.errors import answer_errors
+from serving.api.media import MediaResolver
+from serving.config import ApiKey, HttpSettings
+from serving.documents import Documents, Mark
+
+
+class Tokenizer:
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return list(text.encode())
+
+
+class Tokenization(OrbitServingTokenization):
+    """The handler without a renderer; `asked` is what vLLM was to tokenise."""
+
+    def __init__(self, media: MediaResolver) -> None:
+        self._media = media
+        self.asked: list[TokenizeRequest] = []
+
+
+@pytest.fixture
+def tokenization(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tokenization:
+    async def answer(self: Tokenization, request: TokenizeRequest, _: Any) -> TokenizeResponse:
+        self.asked.append(request)
+        return TokenizeResponse(count=0, max_model_len=1, tokens=[])
+
+    monkeypatch.setattr(ServingTokenization, "create_tokenize", answer)
+    files = FileStore(str(tmp_path), FileSettings())
+    return Tokenization(MediaResolver(HttpSettings(), files, VectorStores(files), Documents(Tokenizer())))
+
+
+async def post(tokenization: Tokenization, **body: Any) -> httpx.Response:
+    app = FastAPI()
+    app.state.serving_tokenization = tokenization
+    app.include_router(router)
+    answer_errors(app)
+    app.add_middleware(Authenticate, {"key": ApiKey(tenant="acme")})
+    headers = {"Authorization": "Bearer key"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", headers=headers) as client:
+        return await client.post("/tokenize", json={"model": "m", **body})
+
+
+def data_url(kind: str, data: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+async def test_images_are_opened_and_named_here(tokenization: Tokenization):
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(buffer, "PNG")
+    data = buffer.getvalue()
+    image = {"type": "image_url", "image_url": {"url": data_url("image/png", data)}, "uuid": "another's"}
+    document = {"type": "file", "file": {"file_data": data_url("text/plain", b"Some words.")}}
+    answer = await post(tokenization, messages=[{"role": "user", "content": [image, document]}])
+    assert answer.status_code == 200
+    ((message,),) = [request.messages for request in tokenization.asked]
+    first, second = message["content"]
+    assert (first["type"], first["uuid"]) == ("image_pil", tokenization._media.open(data, "acme", "").content)
+    assert second["type"] == "text"
+    assert isinstance(second["text"], Mark)
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}, "not allowed here"),
+        ({"type": "image_pil", "image_pil": None, "uuid": "another's"}, "not supported"),
+        ({"image_url": "http://169.254.169.254/latest"}, "not supported"),
+        ({"type": "video_url", "video_url": {"url": "http://169.254.169.254/latest"}}, "not supported"),
+    ],
+)
+async def test_what_chats_may_not_send_is_refused(tokenization: Tokenization, part: Any, said: str):
+    answer = await post(tokenization, messages=[{"role": "user", "content": [part]}])
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]
+    assert tokenization.asked == []
+
+
+async def test_a_prompt_of_text_goes_on_as_it_is(tokenization: Tokenization):
+    assert (await post(tokenization, prompt="Hello.")).status_code == 200
+    assert [request.prompt for request in tokenization.asked] == ["Hello."]
