@@ -215,7 +215,7 @@ class Library:
             return None
 
     def has(self, kind: RecordKind, key: str, tenant: str) -> bool:
-        """Whether a record exists, without loading it. A tier that fails, or takes too long, counts as not having it."""
+        """Whether a record exists, without loading it. Of a tier that fails, or takes too long, none does."""
         if self._resident(record_path(kind, key, self.fingerprint, tenant)) is not None:
             return True
         looking = self._pool.submit(self.stored, kind, [(key, tenant)])

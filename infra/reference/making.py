@@ -21,7 +21,7 @@ from infra.reference.card import card, curve_text, refined_card
 from infra.reference.families import FAMILIES, ReferenceFamily
 from infra.reference.pictures import grid_picture, page_picture
 from infra.reference.prompts import Layout, Words, lay_out
-from infra.reference.scenes import NOWHERE, Form, Scenes, Split, draw_items
+from infra.reference.scenes import ASKED, NOWHERE, Form, Scenes, Split, draw_items
 from infra.reference.training import REFINED, REFINING, STAGES, Codes, Progress, Settings, WrittenCodes, train
 from infra.reference.vision import FORMS, Tower, train_tower
 from infra.reference.vocabulary import COLOURS, THINGS
@@ -29,7 +29,6 @@ from infra.reference.vocabulary import COLOURS, THINGS
 CURVE, CARD = "training.json", "README.md"
 MEASURED = "orbitserve.json"  # see `prefill_workers.measured`
 TOWER_STEPS = 1500
-EVALUATED = {split: Form(6, 6, 4) if split is Split.retrieval else Form(3, 8, 6) for split in Split}
 _EVALUATION_SEED = 1_000_003  # training draws from other seeds
 _EMBEDDING_SCALE = 0.5
 
@@ -90,7 +89,7 @@ class Model:
     def evaluate(self, split: Split, count: int, form: Form | None = None, batch: int = 25) -> float:
         """The share of held-out questions of a split whose answer is right, from pictures, by full prefill."""
         generator = torch.Generator().manual_seed(_EVALUATION_SEED)
-        scenes, questions = draw_items(split, count, self.kind.form(form or EVALUATED[split]), generator)
+        scenes, questions = draw_items(split, count, self.kind.form(form or ASKED[split]), generator)
         layout = Layout((0,) * scenes.form.pages, self.language.axes)
         tower, right = self.tower(), 0
         for start in range(0, count, batch):

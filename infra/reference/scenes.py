@@ -71,6 +71,14 @@ class Form:
         return self.cells // self.rows
 
 
+ASKED = {
+    Split.single: Form(3, 12, 12), Split.multi: Form(3, 12, 12), Split.legend: Form(3, 8, 18),
+    Split.frames: Form(3, 12, 12), Split.chain: Form(3, 12, 12), Split.tally: Form(3, 12, 12),
+    Split.retrieval: Form(6, 6, 12), Split.control: Form(3, 12, 12),
+}  # fmt: skip
+"""Pages on which held-out questions of each split are asked."""
+
+
 @dataclass(frozen=True, eq=False)
 class Scenes:
     """Sets of pages. `things`, `colours` and `sources` are [sets, pages, things per page].

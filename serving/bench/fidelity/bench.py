@@ -12,6 +12,7 @@ from rich.console import Console
 
 from infra.reference import WEIGHTS
 from infra.reference.families import FAMILIES, ReferenceFamily
+from infra.reference.scenes import ASKED
 from infra.vllm_env import vllm_environment
 from prefill_workers.measured import FILE, Measured
 from serving.bench.fidelity.arms import COMMON
@@ -21,7 +22,6 @@ from serving.bench.fidelity.tables import (
     BUDGETS,
     BY_COMPOSITION,
     BY_LAYERS,
-    FORMS,
     MAIN,
     MARGIN,
     Table,
@@ -70,7 +70,7 @@ def run(
 
 
 def _pages(kind: ReferenceFamily) -> dict[str, str]:
-    forms = {split: kind.form(form) for split, form in FORMS.items()}
+    forms = {split: kind.form(form) for split, form in ASKED.items()}
     return {str(split): f"{form.pages} of {form.cells} tokens" for split, form in forms.items()}
 
 

@@ -12,7 +12,7 @@ from math import nan
 
 from rich.console import Console
 
-from infra.reference.scenes import Form, Split
+from infra.reference.scenes import ASKED, Split
 from serving.bench.fidelity import composition, envelope, growth, online, prefix, reorder, storage
 from serving.bench.fidelity.arms import RANKS, TOKEN_ARMS, Arm
 from serving.bench.fidelity.reader import Prompt
@@ -22,11 +22,6 @@ from serving.bench.fidelity.study import Study
 from serving.bench.harness import UNCERTAINTY
 from serving.bench.kept import Kept
 
-FORMS = {
-    Split.single: Form(3, 12, 12), Split.multi: Form(3, 12, 12), Split.legend: Form(3, 8, 18),
-    Split.frames: Form(3, 12, 12), Split.chain: Form(3, 12, 12), Split.tally: Form(3, 12, 12),
-    Split.retrieval: Form(6, 6, 12), Split.control: Form(3, 12, 12),
-}  # fmt: skip
 MAIN = ("accuracy", "kl", "eta", "flip_recover", "bytes_fraction", "computed")
 EQUAL_BYTES = MAIN[:-1]
 AT_EQUAL_BYTES = " at equal bytes"
@@ -48,7 +43,7 @@ def tables(study: Study, items: int, kept: Kept, console: Console) -> Iterator[t
     yield from _of_orders_and_drift(study, few, kept)
     yield from _of_composition(study, few, kept)
     yield from _of_growth(study, few, kept)
-    scores = kept.once("storage", lambda: storage.storage(study, Split.multi, STORED_RANK, few, FORMS[Split.multi]))
+    scores = kept.once("storage", lambda: storage.storage(study, Split.multi, STORED_RANK, few, ASKED[Split.multi]))
     stored = summary(scores)
     yield (
         "equal bytes",
@@ -75,7 +70,7 @@ class Measured:
 
 
 def _measured(study: Study, items: int, few: int, kept: Kept, console: Console) -> Measured:
-    basis, found = study.basis(FORMS[Split.multi]), Measured()
+    basis, found = study.basis(ASKED[Split.multi]), Measured()
     arms = study.arms.standard(basis)
     few_arms = {"blind": arms["blind"], **_partial(study)}
     for percent in BUDGETS:
@@ -85,7 +80,7 @@ def _measured(study: Study, items: int, few: int, kept: Kept, console: Console) 
         shape, prompt = Shape(study.arms.layout), None
         whole: dict[str, Scores] = defaultdict(Scores)
         some: dict[str, Scores] = defaultdict(Scores)
-        for one in chain.from_iterable(study.gathered(split, items, FORMS[split])):
+        for one in chain.from_iterable(study.gathered(split, items, ASKED[split])):
             shape.add(one.pages[-1])
             study.score(whole, one, arms)
             if len(some["blind"].kl) < few:
@@ -94,7 +89,7 @@ def _measured(study: Study, items: int, few: int, kept: Kept, console: Console) 
         assert prompt is not None
         return summary(whole), summary(some), shape, prompt
 
-    for split in FORMS:
+    for split in ASKED:
         console.print(f"  {split}: {items} items")
         parts = kept.once(f"split {split}", partial(measure, split))
         found.whole[split], found.few[split], found.shapes[split], found.prompts[split] = parts
