@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +35,7 @@ def enter(settings: RoleSettings) -> None:
 def enter_vllm(settings: RoleSettings, *, kv_cache_gib: int, nixl: bool) -> None:
     """`enter`, with vLLM's environment. Must run before anything imports torch or vLLM."""
     enter(settings)
+    keep_log_open()
     os.environ.update(
         vllm_environment(
             kv_cache_gib=kv_cache_gib,
@@ -41,6 +43,15 @@ def enter_vllm(settings: RoleSettings, *, kv_cache_gib: int, nixl: bool) -> None
             nixl_port=free_port() if nixl else None,
         )
     )
+
+
+def keep_log_open() -> None:
+    """Take what writes this process's log off the list of handlers that `logging.config.dictConfig` closes.
+
+    vLLM and NIXL call that as they are imported or make an engine. Ray Serve's handler has no target from then on, and
+    whatever is said in a replica, by us too, is lost.
+    """
+    logging._handlerList.clear()  # type: ignore[attr-defined]
 
 
 def keep_freed_memory() -> None:

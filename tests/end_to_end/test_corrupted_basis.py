@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import ray
 from client import CHECKPOINT, Service, picture, user
 from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor
@@ -42,6 +44,13 @@ def metrics(service: Service) -> dict[str, list[float]]:
             if sample.name.startswith("orbitserve_fidelity_") and sample.labels["operating_point"] == "patched":
                 found[sample.name.removeprefix("orbitserve_fidelity_")].append(sample.value)
     return found
+
+
+def logged(role: str, words: str) -> list[str]:
+    """Lines in the logs of a role's replicas that hold these words."""
+    logs = Path(ray._private.worker._global_node.get_logs_dir_path()) / "serve"
+    lines = (line for log in logs.glob(f"replica_*_{role}_*.log") for line in log.read_text().splitlines())
+    return [line for line in lines if words in line]
 
 
 def rewrite_patches(service: Service, change: Callable[[PatchRecord], PatchRecord]) -> None:
@@ -81,6 +90,7 @@ def test_a_corrupted_patch_basis_is_seen_on_metrics_and_switched_off_everywhere(
     rewrite_patches(couples, turn_basis)
     couples.wait_until(lambda: bool(points(couples)) and metrics(couples)["switched_off"] == [1, 1], 60)
     assert max(metrics(couples)["rolling_kl_nats"]) > 0.1
+    assert len(logged("PrefillWorker", "operating point patched is switched off")) == 2
     for _ in range(4):  # whichever worker it comes to
         answer = couples.chat(PAGE, max_tokens=2)
         assert [chunk["operating_point"] for chunk in answer["orbit"]["chunks"]] == ["recomputed", "recomputed"]
@@ -93,6 +103,7 @@ def test_a_corrupted_patch_basis_is_seen_on_metrics_and_switched_off_everywhere(
     assert told.exit_code == 0, told.output
     assert "2 prefill workers" in told.output
     assert metrics(couples)["switched_off"] == [0, 0]
+    assert len(logged("PrefillWorker", "patched is allowed again by an operator")) == 2
     for _ in range(4):
         chunks = couples.chat(PAGE, max_tokens=2)["orbit"]["chunks"]
         assert [chunk["operating_point"] for chunk in chunks] == ["patched", "patched"], chunks

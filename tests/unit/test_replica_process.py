@@ -94,3 +94,20 @@ def test_a_process_that_gives_way_further_is_left_as_it_is():
 def test_all_threads_of_a_process_give_way_and_those_that_they_start():
     found = subprocess.run([sys.executable, "-c", _LOOK], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["7"]
+
+
+_LOG = """
+import logging, logging.config, logging.handlers, sys
+from serving.replica_process import keep_log_open
+
+# as Ray Serve writes a replica's log
+logging.getLogger().addHandler(logging.handlers.MemoryHandler(1, target=logging.StreamHandler(sys.stdout)))
+keep_log_open()
+logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})
+logging.getLogger("prefill_workers.fidelity").warning("a point is switched off")
+"""
+
+
+def test_what_a_replica_says_is_logged_whoever_configures_logging_anew():
+    done = subprocess.run([sys.executable, "-c", _LOG], capture_output=True, text=True, check=True)
+    assert done.stdout == "a point is switched off\n"
