@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
-from ray.exceptions import RayActorError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from serving.config import OrbitServeConfig, RoleSettings
 from serving.errors import RoleUnavailable
 from serving.fidelity_replica import FidelityReplica
-from serving.formed import FormedReplica, KeeperReplica, follow
+from serving.formed import FormedReplica, follow
+from serving.library_keeper import LibraryKeeper
 from serving.ray_roles import RayRoles, answered
 from serving.replica_process import enter, enter_vllm
 from serving.routing_replica import DecodeReporter, PrefillReporter, ReportingReplica, router_config
@@ -341,73 +341,6 @@ class DecodeWorker(ReportingReplica):
     def __del__(self) -> None:
         if hasattr(self, "_engine"):
             self._engine.shutdown()
-
-
-class LibraryKeeper(KeeperReplica):
-    """What the library needs that is nobody's request: deletion, expiry, statistics, a list of what it holds."""
-
-    async def __init__(  # type: ignore[misc]
-        self, config: OrbitServeConfig, prefill: DeploymentHandle, compiler: DeploymentHandle
-    ) -> None:
-        enter(config.keeper)
-        from kvstore.files import FileStore
-        from kvstore.library import Library
-        from kvstore.vector_stores import VectorStores
-        from prefill_workers.fingerprint import fingerprint
-
-        self._prefill, self._compiler = prefill, compiler
-        self._files = FileStore(config.files_url, config.files)
-        self._stores = VectorStores(self._files)
-        self._undeleted: set[tuple[str, str]] = set()  # content ids and tenants
-        self._library = Library(config.library, fingerprint(Path(config.model.path)))
-        self._sweeping = asyncio.create_task(self._sweep(config.keeper.sweep_period_s))
-        self._looking = self.catalogue(self._library, config.patch, config.keeper.catalogue_period_s)
-
-    async def delete_content(self, content: str, tenant: str) -> int:
-        """Remove everything derived from a content id, in the tiers and in the memory of every worker that has one.
-
-        Returns how many records went. What cannot be reached now is raised, and tried again with every sweep until it
-        is gone or this replica ends.
-        """
-        self._undeleted.add((content, tenant))
-        answers: list[Any] = []
-        for workers in (self._prefill, self._compiler):
-            answers += await workers.broadcast("forget", content, tenant).results_async(return_exceptions=True)
-        went = await asyncio.to_thread(self._library.delete_content, content, tenant)
-        for answer in answers:
-            if isinstance(answer, Exception) and not isinstance(answer, RayActorError):  # whose memory died with it
-                raise answer
-        self._undeleted.discard((content, tenant))
-        return went
-
-    async def _sweep(self, period_s: float) -> None:
-        """Delete expired files and vector stores, and what was derived from content that nothing holds any more."""
-        from kvstore.chunk import DYNAMIC_TENANT
-
-        while True:
-            gone = list(self._undeleted)
-            try:
-                files = [(file.content, file.tenant) for file in await asyncio.to_thread(self._files.sweep)]
-                held = [await asyncio.to_thread(self._files.has_content, tenant, content) for content, tenant in files]
-                gone += [one for one, still in zip(files, held, strict=True) if not still]
-                gone += [(content, DYNAMIC_TENANT) for content in await asyncio.to_thread(self._stores.sweep)]
-            except Exception:
-                logger.exception("expired files could not be swept; trying again in %s s", period_s)
-            for content, tenant in dict.fromkeys(gone):
-                try:
-                    await self.delete_content(content, tenant)
-                except Exception as error:
-                    logger.warning("%s is not deleted yet, trying again in %s s: %s", content[:16], period_s, error)
-            await asyncio.sleep(period_s)
-
-    async def stats(self) -> Any:
-        """The library's counters and bytes."""
-        return self._library.stats()
-
-    async def check_health(self) -> None:
-        """Raises when the sweep has ended."""
-        if self._sweeping.done():
-            raise RuntimeError("the sweep of expired files has ended")
 
 
 @serve.ingress()

@@ -11,8 +11,9 @@ from ray.exceptions import RayActorError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvstore.errors import TierUnavailable
-from serving.app import DecodeWorker, LibraryKeeper, PrefillWorker
+from serving.app import DecodeWorker, PrefillWorker
 from serving.errors import RoleUnavailable
+from serving.library_keeper import LibraryKeeper
 from serving.ray_roles import RayRoles
 
 
