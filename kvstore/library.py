@@ -39,7 +39,7 @@ from kvstore.format import BasisRecord, CanonicalRecord, EmbeddingRecord, PatchR
 from kvstore.paths import path_of, record_path
 from kvstore.pins import Pins
 from kvstore.settings import LibrarySettings
-from kvstore.tier_stack import TierStack
+from kvstore.tier_stack import Found, TierStack
 from kvstore.tiers import DiskTier, Tier
 from kvstore.write_behind import WriteBehind
 
@@ -167,7 +167,11 @@ class Library:
         self._queue = WriteBehind[_Write, Sequence[pa.Buffer]](
             self._encode, self._persist, self._undo, settings.write_queue_items, settings.write_queue_bytes
         )
-        self._pool = ThreadPoolExecutor(settings.load_threads, thread_name_prefix="kvstore-load")
+        self._loads = [  # of each tier by itself: what waits for a silent one keeps nobody from the others
+            ThreadPoolExecutor(settings.load_threads, thread_name_prefix=f"kvstore-load-{tier.name}")
+            for tier in self._stack.tiers
+        ]
+        self._look_ups = ThreadPoolExecutor(settings.load_threads, thread_name_prefix="kvstore-look-up")
 
     # Reading
 
@@ -191,17 +195,18 @@ class Library:
         """Starts loading and returns at once; loads of one record share one read."""
         path = record_path(kind, key, self.fingerprint, tenant)
         with self._lock:
-            loading = self._loading.get(path)
-            if loading is None:
-                loading = Loading(path)
+            under_way = self._loading.get(path)
+            loading = Loading(path) if under_way is None else under_way
+            if under_way is None:
                 resident = self._resident(path)
                 if resident is not None:
                     self._counts["memory_hits"] += 1
                     loading.set_result(resident)
                     return loading
-                self._pool.submit(self._load, loading, path, key, tenant)
                 self._loading[path] = loading
         loading.add_done_callback(self._count_loaded)
+        if under_way is None:
+            self._load_from(0, loading, key, tenant)
         return loading
 
     def wait(self, loading: Loading) -> Record | None:
@@ -218,7 +223,7 @@ class Library:
         """Whether a record exists, without loading it. Of a tier that fails, or takes too long, none does."""
         if self._resident(record_path(kind, key, self.fingerprint, tenant)) is not None:
             return True
-        looking = self._pool.submit(self.stored, kind, [(key, tenant)])
+        looking = self._look_ups.submit(self.stored, kind, [(key, tenant)])
         try:
             return bool(looking.result(self.settings.load_timeout_s))
         except TimeoutError:
@@ -340,7 +345,8 @@ class Library:
     def close(self, timeout: float | None = 30.0) -> None:
         """Persists what is queued and stops the threads."""
         self._queue.close(timeout)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (*self._loads, self._look_ups):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def __enter__(self) -> Library:
         return self
@@ -380,8 +386,9 @@ class Library:
         return key in self._pins
 
     def _announce(self, path: str) -> None:
-        with suppress(RuntimeError):  # the pool is shut down
-            self._pool.submit(self._stack.touch, path)
+        with suppress(RuntimeError):  # the library is closed
+            for index, pool in enumerate(self._loads):
+                pool.submit(self._stack.touch, index, path)
 
     def _resident(self, path: str) -> Record | None:
         """The record if memory has it: in the cache, or still waiting to be written."""
@@ -398,18 +405,38 @@ class Library:
         with self._lock:
             self._counts["misses" if future.result() is None else "tier_hits"] += 1
 
-    def _load(self, loading: Loading, path: str, key: str, tenant: str) -> None:
-        """Reads through the tiers and resolves `loading`; runs in the pool, once per path at a time."""
+    def _load_from(self, index: int, loading: Loading, key: str, tenant: str) -> None:
+        """Has the tier, or the next working one behind it, read by one of its threads. Without any it is a miss."""
+        working = self._stack.working(index)
+        if working is not None:
+            with suppress(RuntimeError):  # the library is closed
+                self._loads[working].submit(self._load, working, loading, key, tenant)
+                return
+        self._loaded(loading, None, 0)
+
+    def _load(self, index: int, loading: Loading, key: str, tenant: str) -> None:
+        """Reads from one tier, and on a miss from the next; runs in the tier's pool, once per path at a time."""
         started = time.perf_counter()
         found = None
         try:
             loading.begin()
-            found = self._stack.read(path, key, self.fingerprint, tenant, self.settings.verify, loading.arrived)
+            found = self._stack.read(
+                index, loading.path, key, self.fingerprint, tenant, self.settings.verify, loading.arrived
+            )
         except Exception:  # whatever went wrong, the request computes instead
-            logger.exception("could not load %s", path)
+            logger.exception("could not load %s", loading.path)
+        with self._lock:
+            self._load_ms += (time.perf_counter() - started) * 1e3
+        if found is None:
+            self._load_from(index + 1, loading, key, tenant)
+        else:
+            self._loaded(loading, found, index)
+
+    def _loaded(self, loading: Loading, found: Found | None, index: int) -> None:
+        """Resolves the load; what a tier had goes to memory and to the tiers that are nearer."""
+        path = loading.path
         with self._lock:
             self._counts["loads"] += 1
-            self._load_ms += (time.perf_counter() - started) * 1e3
             self._counts["loaded_bytes"] += 0 if found is None else found.encoded.size
             # A deletion takes the load away: then the record must not come back into memory or nearer tiers. A load
             # that begins later may find it all the same, in a tier that the deletion has not come to yet.
@@ -419,7 +446,7 @@ class Library:
                 del self._loading[path]
             if found is not None and current and not deleted:
                 self._hot.put(path, found.record)
-                nearer = _Write(found.record, found.encoded, range(found.tier))
+                nearer = _Write(found.record, found.encoded, range(index))
                 if nearer.tiers and not self._queue.submit(path, nearer, found.encoded.size):
                     logger.info("write queue full: %s is not copied to nearer tiers", path)
         loading.set_result(None if found is None or deleted else found.record)

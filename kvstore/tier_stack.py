@@ -24,11 +24,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Found:
-    """A record read from a tier: its bytes, and which tier had it (0 is the nearest)."""
+    """A record read from a tier, and its bytes."""
 
     record: Record
     encoded: pa.Buffer
-    tier: int
 
 
 class TierStack:
@@ -74,10 +73,21 @@ class TierStack:
             tiers.append(remote)
         return tiers
 
+    def working(self, index: int) -> int | None:
+        """This tier, or the next one that is not left alone because it fails; None: there is none."""
+        return next((i for i in range(index, len(self.tiers)) if not self._breakers[i].open), None)
+
     def read(
-        self, path: str, key: str, fingerprint: str, tenant: str, verify: bool, arrived: Arrived | None = None
+        self,
+        index: int,
+        path: str,
+        key: str,
+        fingerprint: str,
+        tenant: str,
+        verify: bool,
+        arrived: Arrived | None = None,
     ) -> Found | None:
-        """The record from the nearest tier that has a sound copy. Unsound copies are quarantined.
+        """The record from one tier; None if that fails or has no sound copy. Unsound copies are quarantined.
 
         `arrived` hears of layers as they come in (see `format.decode`), of an unsound copy's first ones too.
         """
@@ -96,43 +106,30 @@ class TierStack:
                 raise CorruptRecord("the record belongs in another place")
             return record
 
+        tier = self.tiers[index]
+        self._reading[path] = index
         try:
-            for index, tier in enumerate(self.tiers):
-                if self._breakers[index].open:
-                    continue
-                self._reading[path] = index
-                self._late.discard(path)
-                try:
-                    blob = tier.open(path)
-                    if blob is None:
-                        self._answered(index, path)
-                        continue
-                    try:
-                        record = decoded(blob)
-                    except BlobReplaced:
-                        whole = tier.get(path)
-                        if whole is None:
-                            self._answered(index, path)
-                            continue
-                        blob = Blob(whole)
-                        record = decoded(blob)
-                except TierUnavailable as error:
-                    self._failed(index, error)
-                except CorruptRecord as error:
-                    self._quarantine(tier, path, error)
-                else:
-                    self._answered(index, path)
-                    self._touch(tier, path)
-                    return Found(record, blob.buffer, index)
-            return None
+            found = _read(tier, path, decoded)
+            if path not in self._late:  # what came too late for somebody is no success
+                self._breakers[index].succeeded()
+            if found is not None:
+                self.touch(index, path)
+            return found
+        except TierUnavailable as error:
+            self._failed(index, error)
+        except CorruptRecord as error:
+            self._quarantine(tier, path, error)
         finally:
             self._reading.pop(path, None)
             self._late.discard(path)
+        return None
 
-    def touch(self, path: str) -> None:
-        """Tells the tiers that a record was used which memory answered for."""
-        for tier in self.tiers:
-            self._touch(tier, path)
+    def touch(self, index: int, path: str) -> None:
+        """Tells a tier that a record was used."""
+        try:
+            self.tiers[index].touch(path)
+        except TierUnavailable as error:
+            logger.debug("%s", error)
 
     def blame(self, path: str) -> None:
         """Counts a time-out of `read(path)` against the tier that it is waiting for."""
@@ -222,12 +219,6 @@ class TierStack:
         with self._lock:
             return Counter(self.counts)
 
-    def _touch(self, tier: Tier, path: str) -> None:
-        try:
-            tier.touch(path)
-        except TierUnavailable as error:
-            logger.debug("%s", error)
-
     def _quarantine(self, tier: Tier, path: str, error: CorruptRecord) -> None:
         logger.warning("%s: quarantined %s: %s", tier.name, path, error)
         self._count("corrupt")
@@ -236,11 +227,6 @@ class TierStack:
                 self._count("quarantined")
         except TierUnavailable as failure:
             logger.warning("could not quarantine: %s", failure)
-
-    def _answered(self, index: int, path: str) -> None:
-        """A tier has answered a read in full. An answer that came too late for somebody is no success."""
-        if path not in self._late:
-            self._breakers[index].succeeded()
 
     def _failed(self, index: int, error: TierUnavailable) -> None:
         logger.warning("%s", error)
@@ -271,6 +257,17 @@ class TierStack:
             )
             for entry, path, markers, recompute_seconds in records
         ]
+
+
+def _read(tier: Tier, path: str, decoded: Callable[[Blob], Record]) -> Found | None:
+    blob = tier.open(path)
+    if blob is None:
+        return None
+    try:
+        return Found(decoded(blob), blob.buffer)
+    except BlobReplaced:
+        whole = tier.get(path)
+        return None if whole is None else Found(decoded(Blob(whole)), whole)
 
 
 class _Breaker:

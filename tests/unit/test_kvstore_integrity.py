@@ -135,7 +135,7 @@ def test_of_ten_thousand_corrupted_files_none_is_served(
         path = path_of(record)
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes(damaged)
-        if stack.read(path, record.key, FINGERPRINT, "acme", verify=True) is not None:
+        if stack.read(0, path, record.key, FINGERPRINT, "acme", verify=True) is not None:
             served.append(damage.__name__)
         assert not tier.contains(path)
         (tmp_path / QUARANTINE / path).unlink()
@@ -144,7 +144,7 @@ def test_of_ten_thousand_corrupted_files_none_is_served(
     assert (counts["corrupt"], counts["quarantined"], counts["tier_errors"]) == (CORRUPTIONS, CORRUPTIONS, 0)
     for record, sound, _ in encoded:
         (tmp_path / path_of(record)).write_bytes(sound)
-        assert stack.read(path_of(record), record.key, FINGERPRINT, "acme", verify=True) is not None
+        assert stack.read(0, path_of(record), record.key, FINGERPRINT, "acme", verify=True) is not None
 
 
 @pytest.mark.parametrize("what", ["version", "fingerprint", "tenant", "key", "kind"])
@@ -258,7 +258,7 @@ def test_what_was_acknowledged_outlives_kill_and_nothing_half_written_is_read(tm
     stack = TierStack([tier], LibrarySettings(), pinned=lambda key: False, last_used=dict)
     for path in tier.keys("records/"):  # those that were being acknowledged too
         key = Path(path).stem
-        found = stack.read(path, key, FINGERPRINT, "acme", verify=True)
+        found = stack.read(0, path, key, FINGERPRINT, "acme", verify=True)
         assert found is not None
         assert kind_of(found.record) == "canonical"
     assert len(said["stored"]) > 50

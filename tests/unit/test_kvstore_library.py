@@ -273,6 +273,23 @@ def test_a_tier_that_answers_between_failures_is_not_left_alone(make_library: Ma
         assert (library.get_canonical(answer, "acme") is None) == (answer != record.key)
 
 
+def test_loads_that_wait_for_a_silent_tier_keep_nobody_from_the_others(make_library: MakeLibrary) -> None:
+    record, near, silent = canonical("near"), MemoryTier(), HeldTier(MemoryTier(), "get")
+    with Library(LibrarySettings(), FINGERPRINT, [near]) as writer:
+        writer.put_canonical(record)
+    settings = {"load_threads": 2, "load_timeout_s": 0.5, "tier_failures": 2, "tier_cooldown_s": 3600}
+    library = make_library(near, silent, **settings)
+    absent = [library.load("canonical", canonical(name).key, "acme") for name in "abcd"]
+    assert silent.entered.wait(5)
+    assert library.get_canonical(record.key, "acme") is not None
+    assert [library.wait(loading) for loading in absent[:2]] == [None, None]
+    began = time.monotonic()
+    assert library.get_canonical(canonical("e").key, "acme") is None
+    assert time.monotonic() - began < 0.25  # by now the silent tier is left alone: a miss at once
+    silent.release.set()
+    wait_for(absent, 5)
+
+
 def test_simultaneous_loads_share_one_read(make_library: MakeLibrary) -> None:
     record, tier = canonical(), MemoryTier()
     with Library(LibrarySettings(), FINGERPRINT, [tier]) as writer:

@@ -62,7 +62,7 @@ def test_what_one_library_answers_from_memory_is_not_idle_to_the_others(
         os.utime(tmp_path / path_of(record), (0, 0))
     assert reader.get_canonical(wanted.key, "acme") is not None
     assert reader.stats().memory_hits == 1
-    reader._pool.shutdown(wait=True)  # what it had to tell is told
+    reader._loads[0].shutdown(wait=True)  # what it had to tell is told
     writer = library(disk_bytes=5 * SIZE, writers=1)
     for number in range(3):
         put(writer, f"n{number}")
