@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 
 def blocks_needed(tokens: int, sequences: int, block_size: int) -> int:
@@ -56,7 +56,8 @@ class Admission:
                 if turn.done() and not turn.cancelled():
                     self._release(blocks)
                 else:
-                    self._queue.remove(entry)
+                    with suppress(ValueError):  # another that ended in the same turn has passed it over
+                        self._queue.remove(entry)
                     self._grant()
                 raise
         else:

@@ -89,7 +89,10 @@ def export(
 
 @contextmanager
 def tar_writer(path: Path) -> Iterator[Callable[[str, pa.Buffer], None]]:
-    """A `put` into a tar file, which appears under its name when the block ends without an error."""
+    """A `put` into a tar file, which appears under its name when the block ends without an error.
+
+    Raises BadArchive if it cannot be written.
+    """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with tarfile.open(temporary, "x:") as tar:
@@ -101,6 +104,8 @@ def tar_writer(path: Path) -> Iterator[Callable[[str, pa.Buffer], None]]:
 
             yield put
         os.replace(temporary, path)
+    except OSError as error:
+        raise BadArchive(f"cannot write {path}: {error.strerror or error}") from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -118,13 +123,13 @@ def tar_reader(path: Path) -> Iterator[Archive]:
 class _Tar:
     def __init__(self, tar: tarfile.TarFile) -> None:
         self._tar = tar
+        self._members = {member.name: member for member in tar}  # a look-up by name would search them all
 
     def get(self, key: str) -> pa.Buffer | None:
-        try:
-            file = self._tar.extractfile(key)
-        except KeyError:
+        member = self._members.get(key)
+        if member is None:
             return None
-        with file or io.BytesIO() as handle:
+        with self._tar.extractfile(member) or io.BytesIO() as handle:
             return pa.py_buffer(handle.read())
 
 

@@ -22,6 +22,7 @@ import pyarrow as pa
 from kvstore.chunk import owned_content_id
 from kvstore.errors import FileTooLarge, InvalidUpload, QuotaExceeded, UnknownFile
 from kvstore.objects import JsonObjects
+from kvstore.owed import OwedDeletions
 from kvstore.paths import ORPHAN_SECONDS, tenant_digest
 from kvstore.settings import FileSettings
 from kvstore.tiers import Tier, tier_for_url
@@ -70,6 +71,7 @@ class FileStore:
             self.tier = location
         else:
             self.tier = tier_for_url(str(location), self.settings.storage_options)
+        self.owed = OwedDeletions(self.tier)
         self._objects = JsonObjects(self.tier, FileObject, immutable=True)
         self._creating = threading.Lock()  # the quota is checked and used up in one step
 
@@ -101,9 +103,14 @@ class FileStore:
             expires_at=None if lifetime is None else now + lifetime,
             content=owned_content_id(data, tenant, limits.salt_secret.get_secret_value().encode()),
         )
+        self._check_quota(tenant, len(data))
+        self.tier.put(_blob_key(file), [pa.py_buffer(data)])  # others need not wait for so many bytes
         with self._creating:
-            self._check_quota(tenant, len(data))
-            self.tier.put(_blob_key(file), [pa.py_buffer(data)])
+            try:
+                self._check_quota(tenant)
+            except QuotaExceeded:
+                self.tier.delete(_blob_key(file))
+                raise
             self._objects.write(_object_key(file), file)
         return file
 
@@ -148,15 +155,19 @@ class FileStore:
         return files[:limit], len(files) > limit
 
     def delete(self, tenant: str, file_id: str) -> FileObject:
-        """Removes a file and returns what it was; what derives from its content is the caller's to delete."""
+        """Removes a file and returns what it was; what derives from its content is `owed` from before on."""
         file = self.get(tenant, file_id)
         self._remove(file)
         return file
 
     def has_content(self, tenant: str, content: str) -> bool:
         """Whether some file of the tenant still holds this content."""
+        return content in self.contents(tenant)
+
+    def contents(self, tenant: str) -> set[str]:
+        """The content ids that files of the tenant hold."""
         now = time.time()
-        return any(file.content == content and not file.expired(now) for file in self._objects.find(_folder(tenant)))
+        return {file.content for file in self._objects.find(_folder(tenant)) if not file.expired(now)}
 
     def ids(self) -> set[str]:
         """Ids of the files of all tenants that have not expired."""
@@ -182,14 +193,17 @@ class FileStore:
             self._remove(file)
         return expired
 
-    def _check_quota(self, tenant: str, size: int) -> None:
+    def _check_quota(self, tenant: str, *more: int) -> None:
+        """Of the tenant's blobs, and of `more` such sizes."""
         sizes = [entry.size for entry in self.tier.entries(_folder(tenant)) if entry.key.endswith(".blob")]
-        if len(sizes) + 1 > self.settings.max_tenant_files:
+        sizes += more
+        if len(sizes) > self.settings.max_tenant_files:
             raise QuotaExceeded(f"the limit is {self.settings.max_tenant_files} files")
-        if sum(sizes) + size > self.settings.max_tenant_bytes:
+        if sum(sizes) > self.settings.max_tenant_bytes:
             raise QuotaExceeded(f"the files would exceed {self.settings.max_tenant_bytes} bytes in all")
 
     def _remove(self, file: FileObject) -> None:
+        self.owed.note(file.content, file.tenant)
         self.tier.delete(_object_key(file))
         self.tier.delete(_blob_key(file))
 

@@ -177,8 +177,9 @@ def garbage(
 
     Args:
         fingerprint: digest of the model to keep; records of any other go.
-        unused_seconds: records that lay idle for longer go.
-        max_bytes: the least worthy records go (as eviction weighs them) until the others fit.
+        unused_seconds: records that lay idle for longer go, but for bases: these are read at start-up alone, and all
+            patches on one need it.
+        max_bytes: the least worthy records go (as eviction weighs them) until the others fit; no basis does.
     """
     now = time.time() if now is None else now
     removals = [
@@ -192,14 +193,15 @@ def garbage(
             reason = "quarantined"
         elif fingerprint is not None and item.fingerprint != fingerprint:
             reason = "of another model"
-        elif unused_seconds is not None and item.used < now - unused_seconds:
+        elif unused_seconds is not None and item.kind != "basis" and item.used < now - unused_seconds:
             reason = "unused"
         else:
             kept.append(item)
             continue
         removals.append(_removal(item, reason))
     excess = 0 if max_bytes is None else sum(item.size for item in kept) - max_bytes
-    for item in sorted(kept, key=lambda i: worth(i.recompute_seconds, i.size, now - i.used)):
+    others = [item for item in kept if item.kind != "basis"]
+    for item in sorted(others, key=lambda i: worth(i.recompute_seconds, i.size, now - i.used)):
         if excess <= 0:
             break
         removals.append(_removal(item, "least worthy"))

@@ -97,6 +97,6 @@ class FileSettings(BaseModel):
     )
     max_expiry_s: int = Field(default=30 * 24 * 3600, ge=1, description="Longest expires_after, in seconds.")
     salt_secret: SecretStr = Field(
-        default=SecretStr(""), description="The library's salt_secret: content ids must agree."
+        default=SecretStr(""), description="The library's, which need not be said again: content ids must agree."
     )
     storage_options: dict[str, Any] = Field(default_factory=dict, description="Options of the fsspec file system.")

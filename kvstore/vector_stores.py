@@ -19,12 +19,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
 from kvstore.chunk import DYNAMIC_TENANT, owned_content_id
-from kvstore.errors import UnknownFile, UnknownVectorStore
+from kvstore.errors import TierUnavailable, UnknownFile, UnknownVectorStore
 from kvstore.files import FileStore
 from kvstore.objects import JsonObjects
 from kvstore.paths import ORPHAN_SECONDS
@@ -39,6 +40,7 @@ _FACTS = r"\.(?P<content>[a-z0-9-]+)\.(?P<bytes>\d+)"
 _REFERENCE = re.compile(rf"store-files/(?P<store>vs_[0-9a-f]{{32}})/(?P<file>file-[0-9a-f]{{32}}){_FACTS}\.json")
 _INDEXED = re.compile(rf"references/(?P<file>file-[0-9a-f]{{32}})/(?P<store>vs_[0-9a-f]{{32}}){_FACTS}")
 _DAY = 24 * 3600
+_HELD_SECONDS = 60.0  # after this what is held is taken to stay so: a deletion is noted before its file goes
 _ACTIVITY_SECONDS = 3600.0  # use in requests is noted this often at most
 
 Attributes = Mapping[str, str | float | bool]
@@ -128,7 +130,8 @@ class _Entry:
 
 class VectorStores:
     """Thread-safe; processes may share one location. Methods that remove return the content ids that no store holds
-    any more: what was derived from them is the caller's to delete (`Library.delete_content` with DYNAMIC_TENANT).
+    any more: what was derived from them is owed from before on (`FileStore.owed`), and the caller's to delete
+    (`Library.delete_content` with DYNAMIC_TENANT).
     """
 
     def __init__(self, files: FileStore) -> None:
@@ -181,8 +184,8 @@ class VectorStores:
         """Replaces a store by what `change` makes of it. Raises UnknownVectorStore."""
         with self._changing:
             changed = change(self.get(store_id))
+            self._note_use(store_id)  # first: by its last use, long ago, it may have expired as changed
             self._stores.write(_store_key(store_id), changed)
-            self._note_use(store_id)
         return changed
 
     def delete(self, store_id: str) -> set[str]:
@@ -280,13 +283,25 @@ class VectorStores:
             if store is None or reference is None or self._expired(store):
                 continue
             if store.expires_days is not None and time.time() - self._last_use(store) > _ACTIVITY_SECONDS:
-                self._note_use(store.id)
+                with suppress(TierUnavailable):  # that it cannot be written keeps nobody from reading
+                    self._note_use(store.id)
             return self._files.content(reference.tenant, file_id)
         raise UnknownFile(file_id)
 
     def has_content(self, content: str) -> bool:
         """Whether some store still holds this content."""
         return content in self._contents()
+
+    def unheld(self) -> list[tuple[str, str]]:
+        """Content ids and owners whose derived records are owed deletion. What something holds still is settled."""
+        owed, held = self._files.owed.all(), {DYNAMIC_TENANT: self._contents()}
+        for owner in {one.owner for one in owed} - held.keys():
+            held[owner] = self._files.contents(owner)
+        settled_before = time.time() - _HELD_SECONDS
+        for one in owed:
+            if one.content in held[one.owner] and one.at < settled_before:
+                self._files.owed.settle(one.content, one.owner)
+        return [(one.content, one.owner) for one in owed if one.content not in held[one.owner]]
 
     def overdue(self) -> set[str]:
         """The content ids that no store will hold after the next sweep."""
@@ -345,11 +360,13 @@ class VectorStores:
         return dropped
 
     def _drop(self, entries: Iterable[_Entry]) -> set[str]:
-        contents = set()
-        for entry in entries:
+        gone = list(entries)
+        contents = {entry.content for entry in gone}
+        for content in contents:
+            self._files.owed.note(content, DYNAMIC_TENANT)
+        for entry in gone:
             self._tier.delete(entry.key)
             self._tier.delete(entry.index_key)
-            contents.add(entry.content)
         return contents - self._contents() if contents else contents
 
     def _last_use(self, store: VectorStore) -> float:

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FAILED_FORWARDS = 3  # one after another, of different requests: then it is not they
+_THREADS = 32  # of an ingress: images, documents, files and vector stores
 _CLOSE_SECONDS = 5.0  # for the access log's last lines
 
 # -- roles ------------------------------------------------------------------------------------------------------------
@@ -353,6 +354,8 @@ class Ingress:
         from serving.api.app import build_api
         from serving.engine_client import LinkedEngineClient, front_end_config
 
+        threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="ingress")
+        asyncio.get_running_loop().set_default_executor(threads)  # Serve's own is as small as `num_cpus`
         self._roles = RayRoles(handles)
         front_end = front_end_config(config.model, config.ingress.processor_cache_gib)
         prefill = config.prefill

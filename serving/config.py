@@ -235,6 +235,16 @@ class OrbitServeConfig(_Settings):
     precompute: PrecomputeSettings = PrecomputeSettings()
     access_log: AccessLogSettings = AccessLogSettings()
 
+    @model_validator(mode="after")
+    def _one_secret(self) -> OrbitServeConfig:
+        """Content ids of files and of images in requests are made with one secret, whichever section says it."""
+        ours, theirs = self.library.salt_secret, self.files.salt_secret
+        if not theirs.get_secret_value():
+            object.__setattr__(self, "files", self.files.model_copy(update={"salt_secret": ours}))
+        elif ours.get_secret_value() not in ("", theirs.get_secret_value()):
+            raise ValueError("library.salt_secret and files.salt_secret differ; set one of them")
+        return self
+
     @property
     def compose_up_to(self) -> int:
         """Behind how many chunks pair patches are summed: as configured, or as was measured for the model.
@@ -273,16 +283,18 @@ class OrbitServeConfig(_Settings):
             ConfigError: see `from_yaml`; or no model is named anywhere, or what was measured of it cannot be used.
         """
         values: dict[str, Any] = _read(path) if path is not None else {}
+        source = str(path) if path is not None else "the command line"
         for section, name, value in (
             ("model", "path", model),
             ("http", "host", host),
             ("http", "port", port),
             ("precompute", "workers", workers),
         ):
-            if value is not None:
-                values[section] = {**(values.get(section) or {}), name: value}
-        source = str(path) if path is not None else "the command line"
-        if not (values.get("model") or {}).get("path"):
+            found = values.get(section) or {}
+            if not isinstance(found, dict):
+                raise ConfigError(f"{source}: {section}: {found!r} should be settings, such as `{name}: ...`")
+            values[section] = found if value is None else {**found, name: value}
+        if not values["model"].get("path"):
             raise ConfigError(f"{source}: model.path: no checkpoint is named; pass --model PATH or a configuration")
         try:
             config = cls.model_validate(values)
@@ -311,6 +323,8 @@ def _read(path: Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text in UTF-8: {error}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if values is not None and not isinstance(values, dict):

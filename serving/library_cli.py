@@ -252,6 +252,8 @@ def gc(
     """Delete what expired (needs --config), quarantined records, orphaned markers, and more on request."""
     from kvstore import inventory
 
+    unused_seconds = None if unused is None else _seconds(unused)
+    max_bytes = None if shrink is None else parse_bytes(shrink)
     with _opened(location, config, remote) as place:
         keep = place.model(model) if foreign else None
         if foreign and keep is None:
@@ -263,8 +265,8 @@ def gc(
         removals += inventory.garbage(
             left,
             fingerprint=keep,
-            unused_seconds=None if unused is None else _seconds(unused),
-            max_bytes=None if shrink is None else parse_bytes(shrink),
+            unused_seconds=unused_seconds,
+            max_bytes=max_bytes,
         )
         if not dry_run:
             with _progress("deleting", sum(removal.size for removal in removals)) as advance:
@@ -277,7 +279,10 @@ def gc(
 
 
 def _expired(place: _Place, found: Contents, dry_run: bool) -> list[Removal]:
-    """What was derived from files and vector stores that have expired; these themselves are swept."""
+    """What was derived from files and vector stores that have expired; these themselves are swept.
+
+    Their deletion stays owed: the service has it in its memory too, and there may be another tier.
+    """
     from kvstore.chunk import DYNAMIC_TENANT
     from kvstore.files import FileStore
     from kvstore.inventory import derived_from
@@ -288,8 +293,10 @@ def _expired(place: _Place, found: Contents, dry_run: bool) -> list[Removal]:
     files = FileStore(place.config.files_url, place.config.files)
     stores = VectorStores(files)
     expired = files.expired()
+    held = {tenant: files.contents(tenant) for tenant in {file.tenant for file in expired}}
     unheld = {(DYNAMIC_TENANT, content) for content in stores.overdue()}
-    unheld |= {(f.tenant, f.content) for f in expired if not files.has_content(f.tenant, f.content)}
+    unheld |= {(file.tenant, file.content) for file in expired if file.content not in held[file.tenant]}
+    unheld |= {(owner, content) for content, owner in stores.unheld()}
     if not dry_run:
         files.sweep()
         stores.sweep()
@@ -314,7 +321,7 @@ def export_records(
         chosen = _selected(place, tenant, kind, model).of(inventory.contents(place.tier).items)
         items = [item for item in chosen if not item.quarantined]
         with _progress("exporting", sum(item.size for item in items)) as advance:
-            if target.endswith(".tar"):
+            if target.endswith(".tar") and "://" not in target:
                 with archive.tar_writer(Path(target)) as put:
                     listed = archive.export(place.tier, items, put, advance)
             else:
@@ -352,7 +359,7 @@ def import_records(
             with _progress("importing", sum(entry.size for entry in listed)) as advance:
                 return archive.take_in(place.tier, origin, listed, expected, advance)
 
-        if source.endswith(".tar"):
+        if source.endswith(".tar") and "://" not in source:
             with archive.tar_reader(Path(source)) as tar:
                 outcome = take_in(tar)
         elif "://" in source or Path(source).is_dir():

@@ -41,7 +41,7 @@ class LibraryKeeper(KeeperReplica):
         """Remove everything derived from a content id, in the tiers and in the memory of every worker that has one.
 
         Returns how many records went. What cannot be reached now is raised, and tried again with every sweep until it
-        is gone or this replica ends.
+        is gone; also by a later replica, if a file or a vector store held it (see `kvstore.owed`).
         """
         self._undeleted.add((content, tenant))
         answers: list[Any] = []
@@ -51,20 +51,18 @@ class LibraryKeeper(KeeperReplica):
         for answer in answers:
             if isinstance(answer, Exception) and not isinstance(answer, RayActorError):  # whose memory died with it
                 raise answer
+        await asyncio.to_thread(self._files.owed.settle, content, tenant)
         self._undeleted.discard((content, tenant))
         return went
 
     async def _sweep(self, period_s: float) -> None:
         """Delete expired files and vector stores, and what was derived from content that nothing holds any more."""
-        from kvstore.chunk import DYNAMIC_TENANT
-
         while True:
             gone = list(self._undeleted)
             try:
-                files = [(file.content, file.tenant) for file in await asyncio.to_thread(self._files.sweep)]
-                held = [await asyncio.to_thread(self._files.has_content, tenant, content) for content, tenant in files]
-                gone += [one for one, still in zip(files, held, strict=True) if not still]
-                gone += [(content, DYNAMIC_TENANT) for content in await asyncio.to_thread(self._stores.sweep)]
+                await asyncio.to_thread(self._files.sweep)
+                await asyncio.to_thread(self._stores.sweep)
+                gone += await asyncio.to_thread(self._stores.unheld)
             except Exception:
                 logger.exception("expired files could not be swept; trying again in %s s", period_s)
             for content, tenant in dict.fromkeys(gone):

@@ -53,10 +53,12 @@ class Ledger:
         self._outcomes: list[Outcome] = []
         self._owners: dict[str, tuple[str, float]] = {}
         self._changed = asyncio.Condition()
+        self._restarts: Counter[str] = Counter()
 
     async def restarted(self, worker: str) -> None:
         """Give back everything that any owner of this worker has."""
-        await self._give_back(lambda owner: owner.startswith(f"{worker}/"))
+        self._restarts[worker] += 1
+        await self._give_back(lambda owner: _worker(owner) == worker)
 
     async def attempts(self, entries: Sequence[int]) -> list[int | None]:
         """How often each entry was begun and not ended; None: it has an outcome."""
@@ -80,9 +82,16 @@ class Ledger:
         return drained
 
     async def take(self, owner: str, wanted: Sequence[Sequence[str]]) -> list[int]:
-        """Claim every group of records that nobody else has a part of, as soon as there is one; returns which."""
+        """Claim every group of records that nobody else has a part of, as soon as there is one; returns which.
+
+        Nothing, if the owner's worker has restarted meanwhile: then nobody waits for the answer.
+        """
+        worker = _worker(owner)
+        restarts = self._restarts[worker]
         async with self._changed:
             while True:
+                if self._restarts[worker] != restarts:
+                    return []
                 taken = [i for i, records in enumerate(wanted) if self._claim(owner, records)]
                 if taken:
                     return taken
@@ -108,3 +117,8 @@ class Ledger:
         async with self._changed:
             self._owners = {record: claim for record, claim in self._owners.items() if not belongs(claim[0])}
             self._changed.notify_all()
+
+
+def _worker(owner: str) -> str:
+    """Owners are called `worker/thread`."""
+    return owner.rpartition("/")[0]

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 import httpx
 from PIL import Image, UnidentifiedImageError
-from vllm.multimodal.image import convert_image_mode
+from vllm.multimodal.image import convert_image_mode, normalize_image
 
 from kvstore.chunk import DYNAMIC_TENANT, owned_content_id
 from kvstore.errors import UnknownFile
@@ -36,6 +36,7 @@ from serving.documents import Documents
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _MAX_REDIRECTS = 3
+_AT_ONCE = 8  # parts of one request that are fetched, read and decoded beside one another
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class MediaResolver:
         Raises:
             InvalidRequest, NotFound, TooLarge: naming the part.
         """
-        resolved, images = [], 0
+        resolved: list[Any] = []
+        wanted: list[tuple[list[Any], int, str]] = []  # content, the part in it, where that is
         for m, message in enumerate(messages):
             content = message.get("content")
             if content is None or isinstance(content, str):
@@ -84,23 +86,37 @@ class MediaResolver:
                 where = f"messages[{m}].content[{p}]"
                 kind = part.get("type") if isinstance(part, dict) else None
                 if kind in ("image_url", "file"):
-                    images += 1
-                    if images > self._settings.max_images_per_request:
+                    wanted.append((parts, p, where))
+                    if len(wanted) > self._settings.max_images_per_request:
                         raise InvalidRequest(
                             f"more than {self._settings.max_images_per_request} images in one request", parameter=where
                         )
-                    parts[p] = await self._resolve(part, kind, tenant, where)
                 elif kind not in ("text", "refusal"):
                     raise InvalidRequest(
                         f"{where}: content parts of type {kind!r} are not supported; use text, image_url or file",
                         parameter=where,
                     )
             resolved.append({**message, "content": parts})
+        at_once = asyncio.Semaphore(_AT_ONCE)
+        tasks = [asyncio.create_task(self._resolve(parts[p], tenant, where, at_once)) for parts, p, where in wanted]
+        try:
+            found = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        for (parts, p, _), part in zip(wanted, found, strict=True):
+            parts[p] = part
         return resolved
 
-    async def _resolve(self, part: dict[str, Any], kind: str, tenant: str, where: str) -> dict[str, Any]:
+    async def _resolve(
+        self, part: dict[str, Any], tenant: str, where: str, at_once: asyncio.Semaphore
+    ) -> dict[str, Any]:
         """The part as vLLM's renderer takes it."""
-        if kind == "file":
+        async with at_once:
+            return await self._resolved(part, tenant, where)
+
+    async def _resolved(self, part: dict[str, Any], tenant: str, where: str) -> dict[str, Any]:
+        if part["type"] == "file":
             data, owner = await self._file(part, tenant, where)
             found = await asyncio.to_thread(self.open_file, data, owner, where)
             if isinstance(found, ResolvedText):
@@ -163,7 +179,7 @@ class MediaResolver:
             self._decoded.move_to_end(content)
             return ResolvedImage(content, image)
         try:
-            image = convert_image_mode(image, "RGB")
+            image = convert_image_mode(normalize_image(image), "RGB")  # as vLLM does where it decodes itself
             image.load()
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise InvalidRequest(f"{where}: the image is truncated or broken: {error}", parameter=where) from error
@@ -209,11 +225,14 @@ class MediaResolver:
             )
         limit = self._settings.max_image_bytes
         try:
-            async with httpx.AsyncClient(timeout=self._settings.http_image_timeout_s, trust_env=False) as client:
+            async with (
+                asyncio.timeout(self._settings.http_image_timeout_s),
+                httpx.AsyncClient(timeout=None, trust_env=False) as client,
+            ):
                 for _ in range(_MAX_REDIRECTS + 1):
                     target, headers, extensions = await pinned(url, where)
                     async with client.stream("GET", target, headers=headers, extensions=extensions) as response:
-                        if response.is_redirect:
+                        if response.has_redirect_location:
                             url = str(httpx.URL(url).join(response.headers["location"]))
                             continue
                         response.raise_for_status()
@@ -223,7 +242,10 @@ class MediaResolver:
                             if len(data) > limit:
                                 raise TooLarge(f"{where}: the image is larger than {limit} bytes")
                         return bytes(data)
-        except httpx.HTTPError as error:
+        except TimeoutError as error:
+            seconds = self._settings.http_image_timeout_s
+            raise InvalidRequest(f"{where}: the image was not fetched within {seconds:g} s", parameter=where) from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise InvalidRequest(f"{where}: the image could not be fetched: {error}", parameter=where) from error
         raise InvalidRequest(f"{where}: more than {_MAX_REDIRECTS} redirects", parameter=where)
 
@@ -243,9 +265,11 @@ async def pinned(url: str, where: str) -> tuple[str, dict[str, str], dict[str, A
     Raises:
         InvalidRequest: the host is unknown, or any of its addresses is not a public one.
     """
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError as error:
+        raise InvalidRequest(f"{where}: not a URL: {error}", parameter=where) from error
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -255,4 +279,4 @@ async def pinned(url: str, where: str) -> tuple[str, dict[str, str], dict[str, A
         raise InvalidRequest(f"{where}: {host!r} is not a public address", parameter=where)
     address = addresses[0]
     netloc = f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
-    return parts._replace(netloc=netloc).geturl(), {"Host": parts.netloc}, {"sni_hostname": host}
+    return parts._replace(netloc=netloc).geturl(), {"Host": parts.netloc.rpartition("@")[2]}, {"sni_hostname": host}

@@ -7,11 +7,14 @@ import http.server
 import io
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from vllm.multimodal.image import normalize_image
 
 from kvstore.chunk import is_shared
 from kvstore.files import FileStore
@@ -185,6 +188,20 @@ def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
                 self.send_header("Location", "http://10.0.0.1/a.png")
                 self.end_headers()
                 return
+            if self.path in ("/nowhere", "/broken"):
+                self.send_response(304 if self.path == "/nowhere" else 302)
+                if self.path == "/broken":
+                    self.send_header("Location", "http://host:port/")
+                self.end_headers()
+                return
+            if self.path == "/dripping":
+                self.send_response(200)
+                self.end_headers()
+                with suppress(OSError):
+                    for _ in range(50):
+                        self.wfile.write(b"x")
+                        time.sleep(0.1)
+                return
             known = {"/a.png": png(), "/big": b"x" * 100_000}
             self.send_response(200 if self.path in known else 404)
             self.end_headers()
@@ -222,11 +239,40 @@ async def test_an_image_is_fetched_where_that_is_allowed(files: FileStore, web: 
         ("/big", TooLarge, "larger than 4096"),
         ("/loop", InvalidRequest, "redirects"),
         ("/inside", InvalidRequest, "not a public address"),
+        ("/nowhere", InvalidRequest, "304"),
+        ("/broken", InvalidRequest, "could not be fetched"),
+        ("/dripping", InvalidRequest, "not fetched within 0.5 s"),
     ],
 )
 async def test_a_fetch_that_goes_wrong_says_how(
     files: FileStore, web: str, path: str, error: type[Exception], words: str
 ):
-    allowed = resolver(files, allow_http_images=True, max_image_bytes=4096)
+    allowed = resolver(files, allow_http_images=True, max_image_bytes=4096, http_image_timeout_s=0.5)
     with pytest.raises(error, match=words):
         await allowed.resolve_messages(ask(image_part(web + path)), "local")
+
+
+@pytest.mark.parametrize("host", ["[bad", "host:99999", "host:x"])
+async def test_what_is_no_url_is_refused(host: str):
+    with pytest.raises(InvalidRequest, match="not a URL"):
+        await pinned(f"http://{host}/a.png", "x")
+
+
+async def test_an_image_is_turned_alike_whenever_it_comes(files: FileStore):
+    buffer, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter
+    Image.new("RGBA", (20, 10), (1, 2, 3, 128)).save(buffer, "PNG", exif=exif)
+    images = resolver(files)
+    first, second = (images.open(buffer.getvalue(), "local", "x").image for _ in range(2))
+    assert normalize_image(first).size == normalize_image(second).size == (10, 20)
+
+
+async def test_the_parts_of_a_request_are_fetched_beside_one_another(files: FileStore, monkeypatch: pytest.MonkeyPatch):
+    together = threading.Barrier(4, timeout=10)
+    content = files.content
+    monkeypatch.setattr(files, "content", lambda *which: together.wait() >= 0 and content(*which))
+    colours = ("red", "green", "blue", "black")
+    uploads = [files.create("local", "a.png", "vision", png(colour=colour)) for colour in colours]
+    parts = [{"type": "file", "file": {"file_id": upload.id}} for upload in uploads]
+    (message,) = await resolver(files).resolve_messages(ask(*parts), "local")
+    assert [part["uuid"] for part in message["content"]] == [upload.content for upload in uploads]

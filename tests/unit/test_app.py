@@ -71,6 +71,7 @@ def keeper(prefill: Workers, deleted: list[str]) -> LibraryKeeper:
     made = object.__new__(LibraryKeeper)
     made._prefill, made._compiler, made._undeleted = prefill, Workers(), set()
     made._library = SimpleNamespace(delete_content=delete_content)
+    made._files = SimpleNamespace(owed=SimpleNamespace(settle=lambda content, owner: None))
     return made
 
 

@@ -123,3 +123,23 @@ def test_what_is_wrong_with_a_models_measurements_is_named(checkpoint: Path, tex
     with pytest.raises(ConfigError, match=words) as caught:
         OrbitServeConfig.load(None, model=checkpoint)
     assert str(checkpoint / FILE) in str(caught.value)
+
+
+def test_files_and_requests_have_one_secret(tmp_path: Path, checkpoint: Path):
+    def secret(library: str, files: str) -> str:
+        sections = (
+            f"model: {{path: {checkpoint}}}\nlibrary: {{salt_secret: {library}}}\nfiles: {{salt_secret: {files}}}"
+        )
+        return OrbitServeConfig.from_yaml(written(tmp_path, sections)).files.salt_secret.get_secret_value()
+
+    assert (secret("a", "''"), secret("''", "a"), secret("a", "a"), secret("''", "''")) == ("a", "a", "a", "")
+    with pytest.raises(ConfigError, match=r"library\.salt_secret and files\.salt_secret differ"):
+        secret("a", "b")
+
+
+def test_a_section_that_is_none_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"model: '/data/ckpt' should be settings, such as `path: ...`"):
+        OrbitServeConfig.load(written(tmp_path, "model: /data/ckpt"))
+    (tmp_path / "latin.yaml").write_bytes(b"model: {path: caf\xe9}")
+    with pytest.raises(ConfigError, match="not text in UTF-8"):
+        OrbitServeConfig.load(tmp_path / "latin.yaml")

@@ -75,3 +75,18 @@ async def test_a_turn_granted_to_somebody_who_just_left_is_passed_on():
     rest.set()
     await asyncio.gather(leaver, next_one, return_exceptions=True)
     assert (admission.reserved, admission.running, admission.waiting) == (0, 0, 0)
+
+
+async def test_a_wait_that_is_cancelled_in_the_turn_in_which_it_is_passed_over_is_just_cancelled():
+    admission, log = Admission(10, 16), []
+    first, rest = asyncio.Event(), asyncio.Event()
+    holder = asyncio.create_task(hold(admission, 128, 1, first, log))
+    await turns()
+    leaver = asyncio.create_task(hold(admission, 100, 1, rest, log))
+    await turns()
+    first.set()
+    leaver.cancel()  # the holder's task runs first, and finds its wait cancelled
+    with pytest.raises(asyncio.CancelledError):
+        await leaver
+    await holder
+    assert (admission.reserved, admission.running, admission.waiting) == (0, 0, 0)

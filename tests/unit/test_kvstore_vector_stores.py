@@ -4,6 +4,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -129,7 +130,7 @@ def test_expiry_counts_from_the_last_use(reopen: Open, monkeypatch: pytest.Monke
     with pytest.raises(UnknownVectorStore):
         stores.get(store.id)
     assert stores.sweep() == {reference.content}
-    assert all(key.startswith("files/") for key in list(stores._tier.keys()))
+    assert all(key.startswith(("files/", "owed/")) for key in list(stores._tier.keys()))
 
 
 def test_simultaneous_changes_lose_nothing(reopen: Open) -> None:
@@ -203,3 +204,59 @@ def test_deleting_a_reference_takes_the_records_of_every_tenant(tmp_path: Path) 
         assert library.get_patch(behind_itself.key, "rival") is None
         assert library.has("canonical", tenants.key, "acme")
     assert list(DiskTier(tmp_path).keys("records/")) == [path_of(tenants)]
+
+
+def test_what_derived_from_files_that_are_gone_is_owed_until_it_is_settled(
+    reopen: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores, now = reopen(), time.time()
+    files, store = stores._files, stores.create()
+    page, again = (files.get("ops", upload(stores, tenant="ops")) for _ in range(2))
+    (reference,) = stores.add(store.id, "ops", {page.id: {}})
+    files.delete("ops", page.id)
+    stores.sweep()
+    assert reopen().unheld() == [(reference.content, DYNAMIC_TENANT)], "the tenant's other file has the same content"
+    monkeypatch.setattr(time, "time", lambda: now + 3600)
+    stores.unheld()  # settles what is held
+    files.delete("ops", again.id)
+    assert set(reopen().unheld()) == {(reference.content, DYNAMIC_TENANT), (page.content, "ops")}
+    files.owed.settle(reference.content, DYNAMIC_TENANT)
+    files.owed.settle(page.content, "ops")
+    assert reopen().unheld() == files.owed.all() == []
+
+
+def test_a_sweep_that_fails_half_way_loses_no_deletion(tmp_path: Path) -> None:
+    tier = FaultyTier(DiskTier(tmp_path))
+    files = FileStore(tier)
+    stores = VectorStores(files)
+    contents = {files.create("acme", name, "vision", name.encode(), expires_after=1).content for name in "abc"}
+    tier.failing.add("delete")
+    with pytest.raises(TierUnavailable):
+        files.sweep(time.time() + 60)
+    tier.failing.clear()
+    files.sweep(time.time() + 60)
+    assert set(stores.unheld()) == {(content, "acme") for content in contents}
+
+
+def test_a_store_that_was_not_used_for_long_may_be_given_an_expiry(
+    reopen: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores, now = reopen(), time.time()
+    page, store = upload(stores), stores.create()
+    stores.add(store.id, "ops", {page: {}})
+    monkeypatch.setattr(time, "time", lambda: now + 30 * 86400)
+    other, notes = reopen(), []
+    stores._note_use, noted = lambda store_id: notes.append(other.get(store_id)) or noted(store_id), stores._note_use
+    stores.update(store.id, lambda store: replace(store, expires_days=2))
+    assert notes, "as others see it meanwhile it has not expired"
+    assert other.content(page) == b"page"
+
+
+def test_a_store_that_cannot_be_written_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, now = FaultyTier(DiskTier(tmp_path)), time.time()
+    stores = VectorStores(FileStore(tier))
+    page, store = upload(stores), stores.create(expires_days=2)
+    stores.add(store.id, "ops", {page: {}})
+    monkeypatch.setattr(time, "time", lambda: now + 86400)
+    tier.failing.add("put")
+    assert stores.content(page) == b"page"

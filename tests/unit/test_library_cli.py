@@ -193,6 +193,7 @@ def test_gc_with_a_configuration_sweeps_what_has_expired(tmp_path: Path, monkeyp
     )
     later = time.time() + 60
     monkeypatch.setattr(time, "time", lambda: later)
+    assert run("gc", "--config", str(config), "--unused", "30", status=2).exit_code == 2
     assert "expired: 2" in run("gc", "--config", str(config), "--dry-run").output
     assert len(files.expired()) == 2
     run("gc", "--config", str(config))

@@ -59,6 +59,17 @@ async def test_what_a_worker_held_when_it_died_is_free_when_it_starts_again_or_a
     assert await ledger.take("c/1", [["x"]]) == [0]  # b never comes back
 
 
+async def test_what_a_dead_worker_still_waits_for_is_not_its_successors():
+    ledger = Ledger(10)
+    await ledger.take("a/1", [["x"]])
+    waiting = asyncio.create_task(ledger.take("b/1", [["x"]]))
+    await asyncio.sleep(0)
+    await ledger.restarted("b")
+    await ledger.release("a/1")
+    assert await waiting == []
+    assert await ledger.take("b/2", [["x"]]) == [0]
+
+
 async def test_entries_that_were_begun_and_never_ended_are_counted():
     ledger = Ledger(10)
     await ledger.begin([1, 2])
