@@ -64,7 +64,7 @@ class LibraryStats:
     bytes: int  # of decoded records in memory
     tier_bytes: dict[str, int]  # per tier, as last counted
     loads: int  # from tiers
-    load_ms: float  # spent in these, in all
+    load_ms: float  # spent in reads that found a record, in all
     loaded_bytes: int  # by these
 
 
@@ -425,12 +425,12 @@ class Library:
             )
         except Exception:  # whatever went wrong, the request computes instead
             logger.exception("could not load %s", loading.path)
-        with self._lock:
-            self._load_ms += (time.perf_counter() - started) * 1e3
         if found is None:
             self._load_from(index + 1, loading, key, tenant)
-        else:
-            self._loaded(loading, found, index)
+            return
+        with self._lock:
+            self._load_ms += (time.perf_counter() - started) * 1e3
+        self._loaded(loading, found, index)
 
     def _loaded(self, loading: Loading, found: Found | None, index: int) -> None:
         """Resolves the load; what a tier had goes to memory and to the tiers that are nearer."""

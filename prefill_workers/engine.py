@@ -426,9 +426,9 @@ class PrefillEngine:
         return index.expand(3, -1) if self.uses_mrope else index
 
 
-def self_check(checkpoint: Path) -> list[CheckOutcome]:
-    """Build an engine for `checkpoint` without hand-off, check it and tear it down (used by `orbitserve doctor`)."""
-    engine = PrefillEngine(EngineSpec(model=str(checkpoint), hand_off=False, max_model_len=2048))
+def self_check(spec: EngineSpec) -> list[CheckOutcome]:
+    """Build an engine, check it and tear it down (used by `orbitserve doctor`)."""
+    engine = PrefillEngine(spec)
     try:
         return engine.self_check()
     finally:

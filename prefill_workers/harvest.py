@@ -142,7 +142,7 @@ class Harvester:
             behind=[(c.canonical_key, c.span.content) for c in before],
             prefix=plan.request.prefix,
             tenant=plan.request.tenant,
-            seconds=plan.stages_ms.get("forward", 0.0) * 1e-3 * tokens / max(plan.tokens_computed, 1),
+            seconds=plan.compute_ms * 1e-3 * tokens / max(plan.tokens_computed, 1),
         )
 
     def _submit(

@@ -203,7 +203,7 @@ class OfflineWorker:
     def _keep_patches(self, item: _Planned, chunks: Sequence[ChunkPlan], kv: Tensor, seconds: float) -> None:
         """Store the own patches of `chunks`, given the whole prompt's KV [layers, tokens, features]."""
         plan = item.plan
-        plan.stages_ms["forward"] = seconds * 1e3
+        plan.compute_ms = seconds * 1e3
         item.work.tokens += kv.shape[1]
         for chunk in chunks:
             inside = kv[:, chunk.span.start : chunk.span.stop]

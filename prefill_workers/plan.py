@@ -185,6 +185,7 @@ class LinkPlan:
     beginning: Beginning | None = None
     found: tuple[Block, ...] = ()
     stages_ms: dict[str, float] = field(default_factory=dict)
+    compute_ms: float = 0.0  # of forwards: its share of their tokens, without what they waited for
     unpin: Callable[[], object] = field(default=lambda: None)
 
     def pinned_by(self, unpin: Callable[[], object]) -> LinkPlan:

@@ -191,10 +191,12 @@ class LinksUnderWay:
         self.by_layer += bool(arriving)
         self.tokens += tokens
         spent = time.perf_counter() - began
+        computing = spent - sum(chunk.waited for _, chunk in arriving)
         if tokens >= FORWARD_TOKENS:
-            self._pace.learn(tokens, spent - sum(chunk.waited for _, chunk in arriving))
-        for job, _ in work:
+            self._pace.learn(tokens, computing)
+        for job, now in work:
             job.plan.stages_ms["forward"] = job.plan.stages_ms.get("forward", 0.0) + spent * 1e3
+            job.plan.compute_ms += computing * 1e3 * sum(map(len, now)) / tokens
         for i, scores in zip(ending, () if logits is None else logits, strict=True):
             job = work[i][0]
             assert job.plan.request.sampling is not None

@@ -400,6 +400,7 @@ class PrefillLoop:
             tokens_reused=plan.tokens_reused,
             tokens_computed=plan.tokens_computed,
             stages_ms=plan.stages_ms,
+            compute_ms=plan.compute_ms,
             prefix_tokens_reused=len(plan.known),
             first_token=job.first_token,
         )

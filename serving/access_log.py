@@ -5,8 +5,8 @@ or showed: of a prompt neither texts nor their tokens, of an image its placehold
 
     v, time, model, tenant, mode, sample   `sample`: the share of requests that are logged
     prefix, prefix_tokens                  digest of the fixed prefix (see `kvstore.index.prefix_key`) and its length
-    reused, computed, forward_ms, place_ms tokens of chunks that were linked, and of all that were computed; what the
-                                           stages took
+    reused, computed, forward_ms, place_ms tokens of chunks that were linked, and of all that were computed; what
+                                           that took (of a forward that others shared, its part)
     chunks: content, modality, tokens, point, group    in the order served; those of one group were free to trade places
             first, count, ids, mask, grid  placeholders, counted from the chunk's start; runs of its token ids and of
                                            what carries an embedding; the fields that fix positions. None of text
@@ -253,7 +253,7 @@ class AccessLog:
             "prefix_tokens": len(request.prefix),
             "reused": result.chunk_tokens_reused,
             "computed": result.tokens_computed,
-            "forward_ms": round(result.stages_ms.get("forward", 0.0), 3),
+            "forward_ms": round(result.compute_ms, 3),
             "place_ms": round(result.stages_ms.get("place", 0.0), 3),
             "chunks": chunks,
         }

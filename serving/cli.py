@@ -6,6 +6,7 @@ import math
 import shlex
 import sys
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -57,7 +58,7 @@ def serve(
     except KeyboardInterrupt:
         console.print("stopped")
     except (ConfigError, StartUpError) as error:
-        console.print(f"[red]error:[/red] {error}")
+        console.print(f"[red]error:[/red] {escape(str(error))}")
         raise typer.Exit(1) from None
 
 
@@ -86,11 +87,15 @@ def doctor(
     try:
         settings = None if config is None else OrbitServeConfig.load(config, model=model)
     except ConfigError as error:
-        console.print(f"[red]error:[/red] {error}")
+        console.print(f"[red]error:[/red] {escape(str(error))}")
         raise typer.Exit(1) from None
-    if settings is not None:
-        model = settings.model.path
-    results = run_doctor(model, library=None if settings is None else settings.library)
+    if settings is None:
+        results = run_doctor(model)
+    else:
+        from serving.app import engine_spec
+
+        spec = engine_spec(settings, settings.prefill.tensor_parallel_size, hand_off=False)
+        results = run_doctor(settings.model.path, (settings.http.port,), settings.library, asdict(spec))
     print_report(results, console)
     if not all(result.ok for result in results):
         raise typer.Exit(1)

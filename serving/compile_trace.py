@@ -144,8 +144,11 @@ class Planner:
 
         for request in requests:
             if request.model == self.config.model.served_name:
-                stages = {"forward": request.forward_ms, "place": request.place_ms}
-                self.costs.learn(LinkResult("", {}, (), request.reused, request.computed, stages))
+                stages = {"place": request.place_ms}
+                computed = request.computed
+                self.costs.learn(
+                    LinkResult("", {}, (), request.reused, computed, stages, compute_ms=request.forward_ms)
+                )
             yield request
 
     def _why_not(self, request: LoggedRequest) -> str | None:

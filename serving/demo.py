@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 from ray import serve
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from infra.reference import DEFAULT_MODEL, weights
@@ -65,7 +66,7 @@ def run_demo(console: Console, port: int, keep: bool = False, seed: int | None =
                 while True:
                     time.sleep(1)
     except StartUpError as error:
-        console.print(f"[red]error:[/red] {error}\nrun `make doctor` to find out why")
+        console.print(f"[red]error:[/red] {escape(str(error))}\nrun `make doctor` to find out why")
         return False
     except KeyboardInterrupt:
         return True
@@ -112,7 +113,7 @@ def _referring(scenes: Scenes) -> list[tuple[int, int, int]]:
 
 
 def _converse(console: Console, url: str, model: str, seed: int) -> bool:
-    client = OpenAI(base_url=f"{url}/v1", api_key="none")
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", http_client=DefaultHttpxClient(trust_env=False))  # past proxies
     # new pages in every run: the first request must not profit from the last demo
     story, warming = Story.drawn(seed), Story.drawn(seed + 1)
     files = [

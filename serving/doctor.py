@@ -27,10 +27,11 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 from rich.console import Console
@@ -45,12 +46,13 @@ from kvstore.settings import LibrarySettings
 from kvstore.tier_stack import TierStack
 
 GIB = 1 << 30
-DEFAULT_PORTS = (8000, 8265)  # HTTP; Ray's dashboard, to which `serve deploy` talks
+DEFAULT_PORTS = (8000,)  # HTTP
 MIN_MEMORY_BYTES = 6 * GIB  # one replica a role, each a Python process with torch and vLLM, and the object store
 MIN_DISK_BYTES = 4 * GIB
 PROBE_TIMEOUT_S = 180.0
 NIXL_BYTES = 1 << 20
 _RESULT_MARK = "doctor-result:"
+_ENGINE = {"hand_off": False, "max_model_len": 2048}
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,10 @@ class CheckResult:
 
 
 def run_doctor(
-    checkpoint: Path | None = None, ports: Sequence[int] = DEFAULT_PORTS, library: LibrarySettings | None = None
+    checkpoint: Path | None = None,
+    ports: Sequence[int] = DEFAULT_PORTS,
+    library: LibrarySettings | None = None,
+    engine: Mapping[str, Any] | None = None,
 ) -> list[CheckResult]:
     """Run every check and return all findings; takes about a minute on two cores. Never raises for a bad machine.
 
@@ -72,6 +77,7 @@ def run_doctor(
         checkpoint: the model whose engine is checked; None takes the bundled one.
         ports: TCP ports that have to be free on this machine.
         library: settings of the library whose tiers are checked; None checks none.
+        engine: further fields of the `EngineSpec` of the engine that is checked.
     """
     results = [check_packages(_lock_file()), check_processor(), check_memory(), check_disk(Path.cwd())]
     results += [check_port(port) for port in ports]
@@ -86,7 +92,7 @@ def run_doctor(
     )
     results += run_probe(
         "engine",
-        str(checkpoint or weights(DEFAULT_MODEL)),
+        json.dumps({**_ENGINE, **(engine or {}), "model": str(checkpoint or weights(DEFAULT_MODEL))}),
         environment=vllm_environment(kv_cache_gib=1),
         remedy="do not serve with this engine: run `make setup`, then report the model, the processor and this line",
     )
@@ -293,10 +299,11 @@ def _probe_ray() -> list[CheckResult]:
     return [CheckResult("Ray", answer == 42, detail)]
 
 
-def _probe_engine(checkpoint: str) -> list[CheckResult]:
-    from prefill_workers.engine import self_check
+def _probe_engine(spec: str) -> list[CheckResult]:
+    from prefill_workers.engine import EngineSpec, self_check
 
-    return [CheckResult(f"engine: {name}", ok, detail) for name, ok, detail in self_check(Path(checkpoint))]
+    outcomes = self_check(EngineSpec(**json.loads(spec)))
+    return [CheckResult(f"engine: {name}", ok, detail) for name, ok, detail in outcomes]
 
 
 PROBES: dict[str, Callable[..., list[CheckResult]]] = {

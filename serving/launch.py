@@ -41,13 +41,19 @@ def application(config: OrbitServeConfig, console: Console, timeout_s: float = 6
     Joins a Ray cluster that is already there (RAY_ADDRESS, or one started on this machine), else starts one.
 
     Raises:
-        StartUpError: a role failed to start, or did not within `timeout_s`.
+        StartUpError: a role failed to start, or did not within `timeout_s`; the cluster serves the application already,
+            or the port is taken.
     """
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     with ray_cluster(runtime_env={"env_vars": FAST_REQUEST_PATH}):
         _end_by_signal()  # after Ray, which brings a handler of its own
         try:
             serve.start(http_options={"host": config.http.host, "port": config.http.port})
+        except RuntimeError as error:
+            raise StartUpError(f"cannot listen on {config.http.host}:{config.http.port}: {error}") from error
+        if APPLICATION in serve.status().applications:
+            raise StartUpError(f"{APPLICATION!r} is served on this Ray cluster already; end that first, or use another")
+        try:
             target = serve.RunTarget(build(config), name=APPLICATION, route_prefix="/")
             serve.run_many([target], wait_for_applications_running=False)
             wait_until_ready(console, timeout_s)

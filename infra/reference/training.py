@@ -106,7 +106,7 @@ STAGES = (
 )
 _TALLY = replace(STYLES[Split.tally], pencilled=(0.8, 0.0))
 REFINING = (  # on small pages alone counting is learnt sooner, and what was learnt of large ones is lost
-    Stage(steps=400, sets=24, forms=(*_SMALL, *_WIDE), text=12, styles=(*_ALL, *[_TALLY] * 3), two=0.25),
+    Stage(steps=400, sets=24, forms=(*_SMALL, *_SMALL, *_WIDE), text=12, styles=(*_ALL, *[_TALLY] * 3), two=0.25),
 )
 
 

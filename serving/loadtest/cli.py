@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -36,7 +37,9 @@ def loadtest(
         str, typer.Option(help="Requests a second, such as 1,2,4; default: 1, or as the trace has them.")
     ] = "",
     count: Annotated[int | None, typer.Option(min=1, help="Requests at each rate; default: --duration's.")] = None,
-    duration: Annotated[float, typer.Option(min=0.1, help="Seconds at each rate.")] = 30.0,
+    duration: Annotated[
+        float | None, typer.Option(min=0.1, help="Seconds at each rate; default: 30, or all of a trace.")
+    ] = None,
     warmup: Annotated[int, typer.Option(min=0, help="Requests before each rate that are not counted.")] = 5,
     seed: Annotated[int, typer.Option(min=0, help="Of arrivals and of the workload, unless --set seed=N.")] = 0,
     trace: Annotated[
@@ -68,7 +71,7 @@ def loadtest(
     from serving.loadtest import progress, report
     from serving.loadtest.arrivals import TraceError, read_trace
     from serving.loadtest.client import Endpoint, EndpointError
-    from serving.loadtest.session import Plan, Subject, load_test
+    from serving.loadtest.session import Measured, Plan, Subject, load_test
     from serving.loadtest.workloads import WorkloadError
     from serving.loadtest.workloads import workload as make_workload
 
@@ -82,13 +85,24 @@ def loadtest(
         plan = Plan(_rates(rates, trace is not None), count, duration, warmup, seed, arrivals)
         chosen = make_workload(workload, **{"seed": seed, **_parameters(parameters or [])})
         subject = Subject(endpoint, chosen, max_in_flight, drain)
-        results = asyncio.run(load_test(subject, plan, lambda title, tally: progress.watching(console, title, tally)))
     except (TraceError, WorkloadError) as error:
         _refuse(str(error))
-    except EndpointError as error:
-        _refuse(str(error), 1)
+    results: list[Measured] = []
+    stopped: tuple[str, int] | None = None
+
+    async def measure() -> None:
+        watch = partial(progress.watching, console)
+        async for measured in load_test(subject, plan, watch):
+            results.append(measured)  # noqa: PERF401 - rates before one that fails count
+
+    try:
+        asyncio.run(measure())
+    except (WorkloadError, EndpointError) as error:
+        stopped = str(error), 2 if isinstance(error, WorkloadError) else 1
     except KeyboardInterrupt:
-        _refuse("interrupted; nothing is reported", 130)
+        stopped = "interrupted", 130
+    if stopped is not None and not results:
+        _refuse(*stopped)
     document = report.document(
         name or " ".join([model or url, *asked.values()]),
         shlex.join(["orbitserve", *_without_key(sys.argv[1:])]),
@@ -101,6 +115,9 @@ def loadtest(
         write(document, json_file)
     if plot_file is not None:
         report.plot([document], plot_file)
+    if stopped is not None:
+        console.print(f"{len(results)} of {len(list(plan.steps()))} rates are reported")
+        _refuse(*stopped)
     if not any(rate["ok"] for rate in document["rates"]):
         raise typer.Exit(1)
 

@@ -198,8 +198,10 @@ class _Heard:
         self._ended = False
         self._error = ""
         self._events = 0
-        self._usage: Mapping[str, Any] = {}
-        self._orbit: Mapping[str, Any] = {}
+        self._prompt, self._completion = 0, None
+        self._cached: int | None = None
+        self._points: dict[str, int] = {}
+        self._stages: dict[str, float] = {}
 
     def take(self, line: bytes) -> None:
         """One line of the stream."""
@@ -212,8 +214,12 @@ class _Heard:
         event = json.loads(data)
         if "error" in event:
             self._error = json.dumps(event["error"])[:300]
-        self._usage = event.get("usage") or self._usage
-        self._orbit = event.get("orbit") or self._orbit
+        if usage := event.get("usage"):
+            self._prompt, self._completion = usage.get("prompt_tokens", 0), usage.get("completion_tokens")
+            self._cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        if orbit := event.get("orbit"):
+            self._points = dict(Counter(chunk["operating_point"] for chunk in orbit.get("chunks", [])))
+            self._stages = dict(orbit.get("stages_ms") or {})
         for choice in event.get("choices") or []:
             delta = choice.get("delta") or {}
             if any(delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls")):
@@ -227,8 +233,6 @@ class _Heard:
             status, message = "stream error", self._error
         elif status is None and not self._ended:
             status, message = "truncated", "the stream ended without [DONE]"
-        details = self._usage.get("prompt_tokens_details") or {}
-        points = Counter(chunk["operating_point"] for chunk in self._orbit.get("chunks", []))
         return Sample(
             due,
             sent,
@@ -236,11 +240,11 @@ class _Heard:
             self.last,
             time.perf_counter(),
             status or OK,
-            self._usage.get("prompt_tokens", 0),
-            self._usage.get("completion_tokens", self._events),
-            details.get("cached_tokens"),
-            dict(points),
-            dict(self._orbit.get("stages_ms") or {}),
+            self._prompt,
+            self._events if self._completion is None else self._completion,
+            self._cached,
+            self._points,
+            self._stages,
             message,
         )
 

@@ -1,8 +1,9 @@
 """What a run comes to: percentiles, goodput, throughput, hit rates, and whether the generator kept up.
 
 Percentiles are of answers that came whole, counted from when they were due; failures are not among them, so read them
-beside `failed`. Rates are over the window from the first due time to the last answer's end, which a server that falls
-behind stretches: completed requests a second then is what it can do.
+beside `failed`. Rates are over the time that requests were due in or, if that is longer, that whole answers came in: a
+server that falls behind stretches it, and completed requests a second then is what it can do. How long a single answer
+takes, or a request that fails, does not.
 """
 
 from __future__ import annotations
@@ -30,15 +31,21 @@ def percentiles(values: Iterable[float]) -> dict[str, float] | None:
 
 
 def window_s(samples: Sequence[Sample]) -> float:
-    """Seconds from the first due time to the end of the last answer."""
-    return max(sample.done for sample in samples) - min(sample.due for sample in samples)
+    """Seconds that so many requests take: of what lies between the first and the last, one more."""
+    spans = [_span([sample.due for sample in samples]), _span([sample.done for sample in samples if sample.ok])]
+    if len(samples) == 1 or not any(spans):
+        return max(sample.done for sample in samples) - min(sample.due for sample in samples)
+    return max(spans) * len(samples) / (len(samples) - 1)
+
+
+def _span(times: Sequence[float]) -> float:
+    return max(times) - min(times) if times else 0.0
 
 
 def offered_rps(samples: Sequence[Sample]) -> float:
     """Requests a second that were due, between the first and the last; what completed if there is but one."""
-    due = [sample.due for sample in samples]
-    span = max(due) - min(due)
-    return (len(due) - 1) / span if span else completed_rps(samples)
+    span = _span([sample.due for sample in samples])
+    return (len(samples) - 1) / span if span else completed_rps(samples)
 
 
 def completed_rps(samples: Sequence[Sample]) -> float:

@@ -133,7 +133,7 @@ def remarks(rate: Mapping[str, Any]) -> list[str]:
     found = []
     if rate["saturated"]:
         found.append(f"* saturated: fewer than {SATURATED:.0%} of the requests offered a second were completed")
-    if rate["generator"]["late"]:
+    if rate["generator"]["late"] and not rate["held_back"]:
         p99 = rate["generator"]["lag_ms"]["p99"]
         found.append(
             f"the generator was late (p99 {p99:.0f} ms; more than {LAG_MS:g} ms and {LAG_SHARE:.0%} of TTFT): latencies"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle
 
 from serving.loadtest.arrivals import Arrival, count_for, mean_rate, poisson, rescaled
 from serving.loadtest.bodies import Bodies
@@ -13,6 +14,7 @@ from serving.loadtest.client import Client, Endpoint, Sample, Tally, connections
 from serving.loadtest.workloads import Workload
 
 MAX_IN_FLIGHT = 10_000
+DURATION_S = 30.0
 Watch = Callable[[str, Tally], AbstractContextManager[None]]
 
 
@@ -21,12 +23,13 @@ class Plan:
     """A load test's rates, in requests a second, and how long each is kept up.
 
     With a trace its arrivals are due as recorded, or at each of `rates` as its mean rate. `count` requests a rate, or
-    as many as `duration_s` holds; before them `warmup` requests at the same rate that are answered and not counted.
+    as many as `duration_s` holds (None: 30 s, or the whole trace); before them `warmup` requests at the same rate, of a
+    trace its first ones, that are answered and not counted.
     """
 
     rates: Sequence[float] = ()
     count: int | None = None
-    duration_s: float = 30.0
+    duration_s: float | None = None
     warmup: int = 5
     seed: int = 0
     trace: Sequence[Arrival] | None = None
@@ -36,13 +39,19 @@ class Plan:
         if self.trace is not None:
             for rate in self.rates or [mean_rate(self.trace)]:
                 due = rescaled(self.trace, rate) if self.rates else list(self.trace)
+                if self.duration_s is not None:
+                    due = [arrival for arrival in due if arrival.at <= self.duration_s]
                 yield rate, self._warmup(rate), due[: self.count]
             return
         for rate in self.rates:
-            yield rate, self._warmup(rate), poisson(rate, self.count or count_for(rate, self.duration_s), self.seed)
+            count = self.count or count_for(rate, DURATION_S if self.duration_s is None else self.duration_s)
+            yield rate, self._warmup(rate), poisson(rate, count, self.seed)
 
     def _warmup(self, rate: float) -> list[Arrival]:
-        return poisson(rate, self.warmup, self.seed + 1) if self.warmup else []
+        due = poisson(rate, self.warmup, self.seed + 1) if self.warmup else []
+        if self.trace is None:
+            return due
+        return [replace(asked, at=arrival.at) for arrival, asked in zip(due, cycle(self.trace), strict=False)]
 
 
 class Subject:
@@ -100,13 +109,14 @@ class Measured:
     peak_in_flight: int
 
 
-async def load_test(subject: Subject, plan: Plan, watch: Watch) -> list[Measured]:
-    """Every rate of the plan: warmed up, run, drained. `watch` shows a tally, under a title, while a run lasts.
+async def load_test(subject: Subject, plan: Plan, watch: Watch) -> AsyncIterator[Measured]:
+    """Every rate of the plan, as it comes: warmed up, run, drained.
+
+    `watch` shows a tally, under a title, while a run lasts.
 
     Raises:
         EndpointError: see `Subject.run`.
     """
-    results = []
     for rate, warmup, arrivals in plan.steps():
         if warmup:
             tally = Tally()
@@ -115,5 +125,4 @@ async def load_test(subject: Subject, plan: Plan, watch: Watch) -> list[Measured
         tally = Tally()
         with watch(f"{rate:g}/s", tally):
             samples = await subject.run(arrivals, tally)
-        results.append(Measured(rate, samples, tally.held_back, tally.peak))
-    return results
+        yield Measured(rate, samples, tally.held_back, tally.peak)

@@ -44,7 +44,9 @@ def request(mask: torch.Tensor | None = None) -> LinkRequest:
 
 
 def result() -> LinkResult:
-    return LinkResult("lease", {}, (OUTCOME, OUTCOME), 30, 12, {"forward": 4.2, "place": 0.5, "plan": 1.0})
+    return LinkResult(
+        "lease", {}, (OUTCOME, OUTCOME), 30, 12, {"forward": 9.0, "place": 0.5, "plan": 1.0}, compute_ms=4.2
+    )
 
 
 @pytest.fixture

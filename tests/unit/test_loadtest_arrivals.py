@@ -94,6 +94,9 @@ def test_a_plan_over_a_trace_keeps_its_times_or_takes_the_rate(tmp_path: Path):
     assert (rate, [a.at for a in due]) == (0.5, [0, 2, 4])
     ((rate, _, due),) = Plan(rates=(1.0,), trace=arrivals, count=2).steps()
     assert (rate, [a.at for a in due]) == (1.0, [0, 1])
+    ((_, warmup, due),) = Plan(trace=arrivals, duration_s=3).steps()
+    assert [a.at for a in due] == [0, 2]
+    assert len(warmup) == 5
 
 
 def test_arrivals_all_at_once_have_a_rate_too(tmp_path: Path):

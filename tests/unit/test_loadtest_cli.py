@@ -96,7 +96,18 @@ def test_a_trace_is_replayed(server: MockServer, tmp_path: Path):
     assert document["arrivals"]["kind"] == "trace"
     assert [rate["rate"] for rate in document["rates"]] == [20]
     kinds = [[part["type"] for part in body["messages"][0]["content"]] for body in server.bodies]
-    assert [kind.count("image_url") for kind in kinds] == [3, 1, 2]  # of the warm-up as many as the workload takes
+    assert [kind.count("image_url") for kind in kinds] == [1, 1, 2]  # the warm-up is as the trace begins
+
+
+def test_rates_that_were_measured_are_reported_if_a_later_one_fails(server: MockServer, tmp_path: Path):
+    few = ["--workload", "novel", "--set", "pages=4", "--set", "retrieved=3", "--set", "columns=2", "--set", "rows=2"]
+    report = tmp_path / "report.json"
+    code, shown = run(
+        *("--url", server.url, "--rates", "40,80", "--count", "3", "--warmup", "0", "--json", str(report), *few)
+    )
+    assert code == 2, shown
+    assert "1 of 2 rates are reported" in shown
+    assert [rate["rate"] for rate in json.loads(report.read_text())["rates"]] == [40]
 
 
 @pytest.mark.parametrize(

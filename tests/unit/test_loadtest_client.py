@@ -61,12 +61,13 @@ def test_goodput_counts_answers_in_time_against_everything_that_was_asked():
         sample(9.0, 0.15, 1.0),
     ]
     report = measures.summary(samples, ttft_limit_ms=200.0)
-    assert report["goodput"] == {"ttft_limit_ms": 200.0, "share": 3 / 8, "rps": 0.3}
+    window = 9 * 8 / 7  # they were due in 9 s, which are seven of the gaps that eight requests have
+    assert report["goodput"] == {"ttft_limit_ms": 200.0, "share": 3 / 8, "rps": round(3 / window, 4)}
     assert (report["ok"], report["without_content"]) == (5, 1)
     assert (report["rejected_429"], report["timeouts"], report["errors"]) == (1, 1, {"500": 1})
-    assert report["completed_rps"] == 0.5  # 5 in the 10 s from the first due time to the last answer's end
+    assert report["completed_rps"] == round(5 / window, 4)
     assert report["offered_rps"] == round(7 / 9, 4)
-    assert report["output_tokens_per_s"] == 5.0
+    assert report["output_tokens_per_s"] == round(50 / window, 3)
     assert report["ttft_ms"]["p50"] == pytest.approx(175.0)  # of 100, 150, 200 and 300
     assert report["saturated"]
 
@@ -87,6 +88,13 @@ def test_a_server_that_keeps_up_is_not_saturated_and_one_that_falls_behind_is():
     behind = [sample(float(i), 0.1, 0.5 + i) for i in range(20)]
     assert not measures.is_saturated(keeps_up)
     assert measures.is_saturated(behind)
+    assert measures.completed_rps(behind) == pytest.approx(0.5)
+    slow = [sample(float(i), 9.0, 10.0) for i in range(20)]
+    hung = [*keeps_up[:-1], sample(19.0, None, 120.0, status="timeout")]
+    for samples in (slow, hung):  # neither a long answer nor one that never comes says that it cannot keep up
+        assert not measures.is_saturated(samples)
+    assert measures.completed_rps(slow) == pytest.approx(1.0)
+    assert measures.completed_rps(hung) == pytest.approx(0.95)
 
 
 def test_a_late_generator_is_flagged_if_that_matters_beside_ttft():
@@ -249,7 +257,8 @@ async def test_a_load_test_warms_up_and_goes_on_with_the_workload():
             shown.append(title)
             return nullcontext()
 
-        results = await load_test(subject, Plan(rates=(50, 100), count=6, warmup=2), watch)
+        plan = Plan(rates=(50, 100), count=6, warmup=2)
+        results = [measured async for measured in load_test(subject, plan, watch)]
     assert [(one.rate, len(one.samples)) for one in results] == [(50, 6), (100, 6)]
     assert shown == ["50/s, warm-up", "50/s", "100/s, warm-up", "100/s"]
     asked = [str(body["messages"]) for body in server.bodies]
