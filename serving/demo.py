@@ -113,7 +113,8 @@ def _referring(scenes: Scenes) -> list[tuple[int, int, int]]:
 
 
 def _converse(console: Console, url: str, model: str, seed: int) -> bool:
-    client = OpenAI(base_url=f"{url}/v1", api_key="none", http_client=DefaultHttpxClient(trust_env=False))  # past proxies
+    past_proxies = DefaultHttpxClient(trust_env=False)
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", http_client=past_proxies)
     # new pages in every run: the first request must not profit from the last demo
     story, warming = Story.drawn(seed), Story.drawn(seed + 1)
     files = [
