@@ -179,8 +179,8 @@ class MediaResolver:
             self._decoded.move_to_end(content)
             return ResolvedImage(content, image)
         try:
+            image.load()  # first: what turns an image swallows every error
             image = convert_image_mode(normalize_image(image), "RGB")  # as vLLM does where it decodes itself
-            image.load()
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise InvalidRequest(f"{where}: the image is truncated or broken: {error}", parameter=where) from error
         self._decoded[content] = None
