@@ -105,8 +105,10 @@ STAGES = (
     Stage(steps=500, sets=12, forms=(*_SMALL, *_WIDE, *_WIDE), text=12, styles=_ALL, two=0.2),
 )
 _TALLY = replace(STYLES[Split.tally], pencilled=(0.8, 0.0))
-REFINING = (  # on small pages alone counting is learnt sooner, and what was learnt of large ones is lost
+_LARGE = (*_WIDE, Form(3, 12, 12), *[Form(10, 4, 18)] * 2)
+REFINING = (  # counting is learnt on small pages; what is lost of large ones meanwhile comes back at the end
     Stage(steps=400, sets=24, forms=(*_SMALL, *_SMALL, *_WIDE), text=12, styles=(*_ALL, *[_TALLY] * 3), two=0.25),
+    Stage(steps=170, sets=12, forms=_LARGE, text=12, styles=(*_ALL, *[_TALLY] * 3), two=0.2),
 )
 
 
