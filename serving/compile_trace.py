@@ -144,11 +144,8 @@ class Planner:
 
         for request in requests:
             if request.model == self.config.model.served_name:
-                stages = {"place": request.place_ms}
-                computed = request.computed
-                self.costs.learn(
-                    LinkResult("", {}, (), request.reused, computed, stages, compute_ms=request.forward_ms)
-                )
+                counts, stages = (request.reused, request.computed), {"place": request.place_ms}
+                self.costs.learn(LinkResult("", {}, (), *counts, stages, compute_ms=request.forward_ms))
             yield request
 
     def _why_not(self, request: LoggedRequest) -> str | None:

@@ -98,24 +98,21 @@ class MediaResolver:
                     )
             resolved.append({**message, "content": parts})
         at_once = asyncio.Semaphore(_AT_ONCE)
-        tasks = [asyncio.create_task(self._resolve(parts[p], tenant, where, at_once)) for parts, p, where in wanted]
+
+        async def resolve(parts: list[Any], p: int, where: str) -> None:
+            async with at_once:
+                parts[p] = await self._resolve(parts[p], tenant, where)
+
+        tasks = [asyncio.create_task(resolve(*one)) for one in wanted]
         try:
-            found = await asyncio.gather(*tasks)
+            await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-        for (parts, p, _), part in zip(wanted, found, strict=True):
-            parts[p] = part
         return resolved
 
-    async def _resolve(
-        self, part: dict[str, Any], tenant: str, where: str, at_once: asyncio.Semaphore
-    ) -> dict[str, Any]:
+    async def _resolve(self, part: dict[str, Any], tenant: str, where: str) -> dict[str, Any]:
         """The part as vLLM's renderer takes it."""
-        async with at_once:
-            return await self._resolved(part, tenant, where)
-
-    async def _resolved(self, part: dict[str, Any], tenant: str, where: str) -> dict[str, Any]:
         if part["type"] == "file":
             data, owner = await self._file(part, tenant, where)
             found = await asyncio.to_thread(self.open_file, data, owner, where)
