@@ -107,8 +107,8 @@ STAGES = (
 _TALLY = replace(STYLES[Split.tally], pencilled=(0.8, 0.0))
 _LARGE = (*_WIDE, Form(3, 12, 12), *[Form(10, 4, 18)] * 2)
 REFINING = (  # counting is learnt on small pages; what is lost of large ones meanwhile comes back at the end
-    Stage(steps=400, sets=24, forms=(*_SMALL, *_SMALL, *_WIDE), text=12, styles=(*_ALL, *[_TALLY] * 3), two=0.25),
-    Stage(steps=170, sets=12, forms=_LARGE, text=12, styles=(*_ALL, *[_TALLY] * 3), two=0.2),
+    Stage(steps=500, sets=24, forms=(*_SMALL, *_SMALL, *_WIDE), text=12, styles=(*_ALL, *[_TALLY] * 3), two=0.25),
+    Stage(steps=300, sets=12, forms=_LARGE, text=12, styles=(*_ALL, *[_TALLY] * 3), two=0.2),
 )
 
 
