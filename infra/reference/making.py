@@ -70,12 +70,13 @@ class Model:
     def export(self, folder: Path) -> None:
         """Write the checkpoint, and the training's curve beside it; the model's weights are then the rounded ones.
 
-        What was measured of the weights that lay there goes: it does not hold for these.
+        What was measured of the weights that lay there does not hold for these: until they are measured, no patches of
+        theirs are summed.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.kind.recipe.save(self.model, self.tokens, folder)
         self.model.float()
-        (folder / MEASURED).unlink(missing_ok=True)
+        (folder / MEASURED).write_text(json.dumps({"compose_up_to": 0}))
         (folder / CURVE).write_text(curve_text(self.progress.curve))
 
     def evaluated(self, count: int, scores: dict[str, float]) -> Iterator[dict[str, Any]]:

@@ -174,7 +174,7 @@ def test_the_model_binds_across_pages_and_blind_reuse_loses_it(study: Study):
 def test_orbit_patches_serve_another_order(study: Study):
     scores, apart = reorder.reorder(study, 3, 4)
     assert set(scores) == {"exact", "blind", "own", "transfer", "orbit"}
-    assert len(scores["orbit"].kl) == 8  # two orders of every item
+    assert len(scores["orbit"].kl) == 24  # six orders of every item
     assert 0 < apart < 2
     assert sum(scores["orbit"].kl) < sum(scores["blind"].kl)
 
@@ -183,7 +183,12 @@ def test_the_envelope_reuses_what_the_rule_reuses(study: Study):
     scores = envelope.envelope(study, 3)
     assert set(scores) == {one.name for one in envelope.SITUATIONS}
     assert scores["same"]["stale"].kl == pytest.approx(scores["same"]["rebuilt"].kl, abs=1e-6)
-    assert 0.0 <= envelope.false_reuse(scores) <= 1.0
+    assert scores["another system prompt"]["stale"].kl != scores["a system prompt"]["stale"].kl  # other patches
+    for name, arm in (("own", "stale"), ("orbit", "orbit")):
+        allowed = [one.name for one in envelope.SITUATIONS if arm in one.served]
+        assert ("reordered" in allowed) == (arm == "orbit")  # as the linker's keys have it
+        changed = [a != b for at in allowed for a, b in zip(scores[at][arm].top, scores[at]["exact"].top, strict=True)]
+        assert dict(envelope.false_reuse(scores))[name] == sum(changed) / len(changed)
 
 
 def test_a_pair_behind_one_page_is_that_pages_own_patch(study: Study):

@@ -12,6 +12,7 @@ from infra.reference.making import CARD, Refining, refine, written_codes
 from infra.reference.pictures import page_picture
 from infra.reference.scenes import Form, Split, draw_items
 from infra.reference.training import REFINING
+from prefill_workers.measured import Measured, measured
 
 FAMILY = "qwen3_vl"  # its tower writes codes of several levels
 
@@ -21,6 +22,7 @@ def out(tmp_path, monkeypatch):
     shutil.copytree(WEIGHTS / FAMILY, tmp_path / FAMILY)
     curve = tmp_path / FAMILY / making.CURVE
     curve.write_text(curve.read_text().replace('"refined"', '"before"'))
+    (tmp_path / FAMILY / making.MEASURED).write_text('{"compose_up_to": 3}')
     short = (replace(REFINING[0], steps=2, sets=2, forms=(Form(3, 6),)),)
     monkeypatch.setattr(making, "REFINING", short)
     return tmp_path
@@ -34,6 +36,7 @@ def test_refining_leaves_tower_and_embeddings_alone_and_says_what_it_did(out):
     assert {name for name in before if "visual" in name or "embed_tokens" in name} <= same
     assert not any(name.endswith(("q_proj.weight", "down_proj.weight")) for name in same)
     assert [line["split"] for line in lines if "split" in line] == list(Split)
+    assert measured(out / FAMILY) == Measured(compose_up_to=0)  # of these weights nothing was measured
     text = (out / FAMILY / CARD).read_text()
     assert f"refine {FAMILY}` trained the language model for 2 further steps" in text
     assert text.count("| tally |") == text.count("| single |") == 1

@@ -108,7 +108,7 @@ def test_token_arms_choose_what_their_names_say(layout: Layout, page: PageKV):
     assert changed(deep.kv, page) == [False, *deepest[1:]]  # the first layer has no deficit
     shallow = arms.shallow_layers(2 / layout.layers)(page)
     assert changed(shallow.kv, page) == [index == 1 for index in range(layout.layers)]
-    assert (shallow.computed, shallow.nbytes) == (2 / layout.layers, 0)
+    assert (shallow.computed(0), shallow.nbytes) == (2 / layout.layers, 0)
 
 
 def changed(kv: Tensor, page: PageKV) -> list[bool]:
@@ -119,7 +119,7 @@ def test_a_partial_prefill_computes_the_deep_layers_of_every_token(layout: Layou
     repaired = Arms(layout, torch.float32, HIDDEN).reprefill(0.5)(page)
     assert repaired.again.tolist() == list(range(TOKENS))
     assert repaired.apart == layout.layers - round(layout.layers / 2)
-    assert repaired.computed == round(layout.layers / 2) / layout.layers
+    assert repaired.computed(0) == round(layout.layers / 2) / layout.layers
     assert repaired.nbytes == TOKENS * HIDDEN * 4  # the hidden states where the deep layers begin
 
 

@@ -28,14 +28,19 @@ KV in context is an exact prefill's.
 
 Arms called `..._within_p` spend up to p % of the page's KV bytes each (Table 6). Of the research arms, those that
 choose tokens keep their KV from an exact prefill, which is more than computing them again in context would give.
+
+`orbit` and `composed` are own patches for pages behind more pages than the study reads in every order
+(`study.MOST_PREDECESSORS`), which of the splits only `retrieval` has. `orbit` here has seen the tested order among the
+others, as a library that learns from what it serves has; `reorder` tries it in orders that it has not seen.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -76,7 +81,8 @@ class Repaired:
     """A page as an arm links it: KV, tokens that are computed again (sorted), bytes kept beside the canonical KV.
 
     `apart`: in so many layers, the first, tokens that are computed again see their own page only. `refreshed`: so many
-    layers, the first, were computed in context to get this KV.
+    layers, the first, were computed in context to get this KV. `measured`: in so many layers, the first, all tokens of
+    the prompt up to this page are computed to choose its tokens, or to weigh its patches.
     """
 
     kv: Tensor
@@ -84,13 +90,25 @@ class Repaired:
     nbytes: int = 0
     apart: int = 0
     refreshed: int = 0
+    measured: int = 0
 
-    @property
-    def computed(self) -> float:
-        """The share of the page that a forward computes for this request, in tokens times layers."""
+    def computed(self, measured: int) -> float:
+        """The share of the page that forwards compute for this request, in tokens times layers.
+
+        `measured`: in so many layers, the first, all of its tokens are, for its own sake or that of a page behind it.
+        """
         layers, tokens = self.kv.shape[:2]
         again = 0 if self.again is None else len(self.again)
-        return (again * (layers - self.apart) + tokens * self.refreshed) / (tokens * layers)
+        whole = max(self.refreshed, measured)
+        return (again * (layers - max(self.apart, whole)) + tokens * whole) / (tokens * layers)
+
+
+def computed_share(pages: Sequence[Repaired]) -> float:
+    """The share of a prompt's pages, in its order, that forwards compute, in tokens times layers."""
+    nbytes = [page.kv.nbytes for page in pages]
+    measured = [max(page.measured for page in pages[i:]) for i in range(len(pages))]
+    shares = [page.computed(first) for page, first in zip(pages, measured, strict=True)]
+    return sum(map(operator.mul, shares, nbytes)) / sum(nbytes)
 
 
 RANKS = (4, 8, 16, 32, 64)
@@ -157,7 +175,8 @@ class Arms:
             pairs = [self.formed(pair, rank, PatchKind.pair) for pair in page.pairs]
             base = self.formed(page.base, rank)
             weights = measured_weights(base, pairs, page.delta[[MEASURED_LAYER]])
-            return self.patched(page, weighted_sum(base, pairs, weights[:, None]))
+            patched = self.patched(page, weighted_sum(base, pairs, weights[:, None]))
+            return replace(patched, measured=MEASURED_LAYER + 1)
 
         return arm
 
@@ -176,7 +195,11 @@ class Arms:
     def cacheblend(self, share: float) -> Arm:
         """cacheblend_r, by the product's own measure."""
 
-        return lambda page: Repaired(page.canonical, _largest(self._deviation(page), _rounded_up(share, page)))
+        def arm(page: PageKV) -> Repaired:
+            chosen = _largest(self._deviation(page), _rounded_up(share, page))
+            return Repaired(page.canonical, chosen, measured=MEASURED_LAYER + 1)
+
+        return arm
 
     def _deviation(self, page: PageKV) -> Tensor:
         layer = [MEASURED_LAYER]

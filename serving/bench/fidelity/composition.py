@@ -49,8 +49,8 @@ from serving.bench.fidelity.study import BATCH, Study
 
 RANK = 16
 SIZES = {
-    Split.multi: (2, 3, 4, 6), Split.frames: (2, 3), Split.legend: (2, 3), Split.chain: (2, 3), Split.tally: (2, 3),
-    Split.single: (3, 6), Split.control: (3, 6),
+    Split.multi: (2, 3, 4, 5, 6), Split.frames: (2, 3, 4, 6), Split.legend: (2, 3, 4, 6), Split.chain: (2, 3),
+    Split.tally: (2, 3), Split.single: (3, 6), Split.control: (3, 6),
 }  # fmt: skip
 BEHIND = "|S| = "  # so many antecedents: a row of the table
 SHARES = (15, 30, 50)  # per cent of cacheblend

@@ -1,63 +1,82 @@
 """Table 5: how far a prompt may drift from the one a patch was formed in (kamera.md App. D).
 
 A patch is formed for the page B behind A1, A2, A3. The same page is then asked about in prompts that differ: in their
-pages, or in their text. `stale` serves the stored patch all the same; `rebuilt` one that was formed in the new prompt;
-`updated` the stored one with a patch of what it leaves, of the same rank.
+pages, or in their text, which is added or exchanged. `stale` serves the stored own patch all the same, `orbit` that of
+the mean over the pages' orders; `rebuilt` one that was formed in the new prompt; `updated` the stored own patch with
+a patch of what it leaves, of the same rank.
 
 The linker's rule is its key: a patch serves behind the same pages (own: in the same order, orbit: in any) and the same
-system prompt, whatever other text stands between them. A situation that the rule lets pass and in which the stale patch
+system prompt, whatever other text stands between them. A situation that the rule lets pass and in which a stored patch
 changes the model's answer is a false reuse.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
+from torch import Tensor
+
 from infra.reference.scenes import Form, Split
-from kvstore.patch import Patch, PatchKind, compose, remainder
-from serving.bench.fidelity.items import Item, items
-from serving.bench.fidelity.probe import Probe
-from serving.bench.fidelity.reader import Page
+from kvstore.patch import Patch, PatchKind, compose, mean_deficit, orderings, remainder
+from serving.bench.fidelity.items import items
+from serving.bench.fidelity.probe import Behind, Probe
+from serving.bench.fidelity.reader import Page, Prompt
 from serving.bench.fidelity.scores import Scores
 from serving.bench.fidelity.study import Study
 
 RANK = 16
 FORM = Form(4, 8, 6)
 _SENTENCE = "These are the pages of a report, and this is the one that was printed before."
+_OTHER = "Look at every picture of the series with care: what it shows may be asked for later."
+_BOTH, _ORBIT, _NEITHER = ("stale", "orbit"), ("orbit",), ()  # arms whose patch the rule serves
+_EACH = 4  # texts, one before every page
 
 
 @dataclass(frozen=True)
 class Situation:
     """How the later prompt differs. `pages`: of (A1, A2, A3) and three pages of another item, those before B.
 
-    `reused`: whether the linker's rule would serve the patch, own or orbit.
+    `text`: that of the later prompt; `taught`: that of the prompt in which the patch was formed. `served`: the arms
+    whose patch the linker's rule would serve.
     """
 
     name: str
     pages: Callable[[Sequence[Page], Sequence[Page]], Sequence[Page]] = lambda ours, others: ours
     text: dict[str, Any] = field(default_factory=dict)
-    reused: bool = True
+    served: tuple[str, ...] = _BOTH
+    taught: dict[str, Any] = field(default_factory=dict)
 
 
 SITUATIONS = (
     Situation("same"),
-    Situation("reordered", lambda ours, others: ours[::-1]),
+    Situation("reordered", lambda ours, others: ours[::-1], served=_ORBIT),
     Situation("one word before", text={"before": ["Page"]}),
     Situation("one word between", text={"before": ["", "", "", "Page"]}),
     Situation("a sentence before", text={"before": [_SENTENCE]}),
     Situation("a sentence between", text={"before": ["", "", "", _SENTENCE]}),
-    Situation("a sentence before each", text={"before": [_SENTENCE] * 4}),
-    Situation("another system prompt", text={"system": "You are a helpful assistant."}, reused=False),
-    Situation("one dropped", lambda ours, others: ours[1:], reused=False),
-    Situation("one twice", lambda ours, others: [ours[0], *ours], reused=False),
-    Situation("one replaced", lambda ours, others: [others[0], *ours[1:]], reused=False),
-    Situation("all replaced", lambda ours, others: others, reused=False),
-    Situation("1 more", lambda ours, others: [*others[:1], *ours], reused=False),
-    Situation("2 more", lambda ours, others: [*others[:2], *ours], reused=False),
-    Situation("3 more", lambda ours, others: [*others[:3], *ours], reused=False),
+    Situation("a sentence before each", text={"before": [_SENTENCE] * _EACH}),
+    Situation("another word before each", text={"before": ["Picture"] * _EACH}, taught={"before": ["Page"] * _EACH}),
+    Situation(
+        "another sentence before each", text={"before": [_OTHER] * _EACH}, taught={"before": [_SENTENCE] * _EACH}
+    ),
+    Situation("a system prompt", text={"system": "You are a helpful assistant."}, served=_NEITHER),
+    Situation(
+        "another system prompt",
+        text={"system": "You are a helpful assistant."},
+        served=_NEITHER,
+        taught={"system": "Answer with one word, and look at the pages again where you doubt."},
+    ),
+    Situation("one dropped", lambda ours, others: ours[1:], served=_NEITHER),
+    Situation("one twice", lambda ours, others: [ours[0], *ours], served=_NEITHER),
+    Situation("one replaced", lambda ours, others: [others[0], *ours[1:]], served=_NEITHER),
+    Situation("all replaced", lambda ours, others: others, served=_NEITHER),
+    Situation("1 more", lambda ours, others: [*others[:1], *ours], served=_NEITHER),
+    Situation("2 more", lambda ours, others: [*others[:2], *ours], served=_NEITHER),
+    Situation("3 more", lambda ours, others: [*others[:3], *ours], served=_NEITHER),
 )
 
 
@@ -65,39 +84,46 @@ def envelope(study: Study, count: int) -> dict[str, dict[str, Scores]]:
     """Scores by situation and arm, on `count` items."""
     reader, arms, probe = study.reader, study.arms, Probe(study.reader)
     scores: dict[str, dict[str, Scores]] = {one.name: defaultdict(Scores) for one in SITUATIONS}
-    previous: Item | None = None
-    for item in items(reader, study.kind, Split.multi, count + 1, FORM):
-        if previous is None:
-            previous = item
-            continue
+    for other, item in pairwise(items(reader, study.kind, Split.multi, count + 1, FORM)):
         *ours, page = item.pages
-        others = previous.pages[:-1]
         (canonical,) = probe.canonical([page])
-        prompts = [
-            reader.prompt([*one.pages(ours, others), page], item.question, item.answer, **one.text)
+
+        def behind(prompts: Sequence[Prompt], canonical: Tensor = canonical) -> list[Behind]:
+            return probe.behind(prompts, [canonical] * len(prompts))
+
+        stored: dict[str, tuple[Patch, Patch]] = {}
+        for one in SITUATIONS:
+            if repr(one.taught) not in stored:
+                orders = orderings(range(len(item.pages) - 1))
+                taught = behind([item.prompt(reader, (*order, len(ours)), **one.taught) for order in orders])
+                deltas = [case.delta for case in taught]
+                orbit = arms.formed(mean_deficit(deltas), RANK, PatchKind.orbit)
+                stored[repr(one.taught)] = (arms.formed(deltas[0], RANK), orbit)
+        cases = behind([
+            reader.prompt([*one.pages(ours, other.pages[:-1]), page], item.question, item.answer, **one.text)
             for one in SITUATIONS
-        ]
-        cases = probe.behind(prompts, [canonical] * len(prompts))
-        stored = arms.formed(cases[0].delta, RANK)
+        ])  # fmt: skip
         for one, case in zip(SITUATIONS, cases, strict=True):
-            update = arms.formed(remainder(case.delta, stored), RANK, PatchKind.update)
+            own, orbit = stored[repr(one.taught)]
+            update = arms.formed(remainder(case.delta, own), RANK, PatchKind.update)
             patches: dict[str, list[Patch | None]] = {
                 "blind": [None],
-                "stale": [stored],
-                "updated": [compose([stored, update])],
+                "stale": [own],
+                "orbit": [orbit],
+                "updated": [compose([own, update])],
                 "rebuilt": [arms.formed(case.delta, RANK)],
             }
             probe.score(scores[one.name], [case], patches)
-        previous = item
     return scores
 
 
-def false_reuse(scores: dict[str, dict[str, Scores]]) -> float:
-    """The share of reuses that the rule allows and that change the model's answer."""
-    changed = [
-        stale != exact
-        for one in SITUATIONS
-        if one.reused
-        for stale, exact in zip(scores[one.name]["stale"].top, scores[one.name]["exact"].top, strict=True)
-    ]
-    return sum(changed) / len(changed)
+def false_reuse(scores: Mapping[str, Mapping[str, Scores]]) -> Iterator[tuple[str, float]]:
+    """The share of reuses that the rule allows and that change the model's answer: of own patches, of orbit patches."""
+    for name, arm in (("own", "stale"), ("orbit", "orbit")):
+        changed = [
+            answered != exact
+            for one in SITUATIONS
+            if arm in one.served
+            for answered, exact in zip(scores[one.name][arm].top, scores[one.name]["exact"].top, strict=True)
+        ]
+        yield name, sum(changed) / len(changed)

@@ -1,12 +1,12 @@
 """Table 4: one patch for every order of a set (kamera.md §5, Reorder).
 
-For K predecessors the patches are formed in all their orders (24 sampled ones for more than 4) and tried in two of
-them, the first and its reverse: `own` is formed in the tested order, `transfer` in the other of the two, `orbit` from
-the mean deficit of all orders but the tested one.
+For K predecessors patches are formed, and tried, in all their orders (24 sampled ones for more than 4): `own` is formed
+in the tested order, `transfer` in another, `orbit` from the mean deficit of all orders but the tested one.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from itertools import islice
 
@@ -29,23 +29,19 @@ def reorder(study: Study, predecessors: int, count: int) -> tuple[dict[str, Scor
     drawn = items(reader, study.kind, Split.multi, count, FORMS[predecessors])
     for item in islice(drawn, count):
         orders = orderings(range(predecessors))
-        if (reverse := tuple(reversed(orders[0]))) not in orders:
-            orders[-1] = reverse
         (canonical,) = probe.canonical(item.pages[-1:])
         prompts = [item.prompt(reader, (*order, predecessors)) for order in orders]
-        cases = dict(zip(orders, probe.behind(prompts, [canonical] * len(orders)), strict=True))
-        tested = (orders[0], reverse)
-        deltas = {order: case.delta for order, case in cases.items()}
-        first, last = (deltas[order] for order in tested)
-        apart.append(float((first - last).norm() / first.norm()))
+        cases = probe.behind(prompts, [canonical] * len(orders))
+        deltas = [case.delta for case in cases]
+        others = deltas[::-1]  # as orders are counted: unlike in every place
+        apart += [float((a - b).norm() / a.norm()) for a, b in zip(deltas, others, strict=True)]
+        own: list[Patch | None] = [arms.formed(delta, RANK) for delta in deltas]
+        unseen = [mean_deficit(deltas[:i] + deltas[i + 1 :]) for i in range(len(deltas))]
         patches: dict[str, list[Patch | None]] = {
-            "blind": [None, None],
-            "own": [arms.formed(deltas[order], RANK) for order in tested],
-            "transfer": [arms.formed(deltas[order], RANK) for order in reversed(tested)],
-            "orbit": [
-                arms.formed(mean_deficit([d for o, d in deltas.items() if o != order]), RANK, PatchKind.orbit)
-                for order in tested
-            ],
+            "blind": [None] * len(orders),
+            "own": own,
+            "transfer": own[::-1],
+            "orbit": [arms.formed(delta, RANK, PatchKind.orbit) for delta in unseen],
         }
-        probe.score(scores, [cases[order] for order in tested], patches)
-    return dict(scores), sum(apart) / len(apart)
+        probe.score(scores, cases, patches)
+    return dict(scores), statistics.mean(apart)

@@ -30,13 +30,13 @@ class Scores:
     """Every item's outcome by one arm; lists of equal length, one entry an item.
 
     `right`: whether the whole answer is right; `kl`: KL(exact ‖ arm) in nats, mean over the answer's tokens; `top`: the
-    arm's first answer token; `bytes_fraction`: bytes stored beside the canonical KV, as a share of that KV;
-    `computed`: the share of the pages' tokens that a forward computes.
+    tokens that the arm answers; `bytes_fraction`: bytes stored beside the canonical KV, as a share of that KV;
+    `computed`: the share of the pages that forwards compute, in tokens times layers.
     """
 
     right: list[bool] = field(default_factory=list)
     kl: list[float] = field(default_factory=list)
-    top: list[int] = field(default_factory=list)
+    top: list[tuple[int, ...]] = field(default_factory=list)
     bytes_fraction: list[float] = field(default_factory=list)
     computed: list[float] = field(default_factory=list)
 
@@ -47,7 +47,7 @@ class Scores:
         best = answers.argmax(-1)
         self.right.append(bool((best == torch.tensor(wanted)).all()))
         self.kl.append(compare(exact, answers).kl)
-        self.top.append(int(best[0]))
+        self.top.append(tuple(best.tolist()))
         self.bytes_fraction.append(kept)
         self.computed.append(computed)
 
@@ -60,8 +60,8 @@ def figures(arm: Scores, blind: Scores, exact: Scores, seed: int = 0) -> dict[st
     draws = np.random.default_rng(seed).integers(count, size=(RESAMPLES, count))
     right, kl = np.asarray(arm.right, float), np.asarray(arm.kl)
     lost = np.asarray(blind.kl)
-    flipped = np.asarray(blind.top) != np.asarray(exact.top)
-    agrees = np.asarray(arm.top) == np.asarray(exact.top)
+    agrees = _agrees(arm, exact)
+    flipped = ~_agrees(blind, exact)
     found = {
         "accuracy": _interval(right.mean(), right[draws].mean(1)),
         "kl": _interval(kl.mean(), kl[draws].mean(1)),
@@ -73,6 +73,10 @@ def figures(arm: Scores, blind: Scores, exact: Scores, seed: int = 0) -> dict[st
         share = (agrees[draws] & among).sum(1) / among.sum(1).clip(1)
         found["flip_recover"] = _interval(agrees[flipped].mean(), share)
     return found
+
+
+def _agrees(arm: Scores, exact: Scores) -> np.ndarray:
+    return np.asarray([answered == wanted for answered, wanted in zip(arm.top, exact.top, strict=True)])
 
 
 def _interval(value: float, resampled: np.ndarray) -> Interval:

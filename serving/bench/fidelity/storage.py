@@ -44,7 +44,7 @@ def storage(study: Study, split: Split, rank: int, count: int, form: Form) -> di
         neutral = reader.alone([prompt.places[-1] for prompt in prompts], prefix)
         patches: dict[str, list[Patch | None]] = {"blind": [None] * len(cases)}
         patches |= {arm: _formed(form, cases, layout) for arm, form in _forms(rank).items()}
-        probe.score(scores, cases, patches)
+        probe.score(scores, cases, patches, _beside_bf16)
         others = [replace(case, canonical=kv) for case, kv in zip(cases, neutral, strict=True)]
         behind: dict[str, list[Patch | None]] = {
             "neutral_blind": [None] * len(others),
@@ -72,4 +72,9 @@ def _without_exact(
     probe: Probe, scores: dict[str, Scores], cases: Sequence[Behind], patches: dict[str, list[Patch | None]]
 ) -> None:
     own: dict[str, Scores] = defaultdict(Scores, {name: scores[name] for name in patches})
-    probe.score(own, cases, patches)
+    probe.score(own, cases, patches, _beside_bf16)
+
+
+def _beside_bf16(arm: str, patch: Patch) -> int:
+    """A patch's bytes, as many times as the reader's KV is wider than the bf16 that it would be stored beside."""
+    return patch.nbytes * torch.float32.itemsize // torch.bfloat16.itemsize

@@ -15,7 +15,7 @@ from infra.reference.scenes import Form, Split
 from kvstore.basis import SharedBasis, pool_basis
 from kvstore.patch import deficit, mean_deficit, orderings
 from serving.bench.fidelity import prefix
-from serving.bench.fidelity.arms import RANKS, Arm, Arms, PageKV
+from serving.bench.fidelity.arms import RANKS, Arm, Arms, PageKV, computed_share
 from serving.bench.fidelity.items import SEED, Item, items
 from serving.bench.fidelity.reader import Prompt, Read, Reader
 from serving.bench.fidelity.scores import Scores
@@ -133,7 +133,7 @@ class Study:
                 exact,
                 wanted,
                 kept=sum(page.nbytes for page in pages) / whole,
-                computed=sum(page.computed * page.kv.nbytes for page in pages) / whole,
+                computed=computed_share(pages),
             )
 
 

@@ -145,7 +145,7 @@ def _by_arm(found: Mapping[Split, Rows], figure: str) -> Table:
     for split, rows in found.items():
         for arm, row in rows.items():
             table[arm][str(split)] = row.get(figure, nan)
-            if figure in ("accuracy", "eta"):
+            if figure not in ("bytes_fraction", "computed"):
                 table[arm][f"{split} {UNCERTAINTY}"] = row.get(f"{figure} {UNCERTAINTY}", nan)
     return dict(table)
 
@@ -179,7 +179,7 @@ def _of_orders_and_drift(study: Study, few: int, kept: Kept) -> Iterator[tuple[s
     drifted = kept.once("drift", lambda: envelope.envelope(study, few))
     yield "η by drift", {name: _etas(scores) for name, scores in drifted.items()}
     yield "answers changed by drift", {name: _changed(scores) for name, scores in drifted.items()}
-    yield "rule", {"linker's rule": {"false reuse": envelope.false_reuse(drifted)}}
+    yield "rule", {"linker's rule": {f"false reuse, {name}": share for name, share in envelope.false_reuse(drifted)}}
     checks = kept.once("situations", lambda: online.online(study, -(-few // len(online.SPLITS))))
     yield "rolling KL by situation", online.table(checks)
 
@@ -190,8 +190,8 @@ def _of_composition(study: Study, few: int, kept: Kept) -> Iterator[tuple[str, T
         for size in sizes:
             measure = partial(composition.compositions, study, split, size, few)
             behind[f"{composition.BEHIND}{size}"] = summary(kept.once(f"composition {split} {size}", measure))
-        for figure in ("eta", "accuracy", "computed"):
-            rows = {name: {arm: row.get(figure, nan) for arm, row in arms.items()} for name, arms in behind.items()}
+        for figure in ("eta", "accuracy", "bytes_fraction", "computed"):
+            rows = {name: _with_uncertainty(arms, figure) for name, arms in behind.items()}
             yield f"{figure}{BY_COMPOSITION}{split}", rows
 
 
@@ -202,7 +202,17 @@ def _of_growth(study: Study, few: int, kept: Kept) -> Iterator[tuple[str, Table]
 
 
 def _etas(scores: Mapping[str, Scores]) -> dict[str, float]:
-    return {arm: row.get("eta", nan) for arm, row in summary(scores).items() if arm != "exact"}
+    return _with_uncertainty({arm: row for arm, row in summary(scores).items() if arm != "exact"}, "eta")
+
+
+def _with_uncertainty(rows: Rows, figure: str) -> dict[str, float]:
+    """One figure by arm, with its uncertainty where it has one."""
+    cells: dict[str, float] = {}
+    for arm, row in rows.items():
+        cells[arm] = row.get(figure, nan)
+        if (uncertainty := f"{figure} {UNCERTAINTY}") in row:
+            cells[f"{arm} {UNCERTAINTY}"] = row[uncertainty]
+    return cells
 
 
 def _changed(scores: Mapping[str, Scores]) -> dict[str, float]:
