@@ -156,8 +156,9 @@ class CompileAhead:
         """Take up a job: from here on it counts as the one under way."""
         self._job, self._forming, self._fresh = job, None, True
         self._queue.remove(job)
-        if not self._worth_its_bytes(job):
-            self._given_up["bytes"] += 1
+        reason = self._to_give_up(job)
+        if reason is not None:
+            self._given_up[reason] += 1
         elif job.kind is not JobKind.orders:
             self._forming = job.item
         elif self._harvester.lacks_set(job.item):
@@ -167,8 +168,9 @@ class CompileAhead:
 
     def _go_on(self, job: CompileJob[OrbitForming]) -> None:
         if self._step is None:
-            if job.pairs and not self._sums():
-                self._given_up["sums"] += 1
+            reason = self._to_give_up(job)
+            if reason is not None:
+                self._given_up[reason] += 1
                 self._end()
                 return
             self._step = Piecework(self._take(job))
@@ -186,6 +188,14 @@ class CompileAhead:
     def _end(self) -> None:
         self._job = self._forming = self._step = None
         self._fresh = False
+
+    def _to_give_up(self, job: CompileJob[OrbitForming]) -> str | None:
+        """Why a job's next step is not to be taken. The orders of a set end in one patch, whose bytes were weighed when
+        they were begun."""
+        if job.pairs and not self._sums():
+            return "sums"
+        weighed = job.kind is JobKind.orders and not self._fresh
+        return None if weighed or self._worth_its_bytes(job) else "bytes"
 
     def _worth_its_bytes(self, job: CompileJob[OrbitForming]) -> bool:
         """Whether what the next step compiles is expected to save as much per second and byte as what goes for it."""

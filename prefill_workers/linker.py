@@ -250,7 +250,8 @@ class Linker:
         )
         if not coming:
             # the load may have ended only now, too late for the plan: its KV would never be written
-            self._settle(chunk, request, replace(lookup.found(), canonical=None) if lookup.done() else Found())
+            late = replace(lookup.found(), canonical=None) if lookup.done() else Found(unsure=True)
+            self._settle(chunk, request, late)
         return chunk
 
     def _ruled_out(self, mode: Mode) -> OperatingPoint | None:
@@ -429,7 +430,7 @@ class Linker:
             reason=reasons.reason(mode, point, found, chunk),
             rank=patch.rank if patch else None,
             kind=patch.kind if patch else None,
-            missed=policies.looks_up_patch(mode) and found.patch is None,
+            missed=policies.looks_up_patch(mode) and found.patch is None and not found.unsure,
         )
         return found if weights is None or point is not OperatingPoint.COMPOSED else _summed(chunk, found, weights)
 

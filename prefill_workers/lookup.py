@@ -62,12 +62,14 @@ class Found:
 
     Both only where some tokens of a chunk whose KV is stored are computed all the same, and for a patch that is still
     to be summed of `parts`: those behind the fixed prefix and behind each antecedent, of which `patch` is the first.
+    `unsure`: a patch is stored and did not come, or no tier answered in time; it says nothing of what is stored.
     """
 
     canonical: CanonicalRecord | None = None
     patch: PatchRecord | None = None
     embeddings: Tensor | None = None
     parts: tuple[Patch, ...] = ()
+    unsure: bool = False
 
 
 class Lookup:
@@ -207,7 +209,7 @@ class Lookups:
         loaded = [cast(PatchRecord | None, library.wait(patch)) for patch in patches]
         records = tuple(record for record in loaded if record is not None)
         if len(records) < len(patches):
-            return Found()
+            return Found(unsure=True)
         if composed:
             parts = tuple(record.patch.bind(self._basis) for record in records)
             return Found(kv, records[0], parts=parts) if can_be_weighed(parts) else Found()

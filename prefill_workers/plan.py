@@ -94,7 +94,7 @@ class PrefetchRequest:
 class ChunkOutcome:
     """How one chunk was linked, for the request's report.
 
-    `rank` and `kind` are those of the patch, if one was used; `missed` says that one was looked for and none found.
+    `rank` and `kind` are those of the patch, if one was used; `missed` says that one was looked for and none is stored.
     """
 
     tokens: int

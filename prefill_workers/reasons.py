@@ -29,6 +29,8 @@ def reason(mode: Mode, point: OperatingPoint, found: Found, chunk: ChunkPlan) ->
         return f"mode {mode}: computed in context"
     if found.patch is not None:
         return "a patch is stored, but no canonical KV could be loaded"
+    if found.unsure:
+        return "what is stored of it could not be loaded in time"
     if found.canonical is not None:
         return "canonical KV is stored, but no embeddings for the tokens to compute"
     if chunk.ruled_out is not None:

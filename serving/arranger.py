@@ -205,14 +205,11 @@ class Arranger:
 
     def _patches(self, scopes: Sequence[Scope], contents: Sequence[str]) -> _Patches:
         *before, content = contents
+        summed = 1 < len(before) <= self._sums_up_to and len(set(contents)) == len(contents)
         return _Patches(
             Entry(scopes[0], content, tuple(before), ordered=True),
             [Entry(scope, content, tuple(before), ordered=False) for scope in scopes],
-            [
-                [Entry(scope, content, part, ordered=False) for scope in scopes]
-                for part in ((), *zip(before))
-                if 1 < len(before) <= self._sums_up_to
-            ],
+            [[Entry(scope, content, part, ordered=False) for scope in scopes] for part in ((), *zip(before)) if summed],
         )
 
     def formed(self, entries: Iterable[Entry]) -> None:

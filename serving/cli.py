@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from serving import fidelity_cli, library_cli
 from serving.loadtest import cli as loadtest_cli
+from serving.written import unwritable
 
 app = typer.Typer(help="Serve multimodal models without paying twice for what was already seen.", no_args_is_help=True)
 app.add_typer(library_cli.app, name="library")
@@ -213,6 +214,9 @@ def bench(
         raise typer.Exit(2)
     if work is not None and not benchmark.takes_work:
         console.print(f"[red]error:[/red] benchmark {name} has no parts to keep; it takes no --work")
+        raise typer.Exit(2)
+    if (problem := unwritable(json_file, markdown_file, plot_file)) is not None:
+        console.print(f"[red]error:[/red] {problem}")
         raise typer.Exit(2)
     given = {"model": model, "items": items, "work": work}
     outcome = benchmark.run(quick, console, **{key: given[key] for key in given if getattr(benchmark, f"takes_{key}")})

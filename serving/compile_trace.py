@@ -37,6 +37,7 @@ from serving.access_log import TEXT, BadLog, LoggedChunk, LoggedRequest, expande
 from serving.budget import UNBOUNDED, Cost
 from serving.compile_plan import Kind, Plan, Terms, Trace, Wanted, plan, trace_of
 from serving.config import OrbitServeConfig
+from serving.written import unwritable
 
 if TYPE_CHECKING:
     from kvstore.layout import Layout
@@ -295,10 +296,12 @@ def compile_trace(
     """Plan, print the plan and, unless it is a dry run, compile it; returns whether all of it is stored.
 
     Raises:
-        BadLog: the log cannot be read. CompileTraceError: see `Planner`, or the engine fails its self-check. OSError:
-            `json_file` cannot be written.
+        BadLog: the log cannot be read. CompileTraceError: see `Planner`, `json_file` cannot be written, or the engine
+            fails its self-check.
     """
     log_files(log)  # before anything slow
+    if (problem := unwritable(json_file)) is not None:
+        raise CompileTraceError(problem)
     os.environ.update(vllm_environment(kv_cache_gib=config.prefill.kv_cache_gib, threads=config.precompute.threads))
     planner = Planner(config, choice)
     try:

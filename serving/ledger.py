@@ -1,7 +1,8 @@
 """What one router has sent to each replica and not got back, beside what the replicas last reported of themselves.
 
 A replica's load is what this process has under way there, which is known exactly and at once, and what others have:
-the part of its last report that this process cannot account for. Nobody's clock but this process' own is read.
+the part of its last report that this process cannot account for, or, where that is stale, as much as others have on the
+replicas that do report, on average. Nobody's clock but this process' own is read.
 """
 
 from __future__ import annotations
@@ -139,13 +140,17 @@ class Ledger(Generic[R]):
 
     def load(self, replica: str, drained_per_s: float = 0.0) -> Load:
         """What is under way on a replica. `drained_per_s`: the work of others that it gets done in a second."""
+        reporting = [replica] if self.fresh(replica) is not None else [one for one in self._accounts if self.fresh(one)]
+        others = [self._of_others(one, drained_per_s) for one in reporting]
+        mean = Load(*(sum(part) / len(others) for part in zip(*others, strict=True))) if others else NOTHING
+        return self._accounts[replica].own.plus(mean)
+
+    def _of_others(self, replica: str, drained_per_s: float) -> Load:
         account = self._accounts[replica]
-        if self.fresh(replica) is None:
-            return account.own
         done = drained_per_s * (self._clock() - account.arrived)
         left = max(0.0, account.others.work - done)
         share = left / account.others.work if account.others.work else 1.0
-        return account.own.plus(Load(left, account.others.sequences * share))
+        return Load(left, account.others.sequences * share)
 
     def expected(self, replica: str) -> Collection[bytes]:
         """Marks of chunks that a replica has in memory, going by what was sent there lately."""

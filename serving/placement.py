@@ -99,6 +99,7 @@ class Edge(NamedTuple):
     chunk: int
     patched: bool
     cost: int
+    summed: bool = False
 
 
 class Rejected(NamedTuple):
@@ -137,7 +138,7 @@ class Problem:
         if not patched and sequence is not None:
             patched = bool(self.stored.sequences.get(sequence, 0) >> chunk & 1)
         if not patched and self.stored.sums.get(before, 0) >> chunk & 1:
-            return Edge(chunk, True, self.chunks[chunk].summed)
+            return Edge(chunk, True, self.chunks[chunk].summed, summed=True)
         return Edge(chunk, patched, self.chunks[chunk].patched if patched else self.chunks[chunk].computed)
 
     def edges(self, order: Sequence[int]) -> list[Edge]:
@@ -172,7 +173,7 @@ def rejected(problem: Problem, placement: Placement) -> list[Rejected | None]:
     """For every place the best order that has another chunk there; None where no other may stand.
 
     Up to `EXACT` free chunks the order is the same before that place, and the best of all such orders; beyond, it
-    differs by an exchange of two chunks.
+    differs by an exchange with the next chunk before or behind that may stand there.
     """
     return [problem.search.instead(placement.order, place) for place in range(problem.places)]
 
@@ -410,12 +411,13 @@ class _Beam:
 
     def instead(self, order: tuple[int, ...], place: int) -> Rejected | None:
         """See `rejected`."""
+        allowed = [at for at in range(len(order)) if at != place and order[place] in self._problem.candidates[at]]
+        before, behind = [at for at in allowed if at < place], [at for at in allowed if at > place]
         exchanged = []
-        for other, chunk in enumerate(order):
-            if other != place and order[place] in self._problem.candidates[other]:
-                swapped = list(order)
-                swapped[place], swapped[other] = chunk, order[place]
-                exchanged.append((self._problem.cost(swapped), swapped))
+        for other in before[-1:] + behind[:1]:
+            swapped = list(order)
+            swapped[place], swapped[other] = order[other], order[place]
+            exchanged.append((self._problem.cost(swapped), swapped))
         if not exchanged:
             return None
         total, swapped = min(exchanged)

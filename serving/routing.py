@@ -331,7 +331,7 @@ class PrefillPolicy(Policy[PrefillReport]):
         return estimate(ask, self.view(replica), self._stored)
 
     def view(self, replica: str) -> PrefillView:
-        """What is known of a replica; of one without a fresh report, what this process has sent there."""
+        """What is known of a replica; of one without a fresh report, what was sent from here (see `Ledger.load`)."""
         report = self.ledger.fresh(replica)
         measured = report or next(self.ledger.all_fresh(), None)
         pace = (measured and measured.seconds_per_token) or _SECONDS_PER_TOKEN

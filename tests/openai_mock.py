@@ -26,8 +26,11 @@ class MockServer:
     uploads: list[bytes] = field(default_factory=list)
     headers: list[str | None] = field(default_factory=list)
     url: str = ""
+    lists_models: bool = True
 
     async def models(self, _: web.Request) -> web.Response:
+        if not self.lists_models:
+            return web.json_response({"error": {"message": "no such path"}}, status=404)
         return web.json_response({"data": [{"id": "mock"}]})
 
     async def files(self, request: web.Request) -> web.Response:

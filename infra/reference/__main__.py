@@ -29,13 +29,15 @@ def main(arguments: Sequence[str]) -> None:
         options.add_argument("--work", type=Path, default=Path(".orbitserve/reference"), help="default: %(default)s")
         options.add_argument("--out", type=Path, default=WEIGHTS, help="default: beside this package")
         options.add_argument("--items", type=int, default=500, help="evaluated per split (default: %(default)s)")
-        options.add_argument("--threads", type=int, default=2, help="default: %(default)s")
+        options.add_argument("--threads", type=int, default=2, help="of the processor (default: %(default)s)")
+        options.add_argument("--device", help="cpu, or a GPU such as cuda or cuda:1; default: cuda where there is one")
     chosen = parser.parse_args(arguments)
 
     import torch
 
     torch.set_num_threads(chosen.threads)
-    for line in chosen.run(chosen.family, chosen.work, chosen.out, chosen.items):
+    device = torch.device(chosen.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    for line in chosen.run(chosen.family, chosen.work, chosen.out, chosen.items, device):
         print(json.dumps(line), flush=True)
 
 

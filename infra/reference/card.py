@@ -4,29 +4,38 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 _TEMPLATE = (Path(__file__).parent / "card.md").read_text()
 _SCORES = "## Held-out questions"  # where the card's second part begins
 _REFINED = """\
-Then `python -m infra.reference refine {family}` trained the language model for {steps} further steps,
-{minutes:.0f} minutes by the clock on {cores} of {cpu}, over what the tower writes, embeddings and tower as they were:
+Then `python -m infra.reference refine {family} {options}` trained the language model for {steps} further steps,
+{minutes:.0f} minutes by the clock on {machine}, over what the tower writes, embeddings and tower as they were:
 with pages beside whose things stand tally marks (`tally`), and with more questions about two things. Its lines in the
 curve say `refined`.
 
 """
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What a model was trained on, as a card says it, and the command's options that say so."""
+
+    name: str
+    options: str
+
+
 def card(
     family: str,
     parameters: int,
     curve: list[dict[str, Any]],
-    machine: Mapping[str, Any],
+    machine: Machine,
     scores: Mapping[str, float],
     items: int,
 ) -> str:
-    """The card's text. `machine`: `cpu` and `threads`; `scores`: share of right answers by split."""
+    """The card's text. `scores`: share of right answers by split."""
     tower = [line for line in curve if "tower" in line]
     language = [line for line in curve if "tower" not in line]
     return _TEMPLATE.format(
@@ -35,7 +44,8 @@ def card(
         steps=language[-1]["step"],
         tower_steps=tower[-1]["step"],
         minutes=sum(part[-1]["seconds"] for part in (language, tower)) / 60,
-        **_on(machine),
+        machine=machine.name,
+        options=machine.options,
         **_scored(scores, items),
     )
 
@@ -44,20 +54,17 @@ def refined_card(
     before: str,
     family: str,
     curve: list[dict[str, Any]],
-    machine: Mapping[str, Any],
+    machine: Machine,
     scores: Mapping[str, float],
     items: int,
 ) -> str:
     """The text of a refined model's card, whose card before was `before`; else as `card` has it."""
     last = [line for line in curve if "refined" in line][-1]
-    refined = _REFINED.format(family=family, steps=last["step"], minutes=last["seconds"] / 60, **_on(machine))
+    refined = _REFINED.format(
+        family=family, steps=last["step"], minutes=last["seconds"] / 60, machine=machine.name, options=machine.options
+    )
     template = _SCORES + _TEMPLATE.partition(_SCORES)[2]
     return before.partition(_SCORES)[0] + refined + template.format(**_scored(scores, items))
-
-
-def _on(machine: Mapping[str, Any]) -> dict[str, str]:
-    threads = machine["threads"]
-    return {"cpu": machine["cpu"], "cores": f"{threads} core{'s' * (threads > 1)}"}
 
 
 def _scored(scores: Mapping[str, float], items: int) -> dict[str, Any]:

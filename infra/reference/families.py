@@ -86,9 +86,10 @@ class Plain(nn.Module):
 
 def additive(sees: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask [sets, length, length] of what is seen as one [sets, 1, length, length] to add to scores."""
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-    return torch.zeros(sees.shape, dtype=dtype).masked_fill_(~sees, torch.finfo(dtype).min)[:, None]
+    kind = sees.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    return torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill_(~sees, torch.finfo(dtype).min)[:, None]
 
 
 @dataclass(frozen=True)

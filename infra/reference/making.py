@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from infra.machine import processor
-from infra.reference.card import card, curve_text, refined_card
+from infra.reference.card import Machine, card, curve_text, refined_card
 from infra.reference.families import FAMILIES, ReferenceFamily
 from infra.reference.pictures import grid_picture, page_picture
 from infra.reference.prompts import Layout, Words, lay_out
@@ -29,6 +29,7 @@ from infra.reference.vocabulary import COLOURS, THINGS
 CURVE, CARD = "training.json", "README.md"
 MEASURED = "orbitserve.json"  # see `prefill_workers.measured`
 TOWER_STEPS = 1500
+CPU = torch.device("cpu")
 _EVALUATION_SEED = 1_000_003  # training draws from other seeds
 _EMBEDDING_SCALE = 0.5
 
@@ -57,6 +58,11 @@ class Model:
         part = self.file.with_suffix(".part")
         torch.save(parts, part)
         part.rename(self.file)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters lie."""
+        return self.language.embedding.weight.device
 
     def language_parameters(self) -> list[nn.Parameter]:
         """All parameters but the tower's."""
@@ -98,10 +104,11 @@ class Model:
             part, asked = scenes.take(rows), questions.take(rows)
             prompts = lay_out(part, asked, self.words, layout, torch.zeros(len(rows), dtype=torch.bool), generator)
             levels = [level.unflatten(0, (len(rows), -1)) for level in tower(_pictures(part, self.kind.cell))]
-            embedded = self.language.embedding(prompts.tokens).index_copy(1, prompts.cells, levels[0])
-            positions = prompts.positions[:, None].expand(-1, len(rows), -1)
-            hidden = self.language(embedded, positions, prompts.sees, prompts.cells, levels[1:])
-            answered = self.language.logits(hidden[:, prompts.first :]).argmax(-1)
+            tokens, sees, cells = (part.to(self.device) for part in (prompts.tokens, prompts.sees, prompts.cells))
+            embedded = self.language.embedding(tokens).index_copy(1, cells, levels[0])
+            positions = prompts.positions[:, None].expand(-1, len(rows), -1).to(self.device)
+            hidden = self.language(embedded, positions, sees, cells, levels[1:])
+            answered = self.language.logits(hidden[:, prompts.first :]).argmax(-1).cpu()
             names = asked.things.shape[2]
             wanted = prompts.labels[:, 0, -1 - names : -1]
             right += int((answered[:, -1 - names : -1] == wanted).all(-1).sum())
@@ -115,7 +122,7 @@ class Making(Model):
     codes: Codes
 
     @classmethod
-    def begin(cls, family: str, work: Path) -> Making:
+    def begin(cls, family: str, work: Path, device: torch.device = CPU) -> Making:
         """The model as `work` has it, or one with weights drawn anew."""
         kind = FAMILIES[family]
         torch.manual_seed(Settings().seed)
@@ -125,12 +132,14 @@ class Making(Model):
         draw(model.named_parameters())
         if kind.alike is not None:
             kind.alike(language)
+        codes = Codes(kind.recipe.hidden, kind.levels).to(device)
+        model.to(device)
         made = cls(
             family, kind, tokens, model, language, Words(tokens, kind.image, kind.cell_token), work / f"{family}.pt",
-            None, Progress(), Codes(kind.recipe.hidden, kind.levels),
+            None, Progress(), codes,
         )  # fmt: skip
         if made.file.exists():
-            state = torch.load(made.file, weights_only=False)
+            state = torch.load(made.file, weights_only=False, map_location=CPU)
             model.load_state_dict(state["model"])
             made.codes.load_state_dict(state["codes"])
             made.state, made.progress = state, Progress(**state["progress"])
@@ -169,20 +178,20 @@ class Refining(Model):
     """A model that was made, whose language model goes on with its embeddings and its tower as they are."""
 
     @classmethod
-    def begin(cls, family: str, folder: Path, work: Path) -> Refining:
+    def begin(cls, family: str, folder: Path, work: Path, device: torch.device = CPU) -> Refining:
         """The model as `work` has it, or as it lies in `folder`.
 
         Raises ValueError if what lies there was refined before.
         """
         kind = FAMILIES[family]
         tokens = kind.recipe.tokenizer()
-        model = kind.recipe.load(tokens, folder)
+        model = kind.recipe.load(tokens, folder).to(device)
         found = cls(
             family, kind, tokens, model, kind.language(model), Words(tokens, kind.image, kind.cell_token),
             work / f"{family}-refined.pt", None, Progress(curve=json.loads((folder / CURVE).read_text())),
         )  # fmt: skip
         if found.file.exists():
-            state = torch.load(found.file, weights_only=False)
+            state = torch.load(found.file, weights_only=False, map_location=CPU)
             model.load_state_dict(state["model"])
             found.state, found.progress = state, Progress(**state["progress"])
         elif any("refined" in line for line in found.progress.curve):
@@ -227,9 +236,9 @@ def _pictures(scenes: Scenes, cell: int) -> list[Any]:
     return [page_picture(scenes, index, page, cell) for index in sets for page in range(scenes.form.pages)]
 
 
-def make(family: str, work: Path, out: Path, count: int) -> Iterator[dict[str, Any]]:
+def make(family: str, work: Path, out: Path, count: int, device: torch.device = CPU) -> Iterator[dict[str, Any]]:
     """Train, export and evaluate a family's model, from where `work` stands; yields what there is to say."""
-    making = Making.begin(family, work)
+    making = Making.begin(family, work, device)
     yield from making.train_language()
     if not any("tower" in line for line in making.progress.curve):
         yield from making.train_tower()
@@ -237,26 +246,30 @@ def make(family: str, work: Path, out: Path, count: int) -> Iterator[dict[str, A
     scores: dict[str, float] = {}
     yield from making.evaluated(count, scores)
     parameters = sum(parameter.numel() for parameter in making.model.parameters())
-    text = card(family, parameters, making.progress.curve, _machine(), scores, count)
+    text = card(family, parameters, making.progress.curve, _machine(device), scores, count)
     (out / family / CARD).write_text(text)
 
 
-def refine(family: str, work: Path, out: Path, count: int) -> Iterator[dict[str, Any]]:
+def refine(family: str, work: Path, out: Path, count: int, device: torch.device = CPU) -> Iterator[dict[str, Any]]:
     """Train the model that lies in `out` further, export and evaluate it; goes on from where `work` stands.
 
     Yields what there is to say. Raises ValueError if the model was refined before.
     """
-    refining = Refining.begin(family, out / family, work)
+    refining = Refining.begin(family, out / family, work, device)
     yield from refining.train()
     refining.export(out / family)
     scores: dict[str, float] = {}
     yield from refining.evaluated(count, scores)
     before = (out / family / CARD).read_text()
-    (out / family / CARD).write_text(refined_card(before, family, refining.progress.curve, _machine(), scores, count))
+    text = refined_card(before, family, refining.progress.curve, _machine(device), scores, count)
+    (out / family / CARD).write_text(text)
 
 
-def _machine() -> dict[str, Any]:
-    return {"cpu": processor(), "threads": torch.get_num_threads()}
+def _machine(device: torch.device) -> Machine:
+    if device.type == "cuda":
+        return Machine(f"one {torch.cuda.get_device_name(device)}", f"--device {device}")
+    threads = torch.get_num_threads()
+    return Machine(f"{threads} core{'s' * (threads > 1)} of {processor()}", f"--threads {threads}")
 
 
 def draw(parameters: Iterator[tuple[str, nn.Parameter]]) -> None:

@@ -56,7 +56,7 @@ class Codes(nn.Module):
         self, embedding: Tensor, words: Words, things: Tensor, colours: Tensor, sources: Tensor
     ) -> list[Tensor]:
         """Codes [levels][..., width] of cells."""
-        pencilled = (sources != NOWHERE)[..., None]
+        pencilled = (sources != NOWHERE)[..., None].to(embedding.device)
         beside = self.reference(embedding[words.things[sources.clamp(min=0)]])
         drawn = torch.where(pencilled, beside, embedding[words.colours[colours]])
         thing = embedding[words.things[things]]
@@ -150,7 +150,8 @@ def train(
 ) -> Iterator[dict[str, Any]]:
     """Train, yielding a line of the curve every few steps; `save` is called with what a resumed training needs.
 
-    The lines are the caller's to keep; `progress` counts steps and seconds.
+    The lines are the caller's to keep; `progress` counts steps and seconds. What is drawn is drawn on the processor, so
+    that it is the same wherever the parameters lie.
     """
     optimiser = torch.optim.AdamW(parameters, lr=settings.rate, weight_decay=0.01, betas=(0.9, 0.98))
     generator = torch.Generator().manual_seed(settings.seed)
@@ -176,14 +177,15 @@ def train(
         text = [text[0], *(count if count < stage.text // 2 else 0 for count in text[1:])]
         prompts = lay_out(scenes, questions, words, Layout(tuple(text), language.axes, stage.short), hidden, generator)
         logits = answers(language, codes, words, scenes, prompts, generator, settings.noise)
-        loss = F.cross_entropy(logits.flatten(0, -2), prompts.labels.flatten(), ignore_index=IGNORED)
+        labels = prompts.labels.to(logits.device)
+        loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, settings.clip)
         optimiser.step()
         progress.step, progress.seconds = step + 1, time.monotonic() - began
         if (step + 1) % every == 0 or step + 1 == total:
-            right = (logits.argmax(-1) == prompts.labels)[..., -1 - questions.things.shape[2]]
+            right = (logits.argmax(-1) == labels)[..., -1 - questions.things.shape[2]].cpu()
             line = {
                 "step": step + 1, "seconds": round(progress.seconds), "loss": round(loss.item(), 4),
                 "form": asdict(form), "two": two, **shares(scenes, questions, right),
@@ -214,12 +216,14 @@ def answers(
 ) -> Tensor:
     """Scores [sets, questions, question length, vocabulary] of the questions' tokens, from the cells' codes."""
     table = language.embedding.weight
+    device = table.device
+    tokens, sees, cells = (part.to(device) for part in (prompts.tokens, prompts.sees, prompts.cells))
     levels = codes(table, words, *(part.flatten(1) for part in scenes.cells()))
     if noise:
-        levels = [level + noise * torch.randn(level.shape, generator=generator) for level in levels]
-    embedded = F.embedding(prompts.tokens, table).index_copy(1, prompts.cells, levels[0])
+        levels = [level + noise * torch.randn(level.shape, generator=generator).to(device) for level in levels]
+    embedded = F.embedding(tokens, table).index_copy(1, cells, levels[0])
     shift = torch.randint(0, 256, (len(prompts.tokens),), generator=generator)
-    positions = prompts.positions[:, None] + shift[None, :, None]
-    with torch.autocast("cpu", torch.bfloat16):
-        hidden = language(embedded, positions, prompts.sees, prompts.cells, levels[1:])
+    positions = (prompts.positions[:, None] + shift[None, :, None]).to(device)
+    with torch.autocast(device.type, torch.bfloat16):
+        hidden = language(embedded, positions, sees, cells, levels[1:])
         return language.logits(hidden[:, prompts.first :]).float().unflatten(1, prompts.labels.shape[1:])

@@ -76,7 +76,7 @@ def qwen_tower(model: Any, processor: Any) -> Tower:
     """The tower of a Qwen-VL shaped model, its deepstack levels behind the first."""
 
     def tower(pictures: Sequence[Image.Image]) -> list[Tensor]:
-        inputs = processor(images=list(pictures), return_tensors="pt")
+        inputs = processor(images=list(pictures), return_tensors="pt").to(model.device)
         outputs = model.model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
         return [outputs.pooler_output, *(getattr(outputs, "deepstack_features", None) or ())]
 
@@ -91,6 +91,7 @@ def kimi_tower(model: Any, processor: Any) -> Tower:
         grids = inputs["image_grid_hws"].tolist()
         patches = inputs["pixel_values"].split([rows * columns for rows, columns in grids])
         see, project = model["vision_tower"], model["multi_modal_projector"]
+        patches = [part.to(next(project.parameters()).device) for part in patches]
         return [torch.cat([project(see(part, grid), grid) for part, grid in zip(patches, grids, strict=True)])]
 
     return tower
@@ -100,7 +101,7 @@ def llava_tower(model: Any, processor: Any) -> Tower:
     """The tower of a LLaVA shaped model."""
 
     def tower(pictures: Sequence[Image.Image]) -> list[Tensor]:
-        inputs = processor(images=list(pictures), return_tensors="pt")
+        inputs = processor(images=list(pictures), return_tensors="pt").to(model.device)
         features = model.model.get_image_features(pixel_values=inputs["pixel_values"])
         return [torch.cat(list(features.pooler_output))]
 

@@ -68,7 +68,7 @@ class Alternative(BaseModel):
     """
 
     chunk: int  # as it was sent
-    operating_point: Literal["patched", "computed"]
+    operating_point: Literal["patched", "composed", "computed"]
     cost_ms: float  # of the chunk there
     order_ms: float  # of all chunks in that order
 
@@ -82,14 +82,14 @@ class ChunkReport(BaseModel):
     antecedents: int
     reason: str
     rank: int | None = None
-    cost_ms: float | None = None  # expected, where an explanation was asked for
+    cost_ms: float | None = None  # expected, where an explanation was asked for; None where tokens are selected
     alternative: Alternative | None = None
 
 
 class OrderReport(BaseModel):
     """The order of a request's chunks. `chunks[i]` is the chunk, as sent, that stands in the i-th place.
 
-    Costs are expected milliseconds of linking all chunks, where an explanation was asked for.
+    Costs are expected milliseconds of linking all chunks, where an explanation was asked for and patches are used.
     """
 
     chunks: list[int]
@@ -118,14 +118,16 @@ class OrbitReport(BaseModel):
 class ChunkCosts(NamedTuple):
     """What a chunk's place in the order was expected to cost, in milliseconds."""
 
-    patched_ms: float
+    placed_ms: float
     computed_ms: float
     alternative: Alternative | None
 
     def of(self, report: ChunkReport) -> ChunkReport:
         """A chunk's report with what it cost."""
-        patched = report.operating_point in (OperatingPoint.PATCHED, OperatingPoint.COMPOSED)
-        cost = self.patched_ms if patched else self.computed_ms
+        point = OperatingPoint(report.operating_point)
+        if point is OperatingPoint.SELECTED:
+            return report
+        cost = self.placed_ms if point.reuses_kv else self.computed_ms
         return report.model_copy(update={"cost_ms": round(cost, 3), "alternative": self.alternative})
 
 

@@ -115,8 +115,9 @@ def ordered(request: Ordering, trace: RequestTrace, arranger: Arranger) -> list[
     trace.report.order = OrderReport(chunks=list(placement.order), reason=kept or "the cheapest order found")
     if options.explain:
         trace.costs = _costs(arranged)
-        trace.report.order.cost_ms = _ms(placement.cost)
-        trace.report.order.arrival_ms = _ms(placement.arrival_cost)
+        if patches:
+            trace.report.order.cost_ms = _ms(placement.cost)
+            trace.report.order.arrival_ms = _ms(placement.arrival_cost)
         trace.report.order.plan_ms = round(took, 3)
     return request.in_order(placement.order)
 
@@ -144,12 +145,12 @@ def _costs(arranged: Arrangement) -> list[ChunkCosts]:
             other = Rejected(instead, placement.cost - edge.cost + chunk.computed)
         alternative = other and Alternative(
             chunk=other.edge.chunk,
-            operating_point="patched" if other.edge.patched else "computed",
+            operating_point="composed" if other.edge.summed else "patched" if other.edge.patched else "computed",
             cost_ms=_ms(other.edge.cost),
             order_ms=_ms(other.total),
         )
-        patched = edge.cost if edge.patched else chunk.patched
-        found.append(ChunkCosts(_ms(patched), _ms(chunk.computed), alternative))
+        placed = edge.cost if edge.patched else chunk.patched
+        found.append(ChunkCosts(_ms(placed), _ms(chunk.computed), alternative))
     return found
 
 

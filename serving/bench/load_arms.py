@@ -27,6 +27,7 @@ from rich.console import Console
 
 from infra.checkpoints import checkpoint_path
 from infra.ports import free_port
+from prefill_workers.settings import PrefillSettings
 from serving.bench.harness import Arm
 from serving.bench.servers import Server, bench_config, vllm_alone
 from serving.bench.ttft import CHECKPOINT
@@ -306,7 +307,16 @@ def tables(runs: Mapping[str, Mapping[str, Runs]]) -> dict[str, dict[str, dict[s
     return {name: rows for name, rows in found.items() if rows}
 
 
-def describe(workload: Workload, **more: Any) -> dict[str, Any]:
-    """A report's `workload`: what was asked, and what arms share."""
-    memory = {"vllm_kv": VLLM_GIB, "ours_kv": 2, "ours_library": sum(LIBRARY.values()) / 2**30}
+def describe(
+    workload: Workload, library: Mapping[str, int] = LIBRARY, vllm_gib: float | None = VLLM_GIB, **more: Any
+) -> dict[str, Any]:
+    """A report's `workload`: what was asked, and the memory that arms have.
+
+    `library`: the bounds of ours; `vllm_gib`: None where vLLM is no arm. Beside its library our prefill worker may keep
+    KV of the text before first chunks.
+    """
+    kept = sum(library[tier] for tier in ("memory_bytes", "object_store_bytes"))
+    memory = {"ours_kv": 2, "ours_library": kept / 2**30, "ours_prefixes": PrefillSettings().prefix_cache_bytes / 2**30}
+    if vllm_gib is not None:
+        memory["vllm_kv"] = vllm_gib
     return {"asked": workload.describe(), "dtype": "auto", "memory_gib": memory, **more}

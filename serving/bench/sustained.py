@@ -57,7 +57,14 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
     starts = range(0, queries, window)
     return Outcome(
         load_arms.describe(
-            Novel(**asked), model=checkpoint.name, queries=queries, window=window, orbit=ORBIT, bounds=bounds
+            Novel(**asked),
+            library=bounds,
+            vllm_gib=None,
+            model=checkpoint.name,
+            queries=queries,
+            window=window,
+            orbit=ORBIT,
+            bounds=bounds,
         ),
         [
             Arm(arm.name, f"{arm.description}; time to first token, all queries in order", {"queries": times}),

@@ -13,6 +13,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from serving.written import unwritable
+
 app = typer.Typer(
     help="Offer requests to any OpenAI server at given rates, and say how it answered. `loadtest workloads` lists what "
     "can be asked; `loadtest plot` draws several reports on one picture.",
@@ -77,6 +79,8 @@ def loadtest(
 
     if images not in ("inline", "files"):
         _refuse(f"--images {images}: inline or files")
+    if (problem := unwritable(json_file, plot_file)) is not None:
+        _refuse(problem)
     asked = {key: value for key, value in (("mode", mode), ("order", order)) if value is not None}
     fields: dict[str, Any] = {"ignore_eos": True} if ignore_eos else {}
     endpoint = Endpoint(url, model, api_key, asked or None, "files" if images == "files" else "inline", timeout, fields)

@@ -20,12 +20,17 @@ from typing import Any, Literal
 import aiohttp
 
 OK, REJECTED, TIMEOUT, UNFINISHED = "ok", "429", "timeout", "unfinished"
+_NO_LIST = (404, 405, 501)  # of a server that lists no models
 _SPARE_FILES = 256  # file descriptors for everything that is not a connection
 _START_SECONDS = 0.05  # between the schedule's zero and now, so that the first request is not late
 
 
 class EndpointError(RuntimeError):
-    """The server cannot be tested: not reached, no such model, or it took no file."""
+    """The server cannot be tested: not reached, no such model, or it took no file. `status`: what it answered."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -134,10 +139,17 @@ class Client:
     async def model(self) -> str:
         """The endpoint's model, or the first one that the server names.
 
+        A server that lists no models is taken to have the one that is asked for.
+
         Raises:
             EndpointError: the server does not answer, or does not have the model.
         """
-        listed = await self._json("GET", "models")
+        try:
+            listed = await self._json("GET", "models")
+        except EndpointError as error:
+            if self.endpoint.model and error.status in _NO_LIST:
+                return self.endpoint.model
+            raise
         names = [entry["id"] for entry in listed.get("data", [])]
         wanted = self.endpoint.model or (names[0] if names else "")
         if wanted not in names:
@@ -160,7 +172,8 @@ class Client:
         try:
             async with self._session.request(method, url, **options) as response:
                 if response.status != 200:
-                    raise EndpointError(f"{url} answered {response.status}: {(await response.text())[:300]}")
+                    answered = (await response.text())[:300]
+                    raise EndpointError(f"{url} answered {response.status}: {answered}", response.status)
                 return dict(await response.json(content_type=None))
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise EndpointError(f"{url}: {error or type(error).__name__}") from error

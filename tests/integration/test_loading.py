@@ -274,6 +274,7 @@ def test_a_load_that_fails_late_leaves_its_chunk_to_be_computed(
     linked = rig.finish(plan, future.result(30))
     assert linked.points == ["recomputed" if i == index else "patched" for i in range(3)]
     assert "no canonical KV could be loaded" in linked.result.chunks[index].reason
+    assert not any(chunk.missed for chunk in linked.result.chunks), "every patch is stored"
     assert off_by(linked, reference) < 1e-4
 
 
@@ -282,6 +283,7 @@ def test_a_load_that_takes_too_long_is_one_that_failed(cold, tier: GatedTier, re
     tier.hold(keys_of(rig)[1].canonical)
     linked = rig.link(PAGES)
     assert linked.points == ["patched", "recomputed", "patched"]
+    assert not linked.result.chunks[1].missed
     assert off_by(linked, reference) < 1e-4
     assert rig.library.stats().timeouts == 1
 

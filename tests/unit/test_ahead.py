@@ -30,10 +30,12 @@ class TickingClock:
 class Forwards:
     """A harvester whose forwards over pairs take no engine."""
 
-    library = SimpleNamespace(price=lambda tenant: 0.0)
-
     def __init__(self) -> None:
         self.ran: list[str] = []
+        self.price = 0.0  # of a byte in the library
+        self.library = SimpleNamespace(price=lambda tenant: self.price)
+        self.engine = SimpleNamespace(layout=None, dtype=None)
+        self.form = SimpleNamespace(footprint=lambda *_: SimpleNamespace(own=1))
 
     def unready(self, plan: Any) -> OrbitForming:
         ids = torch.arange(10)
@@ -119,6 +121,18 @@ def test_a_job_waits_for_what_is_still_to_be_kept_and_others_do_not_wait_for_it(
     while ahead.may_go_on(()):
         ahead.step()
     assert set(forwards.ran) == {"cd", "dc", "ab", "ba"}
+
+
+def test_a_job_ends_where_the_library_holds_what_is_worth_more(ahead: CompileAhead, forwards: Forwards):
+    """It was worth its bytes when it was begun: what it is about to displace may be dearer by now."""
+    ahead.offer(served("abxy"), missed=True)
+    while not forwards.ran or ahead.running:
+        ahead.step()
+    ran, forwards.price = list(forwards.ran), 1e9
+    while ahead:
+        ahead.step()
+    assert forwards.ran == ran
+    assert ahead.stats().given_up["bytes"] == 1
 
 
 def test_no_pair_is_worth_a_forward_while_sums_are_switched_off(ahead: CompileAhead, forwards: Forwards, sums: Sums):

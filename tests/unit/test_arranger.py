@@ -108,6 +108,15 @@ def test_while_sums_are_switched_off_no_order_counts_on_them_and_none_that_is_mi
     assert [problem.stored.sums for problem in problems] == [{}, {0b011: 0b100}]
 
 
+def test_no_sum_serves_a_list_in_which_a_chunk_comes_twice():
+    """The linker sums none there: no pair was read behind the same page twice."""
+    arranger = Arranger(compose_up_to=3)
+    arranger.formed([Entry(SCOPE, "c", before, ordered=False) for before in ((), ("a",), ("b",))])
+    assert arranger.patched(list("abc"), "acme", PREFIX)[-1]
+    assert not arranger.patched(list("aabc"), "acme", PREFIX)[-1]
+    assert not arranger.patched(list("acbc"), "acme", PREFIX)[-1]
+
+
 def test_parts_of_a_sum_may_lie_with_the_tenant_and_with_everybody():
     arranger = Arranger(compose_up_to=2)
     everybody = Scope(DYNAMIC_TENANT, SCOPE.prefix)

@@ -99,6 +99,30 @@ def test_a_trace_is_replayed(server: MockServer, tmp_path: Path):
     assert [kind.count("image_url") for kind in kinds] == [1, 1, 2]  # the warm-up is as the trace begins
 
 
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_sent(
+    server: MockServer, tmp_path: Path, option: str
+):
+    file = tmp_path / "file"
+    file.touch()
+    for wrong, why in ((file / "report", f"{file} is no folder"), (tmp_path, "it is a folder")):
+        code, shown = run("--url", server.url, "--rates", "40", "--count", "5", option, str(wrong), *SMALL)
+        assert code == 2
+        assert f"cannot write {wrong}: {why}" in shown.replace("\n", " ")
+    assert server.bodies == []
+
+
+def test_a_server_that_lists_no_models_is_asked_for_the_one_that_is_named(server: MockServer):
+    server.lists_models = False
+    asked = ("--url", server.url, "--rates", "40", "--count", "3", *SMALL)
+    code, shown = run(*asked)
+    assert code == 1
+    assert "models answered 404" in shown
+    code, shown = run(*asked, "--model", "mock")
+    assert code == 0, shown
+    assert {body["model"] for body in server.bodies} == {"mock"}
+
+
 def test_rates_that_were_measured_are_reported_if_a_later_one_fails(server: MockServer, tmp_path: Path):
     few = ["--workload", "novel", "--set", "pages=4", "--set", "retrieved=3", "--set", "columns=2", "--set", "rows=2"]
     report = tmp_path / "report.json"

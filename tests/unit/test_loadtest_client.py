@@ -116,6 +116,7 @@ async def test_a_server_that_stalls_does_not_hold_up_what_is_due_next():
         tally = Tally()
         samples = await run(server, [Arrival(0.0)] * 10, tally)
     waited = sorted(sample.ttft_ms for sample in samples if sample.ttft_ms is not None)
+    assert len(waited) == 10
     assert all(ttft >= 100 * (place + 1) for place, ttft in enumerate(waited))
     assert tally.peak == 10
     assert tally.held_back == 0

@@ -190,6 +190,8 @@ def test_kv_that_fails_to_come_leaves_the_embeddings(full: MemoryTier, kind: str
     found = start(Torn(full)).found()
     assert found.canonical is None
     assert found.embeddings is not None
+    assert found.unsure == (kind == "patch"), "a patch that did not come is none that is not stored"
+    assert not start(full, keys=replace(KEYS, set_patch="0" * 64)).found().unsure
 
 
 def test_a_failing_tier_finds_nothing_and_raises_nothing(full: MemoryTier) -> None:

@@ -186,6 +186,35 @@ def test_an_explanation_has_every_chunks_cost_and_the_best_rejected_order():
     assert second.of(linked).cost_ms == pytest.approx(computed, abs=1e-3), "what it was, not what was expected"
 
 
+@pytest.mark.parametrize(
+    ("mode", "point", "cost"), [("full-reuse", "relocated", "placed_ms"), ("exact", "recomputed", "computed_ms")]
+)
+def test_a_chunk_costs_what_was_done_with_it(mode: str, point: str, cost: str):
+    _, trace = asked(arranger_with(("a", ())), PAGES, mode=mode, explain=True)
+    assert trace.report.order is not None
+    assert trace.report.order.cost_ms is None, "no order costs less than another without patches"
+    linked = ChunkReport(index=0, tokens=256, operating_point=point, antecedents=0, reason="")
+    (first, _) = trace.costs
+    assert first.of(linked).cost_ms == round(getattr(first, cost), 3)
+    assert first.placed_ms < first.computed_ms
+    selected = linked.model_copy(update={"operating_point": "selected"})
+    assert first.of(selected).cost_ms is None, "which tokens are computed is not known beforehand"
+
+
+def test_a_rejected_sum_is_called_one():
+    pairs = [(page, before) for page in "cd" for before in ((), ("a",), ("b",))]
+    arranger = arranger_with(("a", ()), ("b", ("a",)))
+    arranger.formed(Entry(Scope("local", prefix_key(())), *entry, ordered=False) for entry in pairs)
+    arranger.compose_up_to = 2
+    _, trace = asked(arranger, message(*map(image, "abcd"), said("?")), order="free", explain=True)
+    assert trace.report.order is not None
+    third = trace.costs[2].alternative
+    assert third is not None
+    assert (trace.report.order.chunks[2], third.chunk) in ((2, 3), (3, 2)), "either is summed behind a and b"
+    assert third.operating_point == "composed"
+    assert trace.costs[2].placed_ms < third.cost_ms + 1e-3 < trace.costs[2].computed_ms
+
+
 def test_modes_without_patches_are_explained_without_them():
     _, trace = asked(arranger_with(("a", ())), PAGES, mode="exact", explain=True)
     assert [costs.alternative for costs in trace.costs] == [None, None]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from serving.access_log import LoggedChunk
 from serving.compile_plan import in_order
-from serving.placement import EXACT, SUMMED, Chunk, Placement, Problem, Stored, place, rejected, sums_of
+from serving.placement import EXACT, SUMMED, Chunk, Edge, Placement, Problem, Stored, place, rejected, sums_of
 
 PATCHED, COMPUTED = 1, 100
 
@@ -141,7 +141,7 @@ def test_beyond_exact_search_the_best_rejected_order_is_an_exchange():
     found = place(problem)
     others = rejected(problem, found)
     assert found.order[0] == 1, "it costs more to compute than chunk 0"
-    assert others[0] == ((0, True, PATCHED), found.cost + 1)
+    assert others[0] == (Edge(0, True, PATCHED), found.cost + 1)
     assert others[-1] is None, "that chunk is fixed"
 
 

@@ -301,10 +301,25 @@ def test_a_replica_without_a_fresh_report_is_taken_for_what_was_sent_there_and_n
     assert best(policy, link("page")) == ("a", "hot")
     policy.reported("b", prefill_report(hot=["other"], sequence=0))
     clock.now += STALE_PERIODS + 0.5
-    policy.reported("b", prefill_report(hot=["other"], queued=1, sequence=1))
+    policy.reported("b", prefill_report(hot=["other"], sequence=1))
+    policy.sent("b", "1", policy.ask(*link("new")))
     assert best(policy, link("page")) == ("a", "least_loaded")  # it is stored; neither is known to have it in memory
     clock.now += STALE_PERIODS + 0.5
     assert policy.rank(policy.ask(*link("page")), "ab") is None
+
+
+def test_a_replica_whose_reports_stopped_is_taken_to_be_as_busy_with_others_requests_as_those_that_report():
+    policy, clock = prefill()
+    for replica in "abc":
+        policy.reported(replica, prefill_report(queued=9000, sequence=0))
+    clock.now += STALE_PERIODS + 0.5
+    policy.reported("b", prefill_report(queued=200, sequence=1))
+    policy.reported("c", prefill_report(queued=800, sequence=1))
+    assert policy.ledger.load("a").work == 500
+    assert best(policy, link("page"), "ab")[0] == "b"
+    assert best(policy, link("page"), "ac")[0] == "a"
+    policy.sent("a", "1", policy.ask(*link("new")))
+    assert best(policy, link("page"), "ac")[0] == "c", "what was sent from here is known"
 
 
 def test_a_replica_that_does_not_answer_comes_last_until_it_reports():
