@@ -158,7 +158,7 @@ class LinkedEngineClient(_NotOurs):
         self.input_processor = InputProcessor(vllm_config, self.renderer)
         self._roles = roles
         self._encodings = Encodings(roles.encode)
-        self._delimiters = Delimiters.of(self.model_config)
+        self._delimiters = Delimiters.of(self.model_config, self.renderer.get_tokenizer())
         self.arranger = Arranger(compose_up_to=compose_up_to)
         self._first_tokens, self._vocabulary = first_tokens, vllm_config.model_config.get_vocab_size()
         self._renewal_seconds = lease_seconds / 3

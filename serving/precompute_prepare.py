@@ -160,7 +160,7 @@ class Prompts:
             chat_template=load_chat_template(config.model.chat_template),
             chat_template_content_format="auto",
         )
-        self._delimiters = Delimiters.of(vllm_config.model_config)
+        self._delimiters = Delimiters.of(vllm_config.model_config, self._renderer.get_tokenizer())
 
     def prefix_tokens(self, prefix: str) -> tuple[int, ...]:
         """Token ids of a fixed prefix, as patches are keyed by."""

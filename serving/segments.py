@@ -12,21 +12,42 @@ from vllm.multimodal.inputs import MultiModalKwargsItem
 from prefill_workers.plan import TEXT, ChunkSpan
 from serving.documents import Document, places
 
+_MODALITIES = ("image", "video")
+
 
 @dataclass(frozen=True)
 class Delimiters:
-    """Token ids that open and close a chunk around its placeholders; empty where a family has none."""
+    """What stands around a chunk's placeholders, and goes with them wherever the chunk goes.
 
-    opening: frozenset[int]
-    closing: frozenset[int]
+    `written`: by modality the token ids that the model's chat template writes for one item, its placeholder once.
+    """
+
+    written: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
-    def of(cls, model: ModelConfig) -> Delimiters:
-        """Read the delimiters off a checkpoint's configuration."""
-        config = model.hf_config
-        opening = (getattr(config, name, None) for name in ("vision_start_token_id", "boi_token_id"))
-        closing = (getattr(config, name, None) for name in ("vision_end_token_id", "eoi_token_id"))
-        return cls(frozenset(t for t in opening if t is not None), frozenset(t for t in closing if t is not None))
+    def of(cls, model: ModelConfig, tokenizer: Any) -> Delimiters:
+        """What a model's family writes, as this tokenizer reads it."""
+        from vllm.model_executor.model_loader import get_model_cls
+
+        family = get_model_cls(model)
+        written = []
+        for modality in _MODALITIES:
+            try:
+                text = family.get_placeholder_str(modality, 1)
+            except (AttributeError, ValueError):  # it takes nothing but text, or nothing of this modality
+                continue
+            written.append(tuple(tokenizer.encode(text, add_special_tokens=False)) if text else ())
+        return cls(tuple(dict.fromkeys(written)))
+
+    def around(self, token_ids: Sequence[int], start: int, stop: int) -> tuple[int, int]:
+        """The span of placeholders with their delimiters; the same span where these do not stand around it."""
+        for one in self.written:
+            if token_ids[start] in one:
+                at = one.index(token_ids[start])
+                first, last = start - at, stop + len(one) - at - 1
+                if first >= 0 and (*token_ids[first:start], *token_ids[stop:last]) == (*one[:at], *one[at + 1 :]):
+                    return first, last
+        return start, stop
 
 
 @dataclass(frozen=True)
@@ -66,7 +87,7 @@ def _multimodal(
         hashes = engine_input["mm_hashes"][modality]
         items = engine_input["mm_kwargs"][modality]
         for place, content, item in zip(ranges, hashes, items, strict=True):
-            start, stop = _widen(token_ids, place.offset, place.offset + place.length, delimiters)
+            start, stop = delimiters.around(token_ids, place.offset, place.offset + place.length)
             grid = MultiModalKwargsItem({k: v for k, v in item.items() if v.field.keep_on_cpu})
             span = ChunkSpan(
                 content=content,
@@ -79,11 +100,3 @@ def _multimodal(
                 is_embed=place.is_embed,
             )
             yield span, (modality, item)
-
-
-def _widen(token_ids: Sequence[int], start: int, stop: int, delimiters: Delimiters) -> tuple[int, int]:
-    if start and stop < len(token_ids) and token_ids[start - 1] in delimiters.opening:
-        start -= 1
-        if token_ids[stop] in delimiters.closing:
-            stop += 1
-    return start, stop

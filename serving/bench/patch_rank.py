@@ -312,7 +312,7 @@ class Pages:
 
         self._config = engine.config.model_config
         self._renderer: Any = renderer_from_config(engine.config)
-        self._delimiters = Delimiters.of(self._config)
+        self._delimiters = Delimiters.of(self._config, self._renderer.get_tokenizer())
         self._documents = Documents(self._renderer.get_tokenizer())
         self._documents.install(self._renderer)
 

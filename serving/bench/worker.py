@@ -114,6 +114,6 @@ def prompt_over(engine: PrefillEngine, pictures: Sequence[Image.Image]) -> Promp
     }
     renderer = engine._llm.llm_engine.renderer
     (rendered,) = renderer.render_cmpl([parse_model_prompt(model, prompt)], skip_mm_cache=True)
-    segments = segment(rendered, Delimiters.of(model))
+    segments = segment(rendered, Delimiters.of(model, renderer.get_tokenizer()))
     request = LinkRequest("bench", segments.token_ids, segments.chunks, tenant=TENANT, sampling=Sampling())
     return Prompt(request, segments.items)

@@ -49,4 +49,4 @@ def test_pictures_that_come_back_are_not_encoded_again(
 ):
     arguments = ("--workload", workload, "--images", "files", "--mode", "auto", "--warmup", "4")
     points = load(service, tmp_path / "report.json", *arguments, shape=shape)["operating_points"]
-    assert points.keys() - {"encoded"}, points
+    assert 2 * points.get("encoded", 0) < sum(points.values()), points

@@ -161,7 +161,7 @@ class Rig:
         renderer = self.engine._llm.llm_engine.renderer
         prompt, documents = vllm_prompt(parts, self.documents, self.family.image)
         (rendered,) = renderer.render_cmpl([parse_model_prompt(model, prompt)], skip_mm_cache=True)
-        return segment(rendered, Delimiters.of(model), documents)
+        return segment(rendered, Delimiters.of(model, renderer.get_tokenizer()), documents)
 
     def plan(self, parts: Sequence[Part], mode: str = "auto", **request) -> LinkPlan:
         """A plan, with the pixels encoded that it asks for."""

@@ -38,7 +38,8 @@ def test_refining_leaves_tower_and_embeddings_alone_and_says_what_it_did(out):
     assert [line["split"] for line in lines if "split" in line] == list(Split)
     assert measured(out / FAMILY) == Measured(compose_up_to=0)  # of these weights nothing was measured
     text = (out / FAMILY / CARD).read_text()
-    assert f"refine {FAMILY}` trained the language model for 2 further steps" in text
+    command = f"refine {FAMILY} --threads {torch.get_num_threads()}"
+    assert f"{command}` trained the language model for 2 further steps" in text
     assert text.count("| tally |") == text.count("| single |") == 1
     shutil.rmtree(out / "work")
     with pytest.raises(ValueError, match="refined before"):

@@ -103,7 +103,7 @@ def client_of(roles: Roles) -> LinkedEngineClient:
     client = object.__new__(LinkedEngineClient)
     client._roles = roles
     client._encodings = Encodings(roles.encode)
-    client._delimiters = Delimiters(frozenset(), frozenset())
+    client._delimiters = Delimiters()
     client.arranger = Arranger()
     client._first_tokens, client._vocabulary = True, 1000
     client._renewal_seconds = 0.02

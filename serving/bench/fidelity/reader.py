@@ -102,7 +102,7 @@ class Reader:
         self.engine: PrefillEngine = PrefillEngine(spec)
         self._renderer: Any = renderer_from_config(self.engine.config)
         self._tokens = self._renderer.get_tokenizer()
-        self._delimiters = Delimiters.of(self.engine.config.model_config)
+        self._delimiters = Delimiters.of(self.engine.config.model_config, self._tokens)
         layout = self.engine.layout  # memory that is kept: fresh pages of it cost more than what is done in them
         self._moved = torch.empty(layout.layers, _HELD, layout.features, dtype=self.engine.dtype)
 
