@@ -15,7 +15,7 @@ from kvstore.patch import Patch, PatchKind
 from kvstore.patch_form import PatchForm
 from prefill_workers.policies import OperatingPoint
 from prefill_workers.settings import FidelitySettings
-from serving.bench.fidelity import composition, envelope, online, reorder, storage
+from serving.bench.fidelity import composition, envelope, growth, online, reorder, storage
 from serving.bench.fidelity.arms import Repaired
 from serving.bench.fidelity.items import items
 from serving.bench.fidelity.probe import Probe
@@ -244,3 +244,12 @@ def test_the_online_check_tells_sound_patches_from_broken_ones(study: Study):
     bound = bounds[OperatingPoint.PATCHED]
     assert means["same"] < bound < min(means["wrong page"], means["turned basis"])
     assert means["sums"] < min(bounds[OperatingPoint.COMPOSED], means["plain sums"])
+
+
+def test_all_modes_are_asked_as_pages_grow_and_reuse_answers_as_exact_does(study: Study):
+    found = growth.growth(study, 2, 4)
+    assert set(found) == set(growth.MODES)
+    right = {mode: accuracy for mode, (accuracy, _) in found.items()}
+    assert right["exact"] >= 0.75
+    assert right["auto"] == right["exact"] >= right["full-reuse"]
+    assert all(ms > 0 for _, ms in found.values())

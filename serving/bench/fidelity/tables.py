@@ -198,7 +198,7 @@ def _of_composition(study: Study, few: int, kept: Kept) -> Iterator[tuple[str, T
 def _of_growth(study: Study, few: int, kept: Kept) -> Iterator[tuple[str, Table]]:
     grown = {pages: kept.once(f"growth {pages}", partial(growth.growth, study, pages, few)) for pages in growth.PAGES}
     yield "accuracy by pages", {mode: {str(n): grown[n][mode][0] for n in grown} for mode in growth.MODES}
-    yield "median ms by pages", {mode: {str(n): grown[n][mode][1] for n in grown} for mode in growth.MODES}
+    yield "median TTFT by pages, ms", {mode: {str(n): grown[n][mode][1] for n in grown} for mode in growth.MODES}
 
 
 def _etas(scores: Mapping[str, Scores]) -> dict[str, float]:
