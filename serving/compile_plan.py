@@ -19,9 +19,10 @@ Pure functions and values. Times are seconds, as the trace's own links took them
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from typing import NamedTuple
 
 from kvstore.chunk import owner_of
@@ -170,12 +171,21 @@ def in_order(chunks: Sequence[LoggedChunk], popularity: Mapping[str, float]) -> 
     return tuple(chunk if chunk.group is None else next(ranked[chunk.group]) for chunk in chunks)
 
 
-def plan(trace: Trace, kind: Kind, terms: Terms, budget: Cost = UNBOUNDED) -> Plan:
-    """Choose the patches of one kind."""
+def plan(
+    trace: Trace,
+    kind: Kind,
+    terms: Terms,
+    budget: Cost = UNBOUNDED,
+    stored: Callable[[Collection[Wanted]], Collection[Wanted]] = lambda wanted: (),
+) -> Plan:
+    """Choose the patches of one kind.
+
+    `stored`: which of some patches are there already. They take their bytes of the budget, and no seconds.
+    """
     candidates = _Candidates(terms)
     for request, order in trace.requests:
         (_add_sets if kind is Kind.sets else _add_pairs)(candidates, request, order)
-    costs, patches, demands = candidates.worth_it()
+    costs, patches, demands = candidates.worth_it(stored)
     picked = pick(costs, demands, budget)
     return Plan(
         kind=kind,
@@ -194,26 +204,27 @@ class _Candidates:
     def __init__(self, terms: Terms) -> None:
         self.terms = terms
         self.costs: list[Cost] = []
-        self.patches: dict[int, Wanted] = {}
         self._forwards: dict[Wanted, int] = {}
-        self._stored: dict[Wanted, int] = {}
-        self._uses: Counter[int] = Counter()
-        self._values: defaultdict[tuple[int, ...], float] = defaultdict(float)
+        self._patches: dict[Wanted, tuple[tuple[int, ...], int]] = {}  # the forwards to it, and the patch itself
+        self._uses: Counter[Wanted] = Counter()
+        self._values: defaultdict[tuple[Wanted, ...], float] = defaultdict(float)
 
     def demand(self, value: float, wanted: Iterable[tuple[Wanted, Sequence[LoggedChunk], int]]) -> None:
         """A request's chunk that these patches, together, would save `value` seconds.
 
         Each with its chunks, and with the tokens of the fixed prefix before them.
         """
-        items: dict[int, None] = {}
+        patches: dict[Wanted, None] = {}
         for patch, chunks, prefix in wanted:
             if prefix + sum(chunk.tokens for chunk in chunks) > self.terms.longest:
                 return
-            items |= dict.fromkeys(self._items(patch, chunks, prefix))
-        self._values[tuple(items)] += value
-        self._uses.update(item for item in items if item in self.patches)
+            if patch not in self._patches:
+                self._patches[patch] = self._items(patch, chunks, prefix)
+            patches[patch] = None
+        self._values[tuple(patches)] += value
+        self._uses.update(patches.keys())
 
-    def _items(self, patch: Wanted, chunks: Sequence[LoggedChunk], prefix: int) -> list[int]:
+    def _items(self, patch: Wanted, chunks: Sequence[LoggedChunk], prefix: int) -> tuple[tuple[int, ...], int]:
         """The forwards over a patch's chunks, from the first to the last, and the patch itself."""
         found = []
         for count, chunk in enumerate(chunks, 1):
@@ -222,27 +233,37 @@ class _Candidates:
                 tokens = chunk.tokens + (prefix if count == 1 else 0)
                 self._forwards[forward] = self._item(Cost(seconds=tokens * self.terms.compute))
             found.append(self._forwards[forward])
-        if patch not in self._stored:
-            self._stored[patch] = self._item(Cost(bytes=self.terms.patch_bytes(chunks[-1].tokens)))
-            self.patches[self._stored[patch]] = patch
-        return [*found, self._stored[patch]]
+        return tuple(found), self._item(Cost(bytes=self.terms.patch_bytes(chunks[-1].tokens)))
 
     def _item(self, cost: Cost) -> int:
         self.costs.append(cost)
         return len(self.costs) - 1
 
-    def worth_it(self) -> tuple[list[Cost], dict[int, Wanted], list[Demand]]:
+    def worth_it(
+        self, stored: Callable[[Collection[Wanted]], Collection[Wanted]]
+    ) -> tuple[list[Cost], dict[int, Wanted], list[Demand]]:
         """All demands that save anything by patches that are used often enough; and their items, numbered anew."""
-        least = self.terms.min_uses
         kept = {
-            items: value
-            for items, value in self._values.items()
-            if value > 0 and all(self._uses[item] >= least for item in items if item in self.patches)
+            patches: value
+            for patches, value in self._values.items()
+            if value > 0 and all(self._uses[patch] >= self.terms.min_uses for patch in patches)
         }
-        numbers = {item: number for number, item in enumerate(dict.fromkeys(i for items in kept for i in items))}
+        asked = dict.fromkeys(patch for patches in kept for patch in patches)
+        there = set(stored(tuple(asked)))
+
+        def items(patch: Wanted) -> tuple[int, ...]:
+            forwards, itself = self._patches[patch]
+            return (itself,) if patch in there else (*forwards, itself)
+
+        needed = [tuple(dict.fromkeys(item for patch in patches for item in items(patch))) for patches in kept]
+        numbers = {item: number for number, item in enumerate(dict.fromkeys(chain.from_iterable(needed)))}
         costs = [self.costs[item] for item in numbers]
-        patches = {number: self.patches[item] for item, number in numbers.items() if item in self.patches}
-        return costs, patches, [Demand(value, tuple(numbers[i] for i in items)) for items, value in kept.items()]
+        patches = {numbers[self._patches[patch][1]]: patch for patch in asked}
+        demands = [
+            Demand(value, tuple(numbers[item] for item in each))
+            for value, each in zip(kept.values(), needed, strict=True)
+        ]
+        return costs, patches, demands
 
 
 def _add_sets(candidates: _Candidates, request: LoggedRequest, order: Sequence[LoggedChunk]) -> None:

@@ -3,7 +3,7 @@
     access log ──▶ trace ──▶ plans: sets, pairs ──▶ the one that saves more ──▶ PathWorker ──▶ library
 
 The trace tells what to compile (`compile_plan`) and what a token costs; chunks come from the library. Everything up to
-the plan runs without an engine. Run again, it computes nothing that is stored.
+the plan runs without an engine. Run again, it computes nothing that is stored, and its seconds go into the rest.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,17 +164,44 @@ class Planner:
         with ThreadPoolExecutor(_LOOKS) as look:  # behind a URL each takes a round trip
             return list(look.map(self._why_unusable, owned))
 
-    def _why_unusable(self, owned: tuple[str, LoggedChunk]) -> str | None:
-        from kvstore.chunk import canonical_key, embedding_key
+    def _stored(self, trace: Trace, wanted: Collection[Wanted]) -> set[Wanted]:
+        """Those of some patches that the library has already."""
+        from kvstore.chunk import antecedent_key
+        from kvstore.patch import PatchKind
+        from prefill_workers.orbit import set_kind
+
+        canonical = {content: self._canonical(shape) for content, shape in trace.shapes.items()}
+
+        def there(patch: Wanted) -> bool:
+            *before, last = (canonical[content] for content in patch.contents)
+            kind = PatchKind.own if patch.ordered else set_kind(len(before))
+            antecedent = antecedent_key(self.prefixes[patch.scope.prefix], before, ordered=patch.ordered)
+            return self.library.persisted("patch", self.form.key(last, antecedent, kind), patch.scope.owner)
+
+        with ThreadPoolExecutor(_LOOKS) as look:
+            return {patch for patch, found in zip(wanted, look.map(there, wanted), strict=True) if found}
+
+    def _canonical(self, chunk: LoggedChunk) -> str:
+        """A chunk's canonical key."""
+        from kvstore.chunk import canonical_key
         from prefill_workers.fingerprint import precision
+
+        delimiters: Sequence[int] = ()
+        if chunk.modality != TEXT:
+            ids = expanded(chunk.ids)
+            delimiters = [*ids[: chunk.first], *ids[chunk.first + chunk.count :]]
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        kept = precision(dtype, self.config.model.kv_cache_dtype)
+        return canonical_key(self.library.fingerprint, chunk.content, delimiters, kept)
+
+    def _why_unusable(self, owned: tuple[str, LoggedChunk]) -> str | None:
+        from kvstore.chunk import embedding_key
 
         (owner, chunk), library = owned, self.library
         if chunk.modality != TEXT:
             key = embedding_key(library.fingerprint, chunk.content)
             return None if library.persisted("embedding", key, owner) else "embeddings are not stored"
-        dtype = str(self.model.dtype).removeprefix("torch.")
-        kept = precision(dtype, self.config.model.kv_cache_dtype)
-        record = library.get_canonical(canonical_key(library.fingerprint, chunk.content, (), kept), owner)
+        record = library.get_canonical(self._canonical(chunk), owner)
         return None if record and record.token_ids else "the tokens of a text document are not stored"
 
     def terms(self) -> Terms:
@@ -196,7 +224,7 @@ class Planner:
         """The plans of the kinds that are asked for, and the best of them."""
         terms = self.terms()
         kinds = [self.choice.kind] if self.choice.kind is not None else list(Kind)
-        plans = [plan(trace, kind, terms, self.choice.budget) for kind in kinds]
+        plans = [plan(trace, kind, terms, self.choice.budget, partial(self._stored, trace)) for kind in kinds]
         return Report(
             requests=len(trace.requests),
             chunks=sum(len(order) for _, order in trace.requests),

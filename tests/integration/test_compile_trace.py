@@ -97,6 +97,7 @@ def test_a_set_is_compiled_from_its_log_under_the_keys_of_serving(make_rig: Call
     assert all(rig.library.persisted("patch", chunk.patch_key, "local") for chunk in served.plan.chunks)
     again = compiled(rig, log, Choice(min_uses=1, kind=Kind.sets, prefixes=[SYSTEM]))
     assert (again.statuses, again.tokens) == ({"present": 3}, 0)
+    assert (report.chosen.cost.seconds > 0, again.chosen.cost.seconds) == (True, 0)
 
     linked = rig.link([SYSTEM, "Look: ", *PAGES, "?"], prefix=prefix)
     assert linked.points == ["patched"] * 3
@@ -121,6 +122,7 @@ def test_pairs_equal_those_that_serving_forms_and_are_summed(
 
     report = compiled(rig, log, Choice(min_uses=1, kind=Kind.pairs), compose_up_to=3)
     assert report.statuses == {"stored": len(report.chosen.patches)}
+    assert compiled(rig, log, Choice(min_uses=1, kind=Kind.pairs), compose_up_to=3).chosen.cost.seconds == 0
     for key, record in zip(pairs, formed, strict=True):
         found = rig.library.get_patch(key, "local")
         assert record is not None

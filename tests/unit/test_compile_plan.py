@@ -161,6 +161,17 @@ def test_a_forward_over_a_long_path_makes_what_lies_on_it():
     assert fewer_bytes.most == pytest.approx(fewer_bytes.saves, rel=1e-3)
 
 
+def test_what_is_stored_takes_no_seconds_so_that_the_next_run_gets_further():
+    trace, budget = traced(*[request("ab")] * 3, *[request("cde")] * 2), Cost(math.inf, 200)
+    first = plan(trace, Kind.sets, TERMS, budget)
+    assert chosen(first) == {"a", "ab"}
+    second = plan(trace, Kind.sets, TERMS, budget, stored=lambda wanted: set(first.patches) & set(wanted))
+    assert chosen(second) == {"a", "ab", "c", "cd"}
+    assert second.cost == Cost(10 * 350, 150)
+    behind = plan(trace, Kind.sets, TERMS, stored=lambda wanted: [one for one in wanted if one.contents == ("c", "d")])
+    assert behind.cost.seconds == 200 + 350, "what stands behind it is computed over it"
+
+
 def test_tenants_and_prefixes_share_nothing_and_samples_count_for_more():
     prefix = (1, 2, 3)
     requests = [request("a", tenant="x"), request("a", tenant="y"), request("a", prefix=prefix)]
