@@ -66,4 +66,6 @@ def load(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """A model of this kind with the weights in `folder`, in fp32."""
     import torch
 
-    return type(model).from_pretrained(folder, dtype=torch.float32)
+    found = type(model).from_pretrained(folder, dtype=torch.float32)
+    found.config = model.config  # the loaded one would be saved with fp32 as its parts' type
+    return found

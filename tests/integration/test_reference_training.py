@@ -29,13 +29,14 @@ def out(tmp_path, monkeypatch):
 
 
 def test_refining_leaves_tower_and_embeddings_alone_and_says_what_it_did(out):
-    before = load_file(out / FAMILY / "model.safetensors")
+    before, config = load_file(out / FAMILY / "model.safetensors"), (out / FAMILY / "config.json").read_text()
     lines = list(refine(FAMILY, out / "work", out, 4))
     after = load_file(out / FAMILY / "model.safetensors")
     same = {name for name in before if torch.equal(before[name], after[name])}
     assert {name for name in before if "visual" in name or "embed_tokens" in name} <= same
     assert not any(name.endswith(("q_proj.weight", "down_proj.weight")) for name in same)
     assert [line["split"] for line in lines if "split" in line] == list(Split)
+    assert (out / FAMILY / "config.json").read_text() == config
     assert measured(out / FAMILY) == Measured(compose_up_to=0)  # of these weights nothing was measured
     text = (out / FAMILY / CARD).read_text()
     command = f"refine {FAMILY} --threads {torch.get_num_threads()}"
