@@ -85,7 +85,7 @@ class MoonViT(nn.Module):
 
     def forward(self, patches: Tensor, grid: Sequence[int]) -> Tensor:
         """Features [patches, width] of a picture's `patches` [patches, 3, size, size] in a grid of (rows, columns)."""
-        return self.encoder(self.patch_embed(patches, grid), phases(grid, self.width // HEADS))
+        return self.encoder(self.patch_embed(patches, grid), phases(grid, self.width // HEADS).to(patches.device))
 
 
 class Projector(nn.Module):

@@ -30,14 +30,13 @@ def main(arguments: Sequence[str]) -> None:
         options.add_argument("--out", type=Path, default=WEIGHTS, help="default: beside this package")
         options.add_argument("--items", type=int, default=500, help="evaluated per split (default: %(default)s)")
         options.add_argument("--threads", type=int, default=2, help="of the processor (default: %(default)s)")
-        options.add_argument("--device", help="cpu, or a GPU such as cuda or cuda:1; default: cuda where there is one")
+        options.add_argument("--device", default="cpu", help="or a GPU, such as cuda or cuda:1 (default: %(default)s)")
     chosen = parser.parse_args(arguments)
 
     import torch
 
     torch.set_num_threads(chosen.threads)
-    device = torch.device(chosen.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    for line in chosen.run(chosen.family, chosen.work, chosen.out, chosen.items, device):
+    for line in chosen.run(chosen.family, chosen.work, chosen.out, chosen.items, torch.device(chosen.device)):
         print(json.dumps(line), flush=True)
 
 

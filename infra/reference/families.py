@@ -40,7 +40,7 @@ class Mropes(nn.Module):
         """See `training.Language`."""
         more: dict[str, Any] = {}
         if extra:
-            mask = torch.zeros(embedded.shape[:2], dtype=torch.bool)
+            mask = torch.zeros(embedded.shape[:2], dtype=torch.bool, device=embedded.device)
             mask[:, cells] = True
             more = {"visual_pos_masks": mask, "deepstack_visual_embeds": [level.flatten(0, 1) for level in extra]}
         outputs = self.text(

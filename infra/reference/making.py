@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from infra.machine import processor
+from infra.reference import digest
 from infra.reference.card import Machine, card, curve_text, refined_card
 from infra.reference.families import FAMILIES, ReferenceFamily
 from infra.reference.pictures import grid_picture, page_picture
@@ -80,9 +81,11 @@ class Model:
         theirs are summed.
         """
         folder.mkdir(parents=True, exist_ok=True)
+        before = digest(folder)
         self.kind.recipe.save(self.model, self.tokens, folder)
         self.model.float()
-        (folder / MEASURED).write_text(json.dumps({"compose_up_to": 0}))
+        if digest(folder) != before:
+            (folder / MEASURED).write_text(json.dumps({"compose_up_to": 0}))
         (folder / CURVE).write_text(curve_text(self.progress.curve))
 
     def evaluated(self, count: int, scores: dict[str, float]) -> Iterator[dict[str, Any]]:

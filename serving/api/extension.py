@@ -119,6 +119,7 @@ class ChunkCosts(NamedTuple):
     """What a chunk's place in the order was expected to cost, in milliseconds."""
 
     placed_ms: float
+    summed_ms: float
     computed_ms: float
     alternative: Alternative | None
 
@@ -127,7 +128,8 @@ class ChunkCosts(NamedTuple):
         point = OperatingPoint(report.operating_point)
         if point is OperatingPoint.SELECTED:
             return report
-        cost = self.placed_ms if point.reuses_kv else self.computed_ms
+        placed = self.summed_ms if point is OperatingPoint.COMPOSED else self.placed_ms
+        cost = placed if point.reuses_kv else self.computed_ms
         return report.model_copy(update={"cost_ms": round(cost, 3), "alternative": self.alternative})
 
 

@@ -149,8 +149,7 @@ def _costs(arranged: Arrangement) -> list[ChunkCosts]:
             cost_ms=_ms(other.edge.cost),
             order_ms=_ms(other.total),
         )
-        placed = edge.cost if edge.patched else chunk.patched
-        found.append(ChunkCosts(_ms(placed), _ms(chunk.computed), alternative))
+        found.append(ChunkCosts(_ms(chunk.patched), _ms(chunk.summed), _ms(chunk.computed), alternative))
     return found
 
 

@@ -17,13 +17,13 @@ class Kept:
 
     Args:
         of: what a part depends on besides the code.
-        code: folders of the code that measures and is measured. What other code measured is measured again.
+        code: folders and files of the code that measures and is measured. What other code measured is measured again.
     """
 
     def __init__(self, folder: Path | None, of: object = (), code: Sequence[Path] = ()) -> None:
         self._folder = folder
         known = hashlib.sha256(repr(of).encode())
-        for path in sorted(path for part in code for path in part.glob("*.py")):
+        for path in sorted(path for part in code for path in (part.glob("*.py") if part.is_dir() else [part])):
             known.update(path.read_bytes())
         self._known = known.digest()
 

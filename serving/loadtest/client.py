@@ -147,7 +147,7 @@ class Client:
         try:
             listed = await self._json("GET", "models")
         except EndpointError as error:
-            if self.endpoint.model and error.status in _NO_LIST:
+            if self.endpoint.model and error.status in _NO_LIST and await self._takes_chats():
                 return self.endpoint.model
             raise
         names = [entry["id"] for entry in listed.get("data", [])]
@@ -155,6 +155,11 @@ class Client:
         if wanted not in names:
             raise EndpointError(f"{self.endpoint.base} has no model {wanted!r}; it has {', '.join(names) or 'none'}")
         return wanted
+
+    async def _takes_chats(self) -> bool:
+        """Whether chats may be posted here: who asks otherwise is not told that there is no such path."""
+        async with self._session.get(f"{self.endpoint.base}/chat/completions") as response:
+            return response.status != 404
 
     async def upload(self, picture: bytes, name: str) -> str:
         """Upload a PNG file; its id.

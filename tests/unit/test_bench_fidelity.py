@@ -11,7 +11,7 @@ import torch
 from kvstore_support import GQA, MLA, random_kv
 from torch import Tensor
 
-from infra.reference import DEFAULT_MODEL, weights
+from infra.reference import DEFAULT_MODEL, digest, weights
 from infra.reference.scenes import Split
 from kvstore.basis import pool_basis
 from kvstore.factor import SCALE_BYTES
@@ -24,7 +24,7 @@ from prefill_workers.selection import MEASURED_LAYER
 from prefill_workers.settings import FidelitySettings
 from serving.bench.fidelity import masses, online, prefix, storage
 from serving.bench.fidelity.arms import TOKEN_ARMS, Arms, PageKV
-from serving.bench.fidelity.bench import BENCHMARK, KINDS, MARGIN, TARGETS, figures_of, weights_of
+from serving.bench.fidelity.bench import BENCHMARK, KINDS, MARGIN, TARGETS, figures_of
 from serving.bench.fidelity.composition import BEHIND, holds_up_to
 from serving.bench.fidelity.reader import Page, Place, Prompt, _kept
 from serving.bench.fidelity.scores import Scores, figures, summary
@@ -229,6 +229,14 @@ def test_a_summary_holds_what_is_defined_with_its_uncertainty():
     assert "eta" not in summary({"exact": scored(1), "blind": scored(1)})["blind"]
 
 
+def test_entries_of_one_item_are_drawn_together():
+    """Two items of 20 entries each, of which one is closed and one is not, tell no more than two entries."""
+    closed = {"exact": scored(*[1] * 40), "blind": scored(*[2] * 40), "half": scored(*[1] * 20, *[2] * 20)}
+    apart, together = (summary(closed, rows)["half"]["accuracy ±"] for rows in (1, 20))
+    assert apart < 0.2
+    assert together == pytest.approx(0.5)
+
+
 def test_the_margin_is_over_the_best_tokens_and_only_where_blind_reuse_loses():
     arms = {f"{arm}_within_25": {"eta": eta} for arm, eta in zip(TOKEN_ARMS, (0.1, 0.7, 0.2, 0.4), strict=True)}
     few = {"patch_within_25": {"eta": 0.9}, **arms}
@@ -297,7 +305,7 @@ def test_a_recorded_table_is_of_the_weights_that_are_shipped(kind: str, family: 
     document = recorded(kind)
     if document is None or "weights" not in document["workload"]:
         pytest.skip("recorded before tables named their weights")
-    assert document["workload"]["weights"] == {kind: weights_of(weights(family))}
+    assert document["workload"]["weights"] == {kind: digest(weights(family))}
 
 
 def test_the_bundled_model_ships_what_was_measured_of_it():

@@ -212,7 +212,10 @@ def test_a_rejected_sum_is_called_one():
     assert third is not None
     assert (trace.report.order.chunks[2], third.chunk) in ((2, 3), (3, 2)), "either is summed behind a and b"
     assert third.operating_point == "composed"
-    assert trace.costs[2].placed_ms < third.cost_ms + 1e-3 < trace.costs[2].computed_ms
+    assert third.cost_ms == trace.costs[2].summed_ms
+    assert trace.costs[2].placed_ms < trace.costs[2].summed_ms < trace.costs[2].computed_ms
+    linked = ChunkReport(index=2, tokens=256, operating_point="composed", antecedents=2, reason="")
+    assert trace.costs[2].of(linked).cost_ms == round(trace.costs[2].summed_ms, 3)
 
 
 def test_modes_without_patches_are_explained_without_them():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from infra.reference import WEIGHTS
+from infra.reference import WEIGHTS, digest
 from infra.reference.families import FAMILIES, ReferenceFamily
 from infra.reference.scenes import ASKED
 from infra.vllm_env import vllm_environment
@@ -37,7 +36,13 @@ KINDS = {"gqa": "qwen2_5_vl", "deepstack": "qwen3_vl", "mla": "kimi_vl", "mha": 
 COMPOSE_UP_TO = "compose_up_to"
 Tables = dict[str, Table]
 _ROOT = Path(__file__).parents[3]
-_CODE = [_ROOT / name for name in ("serving/bench/fidelity", "prefill_workers", "kvstore", "infra/reference")]
+_CODE = [
+    _ROOT / name
+    for name in (
+        "serving/bench/fidelity", "serving/segments.py", "prefill_workers", "kvstore", "infra/reference",
+        "infra/checkpoints",
+    )
+]  # fmt: skip
 
 
 def run(
@@ -64,19 +69,11 @@ def run(
         console.print(f"{kind}: to be kept beside the weights, in {FILE}: [bold]{content}[/bold]")
     workload = {
         "models": {kind: folder.name for kind, folder in shipped.items()},
-        "weights": {kind: weights_of(folder) for kind, folder in shipped.items()},
+        "weights": {kind: digest(folder) for kind, folder in shipped.items()},
         "items": items,
         "pages": {kind: _pages(FAMILIES[folder.name]) for kind, folder in shipped.items()},
     }
     return Outcome(workload, [], figures, found)
-
-
-def weights_of(folder: Path) -> str:
-    """SHA-256 of a checkpoint's weights: of which model the tables are."""
-    digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
 
 
 def _pages(kind: ReferenceFamily) -> dict[str, str]:

@@ -29,7 +29,7 @@ def cached(prompt: Prompt, leading: int, block: int) -> int:
     """Tokens that prefix caching with blocks of `block` tokens takes over from a prompt with the same `leading` pages.
 
     With all of them the same, the prompts are the same. The last token is computed in any case: it predicts what
-    follows. Of the first page that differs the opening delimiter is still the same.
+    follows. Of the first page that differs its opening delimiters are still the same.
     """
     last = len(prompt) - len(prompt.answer)  # the answer is behind the prompt
     if leading == len(prompt.places):

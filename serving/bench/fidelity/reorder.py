@@ -33,7 +33,7 @@ def reorder(study: Study, predecessors: int, count: int) -> tuple[dict[str, Scor
         prompts = [item.prompt(reader, (*order, predecessors)) for order in orders]
         cases = probe.behind(prompts, [canonical] * len(orders))
         deltas = [case.delta for case in cases]
-        others = deltas[::-1]  # as orders are counted: unlike in every place
+        others = deltas[::-1]
         apart += [float((a - b).norm() / a.norm()) for a, b in zip(deltas, others, strict=True)]
         own: list[Patch | None] = [arms.formed(delta, RANK) for delta in deltas]
         unseen = [mean_deficit(deltas[:i] + deltas[i + 1 :]) for i in range(len(deltas))]

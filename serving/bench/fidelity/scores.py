@@ -27,7 +27,7 @@ class Interval:
 
 @dataclass
 class Scores:
-    """Every item's outcome by one arm; lists of equal length, one entry an item.
+    """Every item's outcome by one arm; lists of equal length, one entry an item (`reorder`: one an order of it).
 
     `right`: whether the whole answer is right; `kl`: KL(exact ‖ arm) in nats, mean over the answer's tokens; `top`: the
     tokens that the arm answers; `bytes_fraction`: bytes stored beside the canonical KV, as a share of that KV;
@@ -52,12 +52,14 @@ class Scores:
         self.computed.append(computed)
 
 
-def figures(arm: Scores, blind: Scores, exact: Scores, seed: int = 0) -> dict[str, Interval]:
+def figures(arm: Scores, blind: Scores, exact: Scores, rows: int = 1, seed: int = 0) -> dict[str, Interval]:
     """Accuracy, `kl`, `eta` (the share of the blind loss that the arm closes, kamera.md §5) and `flip_recover` (how
     often the arm agrees with exact where blind reuse does not). What is undefined is left out.
+
+    `rows`: entries of an item, which follow one another and are drawn together.
     """
-    count = len(arm.right)
-    draws = np.random.default_rng(seed).integers(count, size=(RESAMPLES, count))
+    items = np.random.default_rng(seed).integers(len(arm.right) // rows, size=(RESAMPLES, len(arm.right) // rows))
+    draws = (items[..., None] * rows + np.arange(rows)).reshape(RESAMPLES, -1)
     right, kl = np.asarray(arm.right, float), np.asarray(arm.kl)
     lost = np.asarray(blind.kl)
     agrees = _agrees(arm, exact)
@@ -84,11 +86,14 @@ def _interval(value: float, resampled: np.ndarray) -> Interval:
     return Interval(float(value), float(low), float(high))
 
 
-def summary(scores: Mapping[str, Scores]) -> dict[str, dict[str, float]]:
-    """Every figure of every arm that is defined, by arm; `x ±` is half of the 95% interval of `x`."""
-    rows: dict[str, dict[str, float]] = {}
+def summary(scores: Mapping[str, Scores], rows: int = 1) -> dict[str, dict[str, float]]:
+    """Every figure of every arm that is defined, by arm; `x ±` is half of the 95% interval of `x`.
+
+    `rows`: entries of an item.
+    """
+    table: dict[str, dict[str, float]] = {}
     for arm, one in scores.items():
-        rows[arm] = {name: statistics.mean(getattr(one, name)) for name in ("bytes_fraction", "computed")}
-        for name, found in figures(one, scores["blind"], scores["exact"]).items():
-            rows[arm] |= {name: found.value, f"{name} {UNCERTAINTY}": (found.high - found.low) / 2}
-    return rows
+        table[arm] = {name: statistics.mean(getattr(one, name)) for name in ("bytes_fraction", "computed")}
+        for name, found in figures(one, scores["blind"], scores["exact"], rows).items():
+            table[arm] |= {name: found.value, f"{name} {UNCERTAINTY}": (found.high - found.low) / 2}
+    return table

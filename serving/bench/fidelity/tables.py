@@ -13,6 +13,7 @@ from math import nan
 from rich.console import Console
 
 from infra.reference.scenes import ASKED, Split
+from kvstore.patch import orderings
 from serving.bench.fidelity import composition, envelope, growth, online, prefix, reorder, storage
 from serving.bench.fidelity.arms import RANKS, TOKEN_ARMS, Arm
 from serving.bench.fidelity.reader import Prompt
@@ -174,7 +175,8 @@ def _of_orders_and_drift(study: Study, few: int, kept: Kept) -> Iterator[tuple[s
     for predecessors in reorder.FORMS:
         measure = partial(reorder.reorder, study, predecessors, few)
         scores, apart = kept.once(f"orders of {predecessors}", measure)
-        turned[f"K = {predecessors}"] = {**_etas(scores), "orders apart": apart}
+        orders = len(orderings(range(predecessors)))
+        turned[f"K = {predecessors}"] = {**_etas(scores, orders), "orders apart": apart}
     yield "η by order", turned
     drifted = kept.once("drift", lambda: envelope.envelope(study, few))
     yield "η by drift", {name: _etas(scores) for name, scores in drifted.items()}
@@ -201,8 +203,8 @@ def _of_growth(study: Study, few: int, kept: Kept) -> Iterator[tuple[str, Table]
     yield "median TTFT by pages, ms", {mode: {str(n): grown[n][mode][1] for n in grown} for mode in growth.MODES}
 
 
-def _etas(scores: Mapping[str, Scores]) -> dict[str, float]:
-    return _with_uncertainty({arm: row for arm, row in summary(scores).items() if arm != "exact"}, "eta")
+def _etas(scores: Mapping[str, Scores], rows: int = 1) -> dict[str, float]:
+    return _with_uncertainty({arm: row for arm, row in summary(scores, rows).items() if arm != "exact"}, "eta")
 
 
 def _with_uncertainty(rows: Rows, figure: str) -> dict[str, float]:
