@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 import pytest
 import torch
 
 from infra.reference import DEFAULT_MODEL, WEIGHTS, weights
 from infra.reference.families import FAMILIES
-from infra.reference.scenes import Form, Split
+from infra.reference.scenes import ASKED, Form, Split
 from serving.bench.fidelity.arms import Repaired
+from serving.bench.fidelity.bench import ITEMS as TABLES
+from serving.bench.fidelity.items import items
 from serving.bench.fidelity.reader import Reader
 from serving.bench.fidelity.scores import figures
 from serving.bench.fidelity.study import Study
@@ -28,6 +31,17 @@ def study(request: pytest.FixtureRequest, only_engines) -> Iterator[Study]:
     with torch.inference_mode():
         yield Study(reader, FAMILIES[request.param])
     reader.close()
+
+
+@pytest.mark.parametrize(("split", "least"), [(Split.single, 0.95), (Split.multi, 0.90)])
+def test_it_answers_the_first_questions_of_the_tables(study: Study, split: Split, least: float):
+    drawn = items(study.reader, study.kind, split, TABLES, ASKED[split])
+    prompts = [item.prompt(study.reader) for item in islice(drawn, 60)]
+    reads = study.reader.exact(prompts, keep=[])
+    right = [
+        read.answers.argmax(-1).tolist() == list(prompt.answer) for read, prompt in zip(reads, prompts, strict=True)
+    ]
+    assert sum(right) / len(right) >= least
 
 
 def test_it_binds_across_pages_blind_reuse_loses_that_and_patches_keep_it(study: Study):
