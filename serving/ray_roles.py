@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from contextvars import Context
 from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -79,8 +80,12 @@ class RayRoles:
             logger.debug("lease %s is not renewed: %s", lease, error)
 
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
-        """Best effort; leases end by time-out."""
-        self._decode_once.abandon.remote(transfer, readers)
+        """Best effort; leases end by time-out.
+
+        Not sent as a part of the request: of one that is cancelled, as most are that abandon a lease, Serve cancels all
+        calls that no replica has been chosen for yet.
+        """
+        Context().run(self._decode_once.abandon.remote, transfer, readers)
 
     async def fidelity(self) -> dict[str, list[PointStatus]]:
         """See `PrefillWorker.fidelity`; of all replicas."""

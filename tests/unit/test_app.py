@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from ray.exceptions import RayActorError
+from ray.serve import context
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvstore.errors import TierUnavailable
@@ -99,3 +100,17 @@ async def test_a_lease_is_renewed_on_all_prefill_workers_and_none_is_missed():
     roles = RayRoles({"prefill": workers, "decode": SimpleNamespace(options=lambda **_: None), "library": None})
     await roles.renew("lease-1")
     assert workers.called == [("renew", "lease-1")]
+
+
+async def test_a_lease_is_abandoned_outside_of_the_request_which_serve_may_be_cancelling():
+    """With a cancelled request go the calls in its name that have no replica yet; this one has to arrive."""
+    sent: list[tuple[Any, ...]] = []
+
+    def remote(*arguments: Any) -> None:
+        sent.append((*arguments, context._get_serve_request_context()._internal_request_id))
+
+    decode = SimpleNamespace(options=lambda **_: None, abandon=SimpleNamespace(remote=remote))
+    roles = RayRoles({"prefill": None, "decode": decode, "library": None})
+    context._set_request_context(_internal_request_id="cancelled")
+    await roles.abandon({"remote_request_id": "lease-1"}, 2)
+    assert sent == [({"remote_request_id": "lease-1"}, 2, "")]
