@@ -35,8 +35,9 @@ class Delimiters:
             try:
                 text = family.get_placeholder_str(modality, 1)
             except (AttributeError, ValueError):  # it takes nothing but text, or nothing of this modality
-                continue
-            written.append(tuple(tokenizer.encode(text, add_special_tokens=False)) if text else ())
+                text = None
+            if text:
+                written.append(tuple(tokenizer.encode(text, add_special_tokens=False)))
         return cls(tuple(dict.fromkeys(written)))
 
     def around(self, token_ids: Sequence[int], start: int, stop: int) -> tuple[int, int]:

@@ -107,11 +107,11 @@ class Model:
             part, asked = scenes.take(rows), questions.take(rows)
             prompts = lay_out(part, asked, self.words, layout, torch.zeros(len(rows), dtype=torch.bool), generator)
             levels = [level.unflatten(0, (len(rows), -1)) for level in tower(_pictures(part, self.kind.cell))]
-            tokens, sees, cells = (part.to(self.device) for part in (prompts.tokens, prompts.sees, prompts.cells))
-            embedded = self.language.embedding(tokens).index_copy(1, cells, levels[0])
-            positions = prompts.positions[:, None].expand(-1, len(rows), -1).to(self.device)
-            hidden = self.language(embedded, positions, sees, cells, levels[1:])
-            answered = self.language.logits(hidden[:, prompts.first :]).argmax(-1).cpu()
+            prompts = prompts.to(self.device)
+            embedded = self.language.embedding(prompts.tokens).index_copy(1, prompts.cells, levels[0])
+            positions = prompts.positions[:, None].expand(-1, len(rows), -1)
+            hidden = self.language(embedded, positions, prompts.sees, prompts.cells, levels[1:])
+            answered = self.language.logits(hidden[:, prompts.first :]).argmax(-1)
             names = asked.things.shape[2]
             wanted = prompts.labels[:, 0, -1 - names : -1]
             right += int((answered[:, -1 - names : -1] == wanted).all(-1).sum())

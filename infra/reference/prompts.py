@@ -6,7 +6,7 @@ then trains or scores every one of them as if it had been asked alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,6 +85,11 @@ class Prompts:
     cells: Tensor
     labels: Tensor
     first: int
+
+    def to(self, device: torch.device) -> Prompts:
+        """The same, its tensors there."""
+        parts: dict[str, Any] = {name: part.to(device) for name, part in vars(self).items() if isinstance(part, Tensor)}
+        return replace(self, **parts)
 
 
 @dataclass(frozen=True)

@@ -176,16 +176,16 @@ def train(
         text = torch.randint(stage.text + 1, (form.pages,), generator=generator).tolist()
         text = [text[0], *(count if count < stage.text // 2 else 0 for count in text[1:])]
         prompts = lay_out(scenes, questions, words, Layout(tuple(text), language.axes, stage.short), hidden, generator)
+        prompts = prompts.to(language.embedding.weight.device)
         logits = answers(language, codes, words, scenes, prompts, generator, settings.noise)
-        labels = prompts.labels.to(logits.device)
-        loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
+        loss = F.cross_entropy(logits.flatten(0, -2), prompts.labels.flatten(), ignore_index=IGNORED)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, settings.clip)
         optimiser.step()
         progress.step, progress.seconds = step + 1, time.monotonic() - began
         if (step + 1) % every == 0 or step + 1 == total:
-            right = (logits.argmax(-1) == labels)[..., -1 - questions.things.shape[2]].cpu()
+            right = (logits.argmax(-1) == prompts.labels)[..., -1 - questions.things.shape[2]].cpu()
             line = {
                 "step": step + 1, "seconds": round(progress.seconds), "loss": round(loss.item(), 4),
                 "form": asdict(form), "two": two, **shares(scenes, questions, right),
@@ -217,13 +217,12 @@ def answers(
     """Scores [sets, questions, question length, vocabulary] of the questions' tokens, from the cells' codes."""
     table = language.embedding.weight
     device = table.device
-    tokens, sees, cells = (part.to(device) for part in (prompts.tokens, prompts.sees, prompts.cells))
     levels = codes(table, words, *(part.flatten(1) for part in scenes.cells()))
     if noise:
         levels = [level + noise * torch.randn(level.shape, generator=generator).to(device) for level in levels]
-    embedded = F.embedding(tokens, table).index_copy(1, cells, levels[0])
-    shift = torch.randint(0, 256, (len(prompts.tokens),), generator=generator)
-    positions = (prompts.positions[:, None] + shift[None, :, None]).to(device)
+    embedded = F.embedding(prompts.tokens, table).index_copy(1, prompts.cells, levels[0])
+    shift = torch.randint(0, 256, (len(prompts.tokens),), generator=generator).to(device)
+    positions = prompts.positions[:, None] + shift[None, :, None]
     with torch.autocast(device.type, torch.bfloat16):
-        hidden = language(embedded, positions, sees, cells, levels[1:])
+        hidden = language(embedded, positions, prompts.sees, prompts.cells, levels[1:])
         return language.logits(hidden[:, prompts.first :]).float().unflatten(1, prompts.labels.shape[1:])

@@ -158,8 +158,11 @@ class Client:
 
     async def _takes_chats(self) -> bool:
         """Whether chats may be posted here: who asks otherwise is not told that there is no such path."""
-        async with self._session.get(f"{self.endpoint.base}/chat/completions") as response:
-            return response.status != 404
+        try:
+            await self._json("GET", "chat/completions")
+        except EndpointError as error:
+            return error.status not in (None, 404)
+        return True
 
     async def upload(self, picture: bytes, name: str) -> str:
         """Upload a PNG file; its id.

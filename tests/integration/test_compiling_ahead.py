@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clock import Clock
 from rig import Page, Rig, apart
 
 from kvstore.catalogue import PatchCatalogue
@@ -24,13 +25,6 @@ from prefill_workers.scratch import Pieces
 from serving.arranger import Arranger
 
 pytestmark = pytest.mark.engine
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def pair_key(rig: Rig, first: int, second: int) -> str:

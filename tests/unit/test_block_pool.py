@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from clock import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prefill_workers.handoff import BlockPool, PoolExhausted
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def pool(blocks: int = 8, clock: Clock | None = None) -> BlockPool:

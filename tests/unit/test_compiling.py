@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
+from clock import Clock
 
 from kvstore.library import Library
 from kvstore.settings import LibrarySettings
@@ -25,13 +26,6 @@ from prefill_workers.compiling import (
 from prefill_workers.settings import PrefillSettings
 
 LIMITS = CompileLimits(orbit_chunks=3, part_forwards=2, pair_forwards=12, compose_up_to=1)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from clock import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prefill_workers.pace import Pace
 from prefill_workers.plan import ChunkSpan, LinkRequest, PrefetchRequest
 from prefill_workers.policies import Mode
-from serving.ledger import EXPECTED_PERIODS, STALE_PERIODS, Ledger, Load
+from serving.ledger import STALE_PERIODS, Load
 from serving.routing import (
     Chunk,
     DecodePolicy,
@@ -34,16 +35,6 @@ from serving.routing import (
 MARKS = [mark_of(f"chunk-{i}") for i in range(6)]
 PACE, BANDWIDTH, BYTES = 1e-3, 1e8, 10_000  # seconds a token, bytes a second, bytes a token
 FIXED = 16.0  # tokens that a forward costs besides
-
-
-class Time:
-    """Seconds that pass when told."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def prefill_report(hot: Collection[str] = (), queued: int = 0, requests: int = 0, **fields: Any) -> dict[str, Any]:
@@ -135,74 +126,11 @@ def test_about_as_many_forwards_are_expected_as_the_loop_makes_of_links_that_wai
     assert expected / 2 <= made <= 2 * expected
 
 
-# -- the ledger -------------------------------------------------------------------------------------------------------
-
-
-def ledger() -> tuple[Ledger[str], Time]:
-    clock = Time()
-    return Ledger[str](1.0, clock), clock
-
-
-def test_what_was_sent_counts_at_once_and_until_it_is_completed():
-    books, _ = ledger()
-    books.report("a", 0, Load(100, 1), "r")
-    books.sent("a", "x", Load(50, 1))
-    books.sent("a", "x", Load(7, 1))
-    assert books.load("a") == Load(157, 3)
-    books.completed("a", "x")
-    assert books.load("a") == Load(107, 2)
-    books.completed("a", "x")
-    books.completed("a", "x")  # nobody's
-    books.completed("b", "x")
-    assert books.load("a") == Load(100, 1)
-
-
-def test_a_report_does_not_count_twice_what_was_sent_from_here():
-    books, clock = ledger()
-    books.sent("a", "x", Load(50, 1))
-    books.report("a", 0, Load(80, 2), "r")  # ours, and 30 of somebody else
-    assert books.load("a") == Load(80, 2)
-    clock.now += 1
-    assert books.load("a", drained_per_s=10) == Load(50 + 20, 1 + 2 / 3)
-    books.completed("a", "x")
-    assert books.load("a", drained_per_s=100) == Load(0, 0)
-
-
-def test_a_report_is_stale_after_some_periods_and_then_only_own_books_count():
-    books, clock = ledger()
-    books.report("a", 0, Load(80, 2), "r")
-    books.sent("a", "x", Load(5, 1))
-    clock.now += STALE_PERIODS
-    assert (books.fresh("a"), books.load("a")) == ("r", Load(85, 3))
-    clock.now += 0.01
-    assert (books.fresh("a"), books.load("a")) == (None, Load(5, 1))
-
-
-def test_what_was_sent_is_expected_in_memory_for_a_while():
-    books, clock = ledger()
-    books.sent("a", "x", Load(5, 1), coming=[MARKS[0]], kept=[MARKS[1]])
-    assert set(books.expected("a")) == {MARKS[0]}
-    assert list(books.completed("a", "x")) == [MARKS[1]]
-    assert set(books.expected("a")) == set(MARKS[:2])
-    clock.now += EXPECTED_PERIODS
-    books.report("a", 0, Load(), "r")
-    assert not books.expected("a")
-
-
-def test_a_call_that_serve_never_ends_is_forgotten_in_the_end():
-    books, clock = ledger()
-    books.sent("a", "x", Load(5, 1))
-    clock.now += 3600
-    books.sent("a", "y", Load(7, 1))
-    books.report("a", 0, Load(), "r")
-    assert books.load("a") == Load(7, 1)
-
-
 # -- prefill ----------------------------------------------------------------------------------------------------------
 
 
-def prefill() -> tuple[PrefillPolicy, Time]:
-    clock = Time()
+def prefill() -> tuple[PrefillPolicy, Clock]:
+    clock = Clock(100.0)
     return PrefillPolicy(1.0, clock=clock), clock
 
 
@@ -374,7 +302,7 @@ class Cluster:
     """Prefill replicas that compute, load, keep the last `memory` chunks, and report every `period` seconds."""
 
     def __init__(self, replicas: int, memory: int, period: float = 1.0) -> None:
-        self.clock = Time()
+        self.clock = Clock(100.0)
         self.policy = PrefillPolicy(period, clock=self.clock)
         self.names = [f"r{i}" for i in range(replicas)]
         self.memory, self.period = memory, period
@@ -466,7 +394,7 @@ def generate(prompt: int, max_tokens: int | None, n: int = 1) -> tuple[str, tupl
 
 
 def decode() -> DecodePolicy:
-    policy = DecodePolicy(1.0, clock=Time())
+    policy = DecodePolicy(1.0, clock=Clock(100.0))
     for replica in "ab":
         policy.reported(replica, decode_report(sequence=0))
     return policy
