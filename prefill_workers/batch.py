@@ -21,6 +21,23 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Attending:
+    """Tokens of a batch, of which it is asked how they attend to stretches of their sequence.
+
+    Attributes:
+        tokens: which of the batch's; they follow one another in their sequence.
+        first: the index of the first of them in its sequence.
+        blocks: the sequence's.
+        others: the stretches, all before them.
+    """
+
+    tokens: Run
+    first: int
+    blocks: Sequence[int]
+    others: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
 class RunBatch:
     """One forward: the tokens of all runs, concatenated. `t` tokens; a row is a run."""
 

@@ -6,9 +6,14 @@ What a set adds to a token of B is therefore no plain sum of what its members A_
     Δ(B|S) ≈ Δ(B|P) + Σ c_i (Δ(B|A_i) - Δ(B|P)),    c_i = (Z_i + Z_B) / (Σ_j Z_j + Z_B)
 
 token by token, where P is the fixed prefix: what one page takes of a token's attention the others lose. In the first
-layer this is exact, for every head, and its attention takes no context but the pages themselves. So the second layer's
-KV in context, which costs a partial forward, tells the c_i: they are those whose sum is nearest to it. Deeper layers
-follow the same weights (`orbitserve bench fidelity`, η by composition).
+layer this is exact, for every head, and its attention takes no context but the pages themselves. Deeper layers follow
+the same weights (`orbitserve bench fidelity`, η by composition). There are two ways to tell them (`Weighing`):
+
+| by        | the c_i are                                                     | computed of what has no KV yet     |
+|-----------|-----------------------------------------------------------------|------------------------------------|
+| kv        | those whose sum is nearest to the second layer's KV in context  | the first layer, the second's KV   |
+| attention | what A_i takes of the first layer's attention, over what it     | the first layer's queries and keys |
+|           | would take there behind P alone                                 |                                    |
 
 They depend on what the patch of that very order would: where the same chunk comes behind the same others in the same
 order again, they are known (`KnownWeights`). Placement makes orders coincide (`orbitserve bench placement`).
@@ -58,6 +63,20 @@ def weighted_sum(base: Patch, pairs: Sequence[Patch], weights: Tensor) -> Patch:
     """
     terms = [_times(pair, c) for pair, c in zip(pairs, weights, strict=True)]
     return compose([*terms, _times(base, 1 - weights.sum(0))])
+
+
+def attention_shares(ratios: Tensor) -> Tensor:
+    """What antecedents take of the attention of some heads, and what each would take alone: [2, pairs, tokens], sums.
+
+    `ratios`: r_i = Z_i / Z_B of the first layer, [pairs, heads, tokens].
+    """
+    return torch.stack([ratios / (1 + ratios.sum(0)), ratios / (1 + ratios)]).sum(2)
+
+
+def attention_weights(shares: Tensor) -> Tensor:
+    """c_i [pairs, tokens], 0 to 1, from the `attention_shares` of all heads: their mean, by what each pays to A_i."""
+    taken, alone = shares
+    return taken / alone.clamp_min(1e-9)
 
 
 class KnownWeights:

@@ -30,7 +30,7 @@ from infra.vllm_env import cpu_engine_arguments
 from kvstore.layout import Layout
 from kvstore.patch import relocate
 from kvstore.rotary import RotaryScheme
-from prefill_workers.batch import assemble
+from prefill_workers.batch import Attending, assemble
 from prefill_workers.fingerprint import fingerprint, precision
 from prefill_workers.runs import ArrivingLayers
 from prefill_workers.sequence import LinkSequence, Run
@@ -163,6 +163,7 @@ class PrefillEngine:
         self.num_blocks: int = facts["blocks"]
         self.dtype: torch.dtype = getattr(torch, facts["dtype"])
         self.uses_mrope: bool = facts["uses_mrope"]
+        self.tells_attention: bool = facts["tells_attention"]  # whether `attend_first` can be asked
         self._quantum: float = facts["quantum"]
         self.layout = layout_of(facts)
         self._ranks = [self.layout.share(rank, spec.tensor_parallel_size) for rank in range(spec.tensor_parallel_size)]
@@ -205,6 +206,17 @@ class PrefillEngine:
     def forward_first(self, work: Sequence[tuple[LinkSequence, Sequence[Run]]], layers: int) -> None:
         """`forward` through the first `layers` layers only: the others' KV stays what it was."""
         self._call("forward_runs", assemble(work, self.block_size), (), (), 0.0, layers)
+
+    def attend_first(
+        self, work: Sequence[tuple[LinkSequence, Sequence[Run]]], asked: Sequence[Attending]
+    ) -> list[Tensor]:
+        """Compute and store the first layer's KV of the runs, and tell how those `asked` of their tokens attend there.
+
+        Returns:
+            `composing.attention_shares` over all heads, [2, others, tokens] fp32, of each that is asked.
+        """
+        ranks = self._call_all("attend_first", assemble(work, self.block_size), asked)
+        return [torch.stack(parts).sum(0) for parts in zip(*ranks, strict=True)]
 
     @property
     def takes_arriving(self) -> bool:
@@ -372,6 +384,18 @@ class PrefillEngine:
                 f"KV off by {worst:.2g}; the layers behind {'were left alone' if ended else 'ran too'}",
             )
         )
+
+        if self.tells_attention and self.layout.layers > 1:
+            other = LinkSequence(sequence.token_ids, sequence.positions, spare)
+            batch = assemble([(other, [Run(0, n)])], self.block_size)
+            worst = max(self._call_all("first_attention_gap", batch))
+            outcomes.append(
+                CheckOutcome(
+                    "attention told equals the first layer's attention",
+                    worst <= (1e-4 if exact else 0.02),
+                    f"off by {worst:.2g}",
+                )
+            )
 
         if self.takes_arriving:
             half = n // 2

@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 
 from kvstore.chunk import DYNAMIC_TENANT, antecedent_key, canonical_key, embedding_key, owner_of
+from kvstore.format import CanonicalRecord
+from kvstore.layout import Layout
 from kvstore.library import Library
 from kvstore.patch import PatchKind, warm_up
 from kvstore.patch_form import PatchForm
@@ -59,7 +61,8 @@ from prefill_workers.selection import (
     selected_by_place,
 )
 from prefill_workers.sequence import LinkSequence, Run, forwards
-from prefill_workers.settings import COMPOSE_UP_TO, FidelitySettings
+from prefill_workers.settings import COMPOSE_UP_TO, FidelitySettings, Weighing
+from prefill_workers.weighing import weighed_by_attention
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +79,10 @@ class Linker:
         compose_up_to: antecedents that a chunk may stand behind to be linked by the weighted sum of its pair patches.
             Where patches lack the layers by which they are weighed (see `composing`) none are summed.
         prefixes: KV of the text before first chunks. None: it is always computed.
+        weigh_by: what weighs the parts of a sum.
+
+    Raises:
+        ValueError: sums are to be weighed by an attention that the engine does not tell.
     """
 
     def __init__(
@@ -87,11 +94,18 @@ class Linker:
         fidelity: Fidelity | None = None,
         compose_up_to: int = COMPOSE_UP_TO,
         prefixes: PrefixCache | None = None,
+        weigh_by: Weighing = Weighing.KV,
     ) -> None:
+        if weigh_by is Weighing.ATTENTION and not engine.tells_attention:
+            raise ValueError(
+                f"prefill.weigh_by: attention: {engine.spec.model} does not attend by queries and keys alone (MLA, "
+                "windows, sinks, caps, biases, or a quantised KV cache); use kv"
+            )
         self.engine = engine
         self.library = library
         self.form = form
         self.fidelity = fidelity or Fidelity(FidelitySettings(share=0))
+        self.weigh_by = weigh_by
         self.compose_up_to = compose_up_to if form.first_layer(engine.layout.layers) <= MEASURED_LAYER else 0
         self.harvester = Harvester(engine, library, form, submit_patch)
         self._lookups = Lookups(library, form.basis)
@@ -346,8 +360,9 @@ class Linker:
 
         Or weigh the parts of chunks' patches, and write those chunks with their sums.
 
-        The model's first two layers run over the links' tokens in context, chunks with stored KV included; what they
-        leave behind is overwritten, here or by the forward over the plan's runs.
+        The model's first two layers run over the links' tokens in context, chunks with stored KV included, or the
+        first's queries and keys are computed of them; what that leaves behind is overwritten, here or by the forward
+        over the plan's runs.
 
         Args:
             work: plans, and what no forward has computed of each up to the last chunk that is measured.
@@ -357,33 +372,54 @@ class Linker:
             How many partial forwards it took.
         """
         began, taken = time.perf_counter(), 0
-        for part in forwards([(plan.sequence, runs) for plan, runs in work], budget):
+        attend = self.weigh_by is Weighing.ATTENTION
+        by_kv = [(plan.sequence, runs) for plan, runs in work if not (attend and plan.composes)]
+        for part in forwards(by_kv, budget):
             self.engine.forward_first(part, MEASURED_LAYER + 1)
             taken += 1
+        by_attention = [(plan, runs) for plan, runs in work if attend and plan.composes]
+        weights, attended = weighed_by_attention(self.engine, by_attention, budget)
         for plan, _ in work:
             measured = [(chunk, chunk.unmeasured) for chunk in plan.chunks if chunk.unmeasured is not None]
-            chosen = [self._placed(chunk, self._selected(plan, chunk, found)) for chunk, found in measured]
+            chosen = [
+                self._placed(chunk, self._selected(plan, chunk, found, weights.get(chunk))) for chunk, found in measured
+            ]
             place(self.engine, plan.sequence.blocks, chosen)
             plan.stages_ms["select"] = (time.perf_counter() - began) * 1e3
             plan.unpin()
-        return taken
+        return taken + attended
 
-    def _selected(self, plan: LinkPlan, chunk: ChunkPlan, found: Found) -> Found:
-        """Choose a chunk's tokens, or weigh its patch's parts, by what a partial forward left; what to write of it."""
+    def _selected(self, plan: LinkPlan, chunk: ChunkPlan, found: Found, weights: Tensor | None) -> Found:
+        """Choose a chunk's tokens, or weigh its patch's parts, by what a partial forward left; what to write of it.
+
+        `weights` of the parts, if they are known already.
+        """
         mode, span = plan.request.mode, chunk.span
         assert found.canonical is not None
-        in_context = self.engine.read_kv(plan.sequence.blocks, span.start, len(span), [MEASURED_LAYER])
-        stored, layout = found.canonical.kv[[MEASURED_LAYER]], self.engine.layout
         chunk.unmeasured = None
         if found.patch is not None:
-            base, *pairs = found.parts
-            weights = measured_weights(base, pairs, measured_deficit(in_context, stored, chunk.start_position, layout))
+            if weights is None:
+                base, *pairs = found.parts
+                delta = self._in_context(measured_deficit, plan, chunk, found.canonical)
+                weights = measured_weights(base, pairs, delta)
             self._weights.put(plan.request.tenant, chunk.patch_key, weights, chunk.weights_epoch)
             return _summed(chunk, found, weights)
-        deviation = deviations(in_context, stored, chunk.start_position, layout)
+        deviation = self._in_context(deviations, plan, chunk, found.canonical)
         chunk.selected = selected_by_deviation(mode, deviation, span.start)
         chunk.outcome = replace(chunk.outcome, reason=reasons.selected(mode, chunk))
         return found
+
+    def _in_context(
+        self,
+        compare: Callable[[Tensor, Tensor, int, Layout], Tensor],
+        plan: LinkPlan,
+        chunk: ChunkPlan,
+        canonical: CanonicalRecord,
+    ) -> Tensor:
+        """The measured layer's KV as a partial forward left it, compared with what is stored."""
+        span = chunk.span
+        in_context = self.engine.read_kv(plan.sequence.blocks, span.start, len(span), [MEASURED_LAYER])
+        return compare(in_context, canonical.kv[[MEASURED_LAYER]], chunk.start_position, self.engine.layout)
 
     def arriving(self, plan: LinkPlan) -> list[Arriving]:
         """All chunks on their way, for a forward that writes them as they come in; none if one has no layer yet."""

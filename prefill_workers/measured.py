@@ -1,10 +1,11 @@
 """What was measured of a model, kept beside its weights: `orbitserve.json`.
 
-    {"compose_up_to": 3}
+    {"compose_up_to": 3, "weigh_by": "attention"}
 
 | key             | what                                                                 | measured by                 |
 |-----------------|----------------------------------------------------------------------|-----------------------------|
 | `compose_up_to` | antecedents whose pair patches may be summed; 0: sums lose answers   | `orbitserve bench fidelity` |
+| `weigh_by`      | what weighs them: `attention` if that holds as far as `kv` (default) | the same                    |
 
 It is no part of the model's fingerprint: what the library holds stays as it is, whatever may be summed of it.
 """
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from prefill_workers.settings import COMPOSE_UP_TO
+from prefill_workers.settings import COMPOSE_UP_TO, Weighing
 
 FILE = "orbitserve.json"
 
@@ -30,6 +31,7 @@ class Measured(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     compose_up_to: int = Field(ge=0)
+    weigh_by: Weighing = Weighing.KV
 
 
 def measured(model: Path) -> Measured | None:
@@ -60,3 +62,15 @@ def compose_up_to(model: Path, wanted: int | None) -> int:
         return wanted
     found = measured(model)
     return COMPOSE_UP_TO if found is None else found.compose_up_to
+
+
+def weigh_by(model: Path, wanted: Weighing | None) -> Weighing:
+    """What weighs the pair patches of a sum: what is `wanted`, else what was measured, else the second layer's KV.
+
+    Raises:
+        BadMeasurements: see `measured`; only where nothing is wanted.
+    """
+    if wanted is not None:
+        return wanted
+    found = measured(model)
+    return Weighing.KV if found is None else found.weigh_by

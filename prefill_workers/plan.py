@@ -229,6 +229,11 @@ class LinkPlan:
         return not self.loads and any(c.unmeasured is not None for c in self.chunks)
 
     @property
+    def composes(self) -> bool:
+        """Whether it is parts of patches that `Linker.select` must weigh."""
+        return any(c.unmeasured is not None and c.unmeasured.parts for c in self.chunks)
+
+    @property
     def settled(self) -> bool:
         """Whether all stored KV that the link uses has been written: what is left is a forward over `runs`."""
         return not self.loads and not self.measures

@@ -10,6 +10,7 @@ attends, so one forward gives exactly what a full prefill would, with no kernel 
 | `describe`         | shapes, block size, rotary frequencies: plain values                 |
 | `learn_pages`      | takes this rank's share of the layout, finds how a block stores a token |
 | `forward_runs`     | one forward over several sequences' runs, all layers or the first    |
+| `attend_first`     | the first layer's KV of runs, and how some tokens attend there       |
 | `write_kv`         | a linked chunk into blocks, through the backend's own update op      |
 | `read_kv`          | a chunk's KV out of blocks, through the learned page layout          |
 | `encode`           | pixels to embeddings                                                 |
@@ -20,7 +21,7 @@ Checked on vLLM 0.32.0. Together with `engine.py` this is the only file that kno
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, Protocol
@@ -36,7 +37,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from infra import openmp
 from kvstore.layout import Layout
-from prefill_workers.batch import Rows, RunBatch
+from prefill_workers.batch import Attending, Rows, RunBatch
+from prefill_workers.composing import attention_shares
 from prefill_workers.pages import Pages
 
 _QUANTISED = {
@@ -47,6 +49,7 @@ _QUANTISED = {
 
 
 _DTYPE_NAMES = ("float32", "float16", "bfloat16")
+_SCORES = 1 << 24  # attention scores that are held at once, 4 bytes each
 
 
 class ArrivingLayers(Protocol):
@@ -91,6 +94,7 @@ class RunsExtension:
             "inverse_frequencies": self._inverse_frequencies(rotary),
             "rotary_style": "neox" if rotary.is_neox_style else "interleaved",
             "uses_mrope": bool(runner.uses_mrope),
+            "tells_attention": self._tells_attention,
         }
         if model.use_mla:
             return facts | {"latent": first.kv_lora_rank, "k_pe": first.qk_rope_head_dim}
@@ -155,26 +159,10 @@ class RunsExtension:
             Logits [len(logits), vocabulary] fp32 of these rows' last tokens; None without such rows, and on other
             ranks than the first.
         """
-        self._consider_others()
-        runner, names = self.model_runner, self._group.layer_names
-        to = self._device
-        embeds = self._embed(batch)
-        slots = dict.fromkeys(names, batch.slots.to(to, non_blocking=True))
-        metadata = dict.fromkeys(names, self._metadata(batch, slots[names[0]]))
-        if shallow is not None:
-            other, depth = shallow
-            slots |= dict.fromkeys(names[:depth], other.slots.to(to, non_blocking=True))
-            metadata |= dict.fromkeys(names[:depth], self._metadata(other, slots[names[0]]))
-        context = set_forward_context(metadata, runner.vllm_config, num_tokens=len(batch.slots), slot_mapping=slots)
-        depth = layers or len(names)
-        ending = nullcontext() if logits else self._ending_behind(depth, slots[names[depth - 1]])
-        with context, self._writing(arriving, deadline), ending:
-            hidden = runner.model(
-                input_ids=None,
-                positions=batch.positions.to(to, non_blocking=True),
-                intermediate_tensors=None,
-                inputs_embeds=embeds,
-            )
+        runner, to = self.model_runner, self._device
+        ends = None if logits else layers or len(self._group.layer_names)
+        with self._writing(arriving, deadline):
+            hidden = self._walk(batch, ends, shallow)
         scores = None
         if logits:
             last = batch.rows.lengths.cumsum(0)[list(logits)] - 1
@@ -184,6 +172,100 @@ class RunsExtension:
                 torch.accelerator.synchronize()  # whoever is told of this KV may read it at once, past any stream
             return None
         return scores.float().cpu()
+
+    def _walk(
+        self,
+        batch: RunBatch,
+        ends: int | None,
+        shallow: tuple[RunBatch, int] | None = None,
+        queries: Callable[[Tensor], object] = lambda _: None,
+    ) -> Any:
+        """One forward of the model. `ends`: see `_ending_behind`, as for `queries`; None: it goes to its end."""
+        self._consider_others()
+        runner, names, to = self.model_runner, self._group.layer_names, self._device
+        embeds = self._embed(batch)
+        slots = dict.fromkeys(names, batch.slots.to(to, non_blocking=True))
+        metadata = dict.fromkeys(names, self._metadata(batch, slots[names[0]]))
+        if shallow is not None:
+            other, depth = shallow
+            slots |= dict.fromkeys(names[:depth], other.slots.to(to, non_blocking=True))
+            metadata |= dict.fromkeys(names[:depth], self._metadata(other, slots[names[0]]))
+        context = set_forward_context(metadata, runner.vllm_config, num_tokens=len(batch.slots), slot_mapping=slots)
+        ending = nullcontext() if ends is None else self._ending_behind(ends, slots[names[ends - 1]], queries)
+        with context, ending:
+            return runner.model(
+                input_ids=None,
+                positions=batch.positions.to(to, non_blocking=True),
+                intermediate_tensors=None,
+                inputs_embeds=embeds,
+            )
+
+    @torch.inference_mode()
+    def attend_first(self, batch: RunBatch, asked: Sequence[Attending]) -> list[Tensor]:
+        """Compute and store the first layer's KV of every token in `batch`, and tell how those `asked` attend there.
+
+        The keys of all tokens before them must be stored. There is no attention in it, and no feed-forward network.
+
+        Returns:
+            `composing.attention_shares` over this rank's heads, [2, others, tokens] fp32, of each that is asked.
+        """
+        seen: list[Tensor] = []
+        self._walk(batch, 1, queries=seen.append)
+        (queries,) = seen
+        found = []
+        for one in asked:
+            keys, _ = self._first_kv(one.blocks, one.first + len(one.tokens))
+            told = self._attended(queries[one.tokens.start : one.tokens.stop], keys, one.first)
+            member = keys.new_zeros(len(keys), len(one.others))
+            for i, other in enumerate(one.others):
+                member[other.start : other.stop, i] = 1.0
+            shares = []
+            for paid in told:
+                masses = (paid @ member).flatten(0, 1).permute(2, 0, 1)
+                shares.append(attention_shares(masses / (1 - masses.sum(0)).clamp_min(1e-6)))
+            found.append(torch.cat(shares, -1).cpu())
+        return found
+
+    @torch.inference_mode()
+    def first_attention_gap(self, batch: RunBatch) -> float:
+        """How far the first layer's attention is from what its queries and stored keys and values say, relatively.
+
+        `batch`: one sequence from its first token on, in one run. Its KV is stored meanwhile, of two layers.
+        """
+        seen: list[tuple[Tensor, Tensor]] = []
+        hook = self._layer(0).register_forward_hook(lambda _, given, output: seen.append((given[0], output)))
+        try:
+            self._walk(batch, 2)
+        finally:
+            hook.remove()
+        ((queries, output),) = seen
+        size = self._group.kv_cache_spec.block_size
+        keys, values = self._first_kv((batch.slots[::size] // size).tolist(), len(batch.slots))
+        attended = [torch.einsum("kgnl,lkd->nkgd", paid, values) for paid in self._attended(queries, keys, 0)]
+        told, output = torch.cat(attended).flatten(1), output.float().flatten(1)
+        return float((told - output).abs().max() / output.abs().max())
+
+    def _attended(self, queries: Tensor, keys: Tensor, first: int) -> Iterator[Tensor]:
+        """What tokens pay to those stored: [heads, queries of a head, tokens, stored] fp32, some tokens at a time.
+
+        `queries` [tokens, features], `keys` [stored, heads, width]; `first`: the index of the first token among these.
+        """
+        stored, heads, width = keys.shape
+        grouped = queries.float().unflatten(1, (heads, -1, width)) * self._layer(0).impl.scale
+        at = torch.arange(stored, device=keys.device)
+        for part in grouped.split(max(1, _SCORES // (grouped.shape[1] * grouped.shape[2] * stored))):
+            scores = torch.einsum("nkgd,lkd->kgnl", part, keys)
+            yield scores.masked_fill_(at > at[first : first + len(part), None], -torch.inf).softmax(-1)
+            first += len(part)
+
+    def _first_kv(self, blocks: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
+        """The first layer's keys and values of a sequence's first tokens, each [count, heads, width] fp32."""
+        (rows,) = self._stored(blocks, 0, count, [0])
+        keys, values = rows.float().split([segment.features for segment in self._local], dim=-1)
+        return tuple(
+            part.unflatten(1, (segment.heads, segment.width))
+            for part, segment in zip((keys, values), self._local, strict=True)
+        )
 
     def _metadata(self, batch: RunBatch, slots: Tensor) -> Any:
         """The attention backend's description of a batch, whose slots are on the device."""
@@ -208,8 +290,12 @@ class RunsExtension:
         return self._group.get_metadata_builder().build(0, common)
 
     @contextmanager
-    def _ending_behind(self, layers: int, slots: Tensor) -> Iterator[None]:
+    def _ending_behind(
+        self, layers: int, slots: Tensor, queries: Callable[[Tensor], object] = lambda _: None
+    ) -> Iterator[None]:
         """The model ends behind its first `layers` layers, of whose last only the KV is wanted: no logits.
+
+        That layer's queries, [tokens, local features] and rotated, are given to `queries`, but for MLA.
 
         vLLM's models walk `layers[start_layer:end_layer]`, which is how they are split into pipelines. Leaving the
         forward by an exception instead would leave behind what models hand their layers (Qwen3-VL's deepstack features)
@@ -225,6 +311,7 @@ class RunsExtension:
 
         def store(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
             self._update(layers - 1, torch.cat([key.flatten(1), value.flatten(1)], dim=-1), slots)
+            queries(query.flatten(1))
             return query
 
         try:
@@ -304,19 +391,25 @@ class RunsExtension:
 
         Of the layers named, or of all.
         """
+        read = range(len(self._group.layer_names)) if layers is None else layers
+        features = sum(segment.features for segment in self._local)
+        out = torch.empty(len(read), count, features, dtype=self.model_runner.vllm_config.model_config.dtype)
+        for rows, stored in zip(out, self._stored(blocks, first, count, read), strict=True):
+            rows.copy_(stored)
+        return out
+
+    def _stored(self, blocks: Sequence[int], first: int, count: int, layers: Sequence[int]) -> Iterator[Tensor]:
+        """`read_kv` layer by layer, [count, local features] on the device, each in the place of the one before."""
         if self._pages is None:
             raise RuntimeError("learn_pages has not run")
         size, features = self._group.kv_cache_spec.block_size, sum(segment.features for segment in self._local)
         used = torch.tensor(blocks, device=self._device)[first // size : -(-(first + count) // size)]
         skip = first % size
-        read = range(len(self._group.layer_names)) if layers is None else layers
-        out = torch.empty(len(read), count, features, dtype=self.model_runner.vllm_config.model_config.dtype)
         whole = torch.empty(len(used), size, features, dtype=self._cache(0).dtype, device=self._device)
         stored = whole if self._quantised is None else whole.view(self._quantised)
-        for rows, layer in zip(out, read, strict=True):
+        for layer in layers:
             self._pages.read(self._cache(layer)[used].flatten(1), whole)
-            rows.copy_(stored.view(-1, features)[skip : skip + count])
-        return out
+            yield stored.view(-1, features)[skip : skip + count]
 
     @torch.inference_mode()
     def encode(self, items: Sequence[tuple[str, MultiModalKwargsItem]]) -> list[Tensor]:
@@ -373,6 +466,20 @@ class RunsExtension:
         if len(walkers) != 1:
             raise UnsupportedEngine(f"expected one module that walks the model's layers, found {len(walkers)}")
         return walkers[0]
+
+    @property
+    def _tells_attention(self) -> bool:
+        """Whether queries and keys alone say what a token of the first layer attends to.
+
+        MLA's are up-projected first; windows, sinks, caps, biases and scales of quantised ones would have to be known.
+        """
+        if self.model_runner.vllm_config.model_config.use_mla or self._quantised is not None:
+            return False
+        found = self._layer(0).impl
+        if getattr(found, "sinks", None) is not None or getattr(found, "alibi_slopes", None) is not None:
+            return False
+        unbounded = getattr(found, "sliding_window", None) in (None, -1, (-1, -1))
+        return unbounded and not getattr(found, "logits_soft_cap", None)
 
     @property
     def _device(self) -> torch.device:

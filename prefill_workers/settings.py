@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -12,6 +13,13 @@ from prefill_workers.policies import EXACT_POINTS, OperatingPoint
 COMPOSE_UP_TO = 3  # of a model that was not measured: what holds for all bundled ones that compose (`bench fidelity`)
 PATCHED_BOUND = 0.5  # nats: sound patches stay below 0.25, broken ones begin at 1.5 (the same, rolling KL by situation)
 COMPOSED_BOUND = 0.3  # sums by measured weights are at 0.02 to 0.08, those without weights at 0.26 to 0.84 (the same)
+
+
+class Weighing(StrEnum):
+    """What tells how much of each pair patch makes up a sum (see `composing`)."""
+
+    KV = "kv"
+    ATTENTION = "attention"
 
 
 class PatchFormSettings(BaseModel):
@@ -175,6 +183,12 @@ class PrefillSettings(BaseModel):
         description="Link a chunk behind up to so many others by the weighted sum of its patches behind each of them, "
         "where no patch of their set is stored. 0: never. None: as far as was measured for the model (orbitserve.json "
         f"beside its weights), or {COMPOSE_UP_TO}.",
+    )
+    weigh_by: Weighing | None = Field(
+        None,
+        description="What weighs the patches of such a sum in an order that is new. kv: a forward through the first "
+        "layer and to the second's KV. attention: the first layer's queries and keys alone, a tenth as much or less; "
+        "not for latent attention (MLA). None: what was measured to hold for the model (orbitserve.json), or kv.",
     )
     self_check: bool = Field(
         True, description="Compare with vLLM's own prefill at start and refuse to serve otherwise."

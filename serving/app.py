@@ -110,6 +110,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
             self.watch_fidelity(settings.fidelity),
             config.compose_up_to,
             PrefixCache.of(self._engine, settings.prefix_cache_bytes),
+            config.weigh_by,
         )
         self._linker, self._log = linker, self.log_formed(sums=linker.sums)
         self._loop = PrefillLoop(

@@ -207,6 +207,7 @@ class Planner:
     def terms(self) -> Terms:
         """What the choice goes by: costs as learnt, bytes of the deployment's patches."""
         from prefill_workers.selection import MEASURED_LAYER
+        from prefill_workers.settings import Weighing
 
         layout, form = outline(self.model), self.form
         weighable = form.first_layer(layout.layers) <= MEASURED_LAYER
@@ -214,7 +215,7 @@ class Planner:
             compute=self.costs.compute,
             place=self.costs.place,
             patch_bytes=lambda tokens: form.footprint(tokens, layout, self.model.dtype).own,
-            first_layers=min(1.0, (MEASURED_LAYER + 1) / layout.layers),
+            first_layers=min(1.0, (MEASURED_LAYER + 1 if self.config.weigh_by is Weighing.KV else 1) / layout.layers),
             compose_up_to=self.config.compose_up_to if weighable else 0,
             longest=self.model.max_model_len,
             min_uses=self.choice.min_uses,

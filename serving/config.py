@@ -16,8 +16,8 @@ from pydantic_core import to_jsonable_python
 from decode_workers.settings import DecodeSettings
 from kvstore.chunk import DYNAMIC_TENANT
 from kvstore.settings import FileSettings, LibrarySettings
-from prefill_workers.measured import BadMeasurements, compose_up_to
-from prefill_workers.settings import PatchFormSettings, PrefillSettings
+from prefill_workers.measured import BadMeasurements, compose_up_to, weigh_by
+from prefill_workers.settings import PatchFormSettings, PrefillSettings, Weighing
 
 MIB = 1 << 20
 
@@ -255,6 +255,15 @@ class OrbitServeConfig(_Settings):
         return compose_up_to(self.model.path, self.prefill.compose_up_to)
 
     @property
+    def weigh_by(self) -> Weighing:
+        """What weighs the pair patches of a sum: as configured, or as was measured for the model.
+
+        Raises:
+            BadMeasurements: what lies beside the model's weights cannot be used.
+        """
+        return weigh_by(self.model.path, self.prefill.weigh_by)
+
+    @property
     def sums_up_to(self) -> int:
         """Behind how many chunks placement may count on sums: patches without the first layers cannot be weighed."""
         return self.compose_up_to if self.patch.depth == 1 else 0
@@ -304,7 +313,7 @@ class OrbitServeConfig(_Settings):
         if not (config.model.path / "config.json").exists():
             raise ConfigError(f"{source}: model.path: {config.model.path} holds no config.json; is it a checkpoint?")
         try:
-            _ = config.compose_up_to
+            _ = config.compose_up_to, config.weigh_by
         except BadMeasurements as error:
             raise ConfigError(f"{source}: model.path: {error}") from error
         return config

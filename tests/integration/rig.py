@@ -29,7 +29,7 @@ from prefill_workers.plan import LinkPlan, LinkRequest, PixelsNeeded
 from prefill_workers.policies import Mode
 from prefill_workers.prefix_cache import PrefixCache
 from prefill_workers.sequence import Embedded, LinkSequence, Run
-from prefill_workers.settings import CompileLimits, FidelitySettings
+from prefill_workers.settings import CompileLimits, FidelitySettings, Weighing
 from prefill_workers.worker import PrefillLoop, drain
 from serving.documents import Document, Documents
 from serving.segments import Delimiters, Segments, segment
@@ -126,6 +126,7 @@ class Rig:
         fidelity: FidelitySettings | None = None,
         compose_up_to: int = 0,
         prefix_cache_bytes: int = 0,
+        weigh_by: Weighing = Weighing.KV,
         **loop_options,
     ) -> None:
         self.engine, self.family = engine, family
@@ -136,7 +137,7 @@ class Rig:
         self.fidelity = Fidelity(fidelity or FidelitySettings(share=0))
         self.prefixes = PrefixCache.of(engine, prefix_cache_bytes)
         self.linker = Linker(
-            engine, self.library, form, self.compiler.compile, self.fidelity, compose_up_to, self.prefixes
+            engine, self.library, form, self.compiler.compile, self.fidelity, compose_up_to, self.prefixes, weigh_by
         )
         limits = {field.name for field in fields(CompileLimits)} & loop_options.keys()
         options = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,13 +15,16 @@ from torch import Tensor
 from kvstore.format import PatchRecord
 from kvstore.patch import Patch, PatchKind, relocate
 from kvstore.patch_form import PatchForm
-from prefill_workers.composing import measured_weights, weighted_sum
+from prefill_workers.batch import Attending
+from prefill_workers.composing import attention_weights, measured_weights, weighted_sum
+from prefill_workers.linker import Linker
 from prefill_workers.lookup import ChunkKeys
 from prefill_workers.measured import FILE
 from prefill_workers.plan import LinkRequest
 from prefill_workers.policies import Mode, OperatingPoint
 from prefill_workers.selection import MEASURED_LAYER
-from prefill_workers.settings import FidelitySettings
+from prefill_workers.sequence import LinkSequence, Run
+from prefill_workers.settings import FidelitySettings, Weighing
 from serving.config import OrbitServeConfig
 
 SET = [1, "and", 2, "or", 4, "?"]
@@ -69,6 +73,51 @@ def test_a_new_set_is_linked_by_the_weighted_sum_of_its_pairs(make_rig: Callable
     assert (linked.result.chunks[2].rank, linked.result.chunks[2].kind) == (expected.rank, PatchKind.composed)
     plain = one.dense() + two.dense() - base.dense()
     assert (delta(rig, linked) - exact)[1:].norm() < (plain - exact)[1:].norm()
+
+
+@pytest.mark.parametrize("budget", [4096, 50])
+def test_a_new_set_is_weighed_by_attention_without_a_forward_through_any_layer(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, budget: int
+):
+    rig = make_rig(compose_up_to=3, weigh_by=Weighing.ATTENTION, budget=budget)
+    taught(rig, [1, 2], [1, 4], [2, 4])
+    monkeypatch.setattr(rig.engine, "forward_first", None)
+    linked = rig.link(SET)
+    assert linked.points == SUMMED
+
+    plan = rig.plan(SET, "off")
+    *before, last = (Run(chunk.span.start, chunk.span.stop) for chunk in plan.chunks)
+    blocks = range(1, 2 + len(plan.sequence) // rig.engine.block_size)
+    alone = LinkSequence(plan.sequence.token_ids, plan.sequence.positions, blocks, plan.sequence.embedded)
+    (shares,) = rig.engine.attend_first(
+        [(alone, [Run(0, last.stop)])], [Attending(last, last.start, blocks, tuple(before))]
+    )
+    base, *pairs = parts(rig)
+    expected = weighted_sum(base, pairs, attention_weights(shares)[:, None])
+    torch.testing.assert_close(delta(rig, linked), expected.dense(), rtol=1e-3, atol=1e-3)
+    exact = delta(rig, rig.link(SET, "off"))
+    assert (expected.dense() - exact)[1:].norm() < (pairs[0].dense() + pairs[1].dense() - base.dense() - exact)[
+        1:
+    ].norm()
+
+
+def test_attention_weighs_sums_while_other_requests_choose_tokens(make_rig: Callable[..., Rig]):
+    rig = make_rig(compose_up_to=3, weigh_by=Weighing.ATTENTION)
+    taught(rig, [1, 2], [1, 4], [2, 4])
+    alone = [rig.link(SET), rig.link(SET, "cacheblend-30")]
+    rig.linker.forget("local")
+    plans = [rig.plan(SET), rig.plan(SET, "cacheblend-30")]
+    results = [rig.loop.submit(plan) for plan in plans]
+    for one, plan, result in zip(alone, plans, results, strict=True):
+        together = rig.finish(plan, result.result(60))
+        assert together.points == one.points
+        torch.testing.assert_close(together.kv, one.kv, rtol=1e-4, atol=1e-4)
+
+
+def test_attention_that_is_not_told_is_refused():
+    latent = SimpleNamespace(tells_attention=False, spec=SimpleNamespace(model="some/model"))
+    with pytest.raises(ValueError, match=r"prefill\.weigh_by: attention: some/model"):
+        Linker(latent, None, None, None, weigh_by=Weighing.ATTENTION)
 
 
 def test_a_stored_chunk_between_two_composed_ones_is_left_as_it_is(make_rig: Callable[..., Rig]):

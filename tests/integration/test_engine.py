@@ -49,8 +49,19 @@ def test_self_check_refuses_an_engine_whose_forward_does_not_write_what_comes_in
 def test_self_check_refuses_an_engine_whose_partial_forward_does_not_end(
     fp32: PrefillEngine, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(RunsExtension, "_ending_behind", lambda self, layers, slots: nullcontext())
+    monkeypatch.setattr(RunsExtension, "_ending_behind", lambda self, layers, slots, queries: nullcontext())
     with pytest.raises(SelfCheckError, match="a partial forward equals a forward's first layers"):
+        fp32.require_self_check()
+
+
+def test_self_check_refuses_an_engine_that_tells_another_attention_than_it_pays(
+    fp32: PrefillEngine, monkeypatch: pytest.MonkeyPatch
+):
+    attended = RunsExtension._attended
+    monkeypatch.setattr(
+        RunsExtension, "_attended", lambda self, queries, keys, first: attended(self, 1.1 * queries, keys, first)
+    )
+    with pytest.raises(SelfCheckError, match="attention told equals the first layer's attention"):
         fp32.require_self_check()
 
 

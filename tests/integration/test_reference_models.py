@@ -11,9 +11,13 @@ import torch
 from infra.reference import DEFAULT_MODEL, WEIGHTS, weights
 from infra.reference.families import FAMILIES
 from infra.reference.scenes import ASKED, Form, Split
+from prefill_workers.batch import Attending
+from prefill_workers.composing import attention_shares
+from prefill_workers.sequence import Run
 from serving.bench.fidelity.arms import Repaired
 from serving.bench.fidelity.bench import ITEMS as TABLES
 from serving.bench.fidelity.items import items
+from serving.bench.fidelity.masses import FirstLayer
 from serving.bench.fidelity.reader import Reader
 from serving.bench.fidelity.scores import figures
 from serving.bench.fidelity.study import Study
@@ -42,6 +46,23 @@ def test_it_answers_the_first_questions_of_the_tables(study: Study, split: Split
         read.answers.argmax(-1).tolist() == list(prompt.answer) for read, prompt in zip(reads, prompts, strict=True)
     ]
     assert sum(right) / len(right) >= least
+
+
+def test_the_engine_tells_the_attention_that_transformers_computes(study: Study):
+    reader, engine = study.reader, study.reader.engine
+    if engine.config.model_config.use_mla:
+        assert not engine.tells_attention
+        return
+    (item,) = islice(items(reader, study.kind, Split.multi, TABLES, SMALL), 1)
+    prompt, block = item.prompt(reader), engine.block_size
+    first = FirstLayer(reader.checkpoint, engine.config.model_config.hf_text_config)
+    *before, last = (Run(place.start, place.stop) for place in prompt.places)
+    blocks = range(1, 2 + len(prompt) // block)
+    sequence = reader.sequence(prompt, blocks)
+    (told,) = engine.attend_first(
+        [(sequence, [Run(0, last.stop)])], [Attending(last, last.start, blocks, tuple(before))]
+    )
+    torch.testing.assert_close(told, attention_shares(first.ratios(prompt)), rtol=1e-3, atol=1e-5)
 
 
 def test_it_binds_across_pages_blind_reuse_loses_that_and_patches_keep_it(study: Study):

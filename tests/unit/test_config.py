@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
 from prefill_workers.measured import FILE
-from prefill_workers.settings import COMPOSE_UP_TO
+from prefill_workers.settings import COMPOSE_UP_TO, Weighing
 from serving.app import build_app
 from serving.config import ConfigError, OrbitServeConfig, documented
 
@@ -109,9 +109,21 @@ def test_how_far_pairs_are_summed_is_what_was_measured_for_the_model_unless_conf
     assert deep.sums_up_to == 0
 
 
+def test_what_weighs_sums_is_what_was_measured_for_the_model_unless_configured(checkpoint: Path):
+    config = OrbitServeConfig.load(None, model=checkpoint)
+    assert config.weigh_by is Weighing.KV, "nothing was measured"
+    (checkpoint / FILE).write_text('{"compose_up_to": 3}')
+    assert config.weigh_by is Weighing.KV, "nothing was measured of that"
+    (checkpoint / FILE).write_text('{"compose_up_to": 3, "weigh_by": "attention"}')
+    assert config.weigh_by is Weighing.ATTENTION
+    asked = config.model_copy(update={"prefill": config.prefill.model_copy(update={"weigh_by": Weighing.KV})})
+    assert asked.weigh_by is Weighing.KV
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ('{"compose_up_to": 3, "weigh_by": "guess"}', "weigh_by: .*'kv' or 'attention'"),
         ('{"compose_up_to": -1}', "compose_up_to: .*greater than or equal to 0"),
         ('{"compose_up_to": "3"}', "compose_up_to: .*valid integer"),
         ('{"compose_upto": 3}', "compose_up_to: Field required; compose_upto: Extra inputs"),

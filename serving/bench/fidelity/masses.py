@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from prefill_workers.composing import attention_shares, attention_weights
+
 if TYPE_CHECKING:
     from serving.bench.fidelity.reader import Prompt
 
@@ -70,7 +72,5 @@ class FirstLayer:
 
 
 def weights(ratios: Tensor) -> Tensor:
-    """c_i [antecedents, tokens] from r_i [antecedents, heads, tokens]: the heads' mean, by what each pays to A_i."""
-    c = (1 + ratios) / (1 + ratios.sum(0))
-    paid = ratios / (1 + ratios)  # the mass that A_i takes where it stands alone
-    return (c * paid).sum(1) / paid.sum(1).clamp_min(1e-9)
+    """c_i [antecedents, tokens] from r_i [antecedents, heads, tokens], as the linker takes the heads' mean."""
+    return attention_weights(attention_shares(ratios))

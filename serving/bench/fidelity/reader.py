@@ -191,7 +191,7 @@ class Reader:
             prompts.append(Prompt(torch.tensor(tokens, dtype=torch.int32), positions, (at,), (0,)))
         found = []
         for batch in self._batches(prompts):
-            work = [(self._sequence(prompt, blocks), _whole(len(prompt))) for prompt, blocks in batch]
+            work = [(self.sequence(prompt, blocks), _whole(len(prompt))) for prompt, blocks in batch]
             self.engine.forward(work)
             for prompt, blocks in batch:
                 found.append(self._canonical(blocks, prompt.places[0]))
@@ -273,7 +273,7 @@ class Reader:
         for (prompt, blocks), kept in zip(batch, given, strict=True):
             answer = len(prompt) - len(prompt.answer)
             last = [Run(i, i + 1) for i in range(answer, len(prompt))]
-            sequence = self._sequence(prompt, blocks)
+            sequence = self.sequence(prompt, blocks)
             work.append((sequence, complement([Run(*span) for span in kept], answer) + last))
             sizes.append(len(work[-1][1]))
             if apart:
@@ -326,7 +326,8 @@ class Reader:
             used, tokens, held = used + blocks + more, tokens + computed, held + len(prompt)
         return batches
 
-    def _sequence(self, prompt: Prompt, blocks: range) -> LinkSequence:
+    def sequence(self, prompt: Prompt, blocks: range) -> LinkSequence:
+        """A prompt as the engine takes it, with the embeddings of all its pages."""
         from prefill_workers.sequence import Embedded, LinkSequence
 
         embedded = tuple(
