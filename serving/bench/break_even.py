@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -137,7 +137,10 @@ class _Arms:
                 nonlocal factoring
                 factoring += processor_ms(lambda: compiler.compile(job))
 
-            options = {"compiles": CompileLimits(share=0), "pace": Pace(self._pace.fixed, self._pace.seconds_per_token)}
+            options: dict[str, Any] = {
+                "compiles": CompileLimits(share=0),
+                "pace": Pace(self._pace.fixed, self._pace.seconds_per_token),
+            }
             with worker(self._engine, library, form, compile_patch, **options) as opened:
                 if taught:
                     _link(opened, prompt, "auto", "encoded")

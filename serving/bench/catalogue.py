@@ -24,6 +24,7 @@ from serving.bench import (
     sustained,
     system_prompt,
     ttft,
+    weighing,
 )
 from serving.bench.fidelity import bench as fidelity
 from serving.bench.harness import Benchmark
@@ -50,6 +51,7 @@ _MODULES = (
     rates,
     sustained,
     one_shot,
+    weighing,
     fidelity,
 )
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
@@ -74,16 +75,18 @@ def worker(
     library: Library,
     patches: PatchForm,
     submit_patch: Callable[[PatchJob], object] = lambda job: None,
+    composing: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Iterator[Worker]:
     """A worker that runs while the block does.
 
-    `patches`: the form of those it finds and forms; `options`: of `PrefillLoop`, whose queue is one link long.
+    `patches`: the form of those it finds and forms; `composing`: the linker's settings of sums; `options`: of
+    `PrefillLoop`, whose queue is one link long.
     """
     from prefill_workers.linker import Linker
     from prefill_workers.worker import PrefillLoop
 
-    linker = Linker(engine, library, patches, submit_patch)
+    linker = Linker(engine, library, patches, submit_patch, **composing)
     usual: dict[str, Any] = {"budget": 4096, "max_queue": 1, "lease_seconds": 600, "owner": "bench"}
     loop = PrefillLoop(engine, linker, **(usual | options))
     loop.start()

@@ -24,7 +24,7 @@ from prefill_workers.selection import MEASURED_LAYER
 from prefill_workers.settings import FidelitySettings
 from serving.bench.fidelity import masses, online, prefix, storage
 from serving.bench.fidelity.arms import TOKEN_ARMS, Arms, PageKV
-from serving.bench.fidelity.bench import BENCHMARK, KINDS, MARGIN, TARGETS, figures_of
+from serving.bench.fidelity.bench import BENCHMARK, KINDS, MARGIN, TARGETS, figures_of, to_be_kept
 from serving.bench.fidelity.composition import BEHIND, holds_up_to
 from serving.bench.fidelity.reader import Page, Place, Prompt, _kept
 from serving.bench.fidelity.scores import Scores, figures, summary
@@ -297,7 +297,7 @@ def test_what_lies_beside_the_models_weights_is_what_the_recorded_table_says(kin
     shipped, document = measured(weights(family)), recorded(kind)
     assert (shipped is None) == (document is None)
     if shipped is not None and document is not None:
-        assert figures_of(kind, document["tables"])[f"{kind}.compose_up_to"] == shipped.compose_up_to
+        assert to_be_kept(kind, figures_of(kind, document["tables"])) == shipped
 
 
 @pytest.mark.parametrize(("kind", "family"), KINDS.items())
@@ -340,6 +340,24 @@ def test_what_a_model_cannot_answer_tells_nothing_of_sums():
     answered, unanswered = accuracies(multi={2: 0.9, 3: 0.9}), accuracies(0.45, chain={2: 0.3, 3: 0.45})
     assert holds_up_to(answered | unanswered) == 3
     assert holds_up_to(unanswered) == 0
+
+
+def test_sums_are_weighed_by_what_needs_no_forward_where_that_holds_as_far():
+    def kept(kind: str, by_kv: int, by_attention: int) -> dict[str, object]:
+        figures = {f"{kind}.compose_up_to": by_kv, f"{kind}.compose_up_to_by_attention": by_attention}
+        return to_be_kept(kind, figures).model_dump()
+
+    assert kept("gqa", 3, 4) == {"compose_up_to": 4, "weigh_by": "attention"}
+    assert kept("gqa", 3, 3) == {"compose_up_to": 3, "weigh_by": "attention"}
+    assert kept("gqa", 3, 2) == {"compose_up_to": 3, "weigh_by": "kv"}
+    assert kept("gqa", 0, 0) == {"compose_up_to": 0, "weigh_by": "kv"}
+    assert kept("mla", 3, 3) == {"compose_up_to": 3, "weigh_by": "kv"}, "the engine does not tell its attention"
+
+
+def test_relative_weights_are_those_of_the_prompt_where_distance_does_not_matter():
+    ratios = torch.rand(3, 4, TOKENS, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(masses.relative_weights(ratios, ratios), masses.weights(ratios))
+    assert masses.relative_weights(4 * ratios, ratios / 4).max() == 1.0
 
 
 def test_weights_by_attention_add_up_what_one_layer_takes_from_each_page():

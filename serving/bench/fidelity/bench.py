@@ -15,6 +15,7 @@ from infra.reference.families import FAMILIES, ReferenceFamily
 from infra.reference.scenes import ASKED
 from infra.vllm_env import vllm_environment
 from prefill_workers.measured import FILE, Measured
+from prefill_workers.settings import Weighing
 from serving.bench.fidelity.arms import COMMON
 from serving.bench.fidelity.composition import holds_up_to
 from serving.bench.fidelity.tables import (
@@ -33,7 +34,8 @@ from serving.bench.kept import Kept
 
 ITEMS = 500
 KINDS = {"gqa": "qwen2_5_vl", "deepstack": "qwen3_vl", "mla": "kimi_vl", "mha": "llava"}
-COMPOSE_UP_TO = "compose_up_to"
+COMPOSE_UP_TO, BY_ATTENTION = "compose_up_to", "compose_up_to_by_attention"
+LATENT = "mla"  # its attention is not told by queries and keys alone
 Tables = dict[str, Table]
 _ROOT = Path(__file__).parents[3]
 _CODE = [
@@ -65,7 +67,7 @@ def run(
         for name, table in measured(kind, folder, items, console, work):
             found[f"{kind}: {name}"] = table
         figures |= figures_of(kind, found)
-        content = Measured(compose_up_to=int(figures[f"{kind}.{COMPOSE_UP_TO}"])).model_dump_json()
+        content = to_be_kept(kind, figures).model_dump_json()
         console.print(f"{kind}: to be kept beside the weights, in {FILE}: [bold]{content}[/bold]")
     workload = {
         "models": {kind: folder.name for kind, folder in shipped.items()},
@@ -109,7 +111,7 @@ def figures_of(kind: str, whole: Tables) -> dict[str, float]:
     Beside what the tables hold: `blind.lost`, the accuracy that blind reuse loses; `orbit.below_own`, how much less of
     the loss an orbit patch closes than the own patch of that rank; `patch_within_p.margin`, how much more of it a patch
     closes than the best arm that keeps tokens of as many bytes. Of the whole family `compose_up_to`, by
-    `composition.holds_up_to`.
+    `composition.holds_up_to`, and how far weights by attention hold.
     """
     found: dict[str, float] = {}
     for figure in MAIN:
@@ -133,7 +135,18 @@ def figures_of(kind: str, whole: Tables) -> dict[str, float]:
         found |= _less(found, f"{at}.orbit.below_own", f"{at}.patch_{COMMON}.eta", f"{at}.orbit.eta")
     start = f"{kind}: accuracy{BY_COMPOSITION}"
     composed = {name.removeprefix(start): table for name, table in whole.items() if name.startswith(start)}
-    return {**found, f"{kind}.{COMPOSE_UP_TO}": float(holds_up_to(composed))} if composed else found
+    if composed:
+        found[f"{kind}.{COMPOSE_UP_TO}"] = float(holds_up_to(composed))
+        found[f"{kind}.{BY_ATTENTION}"] = float(holds_up_to(composed, "placed"))
+    return found
+
+
+def to_be_kept(kind: str, figures: Mapping[str, float]) -> Measured:
+    """What is to be kept beside a model's weights: sums are weighed by attention where that holds as far as by KV."""
+    by_kv, by_attention = (int(figures[f"{kind}.{name}"]) for name in (COMPOSE_UP_TO, BY_ATTENTION))
+    if kind != LATENT and by_attention >= max(by_kv, 2):
+        return Measured(compose_up_to=by_attention, weigh_by=Weighing.ATTENTION)
+    return Measured(compose_up_to=by_kv)
 
 
 def _less(found: Mapping[str, float], name: str, more: str, less: str) -> dict[str, float]:

@@ -9,14 +9,15 @@ own and orbit patches they are compared with have rank m, and `own_wide` the com
 | scaled | one for the model and this size of S, fitted to other items |
 | by_layer | one per layer, fitted to other items |
 | weighted | per token, from the attention that A_i takes in the first layer where it stands alone (see `masses`) |
-| placed | the same from the first layer's attention in the very prompt: distances and order count |
+| placed | the same from the first layer's attention in the very prompt, as `Weighing.ATTENTION` does |
+| relative | what A_i takes of that attention over what it takes where it stands alone, 1 at most |
 | measured | per token, whose sum is nearest to the second layer's KV in context, which the first layer alone gives |
 | conditioned | 1, and A_i was itself read behind the rest of S that comes before it |
 | conditioned_measured | both |
 | cacheblend_r | none: r % of B's tokens computed in context |
 
-`weighted` needs |S| numbers a token stored with the patches, `placed` the first layer's queries of B, `measured` a
-partial forward over the request's tokens through one layer, like CacheBlend's choice.
+`weighted` needs |S| numbers a token stored with the patches, `placed` the first layer's queries of B, `relative` both,
+`measured` a partial forward over the request's tokens through one layer, like CacheBlend's choice.
 
 `conditioned` is for chains (page 3 refers to page 2, which refers to page 1): what page 3 takes from page 1 it takes
 through page 2, and a page 2 that was read alone has nothing to give. A library can store it wherever A_i's own patch
@@ -42,7 +43,7 @@ from prefill_workers.composing import measured_weights, weighted_sum
 from prefill_workers.selection import MEASURED_LAYER
 from serving.bench.fidelity.arms import PageKV
 from serving.bench.fidelity.items import SEED, Item, items
-from serving.bench.fidelity.masses import FirstLayer, weights
+from serving.bench.fidelity.masses import FirstLayer, relative_weights, weights
 from serving.bench.fidelity.probe import Behind, Probe
 from serving.bench.fidelity.scores import Scores
 from serving.bench.fidelity.study import BATCH, Study
@@ -81,10 +82,10 @@ class Parts:
         return torch.stack(self.pairs).sum(0) - len(self.pairs) * self.base
 
 
-def holds_up_to(accuracies: Mapping[str, Mapping[str, Mapping[str, float]]]) -> int:
-    """The most antecedents whose pair patches a model's linker may sum (`compose_up_to`); 0: none.
+def holds_up_to(accuracies: Mapping[str, Mapping[str, Mapping[str, float]]], by: str = "measured") -> int:
+    """The most antecedents whose pair patches a model's linker may sum (`compose_up_to`), weighed `by` an arm; 0: none.
 
-    A split holds up to the largest |S| that it was measured behind, if there and behind every smaller one `measured` is
+    A split holds up to the largest |S| that it was measured behind, if there and behind every smaller one that arm is
     at most MOST_LOST less accurate than `own`. The model's sums hold as far as all splits do that it answers
     (ANSWERED): what lies beyond a split's measurements is not claimed, and of questions that it cannot answer either
     way it loses nothing. A model that answers chains sums nothing: what comes through a page between is in no pair.
@@ -92,15 +93,15 @@ def holds_up_to(accuracies: Mapping[str, Mapping[str, Mapping[str, float]]]) -> 
     Args:
         accuracies: by split the table of `|S| = n`, by arm.
     """
-    held = [_held(table) for table in accuracies.values() if _rows(table)[0][1]["exact"] >= ANSWERED]
+    held = [_held(table, by) for table in accuracies.values() if _rows(table)[0][1]["exact"] >= ANSWERED]
     most = min(held, default=0)
     return most if most > 1 else 0
 
 
-def _held(table: Mapping[str, Mapping[str, float]]) -> int:
+def _held(table: Mapping[str, Mapping[str, float]], by: str) -> int:
     held = 0
     for size, arms in _rows(table):
-        if not arms["own"] - arms["measured"] <= MOST_LOST + 1e-9:
+        if not arms["own"] - arms[by] <= MOST_LOST + 1e-9:
             break
         held = size
     return held
@@ -139,6 +140,7 @@ def compositions(study: Study, split: Split, predecessors: int, count: int) -> d
             patches["by_layer"].append(weighted_sum(base, pairs, by_layer[:, None].expand(predecessors, -1, 1)))
             patches["weighted"].append(weighted_sum(base, pairs, weights(one.alone)[:, None]))
             patches["placed"].append(weighted_sum(base, pairs, weights(one.placed)[:, None]))
+            patches["relative"].append(weighted_sum(base, pairs, relative_weights(one.placed, one.alone)[:, None]))
             patches["measured"].append(measured(base, pairs, one.case.delta))
             patches["conditioned"].append(compose(conditioned, 1.0, base))
             patches["conditioned_measured"].append(measured(base, conditioned, one.case.delta))

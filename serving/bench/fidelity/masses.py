@@ -74,3 +74,13 @@ class FirstLayer:
 def weights(ratios: Tensor) -> Tensor:
     """c_i [antecedents, tokens] from r_i [antecedents, heads, tokens], as the linker takes the heads' mean."""
     return attention_weights(attention_shares(ratios))
+
+
+def relative_weights(placed: Tensor, alone: Tensor) -> Tensor:
+    """c_i [antecedents, tokens], 1 at most: what A_i takes in the prompt over what it takes alone, of all heads.
+
+    `placed`, `alone`: r_i [antecedents, heads, tokens] in the very prompt, and where each A_i stands alone before B.
+    The distance between A_i and B may differ, and with it what B pays.
+    """
+    taken, paid = attention_shares(placed)[0], attention_shares(alone)[1]
+    return attention_weights(torch.stack([taken, paid])).clamp(max=1.0)
