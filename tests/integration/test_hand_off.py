@@ -30,8 +30,16 @@ class Pair:
     def __init__(self, log: Path) -> None:
         self._log = log
         self._process: subprocess.Popen[str] | None = None
+        self._reports: dict[tuple[str | int, ...], dict[str, Any]] = {}
 
     def report(self, family: str, dtype: str, prefill_ranks: int = 1, decode_ranks: int = 1) -> dict[str, Any]:
+        """What a case gave, which is run once."""
+        case = family, dtype, prefill_ranks, decode_ranks
+        if case not in self._reports:
+            self._reports[case] = self._run(*case)
+        return self._reports[case]
+
+    def _run(self, *case: str | int) -> dict[str, Any]:
         if self._process is None:
             script = Path(__file__).parent / "hand_off.py"
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log.open("w"), "text": True}
@@ -39,7 +47,7 @@ class Pair:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
-        print(json.dumps([family, dtype, prefill_ranks, decode_ranks]), file=stdin, flush=True)
+        print(json.dumps(case), file=stdin, flush=True)
         line = next((line for line in stdout if line.startswith("{")), None)
         if line is None:
             self.close()
@@ -119,4 +127,7 @@ def test_a_stock_engine_continues_from_linked_kv_in_bf16(pair: Pair, family: str
     ("family", "prefill", "decode"), [("qwen2_5_vl", 2, 1), ("qwen2_5_vl", 2, 2), ("kimi_vl", 2, 1)]
 )
 def test_tensor_parallel_ranks_answer_as_one_rank_does(pair: Pair, family: str, prefill: int, decode: int):
-    assert_decodes_like_one_engine(pair.report(family, "float32", prefill, decode))
+    report = pair.report(family, "float32", prefill, decode)
+    assert_decodes_like_one_engine(report)
+    alone = pair.report(family, "float32")["attention"]
+    assert report["attention"] == (alone if alone is None else pytest.approx(alone, abs=1e-5))
