@@ -30,8 +30,9 @@ from infra.reference.pictures import page_picture
 from infra.reference.scenes import Form, Split, draw_items
 from kvstore.patch import Patch, PatchKind, apply, mean_deficit
 from kvstore.patch_form import PatchForm
+from prefill_workers.composing import weighted_sum
+from serving.bench.fidelity import masses
 from serving.bench.fidelity.arms import PageKV, Repaired
-from serving.bench.fidelity.composition import measured
 from serving.bench.fidelity.items import SEED, Item, items
 from serving.bench.fidelity.reader import Page, Place, Prompt, Reader
 from serving.bench.fidelity.study import Study
@@ -195,7 +196,9 @@ def repaired(study: Study, item: Item, asked: Asked, exact: Sequence[torch.Tenso
         patches = [formed(delta) for delta in (behind((), first), behind((first,), last))]
     elif asked in COMPOSITION:
         base, *pairs = (formed(behind(before, 2)) for before in ((), (0,), (1,)))
-        patches = [*own[:2], measured(base, pairs, pages[2].delta)]
+        first = masses.FirstLayer(reader.checkpoint, reader.engine.config.model_config.hf_text_config)
+        ratios = first.ratios(item.prompt(reader, asked.order))
+        patches = [*own[:2], weighted_sum(base, pairs, masses.weights(ratios)[:, None])]
     return [Repaired(apply(page.canonical, patch, 0, arms.layout)) for page, patch in zip(pages, patches, strict=True)]
 
 
