@@ -94,7 +94,7 @@ class OperatingPoint(StrEnum):
     """How one chunk's KV came to be."""
 
     PATCHED = "patched"  # relocated and patched, no forward
-    COMPOSED = "composed"  # relocated and patched by a weighted sum of pair patches; a partial forward weighs them
+    COMPOSED = "composed"  # relocated and patched by a weighted sum of pair patches (see `composing`)
     RELOCATED = "relocated"  # relocated only (blind), no forward
     SELECTED = "selected"  # relocated, and some tokens computed in context
     RECOMPUTED = "recomputed"  # computed in context, from stored embeddings or from text

@@ -187,7 +187,7 @@ class PrefillSettings(BaseModel):
     weigh_by: Weighing | None = Field(
         None,
         description="What weighs the patches of such a sum in an order that is new. kv: a forward through the first "
-        "layer and to the second's KV. attention: the first layer's queries and keys alone, a tenth as much or less; "
+        "layer and to the second's KV. attention: the first layer's queries and keys alone, which no layer runs for; "
         "not for latent attention (MLA). None: what was measured to hold for the model (orbitserve.json), or kv.",
     )
     self_check: bool = Field(
