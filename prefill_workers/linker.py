@@ -28,8 +28,6 @@ import torch
 from torch import Tensor
 
 from kvstore.chunk import DYNAMIC_TENANT, antecedent_key, canonical_key, embedding_key, owner_of
-from kvstore.format import CanonicalRecord
-from kvstore.layout import Layout
 from kvstore.library import Library
 from kvstore.patch import PatchKind, warm_up
 from kvstore.patch_form import PatchForm
@@ -392,34 +390,22 @@ class Linker:
     def _selected(self, plan: LinkPlan, chunk: ChunkPlan, found: Found, weights: Tensor | None) -> Found:
         """Choose a chunk's tokens, or weigh its patch's parts, by what a partial forward left; what to write of it.
 
-        `weights` of the parts, if they are known already.
+        `weights` of the parts, if attention has told them.
         """
-        mode, span = plan.request.mode, chunk.span
-        assert found.canonical is not None
         chunk.unmeasured = None
-        if found.patch is not None:
-            if weights is None:
-                base, *pairs = found.parts
-                delta = self._in_context(measured_deficit, plan, chunk, found.canonical)
-                weights = measured_weights(base, pairs, delta)
-            self._weights.put(plan.request.tenant, chunk.patch_key, weights, chunk.weights_epoch)
-            return _summed(chunk, found, weights)
-        deviation = self._in_context(deviations, plan, chunk, found.canonical)
-        chunk.selected = selected_by_deviation(mode, deviation, span.start)
-        chunk.outcome = replace(chunk.outcome, reason=reasons.selected(mode, chunk))
-        return found
-
-    def _in_context(
-        self,
-        compare: Callable[[Tensor, Tensor, int, Layout], Tensor],
-        plan: LinkPlan,
-        chunk: ChunkPlan,
-        canonical: CanonicalRecord,
-    ) -> Tensor:
-        """The measured layer's KV as a partial forward left it, compared with what is stored."""
-        span = chunk.span
-        in_context = self.engine.read_kv(plan.sequence.blocks, span.start, len(span), [MEASURED_LAYER])
-        return compare(in_context, canonical.kv[[MEASURED_LAYER]], chunk.start_position, self.engine.layout)
+        if weights is None:
+            mode, span = plan.request.mode, chunk.span
+            assert found.canonical is not None
+            in_context = self.engine.read_kv(plan.sequence.blocks, span.start, len(span), [MEASURED_LAYER])
+            both = in_context, found.canonical.kv[[MEASURED_LAYER]], chunk.start_position, self.engine.layout
+            if found.patch is None:
+                chunk.selected = selected_by_deviation(mode, deviations(*both), span.start)
+                chunk.outcome = replace(chunk.outcome, reason=reasons.selected(mode, chunk))
+                return found
+            base, *pairs = found.parts
+            weights = measured_weights(base, pairs, measured_deficit(*both))
+        self._weights.put(plan.request.tenant, chunk.patch_key, weights, chunk.weights_epoch)
+        return _summed(chunk, found, weights)
 
     def arriving(self, plan: LinkPlan) -> list[Arriving]:
         """All chunks on their way, for a forward that writes them as they come in; none if one has no layer yet."""

@@ -52,25 +52,14 @@ def measured(model: Path) -> Measured | None:
         raise BadMeasurements(f"{file}: " + "; ".join(problems)) from error
 
 
-def compose_up_to(model: Path, wanted: int | None) -> int:
-    """Antecedents whose pair patches are summed: what is `wanted`, else what was measured, else the general default.
+def composing(model: Path, compose_up_to: int | None, weigh_by: Weighing | None) -> Measured:
+    """How pair patches are summed: as wanted; what is None as was measured of the model, else the general default.
 
     Raises:
-        BadMeasurements: see `measured`; only where nothing is wanted.
+        BadMeasurements: see `measured`; only where something is None.
     """
-    if wanted is not None:
-        return wanted
-    found = measured(model)
-    return COMPOSE_UP_TO if found is None else found.compose_up_to
-
-
-def weigh_by(model: Path, wanted: Weighing | None) -> Weighing:
-    """What weighs the pair patches of a sum: what is `wanted`, else what was measured, else the second layer's KV.
-
-    Raises:
-        BadMeasurements: see `measured`; only where nothing is wanted.
-    """
-    if wanted is not None:
-        return wanted
-    found = measured(model)
-    return Weighing.KV if found is None else found.weigh_by
+    if compose_up_to is not None and weigh_by is not None:
+        return Measured(compose_up_to=compose_up_to, weigh_by=weigh_by)
+    found = measured(model) or Measured(compose_up_to=COMPOSE_UP_TO)
+    wanted = {"compose_up_to": compose_up_to, "weigh_by": weigh_by}
+    return found.model_copy(update={key: value for key, value in wanted.items() if value is not None})

@@ -7,7 +7,7 @@ lies in them, which takes a third of the time of picking single numbers. A layou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -85,3 +85,20 @@ class Pages:
             sizes = (len(blocks), *part.tokens.sizes, *part.features.sizes)
             strides = (blocks.stride(0), *part.tokens.strides, *part.features.strides)
             rows.view(sizes).copy_(blocks.as_strided(sizes, strides, part.first))
+
+
+def learnt(size: int, features: int, whole: int, through: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """The element of a block that holds feature f of token t, [size, features]; None: not every number comes back.
+
+    Known numbers are written and looked for, one pass per digit, since a dtype holds only small ones exactly.
+
+    Args:
+        whole: numbers below are exact in the dtype.
+        through: writes numbers [size, features] as a block's tokens; the block's elements [size · features] int64 then.
+    """
+    code = torch.arange(size * features)
+    found, scale = torch.zeros_like(code), 1
+    while scale < len(code):
+        found += scale * through((code // scale % whole).view(size, features))
+        scale *= whole
+    return found.argsort().view(size, features) if torch.equal(found.sort().values, code) else None

@@ -37,9 +37,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from infra import openmp
 from kvstore.layout import Layout
+from prefill_workers.attention import paid, paid_to
 from prefill_workers.batch import Attending, Rows, RunBatch
-from prefill_workers.composing import attention_shares
-from prefill_workers.pages import Pages
+from prefill_workers.pages import Pages, learnt
 
 _QUANTISED = {
     "fp8": torch.float8_e4m3fn,
@@ -49,7 +49,6 @@ _QUANTISED = {
 
 
 _DTYPE_NAMES = ("float32", "float16", "bfloat16")
-_SCORES = 1 << 24  # attention scores that are held at once, 4 bytes each
 
 
 class ArrivingLayers(Protocol):
@@ -105,8 +104,7 @@ class RunsExtension:
         """Take this rank's share of the layout, and find where a block keeps feature f of token t.
 
         Backends differ (the CPU kernel transposes keys inside a block, and differently for each dtype), so the layout
-        is not assumed but read off: known integers are written through the backend's own update op and looked for.
-        A dtype holds only small integers exactly, hence one pass per digit.
+        is not assumed but read off, with the backend's own update op (`pages.learnt`).
 
         Raises:
             UnsupportedEngine: the backend's writes cannot be inverted.
@@ -115,25 +113,22 @@ class RunsExtension:
         self._share = layout.share(get_tensor_model_parallel_rank(), ranks) if ranks > 1 else None
         self._local = [segment.share(ranks) for segment in layout.segments]
         size, features = self._group.kv_cache_spec.block_size, sum(segment.features for segment in self._local)
-        code = torch.arange(size * features).view(size, features)
         slots = (torch.arange(size) + block * size).to(self._device)
-        found = torch.zeros(size * features, dtype=torch.long)
-        base = 128 if self._quantised is None else 8  # whole numbers below are exact in bfloat16, and in any fp8
-        scale = 1
-        while scale < size * features:
-            digit = (code // scale % base).to(self.model_runner.vllm_config.model_config.dtype)
-            self._update(0, digit.to(self._device), slots)
+
+        def through(numbers: Tensor) -> Tensor:
+            self._update(0, numbers.to(self._device, self.model_runner.vllm_config.model_config.dtype), slots)
             page = self._elements(0)[block].flatten().float().cpu().round().long()
-            if page.numel() != size * features:
-                raise UnsupportedEngine(f"a block holds {page.numel()} elements, expected {size * features}")
-            found += page * scale
-            scale *= base
-        if not torch.equal(found.sort().values, torch.arange(size * features)):
+            if page.numel() != numbers.numel():
+                raise UnsupportedEngine(f"a block holds {page.numel()} elements, expected {numbers.numel()}")
+            return page
+
+        whole = 128 if self._quantised is None else 8  # numbers below are exact in bfloat16, and in any fp8
+        elements = learnt(size, features, whole, through)
+        if elements is None:
             cache = self.model_runner.vllm_config.cache_config.cache_dtype
             raise UnsupportedEngine(
                 f"{self._group.backend.get_name()} with KV cache dtype {cache!r} does not give back what is written"
             )
-        elements = found.argsort().view(size, features)
         self._pages = Pages.of(elements, [segment.features for segment in self._local], self._device)
 
     @torch.inference_mode()
@@ -215,15 +210,8 @@ class RunsExtension:
         found = []
         for one in asked:
             keys, _ = self._first_kv(one.blocks, one.first + len(one.tokens))
-            told = self._attended(queries[one.tokens.start : one.tokens.stop], keys, one.first)
-            member = keys.new_zeros(len(keys), len(one.others))
-            for i, other in enumerate(one.others):
-                member[other.start : other.stop, i] = 1.0
-            shares = []
-            for paid in told:
-                masses = (paid @ member).flatten(0, 1).permute(2, 0, 1)
-                shares.append(attention_shares(masses / (1 - masses.sum(0)).clamp_min(1e-6)))
-            found.append(torch.cat(shares, -1).cpu())
+            mine = queries[one.tokens.start : one.tokens.stop]
+            found.append(paid_to(one.others, mine, keys, one.first, self._scale).cpu())
         return found
 
     @torch.inference_mode()
@@ -241,22 +229,9 @@ class RunsExtension:
         ((queries, output),) = seen
         size = self._group.kv_cache_spec.block_size
         keys, values = self._first_kv((batch.slots[::size] // size).tolist(), len(batch.slots))
-        attended = [torch.einsum("kgnl,lkd->nkgd", paid, values) for paid in self._attended(queries, keys, 0)]
+        attended = [torch.einsum("kgnl,lkd->nkgd", part, values) for part in paid(queries, keys, 0, self._scale)]
         told, output = torch.cat(attended).flatten(1), output.float().flatten(1)
         return float((told - output).abs().max() / output.abs().max())
-
-    def _attended(self, queries: Tensor, keys: Tensor, first: int) -> Iterator[Tensor]:
-        """What tokens pay to those stored: [heads, queries of a head, tokens, stored] fp32, some tokens at a time.
-
-        `queries` [tokens, features], `keys` [stored, heads, width]; `first`: the index of the first token among these.
-        """
-        stored, heads, width = keys.shape
-        grouped = queries.float().unflatten(1, (heads, -1, width)) * self._layer(0).impl.scale
-        at = torch.arange(stored, device=keys.device)
-        for part in grouped.split(max(1, _SCORES // (grouped.shape[1] * grouped.shape[2] * stored))):
-            scores = torch.einsum("nkgd,lkd->kgnl", part, keys)
-            yield scores.masked_fill_(at > at[first : first + len(part), None], -torch.inf).softmax(-1)
-            first += len(part)
 
     def _first_kv(self, blocks: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
         """The first layer's keys and values of a sequence's first tokens, each [count, heads, width] fp32."""
@@ -466,6 +441,11 @@ class RunsExtension:
         if len(walkers) != 1:
             raise UnsupportedEngine(f"expected one module that walks the model's layers, found {len(walkers)}")
         return walkers[0]
+
+    @property
+    def _scale(self) -> float:
+        """Of the products of the first layer's queries and keys."""
+        return float(self._layer(0).impl.scale)
 
     @property
     def _tells_attention(self) -> bool:

@@ -16,7 +16,7 @@ from pydantic_core import to_jsonable_python
 from decode_workers.settings import DecodeSettings
 from kvstore.chunk import DYNAMIC_TENANT
 from kvstore.settings import FileSettings, LibrarySettings
-from prefill_workers.measured import BadMeasurements, compose_up_to, weigh_by
+from prefill_workers.measured import BadMeasurements, Measured, composing
 from prefill_workers.settings import PatchFormSettings, PrefillSettings, Weighing
 
 MIB = 1 << 20
@@ -246,22 +246,23 @@ class OrbitServeConfig(_Settings):
         return self
 
     @property
-    def compose_up_to(self) -> int:
-        """Behind how many chunks pair patches are summed: as configured, or as was measured for the model.
+    def composing(self) -> Measured:
+        """How pair patches are summed: as configured, or as was measured for the model.
 
         Raises:
             BadMeasurements: what lies beside the model's weights cannot be used.
         """
-        return compose_up_to(self.model.path, self.prefill.compose_up_to)
+        return composing(self.model.path, self.prefill.compose_up_to, self.prefill.weigh_by)
+
+    @property
+    def compose_up_to(self) -> int:
+        """Behind how many chunks pair patches are summed; see `composing`."""
+        return self.composing.compose_up_to
 
     @property
     def weigh_by(self) -> Weighing:
-        """What weighs the pair patches of a sum: as configured, or as was measured for the model.
-
-        Raises:
-            BadMeasurements: what lies beside the model's weights cannot be used.
-        """
-        return weigh_by(self.model.path, self.prefill.weigh_by)
+        """What weighs the pair patches of a sum; see `composing`."""
+        return self.composing.weigh_by
 
     @property
     def sums_up_to(self) -> int:
@@ -313,7 +314,7 @@ class OrbitServeConfig(_Settings):
         if not (config.model.path / "config.json").exists():
             raise ConfigError(f"{source}: model.path: {config.model.path} holds no config.json; is it a checkpoint?")
         try:
-            _ = config.compose_up_to, config.weigh_by
+            _ = config.composing
         except BadMeasurements as error:
             raise ConfigError(f"{source}: model.path: {error}") from error
         return config

@@ -17,15 +17,13 @@ import statistics
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from PIL import Image
 from rich.console import Console
 
 from infra.checkpoints import checkpoint_path
 from infra.vllm_env import vllm_environment
 from serving.bench.harness import Arm, Benchmark, Outcome, clock_ms, in_turns
-from serving.bench.requests import PIXELS, SHAPES
+from serving.bench.requests import noise
 from serving.bench.ttft import CHECKPOINT
 from serving.bench.worker import TENANT, Prompt, Worker, prompt_over, worker
 
@@ -79,7 +77,7 @@ def _measured(engine: PrefillEngine, tokens: int, turns: int) -> tuple[dict[str,
     from kvstore.settings import LibrarySettings
     from prefill_workers.settings import Weighing
 
-    prompt = prompt_over(engine, [_picture(tokens, number) for number in range(PAGES)])
+    prompt = prompt_over(engine, [noise(tokens, number) for number in range(PAGES)])
     weighed: dict[str, list[float]] = {str(way): [] for way in Weighing}
     with ExitStack() as stack:
         library = stack.enter_context(Library(LibrarySettings(directory=None), engine.fingerprint))
@@ -140,11 +138,6 @@ def _fill(engine: PrefillEngine, library: Library, opened: Worker, prompt: Promp
             patch = opened.linker.form.form(delta, layout, kind, engine.dtype)
             library.put_patch(PatchRecord(key=key, patch=patch, layout=layout, **common))
     library.flush()
-
-
-def _picture(tokens: int, number: int) -> Image.Image:
-    wide, high = (side * PIXELS for side in SHAPES[tokens])
-    return Image.fromarray(np.random.default_rng(number).integers(0, 256, (high, wide, 3), dtype=np.uint8))
 
 
 BENCHMARK = Benchmark(

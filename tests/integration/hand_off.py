@@ -190,24 +190,11 @@ def prefill(name: str, dtype: str, ranks: int, decoding: Decoding) -> dict[str, 
             rig.settle()
         rig.wait_until_free()
         report["leases"], report["block_size"] = rig.loop.stats().leases, engine.block_size
-        report["attention"] = attention(rig, parts) if engine.tells_attention else None
+        report["attention"] = rig.attended(parts).flatten().tolist() if engine.tells_attention else None
         decoding.end()
         rig.close()
     engine.shutdown()
     return report
-
-
-def attention(rig: Any, parts: list[Any]) -> list[Any]:
-    """What the second chunk of a prompt takes of the first in the first layer, as numbers."""
-    from prefill_workers.batch import Attending
-    from prefill_workers.sequence import LinkSequence, Run
-
-    plan = rig.plan(parts, "off")
-    one, two = (Run(chunk.span.start, chunk.span.stop) for chunk in plan.chunks)
-    blocks = range(1, 2 + len(plan.sequence) // rig.engine.block_size)
-    sequence = LinkSequence(plan.sequence.token_ids, plan.sequence.positions, blocks, plan.sequence.embedded)
-    (told,) = rig.engine.attend_first([(sequence, [Run(0, two.stop)])], [Attending(two, two.start, blocks, (one,))])
-    return told.flatten().tolist()
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from infra.families import FAMILIES, Family
 from kvstore.library import Library
 from kvstore.patch_form import PatchForm
 from kvstore.settings import FactorType, LibrarySettings
+from prefill_workers.batch import Attending
 from prefill_workers.engine import EngineSpec, PrefillEngine
 from prefill_workers.fidelity import Fidelity
 from prefill_workers.job import LinkResult
@@ -196,6 +197,16 @@ class Rig:
         logprobs = self.engine.logits([(whole, [Run(n - 1, n)])])[-1].log_softmax(-1)
         self.loop.abandon(result.lease)
         return Linked(result, plan, kv, logprobs)
+
+    def attended(self, parts: Sequence[Part]) -> Tensor:
+        """`PrefillEngine.attend_first` of a prompt's last chunk to those before it: [2, others, tokens]."""
+        plan = self.plan(parts, "off")
+        *before, last = (Run(chunk.span.start, chunk.span.stop) for chunk in plan.chunks)
+        blocks = range(1, 2 + len(plan.sequence) // self.engine.block_size)
+        sequence = LinkSequence(plan.sequence.token_ids, plan.sequence.positions, blocks, plan.sequence.embedded)
+        asked = Attending(last, last.start, blocks, tuple(before))
+        (shares,) = self.engine.attend_first([(sequence, [Run(0, last.stop)])], [asked])
+        return shares
 
     def settle(self) -> None:
         """Wait until the loop is idle and everything it learnt is stored."""

@@ -15,7 +15,6 @@ from torch import Tensor
 from kvstore.format import PatchRecord
 from kvstore.patch import Patch, PatchKind, relocate
 from kvstore.patch_form import PatchForm
-from prefill_workers.batch import Attending
 from prefill_workers.composing import attention_weights, measured_weights, weighted_sum
 from prefill_workers.linker import Linker
 from prefill_workers.lookup import ChunkKeys
@@ -23,7 +22,6 @@ from prefill_workers.measured import FILE
 from prefill_workers.plan import LinkRequest
 from prefill_workers.policies import Mode, OperatingPoint
 from prefill_workers.selection import MEASURED_LAYER
-from prefill_workers.sequence import LinkSequence, Run
 from prefill_workers.settings import FidelitySettings, Weighing
 from serving.config import OrbitServeConfig
 
@@ -85,15 +83,8 @@ def test_a_new_set_is_weighed_by_attention_without_a_forward_through_any_layer(
     linked = rig.link(SET)
     assert linked.points == SUMMED
 
-    plan = rig.plan(SET, "off")
-    *before, last = (Run(chunk.span.start, chunk.span.stop) for chunk in plan.chunks)
-    blocks = range(1, 2 + len(plan.sequence) // rig.engine.block_size)
-    alone = LinkSequence(plan.sequence.token_ids, plan.sequence.positions, blocks, plan.sequence.embedded)
-    (shares,) = rig.engine.attend_first(
-        [(alone, [Run(0, last.stop)])], [Attending(last, last.start, blocks, tuple(before))]
-    )
     base, *pairs = parts(rig)
-    expected = weighted_sum(base, pairs, attention_weights(shares)[:, None])
+    expected = weighted_sum(base, pairs, attention_weights(rig.attended(SET))[:, None])
     torch.testing.assert_close(delta(rig, linked), expected.dense(), rtol=1e-3, atol=1e-3)
     exact = delta(rig, rig.link(SET, "off"))
     assert (expected.dense() - exact)[1:].norm() < (pairs[0].dense() + pairs[1].dense() - base.dense() - exact)[

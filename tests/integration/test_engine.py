@@ -12,6 +12,7 @@ from rig import BLOCK_SIZE, Rig, apart, lone, unit_in_the_last_place
 from torch import Tensor
 
 from kvstore.patch import relocate
+from prefill_workers.attention import paid
 from prefill_workers.engine import PrefillEngine, SelfCheckError
 from prefill_workers.runs import RunsExtension, UnsupportedEngine
 from prefill_workers.sequence import LinkSequence, Run
@@ -57,10 +58,7 @@ def test_self_check_refuses_an_engine_whose_partial_forward_does_not_end(
 def test_self_check_refuses_an_engine_that_tells_another_attention_than_it_pays(
     fp32: PrefillEngine, monkeypatch: pytest.MonkeyPatch
 ):
-    attended = RunsExtension._attended
-    monkeypatch.setattr(
-        RunsExtension, "_attended", lambda self, queries, keys, first: attended(self, 1.1 * queries, keys, first)
-    )
+    monkeypatch.setattr("prefill_workers.runs.paid", lambda queries, *others: paid(1.1 * queries, *others))
     with pytest.raises(SelfCheckError, match="attention told equals the first layer's attention"):
         fp32.require_self_check()
 

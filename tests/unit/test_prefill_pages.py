@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from prefill_workers.pages import Grid, Pages
+from prefill_workers.pages import Grid, Pages, learnt
 
 SIZE, WIDTHS = 16, (12, 4)  # two segments
 
@@ -40,6 +40,19 @@ def test_what_is_read_is_what_every_element_says(elements: Tensor, regular: int,
     out = torch.empty(3, *elements.shape, dtype=dtype)
     pages.read(blocks, out)
     assert torch.equal(out, blocks[:, elements.flatten()].view_as(out))
+
+
+@pytest.mark.parametrize("elements", [plain(), paired(), shuffled()])
+@pytest.mark.parametrize("whole", [8, 128])
+def test_where_a_block_keeps_its_tokens_is_learnt_from_what_it_gives_back(elements: Tensor, whole: int):
+    def through(numbers: Tensor) -> Tensor:
+        assert numbers.max() < whole
+        return torch.zeros(elements.numel(), dtype=torch.long).scatter(0, elements.flatten(), numbers.flatten())
+
+    found = learnt(*elements.shape, whole, through)
+    assert found is not None
+    assert torch.equal(found, elements)
+    assert learnt(*elements.shape, whole, lambda numbers: through(numbers // 2)) is None
 
 
 @given(st.lists(st.tuples(st.integers(2, 4), st.integers(1, 50)), max_size=4))
