@@ -2,7 +2,8 @@
 
 A replica's load is what this process has under way there, which is known exactly and at once, and what others have:
 the part of its last report that this process cannot account for, or, where that is stale, as much as others have on the
-replicas that do report, on average. Nobody's clock but this process' own is read.
+replicas that do report, on average. Nobody's clock but this process' own is read, so that a report was made at an
+unknown time in the last two periods: this process accounts for the most that it had under way there at once since then.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ class Load(NamedTuple):
         """Both."""
         return Load(self.work + other.work, self.sequences + other.sequences)
 
+    def at_least(self, other: Load) -> Load:
+        """The larger of both, by each measure."""
+        return Load(max(self.work, other.work), max(self.sequences, other.sequences))
+
     def less(self, other: Load) -> Load:
         """What is left, nothing at least."""
         return Load(max(0, self.work - other.work), max(0, self.sequences - other.sequences))
@@ -52,6 +57,8 @@ class _Account(Generic[R]):
     lost: bool = False
     others: Load = NOTHING
     own: Load = NOTHING
+    most: Load = NOTHING  # own at once since the last report
+    most_before: Load = NOTHING  # and between that and the one before it
     calls: dict[str, deque[_Call]] = field(default_factory=lambda: defaultdict(deque))
     expected: dict[bytes, float] = field(default_factory=dict)  # when by latest
 
@@ -81,7 +88,8 @@ class Ledger(Generic[R]):
         for name in [name for name, calls in account.calls.items() if now - calls[0].sent > _FORGOTTEN_SECONDS]:
             self.completed(replica, name)
         account.report, account.sequence, account.arrived, account.lost = report, sequence, now, False
-        account.others = load.less(account.own)
+        account.others = load.less(account.most.at_least(account.most_before))
+        account.most, account.most_before = account.own, account.most
         account.expected = {mark: until for mark, until in account.expected.items() if until > now}
 
     def lose(self, replica: str) -> None:
@@ -104,6 +112,7 @@ class Ledger(Generic[R]):
         """
         account = self._accounts[replica]
         account.own = account.own.plus(load)
+        account.most = account.most.at_least(account.own)
         account.calls[call].append(_Call(load, kept, self._clock()))
         self._expect(account, coming)
 

@@ -37,6 +37,22 @@ def test_a_report_does_not_count_twice_what_was_sent_from_here():
     assert books.load("a", drained_per_s=100) == Load(0, 0)
 
 
+def test_what_was_completed_while_a_report_was_on_its_way_is_nobody_elses():
+    books, clock = ledger()
+    for _ in range(10):
+        books.sent("a", "x", Load(500, 1))
+    for _ in range(10):
+        books.completed("a", "x")
+    books.report("a", 0, Load(5000, 10), "r")  # made before they were completed
+    assert books.load("a") == Load(0, 0)
+    clock.now += 1
+    books.report("a", 1, Load(5100, 11), "r")  # so might this one be
+    assert books.load("a") == Load(100, 1)
+    clock.now += 1
+    books.report("a", 2, Load(5100, 11), "r")
+    assert books.load("a") == Load(5100, 11)
+
+
 def test_a_report_is_stale_after_some_periods_and_then_only_own_books_count():
     books, clock = ledger()
     books.report("a", 0, Load(80, 2), "r")
