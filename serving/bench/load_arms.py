@@ -1,8 +1,8 @@
 """What the load benchmarks share: vLLM's server and our service side by side, arms on them, and turns of load.
 
 Every arm gets the same cores, model and memory for KV. Our modes are arms of one service and tenants of their own in
-it, so that none profits from what another mode stored; between turns the service finishes what it has to store. An arm
-that waits has nothing to do.
+it, so that none profits from what another mode stored; between turns the service finishes what it has to store. While
+one server is asked, the other's processes stand still.
 
 | memory for KV, GiB | vLLM | ours                                                                       |
 |--------------------|------|----------------------------------------------------------------------------|
@@ -16,20 +16,21 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
+import psutil
 from rich.console import Console
 
 from infra.checkpoints import checkpoint_path
 from infra.ports import free_port
 from prefill_workers.settings import PrefillSettings
 from serving.bench.harness import Arm
-from serving.bench.servers import Server, bench_config, vllm_alone
+from serving.bench.servers import Server, bench_config, standing_still, tree, vllm_alone
 from serving.bench.ttft import CHECKPOINT
 from serving.loadtest import measures
 from serving.loadtest.arrivals import poisson
@@ -52,21 +53,26 @@ Runs = Sequence[Sequence[Sample]]  # an arm's turns at one rate
 
 @dataclass(frozen=True)
 class LoadArm:
-    """One side of a comparison under load. Before a turn others `prepare` for it; after it, it must `settle`."""
+    """One side of a comparison under load.
+
+    Before a turn others `prepare` for it, and while it is asked they are `aside`; after it, it must `settle`.
+    """
 
     name: str
     description: str
     subject: Subject
     settle: Callable[[], None]
     prepare: Callable[[], object] = lambda: None
+    aside: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 @dataclass(frozen=True)
 class OurService:
-    """Our service; `library` is its directory."""
+    """Our service; `library` is its directory, and others are `aside` while it is asked."""
 
     server: Server
     library: Path
+    aside: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def arm(
         self, tenant: str, description: str, workload: Workload, images: Literal["inline", "files"], **orbit: str
@@ -75,14 +81,18 @@ class OurService:
         endpoint = Endpoint(
             self.server.url, self.server.model, key_of(tenant), orbit, images, TIMEOUT_S, {"ignore_eos": True}
         )
-        return LoadArm(tenant, description, Subject(endpoint, workload), self.server.settle)
+        return LoadArm(tenant, description, Subject(endpoint, workload), self.server.settle, aside=self.aside)
 
 
-def vllm_arm(server: Server, workload: Workload) -> LoadArm:
-    """vLLM's own server as an arm; its images come inline."""
+def vllm_arm(server: Server, service: OurService, workload: Workload) -> LoadArm:
+    """vLLM's own server as an arm, our service aside; its images come inline."""
     endpoint = Endpoint(server.url, server.model, timeout_s=TIMEOUT_S, fields={"ignore_eos": True})
-    subject = Subject(endpoint, workload)
-    return LoadArm("prefix", "vLLM's OpenAI server with prefix caching", subject, lambda: None)
+    subject, aside = Subject(endpoint, workload), partial(_aside, service.server)
+    return LoadArm("prefix", "vLLM's OpenAI server with prefix caching", subject, lambda: None, aside=aside)
+
+
+def _aside(server: Server) -> AbstractContextManager[None]:
+    return standing_still(server.processes())
 
 
 def key_of(tenant: str) -> str:
@@ -114,8 +124,11 @@ def our_service(
             prefill=dict(prefill or {}),
             vision=dict(vision or {}),
         )
+        this = psutil.Process()
+        others = tree(this)
         with application(config, console) as url:
-            yield OurService(Server(url, config.model.served_name, settle), Path(root) / "library")
+            server = Server(url, config.model.served_name, settle, processes=lambda: tree(this) - others)
+            yield OurService(server, Path(root) / "library")
 
 
 @contextmanager
@@ -130,7 +143,7 @@ def both(
     with vllm_alone(checkpoint, kv_cache_gib=VLLM_GIB) as alone:
         alone.settle()
         with our_service(checkpoint, console, tenants, **roles) as service:
-            yield alone, service
+            yield alone, replace(service, aside=partial(_aside, alone))
 
 
 def checkpoint_of(model: Path | None, quick: bool) -> Path:
@@ -150,7 +163,7 @@ def one_by_one(arm: LoadArm, requests: int, console: Console, title: str) -> lis
         RuntimeError: one failed.
     """
     tally = Tally()
-    with watching(console, f"{arm.name}, {title}", tally):
+    with watching(console, f"{arm.name}, {title}", tally), arm.aside():
         samples = asyncio.run(arm.subject.one_by_one(requests, tally))
     for sample in samples:
         if not sample.ok:
@@ -227,7 +240,7 @@ def in_load_turns(
         for arm in arms if turn % 2 == 0 else list(reversed(arms)):
             arm.prepare()
             tally = Tally()
-            with watching(console, f"{arm.name}, {rate:g}/s", tally):
+            with watching(console, f"{arm.name}, {rate:g}/s", tally), arm.aside():
                 samples = asyncio.run(arm.subject.run(arrivals, tally))
             if not any(sample.ok and sample.first for sample in samples):
                 raise RuntimeError(f"{arm.name}, {rate:g}/s: no answer; {samples[0].status}: {samples[0].message}")

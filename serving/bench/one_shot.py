@@ -34,7 +34,7 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
     asked = {"question_words": 4, "max_tokens": 4}
     with load_arms.both(checkpoint, console, ["off", "auto"], vision=VISION) as (alone, service):
         arms = [
-            load_arms.vllm_arm(alone, OneShot(**asked)),
+            load_arms.vllm_arm(alone, service, OneShot(**asked)),
             service.arm("off", "OrbitServe, mode off", OneShot(**asked), "inline", mode="off"),
             service.arm("auto", "OrbitServe, mode auto", OneShot(**asked), "inline", mode="auto"),
         ]

@@ -113,7 +113,7 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
 
 
 def _arms(alone: Server, service: OurService, scale: _Scale) -> list[LoadArm]:
-    arms = [load_arms.vllm_arm(alone, Mrag(**scale.asked))]
+    arms = [load_arms.vllm_arm(alone, service, Mrag(**scale.asked))]
     for mode, description in OURS.items():
         arms.append(service.arm(mode, description, Mrag(**scale.asked), "files", mode=mode))
     text = "OrbitServe, mode auto, the service orders the pages"

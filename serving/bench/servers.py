@@ -9,14 +9,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import psutil
 from rich.console import Console
 
 from infra.ports import free_port
@@ -37,13 +39,15 @@ _READY_SECONDS = 300.0
 class Server:
     """An OpenAI server; `settle` waits until it is up and has stored what it learnt.
 
-    `engine` is an embedded server's prefill engine: while no request is in flight it may be borrowed.
+    `engine` is an embedded server's prefill engine: while no request is in flight it may be borrowed. `processes` are
+    its processes, if it has any of its own.
     """
 
     url: str
     model: str
     settle: Callable[[], None]
     engine: PrefillEngine | None = None
+    processes: Callable[[], Collection[psutil.Process]] = tuple
 
 
 def bench_config(checkpoint: Path, root: Path, **sections: Any) -> OrbitServeConfig:
@@ -104,13 +108,38 @@ def vllm_alone(
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
             url = f"http://127.0.0.1:{port}"
-            yield Server(url, checkpoint.name, lambda: _wait_until_healthy(url, process, Path(log.name)))
+            settle = partial(_wait_until_healthy, url, process, Path(log.name))
+            yield Server(url, checkpoint.name, settle, processes=partial(tree, psutil.Process(process.pid)))
         finally:
             process.terminate()
             try:
                 process.wait(30)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def tree(root: psutil.Process) -> set[psutil.Process]:
+    """A process and all that it started."""
+    return {root, *root.children(recursive=True)}
+
+
+@contextmanager
+def standing_still(processes: Collection[psutil.Process]) -> Iterator[None]:
+    """Processes that do not run meanwhile.
+
+    What only waits wakes up all the same, and takes from whoever computes beside it (benchmark `idle`).
+    """
+    stopped = []
+    try:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
+                stopped.append(process)
+        yield
+    finally:
+        for process in stopped:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
 
 
 def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
