@@ -28,10 +28,13 @@ _ORDINAL = (
     r"earlier|later|middle|\d+(?:st|nd|rd|th))"
 )
 _NUMBER = r"(?:\d+|(?-i:[A-H])|one|two|three|four|five|six|seven|eight|nine|ten)"
+_SIDE = r"(?:(?:left|right|top|bottom)(?:most|-hand)?|upper|lower)"
 _BY_PLACE = re.compile(  # in text whose runs of white space are single spaces: \s* twice in a row is quadratic in them
     rf"\b{_ORDINAL} (?:\w+ )?(?:{_UNIT}|ones?)\b"  # the second image, the last two pages, the first one
     rf"|\b{_UNIT} ?(?:no\.?|number|\#)? ?{_NUMBER}\b"  # page #3
-    rf"|\bthe {_ORDINAL}(?: (?:and|or|of|in|to|with|from|is|are|shows?|says?)\b| ?(?:[,.;:?!]|$))"
+    rf"|\bthe {_ORDINAL}(?: {_NUMBER})?(?: (?:and|or|of|in|to|with|from|is|are|shows?|says?)\b| ?(?:[,.;:?!]|$))"
+    rf"|\b{_SIDE} (?:{_UNIT}|ones?)\b"  # the left picture, the right one
+    rf"|\b(?:{_UNIT}|ones?) (?:(?:on|at|to) the {_SIDE}|above|below|before|after)\b"
     r"|\b(?:former|latter|respectively|chronological(?:ly)?)\b"
     r"|\bin (?:this|that|the given|the same|which)? ?(?:order\b(?! to\b)|sequence\b)",
     re.IGNORECASE,

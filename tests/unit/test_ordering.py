@@ -86,6 +86,11 @@ def test_only_the_parts_that_trade_places_move():
         "Compare the  first\n two\tpages.",
         "In  this \n order, please",
         "Which is newer, the first \n",
+        "Is the left image brighter than the right one?",
+        "Compare the top picture with the one on the left.",
+        "Does the leftmost chart agree with the lower figure?",
+        "Does the image above show what the one below shows?",
+        "What differs between the first two?",
     ],
 )
 def test_words_that_name_chunks_by_their_place_are_found(text: str):
@@ -100,6 +105,7 @@ def test_words_that_name_chunks_by_their_place_are_found(text: str):
         "In order to answer, read the documents.",
         "Which page mentions the contract? Does any image a user sent show it?",
         "What does the contract say first?",
+        "What does the contract of the last two years say at the top, on the left?",
         "In  order \n to answer",
         "",
     ],
@@ -109,7 +115,10 @@ def test_other_words_are_not(text: str):
 
 
 @pytest.mark.parametrize("space", [" ", "\n", " \n\t"])
-@pytest.mark.parametrize("before", ["image", "image no.", "in", "in the", "the first", "the second word", "first"])
+@pytest.mark.parametrize(
+    "before",
+    ["image", "image no.", "in", "in the", "the first", "the second word", "the first two", "the left", "first"],
+)
 def test_long_white_space_costs_no_time(before: str, space: str):
     began = time.process_time()
     assert words_by_place([f"{before}{space * 200_000}x"]) is None
