@@ -59,7 +59,8 @@ class Terms:
     Args:
         compute, place: seconds per token of computing a chunk, and of writing a stored one.
         patch_bytes: bytes of a patch of a chunk of so many tokens.
-        first_layers: share of the layers that a request with composed chunks computes to weigh their parts.
+        first_layers: share of the layers that a request with composed chunks computes to weigh their parts, once, or
+            what takes as long.
         compose_up_to: antecedents behind which a chunk is composed at most.
         longest: tokens of a prompt at most.
         min_uses: logged requests that must use a patch for it to be a candidate.
@@ -288,6 +289,7 @@ def _add_pairs(candidates: _Candidates, request: LoggedRequest, order: Sequence[
         alone = (Wanted(scope, False, (chunk.content,)), (chunk,), tokens)
         behind = [(Wanted(scope, False, (b.content, chunk.content)), (b, chunk), tokens) for b in before]
         value = (terms.compute - terms.place) * chunk.tokens
-        if composed:
-            value -= terms.first_layers * terms.compute * sum(other.tokens for other in order[: place + 1])
+        if composed:  # one look at the first layers weighs all of them: what the first of them takes is not taken again
+            weighed = order[: place + 1] if place == 2 else order[place : place + 1]
+            value -= terms.first_layers * terms.compute * sum(other.tokens for other in weighed)
         candidates.demand(request.weight * value, behind if place == 1 else [alone, *behind])
