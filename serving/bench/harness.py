@@ -189,6 +189,9 @@ def show(benchmark: Benchmark, document: Mapping[str, Any], console: Console) ->
             met = value >= target if comparison == ">=" else value <= target
             line += f"   (target {comparison} {target:g}: {'met' if met else 'missed'})"
         console.print(line, highlight=False)
+    for name, (comparison, target) in targets.items():
+        if name not in document["figures"]:
+            console.print(f"  {name} was not measured   (target {comparison} {target:g})", highlight=False)
     if document["quick"]:
         console.print("  quick: few turns and small cases; not to be quoted")
 

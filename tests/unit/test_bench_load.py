@@ -50,6 +50,12 @@ def test_figures_compare_at_the_rate_where_prefix_caching_saturates_and_over_the
     assert found["throughput_over_cacheblend15"] == pytest.approx(4, rel=0.01)
 
 
+def test_where_prefix_caching_never_saturates_there_is_nothing_to_compare_it_with():
+    runs = {name: at_rates(0.125, 0.5, 2.0) for name in ("prefix", "cacheblend-15", "auto-placed")}
+    assert rates.saturation_rate(runs["prefix"]) is None
+    assert rates.figures(runs) == {"throughput_over_cacheblend15": pytest.approx(1)}
+
+
 def test_arms_are_asked_until_they_and_prefix_caching_have_saturated():
     runs = {"prefix": at_rates(1.0, 0.5), "auto": at_rates(4.0, 0.5)}
     assert not rates._is_done(runs, "auto")  # it has, but vLLM has not: the figures need it there
