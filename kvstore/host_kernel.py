@@ -9,6 +9,7 @@ so callers keep the torch version; a kernel for device memory fits beside it.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -96,7 +97,7 @@ def apply(kv: Tensor, patch: Patch | None, delta: int | float, layout: Layout, o
     rows = layers * tokens
     threads = max(1, min(torch.get_num_threads(), kv.numel() // _THREAD_NUMBERS))
     bounds = [rows * part // threads for part in range(threads + 1)]
-    others = [_pool(threads).submit(loops, *arguments, *bounds[part : part + 2]) for part in range(1, threads)]
+    others = [_pool().submit(loops, *arguments, *bounds[part : part + 2]) for part in range(1, threads)]
     loops(*arguments, *bounds[:2])
     for other in others:
         other.result()
@@ -104,8 +105,9 @@ def apply(kv: Tensor, patch: Patch | None, delta: int | float, layout: Layout, o
 
 
 @cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads - 1, thread_name_prefix="kvstore-apply")
+def _pool() -> ThreadPoolExecutor:
+    """Of as many threads as were ever busy at once."""
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="kvstore-apply")
 
 
 def _flat(tensor: Tensor) -> Array:

@@ -182,15 +182,18 @@ class Background:
             time.sleep(_LOAD_SECONDS)
 
     def make_room(self) -> bool:
-        """Give up work that holds blocks somebody waits for. Returns whether any block came free."""
+        """Give up work that alone holds blocks somebody waits for. Returns whether any block came free."""
         if self._rechecks.make_room():
             return True
         before = self._pool.free
-        while self._harvests and self._pool.free == before:
-            least = min(self._harvests, key=self._wanted)
+        for least in sorted(self._harvests, key=self._wanted):
+            if self._pool.waits_for_readers(least.lease):
+                continue
             self._harvests.remove(least)
             self._pool.unhold(least.lease)
-        return self._pool.free > before
+            if self._pool.free > before:
+                return True
+        return False
 
     def drop(self, leases: Collection[str]) -> None:
         """Give up the harvests and checks of leases that have ended."""

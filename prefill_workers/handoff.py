@@ -70,6 +70,11 @@ class BlockPool:
         """Whether some decode sequence has yet to pull its blocks."""
         return any(lease.readers > 0 for lease in self._leases.values())
 
+    def waits_for_readers(self, lease_id: str) -> bool:
+        """Whether some decode sequence has yet to pull this lease's blocks: nobody else can free them."""
+        lease = self._leases.get(lease_id)
+        return lease is not None and lease.readers > 0
+
     def blocks_for(self, tokens: int) -> int:
         """Blocks that a sequence of `tokens` tokens takes."""
         return -(-tokens // self.block_size)

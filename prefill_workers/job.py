@@ -30,6 +30,7 @@ class LinkResult:
     prefix_tokens_reused: int = 0  # of those reused: text before the first chunk
     first_token: int | None = None  # of the answer, if the request asked for it
     compute_ms: float = 0.0  # of forwards that others may have shared: its part
+    select_ms: float = 0.0  # of choosing tokens and weighing parts, which others may have shared: its part
 
     @property
     def chunk_tokens_reused(self) -> int:

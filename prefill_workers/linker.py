@@ -298,9 +298,10 @@ class Linker:
         Raises:
             PixelsNeeded: a load failed, and neither the request nor the library has the chunk's embeddings.
         """
-        began, missing, spoiled = time.perf_counter(), [], None
+        missing, spoiled = [], None
         placed: list[Placed] = []
         self._place_beginning(plan)
+        began = time.perf_counter()
         ended = [
             (i, chunk) for i, chunk in enumerate(plan.chunks) if chunk.loading is not None and chunk.loading.done()
         ]
@@ -322,7 +323,7 @@ class Linker:
         place(self.engine, plan.sequence.blocks, placed)
         if ended:
             plan.embed()
-            plan.stages_ms["place"] = plan.stages_ms.get("place", 0.0) + (time.perf_counter() - began) * 1e3
+            plan.took("place", time.perf_counter() - began)
         if plan.settled:
             plan.unpin()
         return spoiled
@@ -335,7 +336,7 @@ class Linker:
         for run, kv in relocated(plan.found, plan.beginning.at, self.engine.layout):
             self.engine.write_kv(kv, self.engine.slots(plan.sequence.blocks, run.start, run.stop))
         plan.found = ()
-        plan.stages_ms["prefix"] = (time.perf_counter() - began) * 1e3
+        plan.took("prefix", time.perf_counter() - began)
 
     def keep_beginning(self, plan: LinkPlan, *, busy: bool) -> None:
         """Let the prefix cache have what it wants of the text that a finished link has computed before its first chunk.
@@ -377,13 +378,18 @@ class Linker:
             taken += 1
         by_attention = [(plan, runs) for plan, runs in work if attend and plan.composes]
         weights, attended = weighed_by_attention(self.engine, by_attention, budget)
-        for plan, _ in work:
+        shared, whole = time.perf_counter() - began, sum(len(run) for _, runs in work for run in runs)
+        for plan, runs in work:
+            began = time.perf_counter()
             measured = [(chunk, chunk.unmeasured) for chunk in plan.chunks if chunk.unmeasured is not None]
             chosen = [
                 self._placed(chunk, self._selected(plan, chunk, found, weights.get(chunk))) for chunk, found in measured
             ]
+            choosing = time.perf_counter() - began
+            plan.took("select", shared + choosing)
+            plan.select_ms += (shared * sum(map(len, runs)) / max(whole, 1) + choosing) * 1e3
             place(self.engine, plan.sequence.blocks, chosen)
-            plan.stages_ms["select"] = (time.perf_counter() - began) * 1e3
+            plan.took("place", time.perf_counter() - began - choosing)
             plan.unpin()
         return taken + attended
 

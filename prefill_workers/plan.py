@@ -186,7 +186,12 @@ class LinkPlan:
     found: tuple[Block, ...] = ()
     stages_ms: dict[str, float] = field(default_factory=dict)
     compute_ms: float = 0.0  # of forwards: its share of their tokens, without what they waited for
+    select_ms: float = 0.0  # of choosing tokens and weighing parts: the same
     unpin: Callable[[], object] = field(default=lambda: None)
+
+    def took(self, stage: str, seconds: float) -> None:
+        """Add to what a stage has taken."""
+        self.stages_ms[stage] = self.stages_ms.get(stage, 0.0) + seconds * 1e3
 
     def pinned_by(self, unpin: Callable[[], object]) -> LinkPlan:
         """This plan, which from now on owns the pins that `unpin` undoes."""

@@ -128,9 +128,11 @@ class Rechecks:
             self._queue.popleft()
 
     def make_room(self) -> bool:
-        """Give up checks that hold blocks somebody waits for. Returns whether any block came free."""
+        """Give up checks that alone hold blocks somebody waits for. Returns whether any block came free."""
         before = self._pool.free
-        for check in [check for check in self._queue if check.lease is not None]:
+        for check in list(self._queue):
+            if check.lease is None or self._pool.waits_for_readers(check.lease):
+                continue
             self._let_go(check)
             self._remove(check)
             if self._pool.free > before:

@@ -43,7 +43,7 @@ class LinksUnderWay:
 
     Attributes:
         forwards, by_layer, partial, tokens: see `worker.LoopStats`.
-        failing: forwards that failed since the last one that did not.
+        failing: forwards, writes and choices that failed since the last forward that did not.
     """
 
     def __init__(
@@ -110,6 +110,7 @@ class LinksUnderWay:
                 job.done.set_exception(needed)
             return False
         except Exception as error:
+            self.failing += 1
             self.fail(job, error)
             return False
         return True
@@ -130,6 +131,7 @@ class LinksUnderWay:
         try:
             self.partial += self._linker.select([(job.plan, job.to_measure) for job in ready], self._budget)
         except Exception as error:
+            self.failing += 1
             for job in ready:
                 self.fail(job, error)
             self._jobs = [job for job in self._jobs if job not in ready]
@@ -195,7 +197,7 @@ class LinksUnderWay:
         if tokens >= FORWARD_TOKENS:
             self._pace.learn(tokens, computing)
         for job, now in work:
-            job.plan.stages_ms["forward"] = job.plan.stages_ms.get("forward", 0.0) + spent * 1e3
+            job.plan.took("forward", spent)
             job.plan.compute_ms += computing * 1e3 * sum(map(len, now)) / tokens
         for i, scores in zip(ending, () if logits is None else logits, strict=True):
             job = work[i][0]

@@ -227,7 +227,7 @@ class PrefillLoop:
 
     @property
     def failing(self) -> int:
-        """Forwards that failed since the last one that did not."""
+        """How often the engine failed since the last forward that did not."""
         return self._links.failing
 
     def alive(self) -> bool:
@@ -352,11 +352,9 @@ class PrefillLoop:
             logger.warning("leases expired unread, blocks freed: %s", ", ".join(unread))
 
     def _admit(self) -> None:
+        self._drop_cancelled()
         while self._waiting and not self._stopping:
             job = self._waiting[0]
-            if job.done.cancelled():
-                self._waiting.popleft().plan.unpin()
-                continue
             try:
                 job.lease = self._pool.allocate(job.room, job.plan.request.readers)
             except PoolExhausted:
@@ -367,6 +365,15 @@ class PrefillLoop:
             job.plan.sequence.blocks = job.lease.blocks
             job.plan.stages_ms["queue"] = (time.perf_counter() - job.submitted) * 1e3
             self._links.add(job)
+
+    def _drop_cancelled(self) -> None:
+        """Let go of waiting links for which nobody waits any more, wherever they stand in the queue."""
+        with self._wake:  # others append
+            gone = [job for job in self._waiting if job.done.cancelled()]
+            for job in gone:
+                self._waiting.remove(job)
+        for job in gone:
+            job.plan.unpin()
 
     def _turn(self) -> None:
         """One turn of the links under way."""
@@ -401,6 +408,7 @@ class PrefillLoop:
             tokens_computed=plan.tokens_computed,
             stages_ms=plan.stages_ms,
             compute_ms=plan.compute_ms,
+            select_ms=plan.select_ms,
             prefix_tokens_reused=len(plan.known),
             first_token=job.first_token,
         )

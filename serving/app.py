@@ -224,7 +224,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
         if not self._loop.alive():
             raise RuntimeError("the prefill loop has ended")
         if self._loop.failing >= _FAILED_FORWARDS:
-            raise RuntimeError(f"the last {self._loop.failing} forwards failed")
+            raise RuntimeError(f"the engine failed {self._loop.failing} times in a row")
 
     def __del__(self) -> None:
         if hasattr(self, "_loop"):

@@ -65,8 +65,8 @@ class LinkCosts:
 
     def learn(self, result: LinkResult) -> None:
         """Take up a finished link."""
-        forward = result.compute_ms / 1e3
-        placing, weighing = (result.stages_ms.get(stage, 0.0) / 1e3 for stage in ("place", "select"))
+        forward, weighing = result.compute_ms / 1e3, result.select_ms / 1e3
+        placing = result.stages_ms.get("place", 0.0) / 1e3
         summed = sum(chunk.tokens for chunk in result.chunks if chunk.operating_point is OperatingPoint.COMPOSED)
         if forward and result.tokens_computed >= _FORWARD_TOKENS:
             self._add(self._computed, forward, result.tokens_computed)

@@ -194,6 +194,48 @@ def test_more_links_than_the_queue_takes_are_refused(make_rig: Callable[..., Rig
     wait_for(lambda: all_free(rig))
 
 
+def fill(rig: Rig) -> list[str]:
+    """Leases of all blocks that are free."""
+    taken = []
+    while rig.loop._pool.free:
+        taken.append(rig.loop._pool.allocate(32 * min(rig.loop._pool.free, MAX_MODEL_LEN // 32)).id)
+    return taken
+
+
+def test_cancelled_links_take_no_place_in_the_queue(make_rig: Callable[..., Rig]):
+    rig = make_rig(form=False, max_queue=2)
+    plan, taken = rig.plan(MIXED[0], "off"), fill(rig)
+    first, second = (rig.loop.submit(plan) for _ in range(2))
+    second.cancel()
+    wait_for(lambda: rig.loop.stats().waiting == 1)
+    third = rig.loop.submit(plan)
+    for lease in taken:
+        rig.loop.abandon(lease)
+    for future in (first, third):
+        rig.loop.abandon(future.result(30).lease)
+    wait_for(lambda: all_free(rig))
+
+
+def test_what_could_be_learnt_is_not_given_up_for_blocks_that_decode_engines_have_still_to_read(
+    make_rig: Callable[..., Rig],
+):
+    rig = make_rig(patience_seconds=30.0)
+    linked = rig.loop.submit(rig.plan(MIXED[2], "auto")).result(30)
+    learnt = rig.loop.stats().harvest
+    assert learnt > 0
+    taken, waiting = fill(rig), rig.loop.submit(rig.plan(MIXED[0], "off"))
+    time.sleep(0.2)
+    assert not waiting.done()
+    assert rig.loop.stats().harvest == learnt, "giving it up would free nothing"
+    rig.loop.abandon(linked.lease)
+    rig.loop.abandon(waiting.result(30).lease)
+    assert rig.loop.stats().harvest < learnt, "now it did"
+    for lease in taken:
+        rig.loop.abandon(lease)
+    drain(rig.loop)
+    wait_for(lambda: all_free(rig))
+
+
 def test_cancelled_links_give_their_blocks_back_wherever_they_are(make_rig: Callable[..., Rig]):
     rig = make_rig(form=False, budget=64)  # several forwards each, so that some are caught half-way
     plans = [rig.plan(parts, "off") for parts in MIXED for _ in range(4)]
@@ -227,6 +269,27 @@ def test_a_forward_that_fails_fails_its_links_and_nothing_else(
         assert rig.loop.failing == 1
     wait_for(lambda: all_free(rig))
     assert rig.link(MIXED[1], "off").points == ["encoded"]
+    assert rig.loop.failing == 0
+
+
+def test_a_write_that_fails_tells_of_the_engine_as_a_forward_does(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+):
+    rig = make_rig()
+    rig.link(MIXED[1])
+    drain(rig.loop)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.engine, "write_kv", broken)
+        for failed in (1, 2):
+            with pytest.raises(RuntimeError, match="injected"):
+                rig.loop.submit(rig.plan(MIXED[1])).result(30)
+            assert rig.loop.failing == failed
+    wait_for(lambda: all_free(rig))
+    assert rig.link(MIXED[1]).points == ["patched"]
     assert rig.loop.failing == 0
 
 

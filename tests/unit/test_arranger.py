@@ -35,8 +35,8 @@ def outcome(kind: PatchKind | None = None, missed: bool = True, tokens: int = 10
 
 
 def result(*outcomes: ChunkOutcome, reused: int = 0, computed: int = 0, **stages_ms: float) -> LinkResult:
-    compute_ms = stages_ms.pop("forward", 0.0)
-    return LinkResult("lease", {}, outcomes, reused, computed, stages_ms, compute_ms=compute_ms)
+    compute_ms, select_ms = (stages_ms.pop(stage, 0.0) for stage in ("forward", "select"))
+    return LinkResult("lease", {}, outcomes, reused, computed, stages_ms, compute_ms=compute_ms, select_ms=select_ms)
 
 
 def order(arranger: Arranger, contents: str, tenant: str = "acme", groups: list[int | None] | None = None) -> str:
