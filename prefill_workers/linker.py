@@ -3,7 +3,7 @@
 | call       | thread          | what it does                                                                         |
 |------------|-----------------|--------------------------------------------------------------------------------------|
 | `prefetch` | any             | starts loading what a prompt on its way will need                                    |
-| `plan`     | any             | starts all look-ups, waits until it is known which chunks miss, not for what loads   |
+| `plan`     | any             | starts all look-ups, waits until it is known which chunks miss, not for KV that loads |
 | `advance`  | the engine's    | writes what the prefix cache has; relocates, patches and writes every chunk whose    |
 |            |                 | load has ended (kamera.md eq. 1)                                                     |
 | `select`   | the engine's    | cacheblend: chooses which tokens of chunks with stored KV are computed all the same; |
@@ -64,7 +64,7 @@ from prefill_workers.weighing import weighed_by_attention
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUTS = 2  # of the library, until a chunk counts as not stored: whether its KV is there, and its embeddings
+_TIMEOUTS = 2  # of the library, until a request's chunks count as not stored: whether KV is there, and embeddings
 
 
 class Linker:
@@ -159,13 +159,14 @@ class Linker:
             ruled_out = self._ruled_out(request.mode)
             mode = Mode.EXACT if ruled_out else request.mode
             lookups = [self._lookups.start(keys, mode) for keys in wanted]
+            until = time.monotonic() + _TIMEOUTS * self.library.settings.load_timeout_s
             positions, lag = self.engine.positions(
                 request.token_ids,
                 [(c.modality, c.grid, c.first, c.count) for c in request.chunks if c.needs_embeddings],
             )
             positions = positions + lag
             chunks = [
-                self._chunk(request, i, wanted, lookup, positions, (embeddings or {}).get(i), ruled_out)
+                self._chunk(request, i, wanted, lookup, positions, (embeddings or {}).get(i), ruled_out, until)
                 for i, lookup in enumerate(lookups)
             ]
             missing = [i for i, chunk in enumerate(chunks) if chunk.loading is None and chunk.lacks_embeddings]
@@ -246,9 +247,11 @@ class Linker:
         positions: Tensor,
         fresh: Tensor | None,
         ruled_out: OperatingPoint | None,
+        until: float,
     ) -> ChunkPlan:
+        """How a chunk is to be linked, known by `until` (`time.monotonic`) at the latest."""
         span, keys = request.chunks[index], wanted[index]
-        coming = lookup.is_coming(_TIMEOUTS * self.library.settings.load_timeout_s)
+        coming = lookup.is_coming(max(0.0, until - time.monotonic()))
         chunk = ChunkPlan(
             span=span,
             canonical_key=keys.canonical,

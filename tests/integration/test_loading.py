@@ -37,6 +37,8 @@ class GatedTier(WrappedTier):
         self.waiting: set[str] = set()
         self.failing: set[str] = set()
         self.absent: set[str] = set()
+        self.answers = threading.Event()  # whether it tells what it has
+        self.answers.set()
 
     def hold(self, *keys: str) -> list[threading.Event]:
         """Closed gates for the records with these keys."""
@@ -53,6 +55,7 @@ class GatedTier(WrappedTier):
         return None if name in self.absent else super().get(key)
 
     def contains(self, key: str) -> bool:
+        assert self.answers.wait(30)
         return not any(name in key for name in self.absent) and super().contains(key)
 
     def reads(self, name: str) -> int:
@@ -85,7 +88,7 @@ def reference(fp32: PrefillEngine, tmp_path_factory: pytest.TempPathFactory) -> 
 def tier(taught: Tier) -> Iterator[GatedTier]:
     tier = GatedTier(taught)
     yield tier
-    for gate in tier.gates.values():
+    for gate in (tier.answers, *tier.gates.values()):
         gate.set()
 
 
@@ -286,6 +289,16 @@ def test_a_load_that_takes_too_long_is_one_that_failed(cold, tier: GatedTier, re
     assert not linked.result.chunks[1].missed
     assert off_by(linked, reference) < 1e-4
     assert rig.library.stats().timeouts == 1
+
+
+def test_a_tier_that_does_not_answer_holds_a_plan_up_once_and_not_once_for_every_chunk(cold, tier: GatedTier):
+    rig = cold(load_timeout_s=0.5)
+    tier.answers.clear()
+    began = time.monotonic()
+    with pytest.raises(PixelsNeeded) as needed:
+        rig.linker.plan(asked(rig))
+    assert needed.value.chunks == (0, 1, 2)
+    assert 1.0 <= time.monotonic() - began < 1.5
 
 
 def test_pixels_are_asked_for_late_if_only_a_load_that_failed_could_have_spared_them(
