@@ -110,7 +110,7 @@ class Background:
         mode = plan.request.mode
         if policies.forms_patches(mode):
             of_use = not policies.uses_canonical_alone(mode)  # who asks like that would not look up what is compiled
-            self._ahead.offer(plan, missed=bool(chunks) and of_use)
+            self._ahead.offer(plan, missed=of_use and not all(chunk.reuses_kv for chunk in chunks))
 
     def forget(self, content: str, tenant: str) -> None:
         """A content was deleted: keep nothing more of links that brought it, and compile nothing."""

@@ -25,7 +25,6 @@ from prefill_workers.engine import PrefillEngine
 from prefill_workers.orbit import OrbitChunk, OrbitForming, Placed, arrange, set_kind
 from prefill_workers.patch_compiler import PatchJob
 from prefill_workers.plan import ChunkPlan, ChunkSpan, LinkPlan
-from prefill_workers.policies import OperatingPoint
 from prefill_workers.scratch import Pieces, Scratch
 from prefill_workers.sequence import Embedded, LinkSequence, complement
 
@@ -46,10 +45,10 @@ class Harvester:
         self._sent: OrderedDict[tuple[str, str], float] = OrderedDict()  # when, by key and owner of the patch
 
     def harvestable(self, plan: LinkPlan) -> list[ChunkPlan]:
-        """Chunks of a finished plan whose computed KV may be worth keeping: all of it must have been computed."""
+        """Chunks of a finished plan whose KV, if all of it was computed, or whose embeddings may be worth keeping."""
         if not policies.forms_patches(plan.request.mode):
             return []
-        return [c for c in plan.chunks if not c.reuses_kv]
+        return [c for c in plan.chunks if c.encoded or not c.reuses_kv]
 
     def forms_patch(self, plan: LinkPlan, chunk: ChunkPlan) -> bool:
         """Whether a computed chunk's KV is KV(B|A): not if some of A was linked without what its neighbours add."""
@@ -57,7 +56,9 @@ class Harvester:
         return all(c.outcome.operating_point.is_conditioned for c in before)
 
     def is_kept(self, plan: LinkPlan, chunk: ChunkPlan) -> bool:
-        """Whether a computed chunk has taught the library all it can: its canonical KV and its patch are stored."""
+        """Whether a chunk has taught the library all it can: its canonical KV and its patch are stored."""
+        if chunk.reuses_kv:
+            return True
         tenant, owner = plan.request.tenant, owner_of(plan.request.tenant, chunk.span.content)
         stored = not self.forms_patch(plan, chunk) or self.library.has("patch", chunk.patch_key, tenant)
         return stored and self.library.has("canonical", chunk.canonical_key, owner)
@@ -113,7 +114,7 @@ class Harvester:
 
     def keep_embeddings(self, plan: LinkPlan, chunk: ChunkPlan) -> None:
         """Store a freshly encoded chunk's embeddings, so that nobody encodes these pixels again."""
-        if chunk.outcome.operating_point is not OperatingPoint.ENCODED or chunk.embeddings is None:
+        if not chunk.encoded or chunk.embeddings is None:
             return
         fingerprint = self.engine.fingerprint
         self.library.put_embedding(

@@ -260,6 +260,7 @@ class Linker:
             outcome=ChunkOutcome(len(span), reasons.expected(request.mode), index, "stored KV is loading"),
             loading=lookup if coming else None,
             embeddings=fresh,
+            encoded=fresh is not None,
             ruled_out=ruled_out or self._without_sums(request.mode, index),
             weights_epoch=self._weights.epoch,
         )

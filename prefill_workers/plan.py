@@ -138,6 +138,7 @@ class ChunkPlan:
     outcome: ChunkOutcome
     loading: Lookup | None = None
     embeddings: Tensor | None = None  # [placeholders that carry one, hidden]
+    encoded: bool = False  # these were encoded for this request
     written: Arriving | None = None
     selected: tuple[Run, ...] = ()
     unmeasured: Found | None = None

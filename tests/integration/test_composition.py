@@ -135,6 +135,7 @@ def test_a_sum_without_stored_embeddings_takes_them_from_the_request(make_rig: C
     rig.linker.forget("local")  # the weights
     again = rig.link(SET)  # the rig encodes what the plan asks for
     assert again.points == SUMMED
+    assert rig.library.has("embedding", keys(rig).embedding, "local"), "nobody encodes these pixels again"
     torch.testing.assert_close(again.kv, measured.kv, rtol=1e-4, atol=1e-4)
 
 
