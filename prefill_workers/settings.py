@@ -128,6 +128,9 @@ class PrefillSettings(BaseModel):
     max_queue: int = Field(256, ge=1, description="Links that may wait for blocks; further ones are answered 429.")
     lease_seconds: float = Field(60.0, gt=0, description="How long linked KV waits for a decode engine to read it.")
     max_patch_queue: int = Field(64, ge=1, description="Deficits waiting to be compiled; further ones are dropped.")
+    max_patch_queue_bytes: int = Field(
+        1 << 30, ge=1, description="Memory of deficits waiting to be compiled; one may wait, however large."
+    )
     prefix_cache_bytes: int = Field(
         512 << 20,
         ge=0,

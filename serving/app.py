@@ -31,6 +31,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from serving.config import OrbitServeConfig, RoleSettings
+from serving.deficits import Deficits
 from serving.errors import RoleUnavailable
 from serving.fidelity_replica import FidelityReplica
 from serving.formed import FormedReplica, follow
@@ -98,15 +99,14 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
             for outcome in self._engine.require_self_check():
                 logger.info("self-check passed: %s (%s)", outcome.name, outcome.detail)
         self._library = Library(config.library, self._engine.fingerprint)
-        self._compiler, self._events = compiler, asyncio.get_running_loop()
-        self._compiling = self._patches_dropped = 0
-        self._max_compiling = settings.max_patch_queue
+        self._compiler = compiler
+        self._deficits = Deficits(self._compile, settings.max_patch_queue, settings.max_patch_queue_bytes)
         form = load_form(config.patch, self._library)
         linker = Linker(
             self._engine,
             self._library,
             form,
-            self._submit,
+            self._deficits.submit,
             self.watch_fidelity(settings.fidelity),
             config.compose_up_to,
             PrefixCache.of(self._engine, settings.prefix_cache_bytes),
@@ -129,23 +129,9 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
         self._planners = ThreadPoolExecutor(32, thread_name_prefix="plan")  # a plan waits for look-ups
         self._loop.start()
 
-    def _submit(self, job: PatchJob) -> None:
-        """Called on the loop's thread; a compiler that cannot keep up costs patches, never memory."""
-        if self._compiling >= self._max_compiling:
-            self._patches_dropped += 1
-            return
-        self._compiling += 1
-        asyncio.run_coroutine_threadsafe(self._compile(job), self._events)
-
     async def _compile(self, job: PatchJob) -> None:
-        try:
-            await answered(self._compiler.compile.remote(job))
-            self._log.add(job.entry)
-        except Exception as error:
-            self._patches_dropped += 1
-            logger.warning("patch %s was not formed: %s", job.key[:16], error)
-        finally:
-            self._compiling -= 1
+        await answered(self._compiler.compile.remote(job))
+        self._log.add(job.entry)
 
     async def prefetch(self, request: PrefetchRequest) -> list[str]:
         """Start loading what a prompt on its way will need; the images of which nothing is stored."""
@@ -201,8 +187,8 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
             "name": self._name,
             "loop": self._loop.stats(),
             "library": self._library.stats(),
-            "patches_queued": self._compiling,
-            "patches_dropped": self._patches_dropped,
+            "patches_queued": len(self._deficits),
+            "patches_dropped": self._deficits.dropped,
         }
 
     async def flush(self) -> None:
@@ -210,7 +196,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
         from prefill_workers.worker import drain
 
         await asyncio.to_thread(drain, self._loop)
-        while self._compiling:
+        while self._deficits:
             await asyncio.sleep(0.01)
         await asyncio.to_thread(self._library.flush)
 

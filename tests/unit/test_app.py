@@ -44,7 +44,7 @@ async def test_a_prefill_loop_that_has_ended_is_a_role_that_is_not_available():
 
 async def test_a_prefill_worker_whose_every_forward_fails_is_not_healthy():
     await prefill_worker(failing=2).check_health()
-    with pytest.raises(RuntimeError, match="last 3 forwards failed"):
+    with pytest.raises(RuntimeError, match="failed 3 times in a row"):
         await prefill_worker(failing=3).check_health()
 
 
