@@ -248,6 +248,10 @@ class PrefillEngine:
         """Store KV [layers, tokens, features] in `slots` [tokens]."""
         self._call("write_kv", kv, slots)
 
+    def finish_writes(self) -> None:
+        """Wait until what was written is there for others to read; a forward waits by itself."""
+        self._call("finish_writes")
+
     def read_kv(self, blocks: Sequence[int], start: int, count: int, layers: Sequence[int] | None = None) -> Tensor:
         """KV [layers, count, features] of `count` tokens that begin at index `start` of the sequence in `blocks`.
 

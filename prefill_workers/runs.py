@@ -12,6 +12,7 @@ attends, so one forward gives exactly what a full prefill would, with no kernel 
 | `forward_runs`     | one forward over several sequences' runs, all layers or the first    |
 | `attend_first`     | the first layer's KV of runs, and how some tokens attend there       |
 | `write_kv`         | a linked chunk into blocks, through the backend's own update op      |
+| `finish_writes`    | waits until what was written is there for others to read             |
 | `read_kv`          | a chunk's KV out of blocks, through the learned page layout          |
 | `encode`           | pixels to embeddings                                                 |
 | `poll_handoffs`    | leases that decode engines have read, or still wait for              |
@@ -163,8 +164,7 @@ class RunsExtension:
             last = batch.rows.lengths.cumsum(0)[list(logits)] - 1
             scores = runner.model.compute_logits(hidden[last.to(to)])  # by all ranks
         if scores is None or get_tensor_model_parallel_rank() != 0:
-            if to.type != "cpu":
-                torch.accelerator.synchronize()  # whoever is told of this KV may read it at once, past any stream
+            self.finish_writes()
             return None
         return scores.float().cpu()
 
@@ -359,6 +359,11 @@ class RunsExtension:
         mine = kv if self._share is None else kv[..., self._share]
         for layer, rows in enumerate(mine.to(self._device, non_blocking=True).unbind(0)):
             self._update(layer, rows, slots)
+
+    def finish_writes(self) -> None:
+        """Wait for the device: whoever is told of what was written may read it at once, past any stream."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
 
     @torch.inference_mode()
     def read_kv(self, blocks: Sequence[int], first: int, count: int, layers: Sequence[int] | None = None) -> Tensor:

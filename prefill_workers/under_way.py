@@ -77,9 +77,13 @@ class LinksUnderWay:
         self._jobs = sorted(self._jobs, key=self._due)
         self._jobs = [job for job in self._jobs if self._advance(job)]
         self._select()
-        if any(job.computes for job in self._jobs):
+        computes = any(job.computes for job in self._jobs)
+        if computes:
             self._forward()
-        return [job for job in self._jobs if job.plan.settled and not job.pending]
+        finished = [job for job in self._jobs if job.plan.settled and not job.pending]
+        if finished and not computes:  # they end with a chunk that was written
+            self._engine.finish_writes()
+        return finished
 
     def fail(self, job: LinkJob, error: Exception) -> None:
         """Tell whoever waits for a link that it ended so, and let go of what it holds."""
