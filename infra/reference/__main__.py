@@ -31,12 +31,15 @@ def main(arguments: Sequence[str]) -> None:
         options.add_argument("--items", type=int, default=500, help="evaluated per split (default: %(default)s)")
         options.add_argument("--threads", type=int, default=2, help="of the processor (default: %(default)s)")
         options.add_argument("--device", default="cpu", help="or a GPU, such as cuda or cuda:1 (default: %(default)s)")
+        if command is refine:
+            options.add_argument("--again", action="store_true", help="train further what was refined before")
     chosen = parser.parse_args(arguments)
 
     import torch
 
     torch.set_num_threads(chosen.threads)
-    for line in chosen.run(chosen.family, chosen.work, chosen.out, chosen.items, torch.device(chosen.device)):
+    more = {"again": chosen.again} if chosen.run is refine else {}
+    for line in chosen.run(chosen.family, chosen.work, chosen.out, chosen.items, torch.device(chosen.device), **more):
         print(json.dumps(line), flush=True)
 
 

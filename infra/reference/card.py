@@ -11,10 +11,10 @@ from typing import Any
 _TEMPLATE = (Path(__file__).parent / "card.md").read_text()
 _SCORES = "## Held-out questions"  # where the card's second part begins
 _REFINED = """\
-Then `python -m infra.reference refine {family} {options}` trained the language model for {steps} further steps,
+Then `python -m infra.reference refine {family}{again} {options}` trained the language model for {steps} further steps,
 {minutes:.0f} minutes by the clock on {machine}, over what the tower writes, embeddings and tower as they were:
 with pages beside whose things stand tally marks (`tally`), and with more questions about two things. Its lines in the
-curve say `refined`.
+curve say `refined`, and in which round.
 
 """
 
@@ -61,7 +61,12 @@ def refined_card(
     """The text of a refined model's card, whose card before was `before`; else as `card` has it."""
     last = [line for line in curve if "refined" in line][-1]
     refined = _REFINED.format(
-        family=family, steps=last["step"], minutes=last["seconds"] / 60, machine=machine.name, options=machine.options
+        family=family,
+        again=" --again" * (last["refined"] > 1),
+        steps=last["step"],
+        minutes=last["seconds"] / 60,
+        machine=machine.name,
+        options=machine.options,
     )
     template = _SCORES + _TEMPLATE.partition(_SCORES)[2]
     return before.partition(_SCORES)[0] + refined + template.format(**_scored(scores, items))

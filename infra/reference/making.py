@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,27 +178,36 @@ class Making(Model):
 
 @dataclass
 class Refining(Model):
-    """A model that was made, whose language model goes on with its embeddings and its tower as they are."""
+    """A model that was made, whose language model goes on with its embeddings and its tower as they are.
+
+    `round`: how often it will have been refined.
+    """
+
+    round: int
 
     @classmethod
-    def begin(cls, family: str, folder: Path, work: Path, device: torch.device = CPU) -> Refining:
+    def begin(cls, family: str, folder: Path, work: Path, device: torch.device = CPU, again: bool = False) -> Refining:
         """The model as `work` has it, or as it lies in `folder`.
 
-        Raises ValueError if what lies there was refined before.
+        Raises ValueError if what lies there was refined before, unless it is to be refined `again`.
         """
         kind = FAMILIES[family]
+        curve = json.loads((folder / CURVE).read_text())
+        rounds = max((int(line.get("refined", 0)) for line in curve), default=0)
+        number = rounds + 1 if again else max(rounds, 1)
+        file = work / f"{family}-refined-{number}.pt"
+        if number == rounds and not file.exists():
+            raise ValueError(f"{folder} was refined before; make it anew first, or refine it again")
         tokens = kind.recipe.tokenizer()
         model = kind.recipe.load(tokens, folder).to(device)
         found = cls(
             family, kind, tokens, model, kind.language(model), Words(tokens, kind.image, kind.cell_token),
-            work / f"{family}-refined.pt", None, Progress(curve=json.loads((folder / CURVE).read_text())),
+            file, None, Progress(curve=curve), number,
         )  # fmt: skip
-        if found.file.exists():
-            state = torch.load(found.file, weights_only=False, map_location=CPU)
+        if file.exists():
+            state = torch.load(file, weights_only=False, map_location=CPU)
             model.load_state_dict(state["model"])
             found.state, found.progress = state, Progress(**state["progress"])
-        elif any("refined" in line for line in found.progress.curve):
-            raise ValueError(f"{folder} was refined before; make it anew first")
         return found
 
     def train(self) -> Iterator[dict[str, Any]]:
@@ -211,10 +220,11 @@ class Refining(Model):
         for parameter in parameters:
             parameter.requires_grad_(True)
         codes = written_codes(self.tower(), self.kind)
+        settings = replace(REFINED, seed=REFINED.seed + self.round - 1)  # other pages than those of the rounds before
         for line in train(
-            self.language, codes, self.words, parameters, REFINING, REFINED, self.progress, self.keep, self.state
+            self.language, codes, self.words, parameters, REFINING, settings, self.progress, self.keep, self.state
         ):
-            self.progress.curve.append({"refined": True, **line})
+            self.progress.curve.append({"refined": self.round, **line})
             yield line
 
 
@@ -253,12 +263,14 @@ def make(family: str, work: Path, out: Path, count: int, device: torch.device = 
     (out / family / CARD).write_text(text)
 
 
-def refine(family: str, work: Path, out: Path, count: int, device: torch.device = CPU) -> Iterator[dict[str, Any]]:
+def refine(
+    family: str, work: Path, out: Path, count: int, device: torch.device = CPU, again: bool = False
+) -> Iterator[dict[str, Any]]:
     """Train the model that lies in `out` further, export and evaluate it; goes on from where `work` stands.
 
-    Yields what there is to say. Raises ValueError if the model was refined before.
+    Yields what there is to say. Raises ValueError if the model was refined before, unless it is to be refined `again`.
     """
-    refining = Refining.begin(family, out / family, work, device)
+    refining = Refining.begin(family, out / family, work, device, again)
     yield from refining.train()
     refining.export(out / family)
     scores: dict[str, float] = {}

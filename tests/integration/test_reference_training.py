@@ -1,5 +1,6 @@
 """Reference models that lie there are trained further: over what their tower writes, which stays as it is."""
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -45,6 +46,16 @@ def test_refining_leaves_tower_and_embeddings_alone_and_says_what_it_did(out):
     shutil.rmtree(out / "work")
     with pytest.raises(ValueError, match="refined before"):
         next(refine(FAMILY, out / "work", out, 4))
+
+
+def test_what_was_refined_is_refined_again_only_when_asked_to_and_on_other_pages(out):
+    first = list(refine(FAMILY, out / "work", out, 4))
+    assert [line["split"] for line in refine(FAMILY, out / "work", out, 4)] == list(Split), "this round is over"
+    second = list(refine(FAMILY, out / "work", out, 4, again=True))
+    assert first[0]["loss"] != second[0]["loss"]
+    curve = json.loads((out / FAMILY / making.CURVE).read_text())
+    assert [line["refined"] for line in curve if "refined" in line] == [1, 2]
+    assert f"refine {FAMILY} --again --threads" in (out / FAMILY / CARD).read_text()
 
 
 def test_a_training_that_was_cut_off_goes_on_from_where_it_stood(out):
