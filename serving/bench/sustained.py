@@ -4,6 +4,9 @@ LMCache issue 4663: there the gain of reuse decays to nothing within 60 to 90 su
 pushes out what they need. Here the library's bounds are set so low that they bind within the run. Requests are sent one
 at a time, so that what is stored and formed beside them has no pause to hide in; times are not of a queue.
 
+The memory of the service's processes is watched too: what no other process shares, by sixths of the run. It grows until
+the library's memory is full, which is early; `memory_last_over_third` says whether anything else grows behind it.
+
 A window of the same queries is asked in mode `off` before and after: what they would cost without reuse, and how far
 the machine has drifted meanwhile.
 """
@@ -12,17 +15,19 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from rich.console import Console
 
 from serving.bench import load_arms
 from serving.bench.harness import Arm, Benchmark, Outcome
+from serving.bench.servers import Server
 from serving.loadtest.client import Sample
 from serving.loadtest.workloads import Novel
 
@@ -33,6 +38,7 @@ _MIB = 1 << 20
 BOUNDS = {"memory_bytes": 192 * _MIB, "object_store_bytes": 128 * _MIB, "disk_bytes": 512 * _MIB}
 _QUICK_BOUNDS = {"memory_bytes": 2 * _MIB, "object_store_bytes": 1 * _MIB, "disk_bytes": 6 * _MIB}
 _POLL_SECONDS = 0.5
+_PARTS = 6  # of the run, by which memory is told
 
 
 def run(quick: bool, console: Console, model: Path | None = None, items: int | None = None) -> Outcome:
@@ -49,12 +55,13 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
         off = service.arm(WITHOUT, "OrbitServe, mode off", Novel(**asked), "files", mode="off")
         before = _times(load_arms.one_by_one(off, window, console, "before"))
         arm = service.arm(TENANT, "OrbitServe, mode auto, free order", Novel(**asked), "files", **ORBIT)
-        with library_watched(service.library, bounds) as shares:
+        with library_watched(service.library, bounds) as shares, memory_watched(service.server) as memory:
             samples = load_arms.one_by_one(arm, queries, console, "one at a time")
         after = _times(load_arms.one_by_one(off, window, console, "after"))
     times = _times(samples)
     hits = [(sample.cached_tokens or 0) / sample.prompt_tokens for sample in samples]
     starts = range(0, queries, window)
+    memory_mib = by_part(memory)
     return Outcome(
         load_arms.describe(
             Novel(**asked),
@@ -74,6 +81,7 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
             "last_over_best": last_over_best(times, window),
             "last_over_off": float(np.median(times[-window:]) / np.median(after)),
             "max_library_bytes_over_bound": max(shares.values()),
+            "memory_last_over_third": memory_mib[-1] / memory_mib[2],
         },
         {
             "median TTFT of a window, ms": {
@@ -83,6 +91,9 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
                 "auto": {str(start): float(np.mean(hits[start : start + window])) for start in starts}
             },
             "most bytes over bound": {"auto": dict(shares)},
+            "memory of the processes by sixths of the run, MiB": {
+                "auto": {str(part): mib for part, mib in enumerate(memory_mib, 1)}
+            },
         },
         axis="first query of the window",
     )
@@ -116,7 +127,6 @@ def library_watched(directory: Path, bounds: dict[str, int]) -> Iterator[dict[st
     from serving.launch import APPLICATION
 
     shares = dict.fromkeys(bounds, 0.0)
-    ended = threading.Event()
     worker = serve.get_deployment_handle("PrefillWorker", APPLICATION)
 
     def look() -> None:
@@ -129,6 +139,34 @@ def library_watched(directory: Path, bounds: dict[str, int]) -> Iterator[dict[st
         for name, found in taken.items():
             shares[name] = max(shares[name], found / bounds[name])
 
+    with _again_and_again(look):
+        yield shares
+    look()
+
+
+@contextmanager
+def memory_watched(server: Server) -> Iterator[list[float]]:
+    """Bytes that the server's processes share with no other, together, seen twice a second while the block runs."""
+    seen: list[float] = []
+
+    def look() -> None:
+        total = 0
+        for process in server.processes():
+            with suppress(psutil.NoSuchProcess):
+                memory = process.memory_info()
+                total += memory.rss - memory.shared
+        seen.append(total)
+
+    look()
+    with _again_and_again(look):
+        yield seen
+
+
+@contextmanager
+def _again_and_again(look: Callable[[], None]) -> Iterator[None]:
+    """Call it in a thread of its own while the block runs."""
+    ended = threading.Event()
+
     def watch() -> None:
         while not ended.wait(_POLL_SECONDS):
             look()
@@ -136,11 +174,15 @@ def library_watched(directory: Path, bounds: dict[str, int]) -> Iterator[dict[st
     with ThreadPoolExecutor(1) as pool:
         watching = pool.submit(watch)
         try:
-            yield shares
+            yield
         finally:
             ended.set()
         watching.result()
-    look()
+
+
+def by_part(seen: Sequence[float]) -> list[float]:
+    """Medians of the parts of the run, in MiB."""
+    return [float(np.median(part)) / _MIB for part in np.array_split(np.asarray(seen), _PARTS) if part.size]
 
 
 def bytes_below(directory: Path) -> int:

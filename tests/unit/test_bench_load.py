@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from serving.bench import load_arms, rates, sustained
 from serving.bench.load_arms import Runs
+from serving.bench.servers import Server
 from serving.loadtest.client import Endpoint, Sample
 from serving.loadtest.session import Subject
 from serving.loadtest.workloads import workload
@@ -92,3 +94,12 @@ def test_bytes_of_a_directory_are_those_of_all_files_in_it(tmp_path: Path):
     (tmp_path / "deep" / "two").write_bytes(b"4567")
     assert sustained.bytes_below(tmp_path) == 7
     assert sustained.bytes_below(tmp_path / "missing") == 0
+
+
+def test_memory_is_told_by_parts_of_the_run_and_only_what_is_not_shared():
+    assert sustained.by_part([number << 20 for number in range(12)]) == [0.5, 2.5, 4.5, 6.5, 8.5, 10.5]
+    this = psutil.Process()
+    server = Server("", "", lambda: None, processes=lambda: [this])
+    with sustained.memory_watched(server) as seen:
+        pass
+    assert 0 < seen[0] <= this.memory_info().rss
