@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -57,6 +58,8 @@ class TierStack:
         self._lock = threading.Lock()
         self._reading: dict[str, int] = {}
         self._late: set[str] = set()  # of these, what somebody gave up waiting for
+        self._patience = settings.load_timeout_s
+        self._asked: list[dict[object, float]] = [{} for _ in self.tiers]  # look-ups without an answer yet, since when
 
     @staticmethod
     def tiers_of(settings: LibrarySettings) -> list[Tier]:
@@ -174,13 +177,36 @@ class TierStack:
             paths = left(found)
             if not paths:
                 break
+            self._blame_silence(index)
             if self._breakers[index].open:
                 continue
             try:
-                found |= tier.stored(paths)
+                with self._asking(index):
+                    found |= tier.stored(paths)
             except TierUnavailable as error:
                 self._failed(index, error)
         return found
+
+    def _blame_silence(self, index: int) -> None:
+        """Counts look-ups that a tier has not answered in time against it, each once, whoever waits for them still."""
+        with self._lock:
+            asked, before = self._asked[index], time.monotonic() - self._patience
+            late = [look_up for look_up, since in asked.items() if since < before]
+            for look_up in late:
+                del asked[look_up]
+        for _ in late:
+            self._failed(index, TierUnavailable(f"{self.tiers[index].name}: no answer in time to what it holds"))
+
+    @contextmanager
+    def _asking(self, index: int) -> Iterator[None]:
+        look_up = object()
+        with self._lock:
+            self._asked[index][look_up] = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._asked[index].pop(look_up, None)
 
     def persisted(self, path: str) -> bool:
         """Whether the farthest tier has the path; False if there is none, or it does not answer."""

@@ -245,6 +245,17 @@ def test_a_tier_that_keeps_dawdling_is_left_alone_for_a_while(make_library: Make
     slow.release.set()
 
 
+def test_a_tier_that_does_not_tell_what_it_holds_is_left_alone_for_a_while(make_library: MakeLibrary) -> None:
+    silent = HeldTier(MemoryTier(), "contains")
+    library = make_library(silent, load_timeout_s=0.02, tier_failures=2, tier_cooldown_s=3600)
+    keys = [canonical(name).key for name in "abcdef"]
+    assert not any(library.has("canonical", key, "acme") for key in keys)
+    assert len(silent.calls) == 2
+    assert not library.stored("canonical", [(key, "acme") for key in keys]), "who waits without a limit neither"
+    assert library.stats().tier_errors == 2
+    silent.release.set()
+
+
 @pytest.mark.parametrize("one_at_a_time", [True, False])
 def test_a_tier_whose_blobs_drip_is_left_alone_for_a_while(make_library: MakeLibrary, one_at_a_time: bool) -> None:
     records, tier = [canonical(name) for name in "abcdef"], MemoryTier()
