@@ -5,6 +5,7 @@ from __future__ import annotations
 from serving.bench import (
     break_even,
     compile_trace,
+    conversations,
     cpu_kernels,
     handoff,
     idle,
@@ -51,6 +52,7 @@ _MODULES = (
     rates,
     sustained,
     one_shot,
+    conversations,
     weighing,
     fidelity,
 )
