@@ -5,7 +5,6 @@ from __future__ import annotations
 from serving.bench import (
     break_even,
     compile_trace,
-    conversations,
     cpu_kernels,
     handoff,
     idle,
@@ -52,7 +51,6 @@ _MODULES = (
     rates,
     sustained,
     one_shot,
-    conversations,
     weighing,
     fidelity,
 )

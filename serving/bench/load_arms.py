@@ -274,13 +274,15 @@ def median_e2e_ms(samples: Sequence[Sample]) -> float:
     return float("inf") if found is None else found["p50"]
 
 
-def harness_arm(name: str, description: str, runs: Mapping[str, Runs]) -> Arm:
+def harness_arm(arm: LoadArm, runs: Mapping[str, Runs]) -> Arm:
     """An arm as the harness reports it: times to first token, by rate."""
     times = {
         rate: [sample.ttft_ms for sample in pooled(turns) if sample.ok and sample.ttft_ms is not None]
         for rate, turns in runs.items()
     }
-    return Arm(name, f"{description}; time to first token", {rate: found for rate, found in times.items() if found})
+    return Arm(
+        arm.name, f"{arm.description}; time to first token", {rate: found for rate, found in times.items() if found}
+    )
 
 
 def tables(runs: Mapping[str, Mapping[str, Runs]]) -> dict[str, dict[str, dict[str, float]]]:
