@@ -6,8 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -180,11 +179,17 @@ class TierStack:
             self._blame_silence(index)
             if self._breakers[index].open:
                 continue
+            look_up, asked = object(), self._asked[index]
+            with self._lock:
+                asked[look_up] = time.monotonic()
             try:
-                with self._asking(index):
-                    found |= tier.stored(paths)
+                found |= tier.stored(paths)
             except TierUnavailable as error:
-                self._failed(index, error)
+                if look_up in asked:  # else it was late, and counted
+                    self._failed(index, error)
+            finally:
+                with self._lock:
+                    asked.pop(look_up, None)
         return found
 
     def _blame_silence(self, index: int) -> None:
@@ -196,17 +201,6 @@ class TierStack:
                 del asked[look_up]
         for _ in late:
             self._failed(index, TierUnavailable(f"{self.tiers[index].name}: no answer in time to what it holds"))
-
-    @contextmanager
-    def _asking(self, index: int) -> Iterator[None]:
-        look_up = object()
-        with self._lock:
-            self._asked[index][look_up] = time.monotonic()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._asked[index].pop(look_up, None)
 
     def persisted(self, path: str) -> bool:
         """Whether the farthest tier has the path; False if there is none, or it does not answer."""

@@ -110,7 +110,10 @@ class Background:
         mode = plan.request.mode
         if policies.forms_patches(mode):
             of_use = not policies.uses_canonical_alone(mode)  # who asks like that would not look up what is compiled
-            self._ahead.offer(plan, missed=of_use and not all(chunk.reuses_kv for chunk in chunks))
+            self._ahead.offer(plan, missed=bool(chunks) and of_use)
+            for chunk in plan.chunks:
+                if chunk.reuses_kv:  # others' are kept with their KV
+                    self._harvester.keep_embeddings(plan, chunk)
 
     def forget(self, content: str, tenant: str) -> None:
         """A content was deleted: keep nothing more of links that brought it, and compile nothing."""

@@ -71,7 +71,7 @@ class BlockPool:
         return any(lease.readers > 0 for lease in self._leases.values())
 
     def waits_for_readers(self, lease_id: str) -> bool:
-        """Whether some decode sequence has yet to pull this lease's blocks: nobody else can free them."""
+        """Whether some decode sequence has yet to pull this lease's blocks: others' letting go frees none."""
         lease = self._leases.get(lease_id)
         return lease is not None and lease.readers > 0
 

@@ -45,10 +45,10 @@ class Harvester:
         self._sent: OrderedDict[tuple[str, str], float] = OrderedDict()  # when, by key and owner of the patch
 
     def harvestable(self, plan: LinkPlan) -> list[ChunkPlan]:
-        """Chunks of a finished plan whose KV, if all of it was computed, or whose embeddings may be worth keeping."""
+        """Chunks of a finished plan whose computed KV may be worth keeping: all of it must have been computed."""
         if not policies.forms_patches(plan.request.mode):
             return []
-        return [c for c in plan.chunks if c.encoded or not c.reuses_kv]
+        return [c for c in plan.chunks if not c.reuses_kv]
 
     def forms_patch(self, plan: LinkPlan, chunk: ChunkPlan) -> bool:
         """Whether a computed chunk's KV is KV(B|A): not if some of A was linked without what its neighbours add."""
@@ -56,9 +56,7 @@ class Harvester:
         return all(c.outcome.operating_point.is_conditioned for c in before)
 
     def is_kept(self, plan: LinkPlan, chunk: ChunkPlan) -> bool:
-        """Whether a chunk has taught the library all it can: its canonical KV and its patch are stored."""
-        if chunk.reuses_kv:
-            return True
+        """Whether a computed chunk has taught the library all it can: its canonical KV and its patch are stored."""
         tenant, owner = plan.request.tenant, owner_of(plan.request.tenant, chunk.span.content)
         stored = not self.forms_patch(plan, chunk) or self.library.has("patch", chunk.patch_key, tenant)
         return stored and self.library.has("canonical", chunk.canonical_key, owner)

@@ -3,7 +3,7 @@
 | call       | thread          | what it does                                                                         |
 |------------|-----------------|--------------------------------------------------------------------------------------|
 | `prefetch` | any             | starts loading what a prompt on its way will need                                    |
-| `plan`     | any             | starts all look-ups, waits until it is known which chunks miss, not for KV that loads |
+| `plan`     | any             | starts all look-ups, waits until it is known which chunks miss, not for KV           |
 | `advance`  | the engine's    | writes what the prefix cache has; relocates, patches and writes every chunk whose    |
 |            |                 | load has ended (kamera.md eq. 1)                                                     |
 | `select`   | the engine's    | cacheblend: chooses which tokens of chunks with stored KV are computed all the same; |

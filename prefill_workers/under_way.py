@@ -43,7 +43,7 @@ class LinksUnderWay:
 
     Attributes:
         forwards, by_layer, partial, tokens: see `worker.LoopStats`.
-        failing: forwards, writes and choices that failed since the last forward that did not.
+        failing: turns in which the engine failed, since the last forward that did not.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class LinksUnderWay:
 
     def turn(self) -> list[LinkJob]:
         """Place what has been loaded, choose tokens, and run one forward; the links that are finished, still held."""
+        failed_before = self.failing
         self._jobs = sorted(self._jobs, key=self._due)
         self._jobs = [job for job in self._jobs if self._advance(job)]
         self._select()
@@ -82,7 +83,20 @@ class LinksUnderWay:
             self._forward()
         finished = [job for job in self._jobs if job.plan.settled and not job.pending]
         if finished and not computes:  # they end with a chunk that was written
+            finished = self._written(finished)
+        self.failing = min(self.failing, failed_before + 1)  # what fails several links is one failure
+        return finished
+
+    def _written(self, finished: list[LinkJob]) -> list[LinkJob]:
+        """The same links, when others can read what was written for them; none if the device failed."""
+        try:
             self._engine.finish_writes()
+        except Exception as error:
+            self.failing += 1
+            for job in finished:
+                self.fail(job, error)
+            self.remove(finished)
+            return []
         return finished
 
     def fail(self, job: LinkJob, error: Exception) -> None:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FAILED_FORWARDS = 3  # one after another, of different requests: then it is not they
+_FAILURES = 3  # of the engine, one after another: then it is hardly the requests
 _THREADS = 32  # of an ingress: images, documents, files and vector stores
 _CLOSE_SECONDS = 5.0  # for the access log's last lines
 
@@ -209,7 +209,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
         """Raises when the loop's thread died, or the engine answers no forward any more (a GPU's lost context)."""
         if not self._loop.alive():
             raise RuntimeError("the prefill loop has ended")
-        if self._loop.failing >= _FAILED_FORWARDS:
+        if self._loop.failing >= _FAILURES:
             raise RuntimeError(f"the engine failed {self._loop.failing} times in a row")
 
     def __del__(self) -> None:

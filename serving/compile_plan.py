@@ -289,7 +289,6 @@ def _add_pairs(candidates: _Candidates, request: LoggedRequest, order: Sequence[
         alone = (Wanted(scope, False, (chunk.content,)), (chunk,), tokens)
         behind = [(Wanted(scope, False, (b.content, chunk.content)), (b, chunk), tokens) for b in before]
         value = (terms.compute - terms.place) * chunk.tokens
-        if composed:  # one look at the first layers weighs all of them: what the first of them takes is not taken again
-            weighed = order[: place + 1] if place == 2 else order[place : place + 1]
-            value -= terms.first_layers * terms.compute * sum(other.tokens for other in weighed)
+        if composed:  # as if it were the only one: whether others, weighed in the same look, are chosen is not known
+            value -= terms.first_layers * terms.compute * sum(other.tokens for other in order[: place + 1])
         candidates.demand(request.weight * value, behind if place == 1 else [alone, *behind])

@@ -212,12 +212,12 @@ class Planner:
         layout, form = outline(self.model), self.form
         weighable = form.first_layer(layout.layers) <= MEASURED_LAYER
         # Attention alone takes half as long as the two layers' forward (benchmark `weighing`).
-        weighed = MEASURED_LAYER + 1 if self.config.weigh_by is Weighing.KV else 1
+        layers = MEASURED_LAYER + 1 if self.config.weigh_by is Weighing.KV else 1
         return Terms(
             compute=self.costs.compute,
             place=self.costs.place,
             patch_bytes=lambda tokens: form.footprint(tokens, layout, self.model.dtype).own,
-            first_layers=min(1.0, weighed / layout.layers),
+            first_layers=min(1.0, layers / layout.layers),
             compose_up_to=self.config.compose_up_to if weighable else 0,
             longest=self.model.max_model_len,
             min_uses=self.choice.min_uses,

@@ -34,7 +34,7 @@ _BY_PLACE = re.compile(  # in text whose runs of white space are single spaces: 
     rf"|\b{_UNIT} ?(?:no\.?|number|\#)? ?{_NUMBER}\b"  # page #3
     rf"|\bthe {_ORDINAL}(?: {_NUMBER})?(?: (?:and|or|of|in|to|with|from|is|are|shows?|says?)\b| ?(?:[,.;:?!]|$))"
     rf"|\b{_SIDE} (?:{_UNIT}|ones?)\b"  # the left picture, the right one
-    rf"|\b(?:{_UNIT}|ones?) (?:(?:on|at|to) the {_SIDE}|above|below|before|after)\b"
+    rf"|\b(?:{_UNIT}|ones?) (?:(?:in|on|at|to) (?:the|its) {_SIDE}|above|below)\b"
     r"|\b(?:former|latter|respectively|chronological(?:ly)?)\b"
     r"|\bin (?:this|that|the given|the same|which)? ?(?:order\b(?! to\b)|sequence\b)",
     re.IGNORECASE,

@@ -4,8 +4,9 @@ LMCache issue 4663: there the gain of reuse decays to nothing within 60 to 90 su
 pushes out what they need. Here the library's bounds are set so low that they bind within the run. Requests are sent one
 at a time, so that what is stored and formed beside them has no pause to hide in; times are not of a queue.
 
-The memory of the service's processes is watched too: what no other process shares, by sixths of the run. It grows until
-the library's memory is full, which is early; `memory_last_over_third` says whether anything else grows behind it.
+The memory of the service's processes is watched too, without files and shared memory, by sixths of the run. It grows
+until the library's memory is full, which is early; `memory_end_over_middle`, the last sixth over the third, says whether
+anything else grows behind it.
 
 A window of the same queries is asked in mode `off` before and after: what they would cost without reuse, and how far
 the machine has drifted meanwhile.
@@ -81,7 +82,7 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
             "last_over_best": last_over_best(times, window),
             "last_over_off": float(np.median(times[-window:]) / np.median(after)),
             "max_library_bytes_over_bound": max(shares.values()),
-            "memory_last_over_third": memory_mib[-1] / memory_mib[2],
+            **({"memory_end_over_middle": memory_mib[-1] / memory_mib[2]} if memory_mib else {}),
         },
         {
             "median TTFT of a window, ms": {
@@ -146,7 +147,7 @@ def library_watched(directory: Path, bounds: dict[str, int]) -> Iterator[dict[st
 
 @contextmanager
 def memory_watched(server: Server) -> Iterator[list[float]]:
-    """Bytes that the server's processes share with no other, together, seen twice a second while the block runs."""
+    """Bytes of the server's processes, without files and shared memory, seen twice a second while the block runs."""
     seen: list[float] = []
 
     def look() -> None:
@@ -181,8 +182,10 @@ def _again_and_again(look: Callable[[], None]) -> Iterator[None]:
 
 
 def by_part(seen: Sequence[float]) -> list[float]:
-    """Medians of the parts of the run, in MiB."""
-    return [float(np.median(part)) / _MIB for part in np.array_split(np.asarray(seen), _PARTS) if part.size]
+    """Medians of the parts of the run, in MiB; none if it was too short to tell."""
+    if len(seen) < _PARTS:
+        return []
+    return [float(np.median(part)) / _MIB for part in np.array_split(np.asarray(seen), _PARTS)]
 
 
 def bytes_below(directory: Path) -> int:

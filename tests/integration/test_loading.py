@@ -298,7 +298,7 @@ def test_a_tier_that_does_not_answer_holds_a_plan_up_once_and_not_once_for_every
     with pytest.raises(PixelsNeeded) as needed:
         rig.linker.plan(asked(rig))
     assert needed.value.chunks == (0, 1, 2)
-    assert 1.0 <= time.monotonic() - began < 1.5
+    assert 1.0 <= time.monotonic() - began < 2.5
 
 
 def test_pixels_are_asked_for_late_if_only_a_load_that_failed_could_have_spared_them(

@@ -98,6 +98,7 @@ def test_bytes_of_a_directory_are_those_of_all_files_in_it(tmp_path: Path):
 
 def test_memory_is_told_by_parts_of_the_run_and_only_what_is_not_shared():
     assert sustained.by_part([number << 20 for number in range(12)]) == [0.5, 2.5, 4.5, 6.5, 8.5, 10.5]
+    assert sustained.by_part([1, 2, 3]) == []
     this = psutil.Process()
     server = Server("", "", lambda: None, processes=lambda: [this])
     with sustained.memory_watched(server) as seen:

@@ -64,17 +64,3 @@ async def test_one_that_cannot_be_formed_is_dropped_and_gives_its_place_back():
         deficits.submit(job(10, key))
         await until_empty(deficits)
     assert (compiler.formed, deficits.dropped) == (["right"], 1)
-
-
-async def test_it_counts_right_from_many_threads():
-    compiler = Compiler()
-    compiler.go_on.set()
-    deficits = Deficits(compiler.compile, 1 << 20, 1 << 40)
-
-    def send() -> None:
-        for _ in range(200):
-            deficits.submit(job(1))
-
-    await asyncio.gather(*(asyncio.to_thread(send) for _ in range(8)))
-    await until_empty(deficits)
-    assert len(compiler.formed) == 1600

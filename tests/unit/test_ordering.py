@@ -91,6 +91,7 @@ def test_only_the_parts_that_trade_places_move():
         "Does the leftmost chart agree with the lower figure?",
         "Does the image above show what the one below shows?",
         "What differs between the first two?",
+        "Describe the picture in the top left and the image to its right.",
     ],
 )
 def test_words_that_name_chunks_by_their_place_are_found(text: str):
@@ -105,6 +106,7 @@ def test_words_that_name_chunks_by_their_place_are_found(text: str):
         "In order to answer, read the documents.",
         "Which page mentions the contract? Does any image a user sent show it?",
         "What does the contract say first?",
+        "Which documents after 2019 mention it?",
         "What does the contract of the last two years say at the top, on the left?",
         "In  order \n to answer",
         "",
