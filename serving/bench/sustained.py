@@ -5,8 +5,8 @@ pushes out what they need. Here the library's bounds are set so low that they bi
 at a time, so that what is stored and formed beside them has no pause to hide in; times are not of a queue.
 
 The memory of the service's processes is watched too, without files and shared memory, by sixths of the run. It grows
-until the library's memory is full, which is early; `memory_end_over_middle`, the last sixth over the third, says whether
-anything else grows behind it.
+until the library's memory is full, which is early; `memory_end_over_middle`, the last sixth over the third, says
+whether anything else grows behind it.
 
 A window of the same queries is asked in mode `off` before and after: what they would cost without reuse, and how far
 the machine has drifted meanwhile.
