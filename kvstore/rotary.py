@@ -88,3 +88,16 @@ def rotate(x: Tensor, delta: int | float, scheme: RotaryScheme, out: Tensor | No
 def rotate_(x: Tensor, delta: int | float, scheme: RotaryScheme) -> Tensor:
     """`rotate` in place."""
     return rotate(x, delta, scheme, out=x)
+
+
+def turns_evenly(table: Tensor, frequencies: Tensor) -> bool:
+    """Whether a table [positions, rotary_dim] of cosines and then sines turns by a fixed angle per position.
+
+    It may be multiplied by a constant, and is rounded to its dtype, its angles to fp32. `frequencies`: radians per
+    position, fp64.
+    """
+    scale = float(table[0, 0])  # cos(0)
+    angles = torch.arange(len(table), dtype=torch.float64)[:, None] * frequencies
+    exact = scale * torch.cat((angles.cos(), angles.sin()), dim=-1)
+    allowed = abs(scale) * (torch.finfo(table.dtype).eps + 2 * angles.abs().max() * 2.0**-24)
+    return table.shape == exact.shape and bool((table.double() - exact).abs().max() <= allowed)

@@ -31,6 +31,15 @@ def paid(queries: Tensor, keys: Tensor, first: int, scale: float) -> Iterator[Te
         first += len(part)
 
 
+def attended(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """What tokens from a sequence's first on attend to, [tokens, heads · queries of a head · width] fp32.
+
+    `values`: [stored, heads, width] fp32; the others as for `paid`.
+    """
+    parts = [torch.einsum("kgnl,lkd->nkgd", part, values) for part in paid(queries, keys, 0, scale)]
+    return torch.cat(parts).flatten(1)
+
+
 def paid_to(others: Sequence[Run], queries: Tensor, keys: Tensor, first: int, scale: float) -> Tensor:
     """`composing.attention_shares` of stretches of stored tokens, [2, others, tokens]; arguments else as for `paid`."""
     member = keys.new_zeros(len(keys), len(others))

@@ -38,7 +38,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from infra import openmp
 from kvstore.layout import Layout
-from prefill_workers.attention import paid, paid_to
+from kvstore.rotary import turns_evenly
+from prefill_workers.attention import attended, paid_to
 from prefill_workers.batch import Attending, Rows, RunBatch
 from prefill_workers.pages import Pages, learnt
 
@@ -229,8 +230,7 @@ class RunsExtension:
         ((queries, output),) = seen
         size = self._group.kv_cache_spec.block_size
         keys, values = self._first_kv((batch.slots[::size] // size).tolist(), len(batch.slots))
-        attended = [torch.einsum("kgnl,lkd->nkgd", part, values) for part in paid(queries, keys, 0, self._scale)]
-        told, output = torch.cat(attended).flatten(1), output.float().flatten(1)
+        told, output = attended(queries, keys, values, self._scale), output.float().flatten(1)
         return float((told - output).abs().max() / output.abs().max())
 
     def _first_kv(self, blocks: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
@@ -529,13 +529,7 @@ class RunsExtension:
         factors = getattr(rotary, "scaling_factors", None) or [1.0]
         argument = getattr(rotary, "scaling_factor", None) or rotary.base
         frequencies = rotary._compute_inv_freq(argument).double().cpu() / factors[0]
-        table = rotary.cos_sin_cache.double().cpu()
-        scale = float(table[0, 0])  # cos(0)
-        angles = torch.arange(len(table), dtype=torch.float64)[:, None] * frequencies
-        exact = scale * torch.cat((angles.cos(), angles.sin()), dim=-1)
-        rounding = torch.finfo(rotary.cos_sin_cache.dtype).eps
-        allowed = abs(scale) * (rounding + 2 * angles.abs().max() * 2.0**-24)
-        if len(factors) != 1 or table.shape != exact.shape or float((table - exact).abs().max()) > allowed:
+        if len(factors) != 1 or not turns_evenly(rotary.cos_sin_cache.cpu(), frequencies):
             raise UnsupportedEngine(
                 f"{type(rotary).__name__} does not turn keys by a fixed angle per position: chunks cannot be relocated"
             )

@@ -29,7 +29,7 @@ from infra.checkpoints import checkpoint_path
 from serving.bench.engine_process import engine_process, forward_ms
 from serving.bench.harness import Arm, Benchmark, Outcome
 from serving.bench.load_arms import QUICK_CHECKPOINT, settle
-from serving.bench.servers import bench_config
+from serving.bench.servers import bench_config, tree
 from serving.bench.ttft import CHECKPOINT
 from serving.launch import application
 
@@ -51,7 +51,7 @@ def run(quick: bool, console: Console) -> Outcome:
     checkpoint, turns, seconds = (QUICK_CHECKPOINT, 2, 0.5) if quick else (CHECKPOINT, 6, 3.0)
     with engine_process("prefill", checkpoint, TOKENS, {}) as engine, tempfile.TemporaryDirectory() as root:
         alone = _forwards(engine, turns // 2, seconds)
-        before = {process.pid for process in psutil.Process().children(recursive=True)}
+        before = tree(psutil.Process())
         with application(bench_config(checkpoint_path(checkpoint), Path(root)), console):
             settle()
             time.sleep(_REST_SECONDS)
@@ -72,7 +72,7 @@ def _forwards(engine: Connection, turns: int, seconds: float) -> list[float]:
     return [forward_ms({"it": (engine, TOKENS)}, seconds)["it"] for _ in range(turns)]
 
 
-def _rates(others: set[int], seconds: float) -> dict[str, dict[str, float]]:
+def _rates(others: set[psutil.Process], seconds: float) -> dict[str, dict[str, float]]:
     """What every process below this one but `others` uses a second, the most first; those of one name together."""
     before, began = _usage(others), time.monotonic()
     time.sleep(seconds)
@@ -86,13 +86,12 @@ def _rates(others: set[int], seconds: float) -> dict[str, dict[str, float]]:
     return dict(sorted(found.items(), key=lambda item: -item[1]["wakes a second"]))
 
 
-def _usage(others: set[int]) -> Mapping[int, Usage]:
+def _usage(others: set[psutil.Process]) -> Mapping[int, Usage]:
     found = {}
-    for process in psutil.Process().children(recursive=True):
-        if process.pid not in others:
-            with suppress(psutil.Error, OSError):
-                times = process.cpu_times()
-                found[process.pid] = Usage(_name(process), times.user + times.system, _wakes(process.pid))
+    for process in tree(psutil.Process()) - others:
+        with suppress(psutil.Error, OSError):
+            times = process.cpu_times()
+            found[process.pid] = Usage(_name(process), times.user + times.system, _wakes(process.pid))
     return found
 
 

@@ -58,7 +58,7 @@ def test_self_check_refuses_an_engine_whose_partial_forward_does_not_end(
 def test_self_check_refuses_an_engine_that_tells_another_attention_than_it_pays(
     fp32: PrefillEngine, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("prefill_workers.runs.paid", lambda queries, *others: paid(1.1 * queries, *others))
+    monkeypatch.setattr("prefill_workers.attention.paid", lambda queries, *others: paid(1.1 * queries, *others))
     with pytest.raises(SelfCheckError, match="attention told equals the first layer's attention"):
         fp32.require_self_check()
 
