@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from prefill_workers.settings import COMPOSE_UP_TO, PrefillSettings
-from serving.bench.placement import NOTHING, HitRate, optimum, replay, trace
+from serving.bench.placement import NOTHING, UNBOUNDED_PARTS, HitRate, optimum, replay, trace
 
 PAIRS, PLAIN = (PrefillSettings().compile_limits(up_to) for up_to in (COMPOSE_UP_TO, 0))
 
@@ -37,6 +39,16 @@ def test_placement_lies_between_arrival_and_the_optimum(retrieved: int):
     assert arrival.again is not None
     assert placed.again is not None
     assert arrival.again < placed.again < 1
+
+
+def test_without_bounds_placement_comes_to_the_optimum():
+    requests = trace(40, 5, 150)
+    bounded, unbounded = (
+        replay(requests, PrefillSettings(part_forwards=parts).compile_limits(0), placed=True, budget=budget)
+        for parts, budget in ((0, 50), (UNBOUNDED_PARTS, sys.maxsize))
+    )
+    assert bounded.of_all < 0.8 * unbounded.of_all
+    assert unbounded.of_all == optimum(requests).of_all
 
 
 def test_an_order_comes_again_where_all_before_a_chunk_stood_as_they_do():
