@@ -69,7 +69,7 @@ class CompileAhead:
         self._known = KnownChunks(_KNOWN_CHUNKS)
         self._budget = ComputeBudget(limits.share, clock=clock)
         self._job: CompileJob[OrbitForming] | None = None
-        self._forming: OrbitForming | None = None
+        self._forming: OrbitForming | None = None  # of the job, if it runs orders and has begun to
         self._fresh = False  # whether the job has been taken up and has not done a step yet
         self._step: Piecework[tuple[int, int]] | None = None  # of the job, while it uses the scratch blocks
         self._forwards, self._given_up = Counter[str](), Counter[str]()
@@ -159,11 +159,6 @@ class CompileAhead:
         reason = self._to_give_up(job)
         if reason is not None:
             self._given_up[reason] += 1
-        elif job.kind is not JobKind.orders:
-            self._forming = job.item
-        elif self._harvester.lacks_set(job.item):
-            self._forming = self._harvester.ready(job.item)
-        if self._forming is None:
             self._end()
 
     def _go_on(self, job: CompileJob[OrbitForming]) -> None:
@@ -212,17 +207,18 @@ class CompileAhead:
     def _take(self, job: CompileJob[OrbitForming]) -> Pieces[tuple[int, int]]:
         """Take the job's next step: how many orders, parts or pairs were run, and over how many tokens; none if it was
         a look at what is stored."""
-        assert self._forming is not None
         fits, tokens, ran = job.longest() <= self._scratch.tokens, job.step_tokens(), 0
         if job.kind is JobKind.orders:
-            if fits:
+            if fits and self._forming is None:
+                self._forming = yield from self._harvester.lacking(job.item)
+            if fits and self._forming is not None:
                 ran = int((yield from self._harvester.orbit_step(self._forming, self._scratch)))
             job.forwards = job.forwards - 1 if ran else 0
             return ran, tokens
         step = job.steps.pop(0)
         if fits and job.pairs:
-            ran, tokens = yield from self._harvester.pairs_step(self._forming, step, job.forwards, self._scratch)
+            ran, tokens = yield from self._harvester.pairs_step(job.item, step, job.forwards, self._scratch)
         elif fits:
-            ran = int((yield from self._harvester.part_step(self._forming, step, self._scratch)))
+            ran = int((yield from self._harvester.part_step(job.item, step, self._scratch)))
         job.forwards -= ran
         return ran, tokens

@@ -230,11 +230,11 @@ class Background:
         """Harvest one chunk. The first piece reads what lies in the link's blocks, and lets go of them."""
         try:
             self._harvester.keep_embeddings(item.plan, item.chunk)  # they may be missing where all else is stored
-            if self._harvester.is_kept(item.plan, item.chunk):
-                return
             conditioned = self._harvester.conditioned(item.plan, item.chunk)
         finally:
             self._pool.unhold(item.lease)
+        if (yield from self._harvester.is_kept(item.plan, item.chunk)):
+            return
         if len(item.chunk.span) > self._scratch.tokens:
             logger.info("a chunk of %d tokens is too long for a background forward; not kept", len(item.chunk.span))
             return

@@ -1,7 +1,7 @@
 """Harvest: what a forward computed for chunks becomes canonical KV, deficits and orbit patches, off the request path.
 
 The prefill loop calls it when no link waits (see `background`); every method that computes runs on the engine's thread,
-and goes on in pieces (see `scratch`).
+and goes on in pieces (see `scratch`). The library is asked by other threads meanwhile.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from torch import Tensor
 
 from kvstore.chunk import antecedent_key, embedding_key, owner_of
-from kvstore.format import CanonicalRecord, EmbeddingRecord
+from kvstore.format import CanonicalRecord, EmbeddingRecord, RecordKind
 from kvstore.index import prefix_key
 from kvstore.library import Library
 from kvstore.patch import PatchKind, deficit, relocate
@@ -25,9 +26,10 @@ from prefill_workers.engine import PrefillEngine
 from prefill_workers.orbit import OrbitChunk, OrbitForming, Placed, arrange, set_kind
 from prefill_workers.patch_compiler import PatchJob
 from prefill_workers.plan import ChunkPlan, ChunkSpan, LinkPlan
-from prefill_workers.scratch import Pieces, Scratch
+from prefill_workers.scratch import Pieces, Scratch, aside
 from prefill_workers.sequence import Embedded, LinkSequence, complement
 
+_ASKING_THREADS = 2  # work that was given up may still keep one of them waiting
 _SENT_SECONDS = 60.0  # after which a patch that is not stored has been dropped, or deleted
 
 
@@ -41,6 +43,7 @@ class Harvester:
         self.library = library
         self.form = form
         self._submit_patch = submit_patch
+        self._asking = ThreadPoolExecutor(_ASKING_THREADS, thread_name_prefix="harvest-ask")
         self._dtype = str(engine.dtype).removeprefix("torch.")
         self._sent: OrderedDict[tuple[str, str], float] = OrderedDict()  # when, by key and owner of the patch
 
@@ -55,11 +58,12 @@ class Harvester:
         before = plan.chunks[: plan.chunks.index(chunk)]
         return all(c.outcome.operating_point.is_conditioned for c in before)
 
-    def is_kept(self, plan: LinkPlan, chunk: ChunkPlan) -> bool:
+    def is_kept(self, plan: LinkPlan, chunk: ChunkPlan) -> Pieces[bool]:
         """Whether a computed chunk has taught the library all it can: its canonical KV and its patch are stored."""
         tenant, owner = plan.request.tenant, owner_of(plan.request.tenant, chunk.span.content)
-        stored = not self.forms_patch(plan, chunk) or self.library.has("patch", chunk.patch_key, tenant)
-        return stored and self.library.has("canonical", chunk.canonical_key, owner)
+        if self.forms_patch(plan, chunk) and not (yield from self._has("patch", chunk.patch_key, tenant)):
+            return False
+        return (yield from self._has("canonical", chunk.canonical_key, owner))
 
     def conditioned(self, plan: LinkPlan, chunk: ChunkPlan) -> Tensor:
         """KV(B|A) of a computed chunk, moved to the canonical frame: [layers, tokens, features]."""
@@ -69,7 +73,7 @@ class Harvester:
     def canonical(self, plan: LinkPlan, chunk: ChunkPlan, scratch: Scratch) -> Pieces[CanonicalRecord]:
         """KV(B|∅) of a chunk: from the library, or computed alone and stored."""
         tenant = owner_of(plan.request.tenant, chunk.span.content)
-        stored = self.library.get_canonical(chunk.canonical_key, tenant)
+        stored = yield from self._canonical(chunk.canonical_key, tenant)
         if stored is not None:
             return stored
         lone = self.lone(plan, chunk, scratch.blocks)
@@ -201,33 +205,35 @@ class Harvester:
         )
         return OrbitForming(request.prefix, chunks, request.tenant)
 
-    def ready(self, forming: OrbitForming) -> OrbitForming | None:
+    def ready(self, forming: OrbitForming) -> Pieces[OrbitForming | None]:
         """The same with all embeddings; None when some are missing."""
-        chunks = [self._embedded(chunk, forming.tenant) for chunk in forming.chunks]
-        found = tuple(chunk for chunk in chunks if chunk is not None)
-        return OrbitForming(forming.prefix, found, forming.tenant) if len(found) == len(chunks) else None
+        found: list[OrbitChunk] = []
+        for chunk in forming.chunks:
+            embedded = yield from self._embedded(chunk, forming.tenant)
+            if embedded is None:
+                return None
+            found.append(embedded)
+        return OrbitForming(forming.prefix, tuple(found), forming.tenant)
 
-    def _embedded(self, chunk: OrbitChunk, tenant: str) -> OrbitChunk | None:
+    def _embedded(self, chunk: OrbitChunk, tenant: str) -> Pieces[OrbitChunk | None]:
         """The chunk with its embeddings, if it needs any; None when they are missing."""
         if not chunk.needs_embeddings or chunk.embeddings is not None:
             return chunk
         key = embedding_key(self.engine.fingerprint, chunk.content)
-        stored = self.library.get_embedding(key, owner_of(tenant, chunk.content))
+        owner = owner_of(tenant, chunk.content)
+        stored = yield from aside(self._asking, self.library.get_embedding, key, owner)
         return None if stored is None else replace(chunk, embeddings=stored.embeddings)
 
-    def forming(self, plan: LinkPlan) -> OrbitForming | None:
-        """The orders of a plan's chunks, which must be different ones; None when embeddings are missing."""
-        return self.ready(self.unready(plan))
-
-    def lacks_set(self, forming: OrbitForming) -> bool:
-        """Whether the set's orbit patches are to be formed: not if the patch behind all of it is stored."""
+    def lacking(self, forming: OrbitForming) -> Pieces[OrbitForming | None]:
+        """The set's orders, `ready` to be run; None if the patch behind all of it is stored, or embeddings are not."""
         keys = [chunk.key for chunk in forming.chunks]
         if len(keys) < 2 or len(set(keys)) < len(keys):
-            return False
+            return None
         behind = antecedent_key(forming.prefix, keys[:-1], ordered=False)
         whole_set = self.form.key(keys[-1], behind, set_kind(len(keys) - 1))
         owner = _set_owner(forming.tenant, forming.prefix, *(chunk.content for chunk in forming.chunks))
-        return self.library.get_patch(whole_set, owner) is None
+        stored = yield from aside(self._asking, self.library.get_patch, whole_set, owner)
+        return (yield from self.ready(forming)) if stored is None else None
 
     def orbit_step(self, forming: OrbitForming, scratch: Scratch) -> Pieces[bool]:
         """Run the next order of a forming set and send off the patches that it completes; False when all have run."""
@@ -240,7 +246,7 @@ class Harvester:
             if not forming.wants(place.chunk.key, [key for key, _ in before]):
                 continue
             owner = owner_of(forming.tenant, place.chunk.content)
-            canonical = self.library.get_canonical(place.chunk.key, owner)
+            canonical = yield from self._canonical(place.chunk.key, owner)
             if canonical is None:  # evicted meanwhile: nothing to measure the deficit against
                 return False
             delta = self._deficit(place, canonical, scratch.blocks)
@@ -271,15 +277,20 @@ class Harvester:
         for i, chunk in enumerate(order):
             behind = antecedent_key(forming.prefix, [other.key for other in order[:i]], ordered=True)
             keys.append(self.form.key(chunk.key, behind, PatchKind.own))
-        if self._has_or_sent(keys[-1], tenant) or not all(self._may_condition(chunk, tenant) for chunk in order):
+        if (yield from self._has_or_sent(keys[-1], tenant)):
             return False
-        ready = self.ready(OrbitForming(forming.prefix, tuple(order), tenant))
+        for chunk in order:
+            if not (yield from self._may_condition(chunk, tenant)):
+                return False
+        ready = yield from self.ready(OrbitForming(forming.prefix, tuple(order), tenant))
         if ready is None:
             return False
         placed, seconds = yield from self._forward(forming.prefix, ready.chunks, scratch)
         for i, key in enumerate(keys, 1):
-            if not self._has_or_sent(key, tenant):
-                self._keep_if_known(placed[:i], PatchKind.own, forming.prefix, tenant, tenant, scratch.blocks, seconds)
+            if not (yield from self._has_or_sent(key, tenant)):
+                yield from self._keep_if_known(
+                    placed[:i], PatchKind.own, forming.prefix, tenant, tenant, scratch.blocks, seconds
+                )
         return True
 
     def pairs_step(
@@ -294,37 +305,43 @@ class Harvester:
         prefix, tenant = forming.prefix, forming.tenant
         first, *others = (forming.chunks[i] for i in fan)
 
-        def lacks(*chunks: OrbitChunk) -> bool:
+        def lacks(*chunks: OrbitChunk) -> Pieces[bool]:
             kind = set_kind(len(chunks) - 1)
             key = antecedent_key(prefix, [chunk.key for chunk in chunks[:-1]], ordered=False)
             owner = _set_owner(tenant, prefix, *(chunk.content for chunk in chunks))
-            return not self._has_or_sent(self.form.key(chunks[-1].key, key, kind), owner)
+            return not (yield from self._has_or_sent(self.form.key(chunks[-1].key, key, kind), owner))
 
         leading: OrbitChunk | None = None
         ran = tokens = 0
         for chunk in others:
-            if ran == limit or not lacks(first, chunk):
+            if ran == limit or not (yield from lacks(first, chunk)):
                 continue
-            if not (self._may_condition(first, tenant) and self._may_condition(chunk, tenant)):
+            if not (yield from self._may_condition(first, tenant)):
+                continue
+            if not (yield from self._may_condition(chunk, tenant)):
                 continue
             if ran:
                 yield
-            leading, second = leading or self._embedded(first, tenant), self._embedded(chunk, tenant)
+            leading = leading or (yield from self._embedded(first, tenant))
+            second = yield from self._embedded(chunk, tenant)
             if leading is None or second is None:
                 continue
             sequence, placed = arrange(prefix, (leading, second), scratch.blocks)
             start = placed[1].start if ran else 0
             seconds = yield from self._compute(sequence, scratch, start)
-            for ends in [placed] if ran or not lacks(first) else [placed[:1], placed]:
+            alone = not ran and (yield from lacks(first))
+            for ends in [placed[:1], placed] if alone else [placed]:
                 owner = _set_owner(tenant, prefix, *(place.chunk.content for place in ends))
                 pace = seconds / (len(sequence) - start)
-                self._keep_if_known(ends, set_kind(len(ends) - 1), prefix, tenant, owner, scratch.blocks, pace)
+                yield from self._keep_if_known(
+                    ends, set_kind(len(ends) - 1), prefix, tenant, owner, scratch.blocks, pace
+                )
             ran, tokens = ran + 1, tokens + len(sequence) - start
         return ran, tokens
 
-    def _may_condition(self, chunk: OrbitChunk, tenant: str) -> bool:
+    def _may_condition(self, chunk: OrbitChunk, tenant: str) -> Pieces[bool]:
         """Whether a chunk may be read, and others behind it: not after its canonical KV was evicted, or deleted."""
-        return self.library.has("canonical", chunk.key, owner_of(tenant, chunk.content))
+        return (yield from self._has("canonical", chunk.key, owner_of(tenant, chunk.content)))
 
     def _keep_if_known(
         self,
@@ -335,20 +352,26 @@ class Harvester:
         owner: str,
         blocks: Sequence[int],
         pace: float,
-    ) -> None:
+    ) -> Pieces[None]:
         """`keep_last`, unless its canonical KV is gone meanwhile; `owner`: of the patch; `pace`: seconds per token."""
         chunk = placed[-1].chunk
-        canonical = self.library.get_canonical(chunk.key, owner_of(tenant, chunk.content))
+        canonical = yield from self._canonical(chunk.key, owner_of(tenant, chunk.content))
         if canonical is not None:
             self.keep_last(placed, canonical, kind, prefix, owner, blocks, pace * len(chunk.token_ids))
 
-    def _has_or_sent(self, key: str, owner: str) -> bool:
+    def _has_or_sent(self, key: str, owner: str) -> Pieces[bool]:
         """Whether a patch is stored, or on its way: what a request computed must not be overwritten by what was read
         without its text."""
         sent = self._sent.get((key, owner), -math.inf)
-        return sent > time.monotonic() - _SENT_SECONDS or self.library.has("patch", key, owner)
+        return sent > time.monotonic() - _SENT_SECONDS or (yield from self._has("patch", key, owner))
 
     # -- all of them ---------------------------------------------------------------------------------------------------
+
+    def _has(self, kind: RecordKind, key: str, owner: str) -> Pieces[bool]:
+        return (yield from aside(self._asking, self.library.has, kind, key, owner))
+
+    def _canonical(self, key: str, owner: str) -> Pieces[CanonicalRecord | None]:
+        return (yield from aside(self._asking, self.library.get_canonical, key, owner))
 
     def keep_last(
         self,

@@ -1,17 +1,20 @@
 """Background work in pieces: where its sequences lie, how much of one a forward computes, and how it goes on.
 
 What computes off the request path is a generator that pauses between its forwards, none of which is longer than a link
-that arrives meanwhile should wait.
+that arrives meanwhile should wait, and while a tier of the library is silent.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Executor, wait
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from prefill_workers.sequence import Run, split_runs
+
+_PIECE_SECONDS = 0.001  # of waiting for an answer
 
 Result = TypeVar("Result")
 Pieces = Generator[None, None, Result]  # pauses between pieces, and returns what came of them
@@ -67,3 +70,13 @@ def at_once(pieces: Pieces[Result]) -> Result:
             next(pieces)
         except StopIteration as end:
             return end.value
+
+
+def aside(others: Executor, call: Callable[..., Result], *arguments: object) -> Pieces[Result]:
+    """What a call comes to that may wait for a tier: another thread makes it. Raises what it does."""
+    answer = others.submit(call, *arguments)
+    while not answer.done():
+        wait([answer], _PIECE_SECONDS)
+        if not answer.done():
+            yield
+    return answer.result()

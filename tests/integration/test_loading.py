@@ -37,7 +37,8 @@ class GatedTier(WrappedTier):
         self.waiting: set[str] = set()
         self.failing: set[str] = set()
         self.absent: set[str] = set()
-        self.answers = threading.Event()  # whether it tells what it has
+        self.asked = threading.Event()  # whether it was asked what it has
+        self.answers = threading.Event()  # whether it tells
         self.answers.set()
 
     def hold(self, *keys: str) -> list[threading.Event]:
@@ -55,6 +56,7 @@ class GatedTier(WrappedTier):
         return None if name in self.absent else super().get(key)
 
     def contains(self, key: str) -> bool:
+        self.asked.set()
         assert self.answers.wait(30)
         return not any(name in key for name in self.absent) and super().contains(key)
 
@@ -386,3 +388,27 @@ def test_links_that_load_are_refused_and_freed_when_the_loop_stops(cold, tier: G
     stopping.join(30)
     assert future.result(1).tokens_reused > 0, "what runs is finished"
     assert not rig.loop.alive()
+
+
+def test_links_do_not_wait_while_what_was_learnt_is_looked_up_in_a_silent_tier(
+    make_rig: Callable[..., Rig], fp32: PrefillEngine
+):
+    tier = GatedTier(MemoryTier())
+    settings = LibrarySettings(directory=None, tier_failures=1000, load_timeout_s=60)
+    rig = make_rig(library=Library(settings, fp32.fingerprint, [tier]))
+    first, second = rig.plan([TEXT, 1, "What?"]), rig.plan([TEXT, 2, "What?"], "off")
+    try:
+        tier.answers.clear()
+        tier.asked.clear()
+        lease = rig.loop.submit(first).result(30).lease
+        rig.loop.hasten(60)
+        assert tier.asked.wait(10)
+        rig.loop.abandon(lease)
+        rig.loop.abandon(rig.loop.submit(second).result(10).lease)
+        rig.wait_until_free(10)
+        assert not rig.loop.stats().leases, "what is looked up holds no blocks"
+        assert rig.loop.stats().harvest
+    finally:
+        tier.answers.set()
+    rig.settle()
+    assert rig.link([TEXT, 1, "What?"]).points == ["patched"]
