@@ -75,7 +75,7 @@ class Model:
         return self.kind.tower(self.model, self.kind.recipe.image_processor())
 
     def export(self, folder: Path) -> None:
-        """Write the checkpoint, and the training's curve beside it; the model's weights are then the rounded ones.
+        """Write the checkpoint; the model's weights are then the rounded ones.
 
         What was measured of the weights that lay there does not hold for these: until they are measured, no patches of
         theirs are summed.
@@ -86,6 +86,10 @@ class Model:
         self.model.float()
         if digest(folder) != before:
             (folder / MEASURED).write_text(json.dumps({"compose_up_to": 0}))
+
+    def document(self, folder: Path, text: str) -> None:
+        """Write the card and the training's curve beside the checkpoint: the training is over, and evaluated."""
+        (folder / CARD).write_text(text)
         (folder / CURVE).write_text(curve_text(self.progress.curve))
 
     def evaluated(self, count: int, scores: dict[str, float]) -> Iterator[dict[str, Any]]:
@@ -194,10 +198,10 @@ class Refining(Model):
         kind = FAMILIES[family]
         curve = json.loads((folder / CURVE).read_text())
         rounds = max((int(line.get("refined", 0)) for line in curve), default=0)
-        number = rounds + 1 if again else max(rounds, 1)
-        file = work / f"{family}-refined-{number}.pt"
-        if number == rounds and not file.exists():
+        if rounds and not again:
             raise ValueError(f"{folder} was refined before; make it anew first, or refine it again")
+        number = rounds + 1
+        file = work / f"{family}-refined-{number}.pt"
         tokens = kind.recipe.tokenizer()
         model = kind.recipe.load(tokens, folder).to(device)
         found = cls(
@@ -260,7 +264,7 @@ def make(family: str, work: Path, out: Path, count: int, device: torch.device = 
     yield from making.evaluated(count, scores)
     parameters = sum(parameter.numel() for parameter in making.model.parameters())
     text = card(family, parameters, making.progress.curve, _machine(device), scores, count)
-    (out / family / CARD).write_text(text)
+    making.document(out / family, text)
 
 
 def refine(
@@ -277,7 +281,7 @@ def refine(
     yield from refining.evaluated(count, scores)
     before = (out / family / CARD).read_text()
     text = refined_card(before, family, refining.progress.curve, _machine(device), scores, count)
-    (out / family / CARD).write_text(text)
+    refining.document(out / family, text)
 
 
 def _machine(device: torch.device) -> Machine:

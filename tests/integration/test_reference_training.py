@@ -43,14 +43,12 @@ def test_refining_leaves_tower_and_embeddings_alone_and_says_what_it_did(out):
     command = f"refine {FAMILY} --threads {torch.get_num_threads()}"
     assert f"{command}` trained the language model for 2 further steps" in text
     assert text.count("| tally |") == text.count("| single |") == 1
-    shutil.rmtree(out / "work")
-    with pytest.raises(ValueError, match="refined before"):
-        next(refine(FAMILY, out / "work", out, 4))
 
 
 def test_what_was_refined_is_refined_again_only_when_asked_to_and_on_other_pages(out):
     first = list(refine(FAMILY, out / "work", out, 4))
-    assert [line["split"] for line in refine(FAMILY, out / "work", out, 4)] == list(Split), "this round is over"
+    with pytest.raises(ValueError, match="refined before"):
+        next(refine(FAMILY, out / "work", out, 4))
     second = list(refine(FAMILY, out / "work", out, 4, again=True))
     assert first[0]["loss"] != second[0]["loss"]
     curve = json.loads((out / FAMILY / making.CURVE).read_text())
@@ -64,6 +62,13 @@ def test_a_training_that_was_cut_off_goes_on_from_where_it_stood(out):
     again = Refining.begin(FAMILY, out / FAMILY, out / "work")
     assert again.progress.step == 2
     assert list(again.train()) == []
+
+
+def test_a_round_that_was_cut_off_while_it_was_evaluated_is_that_round_again(out):
+    next(line for line in refine(FAMILY, out / "work", out, 4, again=True) if "split" in line)
+    assert [line["split"] for line in refine(FAMILY, out / "work", out, 4, again=True)] == list(Split)
+    curve = json.loads((out / FAMILY / making.CURVE).read_text())
+    assert [line["refined"] for line in curve if "refined" in line] == [1]
 
 
 def test_written_codes_are_what_the_tower_sees_in_a_page(out):
