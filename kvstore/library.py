@@ -7,7 +7,8 @@
 | wait | a tier, at most load_timeout_s | what a Loading gives |
 | put_canonical, put_patch, put_embedding, put_basis | nothing | memory now, tiers behind the request |
 | has | a tier, at most load_timeout_s | looks without loading |
-| stored | a tier | the same for many |
+| stored, look_up | a tier | the same for many |
+| is_resident | nothing | looks in memory alone |
 | persisted | a tier | looks in the farthest tier alone |
 | pin | nothing | the keys stay in memory and on disk while the block runs |
 | delete, delete_content | every tier | removes everywhere, also what is queued |
@@ -151,15 +152,22 @@ class _Write:
 class Library:
     """Thread-safe. `fingerprint` names the model and its processor settings; records of another are never returned."""
 
-    def __init__(self, settings: LibrarySettings, fingerprint: str, tiers: Sequence[Tier] | None = None) -> None:
-        """`tiers`, nearest first, replaces the ones that the settings describe."""
+    def __init__(
+        self,
+        settings: LibrarySettings,
+        fingerprint: str,
+        tiers: Sequence[Tier] | None = None,
+        deletions: Deletions | None = None,
+    ) -> None:
+        """`tiers`, nearest first, replaces the ones that the settings describe; `deletions`: known already, and shared
+        with whoever else keeps nothing that derives from them."""
         self.settings = settings
         self.fingerprint = fingerprint
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._load_ms = 0.0
         self._pins = Pins()
-        self._deletions = Deletions(settings.deletion_grace_s)
+        self._deletions = Deletions(settings.deletion_grace_s) if deletions is None else deletions
         self._loading: dict[str, Loading] = {}
         self._hot = HotCache(settings.memory_bytes, settings.tenant_memory_bytes, self._is_pinned, self._announce)
         tiers = TierStack.tiers_of(settings) if tiers is None else tiers
@@ -209,19 +217,28 @@ class Library:
             self._load_from(0, loading, key, tenant)
         return loading
 
-    def wait(self, loading: Loading) -> Record | None:
-        """The record; None on a miss, and when the load takes longer than load_timeout_s from now."""
+    def deadline(self) -> float:
+        """Until when what is asked for now is waited for (monotonic seconds)."""
+        return time.monotonic() + self.settings.load_timeout_s
+
+    def wait(self, loading: Loading, until: float | None = None) -> Record | None:
+        """The record; None on a miss, and when the load takes longer than to a deadline, or load_timeout_s from now."""
+        until = self.deadline() if until is None else until
         try:
-            return loading.result(self.settings.load_timeout_s)
+            return loading.result(max(0.0, until - time.monotonic()))
         except TimeoutError:
             self._stack.blame(loading.path)
             with self._lock:
                 self._counts["timeouts"] += 1
             return None
 
+    def is_resident(self, kind: RecordKind, key: str, tenant: str) -> bool:
+        """Whether memory has a record; asks no tier."""
+        return self._resident(record_path(kind, key, self.fingerprint, tenant)) is not None
+
     def has(self, kind: RecordKind, key: str, tenant: str) -> bool:
         """Whether a record exists, without loading it. Of a tier that fails, or takes too long, none does."""
-        if self._resident(record_path(kind, key, self.fingerprint, tenant)) is not None:
+        if self.is_resident(kind, key, tenant):
             return True
         looking = self._look_ups.submit(self.stored, kind, [(key, tenant)])
         try:
@@ -242,6 +259,15 @@ class Library:
 
         `wanted`: of what was found so far, what is of interest still; None: all. Memory is asked first.
         """
+        return self.look_up(kind, places, wanted)[0]
+
+    def look_up(
+        self,
+        kind: RecordKind,
+        places: Iterable[tuple[str, str]],
+        wanted: Callable[[set[tuple[str, str]]], Iterable[tuple[str, str]]] | None = None,
+    ) -> tuple[set[tuple[str, str]], bool]:
+        """As `stored`, and whether every tier that was to be asked has answered: else others may be stored too."""
         paths = {(key, tenant): record_path(kind, key, self.fingerprint, tenant) for key, tenant in places}
         resident = {place for place, path in paths.items() if self._resident(path) is not None}
 
@@ -252,7 +278,8 @@ class Library:
             known = found(elsewhere)
             return [paths[place] for place in (paths if wanted is None else wanted(known)) if place not in known]
 
-        return found(self._stack.stored(left))
+        elsewhere, certain = self._stack.stored(left)
+        return found(elsewhere), certain
 
     def persisted(self, kind: RecordKind, key: str, tenant: str) -> bool:
         """Whether the farthest tier, the one that all nodes share, holds a record. False if it does not answer."""

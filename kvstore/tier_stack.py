@@ -165,19 +165,21 @@ class TierStack:
                 self._count("dropped_writes")
                 self._failed(index, error)
 
-    def stored(self, left: Callable[[set[str]], Collection[str]]) -> set[str]:
+    def stored(self, left: Callable[[set[str]], Collection[str]]) -> tuple[set[str], bool]:
         """Which paths the tiers have, nearest first, each asked once; one that fails counts as having none.
 
         `left`: of the paths that were found so far, which others are still wanted. Farther tiers are slower: they are
-        asked for nothing that what was found makes needless.
+        asked for nothing that what was found makes needless. Also whether all that were to be asked have answered.
         """
         found: set[str] = set()
+        certain = True
         for index, tier in enumerate(self.tiers):
             paths = left(found)
             if not paths:
                 break
             self._blame_silence(index)
             if self._breakers[index].open:
+                certain = False
                 continue
             look_up, asked = object(), self._asked[index]
             with self._lock:
@@ -185,12 +187,13 @@ class TierStack:
             try:
                 found |= tier.stored(paths)
             except TierUnavailable as error:
+                certain = False
                 if look_up in asked:  # else it was late, and counted
                     self._failed(index, error)
             finally:
                 with self._lock:
                     asked.pop(look_up, None)
-        return found
+        return found, certain
 
     def _blame_silence(self, index: int) -> None:
         """Counts look-ups that a tier has not answered in time against it, each once, whoever waits for them still."""

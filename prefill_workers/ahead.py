@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstore.patch_form import Footprint
 from prefill_workers.compiling import (
@@ -87,7 +87,7 @@ class CompileAhead:
         self.demand.observe(tenant, contents)
         if not limits.share or len({chunk.canonical_key for chunk in plan.chunks}) < len(plan.chunks):
             return
-        served = self._harvester.unready(plan)
+        served = _light(self._harvester.unready(plan))
         if limits.pair_forwards:
             self._known.add(served)
         if not missed:
@@ -222,3 +222,9 @@ class CompileAhead:
             ran = int((yield from self._harvester.part_step(job.item, step, self._scratch)))
         job.forwards -= ran
         return ran, tokens
+
+
+def _light(served: OrbitForming) -> OrbitForming:
+    """The same without embeddings, which jobs would keep for as long as they wait: what runs one loads them again."""
+    chunks = tuple(replace(chunk, embeddings=None) for chunk in served.chunks)
+    return OrbitForming(served.prefix, chunks, served.tenant)

@@ -230,6 +230,8 @@ class Background:
         """Harvest one chunk. The first piece reads what lies in the link's blocks, and lets go of them."""
         try:
             self._harvester.keep_embeddings(item.plan, item.chunk)  # they may be missing where all else is stored
+            if self._harvester.is_resident(item.plan, item.chunk):
+                return
             conditioned = self._harvester.conditioned(item.plan, item.chunk)
         finally:
             self._pool.unhold(item.lease)

@@ -2,32 +2,65 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from blake3 import blake3
 
-_SAMPLES = 16
-_SAMPLE_BYTES = 64 * 1024
+_TENSOR_BYTES = 4096  # of a sample
+_FILE_SAMPLES = 64
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 
 
 def fingerprint(model: Path) -> str:
     """Digest (64 hex digits) of a checkpoint's configuration and tokenizer (a text chunk's id names text, its KV is of
-    tokens), and of name, size and samples of every weight file.
+    tokens), and of name, size and samples of its weights.
 
-    Sampling keeps the start of a large model fast; 1 MiB spread over each file tells trained weights apart.
+    Sampling keeps the start of a large model fast. Every tensor is sampled: whoever trains a projector alone has other
+    embeddings, and other KV.
+
+    Raises:
+        ValueError: a `.safetensors` file is none.
     """
     digest = blake3()
     for name in ("config.json", "preprocessor_config.json", "processor_config.json", "tokenizer.json"):
         if (model / name).exists():
             digest.update(name.encode() + (model / name).read_bytes())
-    for file in sorted(model.glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}".encode())
-        with file.open("rb") as handle:
-            for step in range(_SAMPLES):
-                handle.seek(step * size // _SAMPLES)
-                digest.update(handle.read(_SAMPLE_BYTES))
+    safe = sorted(model.glob("*.safetensors"))
+    others = [] if safe else sorted(file for pattern in _OTHER_WEIGHTS for file in model.glob(pattern))
+    for file, samples in [*((file, _of_tensors) for file in safe), *((file, _of_file) for file in others)]:
+        digest.update(f"{file.name}:{file.stat().st_size}".encode())
+        for sample in samples(file):
+            digest.update(sample)
     return digest.hexdigest()
+
+
+def _of_tensors(file: Path) -> Iterator[bytes]:
+    """A safetensors file's header, and the beginning and the middle of every tensor."""
+    size = file.stat().st_size
+    with file.open("rb") as handle:
+        length = int.from_bytes(handle.read(8), "little")
+        header = handle.read(length) if length <= size else b""
+        try:
+            tensors = [tensor for name, tensor in json.loads(header).items() if name != "__metadata__"]
+            offsets = sorted(tuple(tensor["data_offsets"]) for tensor in tensors)
+        except (ValueError, AttributeError, TypeError, KeyError) as error:
+            raise ValueError(f"{file} is no safetensors file") from error
+        yield header
+        data = handle.tell()
+        for start, end in offsets:
+            for place in (start, (start + end) // 2):
+                handle.seek(data + place)
+                yield handle.read(min(_TENSOR_BYTES, end - place))
+
+
+def _of_file(file: Path) -> Iterator[bytes]:
+    size = file.stat().st_size
+    with file.open("rb") as handle:
+        for step in range(_FILE_SAMPLES):
+            handle.seek(step * size // _FILE_SAMPLES)
+            yield handle.read(_TENSOR_BYTES)
 
 
 def precision(dtype: str, cache: str) -> str:

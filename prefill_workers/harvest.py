@@ -65,6 +65,12 @@ class Harvester:
             return False
         return (yield from self._has("canonical", chunk.canonical_key, owner))
 
+    def is_resident(self, plan: LinkPlan, chunk: ChunkPlan) -> bool:
+        """Whether memory says of a computed chunk that it `is_kept`; asks no tier."""
+        tenant, owner = plan.request.tenant, owner_of(plan.request.tenant, chunk.span.content)
+        known = not self.forms_patch(plan, chunk) or self.library.is_resident("patch", chunk.patch_key, tenant)
+        return known and self.library.is_resident("canonical", chunk.canonical_key, owner)
+
     def conditioned(self, plan: LinkPlan, chunk: ChunkPlan) -> Tensor:
         """KV(B|A) of a computed chunk, moved to the canonical frame: [layers, tokens, features]."""
         kv = self.engine.read_kv(plan.sequence.blocks, chunk.span.start, chunk.span.stop - chunk.span.start)

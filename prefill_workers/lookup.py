@@ -62,7 +62,7 @@ class Found:
 
     Both only where some tokens of a chunk whose KV is stored are computed all the same, and for a patch that is still
     to be summed of `parts`: those behind the fixed prefix and behind each antecedent, of which `patch` is the first.
-    `unsure`: a patch is stored and did not come, or no tier answered in time; it says nothing of what is stored.
+    `unsure`: a patch is stored and did not come, or a tier did not answer; it says nothing of what is stored.
     """
 
     canonical: CanonicalRecord | None = None
@@ -194,9 +194,9 @@ class Lookups:
         composed = False
         if looks_up_patch(mode):
             # Without a patch the canonical KV is of no use: nothing is moved until one is known to be stored.
-            places, composed = self._patches(keys)
+            places, composed, certain = self._patches(keys)
             if not places:
-                return Found()
+                return Found(unsure=not certain)
             patches = [library.load("patch", *place) for place in places]
         elif not uses_canonical_alone(mode):
             return Found()
@@ -205,8 +205,9 @@ class Lookups:
             lookup._loads = canonical, patches[0] if patches else None
         if library.stored("canonical", [(keys.canonical, keys.owner)]):
             lookup._decide(coming=True)
-        kv = cast(CanonicalRecord | None, library.wait(canonical))
-        loaded = [cast(PatchRecord | None, library.wait(patch)) for patch in patches]
+        until = library.deadline()
+        kv = cast(CanonicalRecord | None, library.wait(canonical, until))
+        loaded = [cast(PatchRecord | None, library.wait(patch, until)) for patch in patches]
         records = tuple(record for record in loaded if record is not None)
         if len(records) < len(patches):
             return Found(unsure=True)
@@ -215,8 +216,9 @@ class Lookups:
             return Found(kv, records[0], parts=parts) if can_be_weighed(parts) else Found()
         return Found(kv, records[0] if records else None)
 
-    def _patches(self, keys: ChunkKeys) -> tuple[list[tuple[str, str]], bool]:
-        """Keys and owners of what serves as a chunk's patch, and whether it is parts of one; none if none is stored."""
+    def _patches(self, keys: ChunkKeys) -> tuple[list[tuple[str, str]], bool, bool]:
+        """Keys and owners of what serves as a chunk's patch, and whether it is parts of one; none if none is stored.
+        And whether all tiers answered."""
         whole = [(key, owner) for key in (keys.own_patch, keys.set_patch) for owner in keys.patch_owners]
         owners = dict.fromkeys((*keys.patch_owners, keys.owner))  # of a reference behind references: everybody
         parts = [[(key, owner) for owner in owners] for key in keys.parts]
@@ -228,9 +230,9 @@ class Lookups:
                 return better
             return [*whole, *(place for part in parts if found.isdisjoint(part) for place in part)]
 
-        stored = self._library.stored("patch", wanted(set()), wanted)
+        stored, certain = self._library.look_up("patch", wanted(set()), wanted)
         for place in whole:
             if place in stored:
-                return [place], False
+                return [place], False, certain
         chosen = [next((place for place in part if place in stored), None) for part in parts]
-        return [place for place in chosen if place is not None] if None not in chosen else [], True
+        return [place for place in chosen if place is not None] if None not in chosen else [], True, certain

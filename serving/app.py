@@ -223,9 +223,12 @@ class PatchCompiler:
 
     def __init__(self, config: OrbitServeConfig) -> None:
         enter(config.patch)
+        from kvstore.deletions import Deletions
+
         self._settings = config
         self._compilers: dict[str, Any] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compile")
+        self._deletions = Deletions(config.library.deletion_grace_s)  # also before the first library is open
         self._queued = 0
 
     async def compile(self, job: PatchJob) -> None:
@@ -243,7 +246,7 @@ class PatchCompiler:
 
         compiler = self._compilers.get(job.fingerprint)
         if compiler is None:
-            library = Library(self._settings.library, job.fingerprint)
+            library = Library(self._settings.library, job.fingerprint, deletions=self._deletions)
             settings = self._settings.patch
             device = "cuda" if settings.num_gpus else "cpu"
             compiler = Compiler(library, load_form(settings, library), settings.pool_basis, device)
@@ -251,9 +254,15 @@ class PatchCompiler:
         compiler.compile(job)
 
     async def forget(self, content: str, tenant: str) -> None:
-        """Drop deleted content from this process: its memory, and what it has not written yet."""
+        """Drop deleted content from this process: its memory, what it has not written yet, and what is formed of the
+        deficits that wait already."""
+        self._deletions.note(content, tenant)
+        self._thread.submit(self._delete, content, tenant)
+        await asyncio.to_thread(self._delete, content, tenant)
+
+    def _delete(self, content: str, tenant: str) -> None:
         for compiler in list(self._compilers.values()):
-            await asyncio.to_thread(compiler.library.delete_content, content, tenant)
+            compiler.library.delete_content(content, tenant)
 
     async def flush(self) -> int:
         """Wait until nothing is queued and everything is stored; returns how many patches were formed."""

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 import torch
 from rig import Rig, apart
+from torch import Tensor
 
 from kvstore.errors import TierUnavailable
 from kvstore.library import Library
@@ -15,7 +16,7 @@ from kvstore.settings import LibrarySettings
 from kvstore.tiers import MemoryTier
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.lookup import Lookup
-from prefill_workers.plan import LinkRequest, PixelsNeeded
+from prefill_workers.plan import ChunkPlan, LinkPlan, LinkRequest, PixelsNeeded
 
 pytestmark = pytest.mark.engine
 
@@ -197,3 +198,19 @@ def test_deleting_content_deletes_what_was_derived_from_it_or_conditioned_on_it(
     assert rig.library.delete_content(span.content, "local") > 0
     again = rig.link(three, "auto")
     assert again.points == ["patched", "encoded", "recomputed"]
+
+
+def test_what_memory_knows_to_be_kept_is_not_read_again(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    parts = ["See ", 1, " what?"]
+    rig.link(parts)
+    read, conditioned = list[str](), rig.linker.harvester.conditioned
+
+    def reads(plan: LinkPlan, chunk: ChunkPlan) -> Tensor:
+        read.append(chunk.span.content)
+        return conditioned(plan, chunk)
+
+    monkeypatch.setattr(rig.linker.harvester, "conditioned", reads)
+    assert rig.link(parts, "exact").points == ["recomputed"]
+    assert not read
+    assert rig.link(["See ", 2, " what?"], "exact").points == ["encoded"]
+    assert len(read) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -95,6 +96,16 @@ def test_jobs_of_the_same_worth_do_not_swap_for_ever(ahead: CompileAhead, forwar
         ahead.step()
     assert not ahead
     assert {"ab", "ba", "ax", "xa", "by", "yb", "az", "zb"} <= set(forwards.ran)
+
+
+def test_what_waits_keeps_no_embeddings(ahead: CompileAhead, forwards: Forwards):
+    plan = served("abx")
+    chunks = tuple(replace(chunk, embeddings=torch.ones(10, 4)) for chunk in forwards.unready(plan).chunks)
+    forwards.unready = lambda plan: OrbitForming((), chunks, "acme")  # type: ignore[method-assign]
+    ahead.offer(plan, missed=True)
+    jobs = list(ahead._queue._waiting.values())
+    assert jobs
+    assert all(chunk.embeddings is None for job in jobs for chunk in job.item.chunks)
 
 
 def test_a_job_gives_way_to_a_better_one_between_its_forwards(ahead: CompileAhead, forwards: Forwards):

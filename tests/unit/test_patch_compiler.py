@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from kvstore.patch_form import PatchForm
 from kvstore.settings import FactorType, LibrarySettings
 from prefill_workers.patch_compiler import PatchCompiler, PatchJob, UnknownBasis, load_form
 from prefill_workers.settings import PatchFormSettings
+from serving import app
+from serving.config import OrbitServeConfig
 
 
 def job(number: int, form: PatchForm, kind: PatchKind = PatchKind.own) -> PatchJob:
@@ -95,3 +99,41 @@ def test_a_basis_that_the_library_lacks_is_named(tmp_path: Path):
         pytest.raises(UnknownBasis, match=r"patch\.basis.*'0a0a"),
     ):
         load_form(PatchFormSettings(basis="0a" * 32), library)
+
+
+# The role
+
+
+def role(directory: Path, monkeypatch: pytest.MonkeyPatch, **library: float) -> app.PatchCompiler:
+    monkeypatch.setattr(app, "enter", lambda settings: None)  # it would set up this process
+    settings = {"model": {"path": "somewhere"}, "library": {"directory": directory, **library}}
+    return app.PatchCompiler(OrbitServeConfig.model_validate(settings))
+
+
+def is_stored(directory: Path, asked: PatchJob) -> bool:
+    with Library(LibrarySettings(directory=directory), FINGERPRINT) as library:
+        return library.has("patch", asked.key, asked.tenant)
+
+
+async def test_what_was_deleted_before_a_compiler_has_formed_anything_is_not_formed(tmp_path: Path, monkeypatch):
+    compiler, asked = role(tmp_path, monkeypatch), job(1, PatchForm())
+    other = replace(job(2, PatchForm()), content="other")
+    await compiler.forget(asked.content, asked.tenant)
+    for deficit in (asked, other):
+        await compiler.compile(deficit)
+    await compiler.flush()
+    assert (is_stored(tmp_path, asked), is_stored(tmp_path, other)) == (False, True)
+
+
+async def test_a_deficit_that_waits_longer_than_deletions_are_remembered_leaves_no_patch(tmp_path: Path, monkeypatch):
+    compiler, asked = role(tmp_path, monkeypatch, deletion_grace_s=0), job(1, PatchForm())
+    free = threading.Event()
+    compiler._thread.submit(free.wait)
+    waiting = asyncio.create_task(compiler.compile(asked))
+    await asyncio.sleep(0)
+    await compiler.forget(asked.content, asked.tenant)
+    free.set()
+    await waiting
+    await asyncio.wrap_future(compiler._thread.submit(lambda: None))
+    await compiler.flush()
+    assert not is_stored(tmp_path, asked)
