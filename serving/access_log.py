@@ -125,19 +125,24 @@ class LoggedRequest(_Line):
 
 
 def log_files(path: Path) -> list[Path]:
-    """The file itself, or all access logs of a directory, rotated ones included.
+    """The file itself, or all access logs of a directory, rotated ones included, in the order of their writing.
 
     Raises:
         BadLog: there is none.
     """
     if path.is_dir():
-        found = sorted(path.glob("access-*.jsonl*"))
+        found = sorted(path.glob("access-*.jsonl*"), key=_age)
         if not found:
             raise BadLog(f"{path}: no access log (access-*.jsonl) in this directory")
         return found
     if not path.exists():
         raise BadLog(f"{path}: no such file or directory")
     return [path]
+
+
+def _age(file: Path) -> tuple[int, int, str]:
+    rotated = file.suffix[1:]
+    return file.stat().st_mtime_ns, -int(rotated) if rotated.isdigit() else 0, file.name
 
 
 def read(path: Path) -> Iterator[LoggedRequest]:

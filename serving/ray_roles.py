@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_HEALTH_SECONDS = 5.0  # for a role to say that it is well
+
 
 class RayRoles:
     """`serving.engine_client.Roles` over Ray Serve handles."""
@@ -127,10 +129,22 @@ class RayRoles:
         await asyncio.gather(*(one(number) for number in range(pairs)))
 
     async def check_health(self) -> None:
-        """Serve restarts unhealthy replicas; an unanswered call means that a role has none."""
+        """Serve restarts unhealthy replicas; an unanswered call means that a role has none, or none with a free place.
+
+        Raises RoleUnavailable, naming the role.
+        """
         await asyncio.gather(
-            answered(self.prefill.check_health.remote()), answered(self._decode_once.check_health.remote())
+            _in_time("prefill", self.prefill.check_health.remote()),
+            _in_time("decode", self._decode_once.check_health.remote()),
         )
+
+
+async def _in_time(role: str, response: Any) -> None:
+    try:
+        async with asyncio.timeout(_HEALTH_SECONDS):
+            await answered(response)
+    except TimeoutError:
+        raise RoleUnavailable(f"{role} did not answer within {_HEALTH_SECONDS:g} s") from None
 
 
 async def answered(response: Any) -> Any:

@@ -78,7 +78,12 @@ class Limit:
         if scope["path"] not in _LIMITED_PATHS or scope["method"] != "POST":
             await self._bounded(scope, receive, send)
             return
-        send = self._counted(send) if scope["path"] in _GENERATING_PATHS else send
+        if scope["path"] in _GENERATING_PATHS:
+            await self._counted(scope, receive, send)
+        else:
+            await self._limited(scope, receive, send)
+
+    async def _limited(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._running >= self._max_concurrent:
             message = f"{self._running} requests are in progress already; try again later"
             body = error_body(message, HTTPStatus.TOO_MANY_REQUESTS)
@@ -90,13 +95,26 @@ class Limit:
         finally:
             self._running -= 1
 
-    def _counted(self, send: Send) -> Send:
+    async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Counts answers by status. What is raised up to here is answered 500, outside of all middleware."""
+        answered = False
+
+        def count(status: int) -> None:
+            nonlocal answered
+            answered = True
+            self._metrics.requests.labels(status=str(status)).inc()
+
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._metrics.requests.labels(status=str(message["status"])).inc()
+                count(message["status"])
             await send(message)
 
-        return counted
+        try:
+            await self._limited(scope, receive, counted)
+        except Exception:
+            if not answered:
+                count(500)
+            raise
 
     async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
         taken = 0

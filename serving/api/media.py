@@ -36,6 +36,8 @@ from serving.documents import Documents
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _MAX_REDIRECTS = 3
+_UNICAST = ipaddress.ip_network("2000::/3")
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _AT_ONCE = 8  # parts of one request that are fetched, read and decoded beside one another
 
 
@@ -256,6 +258,17 @@ def as_text(data: bytes) -> str | None:
     return None if "\0" in text or not text.strip() else text
 
 
+def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Whether an address is one of the public internet; of an IPv4 address that is written as IPv6, whether that is."""
+    if isinstance(address, ipaddress.IPv6Address):
+        within = int(address) & 0xFFFFFFFF if address in _NAT64 else None
+        inner = address.ipv4_mapped if within is None else ipaddress.IPv4Address(within)
+        if inner is None:  # of those that routers unwrap, none is
+            return address in _UNICAST and address.is_global and not (address.sixtofour or address.teredo)
+        address = inner
+    return address.is_global and not address.is_multicast
+
+
 async def pinned(url: str, where: str) -> tuple[str, dict[str, str], dict[str, Any]]:
     """Resolve a URL's host once and aim the request at that address, so that no second look-up can change it.
 
@@ -272,7 +285,7 @@ async def pinned(url: str, where: str) -> tuple[str, dict[str, str], dict[str, A
     except (OSError, UnicodeError) as error:
         raise InvalidRequest(f"{where}: unknown host {host!r}", parameter=where) from error
     addresses = [ipaddress.ip_address(entry[4][0]) for entry in found]
-    if not addresses or not all(address.is_global for address in addresses):
+    if not addresses or not all(map(is_public, addresses)):
         raise InvalidRequest(f"{where}: {host!r} is not a public address", parameter=where)
     address = addresses[0]
     netloc = f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"

@@ -31,9 +31,12 @@ def percentiles(values: Iterable[float]) -> dict[str, float] | None:
 
 
 def window_s(samples: Sequence[Sample]) -> float:
-    """Seconds that so many requests take: of what lies between the first and the last, one more."""
+    """Seconds that so many requests take: of what lies between the first and the last, one more.
+
+    Where all were due at once, until the last was done.
+    """
     spans = [_span([sample.due for sample in samples]), _span([sample.done for sample in samples if sample.ok])]
-    if len(samples) == 1 or not any(spans):
+    if len(samples) == 1 or not spans[0]:
         return max(sample.done for sample in samples) - min(sample.due for sample in samples)
     return max(spans) * len(samples) / (len(samples) - 1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from kvstore.index import prefix_key
 from prefill_workers.job import LinkResult
 from prefill_workers.plan import TEXT, ChunkOutcome, ChunkSpan, LinkRequest
 from prefill_workers.policies import OperatingPoint
-from serving.access_log import AccessLog, BadLog, LoggedRequest, expanded, read, runs_of
+from serving.access_log import AccessLog, BadLog, LoggedRequest, expanded, log_files, read, runs_of
 from serving.config import AccessLogSettings
 from serving.engine_client import LinkedEngineClient
 
@@ -211,3 +212,14 @@ def test_a_stuck_disk_does_not_hold_a_replica_up_that_shuts_down(
     log.close(timeout=0.1)
     assert time.monotonic() - began < 5
     stuck.set()
+
+
+def test_rotated_files_are_read_before_those_that_came_later(tmp_path: Path):
+    for age, name in enumerate(["access-b.jsonl", "access-a.jsonl", "access-a.jsonl.1", "access-a.jsonl.2"]):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (1000 - age, 1000 - age))
+    oldest_first = ["access-a.jsonl.2", "access-a.jsonl.1", "access-a.jsonl", "access-b.jsonl"]
+    assert [file.name for file in log_files(tmp_path)] == oldest_first
+    for name in oldest_first:
+        os.utime(tmp_path / name, (1000, 1000))
+    assert [file.name for file in log_files(tmp_path)] == oldest_first

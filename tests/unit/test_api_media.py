@@ -143,11 +143,18 @@ async def test_a_data_url_is_measured_before_it_is_decoded(files: FileStore, mon
 @pytest.mark.parametrize(
     "host",
     ["127.0.0.1", "localhost", "10.0.0.1", "192.168.1.1", "169.254.169.254", "[::1]", "[fd00::1]", "0.0.0.0",
-     "[::ffff:127.0.0.1]", "2130706433", "100.64.0.1"],
+     "[::ffff:127.0.0.1]", "2130706433", "100.64.0.1", "[::ffff:100.64.0.1]", "[64:ff9b::a9fe:a9fe]", "[fec0::1]",
+     "[2002:a9fe:a9fe::1]", "[::169.254.169.254]", "[ff0e::1]", "224.0.0.1"],
 )  # fmt: skip
 async def test_private_addresses_are_refused_however_they_are_written(host: str):
     with pytest.raises(InvalidRequest, match=r"not a public address|unknown host"):
         await pinned(f"http://{host}/a.png", "x")
+
+
+@pytest.mark.parametrize("host", ["93.184.215.14", "[2606:2800:21f:cb07:6820:80da:af6b:8b2c]", "[64:ff9b::5db8:d70e]"])
+async def test_public_addresses_are_aimed_at(host: str):
+    target, _, _ = await pinned(f"http://{host}/a.png", "x")
+    assert target == f"http://{host}:80/a.png"
 
 
 async def test_a_request_goes_to_the_address_that_was_checked(monkeypatch: pytest.MonkeyPatch):

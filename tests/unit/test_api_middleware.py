@@ -7,6 +7,7 @@ import asyncio
 import httpx
 import pytest
 from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
 
 from serving.api.auth import Authenticate, Limit
 from serving.api.metrics import Metrics
@@ -126,3 +127,23 @@ async def test_a_cancelled_request_gives_its_place_back():
         held.cancel()
         await asyncio.gather(held, return_exceptions=True)
         assert (await c.post("/v1/chat/completions", content=b"x")).status_code == 200
+
+
+async def test_what_goes_wrong_inside_is_counted_too():
+    app = FastAPI()
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> dict:
+        raise RuntimeError("injected")
+
+    @app.exception_handler(Exception)  # as vLLM does: it stands outside of the middleware
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        return JSONResponse({"error": str(error)}, 500)
+
+    metrics = Metrics()
+    app.add_middleware(Limit, 1000, 2, metrics)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as c:
+        assert (await c.post("/v1/chat/completions", content=b"x")).status_code == 500
+    counted = [line for line in metrics.text().decode().splitlines() if "orbitserve_requests_total{" in line]
+    assert counted == ['orbitserve_requests_total{status="500"} 1.0']

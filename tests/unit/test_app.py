@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
@@ -114,3 +115,23 @@ async def test_a_lease_is_abandoned_outside_of_the_request_which_serve_may_be_ca
     context._set_request_context(_internal_request_id="cancelled")
     await roles.abandon({"remote_request_id": "lease-1"}, 2)
     assert sent == [({"remote_request_id": "lease-1"}, 2, "")]
+
+
+async def test_a_role_that_does_not_answer_is_not_available_and_named(monkeypatch: pytest.MonkeyPatch):
+    def silent() -> Any:
+        return asyncio.get_running_loop().create_future()
+
+    def well() -> Any:
+        answer = silent()
+        answer.set_result(None)
+        return answer
+
+    def roles(prefill: Any, decode: Any) -> RayRoles:
+        prefill, decode = (SimpleNamespace(check_health=SimpleNamespace(remote=remote)) for remote in (prefill, decode))
+        decode.options = lambda **_: decode
+        return RayRoles({"prefill": prefill, "decode": decode, "library": None})
+
+    monkeypatch.setattr("serving.ray_roles._HEALTH_SECONDS", 0.05)
+    await roles(well, well).check_health()
+    with pytest.raises(RoleUnavailable, match=r"decode did not answer within 0\.05 s"):
+        await roles(well, silent).check_health()

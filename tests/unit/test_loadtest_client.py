@@ -97,6 +97,12 @@ def test_a_server_that_keeps_up_is_not_saturated_and_one_that_falls_behind_is():
     assert measures.completed_rps(hung) == pytest.approx(0.95)
 
 
+def test_of_requests_that_are_due_at_once_the_whole_time_counts():
+    batched = [sample(0, 0.5, 10 + 1e-4 * number) for number in range(16)]
+    assert measures.completed_rps(batched) == pytest.approx(1.6, rel=0.01)
+    assert measures.offered_rps(batched) == measures.completed_rps(batched)
+
+
 def test_a_late_generator_is_flagged_if_that_matters_beside_ttft():
     def lagging(lag_s: float, ttft_s: float) -> bool:
         samples = [sample(float(i), ttft_s, ttft_s + 1, sent=i + lag_s) for i in range(10)]
