@@ -217,15 +217,10 @@ class Library:
             self._load_from(0, loading, key, tenant)
         return loading
 
-    def deadline(self) -> float:
-        """Until when what is asked for now is waited for (monotonic seconds)."""
-        return time.monotonic() + self.settings.load_timeout_s
-
-    def wait(self, loading: Loading, until: float | None = None) -> Record | None:
-        """The record; None on a miss, and when the load takes longer than to a deadline, or load_timeout_s from now."""
-        until = self.deadline() if until is None else until
+    def wait(self, loading: Loading) -> Record | None:
+        """The record; None on a miss, and when the load takes longer than load_timeout_s from now."""
         try:
-            return loading.result(max(0.0, until - time.monotonic()))
+            return loading.result(self.settings.load_timeout_s)
         except TimeoutError:
             self._stack.blame(loading.path)
             with self._lock:

@@ -205,9 +205,8 @@ class Lookups:
             lookup._loads = canonical, patches[0] if patches else None
         if library.stored("canonical", [(keys.canonical, keys.owner)]):
             lookup._decide(coming=True)
-        until = library.deadline()
-        kv = cast(CanonicalRecord | None, library.wait(canonical, until))
-        loaded = [cast(PatchRecord | None, library.wait(patch, until)) for patch in patches]
+        kv = cast(CanonicalRecord | None, library.wait(canonical))
+        loaded = [cast(PatchRecord | None, library.wait(patch)) for patch in patches]
         records = tuple(record for record in loaded if record is not None)
         if len(records) < len(patches):
             return Found(unsure=True)

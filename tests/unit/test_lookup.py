@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -206,17 +205,6 @@ def test_a_tier_that_does_not_answer_says_nothing_of_what_is_stored(full: Memory
     lookups = Lookups(Library(settings, FINGERPRINT, [FaultyTier(full, "contains")]))
     for _ in range(settings.tier_failures + 1):  # in the end the tier is left alone
         assert lookups.start(KEYS, Mode.AUTO).found().unsure
-
-
-def test_all_that_a_chunk_needs_is_waited_for_at_once(full: MemoryTier) -> None:
-    """Or each of its records would cost a time-out of its own."""
-    tier = KindTier(full, "canonical", "patch")
-    library = Library(LibrarySettings(directory=None, load_timeout_s=0.5, tier_failures=100), FINGERPRINT, [tier])
-    began = time.monotonic()
-    found = Lookups(library).start(KEYS, Mode.AUTO).found()
-    assert (found.canonical, found.patch, found.unsure) == (None, None, True)
-    assert 0.5 <= time.monotonic() - began < 1.0
-    tier.release.set()
 
 
 def test_a_stalled_tier_is_not_waited_for(full: MemoryTier) -> None:
