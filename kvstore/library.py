@@ -29,7 +29,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple, cast
+from typing import cast
 
 import pyarrow as pa
 
@@ -37,6 +37,7 @@ from kvstore.deletions import Deletions, derives
 from kvstore.errors import StoreError, TierUnavailable
 from kvstore.eviction import HotCache
 from kvstore.format import BasisRecord, CanonicalRecord, EmbeddingRecord, PatchRecord, Record, RecordKind, encode_parts
+from kvstore.loading import Loading
 from kvstore.paths import path_of, record_path
 from kvstore.pins import Pins
 from kvstore.settings import LibrarySettings
@@ -67,77 +68,6 @@ class LibraryStats:
     loads: int  # from tiers
     load_ms: float  # spent in reads that found a record, in all
     loaded_bytes: int  # by these
-
-
-class Arrival(NamedTuple):
-    """How far a load has come: the first `layers` of all `of` layers are there, after so many seconds."""
-
-    record: Record
-    layers: int
-    of: int
-    seconds: float
-
-
-class Loading(Future["Record | None"]):
-    """A load under way; its result is None on a miss. One is shared by all who wait for the same record.
-
-    Where a tier can tell, layers may be used as they come in, before the record as a whole is known to be sound. They
-    were, if in the end the result is the very record that they belong to.
-    """
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        self.path = path
-        self._changed = threading.Condition()
-        self._began = time.monotonic()
-        self._arrival: Arrival | None = None
-        self.add_done_callback(self._notify)
-
-    @property
-    def arrival(self) -> Arrival | None:
-        """How far the load came so far; None before its first layer, and where the tier cannot tell."""
-        return self._arrival
-
-    @property
-    def record(self) -> Record | None:
-        """The record whose layers are there, or come in; None before the first one."""
-        if self.done():
-            return self.result()
-        return self._arrival.record if self._arrival else None
-
-    @property
-    def seconds_left(self) -> float:
-        """When the last layer will be there if the others come in as fast as those before."""
-        arrival = self._arrival
-        if self.done() or arrival is None:
-            return 0.0
-        return arrival.seconds * (arrival.of - arrival.layers) / arrival.layers
-
-    def wait_for_layer(self, record: Record, layer: int, deadline: float) -> bool:
-        """Whether this layer of `record` is there; waits for it until `deadline` (monotonic seconds)."""
-        with self._changed:
-            while self.record is record:
-                if self.done() or (self._arrival is not None and self._arrival.layers > layer):
-                    return True
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return False
-                self._changed.wait(left)
-            return False
-
-    def begin(self) -> None:
-        """The load leaves the queue."""
-        self._began = time.monotonic()
-
-    def arrived(self, record: Record, layers: int, of: int) -> None:
-        """The record's first layers are there."""
-        with self._changed:
-            self._arrival = Arrival(record, layers, of, time.monotonic() - self._began)
-            self._changed.notify_all()
-
-    def _notify(self, _: Future[Record | None]) -> None:
-        with self._changed:
-            self._changed.notify_all()
 
 
 @dataclass(frozen=True)
@@ -244,17 +174,9 @@ class Library:
                 self._counts["timeouts"] += 1
             return False
 
-    def stored(
-        self,
-        kind: RecordKind,
-        places: Iterable[tuple[str, str]],
-        wanted: Callable[[set[tuple[str, str]]], Iterable[tuple[str, str]]] | None = None,
-    ) -> set[tuple[str, str]]:
-        """Those of the (key, tenant) under which a record exists, as `has`; every tier is asked at most once.
-
-        `wanted`: of what was found so far, what is of interest still; None: all. Memory is asked first.
-        """
-        return self.look_up(kind, places, wanted)[0]
+    def stored(self, kind: RecordKind, places: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
+        """Those of the (key, tenant) under which a record exists, as `has`; every tier is asked at most once."""
+        return self.look_up(kind, places)[0]
 
     def look_up(
         self,
@@ -262,7 +184,10 @@ class Library:
         places: Iterable[tuple[str, str]],
         wanted: Callable[[set[tuple[str, str]]], Iterable[tuple[str, str]]] | None = None,
     ) -> tuple[set[tuple[str, str]], bool]:
-        """As `stored`, and whether every tier that was to be asked has answered: else others may be stored too."""
+        """As `stored`, and whether every tier that was to be asked has answered: else others may be stored too.
+
+        `wanted`: of what was found so far, what is of interest still; None: all. Memory is asked first.
+        """
         paths = {(key, tenant): record_path(kind, key, self.fingerprint, tenant) for key, tenant in places}
         resident = {place for place, path in paths.items() if self._resident(path) is not None}
 

@@ -20,7 +20,7 @@ from kvstore.basis import SharedBasis
 from kvstore.errors import ShapeMismatch
 from kvstore.format import CanonicalRecord, PatchRecord
 from kvstore.layout import Layout
-from kvstore.library import Loading
+from kvstore.loading import Loading
 from kvstore.patch import Patch, apply
 from prefill_workers.plan import ChunkPlan
 

@@ -230,6 +230,10 @@ class Harvester:
         stored = yield from aside(self._asking, self.library.get_embedding, key, owner)
         return None if stored is None else replace(chunk, embeddings=stored.embeddings)
 
+    def forming(self, plan: LinkPlan) -> Pieces[OrbitForming | None]:
+        """The orders of a plan's chunks, which must be different ones; None when embeddings are missing."""
+        return self.ready(self.unready(plan))
+
     def lacking(self, forming: OrbitForming) -> Pieces[OrbitForming | None]:
         """The set's orders, `ready` to be run; None if the patch behind all of it is stored, or embeddings are not."""
         keys = [chunk.key for chunk in forming.chunks]

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from kvstore.basis import SharedBasis
 from kvstore.format import CanonicalRecord, EmbeddingRecord, PatchRecord
-from kvstore.library import Library, Loading
+from kvstore.library import Library
+from kvstore.loading import Loading
 from kvstore.patch import Patch
 from prefill_workers.composing import can_be_weighed
 from prefill_workers.policies import Mode, ModeKind, looks_up_patch, uses_canonical_alone

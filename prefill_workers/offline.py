@@ -212,7 +212,7 @@ class OfflineWorker:
             item.work.patches += 1
 
     def _form_orbits(self, item: _Planned) -> None:
-        forming = at_once(self._harvester.ready(self._harvester.unready(item.plan)))
+        forming = at_once(self._harvester.forming(item.plan))
         if forming is None:
             return
         formed = self._compiler.formed

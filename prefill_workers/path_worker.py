@@ -169,7 +169,7 @@ class PathWorker:
             plan = self._linker.plan(request)
         except PixelsNeeded as error:
             raise Unbuildable("its embeddings are not stored") from error
-        forming = at_once(self._linker.harvester.ready(self._linker.harvester.unready(plan)))
+        forming = at_once(self._linker.harvester.forming(plan))
         if forming is None:
             raise Unbuildable("its embeddings are not stored")
         size = self._engine.block_size

@@ -33,7 +33,8 @@ from torch import Tensor
 from kvstore.chunk import embedding_key, owner_of
 from kvstore.errors import StoreError
 from kvstore.format import EmbeddingRecord
-from kvstore.library import Library, Loading
+from kvstore.library import Library
+from kvstore.loading import Loading
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.fidelity import Fidelity, compare
 from prefill_workers.handoff import BlockPool

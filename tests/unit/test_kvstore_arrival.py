@@ -13,7 +13,8 @@ from kvstore_support import FINGERPRINT, MakeLibrary, canonical
 
 from kvstore.errors import BlobReplaced
 from kvstore.format import CanonicalRecord
-from kvstore.library import Library, Loading
+from kvstore.library import Library
+from kvstore.loading import Loading
 from kvstore.seal import find_seal
 from kvstore.settings import LibrarySettings
 from kvstore.tier_faults import WrappedTier

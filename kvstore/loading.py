@@ -1,0 +1,81 @@
+"""A load on its way from a tier: who waits for the same record shares it, and may use its layers as they come in."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from kvstore.format import Record
+
+
+class Arrival(NamedTuple):
+    """How far a load has come: the first `layers` of all `of` layers are there, after so many seconds."""
+
+    record: Record
+    layers: int
+    of: int
+    seconds: float
+
+
+class Loading(Future["Record | None"]):
+    """A load under way; its result is None on a miss. One is shared by all who wait for the same record.
+
+    Where a tier can tell, layers may be used as they come in, before the record as a whole is known to be sound. They
+    were, if in the end the result is the very record that they belong to.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+        self._changed = threading.Condition()
+        self._began = time.monotonic()
+        self._arrival: Arrival | None = None
+        self.add_done_callback(self._notify)
+
+    @property
+    def arrival(self) -> Arrival | None:
+        """How far the load came so far; None before its first layer, and where the tier cannot tell."""
+        return self._arrival
+
+    @property
+    def record(self) -> Record | None:
+        """The record whose layers are there, or come in; None before the first one."""
+        if self.done():
+            return self.result()
+        return self._arrival.record if self._arrival else None
+
+    @property
+    def seconds_left(self) -> float:
+        """When the last layer will be there if the others come in as fast as those before."""
+        arrival = self._arrival
+        if self.done() or arrival is None:
+            return 0.0
+        return arrival.seconds * (arrival.of - arrival.layers) / arrival.layers
+
+    def wait_for_layer(self, record: Record, layer: int, deadline: float) -> bool:
+        """Whether this layer of `record` is there; waits for it until `deadline` (monotonic seconds)."""
+        with self._changed:
+            while self.record is record:
+                if self.done() or (self._arrival is not None and self._arrival.layers > layer):
+                    return True
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                self._changed.wait(left)
+            return False
+
+    def begin(self) -> None:
+        """The load leaves the queue."""
+        self._began = time.monotonic()
+
+    def arrived(self, record: Record, layers: int, of: int) -> None:
+        """The record's first layers are there."""
+        with self._changed:
+            self._arrival = Arrival(record, layers, of, time.monotonic() - self._began)
+            self._changed.notify_all()
+
+    def _notify(self, _: Future[Record | None]) -> None:
+        with self._changed:
+            self._changed.notify_all()
