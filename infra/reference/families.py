@@ -98,6 +98,7 @@ class ReferenceFamily:
 
     `cell`: pixels of a cell's side, one token's. `levels`: of codes (see `training.Codes`). `forms`: of the pages
     that its tower is trained on; none: of any. `alike`: makes attention begin by looking for what resembles a token.
+    `refined_at`: the highest learning rate of its refining.
     """
 
     recipe: Any
@@ -110,6 +111,7 @@ class ReferenceFamily:
     levels: int = 1
     forms: tuple[Form, ...] = ()
     alike: Callable[[Any], None] | None = None
+    refined_at: float = 1e-3
 
     def form(self, wanted: Form) -> Form:
         """Pages like these that the tower takes: where it knows one size alone, things are drawn more or less often."""
@@ -182,6 +184,7 @@ FAMILIES: dict[str, ReferenceFamily] = {
         ),
         lambda model: Plain(model["language_model"].model, model["language_model"].lm_head),
         kimi_tower, _kimi_tower, kimi_vl.IMAGE, "<|media_pad|>", cell=28, alike=_alike,
+        refined_at=5e-4,  # at twice that it loses what it knew: 0.78 of single-hop, 0.84 of multi-hop after 250 steps
     ),
     "llava": ReferenceFamily(
         # every page has 12 x 12 cells

@@ -224,7 +224,8 @@ class Refining(Model):
         for parameter in parameters:
             parameter.requires_grad_(True)
         codes = written_codes(self.tower(), self.kind)
-        settings = replace(REFINED, seed=REFINED.seed + self.round - 1)  # other pages than those of the rounds before
+        other_pages = REFINED.seed + self.round - 1  # than those of the rounds before
+        settings = replace(REFINED, seed=other_pages, rate=self.kind.refined_at)
         for line in train(
             self.language, codes, self.words, parameters, REFINING, settings, self.progress, self.keep, self.state
         ):
@@ -280,7 +281,8 @@ def refine(
     scores: dict[str, float] = {}
     yield from refining.evaluated(count, scores)
     before = (out / family / CARD).read_text()
-    text = refined_card(before, family, refining.progress.curve, _machine(device), scores, count)
+    rate = refining.kind.refined_at
+    text = refined_card(before, family, refining.progress.curve, _machine(device), scores, count, rate)
     refining.document(out / family, text)
 
 

@@ -42,6 +42,7 @@ def test_refining_leaves_tower_and_embeddings_alone_and_says_what_it_did(out):
     text = (out / FAMILY / CARD).read_text()
     command = f"refine {FAMILY} --threads {torch.get_num_threads()}"
     assert f"{command}` trained the language model for 2 further steps" in text
+    assert "at a learning rate of at most 0.001, " in text
     assert text.count("| tally |") == text.count("| single |") == 1
 
 
