@@ -275,6 +275,23 @@ class _File(logging.handlers.RotatingFileHandler):
         super().__init__(
             path, maxBytes=settings.max_file_bytes, backupCount=settings.rotated_files, encoding="utf-8", delay=True
         )
+        self._path, self._max_bytes = path, settings.max_bytes
+        self._prune()
+
+    def doRollover(self) -> None:
+        super().doRollover()
+        self._prune()
+
+    def _prune(self) -> None:
+        """Delete the oldest logs until all fit; not the one that is written here, nor, being newer, others' of now."""
+        files = sorted(self._path.parent.glob("access-*.jsonl*"), key=_age)
+        total = sum(file.stat().st_size for file in files)
+        for file in files:
+            if total <= self._max_bytes:
+                return
+            if file != self._path:
+                total -= file.stat().st_size
+                file.unlink(missing_ok=True)
 
     def write(self, line: str) -> None:
         self.emit(logging.makeLogRecord({"msg": line}))

@@ -41,6 +41,7 @@ from serving.replica_process import enter, enter_vllm
 from serving.routing_replica import DecodeReporter, PrefillReporter, ReportingReplica, router_config
 
 if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
     from torch import Tensor
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
@@ -78,6 +79,9 @@ class VisionEncoder:
     async def stats(self) -> dict[str, Any]:
         """How many images were encoded."""
         return {"images": self._encoder.images}
+
+    async def check_health(self) -> None:
+        """That the process answers: what fails while it encodes is its request's."""
 
 
 class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
@@ -352,7 +356,9 @@ class Ingress:
 
         threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="ingress")
         asyncio.get_running_loop().set_default_executor(threads)  # Serve's own is as small as `num_cpus`
-        self._roles = RayRoles(handles)
+        context = serve.get_replica_context()
+        self._name = str(context.replica_id.unique_id)
+        self._roles = RayRoles(handles, serve.get_deployment_handle(type(self).__name__, context.app_name))
         front_end = front_end_config(config.model, config.ingress.processor_cache_gib)
         prefill = config.prefill
         client = LinkedEngineClient(
@@ -360,12 +366,15 @@ class Ingress:
         )
         self._log: AccessLog | None = None
         if config.access_log.directory is not None:
-            replica = str(serve.get_replica_context().replica_id.unique_id)
-            self._log = client.access_log = Log(config.access_log, replica, config.model.served_name)
+            self._log = client.access_log = Log(config.access_log, self._name, config.model.served_name)
         await self._roles.warm_up(config)
         self._arranger = client.arranger
         self._following = asyncio.create_task(follow(self._roles, client.arranger, config.ingress.index_period_s))
-        self._app = await build_api(client, config, on_delete=self._forget)
+        self._app = await build_api(client, config, self._forget, self._name, self._roles.counted)
+
+    async def counted(self) -> tuple[str, list[Metric]]:
+        """This replica's name, and what it counted."""
+        return self._name, self._app.state.metrics.collect()
 
     async def _forget(self, content: str, tenant: str) -> None:
         self._arranger.forget(content)

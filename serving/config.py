@@ -146,6 +146,19 @@ class VisionSettings(RoleSettings):
 class PrefillRoleSettings(RoleSettings, PrefillSettings):
     """The prefill worker."""
 
+    max_ongoing_requests: int = Field(
+        1024, ge=1, description="As above. More than `max_queue`, so that a full queue is told, not waited for."
+    )
+
+    @model_validator(mode="after")
+    def _tells_that_it_is_full(self) -> PrefillRoleSettings:
+        if self.max_ongoing_requests <= self.max_queue:
+            raise ValueError(
+                f"max_ongoing_requests ({self.max_ongoing_requests}) must be more than max_queue ({self.max_queue}): "
+                "else requests wait before the worker, which never says that it is full"
+            )
+        return self
+
 
 class PatchSettings(RoleSettings, PatchFormSettings):
     """The patch compiler."""
@@ -213,6 +226,9 @@ class AccessLogSettings(_Settings):
     max_file_bytes: int = Field(256 * MIB, ge=1, description="Bytes of a file before the next one is begun.")
     rotated_files: int = Field(
         3, ge=1, description="Full files that a replica keeps beside the one it writes; the oldest go."
+    )
+    max_bytes: int = Field(
+        4096 * MIB, ge=1, description="Bytes of all logs in the directory, also of replicas that ended; the oldest go."
     )
     queue: int = Field(1024, ge=1, description="Lines that may wait for the disk; further ones are dropped.")
 

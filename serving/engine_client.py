@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing, closing
 from typing import Any, Literal, Protocol
 
@@ -30,7 +30,7 @@ from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.outputs import RequestOutput
 from vllm.renderers import renderer_from_config
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tasks import SupportedTask
 from vllm.v1.engine.input_processor import InputProcessor
 
@@ -42,7 +42,7 @@ from serving.access_log import AccessLog
 from serving.answers import Answer, sampling_of
 from serving.api.compiling import CompilingRoles
 from serving.api.errors import OverloadedError
-from serving.api.extension import ChunkReport, RequestTrace, current_trace
+from serving.api.extension import ChunkReport, OrbitReport, RequestTrace, current_trace
 from serving.api.fidelity import FidelityRoles
 from serving.arranger import Arranger
 from serving.config import ModelSettings
@@ -142,6 +142,7 @@ class LinkedEngineClient(_NotOurs):
     """vLLM's `EngineClient` over the roles."""
 
     access_log: AccessLog | None = None  # where requests are logged, if they are
+    observe: Callable[[OrbitReport], None] | None = None  # told of every prompt's report at its end
 
     def __init__(
         self,
@@ -202,7 +203,7 @@ class LinkedEngineClient(_NotOurs):
             "reasoning_ended": reasoning_ended,
             "reasoning_parser_kwargs": reasoning_parser_kwargs,
         }
-        return self._generate(prompt, sampling_params, request_id, current_trace(), options)
+        return self._observed(prompt, sampling_params, request_id, current_trace().of_prompt(), options)
 
     def _check_tokens(self, prompt: Any) -> None:
         """As vLLM checks what it is given itself; a prompt of text alone may name none but the model's own tokens.
@@ -227,6 +228,18 @@ class LinkedEngineClient(_NotOurs):
                 prefix=trace.prefix_tokens,
             )
             trace.lacking = asyncio.ensure_future(self._roles.prefetch(request))
+
+    async def _observed(
+        self, prompt: Any, params: SamplingParams, request_id: str, trace: RequestTrace, options: dict[str, Any]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """One prompt's outputs, once it has a place among those of its request; its report is observed at the end."""
+        async with trace.places, aclosing(self._generate(prompt, params, request_id, trace, options)) as outputs:
+            try:
+                async for output in outputs:
+                    yield output
+            finally:
+                if self.observe is not None:
+                    self.observe(trace.report)
 
     async def _generate(
         self, prompt: Any, params: SamplingParams, request_id: str, trace: RequestTrace, options: dict[str, Any]
@@ -298,7 +311,8 @@ class LinkedEngineClient(_NotOurs):
                     if not answer.decoded:
                         waiting.cancel()
                         trace.decoding((time.perf_counter() - began) * 1e3)
-                        self._served(request, trace, linked, "decode")
+                        whole = answer.params.output_kind == RequestOutputKind.FINAL_ONLY
+                        self._served(request, trace, linked, "decode", alone=not whole)
                     yield answer.joined(output)
         finally:
             waiting.cancel()
@@ -311,12 +325,17 @@ class LinkedEngineClient(_NotOurs):
             await self._roles.renew(lease)
 
     def _served(
-        self, request: LinkRequest, trace: RequestTrace, linked: LinkResult, by: Literal["prefill", "decode"]
+        self,
+        request: LinkRequest,
+        trace: RequestTrace,
+        linked: LinkResult,
+        by: Literal["prefill", "decode"],
+        alone: bool = True,
     ) -> None:
         """Note once that a request has its first token, and the role that gave it."""
         if trace.report.first_token is not None:
             return
-        trace.first_token(by)
+        trace.first_token(by, alone)
         if self.access_log is not None:
             self.access_log.offer(request, trace.groups, linked)
 

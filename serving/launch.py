@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ray import serve
+from ray.serve.context import _get_global_client
 from rich.console import Console
 
 from serving.app import build
@@ -42,7 +43,7 @@ def application(config: OrbitServeConfig, console: Console, timeout_s: float = 6
 
     Raises:
         StartUpError: a role failed to start, or did not within `timeout_s`; the cluster serves the application already,
-            or the port is taken.
+            listens elsewhere already, or the port is taken.
     """
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     with ray_cluster(runtime_env={"env_vars": FAST_REQUEST_PATH}):
@@ -51,6 +52,7 @@ def application(config: OrbitServeConfig, console: Console, timeout_s: float = 6
             serve.start(http_options={"host": config.http.host, "port": config.http.port})
         except RuntimeError as error:
             raise StartUpError(f"cannot listen on {config.http.host}:{config.http.port}: {error}") from error
+        _refuse_elsewhere(config)
         if APPLICATION in serve.status().applications:
             raise StartUpError(f"{APPLICATION!r} is served on this Ray cluster already; end that first, or use another")
         try:
@@ -60,6 +62,16 @@ def application(config: OrbitServeConfig, console: Console, timeout_s: float = 6
             yield f"http://{config.http.host}:{config.http.port}"
         finally:
             serve.delete(APPLICATION)  # lets running requests end and the engines free what they hold
+
+
+def _refuse_elsewhere(config: OrbitServeConfig) -> None:
+    """Raises StartUpError where Ray Serve runs already and listens elsewhere: it would go on doing so."""
+    found, asked = _get_global_client().http_config, config.http
+    if (found.host, found.port) != (asked.host, asked.port):
+        raise StartUpError(
+            f"Ray Serve listens on {found.host}:{found.port} already, not on {asked.host}:{asked.port}; "
+            f"pass --host {found.host} --port {found.port}, or end it with `serve shutdown`"
+        )
 
 
 def _end_by_signal() -> None:

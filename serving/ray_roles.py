@@ -16,6 +16,7 @@ from serving.config import OrbitServeConfig
 from serving.errors import RoleUnavailable
 
 if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
     from torch import Tensor
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
@@ -36,7 +37,8 @@ _HEALTH_SECONDS = 5.0  # for a role to say that it is well
 class RayRoles:
     """`serving.engine_client.Roles` over Ray Serve handles."""
 
-    def __init__(self, handles: dict[str, DeploymentHandle]) -> None:
+    def __init__(self, handles: dict[str, DeploymentHandle], ingress: DeploymentHandle) -> None:
+        self.ingress = ingress  # all its replicas, of which the caller is one
         self.vision = handles.get("vision")  # without the role, prefill workers encode
         self.prefill = handles["prefill"]
         self.decode = handles["decode"].options(stream=True)
@@ -110,6 +112,10 @@ class RayRoles:
         """What every prefill replica compiled ahead of requests, by its name."""
         return {stats["name"]: stats["loop"].compiled for stats in await answered_by_all(self.prefill, "stats")}
 
+    async def counted(self) -> dict[str, list[Metric]]:
+        """See `Ingress.counted`; of all replicas."""
+        return dict(await answered_by_all(self.ingress, "counted"))
+
     async def warm_up(self, config: OrbitServeConfig) -> None:
         """Send a tiny prompt for every pair of prefill and decode replica: a pair's first transfer shakes hands."""
         from vllm.sampling_params import SamplingParams
@@ -133,10 +139,8 @@ class RayRoles:
 
         Raises RoleUnavailable, naming the role.
         """
-        await asyncio.gather(
-            _in_time("prefill", self.prefill.check_health.remote()),
-            _in_time("decode", self._decode_once.check_health.remote()),
-        )
+        roles = {"vision": self.vision, "prefill": self.prefill, "decode": self._decode_once, "library": self.library}
+        await asyncio.gather(*(_in_time(name, role.check_health.remote()) for name, role in roles.items() if role))
 
 
 async def _in_time(role: str, response: Any) -> None:

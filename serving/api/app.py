@@ -15,12 +15,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from prometheus_client.metrics_core import Metric
 from vllm.entrypoints.openai.chat_completion.api_router import router as chat_router
 from vllm.entrypoints.openai.completion.api_router import router as completion_router
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -44,13 +45,12 @@ from serving.api.extension import RequestTrace, set_trace
 from serving.api.fidelity import families, fidelity_router, scraped
 from serving.api.files import OnDelete, files_router
 from serving.api.media import MediaResolver
-from serving.api.metrics import Metrics
+from serving.api.metrics import Metrics, exposition, in_time, labelled
 from serving.api.streams import opened
 from serving.api.vector_stores import vector_stores_router
 from serving.config import OrbitServeConfig
 from serving.documents import Documents
 from serving.engine_client import LinkedEngineClient
-from serving.routing import REGISTRY
 
 _UNSUPPORTED_COMPLETION = {
     "prompt_logprobs": "prompt_logprobs is not supported",
@@ -87,10 +87,21 @@ class OrbitServingTokenization(ServingTokenization):
         return await super().create_tokenize(request, raw_request)
 
 
-async def build_api(client: LinkedEngineClient, config: OrbitServeConfig, on_delete: OnDelete) -> FastAPI:
+Counted = Callable[[], Awaitable[Mapping[str, Sequence[Metric]]]]
+
+
+async def build_api(
+    client: LinkedEngineClient,
+    config: OrbitServeConfig,
+    on_delete: OnDelete,
+    replica: str = "ingress",
+    counted: Counted | None = None,
+) -> FastAPI:
     """The ASGI application of one ingress replica.
 
     Args:
+        replica: its name in metrics.
+        counted: gives what all ingress replicas counted, by name; None: this is the only one.
         on_delete: called with (content id, owner) when the last file of some content was deleted; the owner is a
             tenant, or DYNAMIC_TENANT when no vector store holds the content any more.
     """
@@ -106,11 +117,12 @@ async def build_api(client: LinkedEngineClient, config: OrbitServeConfig, on_del
 
     app = FastAPI(title="OrbitServe", description="Multimodal serving that does not pay twice for what it has seen.")
     app.state.metrics = metrics
-    await _add_openai(app, client, config, media, documents, metrics)
+    client.observe = metrics.observe
+    await _add_openai(app, client, config, media, documents)
     app.include_router(files_router(files, stores, media, http.max_file_bytes, on_delete))
     app.include_router(vector_stores_router(stores, on_delete))
     app.include_router(fidelity_router(client.roles))
-    _add_operations(app, client, metrics)
+    _add_operations(app, client, metrics, replica, counted)
     answer_errors(app)
     app.add_middleware(Limit, http.max_body_bytes, http.max_concurrent_requests, metrics)
     app.add_middleware(Authenticate, http.api_keys)
@@ -124,7 +136,6 @@ async def _add_openai(
     config: OrbitServeConfig,
     media: MediaResolver,
     documents: Documents,
-    metrics: Metrics,
 ) -> None:
     model = config.model
     template = load_chat_template(model.chat_template)
@@ -158,7 +169,6 @@ async def _add_openai(
         chat_template_content_format="auto",
         media=media,
         documents=documents,
-        metrics=metrics,
         **tools,
         **shared,
     )
@@ -173,7 +183,13 @@ async def _add_openai(
             app.router.routes.append(route)
 
 
-def _add_operations(app: FastAPI, client: LinkedEngineClient, metrics: Metrics) -> None:
+def _add_operations(
+    app: FastAPI, client: LinkedEngineClient, metrics: Metrics, replica: str, counted: Counted | None
+) -> None:
+    async def by_replica() -> Mapping[str, Sequence[Metric]]:
+        own = {replica: metrics.collect()}
+        return own if counted is None else await in_time(counted(), own, "other ingress replicas")
+
     @app.get("/health", summary="Whether every role answers", tags=["operations"])
     async def health() -> JSONResponse:
         try:
@@ -184,6 +200,6 @@ def _add_operations(app: FastAPI, client: LinkedEngineClient, metrics: Metrics) 
 
     @app.get("/metrics", summary="Prometheus metrics", tags=["operations"])
     async def prometheus() -> Response:
-        measured, compiled = await asyncio.gather(scraped(client.roles), compiling(client.roles))
-        text = metrics.text(chain(families(measured), compiled, REGISTRY.collect()))
+        measured, compiled, own = await asyncio.gather(scraped(client.roles), compiling(client.roles), by_replica())
+        text = exposition(chain(labelled(own), families(measured), compiled))
         return Response(text, media_type="text/plain; version=0.0.4")

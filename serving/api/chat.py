@@ -16,7 +16,6 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from serving.api.errors import InvalidRequest
 from serving.api.extension import RequestTrace, parse_options, set_trace
 from serving.api.media import MediaResolver
-from serving.api.metrics import Metrics
 from serving.api.ordering import Ordering, ordered
 from serving.api.prefix import Prefixes
 from serving.api.streams import opened
@@ -36,11 +35,9 @@ _UNSUPPORTED = {
 class OrbitServingChat(OpenAIServingChat):
     """vLLM's chat handler over linked chunks."""
 
-    def __init__(
-        self, *arguments: Any, media: MediaResolver, documents: Documents, metrics: Metrics, **options: Any
-    ) -> None:
+    def __init__(self, *arguments: Any, media: MediaResolver, documents: Documents, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._media, self._documents, self._metrics = media, documents, metrics
+        self._media, self._documents = media, documents
         tokenizer = self.renderer.get_tokenizer()
         self._prefixes = Prefixes(tokenizer)
         self._max_characters = self.model_config.max_model_len * tokenizer.max_chars_per_token
@@ -67,7 +64,6 @@ class OrbitServingChat(OpenAIServingChat):
         if isinstance(answer, ErrorResponse):
             return answer
         if isinstance(answer, ChatCompletionResponse):
-            self._metrics.observe(trace.report)
             answer.orbit = trace.document()  # vLLM's response models take further fields
             return answer
         return await opened(self._reported(answer, trace))
@@ -116,12 +112,9 @@ class OrbitServingChat(OpenAIServingChat):
 
     async def _reported(self, events: AsyncGenerator[str, None], trace: RequestTrace) -> AsyncGenerator[str, None]:
         """Add the report to every event that ends a choice, and to the usage event."""
-        try:
-            async with aclosing(events):
-                async for event in events:
-                    yield with_report(event, trace)
-        finally:
-            self._metrics.observe(trace.report)
+        async with aclosing(events):
+            async for event in events:
+                yield with_report(event, trace)
 
 
 def with_report(event: str, trace: RequestTrace) -> str:

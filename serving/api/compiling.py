@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
@@ -11,11 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from prefill_workers.ahead import CompileStats
-from serving.errors import RoleUnavailable
-
-logger = logging.getLogger(__name__)
-
-_SCRAPE_SECONDS = 2.0  # what replicas have to answer in; a scrape goes without them then
+from serving.api.metrics import in_time
 
 
 class CompilingRoles(Protocol):
@@ -27,11 +21,8 @@ class CompilingRoles(Protocol):
 
 async def compiling(roles: CompilingRoles) -> list[Metric]:
     """The metrics of all replicas; none when they do not answer in time."""
-    try:
-        return list(_families(await asyncio.wait_for(roles.compiled(), _SCRAPE_SECONDS)))
-    except (RoleUnavailable, TimeoutError) as error:
-        logger.warning("metrics without what was compiled: prefill workers do not answer: %s", error or "too slow")
-        return []
+    compiled = await in_time(roles.compiled(), None, "prefill workers")
+    return [] if compiled is None else list(_families(compiled))
 
 
 def _families(compiled: Mapping[str, CompileStats]) -> Iterator[Metric]:

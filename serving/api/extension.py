@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from asyncio import Future
+from asyncio import Future, Semaphore
 from collections.abc import Collection
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from prefill_workers.policies import Mode, OperatingPoint
 from serving.api.errors import InvalidRequest
 from serving.documents import Document
+
+PROMPTS_AT_ONCE = 32  # of one request: the others wait for a place, not in a worker's queue
 
 
 class OrbitOptions(BaseModel):
@@ -110,7 +112,7 @@ class OrbitReport(BaseModel):
     tokens_computed: int = 0
     prefix_tokens_reused: int = 0  # of those reused: text before the first chunk
     vision_tokens_encoded: int = 0
-    ttft_ms: float | None = None
+    ttft_ms: float | None = None  # None: a decode engine gave the whole answer at once
     first_token: Literal["prefill", "decode"] | None = None  # the role that gave it
     stages_ms: dict[str, float] = {}
 
@@ -145,21 +147,31 @@ class RequestTrace:
     costs: list[ChunkCosts] = field(default_factory=list)  # of the prompt's chunks, where an explanation is wanted
     lacking: Future[Collection[str]] | None = None  # images of which nothing is stored, once a prefill worker says
     received: float = field(default_factory=time.perf_counter)
+    places: Semaphore = field(default_factory=lambda: Semaphore(PROMPTS_AT_ONCE))  # of a request with several prompts
     report: OrbitReport = field(init=False)
+    _taken: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.report = OrbitReport(mode=self.options.mode)
+
+    def of_prompt(self) -> RequestTrace:
+        """The trace of the request's next prompt: itself, then others like it (a completion may have many prompts)."""
+        if self._taken:
+            return RequestTrace(self.options, self.tenant, received=self.received, places=self.places)
+        self._taken = True
+        return self
 
     def mark(self, stage: str) -> None:
         """Record the time since the request was received as `stage`."""
         self.report.stages_ms[stage] = (time.perf_counter() - self.received) * 1e3
 
-    def first_token(self, by: Literal["prefill", "decode"]) -> None:
+    def first_token(self, by: Literal["prefill", "decode"], alone: bool = True) -> None:
         """Record the first token's arrival, and the role that gave it.
 
-        A decode engine gives an answer that is not streamed all at once: then this is the whole answer's time.
+        Not `alone`: with the rest of an answer that is not streamed. When the first token was there, nobody knows then.
         """
-        self.report.ttft_ms = (time.perf_counter() - self.received) * 1e3
+        if alone:
+            self.report.ttft_ms = (time.perf_counter() - self.received) * 1e3
         self.report.first_token = by
 
     def decoding(self, ms: float) -> None:

@@ -11,8 +11,6 @@ the replica's name, so that one which ends takes its counters with it.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from itertools import accumulate
@@ -26,11 +24,8 @@ from vllm.exceptions import GracefulHTTPError
 from prefill_workers.fidelity import KL_BUCKETS, PointStatus
 from prefill_workers.policies import EXACT_POINTS, OperatingPoint
 from serving.api.errors import Forbidden, NotFound
+from serving.api.metrics import in_time
 from serving.errors import RoleUnavailable
-
-logger = logging.getLogger(__name__)
-
-_SCRAPE_SECONDS = 2.0  # what replicas have to answer in; a scrape goes without them then
 
 ByReplica = Mapping[str, Sequence[PointStatus]]
 
@@ -47,11 +42,7 @@ class FidelityRoles(Protocol):
 
 async def scraped(roles: FidelityRoles) -> ByReplica:
     """What the prefill replicas measured, for /metrics; nothing when they do not answer in time."""
-    try:
-        return await asyncio.wait_for(roles.fidelity(), _SCRAPE_SECONDS)
-    except (RoleUnavailable, TimeoutError) as error:
-        logger.warning("metrics without fidelity: prefill workers do not answer: %s", error or "too slow")
-        return {}
+    return await in_time(roles.fidelity(), {}, "prefill workers")
 
 
 def families(measured: ByReplica) -> Iterator[Metric]:

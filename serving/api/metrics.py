@@ -1,13 +1,28 @@
-"""What the ingress counts, for `/metrics`. What prefill workers measure is in `fidelity`."""
+"""What the ingress counts, for `/metrics`. What prefill workers measure is in `fidelity`.
+
+A scrape reaches one ingress replica, and asks the others: series carry the replica's name, so that one which ends takes
+its counters with it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+import logging
+from collections.abc import Awaitable, Iterable, Iterator, Mapping
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
 
 from serving.api.extension import OrbitReport
+from serving.errors import RoleUnavailable
+from serving.routing import REGISTRY
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+SCRAPE_SECONDS = 2.0  # what replicas have to answer in
 
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
@@ -56,9 +71,36 @@ class Metrics:
         if report.ttft_ms is not None:
             self.ttft.observe(report.ttft_ms / 1e3)
 
-    def text(self, others: Iterable[Metric] = ()) -> bytes:
-        """The registry, and metrics that others keep, in Prometheus' text format."""
-        return generate_latest(self.registry) + generate_latest(_Given(others))
+    def collect(self) -> list[Metric]:
+        """What was counted so far in this process: here, and in choosing replicas."""
+        return [*self.registry.collect(), *REGISTRY.collect()]
+
+
+async def in_time(asked: Awaitable[_T], otherwise: _T, who: str) -> _T:
+    """What replicas answer in time; a scrape that finds one lost or too busy goes without them."""
+    try:
+        return await asyncio.wait_for(asked, SCRAPE_SECONDS)
+    except (RoleUnavailable, TimeoutError) as error:
+        logger.warning("metrics without what %s counted, who do not answer: %s", who, error or "too slow")
+        return otherwise
+
+
+def labelled(by_replica: Mapping[str, Iterable[Metric]]) -> Iterator[Metric]:
+    """The same metrics of several replicas as one, every series under its replica's name."""
+    families: dict[str, Metric] = {}
+    for replica, metrics in by_replica.items():
+        for metric in metrics:
+            if metric.name not in families:
+                families[metric.name] = Metric(metric.name, metric.documentation, metric.type, metric.unit)
+            families[metric.name].samples += [
+                sample._replace(labels={**sample.labels, "replica": replica}) for sample in metric.samples
+            ]
+    yield from families.values()
+
+
+def exposition(metrics: Iterable[Metric]) -> bytes:
+    """Metrics in Prometheus' text format."""
+    return generate_latest(_Given(metrics))
 
 
 class _Given(CollectorRegistry):

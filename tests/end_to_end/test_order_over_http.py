@@ -34,7 +34,7 @@ def points(answer: dict[str, Any]) -> list[str]:
 def indexed(service: Service) -> int:
     """Patches that the ingress knows of."""
     lines = httpx.get(service.url + "/metrics").text.splitlines()
-    return int(float(next(line for line in lines if line.startswith("orbitserve_patch_index_entries ")).split()[1]))
+    return int(float(next(line for line in lines if line.startswith("orbitserve_patch_index_entries{")).split()[1]))
 
 
 def serve_once(service: Service, numbers: list[int], patches: int) -> None:

@@ -122,7 +122,7 @@ def test_deleting_the_last_upload_deletes_what_was_derived_from_it(service: Serv
 def test_metrics_count_what_was_reused(service: Service):
     def reused() -> float:
         lines = httpx.get(service.url + "/metrics").text.splitlines()
-        return float(next(x for x in lines if x.startswith("orbitserve_prompt_tokens_reused_total ")).split()[1])
+        return float(next(x for x in lines if x.startswith("orbitserve_prompt_tokens_reused_total{")).split()[1])
 
     messages = user(picture(181), "What is this?")
     service.chat(messages)

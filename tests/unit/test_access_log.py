@@ -214,6 +214,22 @@ def test_a_stuck_disk_does_not_hold_a_replica_up_that_shuts_down(
     stuck.set()
 
 
+def test_a_directorys_logs_are_bounded_also_those_of_replicas_that_ended(
+    tmp_path: Path, make_log: Callable[..., AccessLog]
+):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    for age, name in enumerate(("access-gone.jsonl", "access-gone.jsonl.1", "notes.txt")):
+        (logs / name).write_text("x" * 3000)
+        os.utime(logs / name, (time.time() - age - 10,) * 2)
+    assert logged(make_log(max_bytes=4000), request())
+    assert {file.name for file in logs.iterdir()} == {"access-gone.jsonl", "access-one.jsonl", "notes.txt"}
+    assert len(logged(make_log(max_bytes=4000, max_file_bytes=1000), *[request()] * 3)) == 1
+    files = {file.name: file.stat().st_size for file in logs.iterdir() if file.name != "notes.txt"}
+    assert "access-gone.jsonl" not in files
+    assert sum(files.values()) <= 4000 + max(files.values())
+
+
 def test_rotated_files_are_read_before_those_that_came_later(tmp_path: Path):
     for age, name in enumerate(["access-b.jsonl", "access-a.jsonl", "access-a.jsonl.1", "access-a.jsonl.2"]):
         (tmp_path / name).touch()

@@ -26,7 +26,6 @@ from serving.api.auth import Authenticate
 from serving.api.chat import OrbitServingChat
 from serving.api.errors import answer_errors
 from serving.api.media import MediaResolver
-from serving.api.metrics import Metrics
 from serving.api.prefix import Prefixes
 from serving.arranger import Arranger
 from serving.config import HttpSettings
@@ -44,7 +43,7 @@ class Chat(OrbitServingChat):
     """The handler without an engine; `asked` is what vLLM was to answer."""
 
     def __init__(self, media: MediaResolver, documents: Documents) -> None:
-        self._media, self._documents, self._metrics = media, documents, Metrics()
+        self._media, self._documents = media, documents
         self._prefixes, self._max_characters = Prefixes(Tokenizer()), 1000
         self.engine_client: Any = SimpleNamespace(arranger=Arranger(), prefetch=lambda *_: None)
         self.asked: list[Any] = []

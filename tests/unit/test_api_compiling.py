@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefill_workers.ahead import CompileStats
 from serving.api.compiling import compiling
-from serving.api.metrics import Metrics
+from serving.api.metrics import exposition
 from serving.errors import RoleUnavailable
 
 
@@ -20,7 +20,7 @@ class Roles:
 
 async def test_metrics_say_what_waits_was_compiled_and_took():
     stats = CompileStats(waiting=3, forwards={"orders": 6, "pairs": 2}, seconds=1.5, given_up={"queue": 0, "bytes": 4})
-    lines = Metrics().text(await compiling(Roles(stats))).decode().splitlines()
+    lines = exposition(await compiling(Roles(stats))).decode().splitlines()
     for line in (
         'orbitserve_compile_waiting{replica="r0"} 3.0',
         'orbitserve_compile_forwards_total{job="orders",replica="r0"} 6.0',

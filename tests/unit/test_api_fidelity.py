@@ -19,9 +19,10 @@ from prefill_workers.fidelity import Comparison, Fidelity
 from prefill_workers.policies import OperatingPoint
 from prefill_workers.settings import FidelitySettings
 from serving.api import fidelity as api
+from serving.api import metrics
 from serving.api.auth import Authenticate
 from serving.api.errors import answer_errors
-from serving.api.metrics import Metrics
+from serving.api.metrics import exposition
 from serving.cli import app as command_line
 from serving.config import ApiKey
 from serving.errors import RoleUnavailable
@@ -76,7 +77,7 @@ async def call(roles: Roles, method: str, path: str, key: str = "boss") -> httpx
 
 async def samples(roles: Roles) -> dict[tuple[str, ...], float]:
     """Every sample of a scrape that concerns `patched`: (name, replica, reason or edge) to value."""
-    text = Metrics().text(api.families(await api.scraped(roles))).decode()
+    text = exposition(api.families(await api.scraped(roles))).decode()
     return {
         (
             sample.name,
@@ -110,7 +111,7 @@ async def test_a_scrape_shows_every_replicas_points(roles: Roles):
 async def test_a_scrape_goes_without_replicas_that_do_not_answer(roles: Roles, monkeypatch: pytest.MonkeyPatch):
     roles.failure = RoleUnavailable("gone")
     assert await samples(roles) == {}
-    monkeypatch.setattr(api, "_SCRAPE_SECONDS", 0.05)
+    monkeypatch.setattr(metrics, "SCRAPE_SECONDS", 0.05)
     roles.failure, roles.seconds = None, 5.0
     assert await samples(roles) == {}
 

@@ -41,6 +41,7 @@ def test_a_file_and_the_command_line_are_put_together(tmp_path: Path, checkpoint
         ("model: {path: MODEL}\nprefil: {}\n", "prefil: Extra inputs"),
         ("model: {path: MODEL}\ndecode: {replicas: 0}\n", "decode.replicas"),
         ("model: {path: MODEL}\nvision: {replicas: -1}\n", "vision.replicas"),
+        ("model: {path: MODEL}\nprefill: {max_ongoing_requests: 256}\n", r"prefill: .*must be more than max_queue"),
         ("model: {path: MODEL}\nhttp: {port: often}\n", "http.port"),
         ("model: {path: MODEL, dtype: int4}\n", "model.dtype"),
         ("model: {path: /nowhere}\n", "holds no config.json"),

@@ -19,7 +19,7 @@ from prefill_workers.policies import Mode, OperatingPoint
 from prefill_workers.worker import Overloaded
 from serving.api.chat import contents_of
 from serving.api.errors import OverloadedError
-from serving.api.extension import OrbitOptions, RequestTrace, set_trace
+from serving.api.extension import PROMPTS_AT_ONCE, OrbitOptions, RequestTrace, set_trace
 from serving.arranger import Arranger
 from serving.documents import Documents
 from serving.encodings import Encodings
@@ -172,6 +172,68 @@ async def test_a_served_request_is_logged_once_with_the_chunks_that_could_trade_
     assert len([output async for output in client.generate(prompt, SamplingParams(), "request")]) == OUTPUTS
     ((request, groups, result),) = offered
     assert (request.tenant, groups, result.lease) == ("acme", [0, 0], "lease-2")
+
+
+async def test_a_prompt_counts_once_however_it_ends():
+    prompt, observed = {"type": "token", "prompt_token_ids": list(range(12))}, list[Any]()
+
+    def asked(roles: Roles) -> AsyncGenerator[Any, None]:
+        client = client_of(roles)
+        client.observe = observed.append
+        set_trace(RequestTrace())
+        return client.generate(prompt, SamplingParams(output_kind=RequestOutputKind.DELTA), "request")
+
+    assert len([output async for output in asked(Roles())]) == OUTPUTS
+    assert [report.tokens_reused for report in observed] == [5]
+    with pytest.raises(ValueError, match="too large"):
+        await anext(asked(Roles(link=[ValueError("too large")])))
+    assert len(observed) == 2
+    left = asked(Roles())
+    await anext(left)
+    await left.aclose()
+    assert len(observed) == 3
+
+
+async def test_every_prompt_of_a_completion_counts_and_has_a_place_for_itself():
+    """A worker's queue is not filled by one request, which could then never be answered."""
+    prompt, observed = {"type": "token", "prompt_token_ids": list(range(12))}, list[Any]()
+    roles = Roles()
+    roles.admits = asyncio.Event()
+    client = client_of(roles)
+    client.observe, client._renewal_seconds = observed.append, 60
+    set_trace(RequestTrace(tenant="acme"))
+    streams = [client.generate(prompt, SamplingParams(), str(number)) for number in range(PROMPTS_AT_ONCE + 8)]
+
+    async def read(stream: AsyncGenerator[Any, None]) -> int:
+        return len([output async for output in stream])
+
+    reading = [asyncio.create_task(read(stream)) for stream in streams]
+    await asyncio.sleep(0.05)
+    assert len(roles.linked) == PROMPTS_AT_ONCE
+    roles.admits.set()
+    assert await asyncio.gather(*reading) == [OUTPUTS] * len(streams)
+    assert {request.tenant for request in roles.linked} == {"acme"}
+    assert [report.tokens_reused for report in observed] == [5] * len(streams)
+
+
+@pytest.mark.parametrize(
+    ("kind", "first_tokens", "known"),
+    [
+        (RequestOutputKind.FINAL_ONLY, [], False),
+        (RequestOutputKind.DELTA, [], True),
+        (RequestOutputKind.FINAL_ONLY, [7], True),
+    ],
+)
+async def test_a_whole_answers_time_is_not_taken_for_its_first_tokens(
+    kind: RequestOutputKind, first_tokens: list[int], known: bool
+):
+    trace = RequestTrace()
+    set_trace(trace)
+    prompt = {"type": "token", "prompt_token_ids": list(range(12))}
+    outputs = client_of(Roles(first_tokens)).generate(prompt, SamplingParams(output_kind=kind), "request")
+    assert [output async for output in outputs]
+    assert trace.report.first_token == ("prefill" if first_tokens else "decode")
+    assert (trace.report.ttft_ms is not None) == known
 
 
 @pytest.mark.parametrize("lost", ["link", "generate"])

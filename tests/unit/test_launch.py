@@ -17,8 +17,9 @@ from serving.config import OrbitServeConfig
 class Serve:
     """Ray Serve as `launch` asks it: with these applications running, and a port that may be taken."""
 
-    def __init__(self, *applications: str, taken: bool = False) -> None:
+    def __init__(self, *applications: str, taken: bool = False, port: int = 8000) -> None:
         self.applications = dict.fromkeys(applications)
+        self.http_config = SimpleNamespace(host="127.0.0.1", port=port)
         self._taken = taken
 
     def start(self, **_: Any) -> None:
@@ -37,11 +38,13 @@ class Serve:
     [
         (Serve(launch.APPLICATION), "served on this Ray cluster already"),
         (Serve(launch.APPLICATION, taken=True), r"cannot listen on 127\.0\.0\.1:8000: Failed to bind"),
+        (Serve(launch.APPLICATION, port=9000), r"listens on 127\.0\.0\.1:9000 already, not on 127\.0\.0\.1:8000"),
     ],
-    ids=["served already", "port taken"],
+    ids=["served already", "port taken", "Serve listens elsewhere"],
 )
 def test_what_runs_already_is_left_alone(monkeypatch: pytest.MonkeyPatch, found: Serve, words: str):
     monkeypatch.setattr(launch, "serve", found)
+    monkeypatch.setattr(launch, "_get_global_client", lambda: found)
     monkeypatch.setattr(launch, "ray_cluster", lambda **_: nullcontext())
     monkeypatch.setattr(launch, "_end_by_signal", lambda: None)
     config = OrbitServeConfig.model_validate(
