@@ -33,12 +33,16 @@ def percentiles(values: Iterable[float]) -> dict[str, float] | None:
 def window_s(samples: Sequence[Sample]) -> float:
     """Seconds that so many requests take: of what lies between the first and the last, one more.
 
-    Where all were due at once, until the last was done.
+    That is the longest of the times in which they were due, had their first tokens and were done: a server that takes
+    all prompts before it goes on with any answer is done with all at once. Where all were due at once, it is the time
+    until the last was done.
     """
-    spans = [_span([sample.due for sample in samples]), _span([sample.done for sample in samples if sample.ok])]
-    if len(samples) == 1 or not spans[0]:
+    due = _span([sample.due for sample in samples])
+    if len(samples) == 1 or not due:
         return max(sample.done for sample in samples) - min(sample.due for sample in samples)
-    return max(spans) * len(samples) / (len(samples) - 1)
+    good = [sample for sample in samples if sample.ok]
+    first = _span([sample.first for sample in good if sample.first is not None])
+    return max(due, first, _span([sample.done for sample in good])) * len(samples) / (len(samples) - 1)
 
 
 def _span(times: Sequence[float]) -> float:

@@ -61,7 +61,7 @@ def test_goodput_counts_answers_in_time_against_everything_that_was_asked():
         sample(9.0, 0.15, 1.0),
     ]
     report = measures.summary(samples, ttft_limit_ms=200.0)
-    window = 9 * 8 / 7  # they were due in 9 s, which are seven of the gaps that eight requests have
+    window = 9.05 * 8 / 7  # first tokens came within 9.05 s, which are seven of the gaps that eight requests have
     assert report["goodput"] == {"ttft_limit_ms": 200.0, "share": 3 / 8, "rps": round(3 / window, 4)}
     assert (report["ok"], report["without_content"]) == (5, 1)
     assert (report["rejected_429"], report["timeouts"], report["errors"]) == (1, 1, {"500": 1})
@@ -101,6 +101,14 @@ def test_of_requests_that_are_due_at_once_the_whole_time_counts():
     batched = [sample(0, 0.5, 10 + 1e-4 * number) for number in range(16)]
     assert measures.completed_rps(batched) == pytest.approx(1.6, rel=0.01)
     assert measures.offered_rps(batched) == measures.completed_rps(batched)
+
+
+def test_answers_that_end_together_were_not_computed_in_that_moment():
+    """As vLLM's do under load: it takes two seconds for each prompt, and goes on with answers when none is left."""
+    last = 40.0
+    starved = [sample(0.25 * i, 2.0 * (i + 1) - 0.25 * i, last + 0.01 * i - 0.25 * i) for i in range(20)]
+    assert measures.completed_rps(starved) == pytest.approx(0.5)
+    assert measures.is_saturated(starved)
 
 
 def test_a_late_generator_is_flagged_if_that_matters_beside_ttft():
