@@ -18,6 +18,8 @@ from serving.errors import RoleUnavailable
 from serving.library_keeper import LibraryKeeper
 from serving.ray_roles import RayRoles
 
+NOBODY: Any = None  # in place of the ingress' own handle
+
 
 async def test_a_dead_decode_engine_is_a_role_that_is_not_available():
     async def generate(*_: Any, **__: Any) -> AsyncGenerator[Any, None]:
@@ -98,7 +100,7 @@ async def test_a_worker_that_died_has_forgotten():
 
 async def test_a_lease_is_renewed_on_all_prefill_workers_and_none_is_missed():
     workers = Workers([None, RayActorError()])
-    roles = RayRoles({"prefill": workers, "decode": SimpleNamespace(options=lambda **_: None), "library": None})
+    roles = RayRoles({"prefill": workers, "decode": SimpleNamespace(options=lambda **_: None), "library": None}, NOBODY)
     await roles.renew("lease-1")
     assert workers.called == [("renew", "lease-1")]
 
@@ -111,7 +113,7 @@ async def test_a_lease_is_abandoned_outside_of_the_request_which_serve_may_be_ca
         sent.append((*arguments, context._get_serve_request_context()._internal_request_id))
 
     decode = SimpleNamespace(options=lambda **_: None, abandon=SimpleNamespace(remote=remote))
-    roles = RayRoles({"prefill": None, "decode": decode, "library": None})
+    roles = RayRoles({"prefill": None, "decode": decode, "library": None}, NOBODY)
     context._set_request_context(_internal_request_id="cancelled")
     await roles.abandon({"remote_request_id": "lease-1"}, 2)
     assert sent == [({"remote_request_id": "lease-1"}, 2, "")]
@@ -129,7 +131,7 @@ async def test_a_role_that_does_not_answer_is_not_available_and_named(monkeypatc
     def roles(prefill: Any, decode: Any) -> RayRoles:
         prefill, decode = (SimpleNamespace(check_health=SimpleNamespace(remote=remote)) for remote in (prefill, decode))
         decode.options = lambda **_: decode
-        return RayRoles({"prefill": prefill, "decode": decode, "library": None})
+        return RayRoles({"prefill": prefill, "decode": decode, "library": None}, NOBODY)
 
     monkeypatch.setattr("serving.ray_roles._HEALTH_SECONDS", 0.05)
     await roles(well, well).check_health()
