@@ -274,13 +274,15 @@ def median_e2e_ms(samples: Sequence[Sample]) -> float:
     return float("inf") if found is None else found["p50"]
 
 
-def harness_arm(name: str, description: str, runs: Mapping[str, Runs]) -> Arm:
+def harness_arm(arm: LoadArm, runs: Mapping[str, Runs]) -> Arm:
     """An arm as the harness reports it: times to first token, by rate."""
     times = {
         rate: [sample.ttft_ms for sample in pooled(turns) if sample.ok and sample.ttft_ms is not None]
         for rate, turns in runs.items()
     }
-    return Arm(name, f"{description}; time to first token", {rate: found for rate, found in times.items() if found})
+    return Arm(
+        arm.name, f"{arm.description}; time to first token", {rate: found for rate, found in times.items() if found}
+    )
 
 
 def tables(runs: Mapping[str, Mapping[str, Runs]]) -> dict[str, dict[str, dict[str, float]]]:
@@ -319,19 +321,15 @@ def tables(runs: Mapping[str, Mapping[str, Runs]]) -> dict[str, dict[str, dict[s
 
 
 def describe(
-    asked: Workload | Mapping[str, Workload],
-    library: Mapping[str, int] = LIBRARY,
-    vllm_gib: float | None = VLLM_GIB,
-    **more: Any,
+    workload: Workload, library: Mapping[str, int] = LIBRARY, vllm_gib: float | None = VLLM_GIB, **more: Any
 ) -> dict[str, Any]:
     """A report's `workload`: what was asked, and the memory that arms have.
 
-    `asked`: one workload, or several by name. `library`: the bounds of ours; `vllm_gib`: None where vLLM is no arm.
-    Beside its library our prefill worker may keep KV of the text before first chunks.
+    `library`: the bounds of ours; `vllm_gib`: None where vLLM is no arm. Beside its library our prefill worker may keep
+    KV of the text before first chunks.
     """
     kept = sum(library[tier] for tier in ("memory_bytes", "object_store_bytes"))
     memory = {"ours_kv": 2, "ours_library": kept / 2**30, "ours_prefixes": PrefillSettings().prefix_cache_bytes / 2**30}
     if vllm_gib is not None:
         memory["vllm_kv"] = vllm_gib
-    described = asked.describe() if isinstance(asked, Workload) else {n: one.describe() for n, one in asked.items()}
-    return {"asked": described, "dtype": "auto", "memory_gib": memory, **more}
+    return {"asked": workload.describe(), "dtype": "auto", "memory_gib": memory, **more}

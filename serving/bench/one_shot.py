@@ -55,7 +55,7 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
             vllm_one_at_a_time_rps=round(capacity, 4),
             vision=VISION,
         ),
-        [load_arms.harness_arm(arm.name, arm.description, by_rate[arm.name]) for arm in arms],
+        [load_arms.harness_arm(arm, by_rate[arm.name]) for arm in arms],
         {"ttft_over_off": auto / off, "ttft_over_vllm": auto / vllm},
         load_arms.tables(by_rate),
         axis=load_arms.AXIS,

@@ -105,7 +105,7 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
             vllm_one_at_a_time_rps=round(capacity, 4),
             vllm_saturates_at=saturation_rate(runs["prefix"]),
         ),
-        [load_arms.harness_arm(arm.name, arm.description, runs[arm.name]) for arm in arms],
+        [load_arms.harness_arm(arm, runs[arm.name]) for arm in arms],
         figures(runs),
         load_arms.tables(runs),
         axis=load_arms.AXIS,

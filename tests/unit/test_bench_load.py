@@ -10,7 +10,9 @@ import pytest
 from serving.bench import load_arms, rates, sustained
 from serving.bench.load_arms import Runs
 from serving.bench.servers import Server
-from serving.loadtest.client import Sample
+from serving.loadtest.client import Endpoint, Sample
+from serving.loadtest.session import Subject
+from serving.loadtest.workloads import workload
 
 COUNT = 20
 
@@ -66,8 +68,10 @@ def test_arms_are_asked_until_they_and_prefix_caching_have_saturated():
 
 
 def test_tables_and_arms_hold_what_was_measured_and_leave_out_what_was_not():
+    subject = Subject(Endpoint("http://127.0.0.1:9"), workload("mrag"))
+    arm = load_arms.LoadArm("auto", "ours", subject, lambda: None)
     runs = {"auto": {"0.5": [served(0.5, 1.0)], "9": [served(9, 1.0, status="429")]}}
-    shown = load_arms.harness_arm("auto", "ours", runs["auto"])
+    shown = load_arms.harness_arm(arm, runs["auto"])
     assert {rate: len(times) for rate, times in shown.samples_ms.items()} == {"0.5": COUNT}
     assert shown.median_ms("0.5") == pytest.approx(1000)
     tables = load_arms.tables(runs)
