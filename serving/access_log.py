@@ -284,14 +284,16 @@ class _File(logging.handlers.RotatingFileHandler):
 
     def _prune(self) -> None:
         """Delete the oldest logs until all fit; not the one that is written here, nor, being newer, others' of now."""
-        files = sorted(self._path.parent.glob("access-*.jsonl*"), key=_age)
-        total = sum(file.stat().st_size for file in files)
-        for file in files:
-            if total <= self._max_bytes:
-                return
-            if file != self._path:
-                total -= file.stat().st_size
-                file.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another replica deletes just now
+            files = sorted(self._path.parent.glob("access-*.jsonl*"), key=_age)
+            sizes = {file: file.stat().st_size for file in files}
+            total = sum(sizes.values())
+            for file in files:
+                if total <= self._max_bytes:
+                    return
+                if file != self._path:
+                    total -= sizes[file]
+                    file.unlink(missing_ok=True)
 
     def write(self, line: str) -> None:
         self.emit(logging.makeLogRecord({"msg": line}))

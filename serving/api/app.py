@@ -187,8 +187,8 @@ def _add_operations(
     app: FastAPI, client: LinkedEngineClient, metrics: Metrics, replica: str, counted: Counted | None
 ) -> None:
     async def by_replica() -> Mapping[str, Sequence[Metric]]:
-        own = {replica: metrics.collect()}
-        return own if counted is None else await in_time(counted(), own, "other ingress replicas")
+        found = await in_time(counted(), None, "other ingress replicas") if counted is not None else None
+        return found or {replica: metrics.collect()}
 
     @app.get("/health", summary="Whether every role answers", tags=["operations"])
     async def health() -> JSONResponse:

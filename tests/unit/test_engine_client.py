@@ -3,130 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engine_client_support import EOS, OUTPUTS, Roles, ask, client_of, tokens_of
 from vllm.exceptions import GenerationError, VLLMValidationError
-from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from kvstore.index import Entry, scopes_of
-from prefill_workers.job import LinkResult
-from prefill_workers.plan import ChunkOutcome, ChunkSpan, LinkRequest, PixelsNeeded, PrefetchRequest
-from prefill_workers.policies import Mode, OperatingPoint
+from prefill_workers.plan import ChunkSpan
+from prefill_workers.policies import Mode
 from prefill_workers.worker import Overloaded
-from serving.api.chat import contents_of
 from serving.api.errors import OverloadedError
 from serving.api.extension import PROMPTS_AT_ONCE, OrbitOptions, RequestTrace, set_trace
-from serving.arranger import Arranger
-from serving.documents import Documents
-from serving.encodings import Encodings
-from serving.engine_client import LinkedEngineClient
 from serving.errors import RoleUnavailable
-from serving.segments import Delimiters, Segments
-
-OUTPUTS = 3
-EOS = 99
-
-
-class Roles:
-    """Roles that fail as told. `failures` maps a primitive to what its next calls raise.
-
-    `first_tokens` are what the next links that are asked for one give.
-    """
-
-    def __init__(self, first_tokens: Sequence[int] = (), **failures: list[Exception | None]) -> None:
-        self.failures = failures
-        self.first_tokens = list(first_tokens)
-        self.generated: list[tuple[list[int], SamplingParams]] = []
-        self.calls: list[str] = []
-        self.abandoned: list[tuple[str, int]] = []
-        self.renewed: list[str] = []
-        self.admits: asyncio.Event | None = None  # what `generate` waits for
-        self.linked: list[LinkRequest] = []
-        self.prefetched: list[PrefetchRequest] = []
-        self.encoded: list[list[str]] = []
-        self.lacking: list[str] = []  # what a prefetch answers
-
-    def _maybe_fail(self, name: str) -> None:
-        self.calls.append(name)
-        pending = self.failures.get(name)
-        error = pending.pop(0) if pending else None
-        if error is not None:
-            raise error
-
-    async def prefetch(self, request: PrefetchRequest) -> Sequence[str]:
-        self.prefetched.append(request)
-        return self.lacking
-
-    async def encode(self, items: Sequence[Any]) -> list[str]:
-        self.encoded.append([content for _, content in items])
-        self._maybe_fail("encode")
-        return [f"embedding of {item}" for item in items]
-
-    async def link(self, request: LinkRequest, indices: Sequence[int], embeddings: Any) -> LinkResult:
-        self.linked.append(request)
-        self._maybe_fail("link")
-        outcome = ChunkOutcome(5, OperatingPoint.ENCODED if indices else OperatingPoint.PATCHED, 0, "because")
-        lease = f"lease-{len(self.linked)}"
-        first = self.first_tokens.pop(0) if self.first_tokens and request.sampling is not None else None
-        return LinkResult(lease, {"remote_request_id": lease}, (outcome,), 5, 7, {"forward": 1.0}, first_token=first)
-
-    async def generate(
-        self, token_ids: list[int], transfer: dict[str, Any], params: Any, request_id: str, **options: Any
-    ) -> AsyncGenerator[Any, None]:
-        self.generated.append((token_ids, params))
-        self._maybe_fail("generate")
-        if self.admits is not None:
-            await self.admits.wait()
-        for i in range(OUTPUTS):
-            completion = CompletionOutput(0, "", [100 + i], None, None)
-            yield RequestOutput(request_id, None, None, None, [completion], i == OUTPUTS - 1)
-            self._maybe_fail("between")
-
-    async def renew(self, lease: str) -> None:
-        self.renewed.append(lease)
-        if len(self.renewed) == 2 and self.admits is not None:
-            self.admits.set()
-
-    async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
-        self.abandoned.append((transfer["remote_request_id"], readers))
-
-    async def check_health(self) -> None:
-        self._maybe_fail("health")
-
-
-def client_of(roles: Roles) -> LinkedEngineClient:
-    """A client without vLLM's renderer, which none of these tests reaches."""
-    client = object.__new__(LinkedEngineClient)
-    client._roles = roles
-    client._encodings = Encodings(roles.encode)
-    client._delimiters = Delimiters()
-    client.arranger = Arranger()
-    client._first_tokens, client._vocabulary = True, 1000
-    client._renewal_seconds = 0.02
-    client.renderer = SimpleNamespace(validate_token_ids=lambda ids: None)
-    client.input_processor = SimpleNamespace(
-        _validate_prompt_len=lambda length, kind: None,
-        tokenizer=None,
-        generation_config_fields={},
-        renderer=SimpleNamespace(get_eos_token_id=lambda: EOS),
-        model_config=SimpleNamespace(max_model_len=1000),
-    )
-    return client
-
-
-async def ask(roles: Roles, trace: RequestTrace | None = None, **params: Any) -> list[Any]:
-    set_trace(trace or RequestTrace())
-    prompt = {"type": "token", "prompt_token_ids": list(range(12))}
-    sampling = SamplingParams(output_kind=RequestOutputKind.DELTA, **params)
-    return [output async for output in client_of(roles).generate(prompt, sampling, "request")]
-
-
-def tokens_of(outputs: list[Any]) -> list[int]:
-    return [token for output in outputs for token in output.outputs[0].token_ids]
+from serving.segments import Segments
 
 
 async def test_a_link_tells_which_chunks_have_a_known_patch_in_modes_that_use_any(monkeypatch: pytest.MonkeyPatch):
@@ -385,130 +278,6 @@ async def test_an_answer_that_nobody_reads_to_its_end_is_closed():
     await outputs.aclose()
     assert roles.calls == ["link", "generate"]
     assert roles.abandoned == [], "the decode engine had the lease already"
-
-
-async def test_pixels_are_encoded_only_when_asked_for():
-    roles = Roles(link=[PixelsNeeded([0]), None])
-    client = client_of(roles)
-    segments = Segments(
-        items=(("image", "pixels"),), chunks=(SimpleNamespace(content="page", count=5),), token_ids=list(range(12))
-    )
-    trace = RequestTrace()
-    result = await client._link(LinkRequest("request", list(range(12))), segments, trace)
-    assert roles.calls == ["link", "encode", "link"]
-    assert result.chunks[0].operating_point is OperatingPoint.ENCODED
-    assert trace.report.vision_tokens_encoded == 5
-    assert "vision" in trace.report.stages_ms
-
-
-async def test_what_a_prefill_worker_takes_to_encode_is_vision_and_not_link(monkeypatch: pytest.MonkeyPatch):
-    roles = Roles(link=[PixelsNeeded([0]), None])
-    link = roles.link
-
-    async def encoding(*asked: Any) -> LinkResult:
-        await asyncio.sleep(0.05)
-        result = await link(*asked)
-        result.stages_ms["vision"] = 40.0
-        return result
-
-    monkeypatch.setattr(roles, "link", encoding)
-    segments = Segments(
-        items=(("image", "pixels"),), chunks=(SimpleNamespace(content="page", count=5),), token_ids=list(range(12))
-    )
-    trace = RequestTrace()
-    await client_of(roles)._link(LinkRequest("request", list(range(12))), segments, trace)
-    stages = trace.report.stages_ms
-    assert 40 <= stages["vision"] < 50 <= stages["vision"] + stages["link"]
-
-
-async def test_pixels_may_be_asked_for_again_but_not_the_same_twice():
-    """Stored KV that is unreadable is only noticed when it is loaded."""
-    contents = ("one", "two", "three")
-    segments = Segments(
-        items=tuple(("image", content) for content in contents),
-        chunks=tuple(SimpleNamespace(content=content, count=5) for content in contents),
-        token_ids=list(range(12)),
-    )
-    request = LinkRequest("request", list(range(12)))
-    roles, trace = Roles(link=[PixelsNeeded([2]), PixelsNeeded([0]), None]), RequestTrace()
-    await client_of(roles)._link(request, segments, trace)
-    assert roles.calls == ["link", "encode", "link", "encode", "link"]
-    assert trace.report.vision_tokens_encoded == 10
-    with pytest.raises(RuntimeError, match="asked for again"):
-        await client_of(Roles(link=[PixelsNeeded([2])] * 2))._link(request, segments, RequestTrace())
-
-
-async def test_an_image_that_is_not_stored_is_encoded_while_its_link_is_planned():
-    linking = asyncio.Event()
-
-    class Slow(Roles):
-        async def prefetch(self, request: PrefetchRequest) -> list[str]:
-            await linking.wait()
-            return await super().prefetch(request)
-
-        async def link(self, request: LinkRequest, indices: Sequence[int], embeddings: Any) -> LinkResult:
-            linking.set()
-            for _ in range(10):
-                await asyncio.sleep(0)
-            return await super().link(request, indices, embeddings)
-
-    roles, trace = Slow(link=[PixelsNeeded([0, 1]), None]), RequestTrace()
-    roles.lacking = ["one"]
-    client = client_of(roles)
-    client.prefetch(["one", "two"], trace)
-    result = await client._link(LinkRequest("request", list(range(12))), two_images(), trace)
-    assert roles.calls == ["encode", "link", "encode", "link"]
-    assert roles.encoded == [["one"], ["two"]]
-    assert result.chunks[0].operating_point is OperatingPoint.ENCODED
-    assert trace.report.vision_tokens_encoded == 10
-
-
-async def test_a_link_comes_with_the_images_that_are_known_not_to_be_stored():
-    roles, trace = Roles(), RequestTrace()
-    roles.lacking = ["two"]
-    client = client_of(roles)
-    client.prefetch(["one", "two"], trace)  # the answer comes as soon as the prompt
-    await client._link(LinkRequest("request", list(range(12))), two_images(), trace)
-    assert roles.calls == ["encode", "link"]
-    assert roles.encoded == [["two"]]
-    assert trace.report.vision_tokens_encoded == 5
-
-
-async def test_with_reuse_switched_off_images_are_encoded_before_the_only_link():
-    roles, trace = Roles(), RequestTrace(OrbitOptions(mode="off"))
-    await client_of(roles)._link(LinkRequest("request", list(range(12)), mode=Mode.OFF), two_images(), trace)
-    assert roles.calls == ["encode", "link"]
-    assert trace.report.vision_tokens_encoded == 10
-    assert trace.report.stages_ms["vision"] > 0
-
-
-def two_images() -> Segments:
-    return Segments(
-        items=(("image", "one"), ("image", "two")),
-        chunks=tuple(SimpleNamespace(content=content, count=5) for content in ("one", "two")),
-        token_ids=list(range(12)),
-    )
-
-
-@pytest.mark.parametrize(("mode", "contents", "sent"), [("auto", ["a", "b"], 1), ("off", ["a"], 0), ("auto", [], 0)])
-async def test_stored_chunks_are_asked_for_before_the_prompt_is_rendered(mode: str, contents: list[str], sent: int):
-    roles = Roles()
-    trace = RequestTrace(OrbitOptions(mode=mode), tenant="acme", prefix_tokens=(1, 2))
-    client_of(roles).prefetch(contents, trace)
-    await asyncio.sleep(0)
-    assert len(roles.prefetched) == sent
-    for request in roles.prefetched:
-        assert request == PrefetchRequest(("a", "b"), mode=Mode.AUTO, tenant="acme", prefix=(1, 2))
-
-
-def test_the_chunks_of_a_request_are_found_in_its_order():
-    image = {"type": "image_pil", "image_pil": None}
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": [{**image, "uuid": "a"}, {"type": "text", "text": "and"}, {**image, "uuid": "b"}]},
-        {"role": "user", "content": [{**image, "uuid": "a"}]},
-    ]
-    assert contents_of(messages, Documents(tokenizer=None)) == ["a", "b", "a"]
 
 
 async def test_while_a_decode_engine_lets_nobody_in_the_lease_is_renewed_and_no_longer():
