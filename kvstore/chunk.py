@@ -107,6 +107,6 @@ def patch_key(
     return _digest("patch", (canonical.encode(), antecedent.encode(), str(kind).encode(), size.encode()))
 
 
-def embedding_key(fingerprint: str, content: str) -> str:
-    """Key of a chunk's vision embeddings."""
-    return _digest("embedding", (fingerprint.encode(), content.encode()))
+def embedding_key(fingerprint: str, content: str, dtype: str) -> str:
+    """Key of a chunk's vision embeddings; `dtype` is the one that they were encoded in."""
+    return _digest("embedding", (fingerprint.encode(), content.encode(), dtype.encode()))

@@ -134,6 +134,8 @@ class Library:
         path = record_path(kind, key, self.fingerprint, tenant)
         with self._lock:
             under_way = self._loading.get(path)
+            if under_way is not None and self._stack.is_stuck(under_way):
+                under_way = None  # another load goes past the tier; what this one finds is for those who wait for it
             loading = Loading(path) if under_way is None else under_way
             if under_way is None:
                 resident = self._resident(path)
@@ -152,7 +154,7 @@ class Library:
         try:
             return loading.result(self.settings.load_timeout_s)
         except TimeoutError:
-            self._stack.blame(loading.path)
+            self._stack.blame(loading)
             with self._lock:
                 self._counts["timeouts"] += 1
             return None
@@ -357,19 +359,20 @@ class Library:
         working = self._stack.working(index)
         if working is not None:
             with suppress(RuntimeError):  # the library is closed
+                loading.queue(working)
                 self._loads[working].submit(self._load, working, loading, key, tenant)
                 return
         self._loaded(loading, None, 0)
 
     def _load(self, index: int, loading: Loading, key: str, tenant: str) -> None:
-        """Reads from one tier, and on a miss from the next; runs in the tier's pool, once per path at a time."""
+        """Reads from one tier, and on a miss from the next; runs in the tier's pool."""
+        if self._stack.is_stuck(loading):  # left alone since the load was queued
+            self._load_from(index, loading, key, tenant)
+            return
         started = time.perf_counter()
         found = None
         try:
-            loading.begin()
-            found = self._stack.read(
-                index, loading.path, key, self.fingerprint, tenant, self.settings.verify, loading.arrived
-            )
+            found = self._stack.read(loading, key, self.fingerprint, tenant, self.settings.verify)
         except Exception:  # whatever went wrong, the request computes instead
             logger.exception("could not load %s", loading.path)
         if found is None:

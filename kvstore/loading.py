@@ -29,6 +29,9 @@ class Loading(Future["Record | None"]):
     def __init__(self, path: str) -> None:
         super().__init__()
         self.path = path
+        self.tier: int | None = None  # whose turn it is, by its place among the tiers; None: it has not begun
+        self.late = False  # somebody gave up waiting while that tier read
+        self._reading = False
         self._changed = threading.Condition()
         self._began = time.monotonic()
         self._arrival: Arrival | None = None
@@ -66,9 +69,20 @@ class Loading(Future["Record | None"]):
                 self._changed.wait(left)
             return False
 
-    def begin(self) -> None:
-        """The load leaves the queue."""
-        self._began = time.monotonic()
+    @property
+    def reading(self) -> int | None:
+        """The tier that reads; None while the load waits for its turn."""
+        return self.tier if self._reading else None
+
+    def queue(self, tier: int) -> None:
+        """The load waits for its turn with a tier."""
+        self.tier, self.late, self._reading = tier, False, False
+
+    def begin(self) -> int:
+        """It is its turn; the tier."""
+        assert self.tier is not None, "a load is queued first"
+        self._began, self._reading = time.monotonic(), True
+        return self.tier
 
     def arrived(self, record: Record, layers: int, of: int) -> None:
         """The record's first layers are there."""

@@ -71,7 +71,11 @@ class LibrarySettings(BaseModel):
     tier_failures: int = Field(
         default=3, ge=1, description="Failures in a row after which a tier is left alone for a while."
     )
-    tier_cooldown_s: float = Field(default=10.0, gt=0, description="How long a failing tier is left alone, in seconds.")
+    tier_cooldown_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="How long a failing tier is left alone, in seconds. Then one failure is enough, until it succeeds.",
+    )
     deletion_grace_s: float = Field(
         default=60.0,
         ge=0,

@@ -13,13 +13,17 @@ import pyarrow as pa
 
 from kvstore.errors import BlobReplaced, CorruptRecord, TierUnavailable
 from kvstore.eviction import Candidate, TierBudget
-from kvstore.format import Arrived, Record, decode
+from kvstore.format import Record, decode
+from kvstore.loading import Loading
 from kvstore.paths import ORPHAN_SECONDS, Marker, content_prefix, marker_paths, path_of, sorted_out, tenant_digest
 from kvstore.ray_tier import RayTier, directory_name, ray_is_running
 from kvstore.settings import LibrarySettings
+from kvstore.tier_health import Breaker, Questions
 from kvstore.tiers import QUARANTINE, Blob, DiskTier, Entry, Tier, tier_for_url
 
 logger = logging.getLogger(__name__)
+
+_MOST_QUESTIONS = 64  # to one tier at once: half of the threads that ask (see `prefill_workers.lookup`)
 
 
 @dataclass(frozen=True)
@@ -51,14 +55,11 @@ class TierStack:
             TierBudget(tier, limit, settings.tenant_bytes, self._survey, settings.writers)
             for tier, limit in zip(self.tiers, limits, strict=True)
         ]
-        self._breakers = [_Breaker(settings.tier_failures, settings.tier_cooldown_s) for _ in self.tiers]
+        self._breakers = [Breaker(settings.tier_failures, settings.tier_cooldown_s) for _ in self.tiers]
+        self._questions = [Questions(_MOST_QUESTIONS, settings.load_timeout_s) for _ in self.tiers]
         self._pinned = pinned
         self._last_used = last_used
         self._lock = threading.Lock()
-        self._reading: dict[str, int] = {}
-        self._late: set[str] = set()  # of these, what somebody gave up waiting for
-        self._patience = settings.load_timeout_s
-        self._asked: list[dict[object, float]] = [{} for _ in self.tiers]  # look-ups without an answer yet, since when
 
     @staticmethod
     def tiers_of(settings: LibrarySettings) -> list[Tier]:
@@ -79,20 +80,16 @@ class TierStack:
         """This tier, or the next one that is not left alone because it fails; None: there is none."""
         return next((i for i in range(index, len(self.tiers)) if not self._breakers[i].open), None)
 
-    def read(
-        self,
-        index: int,
-        path: str,
-        key: str,
-        fingerprint: str,
-        tenant: str,
-        verify: bool,
-        arrived: Arrived | None = None,
-    ) -> Found | None:
-        """The record from one tier; None if that fails or has no sound copy. Unsound copies are quarantined.
+    def is_stuck(self, loading: Loading) -> bool:
+        """Whether a load waits for a tier that is left alone."""
+        return loading.tier is not None and self._breakers[loading.tier].open
 
-        `arrived` hears of layers as they come in (see `format.decode`), of an unsound copy's first ones too.
+    def read(self, loading: Loading, key: str, fingerprint: str, tenant: str, verify: bool) -> Found | None:
+        """The record from the tier whose turn it is; None if that fails or has no sound copy, which is quarantined.
+
+        The load hears of layers as they come in (see `format.decode`), of an unsound copy's first ones too.
         """
+        index, path = loading.begin(), loading.path
 
         def decoded(blob: Blob) -> Record:
             record = decode(
@@ -102,17 +99,16 @@ class TierStack:
                 expect_tenant=tenant,
                 verify=verify,
                 read=blob.read,
-                arrived=arrived,
+                arrived=loading.arrived,
             )
             if path_of(record) != path:
                 raise CorruptRecord("the record belongs in another place")
             return record
 
         tier = self.tiers[index]
-        self._reading[path] = index
         try:
             found = _read(tier, path, decoded)
-            if path not in self._late:  # what came too late for somebody is no success
+            if not loading.late:  # what came too late for somebody is no success
                 self._breakers[index].succeeded()
             if found is not None:
                 self.touch(index, path)
@@ -121,9 +117,6 @@ class TierStack:
             self._failed(index, error)
         except CorruptRecord as error:
             self._quarantine(tier, path, error)
-        finally:
-            self._reading.pop(path, None)
-            self._late.discard(path)
         return None
 
     def touch(self, index: int, path: str) -> None:
@@ -133,12 +126,12 @@ class TierStack:
         except TierUnavailable as error:
             logger.debug("%s", error)
 
-    def blame(self, path: str) -> None:
-        """Counts a time-out of `read(path)` against the tier that it is waiting for."""
-        index = self._reading.get(path)
-        if index is not None:
-            self._late.add(path)
-            self._failed(index, TierUnavailable(f"{self.tiers[index].name}: no answer in time for {path}"))
+    def blame(self, loading: Loading) -> None:
+        """Counts a load's time-out against the tier that reads it; while it waits for its turn, against none."""
+        if loading.reading is not None:
+            loading.late = True
+            tier = self.tiers[loading.reading]
+            self._failed(loading.reading, TierUnavailable(f"{tier.name}: no answer in time for {loading.path}"))
 
     def write(self, record: Record, pieces: Sequence[pa.Buffer], tiers: Iterable[int]) -> None:
         """Stores the encoded record and its markers in the named tiers, as far as they work and have room."""
@@ -178,31 +171,26 @@ class TierStack:
             if not paths:
                 break
             self._blame_silence(index)
-            if self._breakers[index].open:
+            questions = self._questions[index]
+            question = None if self._breakers[index].open else questions.begin()
+            if question is None:
+                self._blame_silence(index)
                 certain = False
                 continue
-            look_up, asked = object(), self._asked[index]
-            with self._lock:
-                asked[look_up] = time.monotonic()
+            failure: TierUnavailable | None = None
             try:
                 found |= tier.stored(paths)
             except TierUnavailable as error:
-                certain = False
-                if look_up in asked:  # else it was late, and counted
-                    self._failed(index, error)
+                certain, failure = False, error
             finally:
-                with self._lock:
-                    asked.pop(look_up, None)
+                in_time = questions.end(question)
+            if failure is not None and in_time:  # else it was counted when it was late
+                self._failed(index, failure)
         return found, certain
 
     def _blame_silence(self, index: int) -> None:
         """Counts look-ups that a tier has not answered in time against it, each once, whoever waits for them still."""
-        with self._lock:
-            asked, before = self._asked[index], time.monotonic() - self._patience
-            late = [look_up for look_up, since in asked.items() if since < before]
-            for look_up in late:
-                del asked[look_up]
-        for _ in late:
+        for _ in range(self._questions[index].late()):
             self._failed(index, TierUnavailable(f"{self.tiers[index].name}: no answer in time to what it holds"))
 
     def persisted(self, path: str) -> bool:
@@ -291,26 +279,3 @@ def _read(tier: Tier, path: str, decoded: Callable[[Blob], Record]) -> Found | N
     except BlobReplaced:
         whole = tier.get(path)
         return None if whole is None else Found(decoded(Blob(whole)), whole)
-
-
-class _Breaker:
-    """Leaves a tier alone for a while after several failures in a row."""
-
-    def __init__(self, failures: int, cooldown_s: float) -> None:
-        self._allowed = failures
-        self._cooldown = cooldown_s
-        self._failures = 0
-        self._until = 0.0
-
-    @property
-    def open(self) -> bool:
-        return time.monotonic() < self._until
-
-    def succeeded(self) -> None:
-        self._failures = 0
-
-    def failed(self) -> None:
-        self._failures += 1
-        if self._failures >= self._allowed:
-            self._until = time.monotonic() + self._cooldown
-            self._failures = 0

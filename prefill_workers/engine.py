@@ -27,6 +27,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, 
 
 from infra import openmp
 from infra.vllm_env import cpu_engine_arguments
+from kvstore.chunk import embedding_key
 from kvstore.layout import Layout
 from kvstore.patch import relocate
 from kvstore.rotary import RotaryScheme
@@ -174,6 +175,10 @@ class PrefillEngine:
     def precision(self) -> str:
         """See `fingerprint.precision`."""
         return precision(str(self.dtype).removeprefix("torch."), self.config.cache_config.cache_dtype)
+
+    def embedding_key(self, content: str) -> str:
+        """Key of a chunk's vision embeddings in this model's dtype."""
+        return embedding_key(self.fingerprint, content, str(self.dtype).removeprefix("torch."))
 
     @property
     def quantises(self) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvstore.chunk import antecedent_key, embedding_key, owner_of
+from kvstore.chunk import antecedent_key, owner_of
 from kvstore.format import CanonicalRecord, EmbeddingRecord, RecordKind
 from kvstore.index import prefix_key
 from kvstore.library import Library
@@ -124,11 +124,10 @@ class Harvester:
         """Store a freshly encoded chunk's embeddings, so that nobody encodes these pixels again."""
         if not chunk.encoded or chunk.embeddings is None:
             return
-        fingerprint = self.engine.fingerprint
         self.library.put_embedding(
             EmbeddingRecord(
-                key=embedding_key(fingerprint, chunk.span.content),
-                fingerprint=fingerprint,
+                key=self.engine.embedding_key(chunk.span.content),
+                fingerprint=self.engine.fingerprint,
                 tenant=owner_of(plan.request.tenant, chunk.span.content),
                 embeddings=chunk.embeddings,
                 content=chunk.span.content,
@@ -225,7 +224,7 @@ class Harvester:
         """The chunk with its embeddings, if it needs any; None when they are missing."""
         if not chunk.needs_embeddings or chunk.embeddings is not None:
             return chunk
-        key = embedding_key(self.engine.fingerprint, chunk.content)
+        key = self.engine.embedding_key(chunk.content)
         owner = owner_of(tenant, chunk.content)
         stored = yield from aside(self._asking, self.library.get_embedding, key, owner)
         return None if stored is None else replace(chunk, embeddings=stored.embeddings)

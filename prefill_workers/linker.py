@@ -27,7 +27,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvstore.chunk import DYNAMIC_TENANT, antecedent_key, canonical_key, embedding_key, owner_of
+from kvstore.chunk import DYNAMIC_TENANT, antecedent_key, canonical_key, owner_of
 from kvstore.library import Library
 from kvstore.patch import PatchKind, warm_up
 from kvstore.patch_form import PatchForm
@@ -213,8 +213,8 @@ class Linker:
         embeds: bool,
     ) -> ChunkKeys:
         """Keys of the last of `contents` behind the others, whose canonical keys are `antecedents`."""
-        fingerprint, content = self.engine.fingerprint, contents[-1]
-        canonical = canonical_key(fingerprint, content, delimiters, self.engine.precision)
+        content = contents[-1]
+        canonical = canonical_key(self.engine.fingerprint, content, delimiters, self.engine.precision)
         own, of_set = (
             self.form.key(canonical, antecedent_key(prefix, antecedents, ordered=kind is PatchKind.own), kind)
             for kind in (PatchKind.own, set_kind(len(antecedents)))
@@ -232,7 +232,7 @@ class Linker:
             canonical,
             own,
             of_set,
-            embedding_key(fingerprint, content) if embeds else None,
+            self.engine.embedding_key(content) if embeds else None,
             owner=owner_of(tenant, content),
             patch_owners=tuple(dict.fromkeys((tenant, DYNAMIC_TENANT))) if shared else (tenant,),
             parts=parts,

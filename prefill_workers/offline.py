@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from vllm.multimodal.inputs import MultiModalKwargsItem
 
-from kvstore.chunk import antecedent_key, embedding_key
+from kvstore.chunk import antecedent_key
 from kvstore.format import RecordKind
 from kvstore.library import Library
 from kvstore.patch import PatchKind, relocate
@@ -151,7 +151,7 @@ class OfflineWorker:
             span.content: item
             for task in tasks
             for span, item in zip(task.request.chunks, task.items, strict=True)
-            if item is not None and ("embedding", embedding_key(self.engine.fingerprint, span.content)) in task.missing
+            if item is not None and ("embedding", self.engine.embedding_key(span.content)) in task.missing
         }
         encoded = dict(zip(pixels, self.engine.encode(list(pixels.values())) if pixels else (), strict=True))
         planned = []

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from kvstore.chunk import embedding_key, owner_of
+from kvstore.chunk import owner_of
 from kvstore.errors import StoreError
 from kvstore.format import EmbeddingRecord
 from kvstore.library import Library
@@ -152,7 +152,7 @@ class Rechecks:
         loads = {}
         for i, chunk in enumerate(plan.chunks):
             if chunk.lacks_embeddings:
-                key = embedding_key(self._engine.fingerprint, chunk.span.content)
+                key = self._engine.embedding_key(chunk.span.content)
                 loads[i] = self._library.load("embedding", key, owner_of(plan.request.tenant, chunk.span.content))
         return loads
 

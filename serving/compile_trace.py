@@ -190,16 +190,19 @@ class Planner:
         if chunk.modality != TEXT:
             ids = expanded(chunk.ids)
             delimiters = [*ids[: chunk.first], *ids[chunk.first + chunk.count :]]
-        dtype = str(self.model.dtype).removeprefix("torch.")
-        kept = precision(dtype, self.config.model.kv_cache_dtype)
+        kept = precision(self._dtype, self.config.model.kv_cache_dtype)
         return canonical_key(self.library.fingerprint, chunk.content, delimiters, kept)
+
+    @property
+    def _dtype(self) -> str:
+        return str(self.model.dtype).removeprefix("torch.")
 
     def _why_unusable(self, owned: tuple[str, LoggedChunk]) -> str | None:
         from kvstore.chunk import embedding_key
 
         (owner, chunk), library = owned, self.library
         if chunk.modality != TEXT:
-            key = embedding_key(library.fingerprint, chunk.content)
+            key = embedding_key(library.fingerprint, chunk.content, self._dtype)
             return None if library.persisted("embedding", key, owner) else "embeddings are not stored"
         record = library.get_canonical(self._canonical(chunk), owner)
         return None if record and record.token_ids else "the tokens of a text document are not stored"

@@ -62,7 +62,7 @@ def basis_record(rank: int = 4) -> BasisRecord:
 def embedding_of(record: CanonicalRecord) -> EmbeddingRecord:
     """An embedding record of a canonical's content."""
     return EmbeddingRecord(
-        key=embedding_key(record.fingerprint, record.content),
+        key=embedding_key(record.fingerprint, record.content, "float32"),
         fingerprint=record.fingerprint,
         tenant=record.tenant,
         content=record.content,

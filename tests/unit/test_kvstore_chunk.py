@@ -19,7 +19,7 @@ def test_every_key_is_64_hex_digits() -> None:
         canonical_key("m", "c", [], "bfloat16"),
         antecedent_key([], [], ordered=True),
         patch_key("c", "a", PatchKind.orbit, None),
-        embedding_key("m", "c"),
+        embedding_key("m", "c", "bfloat16"),
     ]
     assert all(re.fullmatch("[0-9a-f]{64}", key) for key in keys)
     assert len(set(keys)) == len(keys)
@@ -32,8 +32,8 @@ def test_keys_are_stable_across_releases() -> None:
     assert patch_key("c", "a", PatchKind.own, 16).startswith("648b279044fa2cab")
 
 
-@given(a=st.tuples(texts, texts), b=st.tuples(texts, texts))
-def test_fields_do_not_run_into_each_other(a: tuple[str, str], b: tuple[str, str]) -> None:
+@given(a=st.tuples(texts, texts, texts), b=st.tuples(texts, texts, texts))
+def test_fields_do_not_run_into_each_other(a: tuple[str, str, str], b: tuple[str, str, str]) -> None:
     assert (embedding_key(*a) == embedding_key(*b)) == (a == b)
 
 

@@ -19,6 +19,7 @@ from kvstore.library import Library
 from kvstore.paths import path_of
 from kvstore.settings import LibrarySettings
 from kvstore.tier_faults import FaultyTier, HeldTier, SlowTier
+from kvstore.tier_health import Breaker
 from kvstore.tiers import MemoryTier
 from kvstore.write_behind import WriteBehind
 
@@ -254,6 +255,62 @@ def test_a_tier_that_does_not_tell_what_it_holds_is_left_alone_for_a_while(make_
     assert not library.stored("canonical", [(key, "acme") for key in keys]), "who waits without a limit neither"
     assert library.stats().tier_errors >= 2
     silent.release.set()
+
+
+def test_nobody_joins_a_load_that_is_stuck_in_a_tier_that_is_left_alone(make_library: MakeLibrary) -> None:
+    record, stuck, far = canonical(), HeldTier(MemoryTier(), "get"), MemoryTier()
+    with Library(LibrarySettings(), FINGERPRINT, [far]) as writer:
+        writer.put_canonical(record)
+    library = make_library(stuck, far, load_timeout_s=0.5, load_threads=1, tier_failures=1, tier_cooldown_s=3600)
+    queued = canonical("queued").key
+    loads = [library.load("canonical", key, "acme") for key in (record.key, queued)]
+    assert stuck.entered.wait(5)
+    assert library.wait(loads[0]) is None, "from now on the tier is left alone"
+    assert library.get_canonical(record.key, "acme") is not None, "from the tier behind it"
+    assert library.get_canonical(queued, "acme") is None
+    assert library.stats().timeouts == 1, "what waits for its turn there is not waited for either"
+    stuck.release.set()
+    wait_for(loads, 5)
+    assert loads[0].result() is not None, "who waited all the time has it too"
+    assert [action for action, _ in stuck.calls].count("get") == 1, "nor is it asked for what had waited"
+
+
+def test_a_silent_tier_holds_some_of_those_who_ask_and_no_more(
+    make_library: MakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.tier_stack._MOST_QUESTIONS", 2)
+    silent = HeldTier(MemoryTier(), "contains")
+    library = make_library(silent, load_timeout_s=1, tier_failures=100)
+    places = [(canonical(name).key, "acme") for name in "abcdef"]
+    with ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(library.look_up, "canonical", [place]) for place in places]
+        done, asking = wait_for(answers, 3)
+        assert len(asking) == 2, "the others gave up"
+        assert {answer.result()[1] for answer in done} == {False}, "and know that they do not know"
+        began = time.monotonic()
+        assert library.look_up("canonical", places) == (set(), False)
+        assert time.monotonic() - began < 0.8, "all places are taken by questions that are late"
+        assert len(silent.calls) == 2
+        assert library.stats().tier_errors == 2
+        silent.release.set()
+        assert {answer.result(5)[1] for answer in asking} == {True}
+    assert library.look_up("canonical", places) == (set(), True), "there is room again"
+
+
+def test_a_tier_that_failed_is_left_alone_at_its_next_failure_until_it_succeeds() -> None:
+    breaker = Breaker(2, 0.05)
+    for failures, is_open in ((1, False), (1, True)):
+        for _ in range(failures):
+            breaker.failed()
+        assert breaker.open == is_open
+    time.sleep(0.06)
+    assert not breaker.open
+    breaker.failed()
+    assert breaker.open
+    breaker.succeeded()
+    time.sleep(0.06)
+    breaker.failed()
+    assert not breaker.open
 
 
 @pytest.mark.parametrize("one_at_a_time", [True, False])

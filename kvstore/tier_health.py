@@ -1,0 +1,79 @@
+"""When a tier is left alone: after failures in a row, and while questions that it does not answer take all places."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+
+class Breaker:
+    """Leaves a tier alone for a while after several failures in a row; after that, until it succeeds, after each."""
+
+    def __init__(self, failures: int, cooldown_s: float) -> None:
+        self._allowed = failures
+        self._cooldown = cooldown_s
+        self._failures = 0
+        self._until = 0.0
+
+    @property
+    def open(self) -> bool:
+        """Whether the tier is left alone."""
+        return time.monotonic() < self._until
+
+    def succeeded(self) -> None:
+        """The tier did what it was asked for."""
+        self._failures = 0
+
+    def failed(self) -> None:
+        """The tier did not, or not in time."""
+        self._failures += 1
+        if self._failures >= self._allowed:
+            self._until = time.monotonic() + self._cooldown
+
+
+class Questions:
+    """What a tier was asked and has not answered yet, `most` at once: no more threads wait for a silent one.
+
+    One that has no answer after `patience_s` is late, whoever waits for it still. Thread-safe.
+    """
+
+    def __init__(self, most: int, patience_s: float) -> None:
+        self._most = most
+        self._patience = patience_s
+        self._changed = threading.Condition()
+        self._asked: dict[object, float] = {}  # since when
+        self._late: set[object] = set()
+
+    def begin(self) -> object | None:
+        """A question's place, waited for until it would be late; None: there is none, at once where all are late."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._taken < self._most or len(self._late) == self._most, self._patience)
+            if self._taken >= self._most:
+                return None
+            question = object()
+            self._asked[question] = time.monotonic()
+            return question
+
+    def late(self) -> int:
+        """How many are late that were not when this was last called."""
+        with self._changed:
+            before = time.monotonic() - self._patience
+            late = [question for question, since in self._asked.items() if since < before]
+            for question in late:
+                del self._asked[question]
+            self._late.update(late)
+            if late:
+                self._changed.notify_all()
+            return len(late)
+
+    def end(self, question: object) -> bool:
+        """It is answered, or failed. Whether that was before it counted as late."""
+        with self._changed:
+            self._late.discard(question)
+            in_time = self._asked.pop(question, None) is not None
+            self._changed.notify()
+            return in_time
+
+    @property
+    def _taken(self) -> int:
+        return len(self._asked) + len(self._late)
