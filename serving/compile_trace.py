@@ -9,7 +9,9 @@ the plan runs without an engine. Run again, it computes nothing that is stored, 
 from __future__ import annotations
 
 import json
+import math
 import os
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -80,6 +82,7 @@ class Report:
     tokens: int = 0
     not_compiled: Counter[str] = field(default_factory=Counter)  # by reason
     unwritten: int = 0
+    absent: int = 0  # of the patches that were stored, now or before: not there in the end
 
     def document(self) -> dict[str, Any]:
         """The report as JSON."""
@@ -92,7 +95,7 @@ class Report:
                 **_outline(self.chosen),
                 "list": [_named(wanted) for wanted in self.chosen.patches],
             },
-            "compiled": {**self.statuses, "tokens": self.tokens, "unwritten": self.unwritten},
+            "compiled": {**self.statuses, "tokens": self.tokens, "unwritten": self.unwritten, "absent": self.absent},
             "not_compiled": dict(self.not_compiled),
         }
 
@@ -164,7 +167,7 @@ class Planner:
         with ThreadPoolExecutor(_LOOKS) as look:  # behind a URL each takes a round trip
             return list(look.map(self._why_unusable, owned))
 
-    def _stored(self, trace: Trace, wanted: Collection[Wanted]) -> set[Wanted]:
+    def stored(self, trace: Trace, wanted: Collection[Wanted]) -> set[Wanted]:
         """Those of some patches that the library has already."""
         from kvstore.chunk import antecedent_key
         from kvstore.patch import PatchKind
@@ -230,7 +233,7 @@ class Planner:
         """The plans of the kinds that are asked for, and the best of them."""
         terms = self.terms()
         kinds = [self.choice.kind] if self.choice.kind is not None else list(Kind)
-        plans = [plan(trace, kind, terms, self.choice.budget, partial(self._stored, trace)) for kind in kinds]
+        plans = [plan(trace, kind, terms, self.choice.budget, partial(self.stored, trace)) for kind in kinds]
         return Report(
             requests=len(trace.requests),
             chunks=sum(len(order) for _, order in trace.requests),
@@ -306,12 +309,20 @@ def shape_of(chunk: LoggedChunk) -> ChunkShape:
     )
 
 
-def compile_paths(worker: PathWorker, library: Library, paths: Iterable[PatchPath]) -> Iterator[Compiled]:
-    """Make patches and have them written, a few at a time; what fails is skipped with its reason."""
+def compile_paths(
+    worker: PathWorker, library: Library, paths: Iterable[PatchPath], seconds: float = math.inf
+) -> Iterator[Compiled]:
+    """Make patches and have them written, a few at a time; what fails is skipped with its reason.
+
+    After so many `seconds` no other is begun.
+    """
     from kvstore.errors import StoreError
     from prefill_workers.path_worker import Compiled
 
+    deadline = time.monotonic() + seconds
     for number, path in enumerate(paths, 1):
+        if time.monotonic() >= deadline:
+            break
         try:
             yield worker.compile(path)
         except (StoreError, RuntimeError, OSError) as error:
@@ -353,7 +364,9 @@ def compile_trace(
     if dry_run:
         console.print("dry run: nothing was compiled")
         return True
-    return report.statuses["stored"] + report.statuses["present"] == len(report.chosen.patches) and not report.unwritten
+    return report.statuses["stored"] + report.statuses["present"] == len(report.chosen.patches) and not (
+        report.unwritten or report.absent
+    )
 
 
 def _compile(planner: Planner, trace: Trace, report: Report, console: Console) -> None:
@@ -371,15 +384,20 @@ def _compile(planner: Planner, trace: Trace, report: Report, console: Console) -
             worker = _worker(planner)
             progress.start_task(bar)
             progress.update(bar, description="compiling")
-            for compiled in compile_paths(worker, planner.library, planner.paths(report.chosen, trace)):
+            paths, seconds = planner.paths(report.chosen, trace), planner.choice.budget.seconds
+            for compiled in compile_paths(worker, planner.library, paths, seconds):
                 report.statuses[compiled.status] += 1
                 report.tokens += compiled.tokens
                 if compiled.reason:
                     report.not_compiled[compiled.reason] += 1
                 progress.advance(bar)
+            if left := len(report.chosen.patches) - report.statuses.total():
+                report.not_compiled["the time is up; run it again to go on"] += left
         except KeyboardInterrupt:
             progress.update(bar, description="stopped; run it again to go on")
     report.unwritten = planner.library.stats().dropped_writes
+    there = len(planner.stored(trace, report.chosen.patches))
+    report.absent = max(0, report.statuses["stored"] + report.statuses["present"] - there)
     _show_outcome(report, console)
 
 
@@ -442,6 +460,11 @@ def _show_outcome(report: Report, console: Console) -> None:
     if report.unwritten:
         console.print(
             f"[red]{report.unwritten} records could not be stored[/red]: is a tier of the library full or down?"
+        )
+    elif report.absent:
+        console.print(
+            f"[red]{report.absent} patches are not there any more[/red]: the library had to make room; give it more "
+            "bytes, or fewer with --bytes"
         )
 
 

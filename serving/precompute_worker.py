@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Collection, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-MAX_ATTEMPTS = 3  # of an entry on which workers die: once with others, then alone
+MAX_ATTEMPTS = 3  # of an entry on which workers die: once beside others, then alone in its process
 _LOOKS = 16  # records looked for at once: behind a URL each takes a round trip
 
 
@@ -75,6 +76,7 @@ class PrecomputeWorker:
         form = load_form(config.patch, self._library)
         self._offline = OfflineWorker(engine, self._library, form, config.prefill.max_batch_tokens)
         self._engine_lock = threading.Lock()
+        self._company = Company()
         self._look = ThreadPoolExecutor(_LOOKS, thread_name_prefix="look")
         self._events = asyncio.new_event_loop()
         threading.Thread(target=self._events.run_forever, name="prepare", daemon=True).start()
@@ -92,15 +94,21 @@ class PrecomputeWorker:
         attempts = {entry.number: times for entry, times in zip(entries, begun, strict=True) if times}
         unsettled = [entry for entry, times in zip(entries, begun, strict=True) if times is not None]
         for group in groups(unsettled, self._config.precompute.images_in_memory, alone=attempts):
-            numbers = [entry.number for entry in group]
-            if attempts.get(group[0].number, 0) < MAX_ATTEMPTS:
-                ray.get(self._ledger.begin.remote(numbers))  # known before anything can kill this process
-                outcomes = self._settle(group)
-            else:
-                reason = f"the worker died on it, {MAX_ATTEMPTS} times"
-                outcomes = [_Prepared(entry, time.time()).outcome("failed", reason=reason) for entry in group]
-            ray.get(self._ledger.end.remote(outcomes))
-            yield pa.table({"number": numbers})
+            with self._company.keep(alone=group[0].number in attempts):
+                self._end(group, attempts.get(group[0].number, 0))
+            yield pa.table({"number": [entry.number for entry in group]})
+
+    def _end(self, group: Sequence[Entry], attempts: int) -> None:
+        """Tell the ledger what becomes of a group that was begun in vain so often."""
+        if attempts < MAX_ATTEMPTS:
+            ray.get(
+                self._ledger.begin.remote([entry.number for entry in group])
+            )  # before anything can kill this process
+            outcomes = self._settle(group)
+        else:
+            reason = f"the worker died on it, {MAX_ATTEMPTS} times"
+            outcomes = [_Prepared(entry, time.time()).outcome("failed", reason=reason) for entry in group]
+        ray.get(self._ledger.end.remote(outcomes))
 
     def _settle(self, group: Sequence[Entry]) -> list[Outcome]:
         prepared = self._await(self._prepare_all(group))
@@ -192,11 +200,38 @@ def groups(entries: Iterable[Entry], images: int, alone: Collection[int] = ()) -
     group: list[Entry] = []
     count = 0
     for entry in entries:
-        size = images if entry.number in alone else len(entry.images)
-        if group and count + size > images:
+        lone = entry.number in alone
+        if group and (lone or count + len(entry.images) > images):
             yield group
             group, count = [], 0
         group.append(entry)
-        count += size
+        count += len(entry.images)
+        if lone:
+            yield group
+            group, count = [], 0
     if group:
         yield group
+
+
+class Company:
+    """What runs in this process at once. Who is to be alone waits for the others, and they for it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running = 0
+        self._alone = 0  # run alone, or wait for that
+
+    @contextmanager
+    def keep(self, *, alone: bool) -> Iterator[None]:
+        """Run the block beside others, or alone."""
+        with self._changed:
+            self._alone += alone
+            self._changed.wait_for(lambda: not (self._running if alone else self._alone))
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._alone -= alone
+                self._changed.notify_all()

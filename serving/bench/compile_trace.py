@@ -115,7 +115,7 @@ def _logged(requests: Sequence[Sequence[str]], placed: bool) -> list[LoggedReque
 
 def patched_share(compiled: Plan, requests: Sequence[Sequence[str]], *, placed: bool) -> float:
     """Share of the requests' chunks that a plan's patches serve, in placement's order or as sent."""
-    arranger = Arranger()
+    arranger = Arranger(compose_up_to=COMPOSE_UP_TO)
     stored = {
         Entry(IndexScope(*wanted.scope), wanted.contents[-1], wanted.contents[:-1], wanted.ordered)
         for wanted in compiled.patches

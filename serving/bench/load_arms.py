@@ -16,7 +16,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -195,8 +195,10 @@ def wait_until_compiled(service: OurService, console: Console, seconds: float) -
     """
     deadline = time.monotonic() + seconds
     while True:
-        lines = httpx.get(f"{service.server.url}/metrics", timeout=60).text.splitlines()
-        waiting = [float(line.split()[1]) for line in lines if line.startswith("orbitserve_compile_waiting{")]
+        waiting: list[float] = []
+        with suppress(httpx.HTTPError):
+            lines = httpx.get(f"{service.server.url}/metrics", timeout=60).text.splitlines()
+            waiting = [float(line.split()[1]) for line in lines if line.startswith("orbitserve_compile_waiting{")]
         if waiting and not any(waiting):  # without a line its worker was too busy to answer
             service.server.settle()
             return

@@ -92,7 +92,7 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
         came = {arm.name: load_arms.warm_up(arm, scale.warmup, console) for arm in arms}
         capacity = 1e3 / load_arms.median_e2e_ms(came["prefix"][scale.warmup // 2 :])
         rates = [float(f"{multiple * capacity:.3g}") for multiple in scale.multiples]
-        runs = _measure(arms, {rate: scale.requests_at(rate) for rate in rates}, scale.turns, console)
+        runs, stopped = measure(arms, {rate: scale.requests_at(rate) for rate in rates}, scale.turns, console)
     return Outcome(
         load_arms.describe(
             Mrag(**scale.asked),
@@ -104,6 +104,7 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
             prefill=prefill,
             vllm_one_at_a_time_rps=round(capacity, 4),
             vllm_saturates_at=saturation_rate(runs["prefix"]),
+            stopped=stopped,
         ),
         [load_arms.harness_arm(arm, runs[arm.name]) for arm in arms],
         figures(runs),
@@ -120,18 +121,29 @@ def _arms(alone: Server, service: OurService, scale: _Scale) -> list[LoadArm]:
     return [*arms, service.arm(PLACED, text, Mrag(**scale.asked), "files", mode="auto", order="free")]
 
 
-def _measure(
+def measure(
     arms: Sequence[LoadArm], rates: Mapping[float, int], turns: int, console: Console
-) -> dict[str, dict[str, Runs]]:
-    """Arm → rate → turns. `rates`: with how many requests of a turn."""
+) -> tuple[dict[str, dict[str, Runs]], str | None]:
+    """Arm → rate → turns, and why that ends before the last rate. `rates`: with how many requests of a turn.
+
+    Raises:
+        RuntimeError, TimeoutError: the first rate could not be measured; see `load_arms`.
+    """
     runs: dict[str, dict[str, Runs]] = {arm.name: {} for arm in arms}
     for rate, requests in rates.items():
         asked = [arm for arm in arms if not _is_done(runs, arm.name)]
         if not asked:
             break
-        for name, found in load_arms.in_load_turns(asked, rate, requests, turns, console).items():
-            runs[name][f"{rate:g}"] = found
-    return runs
+        try:
+            found = load_arms.in_load_turns(asked, rate, requests, turns, console)
+        except (RuntimeError, TimeoutError) as error:
+            if not any(runs.values()):
+                raise
+            console.print(f"[red]stopped at {rate:g} requests a second:[/red] {error}")
+            return runs, f"at {rate:g} requests a second: {error}"
+        for name, turned in found.items():
+            runs[name][f"{rate:g}"] = turned
+    return runs, None
 
 
 def _is_done(runs: Mapping[str, Mapping[str, Runs]], name: str) -> bool:

@@ -35,12 +35,12 @@ def window_s(samples: Sequence[Sample]) -> float:
 
     That is the longest of the times in which they were due, had their first tokens and were done: a server that takes
     all prompts before it goes on with any answer is done with all at once. Where all were due at once, it is the time
-    until the last was done.
+    until the last whole answer.
     """
     due = _span([sample.due for sample in samples])
-    if len(samples) == 1 or not due:
-        return max(sample.done for sample in samples) - min(sample.due for sample in samples)
     good = [sample for sample in samples if sample.ok]
+    if len(samples) == 1 or not due:
+        return max(sample.done for sample in good or samples) - min(sample.due for sample in samples)
     first = _span([sample.first for sample in good if sample.first is not None])
     return max(due, first, _span([sample.done for sample in good])) * len(samples) / (len(samples) - 1)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ from rich.console import Console
 from rig import BLOCK_SIZE, MAX_MODEL_LEN, Linked, Page, Part, Rig
 
 from infra.checkpoints import checkpoint_path
+from kvstore.library import Library
 from kvstore.patch import PatchKind
-from prefill_workers.path_worker import PathWorker
+from prefill_workers.path_worker import Compiled, PathWorker
+from prefill_workers.path_worker import Path as PatchPath
 from serving.access_log import AccessLog, read
 from serving.compile_plan import Kind
 from serving.compile_trace import Choice, Planner, Report, compile_paths, compile_trace
@@ -196,3 +200,37 @@ def test_a_dry_run_prints_the_plan_and_computes_nothing(
     assert "sets: saves" in text
     assert "dry run: nothing was compiled" in text
     assert not any(rig.library.has("patch", chunk.patch_key, "local") for chunk in served.plan.chunks)
+
+
+def test_patches_that_are_not_there_in_the_end_are_no_success(
+    make_rig: Callable[..., Rig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    rig = make_rig(orbit_chunks=0)
+    served = rig.link([1, 4, "?"])
+    forget_patches(rig, served)
+    log = logged(tmp_path, [served])
+
+    class Evicting(PathWorker):
+        """Of a library that makes room for the second patch by taking the first."""
+
+        def compile(self, path: PatchPath) -> Compiled:
+            found = super().compile(path)
+            self._library.flush()
+            if len(path.chunks) == 2:
+                forget(self._library)
+            return found
+
+    def forget(library: Library) -> None:
+        chunk = served.plan.chunks[0]
+        assert library.delete("patch", chunk.patch_key, "local")
+
+    monkeypatch.setattr(
+        "serving.compile_trace._worker",
+        lambda planner: Evicting(rig.engine, planner.library, planner.form, budget=100),
+    )
+    json_file = tmp_path / "report.json"
+    choice = Choice(min_uses=1, kind=Kind.sets)
+    asked = (config_of(rig), log, choice, Console(width=200))
+    assert not compile_trace(*asked, dry_run=False, json_file=json_file)
+    assert json.loads(json_file.read_text())["compiled"] == {"stored": 2, "tokens": ANY, "unwritten": 0, "absent": 1}
+    assert "1 patches are not there any more" in capsys.readouterr().out

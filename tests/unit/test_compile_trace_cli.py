@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from prefill_workers.path_worker import Compiled
 from serving.cli import app
+from serving.compile_trace import compile_paths
 
 
 @pytest.fixture
@@ -37,3 +42,18 @@ def test_what_cannot_be_used_is_named(config: Path, monkeypatch: pytest.MonkeyPa
     result = CliRunner().invoke(app, ["compile-trace", *arguments, "--config", str(config)])
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(("seconds", "begun"), [(0.0, 0), (0.3, 2), (60.0, 5)])
+def test_no_patch_is_begun_when_the_time_is_up(seconds: float, begun: int):
+    flushed: list[int] = []
+
+    def compile_one(path: int) -> Compiled:
+        time.sleep(0.2)
+        return Compiled("stored")
+
+    worker: Any = SimpleNamespace(compile=compile_one)
+    library: Any = SimpleNamespace(flush=lambda: flushed.append(1))
+    paths: Any = range(5)
+    assert len(list(compile_paths(worker, library, paths, seconds))) <= begun
+    assert flushed, "what was compiled is stored"

@@ -101,6 +101,8 @@ def test_of_requests_that_are_due_at_once_the_whole_time_counts():
     batched = [sample(0, 0.5, 10 + 1e-4 * number) for number in range(16)]
     assert measures.completed_rps(batched) == pytest.approx(1.6, rel=0.01)
     assert measures.offered_rps(batched) == measures.completed_rps(batched)
+    hung = [*batched, sample(0, None, 120.0, status="timeout")]
+    assert measures.completed_rps(hung) == measures.completed_rps(batched), "but not what never came"
 
 
 def test_answers_that_end_together_were_not_computed_in_that_moment():

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +18,7 @@ from serving.config import OrbitServeConfig
 from serving.precompute import PrecomputeError, Summary, entry_blocks, outcomes
 from serving.precompute_ledger import Ledger, Outcome
 from serving.precompute_manifest import Entry, ImageSource, Manifest, from_table
-from serving.precompute_worker import groups
+from serving.precompute_worker import Company, groups
 
 
 def entries(*sizes: int) -> list[Entry]:
@@ -25,6 +29,13 @@ def numbers(grouped: list[list[Entry]]) -> list[list[int]]:
     return [[entry.number for entry in group] for group in grouped]
 
 
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_groups_hold_few_images_and_keep_the_order():
     assert numbers(list(groups(entries(1, 1, 2, 1, 9, 0, 1), images=4))) == [[0, 1, 2], [3], [4], [5, 6]]
 
@@ -32,6 +43,32 @@ def test_groups_hold_few_images_and_keep_the_order():
 def test_an_entry_that_was_begun_in_vain_is_tried_alone():
     assert numbers(list(groups(entries(1, 1, 1, 1), images=4, alone={1}))) == [[0], [1], [2, 3]]
     assert numbers(list(groups(entries(1, 1), images=4, alone={0, 1}))) == [[0], [1]]
+    assert numbers(list(groups(entries(1, 0, 1), images=4, alone={0}))) == [[0], [1, 2]], "nor with one of no images"
+
+
+def test_alone_is_alone_in_the_process():
+    company, beside = Company(), threading.Event()
+    order: list[str] = []
+
+    def runs(name: str, alone: bool, until: threading.Event) -> None:
+        with company.keep(alone=alone):
+            order.append(name)
+            assert until.wait(10)
+            order.append(f"{name} ends")
+
+    with ThreadPoolExecutor(4) as pool:
+        first = [pool.submit(runs, name, False, beside) for name in "ab"]
+        wait_until(lambda: len(order) == 2)
+        at_once = threading.Event()
+        at_once.set()
+        lone = pool.submit(runs, "lone", True, at_once)
+        wait_until(lambda: company._alone == 1)
+        last = pool.submit(runs, "c", False, at_once)
+        beside.set()
+        for future in (*first, lone, last):
+            future.result(10)
+    assert sorted(order[:2]) == ["a", "b"], "those that are not to be alone run beside one another"
+    assert order[4:] == ["lone", "lone ends", "c", "c ends"], "it waits for those before, and those behind for it"
 
 
 async def test_a_record_has_one_owner_at_a_time_and_whoever_waits_gets_it_then():
