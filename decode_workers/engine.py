@@ -114,6 +114,8 @@ class DecodeEngine:
         if transfer is not None:
             pulled = {**transfer, "remote_block_ids": self._blocks_of(len(token_ids), transfer["remote_block_ids"])}
             params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": pulled}
+            # Else vLLM pulls nothing, and computes the prompt from its ids alone.
+            params.skip_reading_prefix_cache = False
         budget = params.max_tokens if params.max_tokens is not None else self.max_model_len - len(token_ids)
         admitted = False
         try:

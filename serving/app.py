@@ -71,17 +71,26 @@ class VisionEncoder:
 
         self._encoder = Encoder(engine_spec(config, tensor_parallel_size=1, hand_off=False))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vision")
+        self._failing = 0
 
     async def encode(self, items: Sequence[tuple[str, Any]]) -> list[Tensor]:
         """Embeddings [tokens, hidden] of (modality, processed item) pairs."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._encoder.encode, list(items))
+        try:
+            found = await asyncio.get_running_loop().run_in_executor(self._thread, self._encoder.encode, list(items))
+        except Exception:
+            self._failing += 1
+            raise
+        self._failing = 0
+        return found
 
     async def stats(self) -> dict[str, Any]:
         """How many images were encoded."""
         return {"images": self._encoder.images}
 
     async def check_health(self) -> None:
-        """That the process answers: what fails while it encodes is its request's."""
+        """Raises when the engine encodes nothing any more (a GPU's lost context)."""
+        if self._failing >= _FAILURES:
+            raise RuntimeError(f"the encoder failed {self._failing} times in a row")
 
 
 class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):

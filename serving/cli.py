@@ -96,7 +96,9 @@ def doctor(
         from serving.app import engine_spec
 
         spec = engine_spec(settings, settings.prefill.tensor_parallel_size, hand_off=False)
-        results = run_doctor(settings.model.path, (settings.http.port,), settings.library, asdict(spec))
+        results = run_doctor(
+            settings.model.path, (settings.http.port,), settings.library, asdict(spec), settings.prefill.kv_cache_gib
+        )
     print_report(results, console)
     if not all(result.ok for result in results):
         raise typer.Exit(1)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -329,11 +330,29 @@ class OrbitServeConfig(_Settings):
             raise ConfigError(f"{source}: " + "; ".join(problems)) from error
         if not (config.model.path / "config.json").exists():
             raise ConfigError(f"{source}: model.path: {config.model.path} holds no config.json; is it a checkpoint?")
+        config = config._anchored()
         try:
             _ = config.composing
         except BadMeasurements as error:
             raise ConfigError(f"{source}: model.path: {error}") from error
         return config
+
+    def _anchored(self) -> OrbitServeConfig:
+        """The same with absolute paths: a cluster's workers have another working directory."""
+        model, library, log = self.model, self.library, self.access_log
+        template = model.chat_template
+        if template is not None and os.path.isfile(template):  # it may be the text itself, too long for a path
+            template = os.path.abspath(template)
+        return self.model_copy(
+            update={
+                "model": model.model_copy(update={"path": model.path.absolute(), "chat_template": template}),
+                "library": library.model_copy(
+                    update={"directory": _absolute(library.directory), "url": _absolute_url(library.url)}
+                ),
+                "files_url": _absolute_url(self.files_url),
+                "access_log": log.model_copy(update={"directory": _absolute(log.directory)}),
+            }
+        )
 
     def to_yaml(self) -> str:
         """The configuration as YAML; secrets are left out, API keys among them."""
@@ -342,6 +361,15 @@ class OrbitServeConfig(_Settings):
         for section in (values["library"], values["files"]):
             section.pop("salt_secret", None)
         return yaml.safe_dump(values, sort_keys=False)
+
+
+def _absolute(path: Path | None) -> Path | None:
+    return None if path is None else path.absolute()
+
+
+def _absolute_url(url: str | None) -> str | None:
+    """A URL as it is; of a plain path the absolute one."""
+    return url if url is None or "://" in url or "::" in url else str(Path(url).absolute())
 
 
 def _read(path: Path) -> dict[str, Any]:

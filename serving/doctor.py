@@ -70,6 +70,7 @@ def run_doctor(
     ports: Sequence[int] = DEFAULT_PORTS,
     library: LibrarySettings | None = None,
     engine: Mapping[str, Any] | None = None,
+    kv_cache_gib: int = 1,
 ) -> list[CheckResult]:
     """Run every check and return all findings; takes about a minute on two cores. Never raises for a bad machine.
 
@@ -77,7 +78,7 @@ def run_doctor(
         checkpoint: the model whose engine is checked; None takes the bundled one.
         ports: TCP ports that have to be free on this machine.
         library: settings of the library whose tiers are checked; None checks none.
-        engine: further fields of the `EngineSpec` of the engine that is checked.
+        engine: further fields of the `EngineSpec` of the engine that is checked, which keeps `kv_cache_gib` of KV.
     """
     results = [check_packages(_lock_file()), check_processor(), check_memory(), check_disk(Path.cwd())]
     results += [check_port(port) for port in ports]
@@ -93,7 +94,7 @@ def run_doctor(
     results += run_probe(
         "engine",
         json.dumps({**_ENGINE, **(engine or {}), "model": str(checkpoint or weights(DEFAULT_MODEL))}),
-        environment=vllm_environment(kv_cache_gib=1),
+        environment=vllm_environment(kv_cache_gib=kv_cache_gib),
         remedy="do not serve with this engine: run `make setup`, then report the model, the processor and this line",
     )
     return results

@@ -306,10 +306,15 @@ class LinkedEngineClient(_NotOurs):
                     return
             began = time.perf_counter()
             outputs = self._roles.generate(answer.prompt, linked.transfer, answer.params, decode_id, **options)
+            pulled = set[int]()
             async with aclosing(outputs):
                 async for output in outputs:
-                    if not answer.decoded:
+                    if not answer.decoded and any(choice.finish_reason == "error" for choice in output.outputs):
+                        raise RoleUnavailable("the linked KV could not be pulled")
+                    pulled.update(choice.index for choice in output.outputs)
+                    if len(pulled) >= request.readers:
                         waiting.cancel()
+                    if not answer.decoded:
                         trace.decoding((time.perf_counter() - began) * 1e3)
                         whole = answer.params.output_kind == RequestOutputKind.FINAL_ONLY
                         self._served(request, trace, linked, "decode", alone=not whole)

@@ -25,6 +25,7 @@ _ROLES = ("PatchCompiler", "LibraryKeeper", "VisionEncoder", "PrefillWorker", "D
 # Serve reads them in every process of the cluster; on a cluster of your own, put them into its environment.
 FAST_REQUEST_PATH = {
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1),  # else 4 MiB: less than a file, pixels or embeddings
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _HEALTH_SECONDS = 5.0  # for a role to say that it is well
+_RENEWAL_SECONDS = 5.0  # for replicas to say that they have heard of a lease; one that hangs keeps nobody from the next
 
 
 class RayRoles:
@@ -79,7 +80,8 @@ class RayRoles:
     async def renew(self, lease: str) -> None:
         """Best effort; told to all replicas, since none but the one that holds the lease knows it."""
         try:
-            await self.prefill.broadcast("renew", lease).results_async(return_exceptions=True)
+            answers = self.prefill.broadcast("renew", lease)
+            await answers.results_async(timeout_s=_RENEWAL_SECONDS, return_exceptions=True)
         except Exception as error:
             logger.debug("lease %s is not renewed: %s", lease, error)
 
@@ -122,6 +124,7 @@ class RayRoles:
 
         from prefill_workers.plan import LinkRequest
         from prefill_workers.policies import Mode
+        from prefill_workers.worker import Overloaded
 
         async def one(number: int) -> None:
             tokens = list(range(1, 9))
@@ -132,7 +135,11 @@ class RayRoles:
                 pass
 
         pairs = config.prefill.replicas * config.decode.replicas
-        await asyncio.gather(*(one(number) for number in range(pairs)))
+        for outcome in await asyncio.gather(*(one(number) for number in range(pairs)), return_exceptions=True):
+            if isinstance(outcome, (RoleUnavailable, Overloaded)):  # others are asking: they shake the hands
+                logger.warning("a pair of workers is not warmed up: %s", outcome)
+            elif outcome is not None:
+                raise outcome
 
     async def check_health(self) -> None:
         """Serve restarts unhealthy replicas; an unanswered call means that a role has none, or none with a free place.

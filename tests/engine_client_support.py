@@ -37,6 +37,7 @@ class Roles:
         self.abandoned: list[tuple[str, int]] = []
         self.renewed: list[str] = []
         self.admits: asyncio.Event | None = None  # what `generate` waits for
+        self.lost_pulls = 0  # so many generations cannot pull the KV
         self.linked: list[LinkRequest] = []
         self.prefetched: list[PrefetchRequest] = []
         self.encoded: list[list[str]] = []
@@ -73,6 +74,11 @@ class Roles:
         self._maybe_fail("generate")
         if self.admits is not None:
             await self.admits.wait()
+        if self.lost_pulls:  # as vLLM ends it with `kv_load_failure_policy` fail
+            self.lost_pulls -= 1
+            failed = CompletionOutput(0, "", [], None, None, finish_reason="error")
+            yield RequestOutput(request_id, None, None, None, [failed], True)
+            return
         for i in range(OUTPUTS):
             completion = CompletionOutput(0, "", [100 + i], None, None)
             yield RequestOutput(request_id, None, None, None, [completion], i == OUTPUTS - 1)

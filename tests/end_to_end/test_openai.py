@@ -149,6 +149,17 @@ def test_files_are_kept_listed_served_and_deleted(service: Service):
         client.files.retrieve(made.id)
 
 
+def test_a_file_may_be_larger_than_a_message_between_replicas_is_by_default(service: Service):
+    client = service.openai()
+    noise = io.BytesIO()
+    Image.effect_noise((2600, 2600), 100).save(noise, "PNG")
+    data = noise.getvalue()
+    assert len(data) > 4 << 20
+    made = client.files.create(file=("page.png", data), purpose="vision")
+    assert client.files.content(made.id).read() == data
+    assert client.files.delete(made.id).deleted
+
+
 def test_a_file_expires(service: Service):
     client = service.openai()
     made = client.files.create(
@@ -223,6 +234,7 @@ BAD: dict[str, tuple[dict[str, Any], int, str]] = {
     "an unknown orbit field": ({"messages": user("?"), "orbit": {"moode": "auto"}}, 400, "orbit.moode"),
     "orbit of a wrong type": ({"messages": user("?"), "orbit": "auto"}, 400, "orbit"),
     "prompt_logprobs": ({"messages": user("?"), "prompt_logprobs": 1}, 400, "prompt_logprobs"),
+    "no prompt_logprobs but the prompt's": ({"messages": user("?"), "prompt_logprobs": 0}, 400, "prompt_logprobs"),
     "a transfer of one's own": ({"messages": user("?"), "kv_transfer_params": {"host": "x"}}, 400, "kv_transfer"),
     "a broken schema": (
         {"messages": user("?"), "response_format": {"type": "json_schema", "json_schema": {"name": "x",

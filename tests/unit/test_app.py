@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from ray.exceptions import RayActorError
@@ -13,7 +14,8 @@ from ray.serve import context
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvstore.errors import TierUnavailable
-from serving.app import DecodeWorker, PrefillWorker
+from prefill_workers.worker import Overloaded
+from serving.app import DecodeWorker, PrefillWorker, VisionEncoder
 from serving.errors import RoleUnavailable
 from serving.library_keeper import LibraryKeeper
 from serving.ray_roles import RayRoles
@@ -57,10 +59,12 @@ class Workers:
     def __init__(self, *attempts: list[Any]) -> None:
         self._attempts = list(attempts)
         self.called: list[tuple[Any, ...]] = []
+        self.patience: float | None = None
 
     def broadcast(self, method: str, *arguments: Any) -> Any:
-        async def results_async(return_exceptions: bool) -> list[Any]:
+        async def results_async(return_exceptions: bool, timeout_s: float | None = None) -> list[Any]:
             assert return_exceptions
+            self.patience = timeout_s
             self.called.append((method, *arguments))
             return self._attempts.pop(0) if self._attempts else []
 
@@ -103,6 +107,58 @@ async def test_a_lease_is_renewed_on_all_prefill_workers_and_none_is_missed():
     roles = RayRoles({"prefill": workers, "decode": SimpleNamespace(options=lambda **_: None), "library": None}, NOBODY)
     await roles.renew("lease-1")
     assert workers.called == [("renew", "lease-1")]
+    assert workers.patience is not None, "one that hangs must not keep the next renewal from the others"
+
+
+async def test_a_pair_that_is_busy_or_gone_is_not_warmed_up_and_the_others_are():
+    outcomes = [Overloaded("full"), RoleUnavailable("gone"), None, None]
+    warmed: list[str] = []
+
+    class Roles(RayRoles):
+        def __init__(self) -> None:
+            pass
+
+        async def link(self, request: Any, *_: Any) -> Any:
+            if (error := outcomes.pop(0)) is not None:
+                raise error
+            return SimpleNamespace(transfer={})
+
+        async def generate(self, token_ids: Any, transfer: Any, params: Any, request_id: str, **_: Any) -> Any:
+            warmed.append(request_id)
+            yield
+
+    two: Any = SimpleNamespace(replicas=2)
+    await Roles().warm_up(cast(Any, SimpleNamespace(prefill=two, decode=two)))
+    assert sorted(warmed) == ["warm-up-2", "warm-up-3"]
+    outcomes[:] = [None, ValueError("a defect"), None, None]
+    with pytest.raises(ValueError, match="a defect"):
+        await Roles().warm_up(cast(Any, SimpleNamespace(prefill=two, decode=two)))
+
+
+async def test_an_encoder_that_encodes_nothing_any_more_is_not_healthy():
+    lost = True
+
+    def encode(items: list[Any]) -> list[Any]:
+        if lost:
+            raise RuntimeError("CUDA error")
+        return items
+
+    with ThreadPoolExecutor(1) as thread:
+        worker = object.__new__(VisionEncoder)
+        worker._encoder, worker._thread, worker._failing = SimpleNamespace(encode=encode), thread, 0
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="CUDA"):
+                await worker.encode([])
+        await worker.check_health()
+        lost = False
+        await worker.encode([])
+        lost = True
+        for _ in range(3):
+            await worker.check_health()
+            with pytest.raises(RuntimeError, match="CUDA"):
+                await worker.encode([])
+        with pytest.raises(RuntimeError, match="failed 3 times in a row"):
+            await worker.check_health()
 
 
 async def test_a_lease_is_abandoned_outside_of_the_request_which_serve_may_be_cancelling():

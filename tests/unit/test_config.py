@@ -35,6 +35,31 @@ def test_a_file_and_the_command_line_are_put_together(tmp_path: Path, checkpoint
     assert (config.http.host, config.http.port, config.prefill.replicas) == ("0.0.0.0", 1234, 3)
 
 
+def test_paths_are_those_of_the_working_directory_wherever_they_are_used(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(checkpoint.parent)
+    (checkpoint.parent / "template.jinja").write_text("{{ messages }}")
+    text = f"model: {{path: {checkpoint.name}, chat_template: template.jinja}}\naccess_log: {{directory: logs}}\n"
+    config = OrbitServeConfig.load(written(tmp_path, text + "library: {directory: kept, url: behind}\n"))
+    here = Path.cwd()
+    assert config.model.path == here / checkpoint.name
+    assert (config.model.chat_template, config.access_log.directory) == (str(here / "template.jinja"), here / "logs")
+    assert (config.library.directory, config.library.url) == (here / "kept", str(here / "behind"))
+    assert config.files_url == str(here / ".orbitserve" / "files"), "defaults too"
+    other = "library: {directory: null, url: 's3://bucket/x'}\nfiles_url: 'memory://files'\n"
+    config = OrbitServeConfig.load(written(tmp_path, f"model: {{path: {checkpoint.name}}}\n{other}"))
+    assert (config.library.directory, config.library.url) == (None, "s3://bucket/x")
+    assert (config.files_url, config.model.chat_template) == ("memory://files", None)
+    words = "{{ messages }}" * 1000
+    assert (
+        OrbitServeConfig.load(
+            written(tmp_path, f"model: {{path: {checkpoint.name}, chat_template: '{words}'}}\n")
+        ).model.chat_template
+        == words
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

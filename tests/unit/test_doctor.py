@@ -3,6 +3,7 @@
 import io
 import socket
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -113,6 +114,18 @@ def test_probes_see_the_environment_they_are_given(monkeypatch: pytest.MonkeyPat
     )
     [result] = probe_that_runs(code, monkeypatch, tmp_path, environment={"GIVEN": "yes"})
     assert result.detail == "yes"
+
+
+def test_the_engine_is_checked_with_the_kv_that_it_will_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    environments: dict[str, Mapping[str, str]] = {}
+
+    def probe(name: str, *_: str, environment: Mapping[str, str] | None = None, **__: str) -> list[CheckResult]:
+        environments[name] = environment or {}
+        return []
+
+    monkeypatch.setattr(doctor, "run_probe", probe)
+    doctor.run_doctor(ports=(), kv_cache_gib=8)
+    assert environments["engine"]["VLLM_CPU_KVCACHE_SPACE"] == "8"
 
 
 def test_nixl_moves_bytes_on_this_machine() -> None:

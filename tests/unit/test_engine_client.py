@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from engine_client_support import EOS, OUTPUTS, Roles, ask, client_of, tokens_of
 from vllm.exceptions import GenerationError, VLLMValidationError
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from kvstore.index import Entry, scopes_of
@@ -135,6 +136,20 @@ async def test_a_worker_lost_before_the_first_token_costs_a_second_attempt(lost:
     assert len(await ask(roles)) == OUTPUTS
     assert roles.calls.count(lost) == 2
     assert roles.abandoned == ([("lease-1", 1)] if lost == "generate" else [])
+
+
+@pytest.mark.parametrize("first_tokens", [[], [7, 8]])
+async def test_kv_that_cannot_be_pulled_costs_a_second_attempt(first_tokens: list[int]):
+    roles = Roles(first_tokens)
+    roles.lost_pulls = 1
+    outputs = await ask(roles)
+    assert tokens_of(outputs) == [*first_tokens[:1], 100, 101, 102]
+    assert all(output.outputs[0].finish_reason is None for output in outputs)
+    assert roles.calls.count("link") == 2
+    assert roles.abandoned == [("lease-1", 1)]
+    roles.lost_pulls = 2
+    with pytest.raises(GenerationError, match="could not be pulled"):
+        await ask(roles)
 
 
 async def test_a_second_loss_is_the_callers_to_know():
@@ -287,6 +302,21 @@ async def test_while_a_decode_engine_lets_nobody_in_the_lease_is_renewed_and_no_
     assert len(tokens_of(outputs)) == OUTPUTS
     await asyncio.sleep(0.1)
     assert roles.renewed == ["lease-1"] * 2
+
+
+async def test_a_lease_is_renewed_until_every_choice_has_its_kv():
+    class OneByOne(Roles):
+        async def generate(self, token_ids: Any, transfer: Any, params: Any, request_id: str, **options: Any):
+            for index in range(2):
+                yield RequestOutput(request_id, None, None, None, [CompletionOutput(index, "", [1], None, None)], False)
+                seen = len(self.renewed)
+                await asyncio.sleep(0.1)
+                renewed.append(len(self.renewed) - seen)
+
+    roles, renewed = OneByOne(), list[int]()
+    assert len(await ask(roles, n=2, temperature=1.0)) == 2
+    assert renewed[0] > 0, "the second choice waits to be let in still"
+    assert renewed[1] == 0
 
 
 @pytest.mark.parametrize("tokens", [[5, 1000], [1000]])
