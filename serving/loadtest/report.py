@@ -69,9 +69,10 @@ def document(
                 **summary(one.samples, ttft_limit_ms),
                 "held_back": one.held_back,
                 "peak_in_flight": one.peak_in_flight,
+                "asked_before": plan.asked_before(step, len(one.samples)),
                 "samples": columns(one.samples),
             }
-            for one in measured
+            for step, one in enumerate(measured)
         ],
     }
 
@@ -141,6 +142,11 @@ def remarks(rate: Mapping[str, Any]) -> list[str]:
         )
     if rate["held_back"]:
         found.append(f"{rate['held_back']} requests waited to be sent: as many were outstanding as may be")
+    if rate.get("asked_before"):  # absent from reports of older versions
+        found.append(
+            f"{rate['asked_before']} requests had been sent before, body for body, in the warm-up or at another rate:"
+            " servers that cache prompts have them; restart yours and replay one rate without a warm-up"
+        )
     if rate["without_content"]:
         found.append(f"{rate['without_content']} answers had no content, and so no time to first token")
     found += [f"{status}: {message}" for status, message in rate["first_messages"].items()]

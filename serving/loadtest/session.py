@@ -47,6 +47,12 @@ class Plan:
             count = self.count or count_for(rate, DURATION_S if self.duration_s is None else self.duration_s)
             yield rate, self._warmup(rate), poisson(rate, count, self.seed)
 
+    def asked_before(self, step: int, requests: int) -> int:
+        """Of so many requests of the step-th rate, those whose very body the server was sent already: a trace's own
+        bodies are the same at every rate and in the warm-up. The workload's requests are new ones each time."""
+        repeated = requests if step else min(self.warmup, requests)
+        return sum(arrival.body is not None for arrival in (self.trace or ())[:repeated])
+
     def _warmup(self, rate: float) -> list[Arrival]:
         due = poisson(rate, self.warmup, self.seed + 1) if self.warmup else []
         if self.trace is None:

@@ -97,6 +97,19 @@ def test_a_trace_is_replayed(server: MockServer, tmp_path: Path):
     assert [rate["rate"] for rate in document["rates"]] == [20]
     kinds = [[part["type"] for part in body["messages"][0]["content"]] for body in server.bodies]
     assert [kind.count("image_url") for kind in kinds] == [1, 1, 2]  # the warm-up is as the trace begins
+    assert document["rates"][0]["asked_before"] == 0, "each with new pictures"
+
+
+def test_bodies_of_a_trace_that_are_sent_again_are_told(server: MockServer, tmp_path: Path):
+    trace, report = tmp_path / "trace.jsonl", tmp_path / "report.json"
+    body = {"messages": [{"role": "user", "content": "What?"}], "max_tokens": 2}
+    trace.write_text("".join(json.dumps({"at": 0.02 * number, "body": body}) + "\n" for number in range(3)))
+    code, shown = run("--url", server.url, "--trace", str(trace), "--rates", "40,80", "--json", str(report), *SMALL)
+    assert code == 0, shown
+    rates = json.loads(report.read_text())["rates"]
+    assert [rate["asked_before"] for rate in rates] == [1, 3]  # the first in the warm-up
+    assert "40/s: 1 requests had been sent before" in shown
+    assert "80/s: 3 requests had been sent before" in shown
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
