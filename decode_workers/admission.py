@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 
 def blocks_needed(tokens: int, sequences: int, block_size: int) -> int:
     """KV blocks of `sequences` sequences of up to `tokens` tokens each; one of each is for a partial copy."""
     return sequences * (-(-tokens // block_size) + 1)
+
+
+class Room:
+    """What was admitted; `until`, if it is set, is waited for before others get its blocks."""
+
+    until: Callable[[], Coroutine[Any, Any, None]] | None = None
 
 
 class Admission:
@@ -22,6 +29,7 @@ class Admission:
         self.reserved = 0
         self.running = 0
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._leaving: set[asyncio.Task[None]] = set()
 
     @property
     def waiting(self) -> int:
@@ -34,7 +42,7 @@ class Admission:
         return sum(blocks for blocks, _ in self._queue)
 
     @asynccontextmanager
-    async def admit(self, tokens: int, sequences: int) -> AsyncGenerator[None, None]:
+    async def admit(self, tokens: int, sequences: int) -> AsyncGenerator[Room, None]:
         """Hold room for `sequences` sequences of up to `tokens` tokens each.
 
         Raises:
@@ -63,10 +71,22 @@ class Admission:
         else:
             self.reserved += blocks
         self.running += 1
+        room = Room()
         try:
-            yield
+            yield room
         finally:
             self.running -= 1
+            if room.until is None:
+                self._release(blocks)
+            else:
+                leaving = asyncio.create_task(self._release_after(room.until(), blocks))
+                self._leaving.add(leaving)
+                leaving.add_done_callback(self._leaving.discard)
+
+    async def _release_after(self, until: Coroutine[Any, Any, None], blocks: int) -> None:
+        try:
+            await until
+        finally:
             self._release(blocks)
 
     def _release(self, blocks: int) -> None:

@@ -14,8 +14,12 @@ Two things that are harmless in an ordinary engine would be wrong here, and are 
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,9 +29,13 @@ from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from decode_workers.admission import Admission
 from infra.vllm_env import cpu_engine_arguments
+
+_PULL_SECONDS = 10.0  # longer than any pull takes
+_LOOK_SECONDS = 2.0  # between looks whether it has ended
 
 
 @dataclass(frozen=True)
@@ -112,21 +120,41 @@ class DecodeEngine:
         """
         params = params.clone()
         if transfer is not None:
-            pulled = {**transfer, "remote_block_ids": self._blocks_of(len(token_ids), transfer["remote_block_ids"])}
-            params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": pulled}
+            source = {**transfer, "remote_block_ids": self._blocks_of(len(token_ids), transfer["remote_block_ids"])}
+            params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": source}
             # Else vLLM pulls nothing, and computes the prompt from its ids alone.
             params.skip_reading_prefix_cache = False
         budget = params.max_tokens if params.max_tokens is not None else self.max_model_len - len(token_ids)
         admitted = False
         try:
-            async with self.admission.admit(min(len(token_ids) + budget, self.max_model_len), params.n or 1):
+            async with self.admission.admit(min(len(token_ids) + budget, self.max_model_len), params.n or 1) as room:
                 admitted = True
-                prompt = TokensPrompt(prompt_token_ids=token_ids)
-                async for output in self._engine.generate(prompt, params, request_id, **options):
-                    yield output
+                if transfer is not None:  # whoever leaves while its KV is pulled: vLLM holds the blocks meanwhile
+                    room.until = partial(self._nothing_is_pulled, time.monotonic())
+                prompt, pulled = TokensPrompt(prompt_token_ids=token_ids), set[int]()
+                try:
+                    async for output in self._engine.generate(prompt, params, request_id, **options):
+                        pulled.update(choice.index for choice in output.outputs)
+                        if len(pulled) >= (params.n or 1):
+                            room.until = None
+                        yield output
+                except Exception:  # vLLM's: it ended the request itself
+                    room.until = None
+                    raise
         finally:
             if transfer is not None and not admitted:
                 await self.abandon(transfer, params.n or 1)
+
+    async def _nothing_is_pulled(self, began: float) -> None:
+        """Wait until vLLM holds no blocks for a pull that `began` then and that nobody waits for.
+
+        That is until it holds none at all, or so long that every pull has ended.
+        """
+        while time.monotonic() < began + _PULL_SECONDS:
+            await asyncio.sleep(_LOOK_SECONDS)
+            with suppress(EngineDeadError):
+                if await self.all_blocks_free():
+                    return
 
     def _blocks_of(self, tokens: int, groups: Sequence[Sequence[int]]) -> tuple[list[int], ...]:
         """Of each group's blocks those that hold a prompt's tokens. Of more than it needs vLLM takes the last ones."""

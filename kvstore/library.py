@@ -99,6 +99,7 @@ class Library:
         self._pins = Pins()
         self._deletions = Deletions(settings.deletion_grace_s) if deletions is None else deletions
         self._loading: dict[str, Loading] = {}
+        self._passed: dict[str, list[Loading]] = {}  # under way in tiers that were left alone since: nobody joins them
         self._hot = HotCache(settings.memory_bytes, settings.tenant_memory_bytes, self._is_pinned, self._announce)
         tiers = TierStack.tiers_of(settings) if tiers is None else tiers
         self._stack = TierStack(tiers, settings, self._is_pinned, self._hot.last_used)
@@ -135,7 +136,8 @@ class Library:
         with self._lock:
             under_way = self._loading.get(path)
             if under_way is not None and self._stack.is_stuck(under_way):
-                under_way = None  # another load goes past the tier; what this one finds is for those who wait for it
+                self._passed.setdefault(path, []).append(self._loading.pop(path))  # another goes past the tier
+                under_way = None
             loading = Loading(path) if under_way is None else under_way
             if under_way is None:
                 resident = self._resident(path)
@@ -388,18 +390,25 @@ class Library:
         with self._lock:
             self._counts["loads"] += 1
             self._counts["loaded_bytes"] += 0 if found is None else found.encoded.size
-            # A deletion takes the load away: then the record must not come back into memory or nearer tiers. A load
-            # that begins later may find it all the same, in a tier that the deletion has not come to yet.
+            # A deletion drops the load: then the record must not come back into memory or nearer tiers. A load that
+            # begins later may find it all the same, in a tier that the deletion has not come to yet.
             deleted = found is not None and self._deletions.covers(found.record)
-            current = self._loading.get(path) is loading
-            if current:
-                del self._loading[path]
-            if found is not None and current and not deleted:
+            self._ended(loading)
+            if found is not None and not (deleted or loading.dropped):
                 self._hot.put(path, found.record)
                 nearer = _Write(found.record, found.encoded, range(index))
                 if nearer.tiers and not self._queue.submit(path, nearer, found.encoded.size):
                     logger.info("write queue full: %s is not copied to nearer tiers", path)
         loading.set_result(None if found is None or deleted else found.record)
+
+    def _ended(self, loading: Loading) -> None:
+        path = loading.path
+        if self._loading.get(path) is loading:
+            del self._loading[path]
+        elif path in self._passed:
+            left = [other for other in self._passed.pop(path) if other is not loading]
+            if left:
+                self._passed[path] = left
 
     def _put(self, record: Record) -> None:
         if record.fingerprint != self.fingerprint:
@@ -431,7 +440,9 @@ class Library:
     def _forget(self, path: str) -> bool:
         """Removes a record from memory and from the queue."""
         with self._lock:
-            self._loading.pop(path, None)
+            under_way = self._loading.pop(path, None)
+            for loading in (*self._passed.pop(path, ()), *([] if under_way is None else [under_way])):
+                loading.dropped = True
             in_memory = self._hot.remove(path)
         return self._queue.cancel(path) or in_memory
 

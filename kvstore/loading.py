@@ -30,8 +30,9 @@ class Loading(Future["Record | None"]):
         super().__init__()
         self.path = path
         self.tier: int | None = None  # whose turn it is, by its place among the tiers; None: it has not begun
-        self.late = False  # somebody gave up waiting while that tier read
+        self.dropped = False  # a deletion came meanwhile: what is found is for those who wait, and not to be kept
         self._reading = False
+        self._late = False  # somebody gave up waiting while that tier read
         self._changed = threading.Condition()
         self._began = time.monotonic()
         self._arrival: Arrival | None = None
@@ -69,20 +70,36 @@ class Loading(Future["Record | None"]):
                 self._changed.wait(left)
             return False
 
-    @property
-    def reading(self) -> int | None:
-        """The tier that reads; None while the load waits for its turn."""
-        return self.tier if self._reading else None
-
     def queue(self, tier: int) -> None:
         """The load waits for its turn with a tier."""
-        self.tier, self.late, self._reading = tier, False, False
+        self.tier = tier
 
     def begin(self) -> int:
         """It is its turn; the tier."""
         assert self.tier is not None, "a load is queued first"
-        self._began, self._reading = time.monotonic(), True
+        with self._changed:
+            self._began, self._reading, self._late = time.monotonic(), True, False
         return self.tier
+
+    def give_up(self) -> tuple[int, bool] | None:
+        """Somebody waits no longer: the tier that reads, and whether nobody gave up on that before; None while the load
+        waits for its turn."""
+        with self._changed:
+            if self.tier is None or not self._reading:
+                return None
+            first, self._late = not self._late, True
+            return self.tier, first
+
+    @property
+    def late(self) -> bool:
+        """Whether somebody gave up on the read that goes on."""
+        return self._late
+
+    def end(self) -> bool:
+        """The tier has read. Whether that was too late for somebody."""
+        with self._changed:
+            self._reading = False
+            return self._late
 
     def arrived(self, record: Record, layers: int, of: int) -> None:
         """The record's first layers are there."""

@@ -56,7 +56,10 @@ class TierStack:
             for tier, limit in zip(self.tiers, limits, strict=True)
         ]
         self._breakers = [Breaker(settings.tier_failures, settings.tier_cooldown_s) for _ in self.tiers]
+        self._silences = [Breaker(settings.tier_failures, settings.tier_cooldown_s) for _ in self.tiers]  # of look-ups
         self._questions = [Questions(_MOST_QUESTIONS, settings.load_timeout_s) for _ in self.tiers]
+        self._most_reads = settings.load_threads
+        self._hung: Counter[int] = Counter()  # by tier: reads that came too late for somebody and go on
         self._pinned = pinned
         self._last_used = last_used
         self._lock = threading.Lock()
@@ -78,11 +81,19 @@ class TierStack:
 
     def working(self, index: int) -> int | None:
         """This tier, or the next one that is not left alone because it fails; None: there is none."""
-        return next((i for i in range(index, len(self.tiers)) if not self._breakers[i].open), None)
+        return next((i for i in range(index, len(self.tiers)) if not self._left_alone(i)), None)
 
     def is_stuck(self, loading: Loading) -> bool:
         """Whether a load waits for a tier that is left alone."""
-        return loading.tier is not None and self._breakers[loading.tier].open
+        return loading.tier is not None and self._left_alone(loading.tier)
+
+    def _left_alone(self, index: int) -> bool:
+        """Whether a tier failed too often just now, or all threads that could read from it hang in it.
+
+        Look-ups are counted by themselves: a tier that says what it holds may still not give it.
+        """
+        hung = self._hung[index] >= self._most_reads
+        return hung or self._breakers[index].open or self._silences[index].open
 
     def read(self, loading: Loading, key: str, fingerprint: str, tenant: str, verify: bool) -> Found | None:
         """The record from the tier whose turn it is; None if that fails or has no sound copy, which is quarantined.
@@ -117,10 +128,16 @@ class TierStack:
             self._failed(index, error)
         except CorruptRecord as error:
             self._quarantine(tier, path, error)
+        finally:
+            if loading.end():
+                with self._lock:
+                    self._hung[index] -= 1
         return None
 
     def touch(self, index: int, path: str) -> None:
         """Tells a tier that a record was used."""
+        if self._left_alone(index):
+            return
         try:
             self.tiers[index].touch(path)
         except TierUnavailable as error:
@@ -128,10 +145,14 @@ class TierStack:
 
     def blame(self, loading: Loading) -> None:
         """Counts a load's time-out against the tier that reads it; while it waits for its turn, against none."""
-        if loading.reading is not None:
-            loading.late = True
-            tier = self.tiers[loading.reading]
-            self._failed(loading.reading, TierUnavailable(f"{tier.name}: no answer in time for {loading.path}"))
+        given_up = loading.give_up()
+        if given_up is None:
+            return
+        index, first = given_up
+        if first:
+            with self._lock:
+                self._hung[index] += 1
+        self._failed(index, TierUnavailable(f"{self.tiers[index].name}: no answer in time for {loading.path}"))
 
     def write(self, record: Record, pieces: Sequence[pa.Buffer], tiers: Iterable[int]) -> None:
         """Stores the encoded record and its markers in the named tiers, as far as they work and have room."""
@@ -139,7 +160,7 @@ class TierStack:
         note, markers = pa.py_buffer(path.encode()), marker_paths(record)
         size = sum(piece.size for piece in pieces) + len(markers) * note.size
         for index in tiers:
-            if self._breakers[index].open:
+            if self._left_alone(index):
                 self._count("dropped_writes")
                 continue
             tier, budget = self.tiers[index], self.budgets[index]
@@ -172,7 +193,7 @@ class TierStack:
                 break
             self._blame_silence(index)
             questions = self._questions[index]
-            question = None if self._breakers[index].open else questions.begin()
+            question = None if self._left_alone(index) else questions.begin()
             if question is None:
                 self._blame_silence(index)
                 certain = False
@@ -184,23 +205,27 @@ class TierStack:
                 certain, failure = False, error
             finally:
                 in_time = questions.end(question)
-            if failure is not None and in_time:  # else it was counted when it was late
-                self._failed(index, failure)
+            if in_time and failure is None:
+                self._silences[index].succeeded()
+            elif in_time and failure is not None:  # else it was counted when it was late
+                self._failed(index, failure, self._silences)
         return found, certain
 
     def _blame_silence(self, index: int) -> None:
         """Counts look-ups that a tier has not answered in time against it, each once, whoever waits for them still."""
         for _ in range(self._questions[index].late()):
-            self._failed(index, TierUnavailable(f"{self.tiers[index].name}: no answer in time to what it holds"))
+            error = TierUnavailable(f"{self.tiers[index].name}: no answer in time to what it holds")
+            self._failed(index, error, self._silences)
 
     def persisted(self, path: str) -> bool:
         """Whether the farthest tier has the path; False if there is none, or it does not answer."""
-        if not self.tiers or self._breakers[-1].open:
+        last = len(self.tiers) - 1
+        if not self.tiers or self._left_alone(last):
             return False
         try:
-            return self.tiers[-1].contains(path)
+            return self.tiers[last].contains(path)
         except TierUnavailable as error:
-            self._failed(len(self.tiers) - 1, error)
+            self._failed(last, error, self._silences)
             return False
 
     def price(self, tenant: str) -> float:
@@ -239,10 +264,10 @@ class TierStack:
         except TierUnavailable as failure:
             logger.warning("could not quarantine: %s", failure)
 
-    def _failed(self, index: int, error: TierUnavailable) -> None:
+    def _failed(self, index: int, error: TierUnavailable, breakers: Sequence[Breaker] | None = None) -> None:
         logger.warning("%s", error)
         self._count("tier_errors")
-        self._breakers[index].failed()
+        (self._breakers if breakers is None else breakers)[index].failed()
 
     def _count(self, name: str) -> None:
         with self._lock:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from kvstore.chunk import owner_of
 from kvstore.deletions import reaches
 from kvstore.errors import StoreError
 from prefill_workers import policies
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 _LOAD_SECONDS = 0.0005  # between looks for the embeddings of a check
 _BUSY_SECONDS = 10.0  # over which `busy_share` is a share
 _LONGEST_REST = 30.0  # seconds without requests after which anything is harvested
+_MOST_DELETED = 4096  # contents that are remembered for links that began before their deletion
 
 
 @dataclass(eq=False)
@@ -81,6 +83,7 @@ class Background:
         self._ahead = CompileAhead(harvester, scratch, limits, clock, sums)
         self._rechecks = rechecks
         self._disturbed, self._rest, self._hastened = disturbed, rest, -math.inf
+        self._deleted: dict[tuple[str, str], float] = {}  # contents and their owners, with when; latest last
         self.failures = 0
 
     def __len__(self) -> int:
@@ -102,7 +105,12 @@ class Background:
         self._rechecks.offer(plan, lease)
 
     def add(self, plan: LinkPlan, lease: str) -> None:
-        """Take up a finished link; its blocks stay until its chunks have been read."""
+        """Take up a finished link; its blocks stay until its chunks have been read.
+
+        One that brought what was deleted since it began teaches nothing: it would be kept long after the deletion.
+        """
+        if self._outlived(plan):
+            return
         chunks = self._harvester.harvestable(plan)
         for chunk in chunks:
             self._pool.hold(lease)
@@ -117,6 +125,11 @@ class Background:
 
     def forget(self, content: str, tenant: str) -> None:
         """A content was deleted: keep nothing more of links that brought it, and compile nothing."""
+        deleted = content, owner_of(tenant, content)
+        self._deleted.pop(deleted, None)
+        self._deleted[deleted] = time.perf_counter()
+        if len(self._deleted) > _MOST_DELETED:
+            del self._deleted[next(iter(self._deleted))]
 
         def brought(harvest: _Harvest) -> bool:
             request = harvest.plan.request
@@ -128,6 +141,12 @@ class Background:
         if self._harvest and brought(self._harvest[0]):  # it has let go of its blocks
             self._harvest = None
         self._ahead.forget(content, tenant)
+
+    def _outlived(self, plan: LinkPlan) -> bool:
+        """Whether a content of a link was deleted after it began."""
+        tenant = plan.request.tenant
+        named = ((span.content, owner_of(tenant, span.content)) for span in plan.request.chunks)
+        return any(self._deleted.get(one, -math.inf) >= plan.began for one in named)
 
     def compiled(self) -> CompileStats:
         """What compiling ahead has come to."""

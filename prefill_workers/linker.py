@@ -175,7 +175,7 @@ class Linker:
                     self._lookups.keep(keys, mode, lookup)
                 raise PixelsNeeded(missing)
             sequence = LinkSequence(tokens, positions, blocks=())
-            plan = LinkPlan(request, sequence, chunks, *self._beginning(request, lag))
+            plan = LinkPlan(request, sequence, chunks, *self._beginning(request, lag), began=began)
             plan.embed()
             plan.stages_ms["plan"] = (time.perf_counter() - began) * 1e3
             return plan.pinned_by(pins.pop_all().close)

@@ -8,6 +8,7 @@ frontier   if chunk 2's KV is still loading ........^
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -188,6 +189,7 @@ class LinkPlan:
     stages_ms: dict[str, float] = field(default_factory=dict)
     compute_ms: float = 0.0  # of forwards: its share of their tokens, without what they waited for
     select_ms: float = 0.0  # of choosing tokens and weighing parts: the same
+    began: float = field(default_factory=time.perf_counter)
     unpin: Callable[[], object] = field(default=lambda: None)
 
     def took(self, stage: str, seconds: float) -> None:

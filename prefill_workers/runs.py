@@ -94,7 +94,7 @@ class RunsExtension:
             "quantum": 0.0 if self._quantised is None else torch.finfo(self._quantised).eps,
             "inverse_frequencies": self._inverse_frequencies(rotary),
             "rotary_style": "neox" if rotary.is_neox_style else "interleaved",
-            "uses_mrope": bool(runner.uses_mrope),
+            "uses_mrope": bool(model.uses_mrope),
             "tells_attention": self._tells_attention,
         }
         if model.use_mla:
@@ -179,7 +179,6 @@ class RunsExtension:
         """One forward of the model. `ends`: see `_ending_behind`, as for `queries`; None: it goes to its end."""
         self._consider_others()
         runner, names, to = self.model_runner, self._group.layer_names, self._device
-        embeds = self._embed(batch)
         slots = dict.fromkeys(names, batch.slots.to(to, non_blocking=True))
         metadata = dict.fromkeys(names, self._metadata(batch, slots[names[0]]))
         if shallow is not None:
@@ -188,13 +187,29 @@ class RunsExtension:
             metadata |= dict.fromkeys(names[:depth], self._metadata(other, slots[names[0]]))
         context = set_forward_context(metadata, runner.vllm_config, num_tokens=len(batch.slots), slot_mapping=slots)
         ending = nullcontext() if ends is None else self._ending_behind(ends, slots[names[ends - 1]], queries)
-        with context, ending:
+        with self._leaving_nothing(), context, ending:
             return runner.model(
                 input_ids=None,
                 positions=batch.positions.to(to, non_blocking=True),
                 intermediate_tensors=None,
-                inputs_embeds=embeds,
+                inputs_embeds=self._embed(batch),
             )
+
+    @contextmanager
+    def _leaving_nothing(self) -> Iterator[None]:
+        """A forward that fails leaves nothing to the next one of what models hand their layers beside the embeddings.
+
+        Qwen3-VL keeps deepstack features in buffers that only the end of its forward clears.
+        """
+        try:
+            yield
+        except BaseException:
+            model = self.model_runner.get_model()
+            if buffers := getattr(model, "deepstack_input_embeds", None):
+                for buffer in buffers:
+                    buffer.zero_()
+                model.deepstack_input_embeds_num_tokens = 0
+            raise
 
     @torch.inference_mode()
     def attend_first(self, batch: RunBatch, asked: Sequence[Attending]) -> list[Tensor]:

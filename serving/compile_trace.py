@@ -395,6 +395,7 @@ def _compile(planner: Planner, trace: Trace, report: Report, console: Console) -
                 report.not_compiled["the time is up; run it again to go on"] += left
         except KeyboardInterrupt:
             progress.update(bar, description="stopped; run it again to go on")
+    planner.library.flush()
     report.unwritten = planner.library.stats().dropped_writes
     there = len(planner.stored(trace, report.chosen.patches))
     report.absent = max(0, report.statuses["stored"] + report.statuses["present"] - there)
@@ -463,8 +464,8 @@ def _show_outcome(report: Report, console: Console) -> None:
         )
     elif report.absent:
         console.print(
-            f"[red]{report.absent} patches are not there any more[/red]: the library had to make room; give it more "
-            "bytes, or fewer with --bytes"
+            f"[red]{report.absent} patches are not there any more[/red]: the library had to make room (give it more "
+            "bytes, or fewer with --bytes), or its farthest tier does not answer"
         )
 
 

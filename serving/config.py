@@ -90,6 +90,9 @@ class HttpSettings(_Settings):
     max_image_bytes: int = Field(20 * MIB, ge=1, description="Largest single image, as sent.")
     max_document_bytes: int = Field(1 * MIB, ge=1, description="Largest single text document.")
     max_image_pixels: int = Field(33_000_000, ge=1, description="Most pixels of an image, read from its header.")
+    max_request_pixels: int = Field(
+        256_000_000, ge=1, description="Most pixels of all images of one request: decoded they take 4 bytes each."
+    )
     max_images_per_request: int = Field(64, ge=1, description="Most images in one request.")
     max_file_bytes: int = Field(64 * MIB, ge=1, description="Largest upload to /v1/files.")
     max_concurrent_requests: int = Field(256, ge=1, description="Requests in progress; further ones are answered 429.")

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Any
+
+from serving.errors import RoleUnavailable
 
 Encode = Callable[[Sequence[Any]], Awaitable[Sequence[Any]]]
 
@@ -32,10 +35,13 @@ class Encodings:
         self._running: dict[tuple[str, str], tuple[_Batch, int]] = {}  # (tenant, content): call, place in its result
 
     async def get(self, tenant: str, items: Mapping[str, Any]) -> dict[str, Any]:
-        """Embeddings by content id, of processed items by content id. What is not under way goes into one call."""
+        """Embeddings by content id, of processed items by content id. What is not under way goes into one call.
+
+        Raises what the call does, or RoleUnavailable if it was cancelled, and not by who asks.
+        """
         fresh = [content for content in items if (tenant, content) not in self._running]
         if fresh:
-            batch = _Batch(asyncio.ensure_future(self._encode([items[content] for content in fresh])))
+            batch = _Batch(self._begin([items[content] for content in fresh]))
             self._running.update({(tenant, content): (batch, place) for place, content in enumerate(fresh)})
             batch.task.add_done_callback(lambda _: self._forget(batch))
         places = {content: self._running[tenant, content] for content in items}
@@ -44,6 +50,10 @@ class Encodings:
             batch.waiting += 1
         try:
             await asyncio.gather(*(asyncio.shield(batch.task) for batch in batches))
+        except asyncio.CancelledError:
+            if (asker := asyncio.current_task()) is not None and asker.cancelling():
+                raise
+            raise RoleUnavailable("an encoding was cancelled") from None
         finally:
             for batch in batches:
                 batch.waiting -= 1
@@ -57,6 +67,15 @@ class Encodings:
     ) -> RequestEncodings:
         """Those of one request's images, processed items by content id; what is `lacking` of them begins at once."""
         return RequestEncodings(self, tenant, items, lacking)
+
+    def _begin(self, items: Sequence[Any]) -> asyncio.Task[Sequence[Any]]:
+        """One call, which is nobody's own: with a cancelled request Serve cancels the calls in its name that have no
+        replica yet."""
+
+        async def call() -> Sequence[Any]:
+            return await self._encode(items)
+
+        return asyncio.get_running_loop().create_task(call(), context=Context())
 
     def _forget(self, batch: _Batch) -> None:
         self._running = {key: place for key, place in self._running.items() if place[0] is not batch}

@@ -158,6 +158,12 @@ async def _in_time(role: str, response: Any) -> None:
         raise RoleUnavailable(f"{role} did not answer within {_HEALTH_SECONDS:g} s") from None
 
 
+def lost(error: Exception) -> RoleUnavailable:
+    """Ray's word for it without what follows: ids, processes and addresses are for the log."""
+    logger.warning("a role is not available: %s", error)
+    return RoleUnavailable(str(error).partition("\n")[0])
+
+
 async def answered(response: Any) -> Any:
     """What a call to a role gives. Raises what the role raised, or RoleUnavailable if it was lost."""
     try:
@@ -165,7 +171,7 @@ async def answered(response: Any) -> Any:
     except RayTaskError as error:
         raise error.cause if isinstance(error.cause, Exception) else error from None
     except (RayActorError, DeploymentUnavailableError) as error:
-        raise RoleUnavailable(str(error)) from error
+        raise lost(error) from error
     except asyncio.CancelledError:
         response.cancel()
         raise
@@ -176,7 +182,7 @@ async def answered_by_all(role: DeploymentHandle, method: str, *arguments: Any) 
     answers = await role.broadcast(method, *arguments).results_async(return_exceptions=True)
     for answer in answers:
         if isinstance(answer, RayActorError | DeploymentUnavailableError):
-            raise RoleUnavailable(str(answer)) from answer
+            raise lost(answer) from answer
         if isinstance(answer, BaseException):
             raise answer
     return list(answers)
@@ -189,4 +195,4 @@ async def _stream(responses: Any) -> AsyncGenerator[Any, None]:
     except RayTaskError as error:
         raise error.cause if isinstance(error.cause, Exception) else error from None
     except (RayActorError, DeploymentUnavailableError) as error:
-        raise RoleUnavailable(str(error)) from error
+        raise lost(error) from error

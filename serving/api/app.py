@@ -30,7 +30,7 @@ from vllm.entrypoints.openai.models.api_router import router as models_router
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.tokenize.api_router import router as tokenize_router
-from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, TokenizeRequest
+from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
@@ -38,9 +38,9 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from kvstore.files import FileStore
 from kvstore.vector_stores import VectorStores
 from serving.api.auth import Authenticate, Limit
-from serving.api.chat import OrbitServingChat, refuse_unsupported
+from serving.api.chat import OrbitServingChat, fixed_prefix, readable, refuse_longer, refuse_unsupported
 from serving.api.compiling import compiling
-from serving.api.errors import answer_errors
+from serving.api.errors import InvalidRequest, answer_errors
 from serving.api.extension import RequestTrace, set_trace
 from serving.api.fidelity import families, fidelity_router, scraped
 from serving.api.files import OnDelete, files_router
@@ -78,13 +78,33 @@ class OrbitServingTokenization(ServingTokenization):
     def __init__(self, *arguments: Any, media: MediaResolver, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._media = media
+        self._max_tokens = self.model_config.max_model_len
+        self._max_characters = self._max_tokens * self.renderer.get_tokenizer().max_chars_per_token
 
     async def create_tokenize(self, request: TokenizeRequest, raw_request: Request) -> Any:
-        """Resolve a chat's chunks as for an answer, then tokenise as vLLM does."""
+        """Resolve a chat's chunks as for an answer, then tokenise as vLLM does: where all prompts are rendered.
+
+        Raises:
+            InvalidRequest: more text than a prompt can hold.
+        """
         if isinstance(request, TokenizeChatRequest):
-            messages = [dict(message) for message in request.messages]
+            messages = [readable(message) for message in request.messages]
+            refuse_longer(messages, fixed_prefix(messages, request), self._max_characters)
             request.messages = await self._media.resolve_messages(messages, raw_request.state.tenant)
+        elif len(request.prompt) > self._max_characters:
+            raise InvalidRequest(
+                f"the prompt has {len(request.prompt)} characters; the longest has at most {self._max_characters}",
+                parameter="prompt",
+            )
         return await super().create_tokenize(request, raw_request)
+
+    async def create_detokenize(self, request: DetokenizeRequest, raw_request: Request) -> Any:
+        """As vLLM does. Raises InvalidRequest for more tokens than a prompt can hold."""
+        if len(request.tokens) > self._max_tokens:
+            raise InvalidRequest(
+                f"{len(request.tokens)} tokens; the longest prompt has at most {self._max_tokens}", parameter="tokens"
+            )
+        return await super().create_detokenize(request, raw_request)
 
 
 Counted = Callable[[], Awaitable[Mapping[str, Sequence[Metric]]]]

@@ -18,7 +18,8 @@ from serving.config import ApiKey
 _LOCAL = ApiKey(tenant="local", admin=True)
 _OPEN_PATHS = frozenset({"/health", "/metrics", "/docs", "/openapi.json", "/redoc"})
 _GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
-_LIMITED_PATHS = _GENERATING_PATHS | {"/tokenize"}  # of a chat it fetches, decodes and processes all images
+# Of a chat /tokenize fetches, decodes and processes all images; both run where all prompts are rendered.
+_LIMITED_PATHS = _GENERATING_PATHS | {"/tokenize", "/detokenize"}
 
 
 class Authenticate:

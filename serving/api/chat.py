@@ -12,6 +12,7 @@ from fastapi import Request
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
 
 from serving.api.errors import InvalidRequest
 from serving.api.extension import RequestTrace, parse_options, set_trace
@@ -48,11 +49,11 @@ class OrbitServingChat(OpenAIServingChat):
         """Resolve the request's chunks, let vLLM answer it, and report how it was linked."""
         refuse_unsupported(request, _UNSUPPORTED)
         options = parse_options((request.model_extra or {}).get("orbit"))
-        messages = [_readable(message) for message in request.messages]
+        messages = [readable(message) for message in request.messages]
         tenant = raw_request.state.tenant if raw_request is not None else "local"
         trace = RequestTrace(options, tenant)
         prefix = fixed_prefix(messages, request)
-        self._refuse_longer(len(prefix) + sum(map(_characters, dropwhile(_leads, messages))))
+        refuse_longer(messages, prefix, self._max_characters)
         trace.prefix_tokens = await self._prefixes.token_ids(tenant, prefix)
         resolved = Ordering(await self._media.resolve_messages(messages, tenant), self._documents)
         request.messages = ordered(resolved, trace, self.engine_client.arranger)
@@ -67,15 +68,6 @@ class OrbitServingChat(OpenAIServingChat):
             answer.orbit = trace.document()  # vLLM's response models take further fields
             return answer
         return await opened(self._reported(answer, trace))
-
-    def _refuse_longer(self, characters: int) -> None:
-        """Raises InvalidRequest for more text than a prompt can hold, before anything is spent on it."""
-        if characters > self._max_characters:
-            raise InvalidRequest(
-                f"the messages and tools have {characters} characters; the model's longest prompt has at most "
-                f"{self._max_characters}",
-                parameter="messages",
-            )
 
     async def render_chat_request(self, request: ChatCompletionRequest) -> Any:
         """As vLLM's, but every item comes with its processed fields, repeated images from the processor cache."""
@@ -146,10 +138,23 @@ def contents_of(messages: list[Any], documents: Documents) -> list[str]:
     return found
 
 
-def _readable(message: Any) -> dict[str, Any]:
+def readable(message: Any) -> dict[str, Any]:
     """A message whose parts can be read more than once; pydantic leaves some of them to a one-shot iterator."""
     content = message.get("content")
     return dict(message) if content is None or isinstance(content, str) else {**message, "content": list(content)}
+
+
+def refuse_longer(messages: list[dict[str, Any]], prefix: str, most: int) -> None:
+    """Raises InvalidRequest for more text than a prompt can hold, before anything is spent on it.
+
+    `prefix`: see `fixed_prefix`.
+    """
+    characters = len(prefix) + sum(map(_characters, dropwhile(_leads, messages)))
+    if characters > most:
+        raise InvalidRequest(
+            f"the messages and tools have {characters} characters; the model's longest prompt has at most {most}",
+            parameter="messages",
+        )
 
 
 def _characters(message: dict[str, Any]) -> int:
@@ -164,7 +169,7 @@ def _leads(message: dict[str, Any]) -> bool:
     return message.get("role") in ("system", "developer")
 
 
-def fixed_prefix(messages: list[dict[str, Any]], request: ChatCompletionRequest) -> str:
+def fixed_prefix(messages: list[dict[str, Any]], request: ChatCompletionRequest | TokenizeChatRequest) -> str:
     """What stands before every chunk of a conversation whatever is asked: tools and leading system messages."""
     texts = [json.dumps([tool.model_dump() for tool in request.tools], sort_keys=True)] if request.tools else []
     for message in takewhile(_leads, messages):

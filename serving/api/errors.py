@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
 from http import HTTPStatus
 from typing import Any
@@ -12,6 +13,8 @@ from vllm.entrypoints.serve.exception_handling.register import init_exception_ha
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 from kvstore.errors import StoreError
+
+logger = logging.getLogger(__name__)
 
 
 class InvalidRequest(VLLMValidationError):
@@ -68,5 +71,9 @@ def answer_errors(app: FastAPI) -> None:
         return JSONResponse(error_body(error.message, error.http_status), 429, headers={"Retry-After": "1"})
 
     @app.exception_handler(StoreError)
-    async def refused(_: Request, error: StoreError) -> JSONResponse:
-        return JSONResponse(error_body(str(error), HTTPStatus(error.status)), error.status)
+    async def refused(request: Request, error: StoreError) -> JSONResponse:
+        message, status = str(error), HTTPStatus(error.status)
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR:  # it names paths, and of another process pids and addresses
+            logger.error("%s %s: %s", request.method, request.url.path, message)
+            message = f"storage failed ({error.code}); the server's log has more"
+        return JSONResponse(error_body(message, status), status)

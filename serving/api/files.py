@@ -85,10 +85,7 @@ def files_router(
         unheld = [(content, DYNAMIC_TENANT) for content in await asyncio.to_thread(stores.remove_file, file_id)]
         if not await asyncio.to_thread(files.has_content, tenant, gone.content):
             unheld.append((gone.content, tenant))
-        answers = await asyncio.gather(*(on_delete(*one) for one in unheld), return_exceptions=True)
-        for answer in answers:  # what could not be deleted is owed: the keeper tries again
-            if isinstance(answer, BaseException):
-                raise answer
+        await asyncio.gather(*(on_delete(*one) for one in unheld))
         return {"id": file_id, "object": "file", "deleted": True}
 
     return router

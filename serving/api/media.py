@@ -16,6 +16,7 @@ import binascii
 import io
 import ipaddress
 import socket
+import threading
 from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,6 +56,21 @@ class ResolvedText:
 
     content: str
     text: str
+
+
+class _Pixels:
+    """What the images of one request may still have. Thread-safe."""
+
+    def __init__(self, most: int) -> None:
+        self._most = self._left = most
+        self._lock = threading.Lock()
+
+    def take(self, pixels: int, where: str) -> None:
+        """Raises TooLarge if that is more than is left."""
+        with self._lock:
+            self._left -= pixels
+            if self._left < 0:
+                raise TooLarge(f"{where}: up to here the request's images have more than {self._most} pixels in all")
 
 
 class MediaResolver:
@@ -99,11 +115,11 @@ class MediaResolver:
                         parameter=where,
                     )
             resolved.append({**message, "content": parts})
-        at_once = asyncio.Semaphore(_AT_ONCE)
+        at_once, pixels = asyncio.Semaphore(_AT_ONCE), _Pixels(self._settings.max_request_pixels)
 
         async def resolve(parts: list[Any], p: int, where: str) -> None:
             async with at_once:
-                parts[p] = await self._resolve(parts[p], tenant, where)
+                parts[p] = await self._resolve(parts[p], tenant, where, pixels)
 
         tasks = [asyncio.create_task(resolve(*one)) for one in wanted]
         try:
@@ -113,11 +129,11 @@ class MediaResolver:
                 task.cancel()
         return resolved
 
-    async def _resolve(self, part: dict[str, Any], tenant: str, where: str) -> dict[str, Any]:
+    async def _resolve(self, part: dict[str, Any], tenant: str, where: str, pixels: _Pixels) -> dict[str, Any]:
         """The part as vLLM's renderer takes it."""
         if part["type"] == "file":
             data, owner = await self._file(part, tenant, where)
-            found = await asyncio.to_thread(self.open_file, data, owner, where)
+            found = await asyncio.to_thread(self.open_file, data, owner, where, pixels)
             if isinstance(found, ResolvedText):
                 assert self._documents is not None
                 mark = await asyncio.to_thread(self._documents.mark, found.content, found.text)
@@ -128,10 +144,12 @@ class MediaResolver:
             if not isinstance(url, str):
                 raise InvalidRequest(f"{where}: image_url needs a url", parameter=where)
             data = self._data_url(url, where) if url.startswith("data:") else await self._fetch(url, where)
-            found = await asyncio.to_thread(self.open, data, tenant, where)
+            found = await asyncio.to_thread(self.open, data, tenant, where, pixels)
         return {"type": "image_pil", "image_pil": found.image, "uuid": found.content}
 
-    def open_file(self, data: bytes, owner: str, where: str) -> ResolvedImage | ResolvedText:
+    def open_file(
+        self, data: bytes, owner: str, where: str, pixels: _Pixels | None = None
+    ) -> ResolvedImage | ResolvedText:
         """Check a file's bytes, an image or UTF-8 text, and name it for its owner.
 
         Raises:
@@ -139,16 +157,16 @@ class MediaResolver:
         """
         text = None if self._documents is None else as_text(data)
         if text is None:
-            return self.open(data, owner, where)
+            return self.open(data, owner, where, pixels)
         if len(data) > self._settings.max_document_bytes:
             limit = self._settings.max_document_bytes
             raise TooLarge(f"{where}: the document has {len(data)} bytes, at most {limit} are allowed")
         return ResolvedText(owned_content_id(data, owner, self._secret), text)
 
-    def open(self, data: bytes, owner: str, where: str) -> ResolvedImage:
+    def open(self, data: bytes, owner: str, where: str, pixels: _Pixels | None = None) -> ResolvedImage:
         """Check an image's bytes and name it for its owner, a tenant or DYNAMIC_TENANT.
 
-        Pixels are decoded only the first time this content is seen.
+        Pixels are decoded only the first time this content is seen, and counted against the request's `pixels`.
 
         Raises:
             InvalidRequest: not an image, or broken. TooLarge: more bytes or pixels than allowed.
@@ -173,6 +191,8 @@ class MediaResolver:
                 f"{where}: the image has {image.width}x{image.height} pixels, "
                 f"at most {limits.max_image_pixels} are allowed"
             )
+        if pixels is not None:
+            pixels.take(image.width * image.height, where)
         content = owned_content_id(data, owner, self._secret)
         if content in self._decoded:
             self._decoded.move_to_end(content)
@@ -230,13 +250,17 @@ class MediaResolver:
             ):
                 for _ in range(_MAX_REDIRECTS + 1):
                     target, headers, extensions = await pinned(url, where)
+                    headers["Accept-Encoding"] = "identity"
                     async with client.stream("GET", target, headers=headers, extensions=extensions) as response:
                         if response.has_redirect_location:
                             url = str(httpx.URL(url).join(response.headers["location"]))
                             continue
                         response.raise_for_status()
+                        encoding = response.headers.get("content-encoding", "identity")
+                        if encoding.lower() != "identity":  # a few bytes may decode to more than there is memory
+                            raise InvalidRequest(f"{where}: the image came encoded ({encoding})", parameter=where)
                         data = bytearray()
-                        async for block in response.aiter_bytes():
+                        async for block in response.aiter_raw():
                             data += block
                             if len(data) > limit:
                                 raise TooLarge(f"{where}: the image is larger than {limit} bytes")

@@ -23,6 +23,7 @@ _UNIT = (
     r"(?:images?|pictures?|photo(?:graph)?s?|pages?|documents?|docs?|files?|figures?|fig\.|charts?|slides?|screenshots?|"
     r"screens?|frames?|attachments?|diagrams?)"
 )
+_MOST_TEXT = 1 << 18  # characters; the event loop stands still meanwhile
 _ORDINAL = (
     r"(?:first|second|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|last|final|next|previous|preceding|"
     r"earlier|later|middle|\d+(?:st|nd|rd|th))"
@@ -133,6 +134,8 @@ def _why_kept(request: Ordering, trace: RequestTrace) -> str | None:
         return f"mode {trace.options.mode} uses no patches"
     if not any(group is not None for group in request.groups):
         return "no two images or documents follow one another without words between them"
+    if sum(map(len, request.texts)) > _MOST_TEXT:
+        return f"more than {_MOST_TEXT} characters of text: it is not looked through for words by place"
     words = words_by_place(request.texts)
     return None if words is None else f"the text names chunks by their place: {words!r}"
 

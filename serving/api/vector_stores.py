@@ -21,6 +21,7 @@ from serving.api.files import OnDelete
 from serving.api.media import as_text
 
 _MAX_BATCH = 2000
+_DELETED_AT_ONCE = 8  # contents, each of which is looked for in every tier and worker
 _Item = TypeVar("_Item")
 _Key = Annotated[str, StringConstraints(max_length=64)]
 _Text = Annotated[str, StringConstraints(max_length=512)]
@@ -118,8 +119,13 @@ def vector_stores_router(stores: VectorStores, on_delete: OnDelete) -> APIRouter
     router = APIRouter(prefix="/v1/vector_stores", tags=["vector stores"])
 
     async def forget(contents: set[str]) -> None:
-        for content in contents:
-            await on_delete(content, DYNAMIC_TENANT)
+        at_once = asyncio.Semaphore(_DELETED_AT_ONCE)
+
+        async def one(content: str) -> None:
+            async with at_once:
+                await on_delete(content, DYNAMIC_TENANT)
+
+        await asyncio.gather(*map(one, contents))
 
     def shown(store: VectorStore) -> dict[str, Any]:
         return _store_object(stores, store)

@@ -92,6 +92,34 @@ def test_a_forward_that_is_asked_for_no_logits_stores_the_same_kv(
     assert torch.equal(stored(1, engine.forward), stored(100, engine.logits))
 
 
+def test_a_forward_that_fails_leaves_nothing_to_the_next_one(engines: Engines, rigs: dict[str, Rig]):
+    """Models may keep what they hand their layers, as Qwen3-VL its deepstack features."""
+    rig, engine = rigs["fp32"], engines.fp32
+    failing = rig.plan(engines.pages, "off").sequence
+    text = rig.plan(["Nothing but words, of which there are some, and then a few more."], "off").sequence
+    n = len(text)
+
+    def stored() -> Tensor:
+        blocks = range(1, 1 + -(-n // engine.block_size))
+        engine.forward([(LinkSequence(text.token_ids, text.positions, blocks, text.embedded), [Run(0, n)])])
+        return engine.read_kv(blocks, 0, n)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    expected = stored()
+    worker = engine._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    hook = worker._walker.layers[1].register_forward_pre_hook(fail)
+    blocks = range(100, 100 + -(-len(failing) // engine.block_size))
+    sequence = LinkSequence(failing.token_ids, failing.positions, blocks, failing.embedded)
+    try:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.forward([(sequence, [Run(0, len(failing))])])
+    finally:
+        hook.remove()
+    assert torch.equal(stored(), expected)
+
+
 @pytest.mark.parametrize("shift", [1, 64, 1017])
 def test_relocation_is_exact(engines: Engines, rigs: dict[str, Rig], shift: int):
     """fp32: within the rounding of the engine's own phases. bf16: as far from fp32 as computing in place, and one

@@ -12,6 +12,7 @@ import pytest
 import torch
 from rig import MAX_MODEL_LEN, Rig, apart
 
+from kvstore.format import RecordKind
 from prefill_workers.first_token import Sampling
 from prefill_workers.job import LinkResult
 from prefill_workers.pace import Pace
@@ -387,6 +388,23 @@ def test_where_images_never_come_again_none_is_kept_before_it_has_been_quiet_for
     rig.loop.abandon(rig.loop.submit(plan).result(30).lease)
     drain(rig.loop)  # nobody who asks for what was learnt waits for a quiet time
     assert rig.library.has("canonical", plan.chunks[0].canonical_key, "local")
+
+
+def test_a_link_that_began_before_a_deletion_teaches_nothing_of_it_and_a_later_one_does(make_rig: Callable[..., Rig]):
+    """However long after it is harvested: the library remembers deletions for a while only, here not at all."""
+    rig = make_rig()
+    plan = rig.plan([1, 4, "?"])
+    rig.loop.forget(plan.request.chunks[0].content, "local")
+    rig.finish(plan, rig.loop.submit(plan).result(60))
+
+    def stored(kind: RecordKind) -> list[bool]:
+        keys = [rig.linker.keys(plan.request)[i] for i in range(2)]
+        named = [key.canonical if kind == "canonical" else key.embedding or "" for key in keys]
+        return [rig.library.has(kind, name, "local") for name in named]
+
+    assert stored("canonical") == stored("embedding") == [False, False]
+    rig.link([1, 4, "?"])
+    assert stored("canonical") == stored("embedding") == [True, True]
 
 
 def test_a_lease_nobody_reads_ends_by_itself(make_rig: Callable[..., Rig]):

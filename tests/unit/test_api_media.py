@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import http.server
 import io
 import socket
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -101,6 +103,17 @@ def test_bad_images_say_what_is_wrong(files: FileStore, data: bytes, error: type
     with pytest.raises(error, match=words):
         resolver(files, max_image_pixels=1000 if b"PNG" in data[:4] and len(data) != 80 else 10_000,
                  max_image_bytes=4096).open(data, "local", "messages[0].content[0]")  # fmt: skip
+
+
+async def test_the_pixels_of_a_request_are_bounded_together(files: FileStore, monkeypatch: pytest.MonkeyPatch):
+    limited = resolver(files, max_request_pixels=25_000)
+    parts = [image_part(data_url(png(100, 100, colour))) for colour in ("red", "green", "blue", "white", "black")]
+    await limited.resolve_messages(ask(*parts[:2]), "local")
+    loaded: list[Any] = []
+    monkeypatch.setattr("serving.api.media.convert_image_mode", lambda image, mode: loaded.append(image) or image)
+    with pytest.raises(TooLarge, match=r"more than 25000 pixels in all"):
+        await limited.resolve_messages(ask(*parts[2:]), "local")
+    assert len(loaded) <= 2, "only what fits is decoded"
 
 
 async def test_a_file_of_another_tenant_does_not_exist(files: FileStore):
@@ -201,6 +214,12 @@ def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
                     self.send_header("Location", "http://host:port/")
                 self.end_headers()
                 return
+            if self.path in ("/bomb", "/identity"):
+                self.send_response(200 if self.headers["Accept-Encoding"] == "identity" else 406)
+                self.send_header("Content-Encoding", "gzip, gzip" if self.path == "/bomb" else "identity")
+                self.end_headers()
+                self.wfile.write(gzip.compress(gzip.compress(bytes(1 << 24))) if self.path == "/bomb" else png())
+                return
             if self.path == "/dripping":
                 self.send_response(200)
                 self.end_headers()
@@ -233,8 +252,9 @@ def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 async def test_an_image_is_fetched_where_that_is_allowed(files: FileStore, web: str):
     allowed = resolver(files, allow_http_images=True)
-    (message,) = await allowed.resolve_messages(ask(image_part(f"{web}/a.png")), "local")
-    assert message["content"][0]["image_pil"].size == (8, 8)
+    for path in ("/a.png", "/identity"):
+        (message,) = await allowed.resolve_messages(ask(image_part(web + path)), "local")
+        assert message["content"][0]["image_pil"].size == (8, 8)
     with pytest.raises(InvalidRequest, match="not allowed"):
         await resolver(files).resolve_messages(ask(image_part(f"{web}/a.png")), "local")
 
@@ -248,6 +268,7 @@ async def test_an_image_is_fetched_where_that_is_allowed(files: FileStore, web: 
         ("/inside", InvalidRequest, "not a public address"),
         ("/nowhere", InvalidRequest, "304"),
         ("/broken", InvalidRequest, "could not be fetched"),
+        ("/bomb", InvalidRequest, r"came encoded \(gzip, gzip\)"),
         ("/dripping", InvalidRequest, "not fetched within 0.5 s"),
     ],
 )

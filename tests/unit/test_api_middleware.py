@@ -116,7 +116,7 @@ async def test_tokenisation_takes_a_place_but_is_no_generation_request():
     async with client(app) as c:
         held = asyncio.create_task(c.post("/tokenize", content=b"wait"))
         await asyncio.sleep(0.05)
-        for path in ("/tokenize", "/v1/chat/completions"):
+        for path in ("/tokenize", "/detokenize", "/v1/chat/completions"):
             refused = await c.post(path, content=b"x")
             assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
         app.state.gate.set()

@@ -12,7 +12,12 @@ import pytest
 from fastapi import FastAPI
 from PIL import Image
 from vllm.entrypoints.serve.tokenize.api_router import router
-from vllm.entrypoints.serve.tokenize.protocol import TokenizeRequest, TokenizeResponse
+from vllm.entrypoints.serve.tokenize.protocol import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 
 from kvstore.files import FileStore
@@ -36,7 +41,8 @@ class Tokenization(OrbitServingTokenization):
 
     def __init__(self, media: MediaResolver) -> None:
         self._media = media
-        self.asked: list[TokenizeRequest] = []
+        self._max_tokens, self._max_characters = 4, 100
+        self.asked: list[Any] = []
 
 
 @pytest.fixture
@@ -45,12 +51,17 @@ def tokenization(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tokenizatio
         self.asked.append(request)
         return TokenizeResponse(count=0, max_model_len=1, tokens=[])
 
+    async def words(self: Tokenization, request: DetokenizeRequest, _: Any) -> DetokenizeResponse:
+        self.asked.append(request)
+        return DetokenizeResponse(prompt="words")
+
     monkeypatch.setattr(ServingTokenization, "create_tokenize", answer)
+    monkeypatch.setattr(ServingTokenization, "create_detokenize", words)
     files = FileStore(str(tmp_path), FileSettings())
     return Tokenization(MediaResolver(HttpSettings(), files, VectorStores(files), Documents(Tokenizer())))
 
 
-async def post(tokenization: Tokenization, **body: Any) -> httpx.Response:
+async def post(tokenization: Tokenization, path: str = "/tokenize", **body: Any) -> httpx.Response:
     app = FastAPI()
     app.state.serving_tokenization = tokenization
     app.include_router(router)
@@ -58,7 +69,7 @@ async def post(tokenization: Tokenization, **body: Any) -> httpx.Response:
     app.add_middleware(Authenticate, {"key": ApiKey(tenant="acme")})
     headers = {"Authorization": "Bearer key"}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", headers=headers) as client:
-        return await client.post("/tokenize", json={"model": "m", **body})
+        return await client.post(path, json={"model": "m", **body})
 
 
 def data_url(kind: str, data: bytes) -> str:
@@ -99,3 +110,35 @@ async def test_what_chats_may_not_send_is_refused(tokenization: Tokenization, pa
 async def test_a_prompt_of_text_goes_on_as_it_is(tokenization: Tokenization):
     assert (await post(tokenization, prompt="Hello.")).status_code == 200
     assert [request.prompt for request in tokenization.asked] == ["Hello."]
+
+
+TOOL = {"type": "function", "function": {"name": "f", "description": "d" * 100}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "parameter"),
+    [
+        ("/tokenize", {"prompt": "x" * 101}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x" * 60}] * 2}, "messages"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL]}, "messages"),
+        ("/detokenize", {"tokens": [1] * 5}, "tokens"),
+    ],
+    ids=["text", "chat", "tools", "tokens"],
+)
+async def test_more_than_a_prompt_can_hold_is_refused_before_anything_is_done(
+    tokenization: Tokenization, path: str, body: dict[str, Any], parameter: str
+):
+    answer = await post(tokenization, path, **body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, parameter)
+    assert tokenization.asked == []
+
+
+async def test_as_many_tokens_as_a_prompt_holds_become_words(tokenization: Tokenization):
+    assert (await post(tokenization, "/detokenize", tokens=[1] * 4)).json() == {"prompt": "words"}
+
+
+async def test_parts_that_can_be_read_only_once_are_tokenised(tokenization: Tokenization):
+    message = {"role": "assistant", "content": [{"type": "text", "text": "Words."}], "refusal": None}
+    assert (await post(tokenization, messages=[message])).status_code == 200
+    ((asked,),) = [request.messages for request in tokenization.asked]
+    assert [part["text"] for part in asked["content"]] == ["Words."]

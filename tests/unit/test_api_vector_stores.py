@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import time
 from pathlib import Path
 
@@ -270,8 +271,10 @@ async def test_an_expired_store_is_gone_with_its_references(api: Api, monkeypatc
     assert api.stores.sweep() == {shared}
 
 
-async def test_a_store_that_cannot_be_reached_is_a_503(tmp_path: Path):
+async def test_a_store_that_cannot_be_reached_is_a_503(caplog: pytest.LogCaptureFixture):
     api = Api(FileStore(FaultyTier(MemoryTier(), "get", "entries")))
-    with pytest.raises(openai.InternalServerError, match="on purpose") as caught:
+    with caplog.at_level(logging.ERROR), pytest.raises(openai.InternalServerError, match="storage failed") as caught:
         await api.client().vector_stores.list()
     assert caught.value.status_code == 503
+    assert "on purpose" not in str(caught.value), "what the tier says may name paths, and is for the log"
+    assert "on purpose" in caplog.text

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from ray.exceptions import RayActorError
 from ray.serve import context
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvstore.errors import TierUnavailable
 from prefill_workers.worker import Overloaded
-from serving.app import DecodeWorker, PrefillWorker, VisionEncoder
+from serving.app import DecodeWorker, Ingress, PrefillWorker, VisionEncoder
 from serving.errors import RoleUnavailable
 from serving.library_keeper import LibraryKeeper
-from serving.ray_roles import RayRoles
+from serving.ray_roles import RayRoles, answered, lost
 
 NOBODY: Any = None  # in place of the ingress' own handle
 
@@ -102,6 +104,31 @@ async def test_a_worker_that_died_has_forgotten():
     assert not made._undeleted
 
 
+async def test_what_ray_knows_of_a_lost_worker_is_for_the_log(caplog: pytest.LogCaptureFixture):
+    async def response() -> None:
+        raise RayActorError
+
+    with caplog.at_level(logging.WARNING), pytest.raises(RoleUnavailable) as caught:
+        await answered(response())
+    assert "\n" not in str(caught.value)
+    details = "The actor died.\n\tpid: 17\n\tip: 10.0.0.1"
+    assert str(lost(ValueError(details))) == "The actor died."
+    assert "10.0.0.1" in caplog.text
+
+
+async def test_a_deletion_that_cannot_be_finished_now_is_owed_and_no_error(caplog: pytest.LogCaptureFixture):
+    async def gone() -> None:
+        raise TierUnavailable("disk: /srv/x")
+
+    ingress = object.__new__(Ingress)
+    ingress._arranger = SimpleNamespace(forget=lambda content: None)
+    remote = SimpleNamespace(remote=lambda *_: gone())
+    ingress._roles = SimpleNamespace(library=SimpleNamespace(delete_content=remote))
+    with caplog.at_level(logging.WARNING):
+        await ingress._forget("content", "acme")
+    assert "is not deleted yet" in caplog.text
+
+
 async def test_a_lease_is_renewed_on_all_prefill_workers_and_none_is_missed():
     workers = Workers([None, RayActorError()])
     roles = RayRoles({"prefill": workers, "decode": SimpleNamespace(options=lambda **_: None), "library": None}, NOBODY)
@@ -140,7 +167,7 @@ async def test_an_encoder_that_encodes_nothing_any_more_is_not_healthy():
 
     def encode(items: list[Any]) -> list[Any]:
         if lost:
-            raise RuntimeError("CUDA error")
+            raise torch.AcceleratorError("CUDA error")
         return items
 
     with ThreadPoolExecutor(1) as thread:

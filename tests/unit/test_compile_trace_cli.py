@@ -44,8 +44,8 @@ def test_what_cannot_be_used_is_named(config: Path, monkeypatch: pytest.MonkeyPa
     assert words in " ".join(result.output.split())
 
 
-@pytest.mark.parametrize(("seconds", "begun"), [(0.0, 0), (0.3, 2), (60.0, 5)])
-def test_no_patch_is_begun_when_the_time_is_up(seconds: float, begun: int):
+@pytest.mark.parametrize(("seconds", "begun"), [(0.0, [0]), (0.3, [1, 2]), (60.0, [5])])
+def test_no_patch_is_begun_when_the_time_is_up(seconds: float, begun: list[int]):
     flushed: list[int] = []
 
     def compile_one(path: int) -> Compiled:
@@ -55,5 +55,5 @@ def test_no_patch_is_begun_when_the_time_is_up(seconds: float, begun: int):
     worker: Any = SimpleNamespace(compile=compile_one)
     library: Any = SimpleNamespace(flush=lambda: flushed.append(1))
     paths: Any = range(5)
-    assert len(list(compile_paths(worker, library, paths, seconds))) <= begun
+    assert len(list(compile_paths(worker, library, paths, seconds))) in begun
     assert flushed, "what was compiled is stored"

@@ -90,3 +90,21 @@ async def test_a_wait_that_is_cancelled_in_the_turn_in_which_it_is_passed_over_i
         await leaver
     await holder
     assert (admission.reserved, admission.running, admission.waiting) == (0, 0, 0)
+
+
+async def test_room_that_is_still_in_use_behind_whoever_left_is_nobodys():
+    admission, ended = Admission(10, 16), asyncio.Event()
+
+    async def until() -> None:
+        await ended.wait()
+
+    async with admission.admit(64, 1) as room:
+        room.until = until
+    assert (admission.reserved, admission.running) == (5, 0)
+    waiting = asyncio.create_task(hold(admission, 128, 1, ended, log := []))
+    await turns()
+    assert log == []
+    ended.set()
+    await waiting
+    assert log == [128]
+    assert (admission.reserved, admission.running, admission.waiting) == (0, 0, 0)

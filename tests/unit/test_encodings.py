@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -96,6 +97,21 @@ async def test_a_failure_reaches_all_who_wait_and_is_not_kept():
             await task
     encoder.error = None
     assert await start(encodings, "t", "a") == {"a": "embedding of A"}
+
+
+async def test_a_call_is_nobodys_own_and_who_did_not_cancel_it_may_try_again():
+    """With a cancelled request Serve cancels the calls in its name that have no replica yet."""
+    mine: ContextVar[str] = ContextVar("mine", default="nobody's")
+    seen: list[str] = []
+
+    async def encode(items: Sequence[Any]) -> Sequence[Any]:
+        seen.append(mine.get())
+        raise asyncio.CancelledError
+
+    mine.set("a request's")
+    with pytest.raises(RoleUnavailable, match="cancelled"):
+        await start(Encodings(encode), "t", "a")
+    assert seen == ["nobody's"]
 
 
 def of_request(encoder: Encoder, lacking: Awaitable[list[str]]) -> RequestEncodings:

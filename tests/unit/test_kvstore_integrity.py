@@ -21,13 +21,23 @@ from kvstore import format as record_format
 from kvstore import tiers
 from kvstore.format import Record, encode, kind_of
 from kvstore.library import Library
+from kvstore.loading import Loading
 from kvstore.paths import path_of
 from kvstore.settings import LibrarySettings
-from kvstore.tier_stack import TierStack
+from kvstore.tier_stack import Found, TierStack
 from kvstore.tiers import QUARANTINE, DiskTier
 
 TESTS = Path(__file__).parents[1]
 CORRUPTIONS = 10_000
+
+
+def read(stack: TierStack, path: str, key: str) -> Found | None:
+    """What the first tier gives."""
+    loading = Loading(path)
+    loading.queue(0)
+    return stack.read(loading, key, FINGERPRINT, "acme", verify=True)
+
+
 Damage = Callable[[random.Random, bytes, bytes], bytes]
 
 
@@ -135,7 +145,7 @@ def test_of_ten_thousand_corrupted_files_none_is_served(
         path = path_of(record)
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes(damaged)
-        if stack.read(0, path, record.key, FINGERPRINT, "acme", verify=True) is not None:
+        if read(stack, path, record.key) is not None:
             served.append(damage.__name__)
         assert not tier.contains(path)
         (tmp_path / QUARANTINE / path).unlink()
@@ -144,7 +154,7 @@ def test_of_ten_thousand_corrupted_files_none_is_served(
     assert (counts["corrupt"], counts["quarantined"], counts["tier_errors"]) == (CORRUPTIONS, CORRUPTIONS, 0)
     for record, sound, _ in encoded:
         (tmp_path / path_of(record)).write_bytes(sound)
-        assert stack.read(0, path_of(record), record.key, FINGERPRINT, "acme", verify=True) is not None
+        assert read(stack, path_of(record), record.key) is not None
 
 
 @pytest.mark.parametrize("what", ["version", "fingerprint", "tenant", "key", "kind"])
@@ -258,7 +268,7 @@ def test_what_was_acknowledged_outlives_kill_and_nothing_half_written_is_read(tm
     stack = TierStack([tier], LibrarySettings(), pinned=lambda key: False, last_used=dict)
     for path in tier.keys("records/"):  # those that were being acknowledged too
         key = Path(path).stem
-        found = stack.read(0, path, key, FINGERPRINT, "acme", verify=True)
+        found = read(stack, path, key)
         assert found is not None
         assert kind_of(found.record) == "canonical"
     assert len(said["stored"]) > 50

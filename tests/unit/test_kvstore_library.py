@@ -16,6 +16,7 @@ from kvstore_support import FINGERPRINT, SIZE, MakeLibrary, canonical, embedding
 from kvstore.errors import InvalidKey, StoreError
 from kvstore.format import CanonicalRecord
 from kvstore.library import Library
+from kvstore.loading import Loading
 from kvstore.paths import path_of
 from kvstore.settings import LibrarySettings
 from kvstore.tier_faults import FaultyTier, HeldTier, SlowTier
@@ -275,6 +276,69 @@ def test_nobody_joins_a_load_that_is_stuck_in_a_tier_that_is_left_alone(make_lib
     assert [action for action, _ in stuck.calls].count("get") == 1, "nor is it asked for what had waited"
 
 
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_load_that_was_passed_by_still_warms_memory(make_library: MakeLibrary, deleted: bool) -> None:
+    class HoldsWhatItRead(HeldTier):
+        def get(self, key: str) -> pa.Buffer | None:
+            buffer = self.inner.get(key)
+            self.entered.set()
+            self.release.wait(10)
+            return buffer
+
+    record, stuck = canonical(), HoldsWhatItRead(MemoryTier())
+    with Library(LibrarySettings(), FINGERPRINT, [stuck.inner]) as writer:
+        writer.put_canonical(record)
+    library = make_library(stuck, load_timeout_s=0.2, tier_failures=1, tier_cooldown_s=3600)
+    loading = library.load("canonical", record.key, "acme")
+    assert stuck.entered.wait(5)
+    assert library.wait(loading) is None
+    assert library.get_canonical(record.key, "acme") is None, "nobody else has it"
+    if deleted:
+        library.delete("canonical", record.key, "acme")
+    stuck.release.set()
+    assert loading.result(5) is not None, "who waited has it"
+    assert library.is_resident("canonical", record.key, "acme") is not deleted
+    assert not library._passed
+
+
+def test_a_tier_in_which_all_threads_hang_is_left_alone_until_one_comes_back(make_library: MakeLibrary) -> None:
+    records, hung, far = [canonical(name) for name in "abc"], HeldTier(MemoryTier(), "get"), MemoryTier()
+    with Library(LibrarySettings(), FINGERPRINT, [far]) as writer:
+        for record in records:
+            writer.put_canonical(record)
+    settings = {"load_timeout_s": 0.3, "load_threads": 1, "tier_failures": 1, "tier_cooldown_s": 0.05}
+    library = make_library(hung, far, **settings)
+    loading = library.load("canonical", records[0].key, "acme")
+    assert hung.entered.wait(5)
+    assert library.wait(loading) is None
+    for record in records[1:]:
+        time.sleep(0.1)  # the tier would be tried again, had it a thread left
+        assert library.get_canonical(record.key, "acme") is not None
+    assert library.stats().timeouts == 1
+    hung.release.set()
+    assert loading.result(5) is not None
+    with Library(LibrarySettings(), FINGERPRINT, [hung.inner]) as writer:
+        writer.put_canonical(other := canonical("d"))
+    assert library.get_canonical(other.key, "acme") is not None, "it is asked again"
+
+
+def test_a_read_that_ends_as_somebody_gives_up_is_nobodys_fault() -> None:
+    loading = Loading("path")
+    assert loading.give_up() is None, "it has not begun"
+    loading.queue(0)
+    assert loading.give_up() is None, "nor has its read"
+    assert loading.begin() == 0
+    assert loading.give_up() == (0, True)
+    assert loading.give_up() == (0, False), "by another"
+    assert loading.end()
+    loading.queue(1)
+    assert loading.give_up() is None
+    assert loading.begin() == 1
+    assert not loading.late
+    assert not loading.end()
+    assert loading.give_up() is None
+
+
 def test_a_silent_tier_holds_some_of_those_who_ask_and_no_more(
     make_library: MakeLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,18 +361,21 @@ def test_a_silent_tier_holds_some_of_those_who_ask_and_no_more(
     assert library.look_up("canonical", places) == (set(), True), "there is room again"
 
 
-def test_a_tier_that_failed_is_left_alone_at_its_next_failure_until_it_succeeds() -> None:
-    breaker = Breaker(2, 0.05)
-    for failures, is_open in ((1, False), (1, True)):
-        for _ in range(failures):
-            breaker.failed()
+def test_a_tier_that_failed_is_left_alone_at_its_next_failure_until_it_succeeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    breaker = Breaker(2, 10.0)
+    for is_open in (False, True):
+        breaker.failed()
         assert breaker.open == is_open
-    time.sleep(0.06)
+    now = 111.0
     assert not breaker.open
     breaker.failed()
     assert breaker.open
+    now = 122.0
     breaker.succeeded()
-    time.sleep(0.06)
     breaker.failed()
     assert not breaker.open
 

@@ -42,6 +42,15 @@ def read(*messages: Any) -> Ordering:
     return Ordering(list(messages), DOCUMENTS)
 
 
+def test_text_is_looked_through_as_far_as_that_takes_no_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("serving.api.ordering._MOST_TEXT", 100)
+    for words, reason in (("Well?", "the cheapest order found"), ("x" * 101, "more than 100 characters of text")):
+        trace = RequestTrace(OrbitOptions(order="free"))
+        ordered(read(message(image("a"), image("b"), said(words))), trace, Arranger())
+        assert trace.report.order is not None
+        assert trace.report.order.reason.startswith(reason)
+
+
 def test_chunks_trade_places_where_no_words_stand_between_them():
     request = read(
         message(image("sys"), image("tem"), role="system"),

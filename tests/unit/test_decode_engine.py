@@ -1,0 +1,100 @@
+"""What the decode engine tells vLLM of a linked prompt, and what it holds for one that is left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import SamplingParams
+
+from decode_workers import engine
+from decode_workers.admission import Admission
+from decode_workers.engine import DecodeEngine
+
+TRANSFER = {"remote_request_id": "lease", "remote_block_ids": [[1, 2, 3]]}
+
+
+class Vllm:
+    """vLLM's engine: `asked` are the sampling parameters that it was given; it answers when `pulled` is set."""
+
+    def __init__(self) -> None:
+        self.asked: list[SamplingParams] = []
+        self.pulled = asyncio.Event()
+        self.free = False
+
+    async def generate(self, prompt: Any, params: SamplingParams, request_id: str) -> AsyncGenerator[Any, None]:
+        self.asked.append(params)
+        await self.pulled.wait()
+        for token in range(3):
+            output = CompletionOutput(0, "", [token], None, None)
+            yield RequestOutput(request_id, None, None, None, [output], token == 2)
+
+    async def reset_prefix_cache(self) -> bool:
+        return self.free
+
+
+def decode(vllm: Vllm) -> DecodeEngine:
+    made = object.__new__(DecodeEngine)
+    made._engine, made.admission, made.max_model_len = vllm, Admission(10, 16), 160
+    return made
+
+
+async def read(worker: DecodeEngine, transfer: Any = TRANSFER, **params: Any) -> int:
+    asked = SamplingParams(max_tokens=4, **params)
+    return len([output async for output in worker.generate(list(range(20)), transfer, asked, "request")])
+
+
+async def test_a_linked_prompt_is_pulled_whatever_is_asked_of_it():
+    """vLLM skips what it could pull where `prompt_logprobs` are asked for, and would compute the prompt from ids."""
+    vllm = Vllm()
+    vllm.pulled.set()
+    assert await read(decode(vllm), prompt_logprobs=0) == 3
+    (params,) = vllm.asked
+    assert params.skip_reading_prefix_cache is False
+    assert params.extra_args["kv_transfer_params"]["remote_block_ids"] == ([1, 2],)
+
+
+@pytest.mark.parametrize("left", [False, True])
+async def test_room_is_held_while_what_nobody_waits_for_may_be_pulled(monkeypatch: pytest.MonkeyPatch, left: bool):
+    monkeypatch.setattr(engine, "_LOOK_SECONDS", 0.01)
+    vllm = Vllm()
+    worker = decode(vllm)
+    reading = asyncio.create_task(read(worker))
+    await asyncio.sleep(0.02)
+    assert worker.stats() == engine.DecodeStats(1, 0, 3, 0, 10)
+    if left:
+        reading.cancel()
+        await asyncio.wait([reading])
+        await asyncio.sleep(0.05)
+        assert worker.stats() == engine.DecodeStats(0, 0, 3, 0, 10)
+        vllm.free = True
+        await asyncio.sleep(0.05)
+    else:
+        vllm.pulled.set()
+        assert await reading == 3
+    assert worker.stats() == engine.DecodeStats(0, 0, 0, 0, 10)
+
+
+async def test_a_request_that_vllm_refuses_gives_its_room_back_at_once():
+    class Refusing(Vllm):
+        async def generate(self, *_: Any) -> AsyncGenerator[Any, None]:
+            raise ValueError("a broken schema")
+            yield
+
+    worker = decode(Refusing())
+    with pytest.raises(ValueError, match="broken schema"):
+        await read(worker)
+    assert worker.stats().blocks_reserved == 0
+
+
+async def test_text_that_is_computed_here_leaves_nothing_behind():
+    vllm = Vllm()
+    worker = decode(vllm)
+    reading = asyncio.create_task(read(worker, transfer=None))
+    await asyncio.sleep(0.02)
+    reading.cancel()
+    await asyncio.wait([reading])
+    assert worker.stats().blocks_reserved == 0
