@@ -31,8 +31,8 @@ from serving.launch import APPLICATION, application
 CHECKPOINT = "qwen2_5_vl-tiny"
 MAX_MODEL_LEN = 2048
 MAX_IMAGE_PIXELS = 1_000_000
-MAX_IMAGE_BYTES = 1 << 20
-MAX_BODY_BYTES = 4 << 20
+MAX_IMAGE_BYTES = 6 << 20
+MAX_BODY_BYTES = 12 << 20
 LIMITS = {
     "max_image_pixels": MAX_IMAGE_PIXELS,
     "max_image_bytes": MAX_IMAGE_BYTES,

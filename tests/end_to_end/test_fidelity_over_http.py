@@ -96,7 +96,8 @@ SAMPLE = [*ARMS, *ORDER, *DRIFT, *PAGES, *COMPOSITION]
 @pytest.fixture
 def service(only_service: Callable[..., Service]) -> Service:
     model = {"path": weights(DEFAULT_MODEL), "dtype": "float32", "max_model_len": 2048}
-    composing = {"fidelity": {"share": 0}, "compose_up_to": 2, "pair_forwards": 0}  # all orders of small sets
+    # All orders of small sets are compiled, no pairs; sums are weighed as `masses.FirstLayer` has it.
+    composing = {"fidelity": {"share": 0}, "compose_up_to": 2, "weigh_by": "attention", "pair_forwards": 0}
     return only_service("reference model", "float32", model=model, patch={"rank": RANK}, prefill=composing)
 
 
