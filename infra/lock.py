@@ -6,9 +6,11 @@ chooses for it on this platform. To move a version, install it into `.venv`, run
 
 import json
 import platform
+import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 # Both arrive as CUDA builds; beside a CPU torch they break the import of transformers, and nothing here uses them.
@@ -28,12 +30,26 @@ def installed() -> list[str]:
 
 def archive_hashes(pins: list[str]) -> dict[str, str]:
     """Per pin, the SHA-256 (hex) of the archive that pip would install. Downloads metadata, installs nothing."""
+    local = [pin for pin in pins if "+" in pin]  # CPU builds, which lie in an index of their own
+    index = ["--extra-index-url", cpu_index()]
+    return _resolved([pin for pin in pins if pin not in local]) | (_resolved(local, index) if local else {})
+
+
+def cpu_index() -> str:
+    """The index of CPU builds that `bootstrap.sh` falls back to."""
+    found = re.search(r"CPU_TORCH_INDEX=(\S+)", Path(__file__).with_name("bootstrap.sh").read_text())
+    assert found is not None
+    return found[1]
+
+
+def _resolved(pins: list[str], options: Sequence[str] = ()) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         report, requirements = Path(folder, "report.json"), Path(folder, "pins.txt")
         requirements.write_text("\n".join(pins))
         dry_run = ["install", "-qq", "--dry-run", "--no-deps", "--ignore-installed"]
         subprocess.run(
-            [sys.executable, "-m", "pip", *dry_run, "--report", str(report), "-r", str(requirements)], check=True
+            [sys.executable, "-m", "pip", *dry_run, *options, "--report", str(report), "-r", str(requirements)],
+            check=True,
         )
         chosen = json.loads(report.read_text())["install"]
     hashes = {}
