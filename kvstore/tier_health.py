@@ -77,3 +77,35 @@ class Questions:
     @property
     def _taken(self) -> int:
         return len(self._asked) + len(self._late)
+
+
+class Health:
+    """Whether one tier is to be asked at all. Thread-safe.
+
+    Look-ups are counted by themselves: a tier that says what it holds may still not give it.
+
+    Args:
+        failures, cooldown_s: see `Breaker`. reads: how many can go on at once. questions, patience_s: see `Questions`.
+    """
+
+    def __init__(self, failures: int, cooldown_s: float, reads: int, questions: int, patience_s: float) -> None:
+        self.transfers, self.look_ups = Breaker(failures, cooldown_s), Breaker(failures, cooldown_s)
+        self.questions = Questions(questions, patience_s)
+        self._most_reads = reads
+        self._lock = threading.Lock()
+        self._hung = 0  # reads that came too late for somebody and go on
+
+    @property
+    def left_alone(self) -> bool:
+        """Whether the tier failed too often just now, or all threads that could read from it hang in it."""
+        return self._hung >= self._most_reads or self.transfers.open or self.look_ups.open
+
+    def read_hangs(self) -> None:
+        """A read came too late for somebody, and goes on."""
+        with self._lock:
+            self._hung += 1
+
+    def hung_read_ended(self) -> None:
+        """Such a read has ended."""
+        with self._lock:
+            self._hung -= 1

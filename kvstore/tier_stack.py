@@ -18,7 +18,7 @@ from kvstore.loading import Loading
 from kvstore.paths import ORPHAN_SECONDS, Marker, content_prefix, marker_paths, path_of, sorted_out, tenant_digest
 from kvstore.ray_tier import RayTier, directory_name, ray_is_running
 from kvstore.settings import LibrarySettings
-from kvstore.tier_health import Breaker, Questions
+from kvstore.tier_health import Breaker, Health
 from kvstore.tiers import QUARANTINE, Blob, DiskTier, Entry, Tier, tier_for_url
 
 logger = logging.getLogger(__name__)
@@ -55,11 +55,16 @@ class TierStack:
             TierBudget(tier, limit, settings.tenant_bytes, self._survey, settings.writers)
             for tier, limit in zip(self.tiers, limits, strict=True)
         ]
-        self._breakers = [Breaker(settings.tier_failures, settings.tier_cooldown_s) for _ in self.tiers]
-        self._silences = [Breaker(settings.tier_failures, settings.tier_cooldown_s) for _ in self.tiers]  # of look-ups
-        self._questions = [Questions(_MOST_QUESTIONS, settings.load_timeout_s) for _ in self.tiers]
-        self._most_reads = settings.load_threads
-        self._hung: Counter[int] = Counter()  # by tier: reads that came too late for somebody and go on
+        self._health = [
+            Health(
+                settings.tier_failures,
+                settings.tier_cooldown_s,
+                reads=settings.load_threads,
+                questions=_MOST_QUESTIONS,
+                patience_s=settings.load_timeout_s,
+            )
+            for _ in self.tiers
+        ]
         self._pinned = pinned
         self._last_used = last_used
         self._lock = threading.Lock()
@@ -81,19 +86,11 @@ class TierStack:
 
     def working(self, index: int) -> int | None:
         """This tier, or the next one that is not left alone because it fails; None: there is none."""
-        return next((i for i in range(index, len(self.tiers)) if not self._left_alone(i)), None)
+        return next((i for i in range(index, len(self.tiers)) if not self._health[i].left_alone), None)
 
     def is_stuck(self, loading: Loading) -> bool:
         """Whether a load waits for a tier that is left alone."""
-        return loading.tier is not None and self._left_alone(loading.tier)
-
-    def _left_alone(self, index: int) -> bool:
-        """Whether a tier failed too often just now, or all threads that could read from it hang in it.
-
-        Look-ups are counted by themselves: a tier that says what it holds may still not give it.
-        """
-        hung = self._hung[index] >= self._most_reads
-        return hung or self._breakers[index].open or self._silences[index].open
+        return loading.tier is not None and self._health[loading.tier].left_alone
 
     def read(self, loading: Loading, key: str, fingerprint: str, tenant: str, verify: bool) -> Found | None:
         """The record from the tier whose turn it is; None if that fails or has no sound copy, which is quarantined.
@@ -120,23 +117,22 @@ class TierStack:
         try:
             found = _read(tier, path, decoded)
             if not loading.late:  # what came too late for somebody is no success
-                self._breakers[index].succeeded()
+                self._health[index].transfers.succeeded()
             if found is not None:
                 self.touch(index, path)
             return found
         except TierUnavailable as error:
-            self._failed(index, error)
+            self._failed(error, self._health[index].transfers)
         except CorruptRecord as error:
             self._quarantine(tier, path, error)
         finally:
             if loading.end():
-                with self._lock:
-                    self._hung[index] -= 1
+                self._health[index].hung_read_ended()
         return None
 
     def touch(self, index: int, path: str) -> None:
         """Tells a tier that a record was used."""
-        if self._left_alone(index):
+        if self._health[index].left_alone:
             return
         try:
             self.tiers[index].touch(path)
@@ -150,9 +146,9 @@ class TierStack:
             return
         index, first = given_up
         if first:
-            with self._lock:
-                self._hung[index] += 1
-        self._failed(index, TierUnavailable(f"{self.tiers[index].name}: no answer in time for {loading.path}"))
+            self._health[index].read_hangs()
+        error = TierUnavailable(f"{self.tiers[index].name}: no answer in time for {loading.path}")
+        self._failed(error, self._health[index].transfers)
 
     def write(self, record: Record, pieces: Sequence[pa.Buffer], tiers: Iterable[int]) -> None:
         """Stores the encoded record and its markers in the named tiers, as far as they work and have room."""
@@ -160,7 +156,7 @@ class TierStack:
         note, markers = pa.py_buffer(path.encode()), marker_paths(record)
         size = sum(piece.size for piece in pieces) + len(markers) * note.size
         for index in tiers:
-            if self._left_alone(index):
+            if self._health[index].left_alone:
                 self._count("dropped_writes")
                 continue
             tier, budget = self.tiers[index], self.budgets[index]
@@ -173,11 +169,11 @@ class TierStack:
                     tier.put(marker, [note])
                 tier.put(path, pieces)
                 budget.wrote(tenant, size)
-                self._breakers[index].succeeded()
+                self._health[index].transfers.succeeded()
                 self._count("writes")
             except TierUnavailable as error:
                 self._count("dropped_writes")
-                self._failed(index, error)
+                self._failed(error, self._health[index].transfers)
 
     def stored(self, left: Callable[[set[str]], Collection[str]]) -> tuple[set[str], bool]:
         """Which paths the tiers have, nearest first, each asked once; one that fails counts as having none.
@@ -192,8 +188,8 @@ class TierStack:
             if not paths:
                 break
             self._blame_silence(index)
-            questions = self._questions[index]
-            question = None if self._left_alone(index) else questions.begin()
+            health = self._health[index]
+            question = None if health.left_alone else health.questions.begin()
             if question is None:
                 self._blame_silence(index)
                 certain = False
@@ -204,28 +200,28 @@ class TierStack:
             except TierUnavailable as error:
                 certain, failure = False, error
             finally:
-                in_time = questions.end(question)
+                in_time = health.questions.end(question)
             if in_time and failure is None:
-                self._silences[index].succeeded()
+                health.look_ups.succeeded()
             elif in_time and failure is not None:  # else it was counted when it was late
-                self._failed(index, failure, self._silences)
+                self._failed(failure, health.look_ups)
         return found, certain
 
     def _blame_silence(self, index: int) -> None:
         """Counts look-ups that a tier has not answered in time against it, each once, whoever waits for them still."""
-        for _ in range(self._questions[index].late()):
+        health = self._health[index]
+        for _ in range(health.questions.late()):
             error = TierUnavailable(f"{self.tiers[index].name}: no answer in time to what it holds")
-            self._failed(index, error, self._silences)
+            self._failed(error, health.look_ups)
 
     def persisted(self, path: str) -> bool:
         """Whether the farthest tier has the path; False if there is none, or it does not answer."""
-        last = len(self.tiers) - 1
-        if not self.tiers or self._left_alone(last):
+        if not self.tiers or self._health[-1].left_alone:
             return False
         try:
-            return self.tiers[last].contains(path)
+            return self.tiers[-1].contains(path)
         except TierUnavailable as error:
-            self._failed(last, error, self._silences)
+            self._failed(error, self._health[-1].look_ups)
             return False
 
     def price(self, tenant: str) -> float:
@@ -264,10 +260,10 @@ class TierStack:
         except TierUnavailable as failure:
             logger.warning("could not quarantine: %s", failure)
 
-    def _failed(self, index: int, error: TierUnavailable, breakers: Sequence[Breaker] | None = None) -> None:
+    def _failed(self, error: TierUnavailable, breaker: Breaker) -> None:
         logger.warning("%s", error)
         self._count("tier_errors")
-        (self._breakers if breakers is None else breakers)[index].failed()
+        breaker.failed()
 
     def _count(self, name: str) -> None:
         with self._lock:

@@ -174,11 +174,15 @@ class PrefillEngine:
     @property
     def precision(self) -> str:
         """See `fingerprint.precision`."""
-        return precision(str(self.dtype).removeprefix("torch."), self.config.cache_config.cache_dtype)
+        return precision(self._dtype_name, self.config.cache_config.cache_dtype)
 
     def embedding_key(self, content: str) -> str:
         """Key of a chunk's vision embeddings in this model's dtype."""
-        return embedding_key(self.fingerprint, content, str(self.dtype).removeprefix("torch."))
+        return embedding_key(self.fingerprint, content, self._dtype_name)
+
+    @property
+    def _dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
 
     @property
     def quantises(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pyarrow as pa
 import torch
 
 from kvstore.basis import pool_basis
@@ -14,11 +15,22 @@ from kvstore.layout import Layout
 from kvstore.library import Library
 from kvstore.patch import PatchKind, form_patch
 from kvstore.rotary import RotaryScheme
+from kvstore.tier_faults import HeldTier
 from kvstore.tiers import Tier
 
 FINGERPRINT = "tiny-model@1"
 GQA = Layout.gqa(layers=3, kv_heads=2, head_size=8, rotary=RotaryScheme.from_base(8))
 MLA = Layout.mla(layers=2, latent=24, k_pe=8, rotary=RotaryScheme.from_base(8, style="interleaved"))
+
+
+class HoldsWhatItRead(HeldTier):
+    """Holds what it has read already until `release` is set: what happens to the blob meanwhile comes too late."""
+
+    def get(self, key: str) -> pa.Buffer | None:
+        buffer = self.inner.get(key)
+        self.entered.set()
+        self.release.wait(10)
+        return buffer
 
 
 def random_kv(layout: Layout, tokens: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

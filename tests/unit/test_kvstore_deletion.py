@@ -6,9 +6,8 @@ import threading
 from concurrent.futures import wait as wait_for
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
-from kvstore_support import FINGERPRINT, MakeLibrary, canonical, embedding_of, patch_of, stored
+from kvstore_support import FINGERPRINT, HoldsWhatItRead, MakeLibrary, canonical, embedding_of, patch_of, stored
 
 from kvstore.errors import TierUnavailable
 from kvstore.format import Record
@@ -48,21 +47,12 @@ def test_deleting_overtakes_a_load_under_way(make_library: MakeLibrary) -> None:
     record, tier = canonical(), MemoryTier()
     with Library(LibrarySettings(), FINGERPRINT, [tier]) as writer:
         writer.put_canonical(record)
-    held = threading.Event()
-
-    class HoldsWhatItRead(HeldTier):
-        def get(self, key: str) -> pa.Buffer | None:
-            buffer = self.inner.get(key)
-            self.entered.set()
-            held.wait(10)
-            return buffer
-
     slow = HoldsWhatItRead(tier)
     library = make_library(slow, load_timeout_s=5)
     loading = library.load("canonical", record.key, "acme")
     assert slow.entered.wait(5)
     assert library.delete("canonical", record.key, "acme")
-    held.set()
+    slow.release.set()
     wait_for([loading], 5)
     assert library.get_canonical(record.key, "acme") is None
     library.flush()
