@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 
 from serving.bench import load_arms, rates, sustained
 from serving.bench.load_arms import Runs
@@ -104,3 +107,18 @@ def test_memory_is_told_by_parts_of_the_run_and_only_what_is_not_shared():
     with sustained.memory_watched(server) as seen:
         pass
     assert 0 < seen[0] <= this.memory_info().rss
+
+
+def test_rates_that_were_measured_are_kept_when_a_later_one_fails(monkeypatch: pytest.MonkeyPatch):
+    def in_load_turns(arms: Any, rate: float, requests: int, turns: int, console: Console) -> Any:
+        if rate > 1:
+            raise RuntimeError("no answer")
+        return {arm.name: [served(rate, 0.1)] * turns for arm in arms}
+
+    monkeypatch.setattr(load_arms, "in_load_turns", in_load_turns)
+    arms: Any = [SimpleNamespace(name=name) for name in ("prefix", "auto")]
+    runs, stopped = rates.measure(arms, {0.5: COUNT, 2.0: COUNT}, 2, Console(quiet=True))
+    assert {name: list(found) for name, found in runs.items()} == {"prefix": ["0.5"], "auto": ["0.5"]}
+    assert stopped == "at 2 requests a second: no answer"
+    with pytest.raises(RuntimeError, match="no answer"):
+        rates.measure(arms, {2.0: COUNT}, 2, Console(quiet=True))
