@@ -188,13 +188,17 @@ def test_a_sound_record_that_is_not_the_one_asked_for_is_moved_aside_and_stored_
 
 
 # Writers are forked one after the other from one process, because importing takes long. Each puts records, flushes and
-# says which are stored; it deletes some and says so before and after; until it is killed.
+# says which are stored; it deletes some and says so before and after; until it is killed. It says a line in one write,
+# which a pipe takes whole: where Python's output is unbuffered, print writes word by word, and dies between two.
 WRITER = """
 import itertools, os, sys
 from pathlib import Path
 from kvstore_support import FINGERPRINT, canonical
 from kvstore.library import Library
 from kvstore.settings import LibrarySettings
+
+def say(*words):
+    os.write(sys.stdout.fileno(), (" ".join(words) + "\\n").encode())
 
 def write(directory, life):
     library = Library(LibrarySettings(directory=directory, memory_bytes=0), FINGERPRINT)
@@ -204,19 +208,19 @@ def write(directory, life):
         for record in records:
             library.put_canonical(record)
         library.flush()
-        print("stored", *names, flush=True)
+        say("stored", *names)
         if number % 2:
-            print("deleting", names[0], flush=True)
+            say("deleting", names[0])
             library.delete("canonical", records[0].key, "acme")
-            print("deleted", names[0], flush=True)
+            say("deleted", names[0])
 
 for line in sys.stdin:
     pid = os.fork()
     if pid == 0:
-        print("pid", os.getpid(), flush=True)
+        say("pid", str(os.getpid()))
         write(Path(sys.argv[1]), line.strip())
     os.waitpid(pid, 0)
-    print("dead", flush=True)
+    say("dead")
 """
 
 
