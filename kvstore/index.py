@@ -56,6 +56,11 @@ class Entry:
         if not self.ordered:
             object.__setattr__(self, "antecedents", tuple(sorted(self.antecedents)))
 
+    @property
+    def names(self) -> set[str]:
+        """The content ids that it is about."""
+        return {self.content, *self.antecedents}
+
 
 @dataclass(slots=True)
 class _Branch:
@@ -72,6 +77,7 @@ class PatchIndex:
         self._limit = limit
         self._entries: OrderedDict[Entry, None] = OrderedDict()
         self._trees: dict[tuple[Scope, bool], _Branch] = {}
+        self._naming: dict[str, set[Entry]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -85,6 +91,8 @@ class PatchIndex:
             self._entries.move_to_end(entry)
             return
         self._entries[entry] = None
+        for content in entry.names:
+            self._naming.setdefault(content, set()).add(entry)
         branch = self._trees.setdefault((entry.scope, entry.ordered), _Branch())
         for antecedent in entry.antecedents:
             branch = branch.longer.setdefault(antecedent, _Branch())
@@ -97,6 +105,11 @@ class PatchIndex:
         if entry not in self._entries:
             return
         del self._entries[entry]
+        for content in entry.names:
+            naming = self._naming[content]
+            naming.discard(entry)
+            if not naming:
+                del self._naming[content]
         tree = entry.scope, entry.ordered
         path = [self._trees[tree]]
         for antecedent in entry.antecedents:
@@ -112,8 +125,7 @@ class PatchIndex:
 
     def forget(self, content: str) -> None:
         """Drop every entry that names a content id."""
-        named = [entry for entry in self._entries if entry.content == content or content in entry.antecedents]
-        for entry in named:
+        for entry in list(self._naming.get(content, ())):
             self.discard(entry)
 
     def sets(self, scope: Scope, contents: Sequence[str]) -> dict[int, int]:

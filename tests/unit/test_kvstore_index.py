@@ -54,7 +54,7 @@ def test_nothing_is_left_of_what_was_discarded():
     for item in (entry("c", "ab"), entry("c", "ab", ordered=False), entry("a"), entry("never", "there")):
         index.discard(item)
     assert len(index) == 0
-    assert index._trees == {}
+    assert index._trees == index._naming == {}
 
 
 def test_what_was_added_or_confirmed_longest_ago_goes_first():
