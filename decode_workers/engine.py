@@ -32,7 +32,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from decode_workers.admission import Admission
-from infra.vllm_env import cpu_engine_arguments
+from infra.vllm_env import cpu_engine_arguments, fitting
 
 _PULL_SECONDS = 10.0  # longer than any pull takes
 _LOOK_SECONDS = 2.0  # between looks whether it has ended
@@ -78,7 +78,7 @@ class DecodeEngine:
             AsyncEngineArgs(
                 model=spec.model,
                 dtype=spec.dtype,
-                max_model_len=spec.max_model_len,
+                max_model_len=fitting(spec.max_model_len),
                 tensor_parallel_size=spec.tensor_parallel_size,
                 max_num_seqs=spec.max_num_seqs,
                 gpu_memory_utilization=spec.gpu_memory_utilization,

@@ -65,6 +65,11 @@ def is_cpu_build() -> bool:
     return True
 
 
+def fitting(max_model_len: int | None) -> int:
+    """`max_model_len` as vLLM takes it; None: the model's, or what the KV pool holds if that is less."""
+    return -1 if max_model_len is None else max_model_len
+
+
 def cpu_engine_arguments() -> dict[str, Any]:
     """What every engine on a CPU is told besides; {} on a machine with a GPU.
 

@@ -93,7 +93,9 @@ class FileSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_file_bytes: int = Field(default=512 * MIB, ge=1, description="Largest upload.")
+    max_file_bytes: int = Field(
+        default=512 * MIB, ge=1, description="Largest upload; `http` bounds images and documents besides."
+    )
     max_tenant_bytes: int = Field(default=16 * GIB, ge=1, description="All files of one tenant together.")
     max_tenant_files: int = Field(default=10_000, ge=1, description="Files of one tenant.")
     default_expiry_s: int | None = Field(

@@ -26,7 +26,7 @@ from vllm.config import KVTransferConfig
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 
 from infra import openmp
-from infra.vllm_env import cpu_engine_arguments
+from infra.vllm_env import cpu_engine_arguments, fitting
 from kvstore.chunk import embedding_key
 from kvstore.layout import Layout
 from kvstore.patch import relocate
@@ -76,7 +76,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": spec.model,
         "dtype": spec.dtype,
-        "max_model_len": spec.max_model_len,
+        "max_model_len": fitting(spec.max_model_len),
         "tensor_parallel_size": spec.tensor_parallel_size,
         "gpu_memory_utilization": spec.gpu_memory_utilization,
         "trust_remote_code": spec.trust_remote_code,

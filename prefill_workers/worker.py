@@ -226,6 +226,11 @@ class PrefillLoop:
         )
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt that finds room here."""
+        return min(self._engine.max_model_len, self._pool.total * self._pool.block_size)
+
+    @property
     def failing(self) -> int:
         """How often the engine failed since the last forward that did not."""
         return self._links.failing

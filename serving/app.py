@@ -192,6 +192,10 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
                 self._loop.abandon(future.result().lease)
             raise
 
+    async def longest(self) -> int:
+        """Tokens of the longest prompt that finds room here."""
+        return self._loop.longest
+
     async def renew(self, lease: str) -> None:
         """Whoever waits for a link's KV still wants it; other replicas' leases are ignored."""
         self._loop.renew(lease)
@@ -334,6 +338,10 @@ class DecodeWorker(ReportingReplica):
         except EngineDeadError as error:
             raise RoleUnavailable(f"the decode engine died: {error}") from error
 
+    async def longest(self) -> int:
+        """Most tokens of a prompt with its answer."""
+        return self._engine.max_model_len
+
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         """Tell the prefill worker that nobody will read this lease."""
         await self._engine.abandon(transfer, readers)
@@ -370,7 +378,8 @@ class Ingress:
         context = serve.get_replica_context()
         self._name = str(context.replica_id.unique_id)
         self._roles = RayRoles(handles, serve.get_deployment_handle(type(self).__name__, context.app_name))
-        front_end = front_end_config(config.model, config.ingress.processor_cache_gib)
+        self._longest = await self._roles.longest()
+        front_end = front_end_config(config.model, config.ingress.processor_cache_gib, self._longest)
         prefill = config.prefill
         client = LinkedEngineClient(
             front_end, self._roles, config.sums_up_to, prefill.first_token, prefill.lease_seconds
@@ -382,6 +391,10 @@ class Ingress:
         self._arranger = client.arranger
         self._following = asyncio.create_task(follow(self._roles, client.arranger, config.ingress.index_period_s))
         self._app = await build_api(client, config, self._forget, self._name, self._roles.counted)
+
+    async def longest(self) -> int:
+        """Most tokens of a prompt with its answer."""
+        return self._longest
 
     async def counted(self) -> tuple[str, list[Metric]]:
         """This replica's name, and what it counted."""

@@ -40,7 +40,15 @@ class ModelSettings(_Settings):
         "auto", description="Weights and KV; auto: as stored."
     )
     max_model_len: int | None = Field(
-        None, ge=16, description="Longest prompt plus answer in tokens; None: the model's."
+        None,
+        ge=16,
+        description="Longest prompt plus answer in tokens; None: the model's, or what the KV pools hold if less.",
+    )
+    default_max_tokens: int | None = Field(
+        4096,
+        ge=1,
+        description="Longest answer of a chat where neither the request nor generation_config.json says one; None: "
+        "what the prompt leaves. The decode worker keeps room for all of it from the start.",
     )
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = Field(
         "auto", description="What engines keep KV as; auto: the model's dtype. Refused at start where vLLM cannot."
@@ -87,23 +95,25 @@ class HttpSettings(_Settings):
     host: str = Field("127.0.0.1", description="Address of Ray Serve's proxy.")
     port: int = Field(8000, ge=0, le=65535, description="Port of Ray Serve's proxy.")
     max_body_bytes: int = Field(128 * MIB, ge=1, description="Largest request body; larger ones are answered 413.")
-    max_image_bytes: int = Field(20 * MIB, ge=1, description="Largest single image, as sent.")
-    max_document_bytes: int = Field(1 * MIB, ge=1, description="Largest single text document.")
+    max_image_bytes: int = Field(20 * MIB, ge=1, description="Largest single image, as sent or uploaded.")
+    max_document_bytes: int = Field(1 * MIB, ge=1, description="Largest single text document, as sent or uploaded.")
     max_image_pixels: int = Field(33_000_000, ge=1, description="Most pixels of an image, read from its header.")
     max_request_pixels: int = Field(
         256_000_000, ge=1, description="Most pixels of all images of one request: decoded they take 4 bytes each."
     )
     max_images_per_request: int = Field(64, ge=1, description="Most images in one request.")
-    max_file_bytes: int = Field(64 * MIB, ge=1, description="Largest upload to /v1/files.")
     max_concurrent_requests: int = Field(256, ge=1, description="Requests in progress; further ones are answered 429.")
     allow_http_images: bool = Field(
         False, description="Fetch http(s) image URLs. Private addresses are always refused."
     )
     http_image_timeout_s: float = Field(10.0, gt=0, description="Time allowed to fetch one image.")
+    cors_origins: list[str] = Field(
+        default_factory=list, description="Origins whose pages may call this from a browser; ['*']: all."
+    )
     api_keys: dict[str, ApiKey] = Field(
         default_factory=dict,
         description="Bearer key to its tenant, or to {tenant: NAME, admin: true} for an administrator's. "
-        "Empty: no key needed, one tenant named `local` who is the administrator.",
+        "Empty: no key needed, one tenant named `local` who is the administrator: everybody who reaches the port.",
     )
 
 

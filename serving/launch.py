@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import ray
 from ray import serve
 from ray.serve.context import _get_global_client
 from rich.console import Console
@@ -37,7 +39,7 @@ class StartUpError(RuntimeError):
 
 
 @contextmanager
-def application(config: OrbitServeConfig, console: Console, timeout_s: float = 600.0) -> Iterator[str]:
+def application(config: OrbitServeConfig, console: Console, timeout_s: float = 1800.0) -> Iterator[str]:
     """The running application; yields its base URL, and takes everything down again at the end.
 
     Joins a Ray cluster that is already there (RAY_ADDRESS, or one started on this machine), else starts one.
@@ -56,10 +58,13 @@ def application(config: OrbitServeConfig, console: Console, timeout_s: float = 6
         _refuse_elsewhere(config)
         if APPLICATION in serve.status().applications:
             raise StartUpError(f"{APPLICATION!r} is served on this Ray cluster already; end that first, or use another")
+        _warn_of_apart(config, console)
         try:
             target = serve.RunTarget(build(config), name=APPLICATION, route_prefix="/")
             serve.run_many([target], wait_for_applications_running=False)
             wait_until_ready(console, timeout_s)
+            longest = serve.get_app_handle(APPLICATION).longest.remote().result()
+            console.print(f"  prompts with their answers have up to {longest} tokens; {_logs()}")
             yield f"http://{config.http.host}:{config.http.port}"
         finally:
             serve.delete(APPLICATION)  # lets running requests end and the engines free what they hold
@@ -73,6 +78,23 @@ def _refuse_elsewhere(config: OrbitServeConfig) -> None:
             f"Ray Serve listens on {found.host}:{found.port} already, not on {asked.host}:{asked.port}; "
             f"pass --host {found.host} --port {found.port}, or end it with `serve shutdown`"
         )
+
+
+def _warn_of_apart(config: OrbitServeConfig, console: Console) -> None:
+    """Say where replicas on different nodes would each have files of their own."""
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    if nodes > 1 and "://" not in config.files_url:
+        console.print(
+            f"[yellow]warning:[/yellow] there are {nodes} nodes, and files_url is a directory, {config.files_url}: "
+            "unless that is on storage that all of them share, replicas on one do not find what another one was sent"
+        )
+
+
+def _logs() -> str:
+    """Where the replicas' logs are, on the node of each."""
+    node = ray._private.worker._global_node  # None in a client of a cluster elsewhere
+    folder = node.get_logs_dir_path() if node is not None else "/tmp/ray/session_latest/logs"
+    return f"logs of the replicas: {Path(folder) / 'serve'}"
 
 
 def _end_by_signal() -> None:
@@ -103,12 +125,12 @@ def wait_until_ready(console: Console, timeout_s: float) -> None:
                     ready.add(name)
                     console.print(f"  [green]ready[/green] {name:15} {time.monotonic() - began:5.1f} s")
                 elif deployment.status in ("UNHEALTHY", "DEPLOY_FAILED"):
-                    raise StartUpError(f"{name} could not be started: {deployment.message}")
+                    raise StartUpError(f"{name} could not be started: {deployment.message}\n{_logs()}")
             if status.status == "RUNNING":
                 return
             if status.status == "DEPLOY_FAILED":
-                raise StartUpError(status.message)
+                raise StartUpError(f"{status.message}\n{_logs()}")
         if time.monotonic() - began > timeout_s:
             missing = ", ".join(name for name in _ROLES if name not in ready)
-            raise StartUpError(f"not ready after {timeout_s:.0f} s: {missing}")
+            raise StartUpError(f"not ready after {timeout_s:.0f} s: {missing}\n{_logs()}")
         time.sleep(0.5)  # asking takes 15 ms of CPU, which the roles want for coming up

@@ -93,6 +93,12 @@ class RayRoles:
         """
         Context().run(self._decode_once.abandon.remote, transfer, readers)
 
+    async def longest(self) -> int:
+        """Most tokens of a prompt with its answer: what finds room on a prefill and on a decode worker."""
+        return min(
+            await asyncio.gather(*(answered(role.longest.remote()) for role in (self.prefill, self._decode_once)))
+        )
+
     async def fidelity(self) -> dict[str, list[PointStatus]]:
         """See `PrefillWorker.fidelity`; of all replicas."""
         return dict(await answered_by_all(self.prefill, "fidelity"))

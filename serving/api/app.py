@@ -20,6 +20,7 @@ from itertools import chain
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from prometheus_client.metrics_core import Metric
 from vllm.entrypoints.openai.chat_completion.api_router import router as chat_router
@@ -139,13 +140,17 @@ async def build_api(
     app.state.metrics = metrics
     client.observe = metrics.observe
     await _add_openai(app, client, config, media, documents)
-    app.include_router(files_router(files, stores, media, http.max_file_bytes, on_delete))
+    app.include_router(
+        files_router(files, stores, media, max(http.max_image_bytes, http.max_document_bytes), on_delete)
+    )
     app.include_router(vector_stores_router(stores, on_delete))
     app.include_router(fidelity_router(client.roles))
     _add_operations(app, client, metrics, replica, counted)
     answer_errors(app)
     app.add_middleware(Limit, http.max_body_bytes, http.max_concurrent_requests, metrics)
     app.add_middleware(Authenticate, http.api_keys)
+    if http.cors_origins:  # before keys are asked for: a browser's question whether it may call carries none
+        app.add_middleware(CORSMiddleware, allow_origins=http.cors_origins, allow_methods=["*"], allow_headers=["*"])
     app.state.model_name = model.served_name
     return app
 
@@ -189,6 +194,7 @@ async def _add_openai(
         chat_template_content_format="auto",
         media=media,
         documents=documents,
+        default_max_tokens=model.default_max_tokens,
         **tools,
         **shared,
     )

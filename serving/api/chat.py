@@ -36,8 +36,17 @@ _UNSUPPORTED = {
 class OrbitServingChat(OpenAIServingChat):
     """vLLM's chat handler over linked chunks."""
 
-    def __init__(self, *arguments: Any, media: MediaResolver, documents: Documents, **options: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        media: MediaResolver,
+        documents: Documents,
+        default_max_tokens: int | None,
+        **options: Any,
+    ) -> None:
         super().__init__(*arguments, **options)
+        if default_max_tokens is not None:
+            self.default_sampling_params.setdefault("max_tokens", default_max_tokens)
         self._media, self._documents = media, documents
         tokenizer = self.renderer.get_tokenizer()
         self._prefixes = Prefixes(tokenizer)

@@ -20,7 +20,7 @@ _IN_MEMORY = 8  # uploads at once; what waits lies in a temporary file
 
 
 def files_router(
-    files: FileStore, stores: VectorStores, media: MediaResolver, max_file_bytes: int, on_delete: OnDelete
+    files: FileStore, stores: VectorStores, media: MediaResolver, most_bytes: int, on_delete: OnDelete
 ) -> APIRouter:
     """The file endpoints, as OpenAI defines them.
 
@@ -41,8 +41,8 @@ def files_router(
     ) -> dict[str, Any]:
         if (anchor is None) != (seconds is None):
             raise InvalidRequest("expires_after needs both anchor and seconds", parameter="expires_after")
-        if (file.size or 0) > max_file_bytes:
-            raise TooLarge(f"file: larger than {max_file_bytes} bytes")
+        if (file.size or 0) > most_bytes:
+            raise TooLarge(f"file: {file.size} bytes; images and documents have at most {most_bytes}")
         tenant: str = request.state.tenant
         name = file.filename or "upload"
         check = media.open if purpose == "vision" else media.open_file

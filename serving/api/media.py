@@ -228,7 +228,7 @@ class MediaResolver:
         if not comma or not header.endswith(";base64"):
             raise InvalidRequest(f"{where}: a data URL must be base64: data:image/png;base64,...", parameter=where)
         if len(payload) * 3 // 4 > self._settings.max_image_bytes + 3:
-            raise TooLarge(f"{where}: the image is larger than {self._settings.max_image_bytes} bytes")
+            raise TooLarge(f"{where}: larger than {self._settings.max_image_bytes} bytes")
         try:
             return base64.b64decode(payload, validate=True)
         except (binascii.Error, ValueError) as error:
@@ -239,7 +239,8 @@ class MediaResolver:
             raise InvalidRequest(f"{where}: image URLs must be data: or http(s) URLs", parameter=where)
         if not self._settings.allow_http_images:
             raise InvalidRequest(
-                f"{where}: http image URLs are not allowed here; send a data URL or upload to /v1/files",
+                f"{where}: http image URLs are not allowed here (`http.allow_http_images`); "
+                "send a data URL or upload to /v1/files",
                 parameter=where,
             )
         limit = self._settings.max_image_bytes
