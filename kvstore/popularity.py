@@ -34,6 +34,11 @@ class Popularity:
             weight, total = 1.0, total / weight
         self._weight[tenant], self._total[tenant] = weight, total
 
+    def asked(self, tenant: str, content: str) -> float:
+        """How many of a tenant's requests brought a content, of late: the last one counts 1."""
+        count = self._counts.get((tenant, content), 0.0)
+        return count / self._weight[tenant] if count else 0.0
+
     def share(self, tenant: str, content: str) -> float:
         """The share of a tenant's requests that bring a content, of late."""
         count = self._counts.get((tenant, content), 0.0)

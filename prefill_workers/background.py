@@ -158,8 +158,9 @@ class Background:
         if not self._busy.open:
             return False
         begun = [self._harvest[0]] if self._harvest else []
-        best = max([*begun, *self._harvests], key=self._wanted, default=None)
-        return best is not None and best.since < since and self._wanted(best) >= ASKED_AGAIN
+        again = filter(self._asked_again, [*begun, *self._harvests])
+        best = max(again, key=self._wanted, default=None)
+        return best is not None and best.since < since
 
     def checks_since(self) -> float | None:
         """When the oldest check was queued (`time.perf_counter`); None if there is none."""
@@ -174,11 +175,14 @@ class Background:
     def _wanted(self, harvest: _Harvest) -> float:
         return self._ahead.demand.expected(*harvest.asked)
 
+    def _asked_again(self, harvest: _Harvest) -> bool:
+        return self._ahead.demand.asked_again(*harvest.asked)
+
     def _may_begin(self, harvest: _Harvest) -> bool:
         """Whether a harvest is worth doing already, when no link is under way."""
         now, odds_against = time.perf_counter(), self._ahead.demand.odds_against(harvest.asked[0])
         rested = now - self._disturbed() >= min(self._rest * odds_against, _LONGEST_REST)
-        return rested or now < self._hastened or self._wanted(harvest) >= ASKED_AGAIN
+        return rested or now < self._hastened or self._asked_again(harvest)
 
     @property
     def _may_compile(self) -> bool:

@@ -37,7 +37,7 @@ from prefill_workers import predictions
 from prefill_workers.settings import CompileLimits
 
 HORIZON_S = 3600.0  # ahead of which reuses are expected, and behind which requests are counted
-ASKED_AGAIN = 1.5  # requests expected: more than the one that brought it, decayed as it may be
+ASKED_AGAIN = 1.5  # requests that brought it: more than one, decayed as they may be
 STRANGERS = 16  # of what a tenant's requests brought before, the most popular, that a request's chunks are made to meet
 _WINDOW_S = 120.0  # over which the compute budget is a share: what an idle worker saves up at most
 _RECENT_CHUNKS = 256  # over which is counted how often chunks come again
@@ -82,6 +82,10 @@ class Demand:
     def expected(self, tenant: str, content: str) -> float:
         """How many requests of a tenant are expected to bring a content within the horizon."""
         return self.requests(tenant) * self._popularity.share(tenant, content)
+
+    def asked_again(self, tenant: str, content: str) -> bool:
+        """Whether more than one of a tenant's requests brought a content, of late."""
+        return self._popularity.asked(tenant, content) >= ASKED_AGAIN
 
     def odds_against(self, tenant: str) -> float:
         """Against a tenant's chunk having come before, of late: near 0 if all come again, large if none does."""
@@ -218,7 +222,7 @@ def meetings(
 
     Of those that were asked for more than once: nobody has yet come back for the others.
     """
-    again = [i for i, content in enumerate(contents) if demand.expected(tenant, content) >= ASKED_AGAIN]
+    again = [i for i, content in enumerate(contents) if demand.asked_again(tenant, content)]
     shares, most = demand.shares(tenant, contents), limits.pair_forwards
     likely = predictions.meetings([i for i in again if i < own], [i for i in again if i >= own], shares, tokens)
     steps = [fan.chunks for fan in likely[: _LOOKS * most]]

@@ -113,9 +113,13 @@ class Linker:
         self._delimiters: tuple[int, ...] = ()  # token ids around the placeholders of the image seen last
         warm_up(engine.layout, engine.dtype)
 
+    def patches(self) -> bool:
+        """Whether patches may be served: they are not switched off."""
+        return self.fidelity.allows(OperatingPoint.PATCHED)
+
     def sums(self) -> bool:
-        """Whether sums of pair patches may be served: they are not switched off."""
-        return self.fidelity.allows(OperatingPoint.COMPOSED)
+        """Whether sums of pair patches may be served: neither they nor patches are switched off."""
+        return self.patches() and self.fidelity.allows(OperatingPoint.COMPOSED)
 
     # -- plan ---------------------------------------------------------------------------------------------------------
 
@@ -463,6 +467,7 @@ class Linker:
             rank=patch.rank if patch else None,
             kind=patch.kind if patch else None,
             missed=policies.looks_up_patch(mode) and found.patch is None and not found.unsure,
+            sums_off=chunk.ruled_out is OperatingPoint.COMPOSED,
         )
         return found if weights is None or point is not OperatingPoint.COMPOSED else _summed(chunk, found, weights)
 

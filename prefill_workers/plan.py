@@ -95,7 +95,8 @@ class PrefetchRequest:
 class ChunkOutcome:
     """How one chunk was linked, for the request's report.
 
-    `rank` and `kind` are those of the patch, if one was used; `missed` says that one was looked for and none is stored.
+    `rank` and `kind` are those of the patch, if one was used; `missed` says that one was looked for and none is stored,
+    `sums_off` that none was put together from parts, because sums are switched off.
     """
 
     tokens: int
@@ -105,6 +106,7 @@ class ChunkOutcome:
     rank: int | None = None
     kind: PatchKind | None = None
     missed: bool = False
+    sums_off: bool = False
 
 
 class PixelsNeeded(Exception):

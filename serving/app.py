@@ -127,7 +127,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
             PrefixCache.of(self._engine, settings.prefix_cache_bytes),
             config.weigh_by,
         )
-        self._linker, self._log = linker, self.log_formed(sums=linker.sums)
+        self._linker, self._log = linker, self.log_formed(patches=linker.patches, sums=linker.sums)
         self._loop = PrefillLoop(
             self._engine,
             linker,

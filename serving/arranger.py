@@ -2,9 +2,9 @@
 
 | told by                                       | what                                                       |
 |-----------------------------------------------|------------------------------------------------------------|
-| prefill workers, from time to time (`formed`) | patches that they have formed since; whether they sum them |
+| prefill workers, from time to time (`formed`) | patches that they have formed since; if they use and sum any |
 | every finished link (`learn`)                 | patches that served or were missed, tokens and times       |
-| every request with chunks (`order`)           | how often a tenant asks for what                           |
+| every request with chunks (`problem`)         | how often a tenant asks for what                           |
 
 Nothing is asked of anybody while a request waits: an order comes from memory alone. Popularity is kept per tenant, so
 that an order tells nobody what another tenant asks for.
@@ -115,14 +115,15 @@ class _Patches(NamedTuple):
 class Arranger:
     """Not thread-safe: belongs to an ingress' event loop.
 
-    `compose_up_to`: chunks behind which pair patches are summed; 0: never. `sums`: whether that is not switched off
-    (see `prefill_workers.fidelity`); what is known of pairs meanwhile stays as it is.
+    `compose_up_to`: chunks behind which pair patches are summed; 0: never. `patches`, `sums`: whether patches, and sums
+    of them, are not switched off (see `prefill_workers.fidelity`); what is known of them meanwhile stays as it is.
     """
 
     index: PatchIndex = field(default_factory=PatchIndex)
     costs: LinkCosts = field(default_factory=LinkCosts)
     popularity: Popularity = field(default_factory=Popularity)
     compose_up_to: int = 0
+    patches: bool = True
     sums: bool = True
     _tokens: OrderedDict[str, int] = field(default_factory=OrderedDict)
 
@@ -134,7 +135,19 @@ class Arranger:
         prefix: Sequence[int],
         patches: bool = True,
     ) -> Arrangement:
-        """The order for a request's chunks, of which those of one group may trade places (see `placement`).
+        """The order for a request's chunks; see `problem`."""
+        problem = self.problem(contents, groups, tenant, prefix, patches)
+        return Arrangement(problem, place(problem))
+
+    def problem(
+        self,
+        contents: Sequence[str],
+        groups: Sequence[int | None],
+        tenant: str,
+        prefix: Sequence[int],
+        patches: bool = True,
+    ) -> Problem:
+        """What the order of a request's chunks is to be chosen by, of which those of one group may trade places.
 
         `patches`: whether the request's mode uses any.
         """
@@ -151,8 +164,7 @@ class Arranger:
             )
             for content, count, group in zip(contents, tokens, groups, strict=True)
         ]
-        problem = Problem(chunks, self._stored(contents, tenant, prefix) if patches else Stored())
-        return Arrangement(problem, place(problem))
+        return Problem(chunks, self._stored(contents, tenant, prefix) if patches and self.patches else Stored())
 
     def _stored(self, contents: Sequence[str], tenant: str, prefix: Sequence[int]) -> Stored:
         scopes = scopes_of(tenant, prefix, contents)
@@ -169,8 +181,8 @@ class Arranger:
 
     def patched(self, contents: Sequence[str], tenant: str, prefix: Sequence[int]) -> tuple[bool, ...]:
         """Of each of these chunks, in this order, whether a patch or a sum of patches is known for it there."""
-        if not contents:
-            return ()
+        if not (contents and self.patches):
+            return (False,) * len(contents)
         scopes = scopes_of(tenant, prefix, contents)
         return tuple(self._patches(scopes, contents[: i + 1]).known(self.index) for i in range(len(contents)))
 
@@ -199,7 +211,7 @@ class Arranger:
             for entry in chain(*summed):
                 self.index.add(entry)
         elif outcome.missed:
-            stale = chain(*summed) if all(summed) else ()  # one of them at least
+            stale = chain(*summed) if all(summed) and not outcome.sums_off else ()  # one of them at least
             for entry in (own, *behind_set, *stale):
                 self.index.discard(entry)
 

@@ -1,5 +1,5 @@
 """How the ingress learns which patches are stored: prefill replicas log what they form, the library's keeper what lies
-in its directory, and ingress replicas ask for both; and whether sums of pair patches are switched off."""
+in its directory, and ingress replicas ask for both; and whether patches, or their sums, are switched off."""
 
 from __future__ import annotations
 
@@ -26,27 +26,34 @@ _CATALOGUED = 1 << 18  # patches that a keeper remembers for ingress replicas: a
 class Formed(NamedTuple):
     """What one replica has formed or found since it was last asked; `cursor` is what to ask with next.
 
-    `sums`: whether it links chunks by sums of pair patches, as far as it has a say in that.
+    `patches`, `sums`: whether it links chunks by patches and by sums of them, as far as it has a say in that.
     """
 
     replica: str
     cursor: int
     entries: list[Entry]
+    patches: bool = True
     sums: bool = True
 
 
 class FormedReplica:
     """A part of `serving.app.PrefillWorker`; `log_formed` comes first."""
 
-    def log_formed(self, limit: int = 1 << 14, sums: Callable[[], bool] = lambda: True) -> FormedLog:
-        """This replica's log, of so many patches. `sums`: whether sums of pair patches are not switched off."""
-        self._formed, self._sums = FormedLog(limit), sums
+    def log_formed(
+        self,
+        limit: int = 1 << 14,
+        patches: Callable[[], bool] = lambda: True,
+        sums: Callable[[], bool] = lambda: True,
+    ) -> FormedLog:
+        """This replica's log, of so many patches. `patches`, `sums`: whether these are not switched off."""
+        self._formed, self._patches, self._sums = FormedLog(limit), patches, sums
         return self._formed
 
     async def formed(self, cursors: Mapping[str, int]) -> Formed:
         """What was formed since these cursors, of which this replica knows its own by its name."""
         name = str(serve.get_replica_context().replica_id.unique_id)
-        return Formed(name, *self._formed.since(cursors.get(name, 0)), sums=self._sums())
+        news = self._formed.since(cursors.get(name, 0))
+        return Formed(name, *news, patches=self._patches(), sums=self._sums())
 
 
 class KeeperReplica(FormedReplica):
@@ -87,12 +94,13 @@ class FormedRoles(Protocol):
 
 
 async def follow(roles: FormedRoles, arranger: Arranger, period_s: float) -> None:
-    """Tell an arranger, every so many seconds and for ever, which patches are stored besides, and if any are summed."""
+    """Tell an arranger, every so many seconds and for ever, which patches are stored besides, and what uses them."""
     cursors: dict[str, int] = {}
     while True:
         try:
             news = await roles.formed(cursors)
             cursors = {one.replica: one.cursor for one in news}
+            arranger.patches = all(one.patches for one in news)
             arranger.sums = all(one.sums for one in news)
             for one in news:
                 arranger.formed(one.entries)

@@ -153,11 +153,15 @@ class Problem:
         """What a whole order costs."""
         return sum(edge.cost for edge in self.edges(order))
 
+    @property
+    def is_small(self) -> bool:
+        """Whether the whole lattice is searched, which takes milliseconds."""
+        return len(self.ranked) <= EXACT and self.places <= _MASK_BITS
+
     @cached_property
     def search(self) -> _Exact | _Beam:
         """The search that fits the problem's size."""
-        exact = len(self.ranked) <= EXACT and self.places <= _MASK_BITS
-        return _Exact(self) if exact else _Beam(self)
+        return _Exact(self) if self.is_small else _Beam(self)
 
 
 def place(problem: Problem) -> Placement:

@@ -65,7 +65,7 @@ class OrbitServingChat(OpenAIServingChat):
         refuse_longer(messages, prefix, self._max_characters)
         trace.prefix_tokens = await self._prefixes.token_ids(tenant, prefix)
         resolved = Ordering(await self._media.resolve_messages(messages, tenant), self._documents)
-        request.messages = ordered(resolved, trace, self.engine_client.arranger)
+        request.messages = await ordered(resolved, trace, self.engine_client.arranger)
         trace.documents = self._documents.marked(part["text"] for part in parts_of(request.messages, "text"))
         trace.mark("media")
         set_trace(trace)

@@ -7,16 +7,19 @@ request with such words keeps its order. English words are known; in other langu
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from prefill_workers.policies import Mode, looks_up_patch
 from serving.api.extension import Alternative, ChunkCosts, OrderReport, RequestTrace
-from serving.arranger import Arrangement, Arranger
+from serving.arranger import Arranger
 from serving.documents import Documents
-from serving.placement import Edge, Rejected, rejected
+from serving.placement import Edge, Placement, Problem, Rejected, place, rejected
+
+Found = TypeVar("Found")
 
 _MOVED_ROLES = ("user", "tool")
 _UNIT = (
@@ -97,7 +100,7 @@ class Ordering:
         return moved
 
 
-def ordered(request: Ordering, trace: RequestTrace, arranger: Arranger) -> list[Any]:
+async def ordered(request: Ordering, trace: RequestTrace, arranger: Arranger) -> list[Any]:
     """A request's messages in the order that placement chooses, which the request's report says.
 
     Placement is asked where it may choose, and where its costs are to be explained.
@@ -113,17 +116,22 @@ def ordered(request: Ordering, trace: RequestTrace, arranger: Arranger) -> list[
     groups: list[int | None] = [None] * len(contents) if kept else request.groups
     trace.groups = groups
     patches = looks_up_patch(Mode.parse(options.mode))
-    arranged = arranger.order(contents, groups, trace.tenant, trace.prefix_tokens, patches)
-    placement = arranged.placement
+    problem = arranger.problem(contents, groups, trace.tenant, trace.prefix_tokens, patches)
+    placement = await _searched(problem, place, problem)
     took = (time.perf_counter() - began) * 1e3
     trace.report.order = OrderReport(chunks=list(placement.order), reason=kept or "the cheapest order found")
     if options.explain:
-        trace.costs = _costs(arranged)
+        trace.costs = await _searched(problem, _costs, problem, placement)
         if patches:
             trace.report.order.cost_ms = _ms(placement.cost)
             trace.report.order.arrival_ms = _ms(placement.arrival_cost)
         trace.report.order.plan_ms = round(took, 3)
     return request.in_order(placement.order)
+
+
+async def _searched(problem: Problem, search: Callable[..., Found], *arguments: Any) -> Found:
+    """What a search finds; the event loop does not wait for one that takes long."""
+    return search(*arguments) if problem.is_small else await asyncio.to_thread(search, *arguments)
 
 
 def _why_kept(request: Ordering, trace: RequestTrace) -> str | None:
@@ -140,9 +148,8 @@ def _why_kept(request: Ordering, trace: RequestTrace) -> str | None:
     return None if words is None else f"the text names chunks by their place: {words!r}"
 
 
-def _costs(arranged: Arrangement) -> list[ChunkCosts]:
+def _costs(problem: Problem, placement: Placement) -> list[ChunkCosts]:
     """By place in the prompt."""
-    problem, placement = arranged.problem, arranged.placement
     found = []
     for edge, other in zip(problem.edges(placement.order), rejected(problem, placement), strict=True):
         chunk = problem.chunks[edge.chunk]

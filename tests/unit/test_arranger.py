@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -102,10 +103,23 @@ def test_while_sums_are_switched_off_no_order_counts_on_them_and_none_that_is_mi
     arranger.sums = False
     arranger.learn(request("abc"), result(outcome(PatchKind.own), outcome(PatchKind.pair), outcome()))
     assert all(entry in arranger.index for entry in pairs)
+    arranger.sums = True  # as far as this ingress has heard
+    missed = replace(outcome(), sums_off=True)
+    arranger.learn(request("abc"), result(outcome(PatchKind.own), outcome(PatchKind.pair), missed))
+    assert all(entry in arranger.index for entry in pairs)
     problems = []
     for arranger.sums in (False, True):
         problems.append(arranger.order(list("abc"), [0] * 3, "acme", PREFIX).problem)
     assert [problem.stored.sums for problem in problems] == [{}, {0b011: 0b100}]
+
+
+def test_while_patches_are_switched_off_no_order_and_no_worker_is_chosen_for_any():
+    arranger = Arranger(compose_up_to=2)
+    arranger.learn(request("ab"), result(*[outcome(PatchKind.own)] * 2))
+    for arranger.patches, patched in ((False, (False, False)), (True, (True, True))):
+        assert arranger.patched("ab", "acme", PREFIX) == patched
+        stored = arranger.order(list("ab"), [0, 0], "acme", PREFIX).problem.stored
+        assert bool(stored.sequences) == arranger.patches
 
 
 def test_no_sum_serves_a_list_in_which_a_chunk_comes_twice():
@@ -241,16 +255,19 @@ class Roles:
         if len(self.asked) == 4:
             raise KeyboardInterrupt  # ends `follow`
         entry = Entry(SCOPE, f"page {len(self.asked)}", (), ordered=True)
-        return [Formed("one", len(self.asked), [entry]), Formed("two", 0, [], sums=len(self.asked) == 3)]
+        return [
+            Formed("one", len(self.asked), [entry]),
+            Formed("two", 0, [], len(self.asked) == 3, len(self.asked) == 3),
+        ]
 
 
 async def test_what_replicas_formed_is_asked_for_again_and_again():
     arranger, roles = Arranger(), Roles()
     heard: list[bool] = []
     formed = arranger.formed
-    arranger.formed = lambda entries: (heard.append(arranger.sums), formed(entries))
+    arranger.formed = lambda entries: (heard.append(arranger.patches and arranger.sums), formed(entries))
     with pytest.raises(KeyboardInterrupt):
         await follow(roles, arranger, 0.001)
-    assert heard == [False, False, True, True], "one replica that has switched sums off is enough"
+    assert heard == [False, False, True, True], "one replica that has switched them off is enough"
     assert roles.asked == [{}, {}, {"one": 2, "two": 0}, {"one": 3, "two": 0}]
     assert len(arranger.index) == 2

@@ -97,6 +97,21 @@ def test_what_is_expected_to_save_most_per_second_goes_first(demand: Demand):
     assert [job.item for job in taken(queue)] == ["abc", "de", "xyz"]
 
 
+def test_what_came_once_was_not_asked_for_again_however_many_requests_come(demand: Demand):
+    demand.observe("local", ["once"])
+    demand.observe("local", ["twice"])
+    for number in range(600):
+        demand.observe("local", [f"another-{number}"])
+    demand.observe("local", ["twice"])
+    assert demand.asked_again("local", "twice")
+    assert not demand.asked_again("local", "once")
+    for number in range(10_000):
+        demand.observe("local", [f"one more {number}"])
+    demand.observe("local", ["late"])
+    assert demand.expected("local", "late") > 2, "so many requests come, of which it has a share"
+    assert not demand.asked_again("local", "late")
+
+
 def test_a_busy_tenants_sets_go_before_those_of_a_quiet_one_with_the_same_shares(demand: Demand):
     queue = CompileQueue[str](8, demand)
     for tenant, requests in (("quiet", 1), ("busy", 5)):

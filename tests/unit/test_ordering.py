@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from typing import Any
 
 import pytest
 
 from kvstore.index import Entry, Scope, prefix_key
+from serving import placement
+from serving.api import ordering
 from serving.api.extension import ChunkReport, OrbitOptions, RequestTrace
 from serving.api.ordering import Ordering, ordered, words_by_place
 from serving.arranger import Arranger
 from serving.documents import Documents
+from serving.placement import Placement, Problem
 
 
 class Tokenizer:
@@ -46,7 +51,7 @@ def test_text_is_looked_through_as_far_as_that_takes_no_time(monkeypatch: pytest
     monkeypatch.setattr("serving.api.ordering._MOST_TEXT", 100)
     for words, reason in (("Well?", "the cheapest order found"), ("x" * 101, "more than 100 characters of text")):
         trace = RequestTrace(OrbitOptions(order="free"))
-        ordered(read(message(image("a"), image("b"), said(words))), trace, Arranger())
+        asyncio.run(ordered(read(message(image("a"), image("b"), said(words))), trace, Arranger()))
         assert trace.report.order is not None
         assert trace.report.order.reason.startswith(reason)
 
@@ -138,7 +143,7 @@ def test_long_white_space_costs_no_time(before: str, space: str):
 
 def asked(arranger: Arranger, *messages: Any, **options: Any) -> tuple[list[str], RequestTrace]:
     trace = RequestTrace(OrbitOptions(**options))
-    moved = ordered(read(*messages), trace, arranger)
+    moved = asyncio.run(ordered(read(*messages), trace, arranger))
     return read(*moved).contents, trace
 
 
@@ -146,6 +151,21 @@ def arranger_with(*entries: tuple[str, tuple[str, ...]]) -> Arranger:
     arranger = Arranger()
     arranger.formed(Entry(Scope("local", prefix_key(())), *entry, ordered=True) for entry in entries)
     return arranger
+
+
+def test_a_long_search_leaves_the_event_loop_alone(monkeypatch: pytest.MonkeyPatch):
+    threads: list[threading.Thread] = []
+
+    def place(problem: Problem) -> Placement:
+        threads.append(threading.current_thread())
+        return placement.place(problem)
+
+    monkeypatch.setattr(ordering, "place", place)
+    for pages in (placement.EXACT, placement.EXACT + 1):
+        many = message(*(image(str(page)) for page in range(pages)), said("What?"))
+        order, trace = asked(Arranger(), many, order="free", explain=True)
+        assert len(order) == len(trace.costs) == pages
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
 PAGES = message(image("a"), image("b"), said("What?"))
