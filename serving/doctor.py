@@ -4,7 +4,7 @@
 |-------------------|---------------------------------------------------------------------------|--------------|
 | packages          | compares installed versions with the lock file                            | here         |
 | processor, memory, disk, ports | reads what the system says                                   | here         |
-| library           | stores, reads and deletes a blob in every tier of the given configuration | here         |
+| library, files    | stores, reads and deletes a blob in the configured directories and URLs   | here         |
 | torch             | imports torch and torchvision                                             | own process  |
 | NIXL loopback     | moves 1 MiB between two agents over UCX and compares the bytes            | own process  |
 | Ray               | starts a local cluster and runs one task                                  | own process  |
@@ -28,11 +28,13 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
@@ -42,8 +44,10 @@ import infra
 from infra.reference import DEFAULT_MODEL, weights
 from infra.vllm_env import is_cpu_build, vllm_environment
 from kvstore.errors import TierUnavailable
-from kvstore.settings import LibrarySettings
+from kvstore.files import FileStore
+from kvstore.settings import FileSettings, LibrarySettings
 from kvstore.tier_stack import TierStack
+from kvstore.tiers import Tier
 
 GIB = 1 << 30
 DEFAULT_PORTS = (8000,)  # HTTP
@@ -52,7 +56,23 @@ MIN_DISK_BYTES = 4 * GIB
 PROBE_TIMEOUT_S = 180.0
 NIXL_BYTES = 1 << 20
 _RESULT_MARK = "doctor-result:"
-_ENGINE = {"hand_off": False, "max_model_len": 2048}
+_ENGINE_REMEDIES = (  # by what the engine said
+    (
+        r"max seq len|cache blocks|max_model_len",
+        "the KV pool holds no such prompt: raise `prefill.kv_cache_gib` (on a GPU `gpu_memory_utilization`), or lower "
+        "`model.max_model_len` or leave it out",
+    ),
+    (
+        r"out of memory|OutOfMemory|MemoryError|(cannot|can't) allocate|available memory|exit status -9\b",
+        "free memory, lower `kv_cache_gib` of the roles (on a GPU `gpu_memory_utilization`), or take a smaller model",
+    ),
+    (
+        r"no result within",
+        "wait until the machine is less busy; a large checkpoint may take longer to load, and be served all the same",
+    ),
+)
+_HEALTH_TIMEOUT_S = 10.0
+_ENGINE = {"hand_off": False}
 
 
 @dataclass(frozen=True)
@@ -69,6 +89,7 @@ def run_doctor(
     checkpoint: Path | None = None,
     ports: Sequence[int] = DEFAULT_PORTS,
     library: LibrarySettings | None = None,
+    files: tuple[str, FileSettings] | None = None,
     engine: Mapping[str, Any] | None = None,
     kv_cache_gib: int = 1,
 ) -> list[CheckResult]:
@@ -76,13 +97,15 @@ def run_doctor(
 
     Args:
         checkpoint: the model whose engine is checked; None takes the bundled one.
-        ports: TCP ports that have to be free on this machine.
+        ports: TCP ports that have to be free on this machine, or in use by OrbitServe.
         library: settings of the library whose tiers are checked; None checks none.
+        files: URL and settings of the uploaded files whose place is checked; None checks none.
         engine: further fields of the `EngineSpec` of the engine that is checked, which keeps `kv_cache_gib` of KV.
     """
     results = [check_packages(_lock_file()), check_processor(), check_memory(), check_disk(Path.cwd())]
     results += [check_port(port) for port in ports]
     results += check_library(library) if library is not None else []
+    results += [check_files(*files)] if files is not None else []
     results += run_probe("torch", remedy="run `make setup`; `.venv/bin/python -c 'import torchvision'` shows the error")
     results += run_probe(
         "nixl", remedy="KV moves over UCX: check that nothing forbids shared memory (/dev/shm) or loopback TCP"
@@ -91,13 +114,13 @@ def run_doctor(
         "ray",
         remedy="stop other local clusters (`ray stop`) or wait until the machine is less busy; logs are in /tmp/ray",
     )
-    results += run_probe(
+    found = run_probe(
         "engine",
         json.dumps({**_ENGINE, **(engine or {}), "model": str(checkpoint or weights(DEFAULT_MODEL))}),
         environment=vllm_environment(kv_cache_gib=kv_cache_gib),
         remedy="do not serve with this engine: run `make setup`, then report the model, the processor and this line",
     )
-    return results
+    return results + [replace(result, remedy=_engine_remedy(result)) for result in found]
 
 
 def print_report(results: Iterable[CheckResult], console: Console | None = None) -> bool:
@@ -164,15 +187,26 @@ def check_disk(folder: Path) -> CheckResult:
 
 
 def check_port(port: int) -> CheckResult:
-    """Whether TCP port `port` can be bound on the loopback interface."""
+    """Whether TCP port `port` can be bound on the loopback interface, or OrbitServe has it."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
+            if _serves(port):
+                return CheckResult(f"port {port}", True, "in use by a running OrbitServe")
             remedy = f"see who has it with `ss -ltnp 'sport = :{port}'`, or set another port in the configuration"
             return CheckResult(f"port {port}", False, error.strerror or str(error), remedy)
     return CheckResult(f"port {port}", True, "free")
+
+
+def _serves(port: int) -> bool:
+    """Whether what listens there answers /health as `serving.api.app` does, healthy or not."""
+    try:
+        said = httpx.get(f"http://127.0.0.1:{port}/health", timeout=_HEALTH_TIMEOUT_S, trust_env=False).json()
+    except (httpx.HTTPError, ValueError):
+        return False
+    return isinstance(said, dict) and said.get("status") in ("ok", "unhealthy")
 
 
 def check_library(settings: LibrarySettings) -> list[CheckResult]:
@@ -182,22 +216,46 @@ def check_library(settings: LibrarySettings) -> list[CheckResult]:
         place = getattr(settings, field)
         if place is None:
             continue
-        key, probe = f"doctor/{uuid.uuid4().hex}", os.urandom(1 << 16)
-        start = time.perf_counter()
-        try:
-            tier = TierStack.tiers_of(settings.model_copy(update={other: None}))[-1]
-            tier.put(key, [pa.py_buffer(probe)])
-            found = tier.get(key)
-            tier.delete(key)
-        except TierUnavailable as error:
-            ok, detail = False, str(error)
-        else:
-            ok = found is not None and found.to_pybytes() == probe
-            elapsed_ms = 1e3 * (time.perf_counter() - start)
-            detail = f"{place}: stored, read and deleted in {elapsed_ms:.0f} ms" if ok else f"{place}: the bytes differ"
         remedy = f"correct `library.{field}`" + (" or `library.storage_options`" if field == "url" else "")
-        results.append(_verdict(name, ok, detail, f"{remedy}; until then chunks are computed instead of loaded"))
+        remedy += "; until then chunks are computed instead of loaded"
+        alone = settings.model_copy(update={other: None, "object_store_bytes": 0})
+        results.append(_check_place(name, str(place), partial(_only_tier, alone), remedy))
     return results
+
+
+def _only_tier(settings: LibrarySettings) -> Tier:
+    (tier,) = TierStack.tiers_of(settings)
+    return tier
+
+
+def check_files(url: str, settings: FileSettings) -> CheckResult:
+    """Store, read and delete a small blob where uploaded files are kept."""
+    remedy = "correct `files_url` or `files.storage_options`; until then nothing can be uploaded"
+    return _check_place("files", url, lambda: FileStore(url, settings).tier, remedy)
+
+
+def _check_place(name: str, place: str, tier_of: Callable[[], Tier], remedy: str) -> CheckResult:
+    key, probe = f"doctor/{uuid.uuid4().hex}", os.urandom(1 << 16)
+    start = time.perf_counter()
+    try:
+        tier = tier_of()
+        tier.put(key, [pa.py_buffer(probe)])
+        found = tier.get(key)
+        tier.delete(key)
+    except TierUnavailable as error:
+        return CheckResult(name, False, str(error), remedy)
+    ok = found is not None and found.to_pybytes() == probe
+    elapsed_ms = 1e3 * (time.perf_counter() - start)
+    detail = f"{place}: stored, read and deleted in {elapsed_ms:.0f} ms" if ok else f"{place}: the bytes differ"
+    return _verdict(name, ok, detail, remedy)
+
+
+def _engine_remedy(result: CheckResult) -> str:
+    """What to do about an engine: less is wrong where the machine is too small or busy than where it computes badly."""
+    if result.ok:
+        return ""
+    known = (remedy for pattern, remedy in _ENGINE_REMEDIES if re.search(pattern, result.detail, re.IGNORECASE))
+    return next(known, result.remedy)
 
 
 def _verdict(name: str, ok: bool, detail: str, remedy: str) -> CheckResult:

@@ -24,7 +24,7 @@ _ROLES = ("PatchCompiler", "LibraryKeeper", "VisionEncoder", "PrefillWorker", "D
 
 
 # Ray Serve's switches for a short way between replicas: gRPC instead of actor calls, one event loop instead of three.
-# Serve reads them in every process of the cluster; on a cluster of your own, put them into its environment.
+# Serve reads them in every process of the cluster; for a cluster of your own `infra/cluster.env` says them again.
 FAST_REQUEST_PATH = {
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1),  # else 4 MiB: less than a file, pixels or embeddings

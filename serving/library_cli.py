@@ -81,8 +81,11 @@ class _Place:
 
 
 @contextmanager
-def _opened(location: str | None, config: Path | None, remote: bool) -> Iterator[_Place]:
-    """The tier that the options name; errors of the store end the command with a message and status 2."""
+def _opened(location: str | None, config: Path | None, remote: bool, make: bool = False) -> Iterator[_Place]:
+    """The tier that the options name; errors of the store end the command with a message and status 2.
+
+    `make`: a directory that does not exist yet is made.
+    """
     from kvstore.errors import StoreError
     from kvstore.settings import LibrarySettings
     from serving.config import ConfigError, OrbitServeConfig
@@ -94,12 +97,23 @@ def _opened(location: str | None, config: Path | None, remote: bool) -> Iterator
         place = location or (library.url if remote else directory)
         if place is None:
             raise ConfigError(f"the configuration names no {'library.url' if remote else 'library.directory'}")
+        if make and "://" not in place:
+            _make(Path(place))
         if "://" not in place and not Path(place).is_dir():
             raise ConfigError(f"there is no library at {place}")
         yield _Place(_tier(place, library), library, settings)
     except (StoreError, ConfigError) as error:
         errors.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
         raise typer.Exit(2) from None
+
+
+def _make(directory: Path) -> None:
+    from serving.config import ConfigError
+
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make {directory}: {error.strerror}") from error
 
 
 def _tier(location: str, library: LibrarySettings) -> Tier:
@@ -348,9 +362,7 @@ def import_records(
     """
     from kvstore import archive
 
-    if location is not None and "://" not in location:
-        Path(location).mkdir(parents=True, exist_ok=True)
-    with _opened(location, config, remote) as place:
+    with _opened(location, config, remote, make=True) as place:
         expected = None if any_model else place.model(model)
         if expected is None and not any_model:
             raise typer.BadParameter("--model or --config is needed to know which records fit; or --any-model")

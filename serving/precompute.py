@@ -40,9 +40,9 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from serving.config import OrbitServeConfig
+from serving.config import OrbitServeConfig, reserved_gpus
 from serving.precompute_ledger import Ledger, Outcome
-from serving.precompute_manifest import ENTRY_SCHEMA, Entry, Manifest, StorageOptions, to_table
+from serving.precompute_manifest import ANYBODY, ENTRY_SCHEMA, Entry, Manifest, Owners, StorageOptions, to_table
 from serving.precompute_worker import PrecomputeWorker
 from serving.ray_cluster import ray_cluster
 
@@ -96,11 +96,11 @@ class Summary:
 class ManifestSource(Datasource):
     """A manifest as Ray Data reads it: one task, pulled as fast as workers take entries."""
 
-    def __init__(self, url: str, storage_options: StorageOptions, entries: int, block: int) -> None:
+    def __init__(self, url: str, storage_options: StorageOptions, entries: int, block: int, owners: Owners) -> None:
         """`entries`: how many to read; `block`: entries yielded together."""
         super().__init__()
         self._entries = entries
-        self._read = partial(entry_blocks, url, storage_options, entries, block)
+        self._read = partial(entry_blocks, url, storage_options, entries, block, owners)
 
     def estimate_inmemory_data_size(self) -> int | None:
         """Unknown: inline images may be of any size."""
@@ -112,10 +112,12 @@ class ManifestSource(Datasource):
         return [ReadTask(self._read, metadata, schema=ENTRY_SCHEMA)]
 
 
-def entry_blocks(url: str, storage_options: StorageOptions, entries: int, block: int) -> Iterator[pa.Table]:
+def entry_blocks(
+    url: str, storage_options: StorageOptions, entries: int, block: int, owners: Owners = ANYBODY
+) -> Iterator[pa.Table]:
     """The first `entries` entries of a manifest as tables of `ENTRY_SCHEMA`, `block` in each."""
     waiting: list[Entry] = []
-    for entry in Manifest(url, storage_options).entries(entries):
+    for entry in Manifest(url, storage_options, owners).entries(entries):
         waiting.append(entry)
         if len(waiting) == block:
             yield to_table(waiting)
@@ -152,7 +154,7 @@ def _run(config: OrbitServeConfig, manifest: Manifest, entries: int) -> Iterator
     ledger = ray.remote(Ledger).options(num_cpus=0).remote(entries)
     cpus = int(ray.cluster_resources().get("CPU", 1))
     here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}  # where a local manifest lies
-    source = ManifestSource(manifest.url, settings.storage_options, entries, batch)
+    source = ManifestSource(manifest.url, settings.storage_options, entries, batch, manifest.owners)
     dataset = ray.data.read_datasource(source, override_num_blocks=1, num_cpus=0, label_selector=here).map_batches(
         PrecomputeWorker,
         fn_constructor_args=(config, settings.threads or max(1, cpus // settings.workers), ledger),
@@ -165,7 +167,7 @@ def _run(config: OrbitServeConfig, manifest: Manifest, entries: int) -> Iterator
         batch_size=batch,
         batch_format="pyarrow",
         num_cpus=settings.num_cpus,
-        num_gpus=settings.num_gpus,
+        num_gpus=reserved_gpus(settings.num_gpus, config.prefill.ranks),
     )
     for _ in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
         yield from ray.get(ledger.drain.remote())

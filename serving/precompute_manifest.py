@@ -12,7 +12,7 @@
 |                     | (base64 in JSON)                                                                     |
 | image, images       | the same as one object or string; several of them: a set, in this order              |
 | id                  | the entry's name in reports; default: where it stands in the manifest                |
-| tenant              | whose content it is; default `local`; `dynamic-library`: everybody's references      |
+| tenant              | whose content it is; default the job's; `dynamic-library`: everybody's references    |
 | prefix              | the system prompt that requests over these images will have; default none            |
 | patches             | `own` (this order; default), `orbit` (every order) or `none`                         |
 
@@ -34,6 +34,8 @@ import pyarrow.parquet as pq
 from fsspec.core import split_protocol, url_to_fs
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from kvstore.chunk import DYNAMIC_TENANT
+
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 LINES_SUFFIXES = (".jsonl", ".ndjson")
 _IMAGE_FIELDS = ("path", "url", "bytes", "image", "images")
@@ -45,6 +47,27 @@ StorageOptions = Mapping[str, Mapping[str, Any]]
 
 class ManifestError(ValueError):
     """The manifest as a whole cannot be used; the message names it and says why."""
+
+
+@dataclass(frozen=True)
+class Owners:
+    """Whose content a manifest may hold: of entries that do not say `default`'s; `known` has keys, empty: all do."""
+
+    default: str = "local"
+    known: frozenset[str] = frozenset()
+
+    def of(self, named: str | None) -> str:
+        """The tenant of an entry that names this one. Raises ValueError where no key would ever reach its content."""
+        tenant = self.default if named is None else named
+        if not tenant or (self.known and tenant not in self.known | {DYNAMIC_TENANT}):
+            raise ValueError(
+                f"no API key is of tenant {tenant!r}: nobody could ask for this; name one of "
+                f"{', '.join(sorted(self.known | {DYNAMIC_TENANT}))} in the manifest or by --tenant"
+            )
+        return tenant
+
+
+ANYBODY = Owners()
 
 
 @dataclass(frozen=True)
@@ -97,13 +120,14 @@ class Manifest:
 
     Args:
         storage_options: options of fsspec's file systems, by protocol, such as {"s3": {"endpoint_url": ...}}.
+        owners: whose content it may hold. A folder's is all of one tenant.
 
     Raises:
-        ManifestError: there is nothing, or nothing of a known kind.
+        ManifestError: there is nothing, or nothing of a known kind, or a folder is of a tenant without a key.
     """
 
-    def __init__(self, location: str, storage_options: StorageOptions | None = None) -> None:
-        self.location = location
+    def __init__(self, location: str, storage_options: StorageOptions | None = None, owners: Owners = ANYBODY) -> None:
+        self.location, self.owners = location, owners
         self._options = storage_options or {}
         self._fs, self._path = file_system(location, self._options)
         suffix = PurePosixPath(self._path).suffix.lower()
@@ -112,6 +136,10 @@ class Manifest:
             raise ManifestError(f"{location}: there is no such manifest")
         if is_folder:
             self._rows, self._count = self._images, self._count_images
+            try:
+                owners.of(None)
+            except ValueError as error:
+                raise ManifestError(f"{location}: {error}") from error
         elif suffix in LINES_SUFFIXES:
             self._rows, self._count = self._lines, self._count_lines
         elif suffix == ".parquet":
@@ -167,13 +195,14 @@ class Manifest:
                 raise ValueError(f"an entry is an object, not {type(value).__name__}")
             row = _Row.model_validate({name: field for name, field in value.items() if field is not None})
             sources = tuple(self._located(image) for image in row.sources())
+            tenant = self.owners.of(row.tenant)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             return Entry(number, place, error=f"{where}: {first['msg']}" if where else first["msg"])
         except ValueError as error:  # JSON's errors too
             return Entry(number, place, error=str(error))
-        return Entry(number, place if row.id is None else str(row.id), sources, row.tenant, row.prefix, row.patches)
+        return Entry(number, place if row.id is None else str(row.id), sources, tenant, row.prefix, row.patches)
 
     def _located(self, image: ImageSource) -> ImageSource:
         """A location that any process understands: relative ones belong to the manifest's folder."""
@@ -284,7 +313,7 @@ class _Row(_Image):
     image: str | _Image | None = None
     images: list[str | _Image] | None = Field(None, min_length=1)
     id: str | int | None = None
-    tenant: str = Field("local", min_length=1)
+    tenant: str | None = Field(None, min_length=1)
     prefix: str = ""
     patches: Patches = "own"
 

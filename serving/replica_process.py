@@ -29,7 +29,7 @@ def enter(settings: RoleSettings) -> None:
     keep_freed_memory()
     reserved = int(settings.num_cpus) or os.cpu_count() or 1  # Ray would give an actor with part of a CPU one thread
     os.environ["OMP_NUM_THREADS"] = str(settings.threads or reserved)
-    give_way(0 if settings.num_gpus else settings.niceness)  # a GPU must not wait for its thread
+    give_way(0 if settings.gpus else settings.niceness)  # a GPU must not wait for its thread
 
 
 def enter_vllm(settings: RoleSettings, *, kv_cache_gib: int, nixl: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
+from infra.s3_server import S3Server
 from prefill_workers.measured import FILE
 from prefill_workers.settings import COMPOSE_UP_TO, Weighing
 from serving.app import build_app
@@ -30,7 +32,8 @@ def written(tmp_path: Path, text: str) -> Path:
 
 def test_a_file_and_the_command_line_are_put_together(tmp_path: Path, checkpoint: Path):
     path = written(tmp_path, "model: {path: /nowhere}\nhttp: {port: 1234}\nprefill: {replicas: 3}\n")
-    config = OrbitServeConfig.load(path, model=checkpoint, host="0.0.0.0")
+    config = OrbitServeConfig.load(path, model=checkpoint, host="0.0.0.0", max_model_len=2048)
+    assert config.model.max_model_len == 2048
     assert (config.model.path, config.model.served_name) == (checkpoint, "model")
     assert (config.http.host, config.http.port, config.prefill.replicas) == ("0.0.0.0", 1234, 3)
 
@@ -69,9 +72,12 @@ def test_paths_are_those_of_the_working_directory_wherever_they_are_used(
         ("model: {path: MODEL}\nprefill: {max_ongoing_requests: 256}\n", r"prefill: .*must be more than max_queue"),
         ("model: {path: MODEL}\nhttp: {port: often}\n", "http.port"),
         ("model: {path: MODEL, dtype: int4}\n", "model.dtype"),
-        ("model: {path: /nowhere}\n", "holds no config.json"),
+        ("model: {path: some-hub/model}\n", "holds no config.json; .*hf download NAME --local-dir DIR"),
         ("model: {path: MODEL}\nhttp: {api_keys: {key: dynamic-library}}\n", "names the dynamic library"),
-        ("model: {path: MODEL}\nhttp: {api_keys: {key: {admin: true}}}\n", "http.api_keys.key.tenant"),
+        (
+            "model: {path: MODEL}\nhttp: {api_keys: {key: {admin: true}}}\n",
+            r"http\.api_keys\.\*\*\*\.tenant: Field required",
+        ),
         ("http: {}\n", "no checkpoint is named"),
         ("- a list\n", "expected sections"),
         ("model: [\n", "is not YAML"),
@@ -82,6 +88,14 @@ def test_what_is_wrong_is_named(tmp_path: Path, checkpoint: Path, text: str, wor
     with pytest.raises(ConfigError, match=words) as caught:
         OrbitServeConfig.from_yaml(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("owner", ["{admin: true}", "dynamic-library", "{tenant: acme, admn: true}", "7"])
+def test_an_error_does_not_say_a_key(tmp_path: Path, checkpoint: Path, owner: str):
+    path = written(tmp_path, f"model: {{path: {checkpoint}}}\nhttp: {{api_keys: {{hush-hush: {owner}}}}}\n")
+    with pytest.raises(ConfigError, match=r"http\.api_keys\.\*\*\*") as caught:
+        OrbitServeConfig.from_yaml(path)
+    assert "hush" not in "".join(traceback.format_exception(caught.value)).replace(str(path), "")
 
 
 def test_a_missing_file_is_named(tmp_path: Path):
@@ -96,7 +110,13 @@ def test_a_configuration_survives_being_written(tmp_path: Path, checkpoint: Path
 
 def test_secrets_are_not_written(checkpoint: Path):
     config = OrbitServeConfig.model_validate(
-        {"model": {"path": checkpoint}, "library": {"salt_secret": "hush-hush"}, "http": {"api_keys": {"hush": "acme"}}}
+        {
+            "model": {"path": checkpoint},
+            "library": {"salt_secret": "hush-hush", "storage_options": {"secret": "hush"}},
+            "files": {"storage_options": {"secret": "hush"}},
+            "precompute": {"storage_options": {"s3": {"secret": "hush"}}},
+            "http": {"api_keys": {"hush": "acme"}},
+        }
     )
     assert "hush" not in config.to_yaml()
     assert "hush-hush" not in repr(config)
@@ -173,6 +193,43 @@ def test_files_and_requests_have_one_secret(tmp_path: Path, checkpoint: Path):
     assert (secret("a", "''"), secret("''", "a"), secret("a", "a"), secret("''", "''")) == ("a", "a", "a", "")
     with pytest.raises(ConfigError, match=r"library\.salt_secret and files\.salt_secret differ"):
         secret("a", "b")
+
+
+def test_files_are_reached_as_a_library_behind_a_like_url_is():
+    def options(files_url: str, **own: str) -> dict[str, str]:
+        library = {"url": "s3://bucket/library", "storage_options": {"key": "library's"}}
+        files = {"storage_options": own}
+        values = {"model": {"path": "x"}, "library": library, "files": files, "files_url": files_url}
+        return OrbitServeConfig.model_validate(values).files.storage_options
+
+    assert options("s3://other/files") == {"key": "library's"}
+    assert options("s3://other/files", key="its own") == {"key": "its own"}
+    assert options("gs://other/files") == options("files") == {}
+
+
+def test_what_the_try_out_of_s3_prints_is_a_configuration():
+    server = object.__new__(S3Server)
+    server._ports = {"proxy": 1234}
+    config = OrbitServeConfig.model_validate({"model": {"path": "x"}, **yaml.safe_load(server.configuration("pages"))})
+    assert (config.library.url, config.files_url) == ("s3://pages/library", "s3://pages/files")
+    assert config.library.storage_options == config.files.storage_options == server.storage_options()
+
+
+@pytest.mark.parametrize(("cpu", "expected"), [(True, (0, 0, 0, 0, 0.5)), (False, (1, 2, 3, 0, 0.5))])
+def test_replicas_with_an_engine_get_a_gpu_a_rank_where_vllm_is_built_for_them(
+    monkeypatch: pytest.MonkeyPatch, cpu: bool, expected: tuple[float, ...]
+):
+    monkeypatch.setattr("serving.config.is_cpu_build", lambda: cpu)
+    config = OrbitServeConfig.model_validate(
+        {
+            "model": {"path": "x"},
+            "prefill": {"tensor_parallel_size": 2},
+            "decode": {"tensor_parallel_size": 3},
+            "patch": {"num_gpus": 0.5},
+        }
+    )
+    roles = (config.vision, config.prefill, config.decode, config.ingress, config.patch)
+    assert tuple(role.gpus for role in roles) == expected
 
 
 def test_a_section_that_is_none_is_named(tmp_path: Path):

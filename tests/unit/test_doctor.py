@@ -1,18 +1,31 @@
 """The doctor: every problem is one finding with a remedy, whatever the probe behind it does."""
 
 import io
+import json
 import socket
 import sys
 from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import metadata
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from kvstore.settings import LibrarySettings
+from kvstore.settings import FileSettings, LibrarySettings
 from serving import doctor
-from serving.doctor import CheckResult, check_disk, check_library, check_packages, check_port, print_report, run_probe
+from serving.doctor import (
+    CheckResult,
+    check_disk,
+    check_files,
+    check_library,
+    check_packages,
+    check_port,
+    print_report,
+    run_probe,
+)
 
 
 def probe_that_runs(code: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **options: object) -> list[CheckResult]:
@@ -51,6 +64,32 @@ def test_a_taken_port_fails_and_a_free_one_passes() -> None:
     assert check_port(port).ok
 
 
+@pytest.mark.parametrize(
+    ("status", "said", "ours"),
+    [
+        (200, {"status": "ok"}, True),
+        (503, {"status": "unhealthy", "reason": "decode did not answer"}, True),
+        (200, "success", False),
+        (404, {"detail": "Not Found"}, False),
+    ],
+)
+def test_a_port_that_orbitserve_has_passes(status: int, said: Any, ours: bool) -> None:
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(said).encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        Thread(target=server.handle_request, daemon=True).start()
+        found = check_port(server.server_port)
+    assert found.ok is ours
+    assert ("in use by a running OrbitServe" in found.detail) is ours
+
+
 def test_too_little_disk_fails_with_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_disk(tmp_path).remedy == "" or not check_disk(tmp_path).ok
     monkeypatch.setattr(doctor, "MIN_DISK_BYTES", 1 << 60)
@@ -65,6 +104,40 @@ def test_a_library_whose_tiers_answer_passes_and_keeps_nothing(tmp_path: Path) -
     assert [result.name for result in results] == ["library directory", "library URL"]
     assert all(result.ok for result in results)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_the_place_of_files_is_tried_with_its_options(tmp_path: Path) -> None:
+    assert check_files(str(tmp_path / "files"), FileSettings()).ok
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    wrong = check_files("s3://bucket/files", FileSettings(storage_options={"endpoint_url": "no address"}))
+    unknown = check_files("no-such-scheme://somewhere", FileSettings())
+    assert not wrong.ok
+    assert not unknown.ok
+    assert "`files_url` or `files.storage_options`" in unknown.remedy
+
+
+@pytest.mark.parametrize(
+    ("detail", "words"),
+    [
+        ("exit status 1: ValueError: No available memory for the cache blocks.", "prefill.kv_cache_gib"),
+        ("exit status 1: ValueError: To serve one request with the model's max seq len (9)", "model.max_model_len"),
+        ("exit status 1: torch.OutOfMemoryError: CUDA out of memory.", "free memory"),
+        ("exit status 1: RuntimeError: DefaultCPUAllocator: can't allocate memory", "free memory"),
+        ("exit status -9: loading", "free memory"),
+        ("no result within 180 s", "less busy"),
+        ("log-probability off by 0.4", "do not serve with this engine"),
+    ],
+)
+def test_what_to_do_about_an_engine_depends_on_what_it_said(
+    monkeypatch: pytest.MonkeyPatch, detail: str, words: str
+) -> None:
+    def probe(name: str, *_: str, remedy: str, **__: Any) -> list[CheckResult]:
+        return [CheckResult(name, False, detail, remedy), CheckResult(name, True, "out of memory, not")]
+
+    monkeypatch.setattr(doctor, "run_probe", probe)
+    failed, passed = doctor.run_doctor(ports=())[-2:]
+    assert words in failed.remedy
+    assert passed.remedy == ""
 
 
 def test_a_tier_that_does_not_answer_is_named_with_its_setting(tmp_path: Path) -> None:

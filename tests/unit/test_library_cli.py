@@ -261,6 +261,21 @@ def test_another_models_records_are_refused_by_name(tmp_path: Path, records: lis
     assert len(listed(str(tmp_path / "other"))) == 5
 
 
+def test_the_configured_directory_is_made(tmp_path: Path, records: list[Record]) -> None:
+    fill(str(tmp_path / "library"), records)
+    run("export", str(tmp_path / "x.tar"), "--library", str(tmp_path / "library"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    config, library = tmp_path / "config.yaml", tmp_path / "new" / "library"
+    config.write_text(f"model: {{path: {tmp_path}/model}}\nlibrary: {{directory: {library}}}\n")
+    shown = run("import", str(tmp_path / "x.tar"), "--config", str(config), status=1).output
+    assert "0 added, 0 already there, 4 refused" in shown, "they are of another model"
+    run("import", str(tmp_path / "x.tar"), "--config", str(config), "--any-model")
+    assert len(listed(str(library))) == 4
+    (tmp_path / "file").write_text("no directory")
+    assert "cannot make" in run("import", "x.tar", "--library", str(tmp_path / "file" / "x"), status=2).output
+
+
 def test_damaged_records_are_refused_by_name(tmp_path: Path, records: list[Record]) -> None:
     fill(str(tmp_path / "library"), records)
     run("export", str(tmp_path / "exported"), "--library", str(tmp_path / "library"))

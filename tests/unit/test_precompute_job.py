@@ -172,6 +172,21 @@ def test_a_dry_run_reads_the_manifest_alone_and_fails_for_bad_entries(checkpoint
     assert CliRunner().invoke(app, [*arguments, "--limit", "2"]).exit_code == 0
 
 
+def test_content_is_of_a_tenant_with_a_key(checkpoint: Path, tmp_path: Path):
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages" / "1.png").touch()
+    config = tmp_path / "config.yaml"
+    config.write_text(f"model: {{path: {checkpoint}}}\nhttp: {{api_keys: {{hush: acme}}}}\n")
+    arguments = ["precompute", str(tmp_path / "pages"), "--config", str(config), "--dry-run"]
+    refused = CliRunner().invoke(app, arguments)
+    assert refused.exit_code == 2
+    assert "no API key is of tenant 'local'" in refused.output
+    for tenant in ("acme", "dynamic-library"):
+        good = CliRunner().invoke(app, [*arguments, "--tenant", tenant])
+        assert good.exit_code == 0
+        assert f"tenants: {tenant} (1)" in good.output
+
+
 @pytest.mark.parametrize("arguments", [["missing.jsonl"], ["missing.jsonl", "--dry-run"]])
 def test_an_unusable_manifest_ends_the_command_with_an_error(checkpoint: Path, arguments: list[str]):
     result = CliRunner().invoke(app, ["precompute", "--model", str(checkpoint), *arguments])

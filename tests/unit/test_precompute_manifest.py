@@ -13,7 +13,16 @@ import pyarrow.parquet as pq
 import pytest
 from s3_mock import s3_mock
 
-from serving.precompute_manifest import Entry, ImageSource, Manifest, ManifestError, file_system, from_table, to_table
+from serving.precompute_manifest import (
+    Entry,
+    ImageSource,
+    Manifest,
+    ManifestError,
+    Owners,
+    file_system,
+    from_table,
+    to_table,
+)
 
 
 def write_lines(folder: Path, *lines: object) -> str:
@@ -89,6 +98,21 @@ def test_a_bad_entry_says_what_is_wrong_and_the_next_one_is_read(tmp_path: Path,
     assert bad.error is not None
     assert re.search(reason, bad.error)
     assert good.error is None
+
+
+def test_what_names_no_tenant_is_the_jobs_and_what_no_key_reaches_is_refused(tmp_path: Path):
+    (tmp_path / "a.png").touch()
+    lines = ({"path": "1.png", "tenant": who} for who in (None, "bob", "dynamic-library", "carol"))
+    location = write_lines(tmp_path, *lines)
+    owners = Owners("alice", frozenset({"alice", "bob"}))
+    *good, bad = Manifest(location, owners=owners).entries()
+    assert [(entry.tenant, entry.error) for entry in good] == [(t, None) for t in ("alice", "bob", "dynamic-library")]
+    assert bad.error is not None
+    assert "no API key is of tenant 'carol'" in bad.error
+    assert [entry.tenant for entry in Manifest(str(tmp_path), owners=owners).entries()] == ["alice"]
+    assert [entry.tenant for entry in Manifest(str(tmp_path), owners=Owners("carol")).entries()] == ["carol"]
+    with pytest.raises(ManifestError, match=r"no API key is of tenant 'local': .* name one of alice, bob, dynamic"):
+        Manifest(str(tmp_path), owners=Owners(known=owners.known))
 
 
 def test_a_row_names_one_image_or_a_set_and_may_carry_it(tmp_path: Path):
