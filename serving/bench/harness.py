@@ -14,6 +14,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -130,17 +131,16 @@ def report(benchmark: Benchmark, outcome: Outcome, command: str, quick: bool) ->
 
 def environment() -> dict[str, Any]:
     """When, with which versions and on what machine something was measured, for its report."""
+    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions(), "machine": machine()}
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that computing depends on, as far as they are installed."""
     installed = {}
     for package in _PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             installed[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version(), **installed},
-        "machine": machine(),
-    }
+    return {"python": platform.python_version(), **installed}
 
 
 def _defined(cells: Mapping[str, float]) -> dict[str, float]:

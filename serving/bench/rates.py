@@ -15,7 +15,8 @@ compiles. That is pairs, whose sums serve every set; parts of sets besides (`pre
 sums' weighing, and their compiling take longer than all the rest. Rates are multiples of the pace at which vLLM
 answered the second half of the first part. It *saturates* at the first rate of whose requests it completes less than
 `measures.SATURATED` a second; arms that saturate are not asked at rates above both that one and their own. An arm's
-throughput is the most that it completed a second at any rate.
+throughput is the most that it completed a second at any rate: of one that never saturates (`saturates_at`) a lower
+bound.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
             warmup=scale.warmup,
             prefill=prefill,
             vllm_one_at_a_time_rps=round(capacity, 4),
-            vllm_saturates_at=saturation_rate(runs["prefix"]),
+            saturates_at={name: saturation_rate(measured) for name, measured in runs.items()},
             stopped=stopped,
         ),
         [load_arms.harness_arm(arm, runs[arm.name]) for arm in arms],

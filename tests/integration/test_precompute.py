@@ -35,6 +35,7 @@ from serving.precompute_manifest import Manifest
 pytestmark = pytest.mark.engine
 
 PREFIX = "Answer in one word."
+STORED_WITHIN_SECONDS = 300
 SINGLE = range(24)  # images that are entries of their own
 BAD = {"broken.png": "not an image", "missing.png": "no such file", "empty.png": "0 bytes"}
 
@@ -105,22 +106,34 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 def kill_once_it_has_stored(patches: int, manifest: Path, config: Path, library: Path) -> None:
-    """Run the command and kill it, with -9, when so many patches are stored; then wait until its workers are gone."""
+    """Run the command and kill it, with -9, when so many patches are stored; then wait until its workers are gone.
+
+    However that goes, nothing of it is left running.
+    """
     command = [sys.executable, "-c", "from serving.cli import main; main()", "precompute", str(manifest)]
     process = subprocess.Popen([*command, "--config", str(config), "--workers", "1"])
-    while kinds(list(records(library)))["patch"] < patches:
-        assert process.poll() is None, "the job ended by itself"
-        time.sleep(0.005)
-    family = psutil.Process(process.pid).children(recursive=True)
-    workers = [child for child in family if "Worker" in child.name()]
-    assert workers
-    process.kill()
-    process.wait()
-    _, alive = psutil.wait_procs(workers, timeout=30)
-    assert not alive, "workers survived the job"
-    for agent in family:  # of Ray; they would notice within a minute
-        with suppress(psutil.NoSuchProcess):
-            agent.kill()
+    family: list[psutil.Process] = []
+    deadline = time.monotonic() + STORED_WITHIN_SECONDS
+    try:
+        while kinds(list(records(library)))["patch"] < patches:
+            assert process.poll() is None, "the job ended by itself"
+            assert time.monotonic() < deadline, f"in {STORED_WITHIN_SECONDS} s it has not stored {patches} patches"
+            time.sleep(0.005)
+        family = psutil.Process(process.pid).children(recursive=True)
+        workers = [child for child in family if "Worker" in child.name()]
+        assert workers
+        process.kill()
+        process.wait()
+        _, alive = psutil.wait_procs(workers, timeout=30)
+        assert not alive, "workers survived the job"
+    finally:
+        if process.poll() is None:
+            family = psutil.Process(process.pid).children(recursive=True)
+            process.kill()
+            process.wait()
+        for agent in family:  # of Ray; they would notice within a minute
+            with suppress(psutil.NoSuchProcess):
+                agent.kill()
 
 
 def test_every_good_entry_is_done_and_every_bad_one_named_with_its_reason(job: Job):

@@ -18,7 +18,7 @@ from kvstore_support import FINGERPRINT, canonical
 from tcp_proxy import TcpProxy
 from tier_conformance import TierConformance, buffers
 
-from infra.s3_server import S3Server, S3ServerUnavailable, s3_server
+from infra.s3_server import S3Server, S3ServerUnavailable, install, s3_server
 from kvstore.errors import BlobReplaced, TierUnavailable
 from kvstore.format import CanonicalRecord, encode
 from kvstore.library import Library
@@ -34,10 +34,11 @@ OpenLibrary = Callable[..., Library]
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
     try:
-        with s3_server() as running:
-            yield running
+        install()
     except S3ServerUnavailable as reason:
         pytest.skip(f"no S3 server here: {reason}")
+    with s3_server() as running:  # what is installed has to start
+        yield running
 
 
 @pytest.fixture

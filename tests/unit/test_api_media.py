@@ -260,22 +260,22 @@ async def test_an_image_is_fetched_where_that_is_allowed(files: FileStore, web: 
 
 
 @pytest.mark.parametrize(
-    ("path", "error", "words"),
+    ("path", "error", "words", "timeout_s"),
     [
-        ("/none", InvalidRequest, "404"),
-        ("/big", TooLarge, "larger than 4096"),
-        ("/loop", InvalidRequest, "redirects"),
-        ("/inside", InvalidRequest, "not a public address"),
-        ("/nowhere", InvalidRequest, "304"),
-        ("/broken", InvalidRequest, "could not be fetched"),
-        ("/bomb", InvalidRequest, r"came encoded \(gzip, gzip\)"),
-        ("/dripping", InvalidRequest, "not fetched within 0.5 s"),
+        ("/none", InvalidRequest, "404", 30),
+        ("/big", TooLarge, "larger than 4096", 30),
+        ("/loop", InvalidRequest, "redirects", 30),
+        ("/inside", InvalidRequest, "not a public address", 30),
+        ("/nowhere", InvalidRequest, "304", 30),
+        ("/broken", InvalidRequest, "could not be fetched", 30),
+        ("/bomb", InvalidRequest, r"came encoded \(gzip, gzip\)", 30),
+        ("/dripping", InvalidRequest, "not fetched within 0.5 s", 0.5),
     ],
 )
 async def test_a_fetch_that_goes_wrong_says_how(
-    files: FileStore, web: str, path: str, error: type[Exception], words: str
+    files: FileStore, web: str, path: str, error: type[Exception], words: str, timeout_s: float
 ):
-    allowed = resolver(files, allow_http_images=True, max_image_bytes=4096, http_image_timeout_s=0.5)
+    allowed = resolver(files, allow_http_images=True, max_image_bytes=4096, http_image_timeout_s=timeout_s)
     with pytest.raises(error, match=words):
         await allowed.resolve_messages(ask(image_part(web + path)), "local")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,9 @@ from prefill_workers.measured import measured
 from prefill_workers.plan import ChunkSpan
 from prefill_workers.selection import MEASURED_LAYER
 from prefill_workers.settings import FidelitySettings
-from serving.bench.fidelity import masses, online, prefix, storage
-from serving.bench.fidelity.arms import TOKEN_ARMS, Arms, PageKV
-from serving.bench.fidelity.bench import BENCHMARK, KINDS, MARGIN, TARGETS, figures_of, to_be_kept
+from serving.bench.fidelity import envelope, masses, online, prefix, storage
+from serving.bench.fidelity.arms import TOKEN_ARMS, Arms, PageKV, Repaired, computed_share
+from serving.bench.fidelity.bench import BENCHMARK, COMPOSE_UP_TO, KINDS, MARGIN, TARGETS, figures_of, to_be_kept
 from serving.bench.fidelity.composition import BEHIND, holds_up_to
 from serving.bench.fidelity.reader import Page, Place, Prompt, _kept
 from serving.bench.fidelity.scores import Scores, figures, summary
@@ -121,6 +122,19 @@ def test_a_partial_prefill_computes_the_deep_layers_of_every_token(layout: Layou
     assert repaired.apart == layout.layers - round(layout.layers / 2)
     assert repaired.computed(0) == round(layout.layers / 2) / layout.layers
     assert repaired.nbytes == TOKENS * HIDDEN * 4  # the hidden states where the deep layers begin
+
+
+def test_what_one_page_measures_is_computed_of_all_pages_before_it(layout: Layout):
+    def page(tokens: int, measured: int = 0, again: int = 0) -> Repaired:
+        return Repaired(torch.zeros(layout.layers, tokens, layout.features), torch.arange(again), measured=measured)
+
+    first, behind = 2 / layout.layers, [page(TOKENS), page(TOKENS)]
+    assert computed_share([*behind, page(TOKENS, measured=2)]) == pytest.approx(first)
+    assert computed_share([page(TOKENS, measured=2), *behind]) == pytest.approx(first / 3)
+    assert computed_share([page(3 * TOKENS), page(TOKENS, measured=2), page(TOKENS)]) == pytest.approx(first * 4 / 5)
+    # of a page whose tokens are computed again, all in the measured layers and those tokens in the others
+    again = first + (1 - first) * 3 / TOKENS
+    assert computed_share([page(TOKENS, again=3), page(TOKENS, measured=2)]) == pytest.approx((again + first) / 2)
 
 
 @pytest.mark.parametrize("percent", [12, 25, 50])
@@ -297,7 +311,11 @@ def test_what_lies_beside_the_models_weights_is_what_the_recorded_table_says(kin
     shipped, document = measured(weights(family)), recorded(kind)
     assert (shipped is None) == (document is None)
     if shipped is not None and document is not None:
-        assert to_be_kept(kind, figures_of(kind, document["tables"])) == shipped
+        found = figures_of(kind, document["tables"])
+        assert to_be_kept(kind, found) == shipped
+        told = {name: value for name, value in document["figures"].items() if f".{COMPOSE_UP_TO}" in name}
+        assert told
+        assert told.items() <= found.items(), "by an older rule"
 
 
 @pytest.mark.parametrize(("kind", "family"), KINDS.items())
@@ -312,12 +330,19 @@ def test_the_bundled_model_ships_what_was_measured_of_it():
     assert measured(weights(DEFAULT_MODEL)) is not None
 
 
-def accuracies(exact: float = 0.9, **by_split: dict[int, float]) -> dict[str, dict[str, dict[str, float]]]:
+def accuracies(
+    exact: float | Sequence[float] = 0.9, **by_split: dict[int, float]
+) -> dict[str, dict[str, dict[str, float]]]:
     """Tables in which exact and own patches answer so many of the questions, and sums as given, by antecedents."""
-    return {
-        split: {f"{BEHIND}{size}": {"exact": exact, "own": exact, "measured": right} for size, right in sums.items()}
-        for split, sums in by_split.items()
-    }
+
+    def rows(sums: dict[int, float]) -> dict[str, dict[str, float]]:
+        answered = [exact] * len(sums) if isinstance(exact, float) else exact
+        return {
+            f"{BEHIND}{size}": {"exact": of, "own": of, "measured": right}
+            for (size, right), of in zip(sums.items(), answered, strict=True)
+        }
+
+    return {split: rows(sums) for split, sums in by_split.items()}
 
 
 @pytest.mark.parametrize(
@@ -340,6 +365,20 @@ def test_what_a_model_cannot_answer_tells_nothing_of_sums():
     answered, unanswered = accuracies(multi={2: 0.9, 3: 0.9}), accuracies(0.45, chain={2: 0.3, 3: 0.45})
     assert holds_up_to(answered | unanswered) == 3
     assert holds_up_to(unanswered) == 0
+
+
+@pytest.mark.parametrize(
+    ("exact", "sums", "expected"),
+    [
+        ([0.83, 0.99], {2: 0.83, 3: 0.96}, 2),  # answered behind three only, where sums lose
+        ([0.83, 0.99], {2: 0.83, 3: 0.98}, 3),
+        ([0.83, 0.99], {2: 0.7, 3: 0.99}, 0),
+        ([0.95, 0.8, 0.6], {2: 0.95, 3: 0.8, 4: 0.5}, 3),
+    ],
+)
+def test_a_split_that_the_model_answers_behind_some_number_is_judged_behind_all(exact: list[float], sums: dict, expected: int):
+    others = accuracies(multi={2: 0.9, 3: 0.9, 4: 0.9})
+    assert holds_up_to(others | accuracies(exact, tally=sums)) == expected
 
 
 def test_sums_are_weighed_by_what_needs_no_forward_where_that_holds_as_far():
@@ -386,6 +425,17 @@ def test_measured_weights_are_those_of_the_second_layer(layout: Layout):
     torch.testing.assert_close(
         weighted_sum(base, pairs, torch.ones(3, 1, 1)).dense(), compose(pairs, 1.0, base).dense()
     )
+
+
+def test_only_reuses_that_the_rule_allows_can_be_false():
+    def scores(changed: bool) -> dict[str, Scores]:
+        return {"exact": scored(1, 1), "stale": scored(1, 2 if changed else 1), "orbit": scored(1, 1)}
+
+    allowed = [one.name for one in envelope.SITUATIONS if "stale" in one.served]
+    assert 0 < len(allowed) < len(envelope.SITUATIONS)
+    for wrong in (allowed, [one.name for one in envelope.SITUATIONS if one.name not in allowed]):
+        found = dict(envelope.false_reuse({one.name: scores(one.name in wrong) for one in envelope.SITUATIONS}))
+        assert found == {"own": 0.5 if wrong is allowed else 0.0, "orbit": 0.0}
 
 
 def test_alarms_follow_the_rolling_mean_of_the_check():

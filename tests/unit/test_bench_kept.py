@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from infra import cpu_kernels, openmp, vllm_env, vllm_plugin
+from prefill_workers import engine
+from serving.bench.fidelity import bench
 from serving.bench.kept import Kept
 
 
@@ -38,6 +41,23 @@ def test_what_was_measured_of_something_else_or_by_other_code_is_measured_again(
     (code / "a.py").write_text("2")
     Kept(tmp_path, "a model", [code]).once("single", counted(calls, "again"))
     assert calls[2:] == ["again"]
+
+
+def test_tables_are_measured_again_with_other_packages_and_of_other_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    calls: list[str] = []
+    vllm = "1"
+    monkeypatch.setattr(bench, "versions", lambda: {"vllm": vllm})
+    for fingerprint, vllm in (("a", "1"), ("a", "1"), ("b", "1"), ("a", "2"), ("b", "1")):
+        bench.kept_parts(tmp_path, "qwen2_5_vl", fingerprint, 24).once("split", counted(calls, fingerprint + vllm))
+    assert calls == ["a1", "b1", "a2"]
+
+
+def test_the_code_whose_tables_are_kept_is_there_and_what_runs_the_engine_is_of_it():
+    files = {path for part in bench._CODE for path in (part.glob("*.py") if part.is_dir() else [part])}
+    assert all(path.exists() for path in files)
+    assert {Path(module.__file__) for module in (cpu_kernels, openmp, vllm_env, vllm_plugin, engine)} <= files
 
 
 def test_a_part_that_failed_is_not_kept(tmp_path: Path):

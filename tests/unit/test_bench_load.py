@@ -70,6 +70,12 @@ def test_arms_are_asked_until_they_and_prefix_caching_have_saturated():
     assert not rates._is_done(runs | {"fast": at_rates(0.1, 0.5, 2.0)}, "fast")
 
 
+def test_an_arm_saturates_at_the_first_rate_that_it_does_not_serve_or_never():
+    assert rates.saturation_rate(at_rates(0.5, 0.5, 2.0, 4.0, 8.0)) == "4"  # two a second
+    assert rates.saturation_rate(at_rates(0.05, 0.5, 2.0, 4.0)) is None
+    assert rates.saturation_rate({}) is None
+
+
 def test_tables_and_arms_hold_what_was_measured_and_leave_out_what_was_not():
     subject = Subject(Endpoint("http://127.0.0.1:9"), workload("mrag"))
     arm = load_arms.LoadArm("auto", "ours", subject, lambda: None)

@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 
+from serving.bench.catalogue import BENCHMARKS
+from serving.loadtest.arrivals import poisson
+from serving.loadtest.measures import SATURATED
+
 RESULTS = Path("tests/benchmarks/results")
 DOCUMENTS = (Path("README.md"), Path("tests/benchmarks/README.md"))
 ARMS = {
@@ -106,16 +110,89 @@ def under_load() -> Table:
     return next(table for _, table in tables(DOCUMENTS[1]) if "under load" in table[0])
 
 
+def by_benchmark(table: Table) -> Iterator[tuple[str, dict[str, str]]]:
+    """Every row with its benchmark, which its first cell names or that of a row above."""
+    benchmark, first = "", next(iter(table[0]))
+    for row in table:
+        if named := re.match(r"`([\w-]+)`", row[first]):
+            benchmark = named[1]
+        yield benchmark, row
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 def test_what_comes_under_load_is_what_was_measured(machine: str):
-    benchmark, seen = "", set()
-    for row in under_load():
-        if named := re.match(r"`([\w-]+)`", row["under load"]):
-            benchmark = named[1]
+    seen = set()
+    for benchmark, row in by_benchmark(under_load()):
         if (known := (benchmark, row[""])) in UNDER_LOAD:
             name, value = UNDER_LOAD[known]
             expected = value(record(f"{name}-{MACHINES[machine]}"))
-            digits = len(row[machine].strip("*").partition(".")[2])
-            assert row[machine].strip("*") == f"{expected:.{digits}f}", known
+            (number,) = re.findall(r"\d+\.\d+", row[machine])
+            assert number == f"{expected:.{len(number.partition('.')[2])}f}", known
             seen.add(known)
     assert seen == UNDER_LOAD.keys()
+
+
+def saturates(report: Any, arm: str) -> bool:
+    """Whether an arm of `rates` saturates at the highest rate that it was asked at; its arrivals are drawn again."""
+    workload, completed = report["workload"], report["tables"]["completed a second"][arm]
+    rate = max(map(float, completed))
+    count = dict(zip(workload["rates"], workload["requests_of_a_turn"], strict=True))[rate]
+    turns = [poisson(rate, count, seed) for seed in range(workload["turns"])]
+    spans = [(due[-1].at - due[0].at) / (count - 1) for due in turns]
+    return completed[f"{rate:g}"] < SATURATED * len(spans) / sum(spans)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_what_never_saturated_is_told_as_a_bound(machine: str):
+    report, cells = record(f"rates-{MACHINES[machine]}"), {}
+    for benchmark, row in by_benchmark(under_load()):
+        if benchmark == "rates" and "over" in row[""] and "TTFT" not in row[""]:
+            cells[next(arm for arm in ("cacheblend-15", "full-reuse", "vLLM") if arm in row[""])] = row[machine]
+    assert len(cells) == 3
+    ours = saturates(report, "auto-placed")
+    for arm, cell in cells.items():
+        theirs = saturates(report, "prefix" if arm == "vLLM" else arm)
+        bound = {(True, True): "", (False, True): "at least", (True, False): "at most", (False, False): "at one rate"}
+        assert re.sub(r"[\d.]+", "", cell).strip() == bound[ours, theirs], arm
+
+
+WITH_AIMS = [table for _, table in tables(DOCUMENTS[1]) if "aimed at" in table[0]]
+AIMED = [
+    pytest.param(benchmark, row[""], row[machine], row["aimed at"], id=f"{benchmark}: {row['']}, {machine}")
+    for table in WITH_AIMS
+    for benchmark, row in by_benchmark(table)
+    for machine in MACHINES
+    if row["aimed at"] and row[machine]
+]
+FIRST, LAST = 0, -1
+AIMED_AT_ONE = {"patch-apply": LAST, "weighing": FIRST}  # of a cell's numbers
+
+
+def judged(benchmark: str, cell: str, aimed: str) -> list[tuple[float, bool, float]]:
+    """A cell's numbers outside of parentheses: each with whether it stands in bold and what is aimed at."""
+    outside = re.sub(r"\(.*?\)", "", cell).split("**")
+    numbers = [(number, bool(i % 2)) for i, part in enumerate(outside) for number in told(part)]
+    if aimed == "twice":
+        ((ours, bold), (theirs, beside)) = numbers
+        assert bold == beside
+        return [(ours / theirs, bold, 2.0)]
+    if benchmark in AIMED_AT_ONE:
+        place = AIMED_AT_ONE[benchmark]
+        assert not any(bold for _, bold in set(numbers) - {numbers[place]})
+        numbers = [numbers[place]]
+    aims = told(aimed) * (1 if len(told(aimed)) > 1 else len(numbers))
+    return [(*number, aim) for number, aim in zip(numbers, aims, strict=True)]
+
+
+@pytest.mark.parametrize(("benchmark", "what", "cell", "aimed"), AIMED)
+def test_what_misses_its_target_stands_in_bold_and_nothing_else_does(benchmark: str, what: str, cell: str, aimed: str):
+    for number, bold, aim in judged(benchmark, cell, aimed):
+        (comparison,) = {how for how, target in BENCHMARKS[benchmark].targets.values() if target == aim}
+        missed = number > aim if comparison == "<=" else number < aim
+        assert bold == missed, (what, number, f"{comparison} {aim:g}")
+
+
+def test_nothing_stands_in_bold_where_nothing_is_aimed_at():
+    rows = [row for table in WITH_AIMS for row in table]
+    assert len(rows) > len(AIMED) / 2
+    assert not [row for row in rows if not row["aimed at"] and any("**" in cell for cell in row.values())]

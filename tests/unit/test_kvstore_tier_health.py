@@ -106,6 +106,32 @@ def test_nobody_joins_a_load_that_is_stuck_in_a_tier_that_is_left_alone(make_lib
     assert [action for action, _ in stuck.calls].count("get") == 1, "nor is it asked for what had waited"
 
 
+def test_a_read_that_somebody_gave_up_on_is_not_waited_for_while_it_goes_on(make_library: MakeLibrary) -> None:
+    record, slow = canonical(), HeldTier(MemoryTier(), "get")
+    with Library(LibrarySettings(), FINGERPRINT, [slow.inner]) as writer:
+        writer.put_canonical(record)
+    library = make_library(slow, load_timeout_s=0.5, load_threads=2, tier_failures=2)
+    assert library.get_canonical(record.key, "acme") is None
+    loading, began = library.load("canonical", record.key, "acme"), time.monotonic()
+    assert library.wait(loading) is None
+    assert time.monotonic() - began < 0.3
+    stats = library.stats()
+    assert (stats.timeouts, stats.tier_errors) == (2, 1), "the tier is to blame once"
+    slow.release.set()
+    assert loading.result(5) is not None
+    assert library.wait(loading) is not None
+
+
+def test_all_that_is_waited_for_until_a_time_is_given_up_then(make_library: MakeLibrary) -> None:
+    silent = HeldTier(MemoryTier(), "get")
+    library = make_library(silent, load_timeout_s=10, load_threads=4, tier_failures=9)
+    loads = [library.load("canonical", canonical(name).key, "acme") for name in "abc"]
+    until = time.monotonic() + 0.3
+    assert [library.wait(loading, until) for loading in loads] == [None] * 3
+    assert time.monotonic() < until + 0.5
+    silent.release.set()
+
+
 @pytest.mark.parametrize("deleted", [False, True])
 def test_a_load_that_was_passed_by_still_warms_memory(make_library: MakeLibrary, deleted: bool) -> None:
     record, stuck = canonical(), HoldsWhatItRead(MemoryTier())
@@ -235,15 +261,17 @@ def test_loads_that_wait_for_a_silent_tier_keep_nobody_from_the_others(make_libr
     record, near, silent = canonical("near"), MemoryTier(), HeldTier(MemoryTier(), "get")
     with Library(LibrarySettings(), FINGERPRINT, [near]) as writer:
         writer.put_canonical(record)
-    settings = {"load_threads": 2, "load_timeout_s": 0.5, "tier_failures": 2, "tier_cooldown_s": 3600}
+    settings = {"load_threads": 2, "load_timeout_s": 0.1, "tier_failures": 2, "tier_cooldown_s": 3600}
     library = make_library(near, silent, **settings)
     absent = [library.load("canonical", canonical(name).key, "acme") for name in "abcd"]
-    assert silent.entered.wait(5)
-    assert library.get_canonical(record.key, "acme") is not None
+    deadline = time.monotonic() + 5
+    while len(silent.calls) < settings["load_threads"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert library.load("canonical", record.key, "acme").result(5) is not None, "while the other is silent"
     assert [library.wait(loading) for loading in absent[:2]] == [None, None]
-    began = time.monotonic()
-    assert library.get_canonical(canonical("e").key, "acme") is None
-    assert time.monotonic() - began < 0.25  # by now the silent tier is left alone: a miss at once
+    later = canonical("e").key
+    assert library.load("canonical", later, "acme").result(5) is None, "the silent tier is left alone by now"
+    assert not any(later in key for _, key in silent.calls)
     silent.release.set()
     wait_for(absent, 5)
 
@@ -254,11 +282,9 @@ def test_a_look_up_waits_no_longer_than_a_load(make_library: MakeLibrary):
     record = canonical()
     with_it.put_canonical(record)
     with_it.flush()
-    slow = SlowTier(inner)
-    library = make_library(slow, load_timeout_s=0.1)
-    assert library.has("canonical", record.key, "acme")
-    slow.latency_s = 1.0
-    began = time.monotonic()
-    assert not library.has("canonical", record.key, "acme")
-    assert time.monotonic() - began < 0.9
+    assert make_library(inner, load_timeout_s=30).has("canonical", record.key, "acme")
+    silent = HeldTier(inner, "contains")
+    library = make_library(silent, load_timeout_s=0.1)
+    assert not library.has("canonical", record.key, "acme"), "it would be found if it were waited for"
     assert library.stats().timeouts == 1
+    silent.release.set()

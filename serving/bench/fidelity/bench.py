@@ -29,7 +29,7 @@ from serving.bench.fidelity.tables import (
     loses,
     tables,
 )
-from serving.bench.harness import UNCERTAINTY, Benchmark, Outcome
+from serving.bench.harness import UNCERTAINTY, Benchmark, Outcome, versions
 from serving.bench.kept import Kept
 
 ITEMS = 500
@@ -42,7 +42,7 @@ _CODE = [
     _ROOT / name
     for name in (
         "serving/bench/fidelity", "serving/segments.py", "prefill_workers", "kvstore", "infra/reference",
-        "infra/checkpoints",
+        "infra/checkpoints", "infra/cpu_kernels.py", "infra/openmp.py", "infra/vllm_env.py", "infra/vllm_plugin.py",
     )
 ]  # fmt: skip
 
@@ -97,12 +97,17 @@ def measured(
     try:
         with torch.inference_mode():
             study = Study(reader, FAMILIES[folder.name])
-            kept = Kept(work, (folder.name, reader.engine.fingerprint, items), _CODE)
+            kept = kept_parts(work, folder.name, reader.engine.fingerprint, items)
             for name, table in tables(study, items, kept, console):
                 console.print(f"  {kind}: {name}")
                 yield name, table
     finally:
         reader.close()
+
+
+def kept_parts(work: Path | None, family: str, fingerprint: str, items: int) -> Kept:
+    """The finished parts of a model's tables: what the same code measured with the same packages."""
+    return Kept(work, (family, fingerprint, items, versions()), _CODE)
 
 
 def figures_of(kind: str, whole: Tables) -> dict[str, float]:

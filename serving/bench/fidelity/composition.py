@@ -56,7 +56,7 @@ SIZES = {
 BEHIND = "|S| = "  # so many antecedents: a row of the table
 SHARES = (15, 30, 50)  # per cent of cacheblend
 MOST_LOST = 0.02  # accuracy: two of the 100 items of a table, from which chance cannot be told
-ANSWERED = 0.9  # accuracy of exact behind the fewest antecedents of a table: as much as acceptance asks of multi-hop
+ANSWERED = 0.9  # accuracy of exact, behind some number of antecedents: as much as acceptance asks of multi-hop
 _FITTED_ON = 16
 _ORDERS = 4  # of an orbit patch, at most
 
@@ -86,14 +86,15 @@ def holds_up_to(accuracies: Mapping[str, Mapping[str, Mapping[str, float]]], by:
     """The most antecedents whose pair patches a model's linker may sum (`compose_up_to`), weighed `by` an arm; 0: none.
 
     A split holds up to the largest |S| that it was measured behind, if there and behind every smaller one that arm is
-    at most MOST_LOST less accurate than `own`. The model's sums hold as far as all splits do that it answers
-    (ANSWERED): what lies beyond a split's measurements is not claimed, and of questions that it cannot answer either
-    way it loses nothing. A model that answers chains sums nothing: what comes through a page between is in no pair.
+    at most MOST_LOST less accurate than `own`. The model's sums hold as far as all splits do that it answers behind
+    some |S| (ANSWERED): what lies beyond a split's measurements is not claimed, and of questions that it cannot answer
+    either way it loses nothing. A model that answers chains sums nothing: what comes through a page between is in no
+    pair.
 
     Args:
         accuracies: by split the table of `|S| = n`, by arm.
     """
-    held = [_held(table, by) for table in accuracies.values() if _rows(table)[0][1]["exact"] >= ANSWERED]
+    held = [_held(table, by) for table in accuracies.values() if _answered(table)]
     most = min(held, default=0)
     return most if most > 1 else 0
 
@@ -105,6 +106,10 @@ def _held(table: Mapping[str, Mapping[str, float]], by: str) -> int:
             break
         held = size
     return held
+
+
+def _answered(table: Mapping[str, Mapping[str, float]]) -> bool:
+    return any(arms["exact"] >= ANSWERED for arms in table.values())
 
 
 def _rows(table: Mapping[str, Mapping[str, float]]) -> list[tuple[int, Mapping[str, float]]]:

@@ -15,6 +15,9 @@ own), and the prompt differs from that which taught them, or the patches are bro
 | sums | the last page by the weighted sum of its pair patches, as the linker measures it | composed |
 | plain sums | the same with every weight 1: a model that does not compose | composed |
 
+`other order` is one of those that the patches are averaged over, as that of `same` is; of orders that a patch has not
+seen tells `reorder`. Replaced pages are those of the next item.
+
 Checks are drawn at random from a situation's items, of all splits alike, in streams of `_CHECKS`. `alarms at b`: the
 share of streams whose rolling KL passes b nats at any time; `checks to b`: the median number of checks until it does.
 """
@@ -24,7 +27,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, permutations
+from itertools import islice, pairwise, permutations
 from typing import Any
 
 import numpy as np
@@ -93,20 +96,20 @@ def online(study: Study, count: int) -> dict[str, list[float]]:
     """KL of the online check in nats, by situation: `count` items of every split."""
     found: dict[str, list[float]] = defaultdict(list)
     for split in SPLITS:
-        drawn = items(study.reader, study.kind, split, count, FORM)
+        drawn = pairwise(items(study.reader, study.kind, split, count + 1, FORM))
         while group := list(islice(drawn, BATCH)):
             _check(study, group, found)
     return found
 
 
-def _check(study: Study, group: Sequence[Item], found: dict[str, list[float]]) -> None:
-    """Add every item's check in every situation; `replaced` pages are the next item's."""
+def _check(study: Study, group: Sequence[tuple[Item, Item]], found: dict[str, list[float]]) -> None:
+    """Add every first item's check in every situation; `replaced` pages are the second's."""
     reader, layout = study.reader, study.arms.layout
-    taught = [_taught(study, item) for item in group]
+    taught = [_taught(study, item) for item, _ in group]
     tokens = FidelitySettings().tokens
     for one in SITUATIONS:
         prompts = []
-        for item, other in zip(group, [*group[1:], group[0]], strict=True):
+        for item, other in group:
             pages = [*other.pages[: one.replaced], *item.pages[one.replaced :]]
             prompts.append(_tail(reader.prompt([pages[i] for i in one.order], item.question, "", **one.text), tokens))
         exact = reader.exact(prompts, keep=[-1])

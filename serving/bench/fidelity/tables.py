@@ -20,7 +20,7 @@ from serving.bench.fidelity.reader import Prompt
 from serving.bench.fidelity.scores import Scores, summary
 from serving.bench.fidelity.shape import Shape
 from serving.bench.fidelity.study import Study
-from serving.bench.harness import UNCERTAINTY
+from serving.bench.harness import UNCERTAINTY, machine
 from serving.bench.kept import Kept
 
 MAIN = ("accuracy", "kl", "eta", "flip_recover", "bytes_fraction", "computed")
@@ -198,7 +198,11 @@ def _of_composition(study: Study, few: int, kept: Kept) -> Iterator[tuple[str, T
 
 
 def _of_growth(study: Study, few: int, kept: Kept) -> Iterator[tuple[str, Table]]:
-    grown = {pages: kept.once(f"growth {pages}", partial(growth.growth, study, pages, few)) for pages in growth.PAGES}
+    """Its times are those of a machine: on another one they are measured again."""
+    grown = {
+        pages: kept.once(f"growth {pages} on {machine()}", partial(growth.growth, study, pages, few))
+        for pages in growth.PAGES
+    }
     yield "accuracy by pages", {mode: {str(n): grown[n][mode][0] for n in grown} for mode in growth.MODES}
     yield "median TTFT by pages, ms", {mode: {str(n): grown[n][mode][1] for n in grown} for mode in growth.MODES}
 
