@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextvars import Context
 from typing import TYPE_CHECKING, Any
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
@@ -167,6 +167,8 @@ async def _in_time(role: str, response: Any) -> None:
 def lost(error: Exception) -> RoleUnavailable:
     """Ray's word for it without what follows: ids, processes and addresses are for the log."""
     logger.warning("a role is not available: %s", error)
+    if isinstance(error, ActorUnavailableError):  # which names the replica's id before anything else
+        return RoleUnavailable("a replica does not answer")
     return RoleUnavailable(str(error).partition("\n")[0])
 
 
