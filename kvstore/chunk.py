@@ -12,12 +12,15 @@ different lists of fields share bytes and no key of one kind equals a key of ano
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
+import numpy as np
 from blake3 import blake3
 
 DYNAMIC_TENANT = "dynamic-library"  # owns what is derived from references alone; no API key may name it
 _SHARED = "shared-"
 _THREADED_BYTES = 4 << 20  # BLAKE3 gains from a second thread above about this size
+_PREFIXES = 64  # whose bytes are kept: a request names its own once for every key of every chunk
 
 
 def _digest(domain: str, fields: Iterable[bytes]) -> str:
@@ -29,7 +32,10 @@ def _digest(domain: str, fields: Iterable[bytes]) -> str:
 
 
 def _integers(values: Sequence[int]) -> bytes:
-    return b"".join(int(value).to_bytes(8, "little", signed=True) for value in values)
+    return np.array(values, dtype="<i8").tobytes()
+
+
+_prefix_bytes = lru_cache(_PREFIXES)(_integers)
 
 
 def tenant_salt(tenant: str, secret: bytes = b"") -> bytes:
@@ -81,7 +87,7 @@ def antecedent_key(prefix_tokens: Sequence[int], antecedents: Sequence[str], ord
     """
     listed = list(antecedents) if ordered else sorted(antecedents)
     mode = b"ordered" if ordered else b"set"
-    return _digest("antecedent", (mode, _integers(prefix_tokens), *(item.encode() for item in listed)))
+    return _digest("antecedent", (mode, _prefix_bytes(tuple(prefix_tokens)), *(item.encode() for item in listed)))
 
 
 def patch_key(

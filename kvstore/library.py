@@ -4,7 +4,7 @@
 |---|---|---|
 | get_canonical, get_patch, get_embedding, get_basis | a tier, at most load_timeout_s | memory, then the tiers |
 | load | nothing | the same as a Loading, for loading beside compute |
-| wait | a tier, at most load_timeout_s | what a Loading gives |
+| wait | a tier, at most load_timeout_s, or until a time | what a Loading gives |
 | put_canonical, put_patch, put_embedding, put_basis | nothing | memory now, tiers behind the request |
 | has | a tier, at most load_timeout_s | looks without loading |
 | stored, look_up | a tier | the same for many |
@@ -151,12 +151,18 @@ class Library:
             self._load_from(0, loading, key, tenant)
         return loading
 
-    def wait(self, loading: Loading) -> Record | None:
-        """The record; None on a miss, and when the load takes longer than load_timeout_s from now."""
+    def wait(self, loading: Loading, until: float | None = None) -> Record | None:
+        """The record; None on a miss, and when the load takes longer.
+
+        Than `until` (`time.monotonic`), or load_timeout_s from now. One that is known to hang is not waited for.
+        """
+        left = self.settings.load_timeout_s if until is None else max(0.0, until - time.monotonic())
+        hangs = self._stack.hangs(loading)
         try:
-            return loading.result(self.settings.load_timeout_s)
+            return loading.result(0.0 if hangs else left)
         except TimeoutError:
-            self._stack.blame(loading)
+            if not hangs:  # else the tier was blamed for it before
+                self._stack.blame(loading)
             with self._lock:
                 self._counts["timeouts"] += 1
             return None

@@ -68,6 +68,8 @@ class TierStack:
         self._pinned = pinned
         self._last_used = last_used
         self._lock = threading.Lock()
+        self._readers = settings.load_threads
+        self._hung: set[Loading] = set()  # whose reads somebody gave up on, and that go on
 
     @staticmethod
     def tiers_of(settings: LibrarySettings) -> list[Tier]:
@@ -91,6 +93,11 @@ class TierStack:
     def is_stuck(self, loading: Loading) -> bool:
         """Whether a load waits for a tier that is left alone."""
         return loading.tier is not None and self._health[loading.tier].left_alone
+
+    def hangs(self, loading: Loading) -> bool:
+        """Whether a load is known to take too long: its read does already, or all those for whose threads it waits."""
+        with self._lock:
+            return loading in self._hung or sum(other.tier == loading.tier for other in self._hung) >= self._readers
 
     def read(self, loading: Loading, key: str, fingerprint: str, tenant: str, verify: bool) -> Found | None:
         """The record from the tier whose turn it is; None if that fails or has no sound copy, which is quarantined.
@@ -126,7 +133,10 @@ class TierStack:
         except CorruptRecord as error:
             self._quarantine(tier, path, error)
         finally:
-            if loading.end():
+            with self._lock:
+                hung = loading.end()
+                self._hung.discard(loading)
+            if hung:
                 self._health[index].hung_read_ended()
         return None
 
@@ -141,9 +151,11 @@ class TierStack:
 
     def blame(self, loading: Loading) -> None:
         """Counts a load's time-out against the tier that reads it; while it waits for its turn, against none."""
-        given_up = loading.give_up()
-        if given_up is None:
-            return
+        with self._lock:
+            given_up = loading.give_up()
+            if given_up is None:
+                return
+            self._hung.add(loading)
         index, first = given_up
         if first:
             self._health[index].read_hangs()

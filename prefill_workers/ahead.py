@@ -37,13 +37,15 @@ class CompileStats:
 
     `waiting`: jobs left; `forwards`: orders, parts and pairs that were run, by kind of job; `seconds` that these took;
     `given_up`: jobs by why, `queue` (others were worth more), `bytes` (the library holds what saves more per byte) or
-    `sums` (no pair patches are summed any more).
+    `sums` (no pair patches are summed any more). `dropped`: patches that the compiler had no room for or could not
+    form, whatever they came of.
     """
 
     waiting: int
     forwards: Mapping[str, int]
     seconds: float
     given_up: Mapping[str, int]
+    dropped: int = 0
 
 
 class CompileAhead:
@@ -53,6 +55,7 @@ class CompileAhead:
         scratch: where its sequences lie.
         clock: monotonic seconds.
         sums: whether sums of pair patches may be served now; while not, no pair is worth a forward.
+        crowded: whether the patch compiler has enough to do; while it has, no step begins.
     """
 
     def __init__(
@@ -62,8 +65,10 @@ class CompileAhead:
         limits: CompileLimits,
         clock: Clock = time.monotonic,
         sums: Callable[[], bool] = lambda: True,
+        crowded: Callable[[], bool] = lambda: False,
     ) -> None:
         self._harvester, self._scratch, self._most, self._sums = harvester, scratch, limits, sums
+        self._crowded = crowded
         self.demand = Demand(clock)
         self._queue = CompileQueue[OrbitForming](_MAX_JOBS, self.demand)
         self._known = KnownChunks(_KNOWN_CHUNKS)
@@ -117,7 +122,9 @@ class CompileAhead:
 
     def may_go_on(self, awaited: Collection[tuple[str, str]]) -> bool:
         """Whether a step has begun or may begin; `awaited` contents (tenant, content) are still to be kept."""
-        return self.running or (self._budget.open and (self._job is not None or self._queue.best(awaited) is not None))
+        if self.running or self._crowded():
+            return self.running
+        return self._budget.open and (self._job is not None or self._queue.best(awaited) is not None)
 
     def step(self, awaited: Collection[tuple[str, str]] = ()) -> None:
         """Do one piece of work. Raises what the library and the engine do; the job is given up then."""

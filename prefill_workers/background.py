@@ -23,7 +23,7 @@ from kvstore.deletions import reaches
 from kvstore.errors import StoreError
 from prefill_workers import policies
 from prefill_workers.ahead import CompileAhead, CompileStats
-from prefill_workers.compiling import ASKED_AGAIN, Clock, ComputeBudget
+from prefill_workers.compiling import Clock, ComputeBudget
 from prefill_workers.handoff import BlockPool
 from prefill_workers.harvest import Harvester
 from prefill_workers.plan import ChunkPlan, LinkPlan
@@ -60,6 +60,7 @@ class Background:
         limits: how much is kept beside links, and compiled ahead of requests.
         clock: monotonic seconds.
         sums: whether sums of pair patches may be served now.
+        crowded: whether the patch compiler has enough to do.
         disturbed: when a request came last, or got what it came for (`time.perf_counter`).
         rest: seconds since then for which a harvest of what was seen once waits at even odds of its coming again.
     """
@@ -73,6 +74,7 @@ class Background:
         rechecks: Rechecks,
         clock: Clock,
         sums: Callable[[], bool],
+        crowded: Callable[[], bool],
         disturbed: Callable[[], float],
         rest: float,
     ) -> None:
@@ -80,7 +82,7 @@ class Background:
         self._harvests: list[_Harvest] = []
         self._harvest: tuple[_Harvest, Piecework[None]] | None = None  # that uses the scratch blocks
         self._busy = ComputeBudget(limits.busy_share, _BUSY_SECONDS, clock)
-        self._ahead = CompileAhead(harvester, scratch, limits, clock, sums)
+        self._ahead = CompileAhead(harvester, scratch, limits, clock, sums, crowded)
         self._rechecks = rechecks
         self._disturbed, self._rest, self._hastened = disturbed, rest, -math.inf
         self._deleted: dict[tuple[str, str], float] = {}  # contents and their owners, with when; latest last

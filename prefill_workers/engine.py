@@ -12,7 +12,7 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -33,12 +33,14 @@ from kvstore.patch import relocate
 from kvstore.rotary import RotaryScheme
 from prefill_workers.batch import Attending, assemble
 from prefill_workers.fingerprint import fingerprint, precision
-from prefill_workers.runs import ArrivingLayers
+from prefill_workers.runs import ArrivingLayers, Failure, UnsupportedEngine
 from prefill_workers.sequence import LinkSequence, Run
 
 NULL_BLOCK = 0  # vLLM keeps block 0 as its null block
 
 Pixels = tuple[str, MultiModalKwargsItem]  # a processed image and its modality
+
+_PIXELS_OF_TOKEN = 3 * 28 * 28  # numbers of an image behind one of its tokens: four patches of 14 x 14, as most have
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,27 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     return arguments
 
 
+def handfuls(items: Sequence[Pixels], most: int) -> Iterator[list[Pixels]]:
+    """Images in groups, in order, of at most `most` numbers that their pixels come to; a larger one is by itself."""
+    group, size = list[Pixels](), 0
+    for item in items:
+        own = _numbers(list(item[1].get_data().values()))
+        if group and size + own > most:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += own
+    if group:
+        yield group
+
+
+def _numbers(data: Any) -> int:
+    """How many numbers are in tensors, lists of them, or lists of those."""
+    if isinstance(data, Tensor):
+        return data.numel()
+    return sum(map(_numbers, data)) if isinstance(data, list | tuple) else 0
+
+
 def layout_of(facts: Mapping[str, Any]) -> Layout:
     """The layout of the model that a worker described."""
     rotary = RotaryScheme(tuple(facts["inverse_frequencies"]), facts["rotary_style"])
@@ -103,18 +126,43 @@ def layout_of(facts: Mapping[str, Any]) -> Layout:
     return Layout.gqa(facts["layers"], facts["kv_heads"], facts["head_size"], rotary)
 
 
+def check_hand_off(layout: Layout, prefill_ranks: int, decode_ranks: int) -> None:
+    """Whether a decode engine of so many tensor-parallel ranks can tell every rank of a prefill engine what it read.
+
+    Of ranks that hold the same KV heads vLLM reads from one, and leaves the others without a word (but for MLA).
+
+    Raises:
+        UnsupportedEngine: it cannot.
+    """
+    heads = layout.segments[0].heads
+    if layout.family != "mla" and decode_ranks < prefill_ranks and prefill_ranks > heads:
+        raise UnsupportedEngine(
+            f"prefill.tensor_parallel_size: {prefill_ranks} ranks hold copies of {heads} KV heads, and "
+            f"decode.tensor_parallel_size: {decode_ranks} would read from some of them only; use at most {heads} for "
+            f"prefill, or at least {prefill_ranks} for decode"
+        )
+
+
 class ReadNotes:
     """Joins what the ranks of a worker are told: a sequence is read when every rank has heard of all its readers."""
 
     def __init__(self, ranks: int) -> None:
         self._heard: list[Counter[str]] = [Counter() for _ in range(ranks)]
 
-    def take(self, told: Sequence[tuple[list[tuple[str, int]], list[str]]]) -> tuple[list[str], list[str]]:
-        """From each rank's `poll_handoffs`: leases read (one entry per decode sequence), and leases still wanted."""
+    def take(
+        self, told: Sequence[tuple[list[tuple[str, int]], list[str]]], held: Container[str]
+    ) -> tuple[list[str], list[str]]:
+        """From each rank's `poll_handoffs`: leases read (one entry per decode sequence), and leases still wanted.
+
+        What was heard of leases that are not `held` any more is forgotten.
+        """
+        for heard in self._heard:
+            for lease in [lease for lease in heard if lease not in held]:
+                del heard[lease]
         readers: dict[str, int] = {}
         for heard, (read, _) in zip(self._heard, told, strict=True):
-            heard.update(lease for lease, _ in read)
-            readers |= dict(read)
+            heard.update(lease for lease, _ in read if lease in held)
+            readers |= {lease: count for lease, count in read if lease in held}
         done: list[str] = []
         for lease, count in readers.items():
             complete = min(heard[lease] for heard in self._heard) // count
@@ -274,18 +322,25 @@ class PrefillEngine:
             whole[..., features] = part
         return whole
 
+    def handfuls(self, items: Sequence[Pixels]) -> Iterator[list[Pixels]]:
+        """Images in groups, in order, that the vision tower takes at once: each no more than a forward takes tokens."""
+        return handfuls(items, self.spec.max_batch_tokens * _PIXELS_OF_TOKEN)
+
     def encode(self, items: Sequence[Pixels]) -> list[Tensor]:
-        """Embeddings [tokens, hidden] of each image.
+        """Embeddings [tokens, hidden] of each image, a handful at a time.
 
         Often for another thread than the one that computes next: it keeps no threads of OpenMP.
         """
-        embeddings = self._call("encode", items)
+        embeddings = [rows for group in self.handfuls(items) for rows in self._call("encode", group)]
         openmp.release()
         return embeddings
 
-    def poll_handoffs(self) -> tuple[list[str], list[str]]:
-        """Lease ids that decode engines have read since the last call (one entry per reader), and ids they wait for."""
-        return self._notes.take(self._call_all("poll_handoffs"))
+    def poll_handoffs(self, held: Container[str]) -> tuple[list[str], list[str]]:
+        """Of the leases `held`, those that decode engines have read since the last call (one entry per reader).
+
+        And ids of leases that they wait for.
+        """
+        return self._notes.take(self._call_all("poll_handoffs"), held)
 
     def positions(
         self, token_ids: Sequence[int], items: Sequence[tuple[str, MultiModalKwargsItem, int, int]] = ()
@@ -339,9 +394,13 @@ class PrefillEngine:
         return self._call_all(method, *arguments)[0]
 
     def _call_all(self, method: str, *arguments: Any) -> list[Any]:
-        """What every rank answers."""
+        """What every rank answers. Raises what the first of those that failed raised, once all have answered."""
         with self._calls:
-            return self._llm.collective_rpc(method, args=arguments)
+            answers = self._llm.collective_rpc("answer", args=(method, *arguments))
+        for answer in answers:
+            if isinstance(answer, Failure):
+                raise answer.error
+        return answers
 
     # -- self-check ---------------------------------------------------------------------------------------------------
 

@@ -65,6 +65,10 @@ class BlockPool:
         """Leases still held."""
         return len(self._leases)
 
+    def __contains__(self, lease_id: object) -> bool:
+        """Whether a lease is still held."""
+        return lease_id in self._leases
+
     @property
     def unread(self) -> bool:
         """Whether some decode sequence has yet to pull its blocks."""

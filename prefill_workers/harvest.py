@@ -60,6 +60,8 @@ class Harvester:
 
     def is_kept(self, plan: LinkPlan, chunk: ChunkPlan) -> Pieces[bool]:
         """Whether a computed chunk has taught the library all it can: its canonical KV and its patch are stored."""
+        if chunk.unfit:
+            return False
         tenant, owner = plan.request.tenant, owner_of(plan.request.tenant, chunk.span.content)
         if self.forms_patch(plan, chunk) and not (yield from self._has("patch", chunk.patch_key, tenant)):
             return False
@@ -67,6 +69,8 @@ class Harvester:
 
     def is_resident(self, plan: LinkPlan, chunk: ChunkPlan) -> bool:
         """Whether memory says of a computed chunk that it `is_kept`; asks no tier."""
+        if chunk.unfit:
+            return False
         tenant, owner = plan.request.tenant, owner_of(plan.request.tenant, chunk.span.content)
         known = not self.forms_patch(plan, chunk) or self.library.is_resident("patch", chunk.patch_key, tenant)
         return known and self.library.is_resident("canonical", chunk.canonical_key, owner)
@@ -77,10 +81,10 @@ class Harvester:
         return relocate(kv, -chunk.start_position, self.engine.layout)
 
     def canonical(self, plan: LinkPlan, chunk: ChunkPlan, scratch: Scratch) -> Pieces[CanonicalRecord]:
-        """KV(B|∅) of a chunk: from the library, or computed alone and stored."""
+        """KV(B|∅) of a chunk: from the library if it is of the same tokens, or computed alone and stored."""
         tenant = owner_of(plan.request.tenant, chunk.span.content)
         stored = yield from self._canonical(chunk.canonical_key, tenant)
-        if stored is not None:
+        if stored is not None and stored.kv.shape[1] == len(chunk.span):
             return stored
         lone = self.lone(plan, chunk, scratch.blocks)
         seconds = yield from self._compute(lone, scratch)
@@ -168,11 +172,7 @@ class Harvester:
         """Hand a deficit over; `behind` are the antecedents' (canonical key, content id)."""
         antecedent = antecedent_key(prefix, [key for key, _ in behind], ordered=kind is PatchKind.own)
         key = self.form.key(canonical, antecedent, kind)
-        now = self._sent[key, tenant] = time.monotonic()
-        self._sent.move_to_end((key, tenant))
-        while next(iter(self._sent.values())) < now - _SENT_SECONDS:
-            self._sent.popitem(last=False)
-        self._submit_patch(
+        taken = self._submit_patch(
             PatchJob(
                 key=key,
                 kind=kind,
@@ -189,6 +189,12 @@ class Harvester:
                 recompute_seconds=seconds,
             )
         )
+        if taken is False:
+            return
+        now = self._sent[key, tenant] = time.monotonic()
+        self._sent.move_to_end((key, tenant))
+        while next(iter(self._sent.values())) < now - _SENT_SECONDS:
+            self._sent.popitem(last=False)
 
     # -- orbit ---------------------------------------------------------------------------------------------------------
 
@@ -308,8 +314,9 @@ class Harvester:
         """Run chunks of a set, each by itself behind the first, and send off their pair patches and its behind nothing.
 
         The first one is computed once for all of them: their KV takes turns behind its own. Left out are those whose
-        pair patch is stored, or whose canonical KV or embeddings are gone. Returns how many were run, `limit` at most,
-        and the tokens that this took.
+        pair patch is stored, or whose canonical KV or embeddings are gone. If that leaves none, the first one is run
+        alone where its patch behind nothing is not stored: no sum does without it. Returns how many were run, `limit`
+        at most, and the tokens that this took.
         """
         prefix, tenant = forming.prefix, forming.tenant
         first, *others = (forming.chunks[i] for i in fan)
@@ -346,6 +353,13 @@ class Harvester:
                     ends, set_kind(len(ends) - 1), prefix, tenant, owner, scratch.blocks, pace
                 )
             ran, tokens = ran + 1, tokens + len(sequence) - start
+        if not ran and (yield from lacks(first)) and (yield from self._may_condition(first, tenant)):
+            leading = yield from self._embedded(first, tenant)
+            if leading is not None:
+                placed, pace = yield from self._forward(prefix, [leading], scratch)
+                owner, length = _set_owner(tenant, prefix, first.content), len(prefix) + len(first.token_ids)
+                yield from self._keep_if_known(placed, set_kind(0), prefix, tenant, owner, scratch.blocks, pace)
+                ran, tokens = 1, length
         return ran, tokens
 
     def _may_condition(self, chunk: OrbitChunk, tenant: str) -> Pieces[bool]:

@@ -65,7 +65,7 @@ class LinkJob:
     @property
     def computed_in_all(self) -> int:
         """Tokens that are computed by forwards of the link, as far as that is known."""
-        return sum(map(len, self.plan.runs_between(0, len(self.plan.sequence))))
+        return self.plan.tokens_computed
 
     @property
     def left(self) -> int:

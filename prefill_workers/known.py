@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvstore.deletions import reaches
+from kvstore.index import prefix_key
 from prefill_workers.orbit import OrbitChunk, OrbitForming
 
 
@@ -19,12 +20,14 @@ class KnownChunks:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._chunks: OrderedDict[tuple[str, tuple[int, ...], str], OrbitChunk] = OrderedDict()
+        # by tenant, name of the prefix and canonical key: prefixes themselves are long to compare
+        self._chunks: OrderedDict[tuple[str, str, str], OrbitChunk] = OrderedDict()
 
     def add(self, served: OrbitForming) -> None:
         """A prompt brought these."""
+        prefix = prefix_key(served.prefix)
         for chunk in served.chunks:
-            name = served.tenant, served.prefix, chunk.key
+            name = served.tenant, prefix, chunk.key
             if name not in self._chunks:  # copies: the prompt's own tensors are not kept for a part of them
                 ids, positions = chunk.token_ids.clone(), chunk.positions.clone()
                 self._chunks[name] = replace(chunk, token_ids=ids, positions=positions, embeddings=None)
@@ -45,6 +48,6 @@ class KnownChunks:
     def beside(self, served: OrbitForming, count: int, worth: Callable[[str], float]) -> tuple[OrbitChunk, ...]:
         """Up to `count` other chunks of the same tenant behind the same prefix, those `worth` most by content first."""
         there = {chunk.content for chunk in served.chunks}
-        whose = served.tenant, served.prefix
+        whose = served.tenant, prefix_key(served.prefix)
         others = [chunk for name, chunk in self._chunks.items() if name[:2] == whose and chunk.content not in there]
         return tuple(sorted(others, key=lambda chunk: worth(chunk.content), reverse=True)[:count])

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from kvstore.chunk import DYNAMIC_TENANT, antecedent_key, canonical_key, owner_of
+from kvstore.errors import ShapeMismatch
 from kvstore.library import Library
 from kvstore.patch import PatchKind, warm_up
 from kvstore.patch_form import PatchForm
@@ -72,7 +73,8 @@ class Linker:
 
     Args:
         form: of the patches that it looks for and asks for.
-        submit_patch: takes a deficit off the request path and stores its patch (see `patch_compiler`).
+        submit_patch: takes a deficit off the request path and stores its patch (see `patch_compiler`). False: it did
+            not, too many wait.
         fidelity: says which operating points are switched off. None: nothing is checked, nothing switched off.
         compose_up_to: antecedents that a chunk may stand behind to be linked by the weighted sum of its pair patches.
             Where patches lack the layers by which they are weighed (see `composing`) none are summed.
@@ -111,6 +113,7 @@ class Linker:
         self._prefixes = prefixes
         self.fidelity.before_allowing(self._before_allowing)
         self._delimiters: tuple[int, ...] = ()  # token ids around the placeholders of the image seen last
+        self._told_of_unfit = False
         warm_up(engine.layout, engine.dtype)
 
     def patches(self) -> bool:
@@ -333,7 +336,7 @@ class Linker:
             plan.embed()
             plan.took("place", time.perf_counter() - began)
         if plan.settled:
-            plan.unpin()
+            plan.fix()
         return spoiled
 
     def _place_beginning(self, plan: LinkPlan) -> None:
@@ -398,7 +401,7 @@ class Linker:
             plan.select_ms += (shared * sum(map(len, runs)) / max(whole, 1) + choosing) * 1e3
             place(self.engine, plan.sequence.blocks, chosen)
             plan.took("place", time.perf_counter() - began - choosing)
-            plan.unpin()
+            plan.fix()
         return taken + attended
 
     def _selected(self, plan: LinkPlan, chunk: ChunkPlan, found: Found, weights: Tensor | None) -> Found:
@@ -438,6 +441,7 @@ class Linker:
 
         Returns what was found, with the patch that its parts sum up to if their weights are known.
         """
+        found = self._fitting(chunk, found)
         mode = Mode.EXACT if chunk.barred else request.mode
         weights = self._weights.get(request.tenant, chunk.patch_key) if found.parts else None
         to_weigh = bool(found.parts) and weights is None
@@ -470,6 +474,38 @@ class Linker:
             sums_off=chunk.ruled_out is OperatingPoint.COMPOSED,
         )
         return found if weights is None or point is not OperatingPoint.COMPOSED else _summed(chunk, found, weights)
+
+    def _fitting(self, chunk: ChunkPlan, found: Found) -> Found:
+        """What was found, less what does not fit the chunk.
+
+        Names tell models and contents apart, not the versions of what cuts an image into tokens.
+        """
+        try:
+            if found.canonical is not None:
+                self._check(chunk, found.canonical.kv, found)
+            if found.embeddings is not None and len(found.embeddings) != chunk.span.embedded:
+                raise ShapeMismatch(f"{len(found.embeddings)} embeddings for {chunk.span.embedded} placeholders")
+        except ShapeMismatch as error:
+            if not self._told_of_unfit:
+                self._told_of_unfit = True
+                logger.warning(
+                    "what is stored of chunk %s does not fit it: %s. Such chunks are computed and stored again; "
+                    "was vLLM or transformers replaced? This is said once",
+                    chunk.span.content[:16],
+                    error,
+                )
+            chunk.unfit = True
+            return Found(unsure=found.unsure, unfit=True)
+        return found
+
+    def _check(self, chunk: ChunkPlan, kv: Tensor, found: Found) -> None:
+        """Raises ShapeMismatch unless canonical KV, and the patch or parts with it, are those of the chunk's tokens."""
+        layout = self.engine.layout
+        layout.check(kv)
+        if kv.shape[1] != len(chunk.span):
+            raise ShapeMismatch(f"KV of {kv.shape[1]} tokens for {len(chunk.span)}")
+        for patch in found.parts or ([found.patch.patch] if found.patch else []):
+            patch.bind(self.form.basis).check(kv, layout)
 
     def _placed(self, chunk: ChunkPlan, found: Found) -> Placed:
         """What is stored of a chunk, as it is to be placed."""

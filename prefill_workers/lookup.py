@@ -16,6 +16,7 @@ same load its embeddings beside.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -64,6 +65,7 @@ class Found:
     Both only where some tokens of a chunk whose KV is stored are computed all the same, and for a patch that is still
     to be summed of `parts`: those behind the fixed prefix and behind each antecedent, of which `patch` is the first.
     `unsure`: a patch is stored and did not come, or a tier did not answer; it says nothing of what is stored.
+    `unfit`: what is stored is of other tokens than the chunk has.
     """
 
     canonical: CanonicalRecord | None = None
@@ -71,6 +73,7 @@ class Found:
     embeddings: Tensor | None = None
     parts: tuple[Patch, ...] = ()
     unsure: bool = False
+    unfit: bool = False
 
 
 class Lookup:
@@ -178,9 +181,10 @@ class Lookups:
         try:
             library, key = self._library, keys.embedding
             beside = library.load("embedding", key, keys.owner) if key is not None and mode.recomputes else None
-            found = self._kv(lookup, keys, mode)
+            found, until = self._kv(lookup, keys, mode)
             if key is not None and (found.canonical is None or beside is not None or found.parts):
-                record = library.wait(beside) if beside is not None else library.get_embedding(key, keys.owner)
+                loading = beside or library.load("embedding", key, keys.owner)
+                record = library.wait(loading, until if found.canonical is not None else None)
                 embeddings = cast(EmbeddingRecord, record).embeddings if record is not None else None
                 found = replace(found, embeddings=embeddings)
             lookup._found.set_result(found)
@@ -189,32 +193,33 @@ class Lookups:
             lookup._found.set_exception(error)
             lookup._decide(coming=True)
 
-    def _kv(self, lookup: Lookup, keys: ChunkKeys, mode: Mode) -> Found:
-        """Canonical KV and the patch that the mode needs, as far as they are stored."""
+    def _kv(self, lookup: Lookup, keys: ChunkKeys, mode: Mode) -> tuple[Found, float]:
+        """Canonical KV and the patch that the mode needs, as far as they are stored; until when all are waited for."""
         library, patches = self._library, list[Loading]()
-        composed = False
+        composed, until = False, math.inf
         if looks_up_patch(mode):
             # Without a patch the canonical KV is of no use: nothing is moved until one is known to be stored.
             places, composed, certain = self._patches(keys)
             if not places:
-                return Found(unsure=not certain)
+                return Found(unsure=not certain), until
             patches = [library.load("patch", *place) for place in places]
         elif not uses_canonical_alone(mode):
-            return Found()
+            return Found(), until
         canonical = library.load("canonical", keys.canonical, keys.owner)
         if not composed:
             lookup._loads = canonical, patches[0] if patches else None
         if library.stored("canonical", [(keys.canonical, keys.owner)]):
             lookup._decide(coming=True)
-        kv = cast(CanonicalRecord | None, library.wait(canonical))
-        loaded = [cast(PatchRecord | None, library.wait(patch)) for patch in patches]
+        until = time.monotonic() + library.settings.load_timeout_s
+        kv = cast(CanonicalRecord | None, library.wait(canonical, until))
+        loaded = [cast(PatchRecord | None, library.wait(patch, until)) for patch in patches]
         records = tuple(record for record in loaded if record is not None)
         if len(records) < len(patches):
-            return Found(unsure=True)
+            return Found(unsure=True), until
         if composed:
             parts = tuple(record.patch.bind(self._basis) for record in records)
-            return Found(kv, records[0], parts=parts) if can_be_weighed(parts) else Found()
-        return Found(kv, records[0] if records else None)
+            return Found(kv, records[0], parts=parts) if can_be_weighed(parts) else Found(), until
+        return Found(kv, records[0] if records else None), until
 
     def _patches(self, keys: ChunkKeys) -> tuple[list[tuple[str, str]], bool, bool]:
         """Keys and owners of what serves as a chunk's patch, and whether it is parts of one; none if none is stored.

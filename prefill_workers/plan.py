@@ -52,6 +52,11 @@ class ChunkSpan:
         """Whether computing the chunk takes embeddings that its token ids do not give."""
         return self.modality != TEXT
 
+    @property
+    def embedded(self) -> int:
+        """Placeholders that carry an embedding."""
+        return self.count if self.is_embed is None else int(self.is_embed.sum())
+
     def __len__(self) -> int:
         return self.stop - self.start
 
@@ -132,6 +137,8 @@ class ChunkPlan:
     `selected` are the tokens of a chunk with stored KV that a forward computes all the same. While `unmeasured` is set
     they are still to be found: those whose KV in context is farthest from this canonical KV. Or, where this has
     `parts`, their weights: how much of each makes up the KV in context.
+
+    `unfit`: what is stored of the chunk is of other tokens than it has now; what is computed takes its place.
     """
 
     span: ChunkSpan
@@ -146,6 +153,7 @@ class ChunkPlan:
     selected: tuple[Run, ...] = ()
     unmeasured: Found | None = None
     ruled_out: OperatingPoint | None = None
+    unfit: bool = False
     weights_epoch: int = 0  # of `composing.KnownWeights`, when it was planned
 
     @property
@@ -193,6 +201,7 @@ class LinkPlan:
     select_ms: float = 0.0  # of choosing tokens and weighing parts: the same
     began: float = field(default_factory=time.perf_counter)
     unpin: Callable[[], object] = field(default=lambda: None)
+    _runs: list[Run] | None = None  # once they are fixed: they may be many, and are asked for often
 
     def took(self, stage: str, seconds: float) -> None:
         """Add to what a stage has taken."""
@@ -208,7 +217,15 @@ class LinkPlan:
     @property
     def runs(self) -> list[Run]:
         """What a forward computes, if what is loading arrives."""
+        if self._runs is not None:
+            return self._runs
         return complement([self.known, *(run for c in self.chunks for run in c.reused)], len(self.sequence))
+
+    def fix(self) -> None:
+        """The plan is settled: let go of the stored records, and find its runs no more. For the engine's thread."""
+        self.unpin()
+        if self._runs is None:
+            self._runs = self.runs
 
     @property
     def known(self) -> Run:

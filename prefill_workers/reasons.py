@@ -27,6 +27,8 @@ def reason(mode: Mode, point: OperatingPoint, found: Found, chunk: ChunkPlan) ->
         return f"operating point {chunk.ruled_out} is switched off: computed in context"
     if mode in (Mode.EXACT, Mode.OFF):
         return f"mode {mode}: computed in context"
+    if found.unfit:
+        return "what is stored of it does not fit its tokens"
     if found.patch is not None:
         return "a patch is stored, but no canonical KV could be loaded"
     if found.unsure:

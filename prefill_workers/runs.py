@@ -7,6 +7,7 @@ attends, so one forward gives exactly what a full prefill would, with no kernel 
 
 | primitive          | what it does                                                        |
 |--------------------|---------------------------------------------------------------------|
+| `answer`           | calls one of the others: what it gives, or the error that it raised  |
 | `describe`         | shapes, block size, rotary frequencies: plain values                 |
 | `learn_pages`      | takes this rank's share of the layout, finds how a block stores a token |
 | `forward_runs`     | one forward over several sequences' runs, all layers or the first    |
@@ -22,8 +23,11 @@ Checked on vLLM 0.32.0. Together with `engine.py` this is the only file that kno
 
 from __future__ import annotations
 
+import logging
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -52,6 +56,15 @@ _QUANTISED = {
 
 _DTYPE_NAMES = ("float32", "float16", "bfloat16")
 
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank answers to a call that raised."""
+
+    error: Exception
+
 
 class ArrivingLayers(Protocol):
     """KV of a chunk that comes in layer by layer (`arriving.Arriving`)."""
@@ -74,6 +87,20 @@ class RunsExtension:
     model_runner: Any
     _share: Tensor | None = None  # [local features] this rank's features; None: all of them
     _pages: Pages | None = None
+
+    def answer(self, method: str, *arguments: Any) -> Any:
+        """What a method gives, or a `Failure`; raises nothing.
+
+        vLLM's executor of several ranks stops at the first that raises, and takes what the others answered for their
+        answers to the next call.
+        """
+        try:
+            return getattr(self, method)(*arguments)
+        except Exception as error:
+            if get_tensor_model_parallel_world_size() == 1:
+                return Failure(error)
+            logger.exception("%s failed on rank %d", method, get_tensor_model_parallel_rank())
+            return Failure(portable(error))
 
     def describe(self) -> dict[str, Any]:
         """Plain values that fix the model's layout; equal on every rank.
@@ -549,3 +576,12 @@ class RunsExtension:
                 f"{type(rotary).__name__} does not turn keys by a fixed angle per position: chunks cannot be relocated"
             )
         return frequencies.tolist()
+
+
+def portable(error: Exception) -> Exception:
+    """An error as another process can have it: itself, or one that says the same."""
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return copy if isinstance(copy, Exception) else RuntimeError(f"{type(error).__name__}: {error}")

@@ -78,11 +78,9 @@ class LinksUnderWay:
         self._jobs = sorted(self._jobs, key=self._due)
         self._jobs = [job for job in self._jobs if self._advance(job)]
         self._select()
-        computes = any(job.computes for job in self._jobs)
-        if computes:
-            self._forward()
+        computed = any(job.computes for job in self._jobs) and self._forward()
         finished = [job for job in self._jobs if job.plan.settled and not job.pending]
-        if finished and not computes:  # they end with a chunk that was written
+        if finished and not computed:  # they end with a chunk that was written
             finished = self._written(finished)
         self.failing = min(self.failing, failed_before + 1)  # what fails several links is one failure
         return finished
@@ -174,8 +172,11 @@ class LinksUnderWay:
             job.arriving = arriving
             job.compute_up_to(whole)
 
-    def _forward(self) -> None:
-        """One forward over what the link that is due first can compute, and those that join it, up to the budget."""
+    def _forward(self) -> bool:
+        """One forward over what the link that is due first can compute, and those that join it, up to the budget.
+
+        False if it failed, and with it the links that it was for: others' KV lies in other blocks.
+        """
         began, budget = time.perf_counter(), self._budget
         work: list[tuple[LinkJob, list[Run]]] = []
         arriving: list[tuple[LinkJob, Arriving]] = []
@@ -202,10 +203,11 @@ class LinksUnderWay:
             )
         except Exception as error:
             self.failing += 1
-            for job in self._jobs:
+            failed = [job for job, _ in work]
+            for job in failed:
                 self.fail(job, error)
-            self._jobs.clear()
-            return
+            self.remove(failed)
+            return False
         self.failing = 0
         self.forwards += 1
         self.by_layer += bool(arriving)
@@ -224,3 +226,4 @@ class LinksUnderWay:
         for job, late in ((job, chunk.chunk) for job, chunk in arriving if chunk.late):
             late.written, job.by_layer = None, False
             job.go_back_to(late.span.start)
+        return True

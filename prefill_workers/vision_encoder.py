@@ -20,7 +20,7 @@ class VisionEncoder:
         openmp.release()  # the calling thread's; another may be the one that encodes
 
     def encode(self, items: Sequence[Pixels]) -> list[Tensor]:
-        """Embeddings [tokens, hidden] of each image, in one batch per modality."""
+        """Embeddings [tokens, hidden] of each image, a handful at a time."""
         self.images += len(items)
         return self._engine.encode(items)
 

@@ -1,8 +1,8 @@
 """The prefill loop: one thread that drives the engine.
 
-Each turn it frees what decode engines have read, admits waiting links while blocks last, encodes one call's images, if
-there is no vision encoder that does, and gives the links under way one forward (see `under_way`). When there is no link
-it works off the harvest and the checks of earlier ones (see `background`).
+Each turn it frees what decode engines have read, admits waiting links while blocks last, encodes a handful of images,
+if there is no vision encoder that does, and gives the links under way one forward (see `under_way`). When there is no
+link it works off the harvest and the checks of earlier ones (see `background`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -68,6 +68,24 @@ class LoopStats:
     compiled: CompileStats
 
 
+@dataclass(eq=False)
+class _Images:
+    """One call's images. `left`: those still to be encoded, in handfuls; None: it has not begun."""
+
+    items: Sequence[Pixels]
+    done: Future[list[Tensor]]
+    left: deque[list[Pixels]] | None = None
+    found: list[Tensor] = field(default_factory=list)
+
+    def end(self, outcome: list[Tensor] | Exception) -> None:
+        """Answer who waits, if anybody does still."""
+        with suppress(InvalidStateError):
+            if isinstance(outcome, Exception):
+                self.done.set_exception(outcome)
+            else:
+                self.done.set_result(outcome)
+
+
 class PrefillLoop:
     """Owns the engine's thread.
 
@@ -79,6 +97,7 @@ class PrefillLoop:
             that are on their way.
         compiles: how much is compiled in the background ahead of requests; None: the defaults of `CompileLimits`.
         pace: what forwards take; None: it is learnt from them.
+        crowded: whether the patch compiler has enough to do: then nothing is compiled ahead.
     """
 
     def __init__(
@@ -94,6 +113,7 @@ class PrefillLoop:
         compiles: CompileLimits | None = None,
         patience_seconds: float = 0.5,
         pace: Pace | None = None,
+        crowded: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine, self._linker = engine, linker
@@ -103,7 +123,7 @@ class PrefillLoop:
         scratch = min(longest, (last - 1) // 4)
         self._pool = BlockPool(range(1, last - scratch), engine.block_size, lease_seconds, owner, clock)
         self._waiting: deque[LinkJob] = deque()
-        self._images: deque[tuple[Sequence[Pixels], Future[list[Tensor]]]] = deque()
+        self._images: deque[_Images] = deque()
         self._pace = pace or Pace()
         self._links = LinksUnderWay(engine, linker, self._pace, budget, self._free)
         spare = Scratch(range(last - scratch, last), engine.block_size, self._piece)
@@ -117,6 +137,7 @@ class PrefillLoop:
             clock,
             disturbed=self._disturbed,
             sums=linker.sums,
+            crowded=crowded,
             rest=patience_seconds,
         )
         self._patience = patience_seconds
@@ -167,7 +188,7 @@ class PrefillLoop:
         done: Future[list[Tensor]] = Future()
         with self._wake:
             self._refuse_beyond(len(self._images))
-            self._images.append((items, done))
+            self._images.append(_Images(items, done))
             self._wake.notify()
         return done
 
@@ -296,21 +317,27 @@ class PrefillLoop:
         return bool(self._waiting or self._links or self._images or self._background.ready)
 
     def _encode(self) -> None:
-        """The images of the call that waits longest. Whatever is wrong with them concerns that call alone."""
-        items, done = self._images.popleft()
-        if not done.set_running_or_notify_cancel():
-            return
+        """A handful of images of the call that waits longest. Whatever is wrong with them concerns that call alone."""
+        call = self._images[0]
         try:
-            done.set_result(self._engine.encode(items))
+            if call.done.cancelled():
+                self._images.popleft()
+                return
+            if call.left is None:
+                call.left = deque(self._engine.handfuls(call.items))
+            if call.left:
+                call.found += self._engine.encode(call.left.popleft())
+            self.expect()  # the link that they are for
+            if call.left:
+                return
+            call.end(call.found)
         except Exception as error:
-            done.set_exception(error)
-        self.expect()  # the link that they are for
+            call.end(error)
+        self._images.popleft()
 
     def _refuse_images(self, error: Exception) -> None:
         while self._images:
-            _, done = self._images.popleft()
-            if done.set_running_or_notify_cancel():
-                done.set_exception(error)
+            self._images.popleft().end(error)
 
     def _gives_way(self) -> bool:
         """Whether background work should wait: a hand-off or a request is on its way, and no check is late."""
@@ -343,7 +370,7 @@ class PrefillLoop:
             self._pool.abandon(self._abandoned.popleft())
         if not self._pool.leases:
             return
-        read, wanted = self._engine.poll_handoffs()
+        read, wanted = self._engine.poll_handoffs(self._pool)
         for lease in read:
             self._pool.read(lease)
         for lease in [*wanted, *(job.lease.id for job in self._links if job.lease is not None)]:
@@ -386,9 +413,14 @@ class PrefillLoop:
         if not finished:
             self._wait_for_loads()
         held = [job for job in finished if self._finish(job)]
+        for job in finished:  # whose blocks are freed on this thread alone
+            self._learn(job)
+        for job in finished:
+            if job not in held:  # cancelled: nobody will read these blocks
+                self._free(job)
         self._links.remove(finished)  # only now: a defect fails these too
         busy = bool(self._waiting or self._links)
-        for job in held:  # whose blocks are freed on this thread alone
+        for job in held:
             self._linker.keep_beginning(job.plan, busy=busy)
 
     def _wait_for_loads(self) -> None:
@@ -398,13 +430,10 @@ class PrefillLoop:
                 self._wake.wait(_POLL_SECONDS)
 
     def _finish(self, job: LinkJob) -> bool:
-        """Tell who waits for a link that it has ended; whether anybody does, so that its blocks are still held."""
+        """Tell who waits for a link that it has ended; whether anybody does, and will read its blocks."""
         assert job.lease is not None
         plan = job.plan
         self._last_finished = time.perf_counter()
-        if self._form:
-            self._background.add(plan, job.lease.id)
-        self._background.check(plan, job.lease.id)
         result = LinkResult(
             lease=job.lease.id,
             transfer=self._engine.transfer_parameters(job.lease.id, job.lease.blocks, job.room),
@@ -419,10 +448,20 @@ class PrefillLoop:
         )
         try:
             job.done.set_result(result)
-        except InvalidStateError:  # cancelled meanwhile: nobody will read these blocks
-            self._free(job)
+        except InvalidStateError:  # cancelled meanwhile
             return False
         return True
+
+    def _learn(self, job: LinkJob) -> None:
+        """Take up in the background what a link that has ended can teach. What goes wrong costs that alone."""
+        assert job.lease is not None
+        try:
+            if self._form:
+                self._background.add(job.plan, job.lease.id)
+            self._background.check(job.plan, job.lease.id)
+        except Exception:  # a defect; the link itself has ended well
+            self._background.failures += 1
+            logger.exception("nothing is kept of link %s", job.plan.request.request_id)
 
     def _free(self, job: LinkJob) -> None:
         job.plan.unpin()

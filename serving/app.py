@@ -23,6 +23,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,8 @@ class VisionEncoder:
         enter_vllm(settings, kv_cache_gib=1, nixl=False)
         from prefill_workers.vision_encoder import VisionEncoder as Encoder
 
-        self._encoder = Encoder(engine_spec(config, tensor_parallel_size=1, hand_off=False))
+        spec = engine_spec(config, tensor_parallel_size=1, hand_off=False)
+        self._encoder = Encoder(replace(spec, gpu_memory_utilization=settings.gpu_memory_utilization))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vision")
         self._failing = 0
 
@@ -102,7 +104,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
         settings = config.prefill
         enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, nixl=True)
         from kvstore.library import Library
-        from prefill_workers.engine import PrefillEngine
+        from prefill_workers.engine import PrefillEngine, check_hand_off
         from prefill_workers.linker import Linker
         from prefill_workers.pace import measure
         from prefill_workers.patch_compiler import load_form
@@ -110,6 +112,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
         from prefill_workers.worker import PrefillLoop
 
         self._engine = PrefillEngine(engine_spec(config, settings.tensor_parallel_size, hand_off=True))
+        check_hand_off(self._engine.layout, settings.tensor_parallel_size, config.decode.tensor_parallel_size)
         if settings.self_check:
             for outcome in self._engine.require_self_check():
                 logger.info("self-check passed: %s (%s)", outcome.name, outcome.detail)
@@ -138,6 +141,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
             form=settings.form_patches,
             compiles=settings.compile_limits(linker.compose_up_to),
             pace=measure(self._engine),
+            crowded=lambda: self._deficits.crowded,
         )
         bytes_per_token = self._engine.layout.bytes_per_token(self._engine.dtype)
         self._reporter = PrefillReporter(self._loop, self._library, bytes_per_token, config.routing.hot_chunks)
@@ -151,7 +155,8 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
     async def prefetch(self, request: PrefetchRequest) -> list[str]:
         """Start loading what a prompt on its way will need; the images of which nothing is stored."""
         self._loop.expect()
-        lacking = self._linker.prefetch(request)
+        loop = asyncio.get_running_loop()
+        lacking = await loop.run_in_executor(self._planners, self._linker.prefetch, request)
         return [content for content, lacks in lacking.items() if await asyncio.wrap_future(lacks)]
 
     async def link(
@@ -202,9 +207,10 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
 
     async def stats(self) -> dict[str, Any]:
         """This replica's name, loop and library counters."""
+        loop = self._loop.stats()
         return {
             "name": self._name,
-            "loop": self._loop.stats(),
+            "loop": replace(loop, compiled=replace(loop.compiled, dropped=self._deficits.dropped)),
             "library": self._library.stats(),
             "patches_queued": len(self._deficits),
             "patches_dropped": self._deficits.dropped,
@@ -456,7 +462,7 @@ def _deployment(role: type, settings: RoleSettings, router: RequestRouterConfig 
         request_router_config=router or RequestRouterConfig(),
         ray_actor_options={
             "num_cpus": settings.num_cpus,
-            "num_gpus": settings.num_gpus,
+            "num_gpus": settings.gpus,
         },
     )
 

@@ -38,16 +38,22 @@ class Deficits:
         """How many wait."""
         return self._waiting
 
-    def submit(self, job: PatchJob) -> None:
-        """Send a deficit off, if there is room for it."""
+    @property
+    def crowded(self) -> bool:
+        """Whether what waits takes more than half of the room."""
+        return 2 * self._waiting > self._most or 2 * self._bytes > self._most_bytes
+
+    def submit(self, job: PatchJob) -> bool:
+        """Send a deficit off, if there is room for it; whether there was."""
         size = job.delta.nbytes
         with self._lock:
             full = self._waiting >= self._most or self._bytes + size > self._most_bytes
             if full and self._waiting:
                 self.dropped += 1
-                return
+                return False
             self._waiting, self._bytes = self._waiting + 1, self._bytes + size
         asyncio.run_coroutine_threadsafe(self._form(job, size), self._events)
+        return True
 
     async def _form(self, job: PatchJob, size: int) -> None:
         failed = False

@@ -38,11 +38,17 @@ def _families(compiled: Mapping[str, CompileStats]) -> Iterator[Metric]:
         "Jobs not worth their place in the queue, or their bytes in a full library, or of pairs that nobody sums.",
         labels=["replica", "reason"],
     )
+    dropped = CounterMetricFamily(
+        "orbitserve_patches_dropped",
+        "Patches that the compiler had no room for or could not form.",
+        labels=["replica"],
+    )
     for replica, stats in compiled.items():
         waiting.add_metric([replica], stats.waiting)
         seconds.add_metric([replica], stats.seconds)
+        dropped.add_metric([replica], stats.dropped)
         for job, count in stats.forwards.items():
             forwards.add_metric([replica, job], count)
         for reason, count in stats.given_up.items():
             given_up.add_metric([replica, reason], count)
-    yield from (waiting, forwards, seconds, given_up)
+    yield from (waiting, forwards, seconds, given_up, dropped)

@@ -66,6 +66,22 @@ def test_pairs_that_were_compiled_when_idle_serve_a_set_never_seen_before(make_r
     assert (linked.chunk_kv(2) - exact).norm() < (blind - exact).norm()
 
 
+def test_a_patch_behind_nothing_that_is_gone_is_compiled_again_although_all_pairs_are_there(
+    make_rig: Callable[..., Rig],
+):
+    rig = make_rig(orbit_chunks=0, pair_forwards=12, compose_up_to=3)
+    rig.link([1, 2, 4, "What?"])
+    new = [4, "or", 1, "and", 2, "?"]
+    segments = rig.render(new)
+    base, *pairs = rig.linker.keys(LinkRequest("test", segments.token_ids, segments.chunks, Mode.AUTO))[2].parts
+    assert rig.library.delete("patch", base, "local")
+    rig.linker.harvester._sent.clear()  # long ago
+    assert all(rig.library.has("patch", pair, "local") for pair in pairs)
+    assert rig.link(new).points == ["patched", "patched", "recomputed"]
+    assert rig.library.has("patch", base, "local")
+    assert rig.link([1, "or", 4, "and", 2, "?"]).points == ["patched", "patched", "composed"]
+
+
 def test_no_pairs_are_compiled_while_sums_are_switched_off(make_rig: Callable[..., Rig]):
     rig = make_rig(orbit_chunks=2, pair_forwards=12, compose_up_to=3)
     rig.fidelity.switch_off(OperatingPoint.COMPOSED, "a test")

@@ -208,7 +208,7 @@ def test_a_chunk_computed_once_serves_any_position(engines: Engines, rigs: dict[
     rig.link([engines.chunk(1), "?"])
     far = [" ".join(["far"] * 40), engines.chunk(1), "What is this?"]
     linked, exact = rig.link(far, "full-reuse"), rig.link(far, "exact")
-    assert linked.points == ["relocated"]
+    assert (linked.points, exact.points) == (["relocated"], ["recomputed"]), "from embeddings that are stored"
     assert torch.equal(linked.kv[:, : linked.plan.chunks[0].span.start], exact.kv[:, : exact.plan.chunks[0].span.start])
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import pyarrow as pa
 import pytest
@@ -11,7 +13,9 @@ from rig import Rig, apart
 from torch import Tensor
 
 from kvstore.errors import TierUnavailable
+from kvstore.format import RecordKind
 from kvstore.library import Library
+from kvstore.loading import Loading
 from kvstore.settings import LibrarySettings
 from kvstore.tiers import MemoryTier
 from prefill_workers.engine import PrefillEngine
@@ -45,7 +49,13 @@ def test_a_full_rank_patch_restores_the_conditioned_kv_and_the_exact_answer(rig:
 
 def test_a_linked_chunk_needs_neither_pixels_nor_embeddings(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     rig.link(PAGES, "auto")
-    monkeypatch.setattr(rig.library, "get_embedding", pytest.fail)
+    load = rig.library.load
+
+    def loads(kind: RecordKind, *place: str) -> Loading:
+        assert kind != "embedding"
+        return load(kind, *place)
+
+    monkeypatch.setattr(rig.library, "load", loads)
     monkeypatch.setattr(rig.engine, "encode", pytest.fail)
     assert rig.link(PAGES, "auto").points == ["patched", "patched"]
 
@@ -181,6 +191,42 @@ def test_a_damaged_record_is_computed_again(make_rig: Callable[..., Rig], fp32: 
     damaged = rig.link(PAGES, "auto")
     assert "patched" not in damaged.points
     assert difference(damaged.logprobs, healthy.logprobs) < 1e-4
+
+
+def test_what_is_stored_of_other_tokens_is_computed_and_stored_again(rig: Rig, caplog: pytest.LogCaptureFixture):
+    """As after an upgrade of what cuts images into tokens."""
+    exact = rig.link(PAGES, "auto")
+    keys = rig.linker.keys(exact.plan.request)
+    canonical = [rig.library.get_canonical(key.canonical, "local") for key in keys]
+    patch = rig.library.get_patch(keys[0].own_patch, "local")
+    embedding = rig.library.get_embedding(keys[1].embedding or "", "local")
+    assert canonical[0] is not None
+    assert patch is not None
+    assert embedding is not None
+    rig.library.put_patch(replace(patch, key=keys[1].own_patch))  # fits the first page, which has another size
+    rig.library.put_canonical(replace(canonical[0], kv=canonical[0].kv[:, 1:]))
+    with caplog.at_level(logging.WARNING):
+        linked = rig.link(PAGES, "auto")
+    assert linked.points == ["encoded", "encoded"]
+    assert {chunk.reason for chunk in linked.result.chunks} == {"what is stored of it does not fit its tokens"}
+    assert difference(linked.logprobs, exact.logprobs) < 1e-4
+    assert caplog.text.count("does not fit it") == 1
+    assert rig.link(PAGES, "auto").points == ["patched", "patched"]
+
+    rig.library.put_embedding(replace(embedding, embeddings=embedding.embeddings[1:]))
+    again = rig.link(PAGES, "exact")
+    assert again.points == ["recomputed", "encoded"]
+    assert difference(again.logprobs, exact.logprobs) < 1e-4
+    assert rig.link(PAGES, "exact").points == ["recomputed", "recomputed"]
+
+
+def test_canonical_kv_of_other_tokens_is_stored_again_where_no_patch_asked_for_it(rig: Rig):
+    plan = rig.link(ALONE, "auto").plan
+    stored = rig.library.get_canonical(plan.chunks[0].canonical_key, "local")
+    assert stored is not None
+    rig.library.put_canonical(replace(stored, kv=stored.kv[:, 1:]))
+    rig.link(PAGES[::-1], "auto")
+    assert rig.link(PAGES[::-1], "auto").points == ["patched", "patched"]
 
 
 def test_kv_that_comes_too_late_for_the_plan_is_computed(rig: Rig, monkeypatch: pytest.MonkeyPatch):

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -315,11 +316,79 @@ def test_images_are_encoded_between_forwards_and_what_is_wrong_with_one_call_con
     for found, wanted in zip(right.result(30), alone, strict=True):
         assert torch.equal(found, wanted)
     rig.loop.abandon(linked.result(30).lease)
-    assert calls == [1, 2], "what nobody waits for is not encoded"
+    assert calls == [2], "what nobody waits for is not encoded"
     wait_for(lambda: all_free(rig))
     rig.loop.stop()
     with pytest.raises(Overloaded, match="shutting down"):
         rig.loop.encode(pixels)
+
+
+def test_links_are_computed_between_handfuls_of_one_calls_images(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+):
+    rig = make_rig(form=False)
+    segments = rig.render([1, " and ", 2, " and ", 3])
+    pixels = segments.pixels(range(len(segments.chunks)))
+    alone, link, events = rig.engine.encode(pixels), rig.plan(MIXED[3], "off"), list[str]()
+    encode, forward = rig.engine.encode, rig.engine.forward
+    monkeypatch.setattr(rig.engine, "spec", replace(rig.engine.spec, max_batch_tokens=1))
+    monkeypatch.setattr(rig.engine, "encode", lambda items: events.append(f"{len(items)} encoded") or encode(items))
+    monkeypatch.setattr(rig.engine, "forward", lambda *work: events.append("forward") or forward(*work))
+    with rig.loop._wake:
+        images, linked = rig.loop.encode(pixels), rig.loop.submit(link)
+    for found, wanted in zip(images.result(30), alone, strict=True):
+        assert torch.equal(found, wanted)
+    rig.loop.abandon(linked.result(30).lease)
+    assert events == ["1 encoded", "forward", "1 encoded", "1 encoded"]
+
+    given_up = rig.loop.encode(pixels)
+    wait_for(lambda: len(events) > 4)
+    given_up.cancel()
+    wait_for(lambda: not rig.loop._images)
+
+
+def test_an_answer_is_given_before_the_loop_learns_from_it_and_whatever_that_comes_to(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+):
+    rig = make_rig()
+    futures: list[Future[LinkResult]] = []
+    done: list[list[bool]] = []
+
+    def broken(*_: Any) -> None:
+        done.append([future.done() for future in futures])
+        raise ValueError("injected")
+
+    plans = [rig.plan(["?"], "off"), rig.plan(["!"], "off")]
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.loop._background, "add", broken)
+        with rig.loop._wake:
+            futures += [rig.loop.submit(plan) for plan in plans]
+        for future in futures:
+            rig.loop.abandon(future.result(30).lease)
+        wait_for(lambda: all_free(rig))
+    assert all(seen[i] for i, seen in enumerate(done))
+    assert rig.loop.stats().harvest_failures == 2
+    assert rig.link(MIXED[1]).points == ["encoded"]
+
+
+def test_a_link_that_is_cancelled_when_it_has_been_computed_has_taught_what_it_can(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+):
+    rig = make_rig()
+    plan, forward, futures = rig.plan(MIXED[1]), rig.engine.forward, list[Future[LinkResult]]()
+
+    def cancelling(*work: Any) -> Any:
+        computed = forward(*work)
+        futures[0].cancel()
+        return computed
+
+    monkeypatch.setattr(rig.engine, "forward", cancelling)
+    with rig.loop._wake:
+        futures.append(rig.loop.submit(plan))
+    wait_for(lambda: rig.loop.stats().forwards == 1)
+    drain(rig.loop)
+    wait_for(lambda: all_free(rig))
+    assert rig.library.has("canonical", plan.chunks[0].canonical_key, "local")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -339,7 +408,7 @@ def test_a_defect_in_the_loop_leaves_nobody_waiting(
 
 
 def test_background_work_gives_way_to_hand_offs_but_not_for_ever(make_rig: Callable[..., Rig]):
-    rig = make_rig(patience_seconds=0.5)
+    rig = make_rig(patience_seconds=3.0)
     result = rig.loop.submit(rig.plan(MIXED[2], "auto")).result(30)
     time.sleep(0.2)
     assert rig.loop.stats().harvest > 0, "the lease is not read: nothing may be harvested yet"
@@ -416,9 +485,9 @@ def test_a_lease_nobody_reads_ends_by_itself(make_rig: Callable[..., Rig]):
 
 
 def test_a_lease_that_is_renewed_outlives_its_time(make_rig: Callable[..., Rig]):
-    rig = make_rig(lease_seconds=0.3)
+    rig = make_rig(lease_seconds=2.0)
     lease = rig.loop.submit(rig.plan(MIXED[1], "off")).result(30).lease
-    for _ in range(6):
+    for _ in range(30):
         time.sleep(0.1)
         rig.loop.renew(lease)
     assert rig.loop.stats().leases == 1

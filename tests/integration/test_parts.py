@@ -40,6 +40,17 @@ def test_without_forwards_nothing_is_compiled_ahead(make_rig: Callable[..., Rig]
     assert rig.link([2, "And here?"]).points == ["recomputed"]
 
 
+def test_a_patch_that_found_no_room_with_the_compiler_is_sent_again(make_rig: Callable[..., Rig]):
+    rig, sent = make_rig(orbit_chunks=0, part_forwards=8), []
+    rig.linker.harvester._submit_patch = lambda job: bool(sent.append(job))  # a queue that is full
+    rig.link([1, "What?"])
+    assert sent
+    assert not rig.linker.harvester._sent
+    rig.linker.harvester._submit_patch = rig.compiler.compile
+    rig.link([1, "What?"])
+    assert rig.link([1, "What?"]).points == ["patched"]
+
+
 def test_a_patch_that_is_still_being_compiled_is_not_sent_again(make_rig: Callable[..., Rig]):
     """A part is read without the request's text: its patches must not take the place of those that know it."""
     rig, sent = make_rig(orbit_chunks=0, part_forwards=8), []

@@ -79,11 +79,23 @@ def sums() -> Sums:
     return Sums()
 
 
+class Crowd:
+    there = False
+
+    def __call__(self) -> bool:
+        return self.there
+
+
 @pytest.fixture
-def ahead(forwards: Forwards, sums: Sums) -> CompileAhead:
+def crowd() -> Crowd:
+    return Crowd()
+
+
+@pytest.fixture
+def ahead(forwards: Forwards, sums: Sums, crowd: Crowd) -> CompileAhead:
     limits = CompileLimits(orbit_chunks=0, part_forwards=0, pair_forwards=12)
     scratch = Scratch(range(8), 16, lambda left: 64)
-    return CompileAhead(cast(Harvester, forwards), scratch, limits, TickingClock(), sums)
+    return CompileAhead(cast(Harvester, forwards), scratch, limits, TickingClock(), sums, crowd)
 
 
 def test_jobs_of_the_same_worth_do_not_swap_for_ever(ahead: CompileAhead, forwards: Forwards):
@@ -132,6 +144,21 @@ def test_a_job_waits_for_what_is_still_to_be_kept_and_others_do_not_wait_for_it(
     while ahead.may_go_on(()):
         ahead.step()
     assert set(forwards.ran) == {"cd", "dc", "ab", "ba"}
+
+
+def test_no_step_begins_while_the_compiler_has_enough_to_do(ahead: CompileAhead, forwards: Forwards, crowd: Crowd):
+    ahead.offer(served("abx"), missed=True)
+    while not ahead.running:
+        ahead.step()
+    crowd.there = True
+    while ahead.may_go_on(()):
+        ahead.step()
+    assert len(forwards.ran) == 2, "what has begun ends"
+    assert len(ahead) == 1, "and the rest waits"
+    crowd.there = False
+    while ahead.may_go_on(()):
+        ahead.step()
+    assert {"ab", "ba", "ax", "xa", "bx", "xb"} <= set(forwards.ran)
 
 
 def test_a_job_ends_where_the_library_holds_what_is_worth_more(ahead: CompileAhead, forwards: Forwards):

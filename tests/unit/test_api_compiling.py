@@ -19,7 +19,8 @@ class Roles:
 
 
 async def test_metrics_say_what_waits_was_compiled_and_took():
-    stats = CompileStats(waiting=3, forwards={"orders": 6, "pairs": 2}, seconds=1.5, given_up={"queue": 0, "bytes": 4})
+    given_up = {"queue": 0, "bytes": 4}
+    stats = CompileStats(waiting=3, forwards={"orders": 6, "pairs": 2}, seconds=1.5, given_up=given_up, dropped=5)
     lines = exposition(await compiling(Roles(stats))).decode().splitlines()
     for line in (
         'orbitserve_compile_waiting{replica="r0"} 3.0',
@@ -27,6 +28,7 @@ async def test_metrics_say_what_waits_was_compiled_and_took():
         'orbitserve_compile_forwards_total{job="pairs",replica="r0"} 2.0',
         'orbitserve_compile_seconds_total{replica="r0"} 1.5',
         'orbitserve_compile_given_up_total{reason="bytes",replica="r0"} 4.0',
+        'orbitserve_patches_dropped_total{replica="r0"} 5.0',
     ):
         assert line in lines
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ from ray.serve import context
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvstore.errors import TierUnavailable
-from prefill_workers.worker import Overloaded
+from prefill_workers.ahead import CompileStats
+from prefill_workers.worker import LoopStats, Overloaded
 from serving.app import DecodeWorker, Ingress, PrefillWorker, VisionEncoder
 from serving.errors import RoleUnavailable
 from serving.library_keeper import LibraryKeeper
@@ -53,6 +56,33 @@ async def test_a_prefill_worker_whose_every_forward_fails_is_not_healthy():
     await prefill_worker(failing=2).check_health()
     with pytest.raises(RuntimeError, match="failed 3 times in a row"):
         await prefill_worker(failing=3).check_health()
+
+
+async def test_the_keys_of_a_prefetch_are_made_beside_the_event_loop():
+    worker, threads = prefill_worker(), list[str]()
+    worker._loop.expect = lambda: None
+    worker._planners = ThreadPoolExecutor(1, thread_name_prefix="plan")
+
+    def prefetch(request: Any) -> dict[str, Future[bool]]:
+        threads.append(threading.current_thread().name)
+        answers = {"known": Future[bool](), "new": Future[bool]()}
+        for content, answer in answers.items():
+            answer.set_result(content == "new")
+        return answers
+
+    worker._linker = SimpleNamespace(prefetch=prefetch)
+    assert await worker.prefetch(None) == ["new"]
+    assert threads == ["plan_0"]
+
+
+async def test_a_prefill_worker_counts_the_patches_that_were_dropped(monkeypatch: pytest.MonkeyPatch):
+    worker, dropped = prefill_worker(), MagicMock(dropped=3)
+    loop = LoopStats(*[0] * 15, compiled=CompileStats(1, {}, 0.0, {}))
+    monkeypatch.setattr(PrefillWorker, "_name", "r1")
+    worker._loop.stats = lambda: loop
+    worker._library.stats = lambda: None
+    worker._deficits = dropped
+    assert (await worker.stats())["loop"].compiled == CompileStats(1, {}, 0.0, {}, dropped=3)
 
 
 class Workers:

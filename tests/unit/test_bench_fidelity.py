@@ -376,7 +376,9 @@ def test_what_a_model_cannot_answer_tells_nothing_of_sums():
         ([0.95, 0.8, 0.6], {2: 0.95, 3: 0.8, 4: 0.5}, 3),
     ],
 )
-def test_a_split_that_the_model_answers_behind_some_number_is_judged_behind_all(exact: list[float], sums: dict, expected: int):
+def test_a_split_that_is_answered_behind_some_number_is_judged_behind_all(
+    exact: list[float], sums: dict, expected: int
+):
     others = accuracies(multi={2: 0.9, 3: 0.9, 4: 0.9})
     assert holds_up_to(others | accuracies(exact, tally=sums)) == expected
 

@@ -36,14 +36,26 @@ async def test_no_more_wait_than_may_by_number_and_by_bytes():
     for most, most_bytes in ((2, 1000), (10, 25)):
         compiler = Compiler()
         deficits = Deficits(compiler.compile, most, most_bytes)
-        for key in "abc":
-            deficits.submit(job(10, key))
+        assert [deficits.submit(job(10, key)) for key in "abc"] == [True, True, False]
         assert (len(deficits), deficits.dropped) == (2, 1)
         compiler.go_on.set()
         await until_empty(deficits)
         deficits.submit(job(10, "d"))
         await until_empty(deficits)
         assert (compiler.formed, deficits.dropped) == (["a", "b", "d"], 1)
+
+
+async def test_it_is_crowded_when_more_than_half_of_the_room_is_taken():
+    for most, most_bytes in ((4, 1000), (100, 40)):
+        compiler = Compiler()
+        deficits, crowded = Deficits(compiler.compile, most, most_bytes), []
+        for key in "abc":
+            deficits.submit(job(10, key))
+            crowded.append(deficits.crowded)
+        assert crowded == [False, False, True]
+        compiler.go_on.set()
+        await until_empty(deficits)
+        assert not deficits.crowded
 
 
 async def test_one_may_wait_however_large():

@@ -31,6 +31,26 @@ def test_a_prompt_meets_the_others_of_its_tenant_and_prefix_those_worth_most_fir
     assert beside(known, served("xy", tenant="other")) == ""
 
 
+def test_prefixes_are_not_compared_token_by_token_with_every_chunk():
+    compared = 0
+
+    class Token(int):
+        __hash__ = int.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return int(self) == other
+
+    def prefix() -> tuple[int, ...]:
+        return tuple(map(Token, range(1000)))
+
+    known = KnownChunks(100)
+    known.add(served("abcdefghijklmnop", prefix=prefix()))
+    assert beside(known, served("abcdefghijklmn", prefix=prefix())) == "po"
+    assert compared <= 3 * 1000
+
+
 def test_those_that_came_longest_ago_are_forgotten():
     known = KnownChunks(3)
     for names in ("a", "b", "c", "a", "d"):

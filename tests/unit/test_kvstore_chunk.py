@@ -6,6 +6,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore import chunk
 from kvstore.chunk import antecedent_key, canonical_key, content_id, embedding_key, patch_key, tenant_salt
 from kvstore.patch import PatchKind
 
@@ -30,6 +31,19 @@ def test_keys_are_stable_across_releases() -> None:
     assert content_id(b"hello").startswith("0981fea24901694f")
     assert canonical_key("m", "c", [1, 2], "bfloat16").startswith("0a2f12171485683a")
     assert patch_key("c", "a", PatchKind.own, 16).startswith("648b279044fa2cab")
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20))
+def test_integers_are_digested_as_8_bytes_each_the_lowest_first(values: list[int]) -> None:
+    expected = b"".join(value.to_bytes(8, "little", signed=True) for value in values)
+    assert chunk._integers(values) == chunk._prefix_bytes(tuple(values)) == expected
+
+
+def test_a_prefix_is_put_into_bytes_once_for_all_keys_of_a_request() -> None:
+    prefix, before = tuple(range(100_000, 104_000)), chunk._prefix_bytes.cache_info().misses
+    for antecedents in itertools.permutations("abcd"):
+        antecedent_key(prefix, antecedents, ordered=True)
+    assert chunk._prefix_bytes.cache_info().misses == before + 1
 
 
 @given(a=st.tuples(texts, texts, texts), b=st.tuples(texts, texts, texts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -215,6 +216,22 @@ def test_a_stalled_tier_is_not_waited_for(full: MemoryTier) -> None:
     assert lookup.found().canonical is not None
 
 
+def test_all_records_of_a_chunk_are_waited_for_together(full: MemoryTier) -> None:
+    """And its embeddings by themselves: they are what it is computed from then."""
+    tier = KindTier(full, "canonical", "patch", "embedding")
+    parts = [patch_of(RECORD), *(patch_of(RECORD, [name]) for name in "abc")]
+    with Library(LibrarySettings(directory=None), FINGERPRINT, [full]) as library:
+        for part in parts:
+            library._put(part)
+    keys = replace(KEYS, own_patch="0" * 64, set_patch="1" * 64, parts=tuple(part.key for part in parts))
+    library = Library(LibrarySettings(directory=None, load_timeout_s=0.4, load_threads=64), FINGERPRINT, [tier])
+    began = time.monotonic()
+    found = Lookups(library).start(keys, Mode.AUTO).found()
+    assert time.monotonic() - began < 1.2
+    assert (found.canonical, found.embeddings, found.unsure) == (None, None, True)
+    tier.release.set()
+
+
 def test_a_defect_is_heard_of(full: MemoryTier) -> None:
     lookup = start(full, keys=replace(KEYS, own_patch="not a key"))
     assert lookup.is_coming(5), "so that whoever plans asks for what was found"
@@ -327,6 +344,17 @@ def test_a_plan_knows_of_loads_that_have_ended() -> None:
     assert lookup is not None
     lookup._found.set_result(start(MemoryTier(), Mode.OFF).found())
     assert plan.has_news
+
+
+def test_the_runs_of_a_settled_plan_are_found_once() -> None:
+    ended: list[str] = []
+    plan = plan_of(chunk(10, 20, OperatingPoint.PATCHED)).pinned_by(lambda: ended.append("unpinned"))
+    expected = plan.runs
+    assert plan.runs is not expected
+    plan.fix()
+    assert plan.runs == expected == [Run(0, 10), Run(20, 100)]
+    assert plan.runs is plan.runs
+    assert (plan.tokens_computed, ended) == (90, ["unpinned"])
 
 
 def test_pins_end_with_the_plan_or_when_it_says_so() -> None:
