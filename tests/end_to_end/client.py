@@ -33,9 +33,11 @@ MAX_MODEL_LEN = 2048
 MAX_IMAGE_PIXELS = 1_000_000
 MAX_IMAGE_BYTES = 6 << 20
 MAX_BODY_BYTES = 12 << 20
+ORIGIN = "https://pages.example"  # whose pages may call
 LIMITS = {
     "max_image_pixels": MAX_IMAGE_PIXELS,
     "max_image_bytes": MAX_IMAGE_BYTES,
+    "cors_origins": [ORIGIN],
     "max_body_bytes": MAX_BODY_BYTES,
     "max_images_per_request": 8,
 }

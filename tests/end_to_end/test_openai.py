@@ -12,7 +12,18 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from client import MAX_BODY_BYTES, MAX_IMAGE_BYTES, Service, inline, picture, png, text, user
+from client import (
+    MAX_BODY_BYTES,
+    MAX_IMAGE_BYTES,
+    MAX_MODEL_LEN,
+    ORIGIN,
+    Service,
+    inline,
+    picture,
+    png,
+    text,
+    user,
+)
 
 pytestmark = pytest.mark.service
 
@@ -21,6 +32,8 @@ pytestmark = pytest.mark.service
 
 
 def test_models_health_and_openapi(service: Service):
+    (model,) = httpx.get(service.url + "/v1/models").json()["data"]
+    assert (model["id"], model["max_model_len"]) == (service.model, MAX_MODEL_LEN)
     assert [model.id for model in service.openai().models.list()] == [service.model]
     health = httpx.get(service.url + "/health")
     assert (health.status_code, health.json()) == (200, {"status": "ok"})
@@ -60,6 +73,17 @@ def test_a_seed_repeats_an_answer(service: Service):
     first = ask(1)
     assert ask(1) == first
     assert ask(2) != first
+
+
+def test_a_browser_is_told_which_pages_may_call(service: Service):
+    def allowed(origin: str) -> str | None:
+        asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        return httpx.options(service.url + "/v1/chat/completions", headers=asked).headers.get(
+            "Access-Control-Allow-Origin"
+        )
+
+    assert allowed(ORIGIN) == ORIGIN
+    assert allowed("https://another.example") is None
 
 
 def test_an_answer_may_be_one_token_long(service: Service):
