@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -32,13 +31,14 @@ from kvstore.layout import Layout
 from kvstore.patch import relocate
 from kvstore.rotary import RotaryScheme
 from prefill_workers.batch import Attending, assemble
+from prefill_workers.failures import Failure
 from prefill_workers.fingerprint import fingerprint, precision
-from prefill_workers.runs import ArrivingLayers, Failure, UnsupportedEngine
+from prefill_workers.handoff import ReadNotes
+from prefill_workers.pixels import Pixels, handfuls
+from prefill_workers.runs import ArrivingLayers, UnsupportedEngine
 from prefill_workers.sequence import LinkSequence, Run
 
 NULL_BLOCK = 0  # vLLM keeps block 0 as its null block
-
-Pixels = tuple[str, MultiModalKwargsItem]  # a processed image and its modality
 
 _PIXELS_OF_TOKEN = 3 * 28 * 28  # numbers of an image behind one of its tokens: four patches of 14 x 14, as most have
 
@@ -97,27 +97,6 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     return arguments
 
 
-def handfuls(items: Sequence[Pixels], most: int) -> Iterator[list[Pixels]]:
-    """Images in groups, in order, of at most `most` numbers that their pixels come to; a larger one is by itself."""
-    group, size = list[Pixels](), 0
-    for item in items:
-        own = _numbers(list(item[1].get_data().values()))
-        if group and size + own > most:
-            yield group
-            group, size = [], 0
-        group.append(item)
-        size += own
-    if group:
-        yield group
-
-
-def _numbers(data: Any) -> int:
-    """How many numbers are in tensors, lists of them, or lists of those."""
-    if isinstance(data, Tensor):
-        return data.numel()
-    return sum(map(_numbers, data)) if isinstance(data, list | tuple) else 0
-
-
 def layout_of(facts: Mapping[str, Any]) -> Layout:
     """The layout of the model that a worker described."""
     rotary = RotaryScheme(tuple(facts["inverse_frequencies"]), facts["rotary_style"])
@@ -141,37 +120,6 @@ def check_hand_off(layout: Layout, prefill_ranks: int, decode_ranks: int) -> Non
             f"decode.tensor_parallel_size: {decode_ranks} would read from some of them only; use at most {heads} for "
             f"prefill, or at least {prefill_ranks} for decode"
         )
-
-
-class ReadNotes:
-    """Joins what the ranks of a worker are told: a sequence is read when every rank has heard of all its readers."""
-
-    def __init__(self, ranks: int) -> None:
-        self._heard: list[Counter[str]] = [Counter() for _ in range(ranks)]
-
-    def take(
-        self, told: Sequence[tuple[list[tuple[str, int]], list[str]]], held: Container[str]
-    ) -> tuple[list[str], list[str]]:
-        """From each rank's `poll_handoffs`: leases read (one entry per decode sequence), and leases still wanted.
-
-        What was heard of leases that are not `held` any more is forgotten.
-        """
-        for heard in self._heard:
-            for lease in [lease for lease in heard if lease not in held]:
-                del heard[lease]
-        readers: dict[str, int] = {}
-        for heard, (read, _) in zip(self._heard, told, strict=True):
-            heard.update(lease for lease, _ in read if lease in held)
-            readers |= {lease: count for lease, count in read if lease in held}
-        done: list[str] = []
-        for lease, count in readers.items():
-            complete = min(heard[lease] for heard in self._heard) // count
-            for heard in self._heard:
-                heard[lease] -= complete * count
-                if not heard[lease]:
-                    del heard[lease]
-            done += [lease] * complete
-        return done, [lease for _, wanted in told for lease in wanted]
 
 
 class _Known(NamedTuple):

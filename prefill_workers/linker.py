@@ -27,10 +27,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvstore.chunk import DYNAMIC_TENANT, antecedent_key, canonical_key, owner_of
 from kvstore.errors import ShapeMismatch
 from kvstore.library import Library
-from kvstore.patch import PatchKind, warm_up
+from kvstore.patch import warm_up
 from kvstore.patch_form import PatchForm
 from prefill_workers import policies, reasons
 from prefill_workers.arriving import Arriving
@@ -38,8 +37,8 @@ from prefill_workers.composing import KnownWeights, measured_weights, weighted_s
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.fidelity import Fidelity
 from prefill_workers.harvest import Harvester
-from prefill_workers.lookup import ChunkKeys, Found, Lookup, Lookups
-from prefill_workers.orbit import set_kind
+from prefill_workers.keys import ChunkKeys, Keys
+from prefill_workers.lookup import Found, Lookup, Lookups
 from prefill_workers.patch_compiler import PatchJob
 from prefill_workers.placing import Placed, place
 from prefill_workers.plan import (
@@ -108,7 +107,7 @@ class Linker:
         self.weigh_by = weigh_by
         self.compose_up_to = compose_up_to if form.first_layer(engine.layout.layers) <= MEASURED_LAYER else 0
         self.harvester = Harvester(engine, library, form, submit_patch)
-        self._lookups = Lookups(library, form.basis)
+        self._keys, self._lookups = Keys(engine, form), Lookups(library, form.basis)
         self._weights = KnownWeights()
         self._prefixes = prefixes
         self.fidelity.before_allowing(self._before_allowing)
@@ -142,7 +141,10 @@ class Linker:
         for i, content in enumerate(request.contents):
             text = content in request.documents
             delimiters, contents = () if text else self._delimiters, request.contents[: i + 1]
-            keys = self._keys(request.tenant, contents, delimiters, request.prefix, antecedents, embeds=not text)
+            summed = self._sums_behind(len(antecedents))
+            keys = self._keys.of(
+                request.tenant, contents, delimiters, request.prefix, antecedents, embeds=not text, summed=summed
+            )
             lookup = self._lookups.start_ahead(keys, mode)
             if not text:
                 lacking[content] = lookup.lacks_pixels()
@@ -206,44 +208,13 @@ class Linker:
                 self._delimiters = delimiters
             antecedents = [keys.canonical for keys in wanted]
             behind, embeds = contents[: i + 1], span.needs_embeddings
-            wanted.append(self._keys(request.tenant, behind, delimiters, request.prefix, antecedents, embeds=embeds))
+            summed = self._sums_behind(len(antecedents))
+            wanted.append(
+                self._keys.of(
+                    request.tenant, behind, delimiters, request.prefix, antecedents, embeds=embeds, summed=summed
+                )
+            )
         return wanted
-
-    def _keys(
-        self,
-        tenant: str,
-        contents: Sequence[str],
-        delimiters: Sequence[int],
-        prefix: Sequence[int],
-        antecedents: Sequence[str],
-        *,
-        embeds: bool,
-    ) -> ChunkKeys:
-        """Keys of the last of `contents` behind the others, whose canonical keys are `antecedents`."""
-        content = contents[-1]
-        canonical = canonical_key(self.engine.fingerprint, content, delimiters, self.engine.precision)
-        own, of_set = (
-            self.form.key(canonical, antecedent_key(prefix, antecedents, ordered=kind is PatchKind.own), kind)
-            for kind in (PatchKind.own, set_kind(len(antecedents)))
-        )
-        parts: tuple[str, ...] = ()
-        different = len({canonical, *antecedents}) > len(antecedents)
-        if different and self.sums() and self._composes(len(antecedents)):
-            alone = [(), *((antecedent,) for antecedent in antecedents)]
-            parts = tuple(
-                self.form.key(canonical, antecedent_key(prefix, one, ordered=False), set_kind(len(one)))
-                for one in alone
-            )  # fmt: skip
-        shared = owner_of(tenant, *contents) == DYNAMIC_TENANT
-        return ChunkKeys(
-            canonical,
-            own,
-            of_set,
-            self.engine.embedding_key(content) if embeds else None,
-            owner=owner_of(tenant, content),
-            patch_owners=tuple(dict.fromkeys((tenant, DYNAMIC_TENANT))) if shared else (tenant,),
-            parts=parts,
-        )
 
     def _chunk(
         self,
@@ -290,6 +261,10 @@ class Linker:
     def _composes(self, antecedents: int) -> bool:
         """Whether pair patches behind so many antecedents are summed."""
         return 1 < antecedents <= self.compose_up_to
+
+    def _sums_behind(self, antecedents: int) -> bool:
+        """The same, and they are not switched off."""
+        return self.sums() and self._composes(antecedents)
 
     def _before_allowing(self, point: OperatingPoint) -> None:
         self._lookups.forget()
@@ -482,7 +457,7 @@ class Linker:
         """
         try:
             if found.canonical is not None:
-                self._check(chunk, found.canonical.kv, found)
+                found.check(len(chunk.span), self.engine.layout, self.form.basis)
             if found.embeddings is not None and len(found.embeddings) != chunk.span.embedded:
                 raise ShapeMismatch(f"{len(found.embeddings)} embeddings for {chunk.span.embedded} placeholders")
         except ShapeMismatch as error:
@@ -497,15 +472,6 @@ class Linker:
             chunk.unfit = True
             return Found(unsure=found.unsure, unfit=True)
         return found
-
-    def _check(self, chunk: ChunkPlan, kv: Tensor, found: Found) -> None:
-        """Raises ShapeMismatch unless canonical KV, and the patch or parts with it, are those of the chunk's tokens."""
-        layout = self.engine.layout
-        layout.check(kv)
-        if kv.shape[1] != len(chunk.span):
-            raise ShapeMismatch(f"KV of {kv.shape[1]} tokens for {len(chunk.span)}")
-        for patch in found.parts or ([found.patch.patch] if found.patch else []):
-            patch.bind(self.form.basis).check(kv, layout)
 
     def _placed(self, chunk: ChunkPlan, found: Found) -> Placed:
         """What is stored of a chunk, as it is to be placed."""

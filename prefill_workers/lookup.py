@@ -28,34 +28,19 @@ from typing import cast
 from torch import Tensor
 
 from kvstore.basis import SharedBasis
+from kvstore.errors import ShapeMismatch
 from kvstore.format import CanonicalRecord, EmbeddingRecord, PatchRecord
+from kvstore.layout import Layout
 from kvstore.library import Library
 from kvstore.loading import Loading
 from kvstore.patch import Patch
 from prefill_workers.composing import can_be_weighed
+from prefill_workers.keys import ChunkKeys
 from prefill_workers.policies import Mode, ModeKind, looks_up_patch, uses_canonical_alone
 
 _THREADS = 128  # they wait for tiers; the library bounds the reads themselves
 _KEPT_SECONDS = 5.0  # a prompt is rendered, and its new images are encoded, in less
 _MOST_KEPT = 1024
-
-
-@dataclass(frozen=True)
-class ChunkKeys:
-    """Under which keys a chunk's records are stored, and whose they are."""
-
-    canonical: str
-    own_patch: str  # behind this list of antecedents
-    set_patch: str  # behind this set, in any order
-    embedding: str | None  # None: a text chunk
-    owner: str  # of canonical KV and embeddings: the request's tenant, or the dynamic library
-    patch_owners: tuple[str, ...]  # whose patches serve
-    parts: tuple[str, ...] = ()  # patches behind no antecedent and behind each alone; none where no sum may serve
-
-    def all(self) -> list[str]:
-        """Every key."""
-        named = (self.canonical, self.own_patch, self.set_patch, self.embedding, *self.parts)
-        return [key for key in named if key is not None]
 
 
 @dataclass(frozen=True)
@@ -74,6 +59,16 @@ class Found:
     parts: tuple[Patch, ...] = ()
     unsure: bool = False
     unfit: bool = False
+
+    def check(self, tokens: int, layout: Layout, basis: SharedBasis | None) -> None:
+        """Raises ShapeMismatch unless canonical KV, and the patch or parts with it, are those of so many tokens."""
+        assert self.canonical is not None
+        kv = self.canonical.kv
+        layout.check(kv)
+        if kv.shape[1] != tokens:
+            raise ShapeMismatch(f"KV of {kv.shape[1]} tokens for {tokens}")
+        for patch in self.parts or ([self.patch.patch] if self.patch else []):
+            patch.bind(basis).check(kv, layout)
 
 
 class Lookup:

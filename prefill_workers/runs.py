@@ -24,10 +24,8 @@ Checked on vLLM 0.32.0. Together with `engine.py` this is the only file that kno
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -45,6 +43,7 @@ from kvstore.layout import Layout
 from kvstore.rotary import turns_evenly
 from prefill_workers.attention import attended, paid_to
 from prefill_workers.batch import Attending, Rows, RunBatch
+from prefill_workers.failures import Failure, portable
 from prefill_workers.pages import Pages, learnt
 
 _QUANTISED = {
@@ -57,13 +56,6 @@ _QUANTISED = {
 _DTYPE_NAMES = ("float32", "float16", "bfloat16")
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What a rank answers to a call that raised."""
-
-    error: Exception
 
 
 class ArrivingLayers(Protocol):
@@ -576,12 +568,3 @@ class RunsExtension:
                 f"{type(rotary).__name__} does not turn keys by a fixed angle per position: chunks cannot be relocated"
             )
         return frequencies.tolist()
-
-
-def portable(error: Exception) -> Exception:
-    """An error as another process can have it: itself, or one that says the same."""
-    try:
-        copy = pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return copy if isinstance(copy, Exception) else RuntimeError(f"{type(error).__name__}: {error}")

@@ -8,7 +8,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from infra import openmp
-from prefill_workers.engine import EngineSpec, Pixels, PrefillEngine
+from prefill_workers.engine import EngineSpec, PrefillEngine
+from prefill_workers.pixels import Pixels
 
 
 class VisionEncoder:

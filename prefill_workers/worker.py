@@ -22,11 +22,12 @@ from torch import Tensor
 from infra import openmp
 from prefill_workers.ahead import CompileStats
 from prefill_workers.background import Background
-from prefill_workers.engine import Pixels, PrefillEngine
+from prefill_workers.engine import PrefillEngine
 from prefill_workers.handoff import BlockPool, PoolExhausted
 from prefill_workers.job import LinkJob, LinkResult
 from prefill_workers.linker import Linker
 from prefill_workers.pace import Pace
+from prefill_workers.pixels import Pixels
 from prefill_workers.plan import LinkPlan
 from prefill_workers.recheck import Rechecks
 from prefill_workers.scratch import Scratch

@@ -47,9 +47,10 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
 
-    from prefill_workers.engine import EngineSpec, Pixels
+    from prefill_workers.engine import EngineSpec
     from prefill_workers.job import LinkResult
     from prefill_workers.patch_compiler import PatchJob
+    from prefill_workers.pixels import Pixels
     from prefill_workers.plan import LinkRequest, PrefetchRequest
     from serving.access_log import AccessLog
 

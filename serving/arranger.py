@@ -24,7 +24,7 @@ from kvstore.popularity import Popularity
 from prefill_workers.job import LinkResult
 from prefill_workers.plan import ChunkOutcome, LinkRequest
 from prefill_workers.policies import OperatingPoint
-from serving.placement import Chunk, Placement, Problem, Stored, place, sums_of
+from serving.placement import Chunk, Problem, Stored, sums_of
 
 _MAX_CONTENTS = 1 << 16  # whose tokens are kept
 _USUAL_TOKENS = 256  # of a chunk that was never linked
@@ -87,14 +87,6 @@ class LinkCosts:
         return min(round(tokens * (self.place + self.weigh) * 1e9), self.of(tokens, patched=False))
 
 
-@dataclass(frozen=True)
-class Arrangement:
-    """An order for a request, and the problem that it solves."""
-
-    problem: Problem
-    placement: Placement
-
-
 class _Patches(NamedTuple):
     """What would serve the last chunk of a list: a patch for this order, one for this set, or a sum of parts.
 
@@ -126,18 +118,6 @@ class Arranger:
     patches: bool = True
     sums: bool = True
     _tokens: OrderedDict[str, int] = field(default_factory=OrderedDict)
-
-    def order(
-        self,
-        contents: Sequence[str],
-        groups: Sequence[int | None],
-        tenant: str,
-        prefix: Sequence[int],
-        patches: bool = True,
-    ) -> Arrangement:
-        """The order for a request's chunks; see `problem`."""
-        problem = self.problem(contents, groups, tenant, prefix, patches)
-        return Arrangement(problem, place(problem))
 
     def problem(
         self,

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
     from prefill_workers.ahead import CompileStats
-    from prefill_workers.engine import Pixels
     from prefill_workers.fidelity import PointStatus
     from prefill_workers.job import LinkResult
+    from prefill_workers.pixels import Pixels
     from prefill_workers.plan import LinkRequest, PrefetchRequest
     from prefill_workers.policies import OperatingPoint
     from serving.formed import Formed

@@ -34,6 +34,7 @@ from serving.bench.harness import Arm, Benchmark, Outcome
 from serving.bench.placement import PAGES, REQUESTS, RETRIEVED, ZIPF, trace
 from serving.budget import Cost
 from serving.compile_plan import Kind, Plan, Terms, plan, trace_of
+from serving.placement import place
 
 TOKENS = 1024  # of a page
 BUDGETS = {"256 MiB": 2**28, "1 GiB": 2**30, "4 GiB": 2**32}
@@ -125,13 +126,13 @@ def patched_share(compiled: Plan, requests: Sequence[Sequence[str]], *, placed: 
     for request in requests:
         contents = [name.replace(" ", "-") for name in request]
         groups = [0 if placed else None] * len(contents)
-        order = [contents[i] for i in arranger.order(contents, groups, _TENANT, ()).placement.order]
-        for place, content in enumerate(order):
-            before = tuple(order[:place])
+        order = [contents[i] for i in place(arranger.problem(contents, groups, _TENANT, ())).order]
+        for at, content in enumerate(order):
+            before = tuple(order[:at])
             direct = any(Entry(scope, content, before, ordered) in stored for ordered in (True, False))
             alone = [(), *((one,) for one in before)]
             parts = (Entry(scope, content, one, False) in stored for one in alone)
-            hits += direct or (1 < place <= COMPOSE_UP_TO and all(parts))
+            hits += direct or (1 < at <= COMPOSE_UP_TO and all(parts))
             chunks += 1
     return hits / chunks
 

@@ -46,6 +46,7 @@ from prefill_workers.compiling import STRANGERS, Demand, JobKind, jobs, meetings
 from prefill_workers.settings import COMPOSE_UP_TO, CompileLimits, PrefillSettings
 from serving.arranger import Arranger
 from serving.bench.harness import Arm, Benchmark, Outcome
+from serving.placement import place
 
 PAGES, RETRIEVED, REQUESTS, ZIPF, BUDGET = 100, 5, 2000, 1.0, 5000
 UNBOUNDED_PARTS = 16
@@ -124,7 +125,7 @@ def _plan_ms(size: int, turns: int) -> list[float]:
     library.arranger.formed(Entry(_SCOPE, page, before, ordered=False) for page, before in behind)
     for request in trace(PAGES, size, 300 + turns):
         began = time.thread_time()
-        order = library.arranger.order(request, [0] * size, _TENANT, ()).placement.order
+        order = place(library.arranger.problem(request, [0] * size, _TENANT, ())).order
         found.append((time.thread_time() - began) * 1e3)
         library.serve([request[i] for i in order])
     return found[-turns:]
@@ -275,7 +276,7 @@ def replay(requests: Sequence[Sequence[str]], limits: CompileLimits, *, placed: 
     came: set[tuple[str, ...]] = set()
     for request in requests:
         group = 0 if placed else None
-        order = library.arranger.order(request, [group] * len(request), _TENANT, ()).placement.order
+        order = place(library.arranger.problem(request, [group] * len(request), _TENANT, ())).order
         chosen = [request[i] for i in order]
         served = library.serve(chosen)
         first, *rest = served.patched

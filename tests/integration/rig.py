@@ -38,6 +38,13 @@ from serving.segments import Delimiters, Segments, segment
 BLOCK_SIZE = 32
 MAX_MODEL_LEN = 2048
 QWEN2_5_VL = FAMILIES["qwen2_5_vl"]
+MIXED = [  # prompts: text, and numbers of test images
+    ["Only text, and not much of it."],
+    ["One ", 1, " picture."],
+    ["Two ", 2, " pictures ", 3, " here."],
+    ["A longer text " * 12],
+    [0, 1, 2, "Three in a row."],
+]
 
 
 @dataclass(frozen=True)
@@ -253,3 +260,17 @@ def lone(rig: Rig, part: Part, shift: int) -> Tensor:
 def unit_in_the_last_place(x: Tensor) -> Tensor:
     """Spacing of bfloat16 numbers at `x`."""
     return torch.exp2(x.abs().clamp_min(2.0**-126).log2().floor() - 7)
+
+
+def all_free(rig: Rig) -> bool:
+    """Whether nobody holds a block."""
+    stats = rig.loop.stats()
+    return stats.blocks_free == stats.blocks_total and stats.leases == 0
+
+
+def fill(rig: Rig) -> list[str]:
+    """Leases of all blocks that are free."""
+    taken = []
+    while rig.loop._pool.free:
+        taken.append(rig.loop._pool.allocate(32 * min(rig.loop._pool.free, MAX_MODEL_LEN // 32)).id)
+    return taken

@@ -16,8 +16,8 @@ from kvstore.format import PatchRecord
 from kvstore.patch import Patch, PatchKind, relocate
 from kvstore.patch_form import PatchForm
 from prefill_workers.composing import attention_weights, measured_weights, weighted_sum
+from prefill_workers.keys import ChunkKeys
 from prefill_workers.linker import Linker
-from prefill_workers.lookup import ChunkKeys
 from prefill_workers.measured import FILE
 from prefill_workers.plan import LinkRequest
 from prefill_workers.policies import Mode, OperatingPoint

@@ -14,7 +14,7 @@ from infra.reference.families import FAMILIES
 from infra.reference.scenes import Form, Split
 from kvstore.patch import Patch, PatchKind
 from kvstore.patch_form import PatchForm
-from prefill_workers.lookup import ChunkKeys
+from prefill_workers.keys import ChunkKeys
 from prefill_workers.plan import LinkRequest
 from prefill_workers.policies import OperatingPoint
 from prefill_workers.settings import FidelitySettings

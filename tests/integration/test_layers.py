@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 from layers import LayerTier, cold_rig, parts_of, teach
 from rig import QWEN2_5_VL, Linked, Rig
+from waiting import wait_for
 
 from kvstore.tiers import Tier
 from prefill_workers.engine import PrefillEngine
@@ -43,13 +43,6 @@ def cold(make_rig: Callable[..., Rig], fp32: PrefillEngine, tier: LayerTier) -> 
 def off_by(linked: Linked, lesson: Lesson) -> float:
     """Largest difference in log-probability from vLLM's own prefill."""
     return max(abs(float(linked.logprobs[token]) - value) for token, value in lesson[1].items())
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "condition did not come true"
-        time.sleep(0.002)
 
 
 def test_one_forward_computes_everything_beside_the_loads(cold: Callable[[float], Rig], lesson: Lesson):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from itertools import permutations
 
 import pyarrow as pa
 import pytest
-from rig import Linked, Part, Rig
+from rig import Linked, Part, Rig, all_free
+from waiting import wait_for
 
 from kvstore.errors import TierUnavailable
 from kvstore.library import Library
@@ -18,7 +18,8 @@ from kvstore.settings import LibrarySettings
 from kvstore.tier_faults import WrappedTier
 from kvstore.tiers import MemoryTier, Tier
 from prefill_workers.engine import PrefillEngine
-from prefill_workers.lookup import ChunkKeys, Lookup
+from prefill_workers.keys import ChunkKeys
+from prefill_workers.lookup import Lookup
 from prefill_workers.plan import LinkPlan, LinkRequest, PixelsNeeded, PrefetchRequest
 
 pytestmark = pytest.mark.engine
@@ -118,18 +119,6 @@ def keys_of(rig: Rig) -> list[ChunkKeys]:
 def off_by(linked: Linked, reference: dict[int, float]) -> float:
     """Largest difference in log-probability from vLLM's own prefill."""
     return max(abs(float(linked.logprobs[token]) - value) for token, value in reference.items())
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "condition did not come true"
-        time.sleep(0.002)
-
-
-def all_free(rig: Rig) -> bool:
-    stats = rig.loop.stats()
-    return stats.blocks_free == stats.blocks_total and stats.leases == 0
 
 
 def settled(plan: LinkPlan, index: int) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
@@ -11,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from rig import MAX_MODEL_LEN, Rig, apart
+from rig import MAX_MODEL_LEN, MIXED, Rig, all_free, apart, fill
+from waiting import wait_for
 
-from kvstore.format import RecordKind
 from prefill_workers.first_token import Sampling
 from prefill_workers.job import LinkResult
 from prefill_workers.pace import Pace
@@ -22,26 +21,6 @@ from prefill_workers.sequence import LinkSequence, Run
 from prefill_workers.worker import Overloaded, PromptTooLarge, drain
 
 pytestmark = pytest.mark.engine
-
-MIXED = [
-    ["Only text, and not much of it."],
-    ["One ", 1, " picture."],
-    ["Two ", 2, " pictures ", 3, " here."],
-    ["A longer text " * 12],
-    [0, 1, 2, "Three in a row."],
-]
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "condition did not come true"
-        time.sleep(0.005)
-
-
-def all_free(rig: Rig) -> bool:
-    stats = rig.loop.stats()
-    return stats.blocks_free == stats.blocks_total and stats.leases == 0
 
 
 def test_links_batched_into_one_forward_equal_serial_ones(make_rig: Callable[..., Rig]):
@@ -196,14 +175,6 @@ def test_more_links_than_the_queue_takes_are_refused(make_rig: Callable[..., Rig
     wait_for(lambda: all_free(rig))
 
 
-def fill(rig: Rig) -> list[str]:
-    """Leases of all blocks that are free."""
-    taken = []
-    while rig.loop._pool.free:
-        taken.append(rig.loop._pool.allocate(32 * min(rig.loop._pool.free, MAX_MODEL_LEN // 32)).id)
-    return taken
-
-
 def test_cancelled_links_take_no_place_in_the_queue(make_rig: Callable[..., Rig]):
     rig = make_rig(form=False, max_queue=2)
     plan, taken = rig.plan(MIXED[0], "off"), fill(rig)
@@ -215,26 +186,6 @@ def test_cancelled_links_take_no_place_in_the_queue(make_rig: Callable[..., Rig]
         rig.loop.abandon(lease)
     for future in (first, third):
         rig.loop.abandon(future.result(30).lease)
-    wait_for(lambda: all_free(rig))
-
-
-def test_what_could_be_learnt_is_not_given_up_for_blocks_that_decode_engines_have_still_to_read(
-    make_rig: Callable[..., Rig],
-):
-    rig = make_rig(patience_seconds=30.0)
-    linked = rig.loop.submit(rig.plan(MIXED[2], "auto")).result(30)
-    learnt = rig.loop.stats().harvest
-    assert learnt > 0
-    taken, waiting = fill(rig), rig.loop.submit(rig.plan(MIXED[0], "off"))
-    time.sleep(0.2)
-    assert not waiting.done()
-    assert rig.loop.stats().harvest == learnt, "giving it up would free nothing"
-    rig.loop.abandon(linked.lease)
-    rig.loop.abandon(waiting.result(30).lease)
-    assert rig.loop.stats().harvest < learnt, "now it did"
-    for lease in taken:
-        rig.loop.abandon(lease)
-    drain(rig.loop)
     wait_for(lambda: all_free(rig))
 
 
@@ -347,50 +298,6 @@ def test_links_are_computed_between_handfuls_of_one_calls_images(
     wait_for(lambda: not rig.loop._images)
 
 
-def test_an_answer_is_given_before_the_loop_learns_from_it_and_whatever_that_comes_to(
-    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-):
-    rig = make_rig()
-    futures: list[Future[LinkResult]] = []
-    done: list[list[bool]] = []
-
-    def broken(*_: Any) -> None:
-        done.append([future.done() for future in futures])
-        raise ValueError("injected")
-
-    plans = [rig.plan(["?"], "off"), rig.plan(["!"], "off")]
-    with monkeypatch.context() as patched:
-        patched.setattr(rig.loop._background, "add", broken)
-        with rig.loop._wake:
-            futures += [rig.loop.submit(plan) for plan in plans]
-        for future in futures:
-            rig.loop.abandon(future.result(30).lease)
-        wait_for(lambda: all_free(rig))
-    assert all(seen[i] for i, seen in enumerate(done))
-    assert rig.loop.stats().harvest_failures == 2
-    assert rig.link(MIXED[1]).points == ["encoded"]
-
-
-def test_a_link_that_is_cancelled_when_it_has_been_computed_has_taught_what_it_can(
-    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-):
-    rig = make_rig()
-    plan, forward, futures = rig.plan(MIXED[1]), rig.engine.forward, list[Future[LinkResult]]()
-
-    def cancelling(*work: Any) -> Any:
-        computed = forward(*work)
-        futures[0].cancel()
-        return computed
-
-    monkeypatch.setattr(rig.engine, "forward", cancelling)
-    with rig.loop._wake:
-        futures.append(rig.loop.submit(plan))
-    wait_for(lambda: rig.loop.stats().forwards == 1)
-    drain(rig.loop)
-    wait_for(lambda: all_free(rig))
-    assert rig.library.has("canonical", plan.chunks[0].canonical_key, "local")
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("where", ["_turn", "_finish"])
 def test_a_defect_in_the_loop_leaves_nobody_waiting(
@@ -405,75 +312,6 @@ def test_a_defect_in_the_loop_leaves_nobody_waiting(
         waiting[0].result(30)
     wait_for(lambda: not rig.loop.alive())
     assert all(one.done() for one in waiting)
-
-
-def test_background_work_gives_way_to_hand_offs_but_not_for_ever(make_rig: Callable[..., Rig]):
-    rig = make_rig(patience_seconds=3.0)
-    result = rig.loop.submit(rig.plan(MIXED[2], "auto")).result(30)
-    time.sleep(0.2)
-    assert rig.loop.stats().harvest > 0, "the lease is not read: nothing may be harvested yet"
-    assert drain(rig.loop, seconds=20).harvest == 0, "after a while it goes on beside the lease"
-    rig.loop.abandon(result.lease)
-    wait_for(lambda: all_free(rig))
-
-
-def test_while_requests_are_on_their_way_only_what_was_asked_for_before_is_kept(make_rig: Callable[..., Rig]):
-    rig = make_rig(patience_seconds=0.1)
-    over = threading.Event()
-
-    def announce() -> None:
-        while not over.wait(0.01):
-            rig.loop.expect()
-
-    announcing = threading.Thread(target=announce)
-    announcing.start()
-    try:
-        first, second = (rig.plan(MIXED[2], "auto") for _ in range(2))
-        keys = [chunk.canonical_key for chunk in first.chunks]
-        rig.loop.submit(first).result(30)
-        time.sleep(0.5)
-        assert not any(rig.library.has("canonical", key, "local") for key in keys), "nobody has asked for these before"
-        rig.loop.submit(second).result(30)
-        wait_for(lambda: all(rig.library.has("canonical", key, "local") for key in keys))
-    finally:
-        over.set()
-        announcing.join()
-
-
-def test_where_images_never_come_again_none_is_kept_before_it_has_been_quiet_for_long(make_rig: Callable[..., Rig]):
-    rig = make_rig(patience_seconds=0.2)
-    for page in range(10):
-        rig.link([page, "?"])
-    plan = rig.plan([11, "?"])
-    key = plan.chunks[0].canonical_key
-    rig.loop.abandon(rig.loop.submit(plan).result(30).lease)
-    time.sleep(0.3)
-    assert not rig.library.has("canonical", key, "local")
-    assert rig.loop.stats().harvest == 1
-    wait_for(lambda: rig.library.has("canonical", key, "local"))
-    drain(rig.loop)
-
-    plan = rig.plan([12, "?"])
-    rig.loop.abandon(rig.loop.submit(plan).result(30).lease)
-    drain(rig.loop)  # nobody who asks for what was learnt waits for a quiet time
-    assert rig.library.has("canonical", plan.chunks[0].canonical_key, "local")
-
-
-def test_a_link_that_began_before_a_deletion_teaches_nothing_of_it_and_a_later_one_does(make_rig: Callable[..., Rig]):
-    """However long after it is harvested: the library remembers deletions for a while only, here not at all."""
-    rig = make_rig()
-    plan = rig.plan([1, 4, "?"])
-    rig.loop.forget(plan.request.chunks[0].content, "local")
-    rig.finish(plan, rig.loop.submit(plan).result(60))
-
-    def stored(kind: RecordKind) -> list[bool]:
-        keys = [rig.linker.keys(plan.request)[i] for i in range(2)]
-        named = [key.canonical if kind == "canonical" else key.embedding or "" for key in keys]
-        return [rig.library.has(kind, name, "local") for name in named]
-
-    assert stored("canonical") == stored("embedding") == [False, False]
-    rig.link([1, 4, "?"])
-    assert stored("canonical") == stored("embedding") == [True, True]
 
 
 def test_a_lease_nobody_reads_ends_by_itself(make_rig: Callable[..., Rig]):
@@ -504,16 +342,3 @@ def test_stopping_finishes_what_runs_and_refuses_what_waits(make_rig: Callable[.
     assert not rig.loop.alive()
     with pytest.raises(Overloaded, match="shutting down"):
         rig.loop.submit(plan)
-
-
-def test_what_cannot_be_kept_costs_a_patch_not_a_request(make_rig: Callable[..., Rig], monkeypatch):
-    rig = make_rig()
-
-    def broken(record) -> None:
-        raise OSError("injected: disk full")
-
-    monkeypatch.setattr(rig.library, "put_canonical", broken)
-    assert rig.link(MIXED[1]).points == ["encoded"]
-    assert rig.loop.stats().harvest_failures > 0
-    assert rig.link(MIXED[1]).points == ["recomputed"]
-    wait_for(lambda: all_free(rig))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from kvstore_support import FINGERPRINT, canonical
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tier_conformance import TierConformance, buffers
+from waiting import wait_for
 
 from kvstore.errors import TierUnavailable
 from kvstore.library import Library
@@ -73,13 +73,6 @@ def on(node: str, work: Callable[..., Any], *arguments: Any) -> Any:
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
     task = ray.remote(num_cpus=0, max_calls=1, scheduling_strategy=strategy)(work)
     return ray.get(task.remote(*arguments), timeout=60)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "condition did not come true"
-        time.sleep(0.02)
 
 
 def end(directory: str) -> None:

@@ -18,6 +18,7 @@ from prefill_workers.policies import OperatingPoint
 from serving.arranger import Arranger, LinkCosts
 from serving.errors import RoleUnavailable
 from serving.formed import Formed, follow
+from serving.placement import place
 
 PREFIX = (7, 8)
 SCOPE = Scope("acme", prefix_key(PREFIX))
@@ -42,7 +43,7 @@ def result(*outcomes: ChunkOutcome, reused: int = 0, computed: int = 0, **stages
 
 def order(arranger: Arranger, contents: str, tenant: str = "acme", groups: list[int | None] | None = None) -> str:
     groups = groups or [0] * len(contents)
-    found = arranger.order(list(contents), groups, tenant, PREFIX).placement.order
+    found = place(arranger.problem(list(contents), groups, tenant, PREFIX)).order
     return "".join(contents[chunk] for chunk in found)
 
 
@@ -51,7 +52,7 @@ def test_a_link_teaches_which_own_patches_are_stored():
     arranger.learn(request("cab"), result(*[outcome(PatchKind.own)] * 3))
     assert order(arranger, "abc") == "cab"
     assert order(arranger, "abc", tenant="another") == "abc"
-    assert arranger.order(["a", "b", "c"], [0] * 3, "acme", ()).placement.order == (0, 1, 2), "another prefix"
+    assert place(arranger.problem(["a", "b", "c"], [0] * 3, "acme", ())).order == (0, 1, 2), "another prefix"
 
 
 def test_a_link_that_misses_a_patch_takes_it_out_of_the_index():
@@ -77,7 +78,7 @@ def test_sums_of_known_pairs_are_counted_where_they_are_used():
     arranger, without = Arranger(compose_up_to=2), Arranger()
     for each in (arranger, without):
         each.formed(pairs)
-    summed, plain = (each.order(list("abc"), [0] * 3, "acme", PREFIX).placement for each in (arranger, without))
+    summed, plain = (place(each.problem(list("abc"), [0] * 3, "acme", PREFIX)) for each in (arranger, without))
     costs = arranger.costs
     assert summed.cost == 2 * costs.of(256, patched=True) + costs.of_sum(256)
     assert plain.cost == 2 * costs.of(256, patched=True) + costs.of(256, patched=False)
@@ -109,7 +110,7 @@ def test_while_sums_are_switched_off_no_order_counts_on_them_and_none_that_is_mi
     assert all(entry in arranger.index for entry in pairs)
     problems = []
     for arranger.sums in (False, True):
-        problems.append(arranger.order(list("abc"), [0] * 3, "acme", PREFIX).problem)
+        problems.append(arranger.problem(list("abc"), [0] * 3, "acme", PREFIX))
     assert [problem.stored.sums for problem in problems] == [{}, {0b011: 0b100}]
 
 
@@ -118,7 +119,7 @@ def test_while_patches_are_switched_off_no_order_and_no_worker_is_chosen_for_any
     arranger.learn(request("ab"), result(*[outcome(PatchKind.own)] * 2))
     for arranger.patches, patched in ((False, (False, False)), (True, (True, True))):
         assert arranger.patched("ab", "acme", PREFIX) == patched
-        stored = arranger.order(list("ab"), [0, 0], "acme", PREFIX).problem.stored
+        stored = arranger.problem(list("ab"), [0, 0], "acme", PREFIX).stored
         assert bool(stored.sequences) == arranger.patches
 
 
@@ -138,7 +139,7 @@ def test_parts_of_a_sum_may_lie_with_the_tenant_and_with_everybody():
     parts = [Entry(everybody, "shared-c", part, ordered=False) for part in ((), ("shared-a",))]
     parts.append(Entry(SCOPE, "shared-c", ("b",), ordered=False))
     arranger.formed(parts)
-    problem = arranger.order(contents, [0] * 3, "acme", PREFIX).problem
+    problem = arranger.problem(contents, [0] * 3, "acme", PREFIX)
     assert problem.stored.sums == {0b011: 0b100}
     arranger.learn(request(contents), result(outcome(), outcome(), outcome()))
     assert not any(part in arranger.index for part in parts)
@@ -169,7 +170,7 @@ def test_patches_of_references_serve_every_tenant():
     shared = ["shared-a", "shared-b"]
     arranger.formed([Entry(Scope(DYNAMIC_TENANT, SCOPE.prefix), content, (), ordered=False) for content in shared[1:]])
     arranger.formed([Entry(Scope(DYNAMIC_TENANT, SCOPE.prefix), "shared-a", ("shared-b",), ordered=False)])
-    assert arranger.order(shared, [0, 0], "acme", PREFIX).placement.order == (1, 0)
+    assert place(arranger.problem(shared, [0, 0], "acme", PREFIX)).order == (1, 0)
 
 
 def test_what_a_tenant_often_asks_for_comes_first_for_that_tenant():
@@ -231,7 +232,7 @@ def test_a_tiny_forward_says_nothing_of_the_cost_of_a_token():
 def test_chunks_cost_by_the_tokens_that_were_linked():
     arranger = Arranger()
     arranger.learn(request("ab"), result(outcome(tokens=300), outcome(tokens=100)))
-    large, small = arranger.order(["a", "b"], [0, 0], "acme", PREFIX).problem.chunks
+    large, small = arranger.problem(["a", "b"], [0, 0], "acme", PREFIX).chunks
     assert large.computed == pytest.approx(3 * small.computed)
 
 

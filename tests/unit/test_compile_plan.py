@@ -18,6 +18,7 @@ from serving.access_log import LoggedChunk, LoggedRequest
 from serving.arranger import Arranger, LinkCosts
 from serving.budget import UNBOUNDED, Cost, Demand, bound, pick
 from serving.compile_plan import Kind, Plan, Terms, Trace, plan, trace_of
+from serving.placement import place
 
 NO_PREFIX = prefix_key(())
 TOKENS = {"a": 100, "b": 100, "c": 100, "d": 50, "e": 200}
@@ -198,8 +199,8 @@ def test_placement_saves_at_least_what_the_plan_counts():
     for each in requests:
         contents = [chunk.content for chunk in each.chunks]
         arranger._tokens.update({chunk.content: chunk.tokens for chunk in each.chunks})
-        arranged = arranger.order(contents, [chunk.group for chunk in each.chunks], each.tenant, ())
-        spent += arranged.placement.cost / 1e9
+        problem = arranger.problem(contents, [chunk.group for chunk in each.chunks], each.tenant, ())
+        spent += place(problem).cost / 1e9
         computed += TERMS.compute * sum(chunk.tokens for chunk in each.chunks)
     assert computed - spent >= found.saves * (1 - 1e-6)
 

@@ -19,7 +19,8 @@ from kvstore.library import Library
 from kvstore.settings import LibrarySettings
 from kvstore.tier_faults import FaultyTier, HeldTier
 from kvstore.tiers import MemoryTier, Tier
-from prefill_workers.lookup import ChunkKeys, Lookup, Lookups
+from prefill_workers.keys import ChunkKeys
+from prefill_workers.lookup import Lookup, Lookups
 from prefill_workers.plan import ChunkOutcome, ChunkPlan, ChunkSpan, LinkPlan, LinkRequest
 from prefill_workers.policies import Mode, OperatingPoint
 from prefill_workers.sequence import LinkSequence, Run

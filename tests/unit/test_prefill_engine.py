@@ -15,7 +15,9 @@ from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem, Mu
 
 from kvstore.layout import Layout
 from prefill_workers import runs
-from prefill_workers.engine import PrefillEngine, ReadNotes, check_hand_off, handfuls
+from prefill_workers.engine import PrefillEngine, check_hand_off
+from prefill_workers.handoff import ReadNotes
+from prefill_workers.pixels import handfuls
 from prefill_workers.runs import RunsExtension, UnsupportedEngine
 
 # Calls
