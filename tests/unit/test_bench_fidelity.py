@@ -30,7 +30,7 @@ from serving.bench.fidelity.composition import BEHIND, holds_up_to
 from serving.bench.fidelity.reader import Page, Place, Prompt, _kept
 from serving.bench.fidelity.scores import Scores, figures, summary
 from serving.bench.fidelity.shape import Shape
-from serving.bench.fidelity.tables import BUDGETS, BY_LAYERS, Measured, margins
+from serving.bench.fidelity.tables import BUDGETS, BY_LAYERS, margins
 
 TOKENS = 12
 HIDDEN = 32
@@ -253,10 +253,9 @@ def test_entries_of_one_item_are_drawn_together():
 
 def test_the_margin_is_over_the_best_tokens_and_only_where_blind_reuse_loses():
     arms = {f"{arm}_within_25": {"eta": eta} for arm, eta in zip(TOKEN_ARMS, (0.1, 0.7, 0.2, 0.4), strict=True)}
-    few = {"patch_within_25": {"eta": 0.9}, **arms}
-    lost = {Split.multi: 0.9, Split.single: 0.95}
-    whole = {split: {"exact": {"accuracy": 1.0}, "blind": {"accuracy": left}} for split, left in lost.items()}
-    cells = margins(Measured(whole, dict.fromkeys(lost, few)), 25)
+    arms |= {"patch_within_25": {"eta": 0.9}, "exact": {"accuracy": 1.0}}
+    left = {Split.multi: 0.9, Split.single: 0.95}
+    cells = margins({split: {**arms, "blind": {"accuracy": accuracy}} for split, accuracy in left.items()}, 25)
     assert cells["multi"] == pytest.approx(0.2)
     assert math.isnan(cells["single"])
 

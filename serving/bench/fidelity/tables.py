@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -38,13 +38,13 @@ Rows = Mapping[str, Mapping[str, float]]  # arm and figure to a number
 
 
 def tables(study: Study, items: int, kept: Kept, console: Console) -> Iterator[tuple[str, Table]]:
-    """All tables, as they come: the main ones on `items` items a split, the others on a fifth of that, at least 16."""
-    few = max(items // 5, 16)
-    yield from _by_split(_measured(study, items, few, kept, console))
-    yield from _of_orders_and_drift(study, few, kept)
-    yield from _of_composition(study, few, kept)
-    yield from _of_growth(study, few, kept)
-    scores = kept.once("storage", lambda: storage.storage(study, Split.multi, STORED_RANK, few, ASKED[Split.multi]))
+    """All tables, as they come, each cell on `items` items, or as many in all pages of growth and splits of `online`."""
+    tried = Tried.by(study)
+    yield from _by_split(tried, _measured(study, tried, items, kept, console))
+    yield from _of_orders_and_drift(study, items, kept)
+    yield from _of_composition(study, items, kept)
+    yield from _of_growth(study, -(-items // len(growth.PAGES)), kept)
+    scores = kept.once("storage", lambda: storage.storage(study, Split.multi, STORED_RANK, items, ASKED[Split.multi]))
     stored = summary(scores)
     yield (
         "equal bytes",
@@ -60,71 +60,68 @@ def tables(study: Study, items: int, kept: Kept, console: Console) -> Iterator[t
 class Measured:
     """What the items of every split gave.
 
-    `whole`: the standard arms on all items; `few`: on some of them those that spend equal bytes and those that compute
-    some of the layers; `shapes`: deficits; `prompts`: one of each split.
+    `rows`: every arm's figures; `shapes`: deficits; `prompts`: one of each split.
     """
 
-    whole: dict[Split, Rows] = field(default_factory=dict)
-    few: dict[Split, Rows] = field(default_factory=dict)
+    rows: dict[Split, Rows] = field(default_factory=dict)
     shapes: dict[Split, Shape] = field(default_factory=dict)
     prompts: dict[Split, Prompt] = field(default_factory=dict)
 
 
-def _measured(study: Study, items: int, few: int, kept: Kept, console: Console) -> Measured:
-    basis, found = study.basis(ASKED[Split.multi]), Measured()
-    arms = study.arms.standard(basis)
-    few_arms = {"blind": arms["blind"], **_partial(study)}
-    for percent in BUDGETS:
-        few_arms |= study.arms.within(percent, basis)
+@dataclass(frozen=True)
+class Tried:
+    """The arms of the tables by split: the standard ones, those that compute some layers, those of equal bytes."""
 
-    def measure(split: Split) -> tuple[Rows, Rows, Shape, Prompt]:
-        shape, prompt = Shape(study.arms.layout), None
-        whole: dict[str, Scores] = defaultdict(Scores)
-        some: dict[str, Scores] = defaultdict(Scores)
+    standard: Mapping[str, Arm]
+    partial: Mapping[str, Arm]
+    within: Mapping[str, Arm]
+
+    @classmethod
+    def by(cls, study: Study) -> Tried:
+        """All that a study's model can be tried with."""
+        arms, layers, basis = study.arms, study.arms.layout.layers, study.basis(ASKED[Split.multi])
+        made = zip(PARTIAL, (arms.reprefill, arms.shallow_layers, arms.deep_layers), strict=True)
+        partial = {f"{name}_{round(100 * n / layers)}": arm(n / layers) for name, arm in made for n in range(1, layers)}
+        return cls(arms.standard(basis), partial, dict(chain(*(arms.within(p, basis).items() for p in BUDGETS))))
+
+    def measure(self, study: Study, split: Split, items: int) -> tuple[Rows, Shape, Prompt]:
+        """All arms' figures on `items` items of a split, their last pages' deficits, and the last one's prompt."""
+        arms = {**self.standard, **self.partial, **self.within}
+        shape, scores = Shape(study.arms.layout), defaultdict[str, Scores](Scores)
         for one in chain.from_iterable(study.gathered(split, items, ASKED[split])):
             shape.add(one.pages[-1])
-            study.score(whole, one, arms)
-            if len(some["blind"].kl) < few:
-                study.score(some, one, few_arms)
-            prompt = one.prompt
-        assert prompt is not None
-        return summary(whole), summary(some), shape, prompt
+            study.score(scores, one, arms)
+        return summary(scores), shape, one.prompt
 
+
+def _measured(study: Study, tried: Tried, items: int, kept: Kept, console: Console) -> Measured:
+    found = Measured()
     for split in ASKED:
         console.print(f"  {split}: {items} items")
-        parts = kept.once(f"split {split}", partial(measure, split))
-        found.whole[split], found.few[split], found.shapes[split], found.prompts[split] = parts
+        parts = kept.once(f"split {split}", partial(tried.measure, study, split, items))
+        found.rows[split], found.shapes[split], found.prompts[split] = parts
     return found
 
 
-def _partial(study: Study) -> dict[str, Arm]:
-    """The arms that compute so many of the layers, for every number of layers."""
-    arms, layers = study.arms, study.arms.layout.layers
-    made = zip(PARTIAL, (arms.reprefill, arms.shallow_layers, arms.deep_layers), strict=True)
-    return {f"{name}_{round(100 * n / layers)}": arm(n / layers) for name, arm in made for n in range(1, layers)}
-
-
-def _by_split(found: Measured) -> Iterator[tuple[str, Table]]:
+def _by_split(tried: Tried, found: Measured) -> Iterator[tuple[str, Table]]:
     for figure in MAIN:
-        yield figure, _by_arm(found.whole, figure)
-    within = {split: {arm: row for arm, row in rows.items() if "_within_" in arm} for split, rows in found.few.items()}
+        yield figure, _by_arm(found.rows, figure, ("exact", "prefix", *tried.standard))
     for figure in EQUAL_BYTES:
-        yield figure + AT_EQUAL_BYTES, _by_arm(within, figure)
-    yield MARGIN, {f"{percent}%": margins(found, percent) for percent in BUDGETS}
+        yield figure + AT_EQUAL_BYTES, _by_arm(found.rows, figure, tried.within)
+    yield MARGIN, {f"{percent}%": margins(found.rows, percent) for percent in BUDGETS}
     ranks = {f"patch_{rank}": str(rank) for rank in RANKS}
     yield (
         "eta by rank",
         {
             str(split): {rank: rows[arm].get("eta", nan) for arm, rank in ranks.items()}
-            for split, rows in found.whole.items()
+            for split, rows in found.rows.items()
         },
     )
     by_layers: Table = defaultdict(dict)
-    for split, rows in found.few.items():
-        for arm, row in rows.items():
+    for split, rows in found.rows.items():
+        for arm in tried.partial:
             name, _, percent = arm.partition("_")
-            if name in PARTIAL:
-                by_layers[f"{split} {name}"][f"{percent}%"] = row.get("eta", nan)
+            by_layers[f"{split} {name}"][f"{percent}%"] = rows[arm].get("eta", nan)
     yield BY_LAYERS, dict(by_layers)
     shaped: dict[str, Table] = defaultdict(dict)
     for split, shape in found.shapes.items():
@@ -140,11 +137,12 @@ def _by_split(found: Measured) -> Iterator[tuple[str, Table]]:
     )
 
 
-def _by_arm(found: Mapping[Split, Rows], figure: str) -> Table:
-    """One figure of every arm by split, with its uncertainty where the figure has one."""
+def _by_arm(found: Mapping[Split, Rows], figure: str, arms: Iterable[str]) -> Table:
+    """One figure of these arms by split, with its uncertainty where the figure has one."""
     table: Table = defaultdict(dict)
     for split, rows in found.items():
-        for arm, row in rows.items():
+        for arm in arms:
+            row = rows[arm]
             table[arm][str(split)] = row.get(figure, nan)
             if figure not in ("bytes_fraction", "computed"):
                 table[arm][f"{split} {UNCERTAINTY}"] = row.get(f"{figure} {UNCERTAINTY}", nan)
@@ -156,51 +154,50 @@ def loses(lost: float) -> bool:
     return lost >= LOST - 1e-9
 
 
-def margins(found: Measured, percent: int) -> dict[str, float]:
+def margins(found: Mapping[Split, Rows], percent: int) -> dict[str, float]:
     """By split, η of the patch less that of the best arm that keeps tokens of as many bytes.
 
     Where blind reuse loses less than LOST it is not defined.
     """
     cells = {}
-    for split, rows in found.few.items():
-        whole = found.whole[split]
+    for split, rows in found.items():
         best = max(rows[f"{arm}_within_{percent}"].get("eta", nan) for arm in TOKEN_ARMS)
         margin = rows[f"patch_within_{percent}"].get("eta", nan) - best
-        cells[str(split)] = margin if loses(whole["exact"]["accuracy"] - whole["blind"]["accuracy"]) else nan
+        cells[str(split)] = margin if loses(rows["exact"]["accuracy"] - rows["blind"]["accuracy"]) else nan
     return cells
 
 
-def _of_orders_and_drift(study: Study, few: int, kept: Kept) -> Iterator[tuple[str, Table]]:
+def _of_orders_and_drift(study: Study, items: int, kept: Kept) -> Iterator[tuple[str, Table]]:
     turned: Table = {}
     for predecessors in reorder.FORMS:
-        measure = partial(reorder.reorder, study, predecessors, few)
+        measure = partial(reorder.reorder, study, predecessors, items)
         scores, apart = kept.once(f"orders of {predecessors}", measure)
         orders = len(orderings(range(predecessors)))
         turned[f"K = {predecessors}"] = {**_etas(scores, orders), "orders apart": apart}
     yield "η by order", turned
-    drifted = kept.once("drift", lambda: envelope.envelope(study, few))
+    drifted = kept.once("drift", lambda: envelope.envelope(study, items))
     yield "η by drift", {name: _etas(scores) for name, scores in drifted.items()}
     yield "answers changed by drift", {name: _changed(scores) for name, scores in drifted.items()}
     yield "rule", {"linker's rule": {f"false reuse, {name}": share for name, share in envelope.false_reuse(drifted)}}
-    checks = kept.once("situations", lambda: online.online(study, -(-few // len(online.SPLITS))))
+    checks = kept.once("situations", lambda: online.online(study, -(-items // len(online.SPLITS))))
     yield "rolling KL by situation", online.table(checks)
 
 
-def _of_composition(study: Study, few: int, kept: Kept) -> Iterator[tuple[str, Table]]:
+def _of_composition(study: Study, items: int, kept: Kept) -> Iterator[tuple[str, Table]]:
     for split, sizes in composition.SIZES.items():
         behind = {}
         for size in sizes:
-            measure = partial(composition.compositions, study, split, size, few)
+            measure = partial(composition.compositions, study, split, size, items)
             behind[f"{composition.BEHIND}{size}"] = summary(kept.once(f"composition {split} {size}", measure))
         for figure in ("eta", "accuracy", "bytes_fraction", "computed"):
             rows = {name: _with_uncertainty(arms, figure) for name, arms in behind.items()}
             yield f"{figure}{BY_COMPOSITION}{split}", rows
 
 
-def _of_growth(study: Study, few: int, kept: Kept) -> Iterator[tuple[str, Table]]:
+def _of_growth(study: Study, items: int, kept: Kept) -> Iterator[tuple[str, Table]]:
     """Its times are those of a machine: on another one they are measured again."""
     grown = {
-        pages: kept.once(f"growth {pages} on {machine()}", partial(growth.growth, study, pages, few))
+        pages: kept.once(f"growth {pages} on {machine()}", partial(growth.growth, study, pages, items))
         for pages in growth.PAGES
     }
     yield "accuracy by pages", {mode: {str(n): grown[n][mode][0] for n in grown} for mode in growth.MODES}
