@@ -38,7 +38,7 @@ Rows = Mapping[str, Mapping[str, float]]  # arm and figure to a number
 
 
 def tables(study: Study, items: int, kept: Kept, console: Console) -> Iterator[tuple[str, Table]]:
-    """All tables, as they come, each cell on `items` items, or as many in all pages of growth and splits of `online`."""
+    """All tables, as they come, each cell on `items` items; growth and `online` have as many between their cells."""
     tried = Tried.by(study)
     yield from _by_split(tried, _measured(study, tried, items, kept, console))
     yield from _of_orders_and_drift(study, items, kept)
