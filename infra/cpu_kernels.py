@@ -30,6 +30,8 @@ def install() -> None:
     from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
     from vllm.platforms import current_platform
 
+    from infra import cpu_latent
+
     if PROVIDER in ir.ops.rms_norm.impls:
         return
     current_platform.import_kernels()
@@ -47,6 +49,7 @@ def install() -> None:
     platform.get_default_ir_op_priority = classmethod(priority)
     kind: Any = MRotaryEmbedding
     kind.forward_native = _rotating(kind.forward_native)
+    cpu_latent.install()
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
