@@ -204,6 +204,9 @@ def bench(
     work: Annotated[
         Path | None, typer.Option(help="Keep finished parts here and go on from them, in a benchmark that takes hours.")
     ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Measure this section of a benchmark that has some; can be given again.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Within a minute: few turns, small cases.")] = False,
 ) -> None:
     """Measure, both arms of a comparison in one session, and say which targets were met."""
@@ -230,10 +233,14 @@ def bench(
     if work is not None and not benchmark.takes_work:
         console.print(f"[red]error:[/red] benchmark {name} has no parts to keep; it takes no --work")
         raise typer.Exit(2)
+    if unknown := sorted(set(only or ()) - set(benchmark.takes_only)):
+        there = f"there are {', '.join(benchmark.takes_only)}" if benchmark.takes_only else "it takes no --only"
+        console.print(f"[red]error:[/red] benchmark {name} has no section {', '.join(unknown)}; {there}")
+        raise typer.Exit(2)
     if (problem := unwritable(json_file, markdown_file, plot_file)) is not None:
         console.print(f"[red]error:[/red] {problem}")
         raise typer.Exit(2)
-    given = {"model": model, "items": items, "work": work}
+    given = {"model": model, "items": items, "work": work, "only": only}
     outcome = benchmark.run(quick, console, **{key: given[key] for key in given if getattr(benchmark, f"takes_{key}")})
     document = harness.report(benchmark, outcome, shlex.join(["orbitserve", *sys.argv[1:]]), quick)
     harness.show(benchmark, document, console)

@@ -64,10 +64,10 @@ class Outcome:
 class Benchmark:
     """A benchmark by name. `targets`: figure → (comparison, number), from the project's goals.
 
-    `run` takes `quick` and the console, with `takes_model` a checkpoint's path or None as `model`, and with
-    `takes_items` how much to measure or None as `items`, and with `takes_work` a folder for finished parts or None as
-    `work`. `applies`: whether a target is one of a run that gave these
-    figures.
+    `run` takes `quick` and the console, with `takes_model` a checkpoint's path or None as `model`, with `takes_items`
+    how much to measure or None as `items`, with `takes_work` a folder for finished parts or None as `work`, and as
+    `only` some of the names in `takes_only`, where there are any, or None. `applies`: whether a target is one of a run
+    that gave these figures.
     """
 
     name: str
@@ -77,6 +77,7 @@ class Benchmark:
     takes_model: bool = False
     takes_items: bool = False
     takes_work: bool = False
+    takes_only: tuple[str, ...] = ()
     applies: Callable[[str, Mapping[str, float]], bool] = lambda name, figures: True
 
     def targets_of(self, figures: Mapping[str, float]) -> dict[str, tuple[str, float]]:

@@ -209,7 +209,11 @@ def test_a_chunk_computed_once_serves_any_position(engines: Engines, rigs: dict[
     far = [" ".join(["far"] * 40), engines.chunk(1), "What is this?"]
     linked, exact = rig.link(far, "full-reuse"), rig.link(far, "exact")
     assert (linked.points, exact.points) == (["relocated"], ["recomputed"]), "from embeddings that are stored"
-    assert torch.equal(linked.kv[:, : linked.plan.chunks[0].span.start], exact.kv[:, : exact.plan.chunks[0].span.start])
+    ahead, wanted = (one.kv[:, : one.plan.chunks[0].span.start] for one in (linked, exact))
+    if engines.fp32.layout.family == "mla":  # its products over more rows at once round otherwise (infra.cpu_latent)
+        assert apart(ahead, wanted) < 1e-5
+    else:
+        assert torch.equal(ahead, wanted)
 
 
 def test_layers_that_are_written_while_they_come_in_equal_a_full_prefill(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from infra.reference import DEFAULT_MODEL, weights
 from infra.reference.families import FAMILIES
@@ -26,6 +27,8 @@ from serving.bench.fidelity.reader import Prompt, Reader
 from serving.bench.fidelity.scores import Scores, figures
 from serving.bench.fidelity.shape import Shape
 from serving.bench.fidelity.study import Study
+from serving.bench.fidelity.tables import Section, tables
+from serving.bench.kept import Kept
 
 pytestmark = pytest.mark.engine
 SMALL = Form(3, 8, 6)
@@ -281,3 +284,10 @@ def test_all_modes_are_asked_as_pages_grow_and_reuse_answers_as_exact_does(study
     assert right["exact"] >= 0.75
     assert right["auto"] == right["exact"] >= right["full-reuse"]
     assert all(ms > 0 for _, ms in found.values())
+
+
+def test_sections_of_the_tables_are_measured_by_themselves(study: Study):
+    asked = tables(study, 4, Kept(None), Console(), only=(Section.storage, Section.orders))
+    found = dict(asked)
+    assert list(found) == ["η by order", "equal bytes"]
+    assert {f"K = {predecessors}" for predecessors in reorder.FORMS} == found["η by order"].keys()

@@ -70,6 +70,13 @@ def test_only_some_benchmarks_take_a_model(tmp_path: Path):
     assert "config.json" in missing.output
 
 
+def test_sections_are_those_of_the_benchmark():
+    for name, said in (("fidelity", "there are splits, orders, drift"), ("patch-form", "takes no --only")):
+        refused = CliRunner().invoke(app, ["bench", name, "--only", "composition", "--only", "nothing"])
+        assert refused.exit_code == 2
+        assert said in " ".join(refused.output.split())
+
+
 def test_the_command_lists_benchmarks_and_refuses_unknown_ones():
     listed = CliRunner().invoke(app, ["bench", "list"])
     assert listed.exit_code == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -25,6 +25,7 @@ from serving.bench.fidelity.tables import (
     BY_LAYERS,
     MAIN,
     MARGIN,
+    Section,
     Table,
     loses,
     tables,
@@ -48,12 +49,18 @@ _CODE = [
 
 
 def run(
-    quick: bool, console: Console, model: Path | None = None, items: int | None = None, work: Path | None = None
+    quick: bool,
+    console: Console,
+    model: Path | None = None,
+    items: int | None = None,
+    work: Path | None = None,
+    only: Collection[str] | None = None,
 ) -> Outcome:
     """Measure the reference models that are there, or the one in the folder `model`, on `items` items a split.
 
-    Finished parts are kept in `work`, from where a run that was cut off goes on.
+    Finished parts are kept in `work`, from where a run that was cut off goes on. `only`: some sections of the tables.
     """
+    sections = only or tuple(Section)
     os.environ.update(vllm_environment(kv_cache_gib=1, threads=len(os.sched_getaffinity(0))))
     shipped = {kind: WEIGHTS / family for kind, family in KINDS.items() if (WEIGHTS / family).exists()}
     if model is not None:
@@ -64,15 +71,17 @@ def run(
     found: Tables = {}
     items = items or (24 if quick else ITEMS)
     for kind, folder in shipped.items():
-        for name, table in measured(kind, folder, items, console, work):
+        for name, table in measured(kind, folder, items, console, work, sections):
             found[f"{kind}: {name}"] = table
         figures |= figures_of(kind, found)
-        content = to_be_kept(kind, figures).model_dump_json()
-        console.print(f"{kind}: to be kept beside the weights, in {FILE}: [bold]{content}[/bold]")
+        if Section.composition in sections:
+            content = to_be_kept(kind, figures).model_dump_json()
+            console.print(f"{kind}: to be kept beside the weights, in {FILE}: [bold]{content}[/bold]")
     workload = {
         "models": {kind: folder.name for kind, folder in shipped.items()},
         "weights": {kind: digest(folder) for kind, folder in shipped.items()},
         "items": items,
+        "sections": [*sections],
         "pages": {kind: _pages(FAMILIES[folder.name]) for kind, folder in shipped.items()},
     }
     return Outcome(workload, [], figures, found)
@@ -84,9 +93,9 @@ def _pages(kind: ReferenceFamily) -> dict[str, str]:
 
 
 def measured(
-    kind: str, folder: Path, items: int, console: Console, work: Path | None = None
+    kind: str, folder: Path, items: int, console: Console, work: Path | None, sections: Collection[str]
 ) -> Iterator[tuple[str, Table]]:
-    """All tables of one model, as they come."""
+    """One model's tables of these sections, as they come."""
     from serving.bench.fidelity.reader import Reader
     from serving.bench.fidelity.study import Study
 
@@ -98,7 +107,7 @@ def measured(
         with torch.inference_mode():
             study = Study(reader, FAMILIES[folder.name])
             kept = kept_parts(work, folder.name, reader.engine.fingerprint, items)
-            for name, table in tables(study, items, kept, console):
+            for name, table in tables(study, items, kept, console, sections):
                 console.print(f"  {kind}: {name}")
                 yield name, table
     finally:
@@ -183,5 +192,6 @@ BENCHMARK = Benchmark(
     takes_model=True,
     takes_items=True,
     takes_work=True,
+    takes_only=tuple(Section),
     applies=applies,
 )

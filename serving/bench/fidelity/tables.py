@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum, auto
 from functools import partial
 from itertools import chain
 from math import nan
@@ -37,23 +38,30 @@ Table = dict[str, dict[str, float]]
 Rows = Mapping[str, Mapping[str, float]]  # arm and figure to a number
 
 
-def tables(study: Study, items: int, kept: Kept, console: Console) -> Iterator[tuple[str, Table]]:
-    """All tables, as they come, each cell on `items` items; growth and `online` have as many between their cells."""
-    tried = Tried.by(study)
-    yield from _by_split(tried, _measured(study, tried, items, kept, console))
-    yield from _of_orders_and_drift(study, items, kept)
-    yield from _of_composition(study, items, kept)
-    yield from _of_growth(study, -(-items // len(growth.PAGES)), kept)
-    scores = kept.once("storage", lambda: storage.storage(study, Split.multi, STORED_RANK, items, ASKED[Split.multi]))
-    stored = summary(scores)
-    yield (
-        "equal bytes",
-        {
-            arm: {name: row.get(name, nan) for name in ("accuracy", "kl", "eta", "bytes_fraction")}
-            for arm, row in stored.items()
-            if arm != "exact"
-        },
-    )
+class Section(StrEnum):
+    """Tables that are measured together."""
+
+    splits, orders, drift, composition, growth, storage = auto(), auto(), auto(), auto(), auto(), auto()
+
+
+def tables(
+    study: Study, items: int, kept: Kept, console: Console, only: Collection[str] = tuple(Section)
+) -> Iterator[tuple[str, Table]]:
+    """The tables of these sections, as they come.
+
+    Each cell is on `items` items; growth and `online` have as many between their cells.
+    """
+    made: dict[Section, Callable[[Study, int, Kept], Iterator[tuple[str, Table]]]] = {
+        Section.splits: partial(_of_splits, console=console),
+        Section.orders: _of_orders,
+        Section.drift: _of_drift,
+        Section.composition: _of_composition,
+        Section.growth: _of_growth,
+        Section.storage: _of_storage,
+    }
+    for section, make in made.items():
+        if section in only:
+            yield from make(study, items, kept)
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,9 @@ def _measured(study: Study, tried: Tried, items: int, kept: Kept, console: Conso
     return found
 
 
-def _by_split(tried: Tried, found: Measured) -> Iterator[tuple[str, Table]]:
+def _of_splits(study: Study, items: int, kept: Kept, console: Console) -> Iterator[tuple[str, Table]]:
+    tried = Tried.by(study)
+    found = _measured(study, tried, items, kept, console)
     for figure in MAIN:
         yield figure, _by_arm(found.rows, figure, ("exact", "prefix", *tried.standard))
     for figure in EQUAL_BYTES:
@@ -167,7 +177,7 @@ def margins(found: Mapping[Split, Rows], percent: int) -> dict[str, float]:
     return cells
 
 
-def _of_orders_and_drift(study: Study, items: int, kept: Kept) -> Iterator[tuple[str, Table]]:
+def _of_orders(study: Study, items: int, kept: Kept) -> Iterator[tuple[str, Table]]:
     turned: Table = {}
     for predecessors in reorder.FORMS:
         measure = partial(reorder.reorder, study, predecessors, items)
@@ -175,6 +185,9 @@ def _of_orders_and_drift(study: Study, items: int, kept: Kept) -> Iterator[tuple
         orders = len(orderings(range(predecessors)))
         turned[f"K = {predecessors}"] = {**_etas(scores, orders), "orders apart": apart}
     yield "η by order", turned
+
+
+def _of_drift(study: Study, items: int, kept: Kept) -> Iterator[tuple[str, Table]]:
     drifted = kept.once("drift", lambda: envelope.envelope(study, items))
     yield "η by drift", {name: _etas(scores) for name, scores in drifted.items()}
     yield "answers changed by drift", {name: _changed(scores) for name, scores in drifted.items()}
@@ -196,12 +209,26 @@ def _of_composition(study: Study, items: int, kept: Kept) -> Iterator[tuple[str,
 
 def _of_growth(study: Study, items: int, kept: Kept) -> Iterator[tuple[str, Table]]:
     """Its times are those of a machine: on another one they are measured again."""
+    few = -(-items // len(growth.PAGES))
     grown = {
-        pages: kept.once(f"growth {pages} on {machine()}", partial(growth.growth, study, pages, items))
+        pages: kept.once(f"growth {pages} on {machine()}", partial(growth.growth, study, pages, few))
         for pages in growth.PAGES
     }
     yield "accuracy by pages", {mode: {str(n): grown[n][mode][0] for n in grown} for mode in growth.MODES}
     yield "median TTFT by pages, ms", {mode: {str(n): grown[n][mode][1] for n in grown} for mode in growth.MODES}
+
+
+def _of_storage(study: Study, items: int, kept: Kept) -> Iterator[tuple[str, Table]]:
+    measure = partial(storage.storage, study, Split.multi, STORED_RANK, items, ASKED[Split.multi])
+    stored = summary(kept.once("storage", measure))
+    yield (
+        "equal bytes",
+        {
+            arm: {name: row.get(name, nan) for name in ("accuracy", "kl", "eta", "bytes_fraction")}
+            for arm, row in stored.items()
+            if arm != "exact"
+        },
+    )
 
 
 def _etas(scores: Mapping[str, Scores], rows: int = 1) -> dict[str, float]:
