@@ -45,16 +45,17 @@ def install() -> None:
 
 
 def _by_sequences(native: Any) -> Any:
-    """`CPUMLAImpl.forward_mqa`, by its own kernel where no two rows share a sequence."""
+    """`CPUMLAImpl.forward_mqa`, by its own kernel where no two rows share a sequence, or a row reads nothing."""
 
     @wraps(native)
     def forward(self: Any, q: Tensor | tuple[Tensor, Tensor], cache: Tensor, metadata: Any, layer: Any) -> Any:
         found = getattr(metadata, _FOUND, None)
         if found is None:
             decode = metadata.decode
-            found = sequences(decode.block_table, decode.seq_lens, cache.shape[1])
+            empty = bool((decode.seq_lens == 0).any())
+            found = [] if empty else sequences(decode.block_table, decode.seq_lens, cache.shape[1])
             setattr(metadata, _FOUND, found)
-        if len(found) == len(metadata.decode.seq_lens):
+        if len(found) in (0, len(metadata.decode.seq_lens)):
             return native(self, q, cache, metadata, layer)
         queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         return attend(queries, cache, found, self.scale, self.kv_lora_rank), None

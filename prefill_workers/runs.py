@@ -363,7 +363,10 @@ class RunsExtension:
             raise UnsupportedEngine(f"layers ran as {reached}: KV cannot be written while it comes in")
 
     def _rows(self, batch: RunBatch) -> Rows:
-        """The attention batch: a row per run. CPU_MLA's prefill does not see paged context: there, a row per token."""
+        """The attention batch: a row per run. CPU_MLA's prefill does not see paged context: there, a row per token.
+
+        `infra.cpu_latent` computes the rows of a sequence together.
+        """
         if self._group.backend.get_name() != "CPU_MLA":
             return batch.rows
         tokens = len(batch.index)

@@ -1,7 +1,8 @@
-"""What a forward takes with vLLM's fused CPU kernels and without them (`infra.cpu_kernels`).
+"""What a forward takes on a CPU with our kernels and without them (`infra.cpu_kernels`, `infra.cpu_latent`).
 
-Two prefill engines in processes of their own, one of which leaves norms and rotary embeddings to torch as vLLM does,
-take turns: a forward over the last tokens of a prompt, and over all of it.
+Two prefill engines in processes of their own, one of which computes as vLLM does, take turns: a forward over the last
+tokens of a prompt, and over all of it. Of a model with M-RoPE, which the fused norms and rotary embeddings are for, and
+of a small one with latent attention.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing.connection import Connection
+from statistics import median
 
 from rich.console import Console
 
@@ -20,30 +22,41 @@ from serving.bench.ttft import CHECKPOINT
 
 CONTEXT = 1600  # tokens of the prompt
 COMPUTED = (1, 40, 256, 1600)  # of them, by a forward
+LATENT_CHECKPOINT = "deepseek_v2-tiny"
 
 
 def run(quick: bool, console: Console) -> Outcome:
-    """Measure both arms in turns."""
+    """Measure both arms in turns, model by model."""
     checkpoint, turns, seconds = (QUICK_CHECKPOINT, 2, 0.2) if quick else (CHECKPOINT, 9, 2.0)
-    found: dict[str, dict[str, list[float]]] = {"fused": {}, "torch": {}}
+    ours, vllms, figures = _measured(checkpoint, "", turns, seconds, console)
+    more = _measured(LATENT_CHECKPOINT, "latent_", turns, seconds, console)
+    arms = [
+        Arm("ours", "a forward of so many tokens, our kernels; `latent_`: with latent attention", ours | more[0]),
+        Arm("vllm", "the same as vLLM computes it", vllms | more[1]),
+    ]
+    workload = {
+        "models": [checkpoint, LATENT_CHECKPOINT], "context": CONTEXT, "computed": COMPUTED, "turns": turns,
+        "seconds": seconds,
+    }  # fmt: skip
+    return Outcome(workload, arms, figures | more[2], axis="tokens computed")
+
+
+def _measured(
+    checkpoint: str, prefix: str, turns: int, seconds: float, console: Console
+) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, float]]:
+    """Both arms' times by case, and what ours takes of the other's."""
+    found: dict[str, dict[str, list[float]]] = {"1": {}, "0": {}}
     with ExitStack() as stack:
         engines = {
-            name: stack.enter_context(engine_process("prefill", checkpoint, CONTEXT, {SWITCH: on}))
-            for name, on in (("fused", "1"), ("torch", "0"))
+            on: stack.enter_context(engine_process("prefill", checkpoint, CONTEXT, {SWITCH: on})) for on in found
         }
         for tokens in COMPUTED:
-            measured = {name: partial(_forward_ms, engine, tokens, seconds) for name, engine in engines.items()}
-            for name, times in in_turns(measured, turns).items():
-                found[name][str(tokens)] = times
-            console.print(f"  {tokens} tokens done")
-    arms = [
-        Arm("fused", "a forward of so many tokens, vLLM's fused kernels", found["fused"]),
-        Arm("torch", "the same, norms and rotary embeddings by torch", found["torch"]),
-    ]
-    fused, plain = arms
-    figures = {f"time_{tokens}": fused.median_ms(str(tokens)) / plain.median_ms(str(tokens)) for tokens in COMPUTED}
-    workload = {"model": checkpoint, "context": CONTEXT, "computed": COMPUTED, "turns": turns, "seconds": seconds}
-    return Outcome(workload, arms, figures, axis="tokens computed")
+            measured = {on: partial(_forward_ms, engine, tokens, seconds) for on, engine in engines.items()}
+            for on, times in in_turns(measured, turns).items():
+                found[on][f"{prefix}{tokens}"] = times
+            console.print(f"  {checkpoint}: {tokens} tokens done")
+    ours, vllms = found["1"], found["0"]
+    return ours, vllms, {f"time_{case}": median(ours[case]) / median(vllms[case]) for case in ours}
 
 
 def _forward_ms(engine: Connection, tokens: int, seconds: float) -> float:
@@ -52,7 +65,7 @@ def _forward_ms(engine: Connection, tokens: int, seconds: float) -> float:
 
 BENCHMARK = Benchmark(
     "cpu-kernels",
-    "A forward on a CPU with vLLM's fused kernels, which it leaves unused there, against one without.",
+    "A forward on a CPU with our kernels (fused ones that vLLM leaves unused there, latent attention) against vLLM's.",
     run,
     {},
 )

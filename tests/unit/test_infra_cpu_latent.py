@@ -79,7 +79,11 @@ def test_what_weighs_nothing_is_left_out_without_a_trace() -> None:
     assert float((out.double() - wanted).abs().max() / wanted.abs().max()) < 256 * torch.finfo(torch.float32).eps
 
 
-@pytest.mark.parametrize(("spans", "by"), [(MIXED, "ours"), ([([i], 3, 4) for i in (5, 6, 7)], "vllm")])
+APART: Spans = [([block], 3, 4) for block in (5, 6, 7)]
+PADDED: Spans = [([5], 3, 4), *[([0], -1, 0)] * 2]  # a padded batch: rows that read nothing
+
+
+@pytest.mark.parametrize(("spans", "by"), [(MIXED, "ours"), (APART, "vllm"), (PADDED, "vllm")])
 def test_rows_of_different_sequences_stay_with_vllms_kernel(spans: Spans, by: str) -> None:
     called: list[bool] = []
 
