@@ -47,6 +47,8 @@ from kvstore.write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
 
+_BASIS_WAIT_S = 60.0
+
 
 @dataclass(frozen=True)
 class LibraryStats:
@@ -127,8 +129,9 @@ class Library:
         return cast(EmbeddingRecord | None, self._get("embedding", key, tenant))
 
     def get_basis(self, version: str) -> BasisRecord | None:
-        """A shared basis of this model, or None, as `get_canonical`."""
-        return cast(BasisRecord | None, self._get("basis", version, ""))
+        """A shared basis of this model, or None, as `get_canonical`. It may take _BASIS_WAIT_S: no request waits."""
+        loading = self.load("basis", version, "")
+        return cast(BasisRecord | None, self.wait(loading, time.monotonic() + _BASIS_WAIT_S))
 
     def load(self, kind: RecordKind, key: str, tenant: str) -> Loading:
         """Starts loading and returns at once; loads of one record share one read."""
@@ -403,7 +406,8 @@ class Library:
             if found is not None and not (deleted or loading.dropped):
                 self._hot.put(path, found.record)
                 nearer = _Write(found.record, found.encoded, range(index))
-                if nearer.tiers and not self._queue.submit(path, nearer, found.encoded.size):
+                pending = self._queue.pending(path) is not None  # it was put meanwhile, for all tiers
+                if nearer.tiers and not pending and not self._queue.submit(path, nearer, found.encoded.size):
                     logger.info("write queue full: %s is not copied to nearer tiers", path)
         loading.set_result(None if found is None or deleted else found.record)
 
@@ -454,4 +458,5 @@ class Library:
 
     def _delete(self, path: str) -> bool:
         forgotten = self._forget(path)
+        self._queue.settle(path)  # what could not be undone is removed here, or the caller hears that it could not be
         return self._stack.remove(path) or forgotten

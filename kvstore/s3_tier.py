@@ -25,6 +25,7 @@ _RANGE_BYTES = 16 << 20  # one range of a parallel read; smaller blobs take one 
 _PARALLEL = 4  # ranges of one blob under way at once
 _ATTEMPTS = 3  # of a read whose connection broke, or whose blob was replaced meanwhile
 _CHUNK_BYTES = 1 << 19  # what is taken from a connection at once, and what a reader gets to see at once
+_SLOWEST = 1 << 20  # bytes a second; an upload that is slower has failed
 _PART_BYTES = 5 << 29  # s3fs uploads less than twice this, S3's limit of 5 GiB, with one PUT
 _CONFIG = {
     "connect_timeout": 3,
@@ -81,7 +82,8 @@ class _Download:
 class S3Tier(FsspecTier):
     """Blobs in an S3 bucket; `url` is `s3://bucket/prefix`. One PUT per blob, so that readers never see half of one.
 
-    `timeout_s` bounds one read or look-up as a whole, however slowly its bytes drip in.
+    `timeout_s` bounds one read or look-up as a whole, however slowly its bytes drip in; a write may take as long, and
+    what its bytes take at _SLOWEST.
     """
 
     def __init__(
@@ -132,7 +134,8 @@ class S3Tier(FsspecTier):
     def put(self, key: str, buffers: Sequence[pa.Buffer]) -> None:
         path = self._path(key)
         with self._guarded("write", key):
-            self._fs.pipe_file(path, b"".join(memoryview(part) for part in buffers), chunksize=_PART_BYTES)
+            whole = b"".join(memoryview(part) for part in buffers)
+            self._wait(self._fs._pipe_file(path, whole, chunksize=_PART_BYTES), len(whole) / _SLOWEST)
 
     def contains(self, key: str) -> bool:
         return bool(self.stored([key]))
@@ -253,9 +256,9 @@ class S3Tier(FsspecTier):
     def _guarded(self, action: str, key: str) -> _S3Guard:
         return _S3Guard(self.name, action, key, (Exception,), self._reason)
 
-    def _wait(self, work: Awaitable[_Answer]) -> _Answer:
+    def _wait(self, work: Awaitable[_Answer], longer_s: float = 0.0) -> _Answer:
         """Runs `work` on s3fs's event loop, which is a thread of its own. Raises TimeoutError."""
-        return sync(self._fs.loop, asyncio.wait_for, work, self._timeout_s)
+        return sync(self._fs.loop, asyncio.wait_for, work, self._timeout_s + longer_s)
 
     def _place(self, key: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": self._prefix + check_key(key)}
@@ -265,7 +268,7 @@ class S3Tier(FsspecTier):
         if isinstance(cause, ClientError) and _code(cause) in _REASONS:
             return f"{_code(cause)}: {_REASONS[_code(cause)].format(bucket=self._bucket)}"
         if isinstance(error, TimeoutError):
-            return f"no whole answer within {self._timeout_s:g} s"
+            return f"no whole answer in time ({self._timeout_s:g} s, and for what is written 1 s a MiB more)"
         return super()._reason(error)
 
 

@@ -80,16 +80,17 @@ class Questions:
 
 
 class Health:
-    """Whether one tier is to be asked at all. Thread-safe.
+    """Whether one tier is to be asked at all, and whether it takes writes. Thread-safe.
 
-    Look-ups are counted by themselves: a tier that says what it holds may still not give it.
+    Look-ups are counted by themselves: a tier that says what it holds may still not give it. So are writes: one that is
+    full or read-only gives what it holds all the same.
 
     Args:
         failures, cooldown_s: see `Breaker`. reads: how many can go on at once. questions, patience_s: see `Questions`.
     """
 
     def __init__(self, failures: int, cooldown_s: float, reads: int, questions: int, patience_s: float) -> None:
-        self.transfers, self.look_ups = Breaker(failures, cooldown_s), Breaker(failures, cooldown_s)
+        self.reads, self.look_ups, self.writes = (Breaker(failures, cooldown_s) for _ in range(3))
         self.questions = Questions(questions, patience_s)
         self._most_reads = reads
         self._lock = threading.Lock()
@@ -98,7 +99,12 @@ class Health:
     @property
     def left_alone(self) -> bool:
         """Whether the tier failed too often just now, or all threads that could read from it hang in it."""
-        return self._hung >= self._most_reads or self.transfers.open or self.look_ups.open
+        return self._hung >= self._most_reads or self.reads.open or self.look_ups.open
+
+    @property
+    def takes_writes(self) -> bool:
+        """Whether the tier is to be given anything."""
+        return not (self.left_alone or self.writes.open)
 
     def read_hangs(self) -> None:
         """A read came too late for somebody, and goes on."""

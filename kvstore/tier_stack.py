@@ -124,12 +124,12 @@ class TierStack:
         try:
             found = _read(tier, path, decoded)
             if not loading.late:  # what came too late for somebody is no success
-                self._health[index].transfers.succeeded()
+                self._health[index].reads.succeeded()
             if found is not None:
                 self.touch(index, path)
             return found
         except TierUnavailable as error:
-            self._failed(error, self._health[index].transfers)
+            self._failed(error, self._health[index].reads)
         except CorruptRecord as error:
             self._quarantine(tier, path, error)
         finally:
@@ -160,7 +160,7 @@ class TierStack:
         if first:
             self._health[index].read_hangs()
         error = TierUnavailable(f"{self.tiers[index].name}: no answer in time for {loading.path}")
-        self._failed(error, self._health[index].transfers)
+        self._failed(error, self._health[index].reads)
 
     def write(self, record: Record, pieces: Sequence[pa.Buffer], tiers: Iterable[int]) -> None:
         """Stores the encoded record and its markers in the named tiers, as far as they work and have room."""
@@ -168,7 +168,7 @@ class TierStack:
         note, markers = pa.py_buffer(path.encode()), marker_paths(record)
         size = sum(piece.size for piece in pieces) + len(markers) * note.size
         for index in tiers:
-            if self._health[index].left_alone:
+            if not self._health[index].takes_writes:
                 self._count("dropped_writes")
                 continue
             tier, budget = self.tiers[index], self.budgets[index]
@@ -181,11 +181,11 @@ class TierStack:
                     tier.put(marker, [note])
                 tier.put(path, pieces)
                 budget.wrote(tenant, size)
-                self._health[index].transfers.succeeded()
+                self._health[index].writes.succeeded()
                 self._count("writes")
             except TierUnavailable as error:
                 self._count("dropped_writes")
-                self._failed(error, self._health[index].transfers)
+                self._failed(error, self._health[index].writes)
 
     def stored(self, left: Callable[[set[str]], Collection[str]]) -> tuple[set[str], bool]:
         """Which paths the tiers have, nearest first, each asked once; one that fails counts as having none.

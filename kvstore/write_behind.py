@@ -79,6 +79,11 @@ class WriteBehind(Generic[Payload, Prepared]):
             self._changed.notify_all()
             return dropped is not None or current
 
+    def settle(self, path: str) -> None:
+        """Waits while a path is being written, or its write is undone."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._current is None or self._current[0] != path)
+
     def matching(self, condition: Callable[[Payload], bool]) -> list[str]:
         """Paths whose payload, queued or being written, meets a condition."""
         with self._changed:

@@ -33,13 +33,13 @@ def load_form(settings: PatchFormSettings, library: Library) -> PatchForm:
     """The form that the settings describe, its shared basis taken from the library.
 
     Raises:
-        UnknownBasis: the library has no basis of that version for this model.
+        UnknownBasis: the library has no basis of that version for this model, or a tier did not give it.
     """
     basis = None
     if settings.basis is not None:
         record = library.get_basis(settings.basis)
         if record is None:
-            raise UnknownBasis(f"patch.basis: the library has no shared basis {settings.basis!r} of this model")
+            raise UnknownBasis(f"patch.basis: the library gives no shared basis {settings.basis!r} of this model")
         basis = record.basis
     return PatchForm(settings.rank, settings.energy, settings.depth, basis, settings.factors, settings.spread)
 

@@ -298,6 +298,10 @@ class PatchCompiler:
             await asyncio.to_thread(compiler.library.flush)
         return sum(compiler.formed for compiler in self._compilers.values())
 
+    def __del__(self) -> None:
+        for compiler in getattr(self, "_compilers", {}).values():
+            compiler.library.close()
+
 
 class DecodeWorker(ReportingReplica):
     """Stock vLLM; see `decode_workers.engine`."""

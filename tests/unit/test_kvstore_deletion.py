@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
 
 import pytest
 from kvstore_support import FINGERPRINT, HoldsWhatItRead, MakeLibrary, canonical, embedding_of, patch_of, stored
+from waiting import wait_for as wait_until
 
 from kvstore.errors import TierUnavailable
 from kvstore.format import Record
@@ -35,12 +37,32 @@ def test_deleting_overtakes_a_write_under_way(make_library: MakeLibrary) -> None
     library.put_canonical(being_written)
     assert slow.entered.wait(5)
     library.put_canonical(waiting)
-    for record in (being_written, waiting):
-        assert library.delete("canonical", record.key, "acme")
-        assert library.get_canonical(record.key, "acme") is None
-    slow.release.set()
-    library.flush()
+    assert library.delete("canonical", waiting.key, "acme")
+    assert library.get_canonical(waiting.key, "acme") is None
+    with ThreadPoolExecutor(1) as other:
+        deleted = other.submit(library.delete, "canonical", being_written.key, "acme")
+        wait_until(lambda: library.get_canonical(being_written.key, "acme") is None)
+        assert not deleted.done(), "it is not gone while it is written"
+        slow.release.set()
+        assert deleted.result(5)
     assert stored(slow.inner) == set()
+
+
+def test_a_deletion_that_cannot_undo_a_write_under_way_says_so(make_library: MakeLibrary) -> None:
+    stubborn = FaultyTier(MemoryTier(), "delete")
+    slow, record = HeldTier(stubborn, "put"), canonical()
+    library = make_library(slow)
+    library.put_canonical(record)
+    assert slow.entered.wait(5)
+    with ThreadPoolExecutor(1) as other:
+        deleted = other.submit(library.delete_content, record.content, "acme")
+        wait_until(lambda: library.get_canonical(record.key, "acme") is None)
+        slow.release.set()
+        with pytest.raises(TierUnavailable):
+            deleted.result(5)
+    stubborn.failing.clear()
+    assert library.delete_content(record.content, "acme") == 1
+    assert list(stubborn.inner.keys()) == []
 
 
 def test_deleting_overtakes_a_load_under_way(make_library: MakeLibrary) -> None:

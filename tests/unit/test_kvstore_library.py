@@ -186,6 +186,25 @@ def test_only_what_the_farthest_tier_holds_is_persisted(make_library: MakeLibrar
     assert len(far.calls) == 2  # then it is left alone
 
 
+def test_a_load_does_not_take_the_place_of_what_was_put_meanwhile(make_library: MakeLibrary) -> None:
+    """That is to go to all tiers, what was loaded to the nearer ones only."""
+    near, middle, far = HeldTier(MemoryTier("near"), "put"), HeldTier(MemoryTier("middle"), "get"), MemoryTier("far")
+    record = canonical()
+    with Library(LibrarySettings(), FINGERPRINT, [middle.inner]) as writer:
+        writer.put_canonical(record)
+    library = make_library(near, middle, far)
+    loading = library.load("canonical", record.key, "acme")
+    assert middle.entered.wait(5)
+    library.put_canonical(canonical("other"))
+    assert near.entered.wait(5)
+    library.put_canonical(record)  # waits behind the other
+    middle.release.set()
+    assert loading.result(5) is not None
+    near.release.set()
+    assert library.flush(5)
+    assert record.key in stored(far)
+
+
 def test_simultaneous_loads_share_one_read(make_library: MakeLibrary) -> None:
     record, tier = canonical(), MemoryTier()
     with Library(LibrarySettings(), FINGERPRINT, [tier]) as writer:

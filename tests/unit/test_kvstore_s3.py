@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -128,6 +129,15 @@ def test_a_blob_that_never_stands_still_is_unavailable(tier: S3Tier, monkeypatch
     replace_after_first_answers(tier, monkeypatch, (str(n).encode() * 3000 for n in itertools.count(1)))
     with pytest.raises(TierUnavailable, match="cannot read k"):
         tier.get("k")
+
+
+def test_an_upload_that_nobody_takes_is_given_up(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_tier, "_SLOWEST", 1 << 30)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and reads nothing
+        place = {"endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        tier = S3Tier("s3://bucket/prefix", options | place, timeout_s=0.5)
+        with pytest.raises(TierUnavailable, match="in time"):
+            tier.put("key", buffers(bytes(32 << 20)))
 
 
 def test_a_missing_bucket_is_named(options: dict[str, Any]) -> None:

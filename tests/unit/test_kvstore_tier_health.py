@@ -41,6 +41,20 @@ def test_a_tier_that_keeps_failing_is_left_alone_for_a_while(make_library: MakeL
     assert len(broken.calls) == 2
 
 
+def test_a_full_tier_still_gives_what_it_holds(make_library: MakeLibrary) -> None:
+    record, full = canonical("held"), FaultyTier(MemoryTier(), "put")
+    with Library(LibrarySettings(), FINGERPRINT, [full.inner]) as writer:
+        writer.put_canonical(record)
+    library = make_library(full, memory_bytes=0, tier_failures=2, tier_cooldown_s=3600)
+    for name in "abcdef":
+        library.put_canonical(canonical(name))
+    library.flush()
+    assert [action for action, _ in full.calls].count("put") == 2, "it is left alone with writes"
+    assert library.stats().dropped_writes == 6
+    assert library.get_canonical(record.key, "acme") is not None
+    assert library.has("canonical", record.key, "acme")
+
+
 def test_a_tier_that_recovers_is_used_again(make_library: MakeLibrary) -> None:
     record = canonical()
     flaky = FaultyTier(MemoryTier(), "get")
