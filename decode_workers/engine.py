@@ -51,6 +51,7 @@ class DecodeSpec:
     gpu_memory_utilization: float = 0.9
     trust_remote_code: bool = False
     kv_cache_dtype: str = "auto"
+    reasoning_parser: str = ""  # grammars begin behind what it takes for reasoning
     seed: int = 0
 
 
@@ -87,6 +88,7 @@ class DecodeEngine:
                 enforce_eager=not torch.cuda.is_available(),
                 enable_prefix_caching=False,
                 kv_cache_dtype=spec.kv_cache_dtype,
+                reasoning_parser=spec.reasoning_parser,
                 language_model_only=True,
                 disable_log_stats=True,
                 kv_transfer_config=KVTransferConfig(

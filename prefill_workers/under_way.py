@@ -99,7 +99,7 @@ class LinksUnderWay:
 
     def fail(self, job: LinkJob, error: Exception) -> None:
         """Tell whoever waits for a link that it ended so, and let go of what it holds."""
-        logger.error("link %s failed", job.plan.request.request_id, exc_info=error)
+        logger.error("link %.100r failed", job.plan.request.request_id, exc_info=error)
         self._free(job)
         with suppress(InvalidStateError):
             job.done.set_exception(error)

@@ -323,6 +323,7 @@ class DecodeWorker(ReportingReplica):
                 gpu_memory_utilization=settings.gpu_memory_utilization,
                 trust_remote_code=model.trust_remote_code,
                 kv_cache_dtype=model.kv_cache_dtype,
+                reasoning_parser=model.reasoning_parser or "",
                 seed=model.seed,
             )
         )

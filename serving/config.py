@@ -220,6 +220,9 @@ class DecodeRoleSettings(RoleSettings, DecodeSettings):
     What waits meanwhile shares the next step: under load an answer's tokens come further apart, its first one sooner.
     """
 
+    max_ongoing_requests: int = Field(
+        1024, ge=1, description="As above. More than what is generated at once, so that health checks find a place."
+    )
     niceness: int = Field(10, ge=0, le=19, description="As above: answers under way share steps between prompts.")
 
     @property

@@ -274,7 +274,7 @@ class LinkedEngineClient(_NotOurs):
             except RoleUnavailable as error:
                 if answer.decoded or attempt == 2:
                     raise GenerationError(f"a worker was lost: {error}") from error
-                logger.warning("request %s: %s; trying another replica", request_id, error)
+                logger.warning("request %.100r: %s; trying another replica", request_id, error)
             except Overloaded as error:
                 if answer.begun:
                     raise GenerationError(f"a worker was lost, and the others are full: {error}") from error

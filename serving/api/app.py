@@ -42,7 +42,7 @@ from serving.api.auth import Authenticate, Limit
 from serving.api.chat import OrbitServingChat, fixed_prefix, readable, refuse_longer, refuse_unsupported
 from serving.api.compiling import compiling
 from serving.api.errors import InvalidRequest, answer_errors
-from serving.api.extension import RequestTrace, set_trace
+from serving.api.extension import RequestTrace, parse_options, set_trace
 from serving.api.fidelity import families, fidelity_router, scraped
 from serving.api.files import OnDelete, files_router
 from serving.api.media import MediaResolver
@@ -59,6 +59,7 @@ _UNSUPPORTED_COMPLETION = {
     "prompt_embeds": "prompt_embeds is not supported",
     "use_beam_search": "beam search is not supported",
     "kv_transfer_params": "kv_transfer_params belongs to the server",
+    "cache_salt": "cache_salt is not supported: content is salted by tenant",
 }
 
 
@@ -68,7 +69,8 @@ class OrbitServingCompletion(OpenAIServingCompletion):
     async def create_completion(self, request: CompletionRequest, raw_request: Request | None = None) -> Any:
         """Refuse what the decode engine cannot know, then answer as vLLM does."""
         refuse_unsupported(request, _UNSUPPORTED_COMPLETION)
-        set_trace(RequestTrace(tenant=raw_request.state.tenant if raw_request is not None else "local"))
+        options = parse_options((request.model_extra or {}).get("orbit"))
+        set_trace(RequestTrace(options, raw_request.state.tenant if raw_request is not None else "local"))
         answer = await super().create_completion(request, raw_request)
         return await opened(answer) if isinstance(answer, AsyncGenerator) else answer
 
@@ -131,7 +133,8 @@ async def build_api(
     stores = VectorStores(files)
     documents = Documents(client.renderer.get_tokenizer())
     documents.install(client.renderer)
-    media = MediaResolver(http, files, stores, documents)
+    longest = client.model_config.max_model_len * client.renderer.get_tokenizer().max_chars_per_token
+    media = MediaResolver(http, files, stores, documents, longest)
     metrics = Metrics()
     metrics.patches.set_function(lambda: len(client.arranger.index))
     metrics.unlogged.set_function(lambda: client.access_log.dropped if client.access_log else 0)

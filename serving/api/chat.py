@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from itertools import dropwhile, takewhile
 from typing import Any
@@ -64,8 +64,11 @@ class OrbitServingChat(OpenAIServingChat):
         prefix = fixed_prefix(messages, request)
         refuse_longer(messages, prefix, self._max_characters)
         trace.prefix_tokens = await self._prefixes.token_ids(tenant, prefix)
-        resolved = Ordering(await self._media.resolve_messages(messages, tenant), self._documents)
-        request.messages = await ordered(resolved, trace, self.engine_client.arranger)
+        request.messages = await ordered(
+            Ordering(await self._media.resolve_messages(messages, tenant), self._documents),
+            trace,
+            self.engine_client.arranger,
+        )
         trace.documents = self._documents.marked(part["text"] for part in parts_of(request.messages, "text"))
         trace.mark("media")
         set_trace(trace)
@@ -85,7 +88,9 @@ class OrbitServingChat(OpenAIServingChat):
             return error
         self._preflight(request.n or 1)
         whole = request.messages
-        request.messages = self._without_processed_pixels(whole)
+        cache = self.renderer._mm_processor_only_cache
+        if cache is not None:  # images that vLLM has processed need not be decoded
+            request.messages = _only_named(whole, lambda uuid: cache.is_cached([uuid])[0])
         try:
             return await self.online_renderer.render_chat(request, skip_mm_cache=True)
         except ValueError as missing:
@@ -93,23 +98,8 @@ class OrbitServingChat(OpenAIServingChat):
                 raise
             request.messages = whole  # an image left the cache just now
             return await self.online_renderer.render_chat(request, skip_mm_cache=True)
-
-    def _without_processed_pixels(self, messages: list[Any]) -> list[Any]:
-        """The messages with only the names of images that vLLM's processor cache holds: they need not be decoded."""
-        cache = self.renderer._mm_processor_only_cache
-        if cache is None:
-            return messages
-
-        def named(part: Any) -> Any:
-            known = isinstance(part, dict) and part.get("type") == "image_pil" and cache.is_cached([part["uuid"]])[0]
-            return {**part, "image_pil": None} if known else part
-
-        return [
-            {**message, "content": [named(part) for part in message["content"]]}
-            if isinstance(message.get("content"), list)
-            else message
-            for message in messages
-        ]
+        finally:
+            request.messages = _only_named(whole, lambda uuid: True)  # vLLM holds the request until its last token
 
     async def _reported(self, events: AsyncGenerator[str, None], trace: RequestTrace) -> AsyncGenerator[str, None]:
         """Add the report to every event that ends a choice, and to the usage event."""
@@ -153,6 +143,21 @@ def readable(message: Any) -> dict[str, Any]:
     return dict(message) if content is None or isinstance(content, str) else {**message, "content": list(content)}
 
 
+def _only_named(messages: list[Any], which: Callable[[str], bool]) -> list[Any]:
+    """The messages with the name alone of every image `which` (by its name) holds of: no pixels."""
+
+    def named(part: Any) -> Any:
+        image = isinstance(part, dict) and part.get("type") == "image_pil"
+        return {**part, "image_pil": None} if image and which(part["uuid"]) else part
+
+    return [
+        {**message, "content": [named(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
 def refuse_longer(messages: list[dict[str, Any]], prefix: str, most: int) -> None:
     """Raises InvalidRequest for more text than a prompt can hold, before anything is spent on it.
 
@@ -186,7 +191,7 @@ def fixed_prefix(messages: list[dict[str, Any]], request: ChatCompletionRequest 
         if isinstance(content, str):
             texts.append(content)
         elif content is not None:
-            texts += [part["text"] for part in content if part.get("type") == "text"]
+            texts += [part["text"] for part in content if isinstance(part, dict) and part.get("type") == "text"]
     return "\n".join(texts)
 
 

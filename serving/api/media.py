@@ -58,31 +58,41 @@ class ResolvedText:
     text: str
 
 
-class _Pixels:
-    """What the images of one request may still have. Thread-safe."""
+class _Left:
+    """What the images or the documents of one request may still have. Thread-safe.
 
-    def __init__(self, most: int) -> None:
-        self._most = self._left = most
+    `most`: None bounds nothing; `of`: "images have {} pixels".
+    """
+
+    def __init__(self, most: int | None, of: str) -> None:
+        self._most, self._of = most, of
+        self._taken = 0
         self._lock = threading.Lock()
 
-    def take(self, pixels: int, where: str) -> None:
+    def take(self, count: int, where: str) -> None:
         """Raises TooLarge if that is more than is left."""
         with self._lock:
-            self._left -= pixels
-            if self._left < 0:
-                raise TooLarge(f"{where}: up to here the request's images have more than {self._most} pixels in all")
+            self._taken += count
+            if self._most is not None and self._taken > self._most:
+                raise TooLarge(f"{where}: up to here the request's {self._of.format(f'more than {self._most}')} in all")
 
 
 class MediaResolver:
     """Resolves the image and file parts of one deployment's requests.
 
-    Without `documents` text files are refused.
+    Without `documents` text files are refused. `max_characters`: of a request's text files, all together.
     """
 
     def __init__(
-        self, settings: HttpSettings, files: FileStore, stores: VectorStores, documents: Documents | None = None
+        self,
+        settings: HttpSettings,
+        files: FileStore,
+        stores: VectorStores,
+        documents: Documents | None = None,
+        max_characters: int | None = None,
     ) -> None:
         self._settings, self._files, self._stores, self._documents = settings, files, stores, documents
+        self._max_characters = max_characters
         self._secret = files.settings.salt_secret.get_secret_value().encode()
         self._decoded: OrderedDict[str, None] = OrderedDict()  # content ids that have proved decodable
 
@@ -115,11 +125,13 @@ class MediaResolver:
                         parameter=where,
                     )
             resolved.append({**message, "content": parts})
-        at_once, pixels = asyncio.Semaphore(_AT_ONCE), _Pixels(self._settings.max_request_pixels)
+        at_once = asyncio.Semaphore(_AT_ONCE)
+        pixels = _Left(self._settings.max_request_pixels, "images have {} pixels")
+        characters = _Left(self._max_characters, "documents have {} characters, the most that a prompt can hold,")
 
         async def resolve(parts: list[Any], p: int, where: str) -> None:
             async with at_once:
-                parts[p] = await self._resolve(parts[p], tenant, where, pixels)
+                parts[p] = await self._resolve(parts[p], tenant, where, pixels, characters)
 
         tasks = [asyncio.create_task(resolve(*one)) for one in wanted]
         try:
@@ -129,13 +141,16 @@ class MediaResolver:
                 task.cancel()
         return resolved
 
-    async def _resolve(self, part: dict[str, Any], tenant: str, where: str, pixels: _Pixels) -> dict[str, Any]:
+    async def _resolve(
+        self, part: dict[str, Any], tenant: str, where: str, pixels: _Left, characters: _Left
+    ) -> dict[str, Any]:
         """The part as vLLM's renderer takes it."""
         if part["type"] == "file":
             data, owner = await self._file(part, tenant, where)
             found = await asyncio.to_thread(self.open_file, data, owner, where, pixels)
             if isinstance(found, ResolvedText):
                 assert self._documents is not None
+                characters.take(len(found.text), where)
                 mark = await asyncio.to_thread(self._documents.mark, found.content, found.text)
                 return {"type": "text", "text": mark}
         else:
@@ -143,12 +158,13 @@ class MediaResolver:
             url = image_url.get("url") if isinstance(image_url, dict) else image_url
             if not isinstance(url, str):
                 raise InvalidRequest(f"{where}: image_url needs a url", parameter=where)
-            data = self._data_url(url, where) if url.startswith("data:") else await self._fetch(url, where)
+            inline = url.startswith("data:")
+            data = await (asyncio.to_thread(self._data_url, url, where) if inline else self._fetch(url, where))
             found = await asyncio.to_thread(self.open, data, tenant, where, pixels)
         return {"type": "image_pil", "image_pil": found.image, "uuid": found.content}
 
     def open_file(
-        self, data: bytes, owner: str, where: str, pixels: _Pixels | None = None
+        self, data: bytes, owner: str, where: str, pixels: _Left | None = None
     ) -> ResolvedImage | ResolvedText:
         """Check a file's bytes, an image or UTF-8 text, and name it for its owner.
 
@@ -163,7 +179,7 @@ class MediaResolver:
             raise TooLarge(f"{where}: the document has {len(data)} bytes, at most {limit} are allowed")
         return ResolvedText(owned_content_id(data, owner, self._secret), text)
 
-    def open(self, data: bytes, owner: str, where: str, pixels: _Pixels | None = None) -> ResolvedImage:
+    def open(self, data: bytes, owner: str, where: str, pixels: _Left | None = None) -> ResolvedImage:
         """Check an image's bytes and name it for its owner, a tenant or DYNAMIC_TENANT.
 
         Pixels are decoded only the first time this content is seen, and counted against the request's `pixels`.
@@ -213,7 +229,7 @@ class MediaResolver:
         given = reference if isinstance(reference, dict) else {}
         file_id, inline = given.get("file_id"), given.get("file_data")
         if isinstance(inline, str) and file_id is None:
-            return self._data_url(inline, where), tenant
+            return await asyncio.to_thread(self._data_url, inline, where), tenant
         if not isinstance(file_id, str):
             raise InvalidRequest(f"{where}: a file part needs file.file_id or file.file_data", parameter=where)
         with suppress(UnknownFile):

@@ -23,7 +23,7 @@ from kvstore.index import Entry, Scope, prefix_key
 from kvstore.settings import FileSettings
 from kvstore.vector_stores import VectorStores
 from serving.api.auth import Authenticate
-from serving.api.chat import OrbitServingChat
+from serving.api.chat import OrbitServingChat, fixed_prefix
 from serving.api.errors import answer_errors
 from serving.api.media import MediaResolver
 from serving.api.prefix import Prefixes
@@ -135,3 +135,34 @@ async def test_a_computed_chunk_that_may_stand_nowhere_else_has_no_alternative(c
     assert alone is None
     assert first is not None, "the other of the two might stand there"
     assert last is None, "nothing is left for that place"
+
+
+async def test_no_pixels_are_held_once_a_chat_is_rendered():
+    """vLLM keeps the request until its last token. Images that its processor knows are not handed to it either."""
+    seen: list[list[Any]] = []
+
+    async def render(request: Any, **_: Any) -> str:
+        seen.append([part["image_pil"] for part in request.messages[0]["content"]])
+        return "rendered"
+
+    async def right(_: Any) -> None:
+        return None
+
+    parts = [{"type": "image_pil", "image_pil": object(), "uuid": name} for name in ("known", "new")]
+    request: Any = SimpleNamespace(n=1, messages=[{"role": "user", "content": parts}, {"role": "user", "content": "?"}])
+    cache = SimpleNamespace(is_cached=lambda names: [name == "known" for name in names])
+    chat: Any = SimpleNamespace(
+        _check_model=right,
+        _preflight=lambda n: None,
+        renderer=SimpleNamespace(_mm_processor_only_cache=cache),
+        online_renderer=SimpleNamespace(render_chat=render),
+    )
+    assert await OrbitServingChat.render_chat_request(chat, request) == "rendered"
+    assert seen == [[None, parts[1]["image_pil"]]]
+    assert [part["image_pil"] for part in request.messages[0]["content"]] == [None, None]
+    assert request.messages[1]["content"] == "?"
+
+
+def test_parts_of_a_system_message_that_are_no_objects_are_left_to_be_refused():
+    message = {"role": "system", "content": ["Be brief.", {"type": "text", "text": "Be kind."}]}
+    assert fixed_prefix([message], ChatCompletionRequest(messages=[])) == "Be kind."

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -304,3 +305,16 @@ async def test_the_parts_of_a_request_are_fetched_beside_one_another(files: File
     parts = [{"type": "file", "file": {"file_id": upload.id}} for upload in uploads]
     (message,) = await resolver(files).resolve_messages(ask(*parts), "local")
     assert [part["uuid"] for part in message["content"]] == [upload.content for upload in uploads]
+
+
+async def test_documents_beyond_the_longest_prompt_are_refused_before_they_are_read(files: FileStore):
+    marked: list[str] = []
+    documents: Any = SimpleNamespace(mark=lambda content, text: marked.append(text) or "[mark]")
+    bounded = MediaResolver(HttpSettings(), files, VectorStores(files), documents, max_characters=9)
+    names = [files.create("local", "page.txt", "user_data", text).id for text in (b"four", b"fives", b"!")]
+    parts = [{"type": "file", "file": {"file_id": name}} for name in names]
+    (message,) = await bounded.resolve_messages(ask(*parts[:2]), "local")
+    assert [part["text"] for part in message["content"]] == ["[mark]", "[mark]"]
+    with pytest.raises(TooLarge, match="more than 9 characters"):
+        await bounded.resolve_messages(ask(*parts), "local")
+    assert len(marked) <= 4, "the one that is too much is not tokenised"

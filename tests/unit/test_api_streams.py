@@ -157,9 +157,9 @@ BODIES = {
 }
 
 
-async def post(app: FastAPI, path: str) -> httpx.Response:
+async def post(app: FastAPI, path: str, **more: Any) -> httpx.Response:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-        return await client.post(path, json={"model": "m", "stream": True, **BODIES[path]})
+        return await client.post(path, json={"model": "m", "stream": True, **BODIES[path], **more})
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -214,3 +214,29 @@ async def test_an_engine_is_let_go_however_a_stream_ends(outputs: Events):
     with pytest.raises(asyncio.CancelledError):
         await gone
     assert outputs.closed
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"orbit": {"mode": "sideways"}}, "sideways"),
+        ({"orbit": {"sideways": 1}}, "sideways"),
+        ({"cache_salt": "mine"}, "cache_salt"),
+    ],
+)
+async def test_what_cannot_be_followed_is_refused_whatever_the_endpoint(
+    app: FastAPI, outputs: Events, path: str, given: dict[str, Any], named: str
+):
+    response = await post(app, path, **given)
+    assert response.status_code == 400
+    assert named in response.json()["error"]["message"]
+
+
+async def test_a_completions_options_are_those_of_its_prompts(
+    app: FastAPI, outputs: Events, monkeypatch: pytest.MonkeyPatch
+):
+    traces: list[Any] = []
+    monkeypatch.setattr("serving.api.app.set_trace", traces.append)
+    assert (await post(app, "/v1/completions", orbit={"mode": "off"})).status_code == 200
+    assert [trace.report.mode for trace in traces] == ["off"]

@@ -12,7 +12,8 @@ from vllm.sampling_params import SamplingParams
 
 from decode_workers import engine
 from decode_workers.admission import Admission
-from decode_workers.engine import DecodeEngine
+from decode_workers.engine import DecodeEngine, DecodeSpec
+from infra.reference import DEFAULT_MODEL, weights
 
 TRANSFER = {"remote_request_id": "lease", "remote_block_ids": [[1, 2, 3]]}
 
@@ -98,3 +99,18 @@ async def test_text_that_is_computed_here_leaves_nothing_behind():
     reading.cancel()
     await asyncio.wait([reading])
     assert worker.stats().blocks_reserved == 0
+
+
+def test_grammars_wait_for_the_end_of_the_reasoning(monkeypatch: pytest.MonkeyPatch):
+    """vLLM's engine holds a grammar back until its own parser says that the model has thought."""
+
+    class Started(Exception):
+        pass
+
+    def start(arguments: Any) -> None:
+        raise Started(arguments.reasoning_parser)
+
+    monkeypatch.setattr(engine.AsyncLLM, "from_engine_args", start)
+    for parser in ("", "deepseek_r1"):
+        with pytest.raises(Started, match=f"^{parser}$"):
+            DecodeEngine(DecodeSpec(str(weights(DEFAULT_MODEL)), max_model_len=256, reasoning_parser=parser))
