@@ -45,6 +45,7 @@ from serving.api.errors import InvalidRequest, answer_errors
 from serving.api.extension import RequestTrace, parse_options, set_trace
 from serving.api.fidelity import families, fidelity_router, scraped
 from serving.api.files import OnDelete, files_router
+from serving.api.leaving import CancelAnswers, answering
 from serving.api.media import MediaResolver
 from serving.api.metrics import Metrics, exposition, in_time, labelled
 from serving.api.streams import opened
@@ -68,6 +69,7 @@ class OrbitServingCompletion(OpenAIServingCompletion):
 
     async def create_completion(self, request: CompletionRequest, raw_request: Request | None = None) -> Any:
         """Refuse what the decode engine cannot know, then answer as vLLM does."""
+        answering(raw_request)
         refuse_unsupported(request, _UNSUPPORTED_COMPLETION)
         options = parse_options((request.model_extra or {}).get("orbit"))
         set_trace(RequestTrace(options, raw_request.state.tenant if raw_request is not None else "local"))
@@ -90,6 +92,7 @@ class OrbitServingTokenization(ServingTokenization):
         Raises:
             InvalidRequest: more text than a prompt can hold.
         """
+        answering(raw_request)
         if isinstance(request, TokenizeChatRequest):
             messages = [readable(message) for message in request.messages]
             refuse_longer(messages, fixed_prefix(messages, request), self._max_characters)
@@ -150,6 +153,7 @@ async def build_api(
     app.include_router(fidelity_router(client.roles))
     _add_operations(app, client, metrics, replica, counted)
     answer_errors(app)
+    app.add_middleware(CancelAnswers)
     app.add_middleware(Limit, http.max_body_bytes, http.max_concurrent_requests, metrics)
     app.add_middleware(Authenticate, http.api_keys)
     if http.cors_origins:  # before keys are asked for: a browser's question whether it may call carries none

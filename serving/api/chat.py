@@ -16,6 +16,7 @@ from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
 
 from serving.api.errors import InvalidRequest
 from serving.api.extension import RequestTrace, parse_options, set_trace
+from serving.api.leaving import answering
 from serving.api.media import MediaResolver
 from serving.api.ordering import Ordering, ordered
 from serving.api.prefix import Prefixes
@@ -56,6 +57,7 @@ class OrbitServingChat(OpenAIServingChat):
         self, request: ChatCompletionRequest, raw_request: Request | None = None
     ) -> AsyncGenerator[str, None] | ChatCompletionResponse | ErrorResponse:
         """Resolve the request's chunks, let vLLM answer it, and report how it was linked."""
+        answering(raw_request)
         refuse_unsupported(request, _UNSUPPORTED)
         options = parse_options((request.model_extra or {}).get("orbit"))
         messages = [readable(message) for message in request.messages]
