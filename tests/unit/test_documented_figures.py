@@ -13,6 +13,7 @@ import pytest
 from fidelity_records import recorded
 
 from serving.bench.catalogue import BENCHMARKS
+from serving.bench.fidelity.bench import KINDS
 from serving.loadtest.arrivals import poisson
 from serving.loadtest.measures import SATURATED
 
@@ -79,6 +80,38 @@ def test_what_reuse_answers_is_what_was_measured(table: Table, before: str):
             of = "multi" if column in FRACTIONS else SPLITS.get(column, column)
             value = measured[f"{family}: {quantity}"][arm][of]
             assert told(cell) == [pytest.approx(value, abs=0.00501)], (row[""], column, value)
+
+
+ROLLING_KL = {
+    "orbit patches average {} nats under the same text": ("same",),
+    "{} in another of the orders": ("other order",),
+    "{} with a word between the pages": ("one word between",),
+    "{} with a sentence there": ("a sentence between",),
+    "sums of pairs {}": ("sums",),
+    "without weights {}": ("plain sums",),
+}
+BROKEN = ("wrong page", "turned basis", "blind")
+
+
+def rolling_kl(situations: tuple[str, ...]) -> list[float]:
+    """Means of all families, in nats."""
+    found = []
+    for family in KINDS:
+        document = recorded(family)
+        assert document is not None
+        rows = document["tables"][f"{family}: rolling KL by situation"]
+        found += [rows[situation]["mean"] for situation in situations]
+    return found
+
+
+def test_what_the_bounds_of_fidelity_come_from_is_what_was_measured():
+    said = " ".join(DOCUMENTS[0].read_text().split())
+    for words, situations in ROLLING_KL.items():
+        (told,) = re.findall(re.escape(words).replace(r"\{\}", r"(\d\.\d+) to (\d\.\d+)"), said)
+        known = rolling_kl(situations)
+        assert told == (f"{min(known):.2f}", f"{max(known):.2f}"), words
+    (least,) = re.findall(r"and (\d\.\d) and more where they are damaged, of another page or missing", said)
+    assert 0 <= min(rolling_kl(BROKEN)) - float(least) < 0.1
 
 
 def figure(name: str) -> Callable[[Any], float]:
