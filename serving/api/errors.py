@@ -16,6 +16,8 @@ from kvstore.errors import StoreError
 
 logger = logging.getLogger(__name__)
 
+_STREAMING = tuple(f"vllm.entrypoints.openai.{api}.serving" for api in ("chat_completion", "completion"))  # loggers
+
 
 class InvalidRequest(VLLMValidationError):
     """400: the request is wrong; `parameter` names the part, such as `messages[0].content[2]`."""
@@ -56,6 +58,17 @@ class OverloadedError(GracefulHTTPError):
         super().__init__(message, HTTPStatus.TOO_MANY_REQUESTS)
 
 
+class _ToldAlready(logging.Filter):
+    """Drops the traceback that vLLM logs of every stream that fails, where the client is told what it was."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, GracefulHTTPError | VLLMValidationError)
+
+
+_TOLD_ALREADY = _ToldAlready()
+
+
 def error_body(message: str, status: HTTPStatus, parameter: str | None = None) -> dict[str, Any]:
     """OpenAI's error object, for places that vLLM's handlers do not reach (middleware)."""
     return {"error": {"message": message, "type": status.phrase, "param": parameter, "code": status.value}}
@@ -65,6 +78,8 @@ def answer_errors(app: FastAPI) -> None:
     """Turn what a route raises into responses: vLLM's errors, ours, and those of the library and its files."""
     app.state.args = Namespace(log_error_stack=False)  # what vLLM's exception handlers look at
     init_exception_handler(app)
+    for name in _STREAMING:
+        logging.getLogger(name).addFilter(_TOLD_ALREADY)
 
     @app.exception_handler(OverloadedError)
     async def try_later(_: Request, error: OverloadedError) -> JSONResponse:

@@ -6,6 +6,7 @@ vLLM's own generators turn the engine's outputs, and its errors, into events.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
@@ -173,10 +174,19 @@ async def post(app: FastAPI, path: str, **more: Any) -> httpx.Response:
     ],
 )
 async def test_what_fails_before_the_first_event_has_a_status(
-    app: FastAPI, outputs: Events, path: str, error: Exception, status: int
+    app: FastAPI,
+    outputs: Events,
+    path: str,
+    error: Exception,
+    status: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    """And only what is nobody's refusal leaves a traceback in the log."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     outputs._error = error
     answer = await post(app, path)
+    assert bool(caplog.records) == isinstance(error, RuntimeError)
     assert answer.status_code == status
     assert answer.headers.get("Retry-After") == ("1" if status == 429 else None)
     assert (answer.json()["error"]["code"], answer.json()["error"]["message"]) == (status, str(error))
