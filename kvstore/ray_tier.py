@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ import pyarrow as pa
 from blake3 import blake3
 
 from kvstore.errors import StoreError, TierUnavailable
+from kvstore.paths import MARKERS
 from kvstore.settings import LibrarySettings
 from kvstore.tiers import QUARANTINE, Entry, Tier, check_key
 
@@ -173,7 +175,10 @@ class _Held:
 
 
 class Directory:
-    """Which blobs the tier holds, least recently used first. Runs as an actor, one call at a time."""
+    """Which blobs the tier holds, least recently used first. Runs as an actor, one call at a time.
+
+    Markers (see `kvstore.paths`) go behind everything else: without them a deletion by content overlooks their records.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         import ray
@@ -181,6 +186,7 @@ class Directory:
         self._limit = limit_bytes
         self._bytes = 0
         self._held: OrderedDict[str, _Held] = OrderedDict()
+        self._markers: OrderedDict[str, _Held] = OrderedDict()
         self._copy = ray.remote(num_cpus=0, max_retries=0)(_same)
 
     def adopt(self, objects: list[Any], node: str) -> Blob:
@@ -196,23 +202,26 @@ class Directory:
             return False
         self.delete(key)
         while self._bytes + size > self._limit:
-            self.delete(next(iter(self._held)))
-        self._held[key] = _Held(blob, size, time.time())
+            self.delete(next(iter(self._held or self._markers)))
+        self._among(key)[key] = _Held(blob, size, time.time())
         self._bytes += size
         return True
 
+    def _among(self, key: str) -> OrderedDict[str, _Held]:
+        return self._markers if key.startswith(MARKERS) else self._held
+
     def lookup(self, key: str) -> Blob | None:
         """The blob: bytes, or the object that holds them."""
-        held = self._held.get(key)
+        held = self._among(key).get(key)
         return None if held is None else held.blob
 
     def stored(self, keys: list[str]) -> list[str]:
         """Those of the keys that have a blob."""
-        return [key for key in keys if key in self._held]
+        return [key for key in keys if key in self._among(key)]
 
     def delete(self, key: str) -> bool:
         """Lets go of a blob. Ray frees its memory when its last reader does."""
-        held = self._held.pop(key, None)
+        held = self._among(key).pop(key, None)
         self._bytes -= 0 if held is None else held.size
         return held is not None
 
@@ -223,7 +232,7 @@ class Directory:
 
     def rename(self, key: str, target: str) -> bool:
         """Moves a blob to another key."""
-        held = self._held.get(key)
+        held = self._among(key).get(key)
         if held is None:
             return False
         self.delete(key)
@@ -231,13 +240,15 @@ class Directory:
 
     def touch(self, key: str) -> None:
         """Marks a blob as used now."""
-        if key in self._held:
-            self._held[key] = replace(self._held[key], used=time.time())
-            self._held.move_to_end(key)
+        among = self._among(key)
+        if key in among:
+            among[key] = replace(among[key], used=time.time())
+            among.move_to_end(key)
 
     def entries(self, prefix: str) -> list[Entry]:
         """Every blob whose key starts with `prefix`."""
-        return [Entry(key, held.size, held.used) for key, held in self._held.items() if key.startswith(prefix)]
+        everything = chain(self._held.items(), self._markers.items())
+        return [Entry(key, held.size, held.used) for key, held in everything if key.startswith(prefix)]
 
 
 def _same(array: Any) -> Any:

@@ -21,6 +21,7 @@ from waiting import wait_for
 
 from kvstore.errors import TierUnavailable
 from kvstore.library import Library
+from kvstore.paths import MARKERS
 from kvstore.ray_tier import NAMESPACE, RayTier, directory_name
 from kvstore.settings import LibrarySettings
 from kvstore.tiers import Tier
@@ -128,6 +129,20 @@ def test_the_directory_keeps_its_bytes_and_lets_go_of_what_was_used_last(cluster
     with pytest.raises(TierUnavailable, match="4194304 bytes, the whole tier 3145728"):
         tier.put("e", buffers(bytes(4 * MIB)))
     assert tier.size_bytes() == 3 * MIB
+
+
+def test_the_directory_keeps_markers_behind_all_that_they_stand_for(cluster: Cluster) -> None:
+    tier = RayTier("small-with-markers", 3 * MIB)
+    tier.put(MARKERS + "of/a", buffers(b"a"))
+    for key in ("a", "b", "c"):
+        tier.put(key, buffers(bytes(MIB)))
+    assert sorted(tier.keys()) == ["b", MARKERS + "of/a", "c"]
+    assert list(tier.keys(MARKERS)) == [MARKERS + "of/a"]
+    assert tier.delete(MARKERS + "of/a")
+    assert tier.size_bytes() == 2 * MIB
+    for number in range(4):
+        tier.put(f"{MARKERS}of/{number}", buffers(bytes(MIB)))
+    assert sorted(tier.keys()) == [f"{MARKERS}of/{number}" for number in (1, 2, 3)]
 
 
 def test_what_one_worker_stores_every_worker_finds(cluster: Cluster, second_node: str, tmp_path: Path) -> None:
