@@ -249,18 +249,18 @@ class TierBudget:
 
     def _evict(self, pool: list[Candidate], target: int) -> float:
         """Evicts the least worthy until `target` bytes are freed; returns the worth of the last one."""
-        now, freed, price = time.time(), 0, 0.0
+        now, freed = time.time(), 0
 
         def order(c: Candidate) -> tuple[bool, float]:
             return not c.path.startswith(QUARANTINE), worth(c.recompute_seconds, c.size, now - c.used)
 
+        chosen: list[Candidate] = []
         for candidate in sorted(pool, key=order):
             if freed >= target:
                 break
-            self.evictions += self.tier.delete(candidate.path)  # another process may have been faster
-            for key in candidate.companions:
-                self.tier.delete(key)
+            chosen.append(candidate)
             freed += candidate.size
-            price = worth(candidate.recompute_seconds, candidate.size, now - candidate.used)
+        self.evictions += self.tier.delete_all([one.path for one in chosen])  # another process may have been faster
+        self.tier.delete_all([key for one in chosen for key in one.companions])
         logger.info("%s: evicted %d bytes", self.tier.name, freed)
-        return price
+        return worth(chosen[-1].recompute_seconds, chosen[-1].size, now - chosen[-1].used) if chosen else 0.0

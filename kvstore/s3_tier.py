@@ -23,6 +23,8 @@ from kvstore.tiers import QUARANTINE, Blob, FsspecTier, Guard, check_key
 _Answer = TypeVar("_Answer")
 _RANGE_BYTES = 16 << 20  # one range of a parallel read; smaller blobs take one request
 _PARALLEL = 4  # ranges of one blob under way at once
+_BATCH = 512  # blobs that one time-out covers when many are deleted
+_DELETES = 32  # of them under way at once
 _ATTEMPTS = 3  # of a read whose connection broke, or whose blob was replaced meanwhile
 _CHUNK_BYTES = 1 << 19  # what is taken from a connection at once, and what a reader gets to see at once
 _SLOWEST = 1 << 20  # bytes a second; an upload that is slower has failed
@@ -156,6 +158,14 @@ class S3Tier(FsspecTier):
         with self._guarded("delete", key):
             return self._wait(self._remove(place))
 
+    def delete_all(self, keys: Collection[str]) -> int:
+        places = [self._place(key) for key in keys]
+        for first in range(0, len(places), _BATCH):
+            batch = places[first : first + _BATCH]
+            with self._guarded("delete", f"{len(batch)} blobs, the first {batch[0]['Key']}"):
+                self._wait(self._remove_all(batch))
+        return len(places)
+
     def quarantine(self, key: str) -> bool:
         source, target = self._place(key), self._place(QUARANTINE + check_key(key))
         with self._guarded("quarantine", key):
@@ -240,6 +250,19 @@ class S3Tier(FsspecTier):
         client = await self._fs.set_session()
         await client.delete_object(**place)
         return True
+
+    async def _remove_all(self, places: Sequence[Mapping[str, str]]) -> None:
+        """Not in one request, which not all that speak S3's protocol know."""
+        client = await self._fs.set_session()
+        turn = asyncio.Semaphore(_DELETES)
+
+        async def remove(place: Mapping[str, str]) -> None:
+            async with turn:
+                await client.delete_object(**place)  # succeeds where there is none
+
+        for answer in await asyncio.gather(*map(remove, places), return_exceptions=True):
+            if isinstance(answer, BaseException):
+                raise answer
 
     async def _move(self, source: Mapping[str, str], target: Mapping[str, str]) -> bool:
         """Copies on the server, then deletes."""

@@ -286,9 +286,7 @@ class TierStack:
         used = self._last_used()
         records, orphans = sorted_out(entries)
         deadline = time.time() - ORPHAN_SECONDS
-        for orphan in orphans:
-            if orphan.used < deadline:
-                tier.delete(orphan.key)
+        tier.delete_all([orphan.key for orphan in orphans if orphan.used < deadline])
         return [
             Candidate(
                 path=entry.key,

@@ -97,6 +97,13 @@ class Tier(ABC):
     def delete(self, key: str) -> bool:
         """Removes the blob. True if there was one. (An object store that cannot tell answers by looking first.)"""
 
+    def delete_all(self, keys: Collection[str]) -> int:
+        """Removes blobs, in any order. How many there were; of a tier that would have to look first, how many keys.
+
+        Tiers for which that is worth it remove many at once. Raises TierUnavailable if any may be left.
+        """
+        return sum(map(self.delete, keys))
+
     @abstractmethod
     def contains(self, key: str) -> bool:
         """Whether the blob exists. Reads no data."""

@@ -82,6 +82,17 @@ class TierConformance:
         assert tier.get("d/e/f") is None
         assert list(tier.keys()) == ["d/e/g"]
 
+    def test_many_are_deleted_at_once(self, tier: Tier) -> None:
+        keys = [f"many/{number}" for number in range(7)]
+        for key in (*keys, "other"):
+            tier.put(key, buffers(b"x"))
+        assert tier.delete_all([*keys[:2], "many/absent"]) in (2, 3)
+        assert tier.delete_all(keys[2:6]) == 4
+        assert sorted(tier.keys()) == ["many/6", "other"]
+        assert tier.delete_all([]) == 0
+        with pytest.raises(InvalidKey):
+            tier.delete_all(["other", "../outside"])
+
     def test_keys_are_listed_by_prefix(self, tier: Tier) -> None:
         for key in ("a/x1", "a/x2", "a/y", "ab/x", "b"):
             tier.put(key, buffers(b"12"))

@@ -149,6 +149,19 @@ def test_a_stalled_server_is_a_miss_now_and_a_hit_later(
     assert torch.equal(found.kv, canonical().kv)
 
 
+def test_many_blobs_are_deleted_batch_by_batch(server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.s3_tier._BATCH", 5)
+    tier = tier_for_url(f"s3://{bucket}", server.storage_options())
+    keys = [f"k{number}" for number in range(13)]
+    for key in keys:
+        tier.put(key, buffers(b"x"))
+    assert tier.delete_all(keys[1:]) == 12
+    assert list(tier.keys()) == keys[:1]
+    nowhere = tier_for_url("s3://no-such-bucket", server.storage_options())
+    with pytest.raises(TierUnavailable, match=r"cannot delete 5 blobs, the first k0: .*the bucket 'no-such-bucket'"):
+        nowhere.delete_all(keys)
+
+
 def test_a_read_that_drips_is_given_up(server: S3Server, bucket: str, proxy: TcpProxy) -> None:
     from kvstore.s3_tier import S3Tier
 
