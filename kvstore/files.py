@@ -73,7 +73,7 @@ class FileStore:
             self.tier = tier_for_url(str(location), self.settings.storage_options)
         self.owed = OwedDeletions(self.tier)
         self._objects = JsonObjects(self.tier, FileObject, immutable=True)
-        self._creating = threading.Lock()  # the quota is checked and used up in one step
+        self._creating: dict[str, threading.Lock] = {}  # by tenant: a quota is checked and used up in one step
 
     def create(
         self, tenant: str, filename: str, purpose: str, data: bytes, expires_after: int | None = None
@@ -105,7 +105,7 @@ class FileStore:
         )
         self._check_quota(tenant, len(data))
         self.tier.put(_blob_key(file), [pa.py_buffer(data)])  # others need not wait for so many bytes
-        with self._creating:
+        with self._creating.setdefault(tenant, threading.Lock()):
             try:
                 self._check_quota(tenant)
             except QuotaExceeded:

@@ -3,9 +3,11 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from pydantic import SecretStr
 
@@ -13,7 +15,7 @@ from kvstore.chunk import content_id, tenant_salt
 from kvstore.errors import FileTooLarge, InvalidUpload, QuotaExceeded, TierUnavailable, UnknownFile
 from kvstore.files import FileStore
 from kvstore.settings import FileSettings
-from kvstore.tier_faults import FaultyTier
+from kvstore.tier_faults import FaultyTier, HeldTier
 from kvstore.tiers import MemoryTier
 
 
@@ -185,6 +187,28 @@ def test_simultaneous_uploads_cannot_exceed_the_quota(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert sum(pool.map(upload, range(20))) == 5
+
+
+def test_a_tenant_does_not_wait_for_anothers_quota_to_be_checked() -> None:
+    class Slow(HeldTier):
+        """Once the first upload's bytes are there, its tenant's folder takes long to list."""
+
+        def put(self, key: str, buffers: Sequence[pa.Buffer]) -> None:
+            super().put(key, buffers)
+            if not self.entered.is_set():
+                self.held = {"entries"}
+
+    tier = Slow(MemoryTier())
+    store = FileStore(tier)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(store.create, "one", "a.png", "vision", b"a")
+        assert tier.entered.wait(10)
+        tier.held.clear()
+        store.create("two", "b.png", "vision", b"b")
+        assert not waiting.done()
+        tier.release.set()
+        waiting.result(10)
+    assert [len(store.list(tenant)[0]) for tenant in ("one", "two")] == [1, 1]
 
 
 def test_an_upload_that_never_finished_is_invisible_and_swept() -> None:
