@@ -294,8 +294,8 @@ class Library:
         removed = {path for path in paths if self._forget(path)}
         stored, markers = self._stack.derived_from(content, tenant)
         removed |= {path for path in paths | stored if self._delete(path)}
-        for tier, marker in markers:
-            tier.delete(marker)
+        for tier, keys in markers:
+            tier.delete_all(keys)
         return len(removed)
 
     def flush(self, timeout: float | None = None) -> bool:

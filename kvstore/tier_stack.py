@@ -253,10 +253,10 @@ class TierStack:
             raise failure
         return removed
 
-    def derived_from(self, content: str, tenant: str) -> tuple[set[str], list[tuple[Tier, str]]]:
-        """Paths of records derived from a content id, and their markers. Raises TierUnavailable."""
-        markers = [(tier, key) for tier in self.tiers for key in tier.keys(content_prefix(content, tenant))]
-        parsed = (Marker.parse(key) for _, key in markers)
+    def derived_from(self, content: str, tenant: str) -> tuple[set[str], list[tuple[Tier, list[str]]]]:
+        """Paths of records derived from a content id, and each tier's markers of them. Raises TierUnavailable."""
+        markers = [(tier, list(tier.keys(content_prefix(content, tenant)))) for tier in self.tiers]
+        parsed = (Marker.parse(key) for _, keys in markers for key in keys)
         return {marker.record for marker in parsed if marker is not None}, markers
 
     def count(self) -> Counter[str]:
