@@ -243,13 +243,18 @@ def estimate(ask: PrefillAsk, view: PrefillView, stored: Collection[bytes]) -> E
 def forwards(load: Load, fixed: float) -> float:
     """Forwards that queued links will take, of about as many tokens each.
 
-    Those that compute little join others' (`prefill_workers.pace.Pace.joins`): of n links of t tokens each, k join the
-    first where k·t <= (n - k)·fixed. Each forward takes that share of those that are left, fixed / (t + fixed).
+    Those that compute little join others' (`prefill_workers.pace.Pace.joins`): of n links of t tokens each, one and
+    those k join that have k·t <= (n - k)·fixed. So a forward takes n·s + 1/2 of those that are left, give or take a
+    half, with s = fixed / (t + fixed); the last 1 / 2s take one each.
     """
     if not load.work or load.sequences <= 1:
         return min(load.sequences, 1.0)
-    share = fixed * load.sequences / load.work
-    return min(load.sequences, 1 + math.log(load.sequences) / math.log1p(share)) if share else load.sequences
+    joining = fixed * load.sequences / load.work  # fixed / t
+    alone = (1 + joining) / (2 * joining) if joining else math.inf
+    if load.sequences <= alone:
+        return load.sequences
+    shared = math.log((load.sequences / alone + 1) / 2) / math.log1p(joining)
+    return max(1.0, min(load.sequences, alone + shared))
 
 
 class PrefillPolicy(Policy[PrefillReport]):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from clock import Clock
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prefill_workers.pace import Pace
@@ -110,11 +110,12 @@ def test_links_that_compute_little_share_forwards_and_long_ones_have_their_own()
     assert forwards(Load(0, 0), FIXED) == 0
     assert forwards(Load(5, 1), FIXED) == 1
     assert forwards(Load(0, 9), FIXED) == 1
-    assert 2 < forwards(Load(10 * 4, 10), FIXED) < 3
+    assert round(forwards(Load(10 * 4, 10), FIXED)) == 2
     assert forwards(Load(10 * 500, 10), FIXED) == 10
 
 
-@given(st.integers(1, 64), st.integers(1, 600), st.floats(1, 300))
+@example(61, 62, 4.4375)
+@given(st.integers(1, 200), st.integers(1, 600), st.floats(1, 300))
 def test_about_as_many_forwards_are_expected_as_the_loop_makes_of_links_that_wait(links, tokens, fixed):
     pace, left, made = Pace(fixed), links, 0
     while left:
@@ -123,7 +124,7 @@ def test_about_as_many_forwards_are_expected_as_the_loop_makes_of_links_that_wai
             joined += 1
         left, made = left - joined, made + 1
     expected = forwards(Load(links * tokens, links), fixed)
-    assert expected / 2 <= made <= 2 * expected
+    assert 0.6 * expected <= made <= 1.4 * expected
 
 
 # -- prefill ----------------------------------------------------------------------------------------------------------
