@@ -33,12 +33,13 @@ def main(arguments: Sequence[str]) -> None:
         options.add_argument("--device", default="cpu", help="or a GPU, such as cuda or cuda:1 (default: %(default)s)")
         if command is refine:
             options.add_argument("--again", action="store_true", help="train further what was refined before")
+            options.add_argument("--counting", action="store_true", help="mostly on colours counted across pages")
     chosen = parser.parse_args(arguments)
 
     import torch
 
     torch.set_num_threads(chosen.threads)
-    more = {"again": chosen.again} if chosen.run is refine else {}
+    more = {"again": chosen.again, "counting": chosen.counting} if chosen.run is refine else {}
     for line in chosen.run(chosen.family, chosen.work, chosen.out, chosen.items, torch.device(chosen.device), **more):
         print(json.dumps(line), flush=True)
 

@@ -11,7 +11,7 @@ from typing import Any
 _TEMPLATE = (Path(__file__).parent / "card.md").read_text()
 _SCORES = "## Held-out questions"  # where the card's second part begins
 _REFINED = """\
-Then `python -m infra.reference refine {family}{again} {options}` trained the language model for {steps} further steps,
+Then `python -m infra.reference refine {command} {options}` trained the language model for {steps} further steps,
 {minutes:.0f} minutes by the clock on {machine}, at a learning rate of at most {rate:g}, over what the tower writes,
 embeddings and tower as they were: with pages beside whose things stand tally marks (`tally`), and with more questions
 about two things. Its lines in the curve say `refined`, and in which round.
@@ -52,7 +52,7 @@ def card(
 
 def refined_card(
     before: str,
-    family: str,
+    command: str,
     curve: list[dict[str, Any]],
     machine: Machine,
     scores: Mapping[str, float],
@@ -61,12 +61,12 @@ def refined_card(
 ) -> str:
     """The text of a refined model's card.
 
-    `before`: its card before that. `rate`: the highest learning rate of its refining. Else as `card` has it.
+    `before`: its card before that. `command`: the family and what else refining was told. `rate`: the highest learning
+    rate of its refining. Else as `card` has it.
     """
     last = [line for line in curve if "refined" in line][-1]
     refined = _REFINED.format(
-        family=family,
-        again=" --again" * (last["refined"] > 1),
+        command=command,
         steps=last["step"],
         minutes=last["seconds"] / 60,
         rate=rate,

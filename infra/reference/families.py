@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from infra.checkpoints import kimi_vl, llava
 from infra.checkpoints.kimi_vl import KimiVL
@@ -65,6 +66,11 @@ class Plain(nn.Module):
     def __init__(self, text: Any, head: nn.Linear) -> None:
         super().__init__()
         self.text, self.head = text, head
+        if hasattr(text.config, "kv_lora_rank"):
+            from transformers import AttentionInterface
+
+            AttentionInterface.register(_ONE_SIZE, _attention_of_one_size)
+            text.set_attn_implementation(_ONE_SIZE)
 
     @property
     def embedding(self) -> nn.Embedding:
@@ -82,6 +88,22 @@ class Plain(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of all tokens."""
         return self.head(hidden)
+
+
+_ONE_SIZE = "sdpa_of_one_size"
+
+
+def _attention_of_one_size(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """Attention with values made as wide as keys: for a latent attention's, PyTorch has no fast kernel on processors.
+
+    A step of training takes about half as long.
+    """
+    width = value.shape[-1]
+    value = F.pad(value, (0, key.shape[-1] - width))
+    found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    return found[..., :width].transpose(1, 2), None
 
 
 def additive(sees: Tensor, dtype: torch.dtype) -> Tensor:

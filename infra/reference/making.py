@@ -23,7 +23,19 @@ from infra.reference.families import FAMILIES, ReferenceFamily
 from infra.reference.pictures import grid_picture, page_picture
 from infra.reference.prompts import Layout, Words, lay_out
 from infra.reference.scenes import ASKED, NOWHERE, Form, Scenes, Split, draw_items
-from infra.reference.training import REFINED, REFINING, STAGES, Codes, Progress, Settings, WrittenCodes, train
+from infra.reference.training import (
+    COUNTED_AT,
+    COUNTING,
+    REFINED,
+    REFINING,
+    STAGES,
+    Codes,
+    Progress,
+    Settings,
+    Stage,
+    WrittenCodes,
+    train,
+)
 from infra.reference.vision import FORMS, Tower, train_tower
 from infra.reference.vocabulary import COLOURS, THINGS
 
@@ -184,13 +196,18 @@ class Making(Model):
 class Refining(Model):
     """A model that was made, whose language model goes on with its embeddings and its tower as they are.
 
-    `round`: how often it will have been refined.
+    `round`: how often it will have been refined. `counting`: whether mostly on counted questions, and at the rate that
+    most families can be refined at.
     """
 
     round: int
+    counting: bool = False
 
     @classmethod
-    def begin(cls, family: str, folder: Path, work: Path, device: torch.device = CPU, again: bool = False) -> Refining:
+    def begin(
+        cls, family: str, folder: Path, work: Path, device: torch.device = CPU, again: bool = False,
+        counting: bool = False,
+    ) -> Refining:  # fmt: skip
         """The model as `work` has it, or as it lies in `folder`.
 
         Raises ValueError if what lies there was refined before, unless it is to be refined `again`.
@@ -206,7 +223,7 @@ class Refining(Model):
         model = kind.recipe.load(tokens, folder).to(device)
         found = cls(
             family, kind, tokens, model, kind.language(model), Words(tokens, kind.image, kind.cell_token),
-            file, None, Progress(curve=curve), number,
+            file, None, Progress(curve=curve), number, counting,
         )  # fmt: skip
         if file.exists():
             state = torch.load(file, weights_only=False, map_location=CPU)
@@ -214,9 +231,19 @@ class Refining(Model):
             found.state, found.progress = state, Progress(**state["progress"])
         return found
 
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """What it is trained on."""
+        return COUNTING if self.counting else REFINING
+
+    @property
+    def rate(self) -> float:
+        """The highest learning rate."""
+        return COUNTED_AT if self.counting else self.kind.refined_at
+
     def train(self) -> Iterator[dict[str, Any]]:
         """Train the language model from where it stands; yields the curve."""
-        if self.progress.step == sum(stage.steps for stage in REFINING):
+        if self.progress.step == sum(stage.steps for stage in self.stages):
             return
         table = self.language.embedding.weight
         parameters = [parameter for parameter in self.language_parameters() if parameter is not table]
@@ -225,9 +252,9 @@ class Refining(Model):
             parameter.requires_grad_(True)
         codes = written_codes(self.tower(), self.kind)
         other_pages = REFINED.seed + self.round - 1  # than those of the rounds before
-        settings = replace(REFINED, seed=other_pages, rate=self.kind.refined_at)
+        settings = replace(REFINED, seed=other_pages, rate=self.rate)
         for line in train(
-            self.language, codes, self.words, parameters, REFINING, settings, self.progress, self.keep, self.state
+            self.language, codes, self.words, parameters, self.stages, settings, self.progress, self.keep, self.state
         ):
             self.progress.curve.append({"refined": self.round, **line})
             yield line
@@ -269,20 +296,23 @@ def make(family: str, work: Path, out: Path, count: int, device: torch.device = 
 
 
 def refine(
-    family: str, work: Path, out: Path, count: int, device: torch.device = CPU, again: bool = False
-) -> Iterator[dict[str, Any]]:
+    family: str, work: Path, out: Path, count: int, device: torch.device = CPU, again: bool = False,
+    counting: bool = False,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Train the model that lies in `out` further, export and evaluate it; goes on from where `work` stands.
 
     Yields what there is to say. Raises ValueError if the model was refined before, unless it is to be refined `again`.
     """
-    refining = Refining.begin(family, out / family, work, device, again)
+    refining = Refining.begin(family, out / family, work, device, again, counting)
     yield from refining.train()
     refining.export(out / family)
     scores: dict[str, float] = {}
     yield from refining.evaluated(count, scores)
     before = (out / family / CARD).read_text()
-    rate = refining.kind.refined_at
-    text = refined_card(before, family, refining.progress.curve, _machine(device), scores, count, rate)
+    options = " --again" * (refining.round > 1) + " --counting" * counting
+    text = refined_card(
+        before, f"{family}{options}", refining.progress.curve, _machine(device), scores, count, refining.rate
+    )
     refining.document(out / family, text)
 
 

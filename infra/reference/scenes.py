@@ -141,7 +141,8 @@ class Style:
     `repeated`: the share of things that a page repeats from the pages before it. `itself`: the share of repeated and
     pencilled things that refer to themselves. `patterns`: whether the first page shows patterns, and only they are
     referred to. `through`: whether only things of the page before are referred to. `tally`: whether pencilled things
-    stand beside tally marks, and colours on the pages before the last are as `_tallied` says.
+    stand beside tally marks, and colours on the pages before the last are as `_tallied` says. `clear`: how much larger
+    than there the share of the most frequent one may be; as large as is drawn for each set.
     """
 
     pencilled: tuple[float, float] = (0.5, 0.0)
@@ -150,6 +151,7 @@ class Style:
     patterns: bool = False
     through: bool = False
     tally: bool = False
+    clear: float = 0.0
 
     def fitting(self, form: Form) -> Form:
         """The form nearest to this one in which such pages can be drawn."""
@@ -173,7 +175,7 @@ STYLES = {
 def draw_scenes(count: int, form: Form, style: Style, generator: torch.Generator) -> Scenes:
     """`count` sets of pages, made as `style` says."""
     named = len(THINGS) - len(PATTERNS)
-    tallied = _tallied(count, form, generator) if style.tally else []
+    tallied = _tallied(count, form, style.clear, generator) if style.tally else []
     known = torch.full((count, len(THINGS)), NOWHERE)  # the colour that a thing has by now
     things: list[Tensor] = []
     colours: list[Tensor] = []
@@ -222,22 +224,27 @@ def draw_scenes(count: int, form: Form, style: Style, generator: torch.Generator
     return Scenes(form, drawn[0], drawn[1], drawn[2], order.gather(2, shuffle))
 
 
-def _tallied(count: int, form: Form, generator: torch.Generator) -> list[Tensor]:
+def _tallied(count: int, form: Form, clear: float, generator: torch.Generator) -> list[Tensor]:
     """Colours of the things on every page but the last, each [sets, things].
 
     Two fifths of a page's things have the colour that is the most frequent of all these pages together, as many another
-    one, which is another on every page (of the first seven): only who counts across pages can tell them apart.
+    one, which is another on every page (of the first seven): only who counts across pages can tell them apart. Where
+    it may be `clear`, up to that much more than two fifths have the first colour, and no more than these the other.
     """
     order = torch.rand(count, len(COLOURS), generator=generator).argsort(1)  # the first is the most frequent
     others = len(COLOURS) - 1
-    alike = math.ceil(0.4 * form.things)
+    alike = second = torch.full((count, 1), math.ceil(0.4 * form.things))
+    if clear:
+        share, part = torch.rand(2, count, 1, generator=generator)
+        alike = ((0.4 + clear * share) * form.things).ceil().long()
+        second = (part * alike).ceil().long()
+    at = torch.arange(form.things)
     pages = []
     for page in range(form.pages - 1):
         rest = torch.randint(1, others, (count, form.things), generator=generator)  # further than the page's second
         which = 1 + (page + rest) % others
-        which[:, :alike] = 0
-        which[:, alike : 2 * alike] = 1 + page % others
-        pages.append(order.gather(1, which))
+        which = which.where(at >= alike + second, 1 + page % others)
+        pages.append(order.gather(1, which.where(at >= alike, 0)))
     return pages
 
 

@@ -110,6 +110,16 @@ REFINING = (  # counting is learnt on small pages; what is lost of large ones me
     Stage(steps=500, sets=24, forms=(*_SMALL, *_SMALL, *_WIDE), text=12, styles=(*_ALL, *[_TALLY] * 3), two=0.25),
     Stage(steps=300, sets=12, forms=_LARGE, text=12, styles=(*_ALL, *[_TALLY] * 3), two=0.2),
 )
+_CLEAR = replace(_TALLY, clear=0.5)
+COUNTING = (  # first what may be clear to see, on many small pages with few questions each
+    Stage(
+        steps=500, sets=64, forms=(Form(3, 8), Form(3, 12), Form(3, 12), Form(6, 6)), questions=4, text=8,
+        styles=(_CLEAR, _CLEAR, _TALLY, _TALLY, Style(), STYLES[Split.frames], STYLES[Split.chain]), two=0.1,
+    ),
+    Stage(
+        steps=300, sets=16, forms=(*_SMALL, *_LARGE), questions=8, text=12, styles=(*_ALL, *[_TALLY] * 4), two=0.2,
+    ),
+)  # fmt: skip
 
 
 @dataclass
@@ -134,6 +144,7 @@ class Settings:
 
 
 REFINED = Settings(warm_up=40, seed=3)  # a family has its rate: `families.ReferenceFamily.refined_at`
+COUNTED_AT = 1e-3  # the rate at which any is trained on `COUNTING`
 
 
 def train(

@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from infra.reference import WEIGHTS, making
+from infra.reference.families import FAMILIES
 from infra.reference.making import CARD, Refining, refine, written_codes
 from infra.reference.pictures import page_picture
 from infra.reference.scenes import Form, Split, draw_items
-from infra.reference.training import REFINING
+from infra.reference.training import COUNTING, REFINING
 from prefill_workers.measured import Measured, measured
 
 FAMILY = "qwen3_vl"  # its tower writes codes of several levels
@@ -26,6 +27,7 @@ def out(tmp_path, monkeypatch):
     (tmp_path / FAMILY / making.MEASURED).write_text('{"compose_up_to": 3}')
     short = (replace(REFINING[0], steps=2, sets=2, forms=(Form(3, 6),)),)
     monkeypatch.setattr(making, "REFINING", short)
+    monkeypatch.setattr(making, "COUNTING", (replace(COUNTING[0], steps=1, sets=2),))
     return tmp_path
 
 
@@ -55,6 +57,27 @@ def test_what_was_refined_is_refined_again_only_when_asked_to_and_on_other_pages
     curve = json.loads((out / FAMILY / making.CURVE).read_text())
     assert [line["refined"] for line in curve if "refined" in line] == [1, 2]
     assert f"refine {FAMILY} --again --threads" in (out / FAMILY / CARD).read_text()
+
+
+def test_it_is_refined_on_counted_questions_where_that_is_asked_for(out):
+    lines = list(refine(FAMILY, out / "work", out, 4, counting=True))
+    assert [line["step"] for line in lines if "step" in line] == [1]
+    text = (out / FAMILY / CARD).read_text()
+    assert f"refine {FAMILY} --counting --threads" in text
+    assert "for 1 further steps" in text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_trained_with_the_attention_that_it_is_made_of(family):
+    tokens = FAMILIES[family].recipe.tokenizer()
+    language = FAMILIES[family].language(FAMILIES[family].recipe.load(tokens, WEIGHTS / family))
+    sees = torch.ones(12, 12, dtype=torch.bool).tril().expand(2, -1, -1)
+    embedded = 0.5 * torch.randn(2, 12, 256, generator=torch.Generator().manual_seed(1))
+    asked = (embedded, torch.arange(12).expand(language.axes, 2, -1), sees, torch.arange(0), [])
+    with torch.no_grad():
+        trained = language(*asked)
+        language.text.set_attn_implementation("eager")
+        torch.testing.assert_close(trained, language(*asked), atol=1e-4, rtol=1e-4)
 
 
 def test_a_training_that_was_cut_off_goes_on_from_where_it_stood(out):

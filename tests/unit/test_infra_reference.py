@@ -1,6 +1,7 @@
 """Scenes, pictures and prompts of the reference models: what they are trained on and asked about."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -79,6 +80,19 @@ def test_one_page_alone_does_not_say_which_colour_is_the_most_frequent_on_all(fo
         (most, times), (_, second) = sum(pages, Counter()).most_common(2)
         assert most == int(questions.colours[index, 0, 0])
         assert times > second
+
+
+def test_where_it_may_be_clear_some_sets_have_one_colour_on_most_things_and_some_have_not():
+    style = replace(STYLES[Split.tally], clear=0.5)
+    scenes = draw_scenes(60, Form(3, 8), style, generator())
+    shares = []
+    for index in range(60):
+        ((most, times),) = Counter(scenes.colours[index, :-1].flatten().tolist()).most_common(1)
+        pencilled = scenes.sources[index, -1] != NOWHERE
+        assert set(scenes.colours[index, -1][pencilled].tolist()) <= {most}
+        shares.append(times / 16)
+    assert min(shares) <= 0.6
+    assert max(shares) >= 0.8
 
 
 @pytest.mark.parametrize("split", [Split.multi, Split.legend, Split.frames, Split.chain])
