@@ -95,8 +95,8 @@ class CompileAhead:
         served = _light(self._harvester.unready(plan))
         if limits.pair_forwards:
             self._known.add(served)
-        if not missed:
-            return
+        if not missed or any(chunk.context != prefix for chunk in plan.chunks):
+            return  # nothing is missed, or only what is keyed by text, which other orders of the chunks are without
         tokens = [len(chunk.span) for chunk in plan.chunks]
         found = jobs(served, tenant, prefix, contents, tokens, limits, self.demand)
         if limits.pair_forwards:

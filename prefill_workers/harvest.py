@@ -152,7 +152,7 @@ class Harvester:
             canonical=chunk.canonical_key,
             content=chunk.span.content,
             behind=[(c.canonical_key, c.span.content) for c in before],
-            prefix=plan.request.prefix,
+            prefix=chunk.context,
             tenant=plan.request.tenant,
             seconds=plan.compute_ms * 1e-3 * tokens / max(plan.tokens_computed, 1),
         )

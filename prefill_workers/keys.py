@@ -10,9 +10,13 @@ from kvstore.chunk import DYNAMIC_TENANT, antecedent_key, canonical_key, owner_o
 from kvstore.patch import PatchKind
 from kvstore.patch_form import PatchForm
 from prefill_workers.orbit import set_kind
+from prefill_workers.policies import Text
 
 if TYPE_CHECKING:
     from prefill_workers.engine import PrefillEngine
+    from prefill_workers.plan import LinkRequest
+
+_TEXT = -1  # no token's id: begins a stretch of text in what patches are keyed by
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,7 @@ class ChunkKeys:
     """Under which keys a chunk's records are stored, and whose they are."""
 
     canonical: str
+    context: tuple[int, ...]  # what its patches are keyed by beside antecedents; see `contexts`
     own_patch: str  # behind this list of antecedents
     set_patch: str  # behind this set, in any order
     embedding: str | None  # None: a text chunk
@@ -33,6 +38,31 @@ class ChunkKeys:
         return [key for key in named if key is not None]
 
 
+def contexts(request: LinkRequest, free_text: int) -> list[tuple[int, ...]]:
+    """By chunk, what its patches are keyed by beside the chunks before it: token ids.
+
+    That is the fixed prefix and, where `request.text` says so, the text before the chunk: a chunk takes up what stands
+    before it, and what a few words add is little, what sentences add is not (`orbitserve bench fidelity`, drift).
+
+    | text   | with the fixed prefix                                                                              |
+    |--------|----------------------------------------------------------------------------------------------------|
+    | auto   | the text between the chunks up to this one, if some stretch of it is longer than `free_text` tokens |
+    | strict | all text up to this chunk                                                                          |
+    | free   | nothing                                                                                            |
+    """
+    found: list[tuple[int, ...]] = []
+    text: tuple[int, ...] = ()
+    stop, counts = 0, False
+    for i, span in enumerate(request.chunks):
+        between = request.token_ids[stop : span.start]
+        if i or request.text is Text.STRICT:
+            text = (*text, _TEXT, *between)
+            counts = counts or len(between) > free_text or request.text is Text.STRICT
+        found.append((*request.prefix, *text) if counts and request.text is not Text.FREE else request.prefix)
+        stop = span.stop
+    return found
+
+
 class Keys:
     """Makes them, for one engine and one form of patches."""
 
@@ -44,7 +74,7 @@ class Keys:
         tenant: str,
         contents: Sequence[str],
         delimiters: Sequence[int],
-        prefix: Sequence[int],
+        context: Sequence[int],
         antecedents: Sequence[str],
         *,
         embeds: bool,
@@ -53,13 +83,14 @@ class Keys:
         """Keys of the last of `contents` behind the others, whose canonical keys are `antecedents`.
 
         Args:
+            context: see `contexts`.
             embeds: whether the chunk has vision embeddings.
             summed: whether pair patches behind so many antecedents are summed.
         """
         content = contents[-1]
         canonical = canonical_key(self._engine.fingerprint, content, delimiters, self._engine.precision)
         own, of_set = (
-            self._form.key(canonical, antecedent_key(prefix, antecedents, ordered=kind is PatchKind.own), kind)
+            self._form.key(canonical, antecedent_key(context, antecedents, ordered=kind is PatchKind.own), kind)
             for kind in (PatchKind.own, set_kind(len(antecedents)))
         )
         parts: tuple[str, ...] = ()
@@ -67,12 +98,13 @@ class Keys:
         if different and summed:
             alone = [(), *((antecedent,) for antecedent in antecedents)]
             parts = tuple(
-                self._form.key(canonical, antecedent_key(prefix, one, ordered=False), set_kind(len(one)))
+                self._form.key(canonical, antecedent_key(context, one, ordered=False), set_kind(len(one)))
                 for one in alone
             )  # fmt: skip
         shared = owner_of(tenant, *contents) == DYNAMIC_TENANT
         return ChunkKeys(
             canonical,
+            tuple(context),
             own,
             of_set,
             self._engine.embedding_key(content) if embeds else None,

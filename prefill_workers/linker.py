@@ -37,7 +37,7 @@ from prefill_workers.composing import KnownWeights, measured_weights, weighted_s
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.fidelity import Fidelity
 from prefill_workers.harvest import Harvester
-from prefill_workers.keys import ChunkKeys, Keys
+from prefill_workers.keys import ChunkKeys, Keys, contexts
 from prefill_workers.lookup import Found, Lookup, Lookups
 from prefill_workers.patch_compiler import PatchJob
 from prefill_workers.placing import Placed, place
@@ -59,7 +59,7 @@ from prefill_workers.selection import (
     selected_by_place,
 )
 from prefill_workers.sequence import LinkSequence, Run, forwards
-from prefill_workers.settings import COMPOSE_UP_TO, FidelitySettings, Weighing
+from prefill_workers.settings import COMPOSE_UP_TO, FREE_TEXT, FidelitySettings, Weighing
 from prefill_workers.weighing import weighed_by_attention
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,7 @@ class Linker:
             Where patches lack the layers by which they are weighed (see `composing`) none are summed.
         prefixes: KV of the text before first chunks. None: it is always computed.
         weigh_by: what weighs the parts of a sum.
+        free_text: see `keys.contexts`.
 
     Raises:
         ValueError: sums are to be weighed by an attention that the engine does not tell.
@@ -94,6 +95,7 @@ class Linker:
         compose_up_to: int = COMPOSE_UP_TO,
         prefixes: PrefixCache | None = None,
         weigh_by: Weighing = Weighing.KV,
+        free_text: int = FREE_TEXT,
     ) -> None:
         if weigh_by is Weighing.ATTENTION and not engine.tells_attention:
             raise ValueError(
@@ -105,6 +107,7 @@ class Linker:
         self.form = form
         self.fidelity = fidelity or Fidelity(FidelitySettings(share=0))
         self.weigh_by = weigh_by
+        self._free_text = free_text
         self.compose_up_to = compose_up_to if form.first_layer(engine.layout.layers) <= MEASURED_LAYER else 0
         self.harvester = Harvester(engine, library, form, submit_patch)
         self._keys, self._lookups = Keys(engine, form), Lookups(library, form.basis)
@@ -201,18 +204,16 @@ class Linker:
         """Under which keys a request's chunks are stored, each behind those before it."""
         wanted: list[ChunkKeys] = []
         contents = [span.content for span in request.chunks]
-        for i, span in enumerate(request.chunks):
+        for i, (span, context) in enumerate(zip(request.chunks, contexts(request, self._free_text), strict=True)):
             before = request.token_ids[span.start : span.first]
             delimiters = (*before, *request.token_ids[span.first + span.count : span.stop])
             if span.needs_embeddings:
                 self._delimiters = delimiters
             antecedents = [keys.canonical for keys in wanted]
             behind, embeds = contents[: i + 1], span.needs_embeddings
-            summed = self._sums_behind(len(antecedents))
+            summed = self._sums_behind(len(antecedents)) and context == request.prefix  # parts are without text
             wanted.append(
-                self._keys.of(
-                    request.tenant, behind, delimiters, request.prefix, antecedents, embeds=embeds, summed=summed
-                )
+                self._keys.of(request.tenant, behind, delimiters, context, antecedents, embeds=embeds, summed=summed)
             )
         return wanted
 
@@ -234,6 +235,7 @@ class Linker:
             span=span,
             canonical_key=keys.canonical,
             patch_key=keys.own_patch,
+            context=keys.context,
             start_position=int(positions[..., span.start].flatten()[0]),
             outcome=ChunkOutcome(len(span), reasons.expected(request.mode), index, "stored KV is loading"),
             loading=lookup if coming else None,

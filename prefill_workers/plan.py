@@ -19,7 +19,7 @@ from torch import Tensor
 from kvstore.patch import PatchKind
 from prefill_workers.first_token import Sampling
 from prefill_workers.lookup import Found, Lookup
-from prefill_workers.policies import Mode, OperatingPoint
+from prefill_workers.policies import Mode, OperatingPoint, Text
 from prefill_workers.prefix_cache import Beginning, Block
 from prefill_workers.sequence import Embedded, LinkSequence, Run, complement
 
@@ -65,10 +65,11 @@ class ChunkSpan:
 class LinkRequest:
     """What a prefill worker is asked to link.
 
-    `prefix` are the token ids of the fixed prefix (system prompt and tools) that patches are keyed by; `readers` is how
-    many decode sequences will pull the KV (`n` of the request). With `sampling` the answer's first token is wanted too.
-    `patched` says of each chunk whether its sender knows of a patch for it where it stands, () where that does not
-    matter or is not known: the choice of a worker minds it, no worker does.
+    `prefix` are the token ids of the fixed prefix (system prompt and tools) that patches are keyed by, and `text` says
+    whether other text is, too; `readers` is how many decode sequences will pull the KV (`n` of the request). With
+    `sampling` the answer's first token is wanted too. `patched` says of each chunk whether its sender knows of a patch
+    for it where it stands, () where that does not matter or is not known: the choice of a worker minds it, no worker
+    does.
     """
 
     request_id: str
@@ -77,6 +78,7 @@ class LinkRequest:
     mode: Mode = Mode.AUTO
     tenant: str = "local"
     prefix: tuple[int, ...] = ()
+    text: Text = Text.AUTO
     readers: int = 1
     sampling: Sampling | None = None
     patched: tuple[bool, ...] = ()
@@ -144,6 +146,7 @@ class ChunkPlan:
     span: ChunkSpan
     canonical_key: str
     patch_key: str
+    context: tuple[int, ...]  # what its patches are keyed by beside the chunks before it (`keys.contexts`)
     start_position: int  # RoPE position of its first token, in the shifted frame
     outcome: ChunkOutcome
     loading: Lookup | None = None

@@ -22,6 +22,14 @@ class ModeKind(StrEnum):
     CACHEBLEND = "cacheblend"  # as full-reuse, but the tokens are whose KV deviates most (CacheBlend, §4)
 
 
+class Text(StrEnum):
+    """Whether text around chunks is part of what their patches are keyed by (DESIGN.md, "The operator")."""
+
+    AUTO = "auto"  # text between chunks, where some of it is long (`keys.contexts`)
+    STRICT = "strict"  # all text before a chunk
+    FREE = "free"  # none but the fixed prefix
+
+
 _LARGEST = {ModeKind.MPIC: 4096, ModeKind.CACHEBLEND: 100}
 _WITH_AMOUNT = re.compile(r"(mpic|cacheblend)-([0-9]{1,4})")
 MODES = "auto, exact, full-reuse, off, mpic-K (K from 0 to 4096) or cacheblend-R (R from 0 to 100)"

@@ -11,6 +11,9 @@ from kvstore.settings import FactorType
 from prefill_workers.policies import EXACT_POINTS, OperatingPoint
 
 COMPOSE_UP_TO = 3  # of a model that was not measured: what holds for all bundled ones that compose (`bench fidelity`)
+FREE_TEXT = (
+    8  # tokens between chunks that cost a stored patch 0.02 of what it carries; 63 cost it 0.46 (the same, drift)
+)
 PATCHED_BOUND = 0.5  # nats: sound patches stay below 0.25, broken ones begin at 1.5 (the same, rolling KL by situation)
 COMPOSED_BOUND = 0.3  # sums by measured weights are at 0.01 to 0.09, those without weights at 0.45 to 0.58 (the same)
 
@@ -192,6 +195,12 @@ class PrefillSettings(BaseModel):
         description="What weighs the patches of such a sum in an order that is new. kv: a forward through the first "
         "layer and to the second's KV. attention: the first layer's queries and keys alone, which no layer runs for; "
         "not for latent attention (MLA). None: what was measured to hold for the model (orbitserve.json), or kv.",
+    )
+    free_text: int = Field(
+        FREE_TEXT,
+        ge=0,
+        description="Text between chunks up to so many tokens does not key patches; where there is more, all text "
+        "between the chunks up to the patched one does. A request's `orbit.text` may say otherwise.",
     )
     self_check: bool = Field(
         True, description="Compare with vLLM's own prefill at start and refuse to serve otherwise."

@@ -130,6 +130,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
             config.compose_up_to,
             PrefixCache.of(self._engine, settings.prefix_cache_bytes),
             config.weigh_by,
+            settings.free_text,
         )
         self._linker, self._log = linker, self.log_formed(patches=linker.patches, sums=linker.sums)
         self._loop = PrefillLoop(
@@ -394,7 +395,12 @@ class Ingress:
         front_end = front_end_config(config.model, config.ingress.processor_cache_gib, self._longest)
         prefill = config.prefill
         client = LinkedEngineClient(
-            front_end, self._roles, config.sums_up_to, prefill.first_token, prefill.lease_seconds
+            front_end,
+            self._roles,
+            config.sums_up_to,
+            prefill.first_token,
+            prefill.lease_seconds,
+            prefill.free_text,
         )
         self._log: AccessLog | None = None
         if config.access_log.directory is not None:

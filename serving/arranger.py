@@ -13,7 +13,7 @@ that an order tells nobody what another tenant asks for.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -22,8 +22,10 @@ from kvstore.index import Entry, PatchIndex, Scope, scopes_of
 from kvstore.patch import PatchKind
 from kvstore.popularity import Popularity
 from prefill_workers.job import LinkResult
+from prefill_workers.keys import contexts
 from prefill_workers.plan import ChunkOutcome, LinkRequest
-from prefill_workers.policies import OperatingPoint
+from prefill_workers.policies import OperatingPoint, looks_up_patch
+from prefill_workers.settings import FREE_TEXT
 from serving.placement import Chunk, Problem, Stored, sums_of
 
 _MAX_CONTENTS = 1 << 16  # whose tokens are kept
@@ -107,14 +109,16 @@ class _Patches(NamedTuple):
 class Arranger:
     """Not thread-safe: belongs to an ingress' event loop.
 
-    `compose_up_to`: chunks behind which pair patches are summed; 0: never. `patches`, `sums`: whether patches, and sums
-    of them, are not switched off (see `prefill_workers.fidelity`); what is known of them meanwhile stays as it is.
+    `compose_up_to`: chunks behind which pair patches are summed; 0: never. `free_text`: see
+    `prefill_workers.keys.contexts`. `patches`, `sums`: whether patches, and sums of them, are not switched off (see
+    `prefill_workers.fidelity`); what is known of them meanwhile stays as it is.
     """
 
     index: PatchIndex = field(default_factory=PatchIndex)
     costs: LinkCosts = field(default_factory=LinkCosts)
     popularity: Popularity = field(default_factory=Popularity)
     compose_up_to: int = 0
+    free_text: int = FREE_TEXT
     patches: bool = True
     sums: bool = True
     _tokens: OrderedDict[str, int] = field(default_factory=OrderedDict)
@@ -159,27 +163,34 @@ class Arranger:
     def _sums_up_to(self) -> int:
         return self.compose_up_to if self.sums else 0
 
-    def patched(self, contents: Sequence[str], tenant: str, prefix: Sequence[int]) -> tuple[bool, ...]:
-        """Of each of these chunks, in this order, whether a patch or a sum of patches is known for it there."""
-        if not (contents and self.patches):
-            return (False,) * len(contents)
-        scopes = scopes_of(tenant, prefix, contents)
-        return tuple(self._patches(scopes, contents[: i + 1]).known(self.index) for i in range(len(contents)))
+    def patched(self, request: LinkRequest) -> tuple[bool, ...]:
+        """Of each of a request's chunks whether a patch or a sum of patches is known for it there; () of none."""
+        if not looks_up_patch(request.mode):
+            return ()
+        if not self.patches:
+            return (False,) * len(request.chunks)
+        return tuple(patches.known(self.index) for patches in self._patches_of(request))
+
+    def _patches_of(self, request: LinkRequest) -> Iterator[_Patches]:
+        """Of each of a request's chunks the patches that may serve it there."""
+        contents = [span.content for span in request.chunks]
+        summed = self._sums_up_to
+        for i, context in enumerate(contexts(request, self.free_text)):
+            scopes = scopes_of(request.tenant, context, contents)
+            yield _patches(scopes, contents[: i + 1], summed if context == request.prefix else 0)
 
     def learn(self, request: LinkRequest, result: LinkResult) -> None:
         """Take up a finished link: what it cost, and which patches it found or missed."""
         self.costs.learn(result)
-        contents = [span.content for span in request.chunks]
-        scopes = scopes_of(request.tenant, request.prefix, contents) if contents else []
-        for i, (content, outcome) in enumerate(zip(contents, result.chunks, strict=False)):
-            self._tokens[content] = outcome.tokens
-            self._tokens.move_to_end(content)
-            self._learn_patch(scopes, contents[: i + 1], outcome)
+        for span, patches, outcome in zip(request.chunks, self._patches_of(request), result.chunks, strict=False):
+            self._tokens[span.content] = outcome.tokens
+            self._tokens.move_to_end(span.content)
+            self._learn_patch(patches, outcome)
         while len(self._tokens) > _MAX_CONTENTS:
             self._tokens.popitem(last=False)
 
-    def _learn_patch(self, scopes: Sequence[Scope], contents: Sequence[str], outcome: ChunkOutcome) -> None:
-        own, behind_set, parts = self._patches(scopes, contents)
+    def _learn_patch(self, patches: _Patches, outcome: ChunkOutcome) -> None:
+        own, behind_set, parts = patches
         summed = [[entry for entry in part if entry in self.index] for part in parts]
         if outcome.operating_point is OperatingPoint.PATCHED:
             if outcome.kind is PatchKind.own:
@@ -195,15 +206,6 @@ class Arranger:
             for entry in (own, *behind_set, *stale):
                 self.index.discard(entry)
 
-    def _patches(self, scopes: Sequence[Scope], contents: Sequence[str]) -> _Patches:
-        *before, content = contents
-        summed = 1 < len(before) <= self._sums_up_to and len(set(contents)) == len(contents)
-        return _Patches(
-            Entry(scopes[0], content, tuple(before), ordered=True),
-            [Entry(scope, content, tuple(before), ordered=False) for scope in scopes],
-            [[Entry(scope, content, part, ordered=False) for scope in scopes] for part in ((), *zip(before)) if summed],
-        )
-
     def formed(self, entries: Iterable[Entry]) -> None:
         """Take up patches that are stored now."""
         for entry in entries:
@@ -213,3 +215,14 @@ class Arranger:
         """A content is deleted, and what was derived from it."""
         self.index.forget(content)
         self._tokens.pop(content, None)
+
+
+def _patches(scopes: Sequence[Scope], contents: Sequence[str], summed_up_to: int) -> _Patches:
+    """The patches of the last of `contents` behind the others in these scopes, of which the first is the tenant's."""
+    *before, content = contents
+    summed = 1 < len(before) <= summed_up_to and len(set(contents)) == len(contents)
+    return _Patches(
+        Entry(scopes[0], content, tuple(before), ordered=True),
+        [Entry(scope, content, tuple(before), ordered=False) for scope in scopes],
+        [[Entry(scope, content, part, ordered=False) for scope in scopes] for part in ((), *zip(before)) if summed],
+    )

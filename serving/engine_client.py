@@ -21,6 +21,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing, closing
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 from vllm.config import VllmConfig
@@ -36,7 +37,8 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from prefill_workers.job import LinkResult
 from prefill_workers.plan import LinkRequest, PixelsNeeded, PrefetchRequest
-from prefill_workers.policies import Mode, looks_up_patch
+from prefill_workers.policies import Mode
+from prefill_workers.settings import FREE_TEXT
 from prefill_workers.worker import Overloaded
 from serving.access_log import AccessLog
 from serving.answers import Answer, sampling_of
@@ -151,6 +153,7 @@ class LinkedEngineClient(_NotOurs):
         compose_up_to: int = 0,
         first_tokens: bool = True,
         lease_seconds: float = 60.0,
+        free_text: int = FREE_TEXT,
     ) -> None:
         """`lease_seconds`: how long prefill workers hold linked KV of which they hear nothing."""
         self.vllm_config = vllm_config
@@ -160,7 +163,7 @@ class LinkedEngineClient(_NotOurs):
         self._roles = roles
         self._encodings = Encodings(roles.encode)
         self._delimiters = Delimiters.of(self.model_config, self.renderer.get_tokenizer())
-        self.arranger = Arranger(compose_up_to=compose_up_to)
+        self.arranger = Arranger(compose_up_to=compose_up_to, free_text=free_text)
         self._first_tokens, self._vocabulary = first_tokens, vllm_config.model_config.get_vocab_size()
         self._renewal_seconds = lease_seconds / 3
         self._failure: BaseException | None = None
@@ -246,7 +249,6 @@ class LinkedEngineClient(_NotOurs):
     ) -> AsyncGenerator[RequestOutput, None]:
         segments = segment(prompt, self._delimiters, trace.documents)
         mode = Mode.parse(trace.options.mode)
-        contents = [chunk.content for chunk in segments.chunks] if looks_up_patch(mode) else ()
         request = LinkRequest(
             request_id=request_id,
             token_ids=segments.token_ids,
@@ -254,10 +256,11 @@ class LinkedEngineClient(_NotOurs):
             mode=mode,
             tenant=trace.tenant,
             prefix=trace.prefix_tokens,
+            text=trace.options.text,
             readers=params.n or 1,
             sampling=sampling_of(params, self._vocabulary) if self._first_tokens else None,
-            patched=self.arranger.patched(contents, trace.tenant, trace.prefix_tokens),
         )
+        request = replace(request, patched=self.arranger.patched(request))
         trace.mark("rendered")
         answer = Answer(segments.token_ids, params, self.input_processor)
         for attempt in (1, 2):

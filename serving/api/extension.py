@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from prefill_workers.policies import Mode, OperatingPoint
+from prefill_workers.policies import Mode, OperatingPoint, Text
 from serving.api.errors import InvalidRequest
 from serving.documents import Document
 
@@ -38,7 +38,12 @@ class OrbitOptions(BaseModel):
         "names them by their place.",
     )
     explain: bool = Field(False, description="Report what every chunk costs, and the best order that was rejected.")
-    text: Literal["free"] = Field("free", description="Text before and between chunks does not key patches.")
+    text: Text = Field(
+        Text.AUTO,
+        description="Whether text is part of what patches are keyed by, beside the system prompt. auto: text between "
+        "chunks is, where some of it is longer than `prefill.free_text` tokens. strict: all text before a chunk is. "
+        "free: none is.",
+    )
 
     @field_validator("mode")
     @classmethod

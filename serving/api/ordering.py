@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from prefill_workers.policies import Mode, looks_up_patch
+from prefill_workers.policies import Mode, Text, looks_up_patch
 from serving.api.extension import Alternative, ChunkCosts, OrderReport, RequestTrace
 from serving.arranger import Arranger
 from serving.documents import Documents
@@ -136,10 +136,13 @@ async def _searched(problem: Problem, search: Callable[..., Found], *arguments: 
 
 def _why_kept(request: Ordering, trace: RequestTrace) -> str | None:
     """Why a request's order is not chosen; None if it is."""
-    if trace.options.order == "fixed":
+    options = trace.options
+    if options.order == "fixed":
         return "order: fixed"
-    if not looks_up_patch(Mode.parse(trace.options.mode)):
-        return f"mode {trace.options.mode} uses no patches"
+    if not looks_up_patch(Mode.parse(options.mode)):
+        return f"mode {options.mode} uses no patches"
+    if options.text is Text.STRICT:
+        return "text: strict keys patches by text: of no other order are any known"
     if not any(group is not None for group in request.groups):
         return "no two images or documents follow one another without words between them"
     if sum(map(len, request.texts)) > _MOST_TEXT:

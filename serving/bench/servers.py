@@ -279,6 +279,7 @@ def embedded(config: OrbitServeConfig) -> Iterator[Server]:
             config.sums_up_to,
             config.prefill.first_token,
             config.prefill.lease_seconds,
+            config.prefill.free_text,
         )
         api = await build_api(client, config, on_delete=roles.forget)
         server = uvicorn.Server(uvicorn.Config(api, config.http.host, config.http.port, log_level="warning"))

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pyarrow as pa
 import pytest
 import torch
-from rig import Rig, apart
+from rig import Part, Rig, apart
 from torch import Tensor
 
 from kvstore.errors import TierUnavailable
@@ -21,6 +21,7 @@ from kvstore.tiers import MemoryTier
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.lookup import Lookup
 from prefill_workers.plan import ChunkPlan, LinkPlan, LinkRequest, PixelsNeeded
+from prefill_workers.policies import Text
 
 pytestmark = pytest.mark.engine
 
@@ -61,13 +62,42 @@ def test_a_linked_chunk_needs_neither_pixels_nor_embeddings(rig: Rig, monkeypatc
 
 
 def test_other_text_around_the_chunks_is_exact_to_the_first_chunk_and_close_behind(rig: Rig):
-    """Patches are keyed by the chunks before, not by the text: what text adds is the approximation."""
+    """Patches are keyed by the chunks before, and not by a little text: what it adds is the approximation."""
     rig.link(PAGES, "auto")
     other = ["Now something different: ", 1, " or rather ", 2, " decide."]
-    linked, exact, blind = (rig.link(other, mode) for mode in ("auto", "exact", "full-reuse"))
+    linked, exact, blind = (rig.link(other, mode, text=Text.FREE) for mode in ("auto", "exact", "full-reuse"))
     assert linked.points == ["patched", "patched"]
     assert apart(linked.chunk_kv(1), exact.chunk_kv(1)) < apart(blind.chunk_kv(1), exact.chunk_kv(1))
     assert 0 < difference(linked.logprobs, exact.logprobs) < difference(blind.logprobs, exact.logprobs)
+
+
+LONG = "These are the pages of a report, and this is the one that was printed before. "
+
+
+def test_text_between_chunks_that_is_long_is_part_of_what_patches_are_keyed_by(rig: Rig):
+    def between(text: str, ahead: str = "See ") -> list[Part]:
+        return [ahead, 1, text, 2, " and then say what follows."]
+
+    assert rig.link(between(LONG), "auto").points == ["encoded", "encoded"]
+    again, exact, blind = (rig.link(between(LONG, "Look at "), mode) for mode in ("auto", "exact", "full-reuse"))
+    assert again.points == ["patched", "patched"], "what stands before the first chunk does not matter"
+    assert apart(again.chunk_kv(1), exact.chunk_kv(1)) < apart(blind.chunk_kv(1), exact.chunk_kv(1))
+    other = rig.link(between(LONG.upper()), "auto")
+    assert other.points == ["patched", "recomputed"], "the first page stands behind no such text"
+    assert rig.link(between(LONG.upper()), "auto").points == ["patched", "patched"]
+    assert rig.link(between(", "), "auto").points == ["patched", "recomputed"], "what is keyed by text serves that text"
+
+
+def test_a_request_may_have_all_text_key_its_patches_or_none(rig: Rig):
+    assert rig.link(PAGES, "auto", text=Text.STRICT).points == ["encoded", "encoded"]
+    again, exact = (rig.link(PAGES, mode, text=Text.STRICT) for mode in ("auto", "exact"))
+    assert again.points == ["patched", "patched"]
+    assert difference(again.logprobs, exact.logprobs) < 1e-4
+    changed = ["Sea ", *PAGES[1:]]
+    assert rig.link(changed, "auto", text=Text.STRICT).points == ["recomputed", "recomputed"]
+    assert rig.link(PAGES, "auto", text=Text.FREE).points == ["recomputed", "recomputed"], "these are without text"
+    longer = ["See ", 1, LONG, *PAGES[3:]]
+    assert rig.link(longer, "auto", text=Text.FREE).points == ["patched", "patched"]
 
 
 def test_full_reuse_is_blind_to_its_neighbours(rig: Rig):

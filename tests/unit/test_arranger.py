@@ -14,7 +14,7 @@ from kvstore.patch import PatchKind
 from kvstore.popularity import Popularity
 from prefill_workers.job import LinkResult
 from prefill_workers.plan import ChunkOutcome, ChunkSpan, LinkRequest
-from prefill_workers.policies import OperatingPoint
+from prefill_workers.policies import Mode, OperatingPoint, Text
 from serving.arranger import Arranger, LinkCosts
 from serving.errors import RoleUnavailable
 from serving.formed import Formed, follow
@@ -53,6 +53,23 @@ def test_a_link_teaches_which_own_patches_are_stored():
     assert order(arranger, "abc") == "cab"
     assert order(arranger, "abc", tenant="another") == "abc"
     assert place(arranger.problem(["a", "b", "c"], [0] * 3, "acme", ())).order == (0, 1, 2), "another prefix"
+
+
+def test_what_is_keyed_by_text_is_learnt_of_that_text_alone():
+    arranger = Arranger(free_text=2)
+
+    def between(words: list[int], text: Text = Text.AUTO) -> LinkRequest:
+        first, second = (ChunkSpan(name, "image", at, at + 1, at, 1) for name, at in (("a", 0), ("b", 1 + len(words))))
+        return LinkRequest("request", [0, *words, 0], (first, second), prefix=PREFIX, tenant="acme", text=text)
+
+    arranger.learn(between([1, 2, 3]), result(*[outcome(PatchKind.own)] * 2))
+    assert arranger.patched(between([1, 2, 3])) == (True, True)
+    assert arranger.patched(between([1, 2, 4])) == arranger.patched(between([1, 2])) == (True, False)
+    assert arranger.patched(between([1, 2, 3], Text.FREE)) == (True, False)
+    arranger.learn(between([1, 2]), result(*[outcome(PatchKind.own)] * 2))
+    arranger.learn(between([1, 2, 4]), result(outcome(PatchKind.own), outcome()))
+    assert arranger.patched(between([])) == (True, True), "what that text misses is stored without it"
+    assert arranger.patched(replace(between([]), mode=Mode.FULL_REUSE)) == ()
 
 
 def test_a_link_that_misses_a_patch_takes_it_out_of_the_index():
@@ -118,7 +135,7 @@ def test_while_patches_are_switched_off_no_order_and_no_worker_is_chosen_for_any
     arranger = Arranger(compose_up_to=2)
     arranger.learn(request("ab"), result(*[outcome(PatchKind.own)] * 2))
     for arranger.patches, patched in ((False, (False, False)), (True, (True, True))):
-        assert arranger.patched("ab", "acme", PREFIX) == patched
+        assert arranger.patched(request("ab")) == patched
         stored = arranger.problem(list("ab"), [0, 0], "acme", PREFIX).stored
         assert bool(stored.sequences) == arranger.patches
 
@@ -127,9 +144,9 @@ def test_no_sum_serves_a_list_in_which_a_chunk_comes_twice():
     """The linker sums none there: no pair was read behind the same page twice."""
     arranger = Arranger(compose_up_to=3)
     arranger.formed([Entry(SCOPE, "c", before, ordered=False) for before in ((), ("a",), ("b",))])
-    assert arranger.patched(list("abc"), "acme", PREFIX)[-1]
-    assert not arranger.patched(list("aabc"), "acme", PREFIX)[-1]
-    assert not arranger.patched(list("acbc"), "acme", PREFIX)[-1]
+    assert arranger.patched(request("abc"))[-1]
+    assert not arranger.patched(request("aabc"))[-1]
+    assert not arranger.patched(request("acbc"))[-1]
 
 
 def test_parts_of_a_sum_may_lie_with_the_tenant_and_with_everybody():
@@ -149,12 +166,12 @@ def test_a_patch_is_known_for_this_order_for_the_set_or_by_a_sum_of_parts():
     arranger = Arranger(compose_up_to=2)
 
     def known(contents: str) -> str:
-        patched = arranger.patched(contents, "acme", PREFIX)
+        patched = arranger.patched(request(contents))
         return "".join(chunk if fits else "-" for chunk, fits in zip(contents, patched, strict=True))
 
     assert known("abc") == "---"
     arranger.learn(request("abc"), result(*[outcome(PatchKind.own)] * 3))
-    assert (known("abc"), known("bac"), arranger.patched("abc", "other", PREFIX)) == ("abc", "---", (False,) * 3)
+    assert (known("abc"), known("bac"), arranger.patched(request("abc", "other"))) == ("abc", "---", (False,) * 3)
     arranger.learn(request("abc"), result(*[outcome(PatchKind.orbit)] * 3))
     assert known("bac") == "--c", "behind the set; nothing is known of the others in these places"
     for pair in ("bd", "cd", "d"):

@@ -44,7 +44,7 @@ def job(tokens: int, reused: int = 0) -> LinkJob:
     chunks = []
     if reused:
         span = ChunkSpan("content", "image", 0, reused, 0, reused)
-        chunks.append(ChunkPlan(span, "key", "patch", 0, ChunkOutcome(reused, OperatingPoint.PATCHED, 0, "")))
+        chunks.append(ChunkPlan(span, "key", "patch", (), 0, ChunkOutcome(reused, OperatingPoint.PATCHED, 0, "")))
     sequence = LinkSequence(torch.zeros(tokens, dtype=torch.int32), torch.arange(tokens), ())
     return LinkJob(LinkPlan(LinkRequest("request", [0] * tokens), sequence, chunks), Future(), 0.0)
 

@@ -6,8 +6,10 @@ the mean over the pages' orders; `rebuilt` one that was formed in the new prompt
 a patch of what it leaves, of the same rank.
 
 The linker's rule is its key: a patch serves behind the same pages (own: in the same order, orbit: in any) and the same
-system prompt, whatever other text stands between them. A situation that the rule lets pass and in which a stored patch
-changes the model's answer is a false reuse.
+system prompt, and whatever other text stands before the first page. Text between the pages does not matter either as
+long as it is short; where it is not, a patch serves behind the same text alone (`prefill_workers.keys.contexts`: what a
+sentence there costs is why). A situation that the rule lets pass and in which a stored patch changes the model's answer
+is a false reuse.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from infra.reference.scenes import Form, Split
@@ -25,7 +28,7 @@ from kvstore.patch import Patch, PatchKind, compose, mean_deficit, orderings, re
 from serving.bench.fidelity.items import items
 from serving.bench.fidelity.probe import Behind, Probe
 from serving.bench.fidelity.reader import Page, Prompt
-from serving.bench.fidelity.scores import Scores
+from serving.bench.fidelity.scores import Scores, changed, share
 from serving.bench.fidelity.study import Study
 
 RANK = 16
@@ -57,11 +60,14 @@ SITUATIONS = (
     Situation("one word before", text={"before": ["Page"]}),
     Situation("one word between", text={"before": ["", "", "", "Page"]}),
     Situation("a sentence before", text={"before": [_SENTENCE]}),
-    Situation("a sentence between", text={"before": ["", "", "", _SENTENCE]}),
-    Situation("a sentence before each", text={"before": [_SENTENCE] * _EACH}),
+    Situation("a sentence between", text={"before": ["", "", "", _SENTENCE]}, served=_NEITHER),
+    Situation("a sentence before each", text={"before": [_SENTENCE] * _EACH}, served=_NEITHER),
     Situation("another word before each", text={"before": ["Picture"] * _EACH}, taught={"before": ["Page"] * _EACH}),
     Situation(
-        "another sentence before each", text={"before": [_OTHER] * _EACH}, taught={"before": [_SENTENCE] * _EACH}
+        "another sentence before each",
+        text={"before": [_OTHER] * _EACH},
+        served=_NEITHER,
+        taught={"before": [_SENTENCE] * _EACH},
     ),
     Situation("a system prompt", text={"system": "You are a helpful assistant."}, served=_NEITHER),
     Situation(
@@ -117,13 +123,7 @@ def envelope(study: Study, count: int) -> dict[str, dict[str, Scores]]:
     return scores
 
 
-def false_reuse(scores: Mapping[str, Mapping[str, Scores]]) -> Iterator[tuple[str, float]]:
+def false_reuse(scores: Mapping[str, Mapping[str, Scores]]) -> Iterator[tuple[str, dict[str, float]]]:
     """The share of reuses that the rule allows and that change the model's answer: of own patches, of orbit patches."""
     for name, arm in (("own", "stale"), ("orbit", "orbit")):
-        changed = [
-            answered != exact
-            for one in SITUATIONS
-            if arm in one.served
-            for answered, exact in zip(scores[one.name][arm].top, scores[one.name]["exact"].top, strict=True)
-        ]
-        yield name, sum(changed) / len(changed)
+        yield name, share(np.stack([changed(scores[one.name], arm) for one in SITUATIONS if arm in one.served], 1))

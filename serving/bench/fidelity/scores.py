@@ -24,6 +24,11 @@ class Interval:
     low: float
     high: float
 
+    @property
+    def uncertainty(self) -> float:
+        """Half of its width."""
+        return (self.high - self.low) / 2
+
 
 @dataclass
 class Scores:
@@ -52,14 +57,13 @@ class Scores:
         self.computed.append(computed)
 
 
-def figures(arm: Scores, blind: Scores, exact: Scores, rows: int = 1, seed: int = 0) -> dict[str, Interval]:
+def figures(arm: Scores, blind: Scores, exact: Scores, rows: int = 1) -> dict[str, Interval]:
     """Accuracy, `kl`, `eta` (the share of the blind loss that the arm closes, kamera.md §5) and `flip_recover` (how
     often the arm agrees with exact where blind reuse does not). What is undefined is left out.
 
     `rows`: entries of an item, which follow one another and are drawn together.
     """
-    items = np.random.default_rng(seed).integers(len(arm.right) // rows, size=(RESAMPLES, len(arm.right) // rows))
-    draws = (items[..., None] * rows + np.arange(rows)).reshape(RESAMPLES, -1)
+    draws = (_drawn(len(arm.right) // rows)[..., None] * rows + np.arange(rows)).reshape(RESAMPLES, -1)
     right, kl = np.asarray(arm.right, float), np.asarray(arm.kl)
     lost = np.asarray(blind.kl)
     agrees = _agrees(arm, exact)
@@ -75,6 +79,37 @@ def figures(arm: Scores, blind: Scores, exact: Scores, rows: int = 1, seed: int 
         share = (agrees[draws] & among).sum(1) / among.sum(1).clip(1)
         found["flip_recover"] = _interval(agrees[flipped].mean(), share)
     return found
+
+
+def margin(arm: Scores, others: Mapping[str, Scores], blind: Scores) -> Interval | None:
+    """η of an arm less that of the best of some others; of which items, is drawn for all together.
+
+    None where blind reuse loses nothing.
+    """
+    lost = np.asarray(blind.kl)
+    if lost.mean() <= 1e-6:
+        return None
+    best = min(others.values(), key=lambda other: statistics.mean(other.kl))
+    more = np.asarray(best.kl) - np.asarray(arm.kl)
+    draws = _drawn(len(more))
+    return _interval(more.mean() / lost.mean(), more[draws].mean(1) / lost[draws].mean(1).clip(1e-9))
+
+
+def changed(scores: Mapping[str, Scores], arm: str) -> np.ndarray:
+    """Of every item whether an arm answers otherwise than `exact`."""
+    return ~_agrees(scores[arm], scores["exact"])
+
+
+def share(outcomes: np.ndarray) -> dict[str, float]:
+    """The share of outcomes [items] or [items, situations] that are true, and half of its interval over items."""
+    by_item = outcomes.reshape(len(outcomes), -1).mean(1)
+    found = _interval(by_item.mean(), by_item[_drawn(len(by_item))].mean(1))
+    return {"share": found.value, f"share {UNCERTAINTY}": found.uncertainty}
+
+
+def _drawn(items: int, seed: int = 0) -> np.ndarray:
+    """Items drawn anew, [RESAMPLES, items]."""
+    return np.random.default_rng(seed).integers(items, size=(RESAMPLES, items))
 
 
 def _agrees(arm: Scores, exact: Scores) -> np.ndarray:
@@ -95,5 +130,5 @@ def summary(scores: Mapping[str, Scores], rows: int = 1) -> dict[str, dict[str, 
     for arm, one in scores.items():
         table[arm] = {name: statistics.mean(getattr(one, name)) for name in ("bytes_fraction", "computed")}
         for name, found in figures(one, scores["blind"], scores["exact"], rows).items():
-            table[arm] |= {name: found.value, f"{name} {UNCERTAINTY}": (found.high - found.low) / 2}
+            table[arm] |= {name: found.value, f"{name} {UNCERTAINTY}": found.uncertainty}
     return table

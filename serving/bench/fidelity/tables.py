@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from enum import StrEnum, auto
 from functools import partial
 from itertools import chain
 from math import nan
+from typing import TypeVar
 
 from rich.console import Console
 
@@ -18,7 +18,7 @@ from kvstore.patch import orderings
 from serving.bench.fidelity import composition, envelope, growth, online, prefix, reorder, storage
 from serving.bench.fidelity.arms import RANKS, TOKEN_ARMS, Arm
 from serving.bench.fidelity.reader import Prompt
-from serving.bench.fidelity.scores import Scores, summary
+from serving.bench.fidelity.scores import Scores, changed, margin, share, summary
 from serving.bench.fidelity.shape import Shape
 from serving.bench.fidelity.study import Study
 from serving.bench.harness import UNCERTAINTY, machine
@@ -35,6 +35,7 @@ BUDGETS = (6, 12, 25, 50)  # % of a page's KV bytes
 STORED_RANK = 4  # low enough to tell ways of storing apart
 LOST = 0.10  # accuracy; where blind reuse loses less, there is nothing to tell arms apart by
 Table = dict[str, dict[str, float]]
+Arms = TypeVar("Arms")
 Rows = Mapping[str, Mapping[str, float]]  # arm and figure to a number
 
 
@@ -99,7 +100,13 @@ class Tried:
         for one in chain.from_iterable(study.gathered(split, items, ASKED[split])):
             shape.add(one.pages[-1])
             study.score(scores, one, arms)
-        return summary(scores), shape, one.prompt
+        rows = summary(scores)
+        for percent in BUDGETS:
+            tokens = {arm: scores[f"{arm}_within_{percent}"] for arm in TOKEN_ARMS}
+            found = margin(scores[f"patch_within_{percent}"], tokens, scores["blind"])
+            if found is not None:
+                rows[f"patch_within_{percent}"][f"margin {UNCERTAINTY}"] = found.uncertainty
+        return rows, shape, one.prompt
 
 
 def _measured(study: Study, tried: Tried, items: int, kept: Kept, console: Console) -> Measured:
@@ -123,7 +130,7 @@ def _of_splits(study: Study, items: int, kept: Kept, console: Console) -> Iterat
     yield (
         "eta by rank",
         {
-            str(split): {rank: rows[arm].get("eta", nan) for arm, rank in ranks.items()}
+            str(split): _with_uncertainty({rank: rows[arm] for arm, rank in ranks.items()}, "eta")
             for split, rows in found.rows.items()
         },
     )
@@ -131,7 +138,7 @@ def _of_splits(study: Study, items: int, kept: Kept, console: Console) -> Iterat
     for split, rows in found.rows.items():
         for arm in tried.partial:
             name, _, percent = arm.partition("_")
-            by_layers[f"{split} {name}"][f"{percent}%"] = rows[arm].get("eta", nan)
+            by_layers[f"{split} {name}"] |= _with_uncertainty({f"{percent}%": rows[arm]}, "eta")
     yield BY_LAYERS, dict(by_layers)
     shaped: dict[str, Table] = defaultdict(dict)
     for split, shape in found.shapes.items():
@@ -172,26 +179,34 @@ def margins(found: Mapping[Split, Rows], percent: int) -> dict[str, float]:
     cells = {}
     for split, rows in found.items():
         best = max(rows[f"{arm}_within_{percent}"].get("eta", nan) for arm in TOKEN_ARMS)
-        margin = rows[f"patch_within_{percent}"].get("eta", nan) - best
-        cells[str(split)] = margin if loses(rows["exact"]["accuracy"] - rows["blind"]["accuracy"]) else nan
+        patch = rows[f"patch_within_{percent}"]
+        tells = loses(rows["exact"]["accuracy"] - rows["blind"]["accuracy"])
+        cells[str(split)] = patch.get("eta", nan) - best if tells else nan
+        cells[f"{split} {UNCERTAINTY}"] = patch.get(f"margin {UNCERTAINTY}", nan) if tells else nan
     return cells
 
 
 def _of_orders(study: Study, items: int, kept: Kept) -> Iterator[tuple[str, Table]]:
-    turned: Table = {}
+    turned: dict[str, Table] = {"eta": {}, "accuracy": {}}
     for predecessors in reorder.FORMS:
         measure = partial(reorder.reorder, study, predecessors, items)
         scores, apart = kept.once(f"orders of {predecessors}", measure)
-        orders = len(orderings(range(predecessors)))
-        turned[f"K = {predecessors}"] = {**_etas(scores, orders), "orders apart": apart}
-    yield "η by order", turned
+        rows, row = summary(scores, len(orderings(range(predecessors)))), f"K = {predecessors}"
+        turned["eta"][row] = {**_with_uncertainty(_inexact(rows), "eta"), "orders apart": apart}
+        turned["accuracy"][row] = _with_uncertainty(rows, "accuracy")
+    yield "η by order", turned["eta"]
+    yield "accuracy by order", turned["accuracy"]
 
 
 def _of_drift(study: Study, items: int, kept: Kept) -> Iterator[tuple[str, Table]]:
     drifted = kept.once("drift", lambda: envelope.envelope(study, items))
-    yield "η by drift", {name: _etas(scores) for name, scores in drifted.items()}
-    yield "answers changed by drift", {name: _changed(scores) for name, scores in drifted.items()}
-    yield "rule", {"linker's rule": {f"false reuse, {name}": share for name, share in envelope.false_reuse(drifted)}}
+    rows = {name: summary(scores) for name, scores in drifted.items()}
+    yield "η by drift", {name: _with_uncertainty(_inexact(arms), "eta") for name, arms in rows.items()}
+    yield "accuracy by drift", {name: _with_uncertainty(arms, "accuracy") for name, arms in rows.items()}
+    answers = {name: {arm: share(changed(scores, arm)) for arm in _inexact(scores)} for name, scores in drifted.items()}
+    yield "answers changed by drift", {name: _with_uncertainty(arms, "share") for name, arms in answers.items()}
+    false = {f"false reuse, {name}": found for name, found in envelope.false_reuse(drifted)}
+    yield "rule", {"linker's rule": _with_uncertainty(false, "share")}
     checks = kept.once("situations", lambda: online.online(study, -(-items // len(online.SPLITS))))
     yield "rolling KL by situation", online.table(checks)
 
@@ -224,15 +239,20 @@ def _of_storage(study: Study, items: int, kept: Kept) -> Iterator[tuple[str, Tab
     yield (
         "equal bytes",
         {
-            arm: {name: row.get(name, nan) for name in ("accuracy", "kl", "eta", "bytes_fraction")}
-            for arm, row in stored.items()
-            if arm != "exact"
+            arm: {
+                name: row[name]
+                for figure in ("accuracy", "kl", "eta", "bytes_fraction")
+                for name in (figure, f"{figure} {UNCERTAINTY}")
+                if name in row
+            }
+            for arm, row in _inexact(stored).items()
         },
     )
 
 
-def _etas(scores: Mapping[str, Scores], rows: int = 1) -> dict[str, float]:
-    return _with_uncertainty({arm: row for arm, row in summary(scores, rows).items() if arm != "exact"}, "eta")
+def _inexact(arms: Mapping[str, Arms]) -> dict[str, Arms]:
+    """All arms but `exact`."""
+    return {arm: row for arm, row in arms.items() if arm != "exact"}
 
 
 def _with_uncertainty(rows: Rows, figure: str) -> dict[str, float]:
@@ -243,12 +263,3 @@ def _with_uncertainty(rows: Rows, figure: str) -> dict[str, float]:
         if (uncertainty := f"{figure} {UNCERTAINTY}") in row:
             cells[f"{arm} {UNCERTAINTY}"] = row[uncertainty]
     return cells
-
-
-def _changed(scores: Mapping[str, Scores]) -> dict[str, float]:
-    exact = scores["exact"].top
-    return {
-        arm: statistics.mean(a != b for a, b in zip(one.top, exact, strict=True))
-        for arm, one in scores.items()
-        if arm != "exact"
-    }

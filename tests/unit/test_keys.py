@@ -1,0 +1,51 @@
+"""What text has to do with the keys of patches."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefill_workers.keys import contexts
+from prefill_workers.plan import ChunkSpan, LinkRequest
+from prefill_workers.policies import Text
+
+PREFIX = (7, 8)
+PAGE = [99] * 3
+
+
+def request(texts: list[list[int]], text: Text = Text.AUTO) -> LinkRequest:
+    """A request with a page behind each of `texts`, of which the first holds the fixed prefix."""
+    tokens: list[int] = []
+    spans = []
+    for words in texts:
+        tokens += words
+        spans.append(ChunkSpan("page", "image", len(tokens), len(tokens) + len(PAGE), len(tokens), len(PAGE)))
+        tokens += PAGE
+    return LinkRequest("request", [*tokens, 1], tuple(spans), prefix=PREFIX, text=text)
+
+
+def test_a_few_words_key_nothing_and_more_key_all_text_between_the_chunks():
+    found = contexts(request([[7, 8, 1, 2, 3], [4], [5, 6, 5], [4], []]), free_text=2)
+    assert found[:2] == [PREFIX, PREFIX]
+    assert found[2] == (*PREFIX, -1, 4, -1, 5, 6, 5)
+    assert found[3] == (*found[2], -1, 4)
+    assert found[4] == (*found[3], -1)
+
+
+@pytest.mark.parametrize("text", Text)
+def test_a_request_may_say_that_all_text_keys_or_none(text: Text):
+    found = contexts(request([[7, 8, 1], [4], []], text), free_text=8)
+    strict = [(*PREFIX, -1, 7, 8, 1), (*PREFIX, -1, 7, 8, 1, -1, 4), (*PREFIX, -1, 7, 8, 1, -1, 4, -1)]
+    assert found == {Text.AUTO: [PREFIX] * 3, Text.STRICT: strict, Text.FREE: [PREFIX] * 3}[text]
+
+
+@given(*[st.lists(st.lists(st.integers(0, 3), max_size=4), min_size=1, max_size=4)] * 2)
+def test_different_text_never_has_the_same_context(one: list[list[int]], other: list[list[int]]):
+    """Not where only its cuts differ, either."""
+    ours, theirs = (contexts(request(texts, Text.STRICT), 0) for texts in (one, other))
+    assert (ours == theirs) == (one == other)
+
+
+def test_without_chunks_there_is_nothing_to_key():
+    assert contexts(LinkRequest("request", [1, 2, 3], prefix=PREFIX), free_text=0) == []
