@@ -21,7 +21,7 @@ def test_seen_images_are_linked_in_any_order_without_vision_or_prefill(service: 
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     service.settle()
 
-    again = service.chat(user(picture(103), "was last, before it", picture(101), "and", picture(102), "Which is best?"))
+    again = service.chat(user(picture(103), "then", picture(101), "and", picture(102), "Which is best?"))
     orbit = again["orbit"]
     assert points(again)[:2] == ["patched"] * 2
     assert points(again)[2] in ("patched", "composed"), "by the set, or by its pairs, whichever was compiled first"
@@ -33,6 +33,24 @@ def test_seen_images_are_linked_in_any_order_without_vision_or_prefill(service: 
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == orbit["tokens_reused"]
     assert orbit["ttft_ms"] > 0
     assert {"link", "decode"} <= orbit["stages_ms"].keys()
+
+
+def test_text_between_pages_keys_their_patches_where_it_is_long_or_a_request_says_so(service: Service):
+    def ask(between: str, text: str = "auto") -> list[str]:
+        messages = user(picture(161), between, picture(162), "What is it?")
+        answer = service.chat(messages, orbit={"text": text})
+        service.settle()
+        return points(answer)
+
+    assert ask("and") == ["encoded", "encoded"]
+    assert ask("or") == ["patched", "patched"]
+    assert ask("which was printed before this one:") == ["patched", "recomputed"]
+    assert ask("which was printed before this one:") == ["patched", "patched"]
+    assert ask("which was printed behind this one:") == ["patched", "recomputed"]
+    assert ask("or", "strict") == ["recomputed", "recomputed"]
+    assert ask("or", "strict") == ["patched", "patched"]
+    assert ask("and", "strict") == ["patched", "recomputed"]
+    assert ask("which was printed long before this one:", "free") == ["patched", "patched"]
 
 
 def test_usage_and_report_are_streamed_too(service: Service):

@@ -21,6 +21,7 @@ from prefill_workers.engine import PrefillEngine
 from prefill_workers.keys import ChunkKeys
 from prefill_workers.lookup import Lookup
 from prefill_workers.plan import LinkPlan, LinkRequest, PixelsNeeded, PrefetchRequest
+from prefill_workers.policies import Text
 
 pytestmark = pytest.mark.engine
 
@@ -68,11 +69,14 @@ class GatedTier(WrappedTier):
 
 @pytest.fixture(scope="module")
 def taught(fp32: PrefillEngine, tmp_path_factory: pytest.TempPathFactory) -> Tier:
-    """A tier that holds what linking PAGES teaches: canonical KV, embeddings and full-rank patches."""
+    """A tier that holds what linking PAGES teaches: canonical KV, embeddings and full-rank patches, keyed by their text
+    and not.
+    """
     tier = MemoryTier()
     library = Library(LibrarySettings(directory=None), fp32.fingerprint, [tier])
     rig = Rig(fp32, tmp_path_factory.mktemp("unused"), library=library, orbit_chunks=0)
-    rig.link(PAGES)
+    for text in (Text.AUTO, Text.FREE):
+        rig.link(PAGES, text=text)
     rig.close()
     return tier
 
@@ -106,14 +110,14 @@ def cold(make_rig: Callable[..., Rig], fp32: PrefillEngine, tier: GatedTier) -> 
     return make
 
 
-def asked(rig: Rig, parts: list[Part] = PAGES) -> LinkRequest:
+def asked(rig: Rig, parts: list[Part] = PAGES, text: Text = Text.AUTO) -> LinkRequest:
     segments = rig.render(parts)
-    return LinkRequest("test", segments.token_ids, segments.chunks)
+    return LinkRequest("test", segments.token_ids, segments.chunks, text=text)
 
 
-def keys_of(rig: Rig) -> list[ChunkKeys]:
+def keys_of(rig: Rig, text: Text = Text.AUTO) -> list[ChunkKeys]:
     """Under which keys the chunks of PAGES are stored."""
-    return rig.linker.keys(asked(rig))
+    return rig.linker.keys(asked(rig, text=text))
 
 
 def off_by(linked: Linked, reference: dict[int, float]) -> float:
@@ -196,14 +200,15 @@ def test_two_links_of_the_same_chunks_share_every_read(cold, tier: GatedTier, re
 
 
 def test_a_prefetch_loads_before_the_prompt_is_there(cold, tier: GatedTier):
+    """Whatever no text keys: that is not known yet."""
     rig = cold()
     rig.loop.abandon(rig.link(["learns the delimiters", 1, "of a chunk"], "exact").result.lease)
-    request, keys = asked(rig), keys_of(rig)
+    request, keys = asked(rig), keys_of(rig, Text.FREE)
     rig.linker.prefetch(PrefetchRequest(tuple(chunk.content for chunk in request.chunks)))
     wait_for(lambda: all(rig.library._resident(path_of_canonical(rig, key)) for key in keys))
     tier.failing |= {name for key in keys for name in (key.canonical, key.own_patch)}
     asked_before = len(tier.calls)
-    assert rig.link(PAGES).points == ["patched"] * 3
+    assert rig.link(PAGES, text=Text.FREE).points == ["patched"] * 3
     assert [tier.reads(key.canonical) for key in keys] == [1, 1, 1]
     assert not [call for call in tier.calls[asked_before:] if call[0] in ("get", "contains")], "it was asked already"
 

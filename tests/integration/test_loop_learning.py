@@ -14,6 +14,7 @@ from waiting import wait_for
 
 from kvstore.format import RecordKind
 from prefill_workers.job import LinkResult
+from prefill_workers.policies import Text
 from prefill_workers.worker import drain
 
 pytestmark = pytest.mark.engine
@@ -23,7 +24,7 @@ def test_what_could_be_learnt_is_not_given_up_for_blocks_that_decode_engines_hav
     make_rig: Callable[..., Rig],
 ):
     rig = make_rig(patience_seconds=30.0)
-    linked = rig.loop.submit(rig.plan(MIXED[2], "auto")).result(30)
+    linked = rig.loop.submit(rig.plan(MIXED[2], "auto", text=Text.FREE)).result(30)
     learnt = 3  # two chunks and what the second takes from the first; the answer is given before
     wait_for(lambda: rig.loop.stats().harvest == learnt)
     taken, waiting = fill(rig), rig.loop.submit(rig.plan(MIXED[0], "off"))

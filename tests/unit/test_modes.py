@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvstore.layout import Layout
 from kvstore.patch import relocate
 from kvstore.rotary import RotaryScheme
-from prefill_workers.policies import Mode, ModeKind
+from prefill_workers.policies import Mode, ModeKind, Text
 from prefill_workers.selection import deviations, runs_of, selected_by_deviation, selected_by_place
 from prefill_workers.sequence import Run, complement
 from serving.api.errors import InvalidRequest
@@ -133,3 +133,10 @@ def test_deviation_is_the_distance_in_the_canonical_frame():
     added[0, 2, 3], added[0, 4, -2:] = 2.0, torch.tensor([3.0, 4.0])
     in_context = relocate(stored + added, 77, layout.of_one_layer)
     assert torch.allclose(deviations(in_context, stored, 77, layout), torch.tensor([0, 0, 2.0, 0, 5.0, 0]), atol=1e-4)
+
+
+def test_what_text_keys_is_asked_for_by_name():
+    assert parse_options(None).text is Text.AUTO
+    assert parse_options({"text": "strict"}).text is Text.STRICT
+    with pytest.raises(InvalidRequest, match=r"orbit\.text: .*'auto', 'strict' or 'free'"):
+        parse_options({"text": "loose"})

@@ -55,7 +55,7 @@ class Probe:
         """
         layout = self.reader.engine.layout
         for case in cases:
-            scores["exact"].add(case.exact.answers, case.exact.answers, case.prompt.answer)
+            scores["exact"].add(case.exact.answers, case.exact.answers, case.prompt.answer, computed=1.0)
         tried = [
             (name, case, patch) for name, formed in patches.items() for case, patch in zip(cases, formed, strict=True)
         ]

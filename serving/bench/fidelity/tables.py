@@ -182,7 +182,8 @@ def margins(found: Mapping[Split, Rows], percent: int) -> dict[str, float]:
         patch = rows[f"patch_within_{percent}"]
         tells = loses(rows["exact"]["accuracy"] - rows["blind"]["accuracy"])
         cells[str(split)] = patch.get("eta", nan) - best if tells else nan
-        cells[f"{split} {UNCERTAINTY}"] = patch.get(f"margin {UNCERTAINTY}", nan) if tells else nan
+        if tells and (uncertainty := f"margin {UNCERTAINTY}") in patch:
+            cells[f"{split} {UNCERTAINTY}"] = patch[uncertainty]
     return cells
 
 
