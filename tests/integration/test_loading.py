@@ -223,7 +223,7 @@ def path_of_canonical(rig: Rig, keys: ChunkKeys) -> str:
 def test_a_prefetch_tells_which_images_will_have_to_be_encoded(cold, tier: GatedTier):
     rig = cold()
     rig.loop.abandon(rig.link(["learns the delimiters", 1, "of a chunk"], "exact").result.lease)
-    first, second, _ = keys_of(rig)
+    first, second, _ = keys_of(rig, Text.FREE)
     tier.hold(first.canonical)
     tier.absent |= {second.own_patch, second.embedding}
     contents = [chunk.content for chunk in asked(rig).chunks]
