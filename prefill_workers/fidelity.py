@@ -3,8 +3,8 @@
 A share of the requests that reused KV is computed again exactly (see `recheck`). Each check gives the KL divergence of
 the served next-token distribution from the exact one, and whether both agree on the most likely token. The mean KL of a
 point's last checks is its rolling KL. Once that passes the point's bound, the point is switched off: the linker leaves
-its chunks to a forward, for every request, until an operator allows it again. That is this process's knowledge alone
-and ends with it: a worker that starts allows every point.
+its chunks to a forward, for every request, until an operator allows it again. That outlives the process, as far as
+`switched_off` says; what was measured does not.
 
 A check counts for every approximate point that its request used. It sees their sum and cannot tell which of them erred;
 blaming only one would let another hide behind it. Except patches beside sums of patches: such a check counts for the
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from prefill_workers.policies import EXACT_POINTS, OperatingPoint
 from prefill_workers.settings import FidelitySettings
+from prefill_workers.switched_off import SwitchedOff
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class Fidelity:
 
     Args:
         on_switch_off: called with a point that its rolling KL has just switched off, on the recording thread.
+        kept: where it is kept which points are switched off; those that are there already are.
         chance: draws from [0, 1); a request below `share` is checked.
     """
 
@@ -113,6 +115,7 @@ class Fidelity:
         settings: FidelitySettings,
         on_switch_off: Callable[[OperatingPoint], object] = lambda point: None,
         chance: Callable[[], float] = random.random,
+        kept: SwitchedOff | None = None,
     ) -> None:
         self.settings = settings
         self._on_switch_off, self._chance = on_switch_off, chance
@@ -121,6 +124,10 @@ class Fidelity:
         self._records = {
             point: _Record(deque(maxlen=settings.window)) for point in OperatingPoint if point not in EXACT_POINTS
         }
+        self._kept = kept or SwitchedOff(None, "")
+        for point, reason in self._kept.read().items():
+            self._records[point].allowed = False
+            logger.warning("operating point %s is switched off, and was before this process started: %s", point, reason)
 
     def draw(self, points: Iterable[OperatingPoint]) -> tuple[OperatingPoint, ...]:
         """The points that a check of a finished request counts for, if it is to be checked; else none."""
@@ -154,11 +161,13 @@ class Fidelity:
                     continue
                 record.allowed = False
             failed.append(point)
+            reason = f"its rolling KL is {rolling:.3g} nats over the last {count} checks, its bound is {bound:.3g}"
             logger.warning(
-                "operating point %s is switched off: its rolling KL is %.3g nats over the last %d checks, its bound is "
-                "%.3g. Its chunks are computed exactly until an operator allows it: orbitserve fidelity allow %s",
-                *(point, rolling, count, bound, point),
+                "operating point %s is switched off: %s. Its chunks are computed exactly until an operator allows it: "
+                "orbitserve fidelity allow %s",
+                *(point, reason, point),
             )
+            self._kept.add(point, reason)
         for point in failed:
             self._on_switch_off(point)
 
@@ -172,6 +181,8 @@ class Fidelity:
         """Do not serve at an approximate point until it is allowed again."""
         with self._lock:
             was_allowed, self._records[point].allowed = self._records[point].allowed, False
+            if was_allowed:
+                self._kept.add(point, reason)
         if was_allowed:
             logger.warning("operating point %s is switched off: %s", point, reason)
 
@@ -189,6 +200,7 @@ class Fidelity:
                 listener(point)
             record.allowed, record.allowed_at = True, time.perf_counter()
             record.window.clear()
+            self._kept.remove(point)
         logger.warning("operating point %s is allowed again by an operator", point)
         return True
 

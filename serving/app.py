@@ -110,6 +110,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
         from prefill_workers.pace import measure
         from prefill_workers.patch_compiler import load_form
         from prefill_workers.prefix_cache import PrefixCache
+        from prefill_workers.switched_off import SwitchedOff
         from prefill_workers.worker import PrefillLoop
 
         self._engine = PrefillEngine(engine_spec(config, settings.tensor_parallel_size, hand_off=True))
@@ -126,7 +127,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
             self._library,
             form,
             self._deficits.submit,
-            self.watch_fidelity(settings.fidelity),
+            self.watch_fidelity(settings.fidelity, SwitchedOff(config.library.directory, self._engine.fingerprint)),
             config.compose_up_to,
             PrefixCache.of(self._engine, settings.prefix_cache_bytes),
             config.weigh_by,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from prefill_workers.fidelity import Fidelity, PointStatus
     from prefill_workers.policies import OperatingPoint
     from prefill_workers.settings import FidelitySettings
+    from prefill_workers.switched_off import SwitchedOff
 
 logger = logging.getLogger(__name__)
 
@@ -23,13 +24,13 @@ logger = logging.getLogger(__name__)
 class FidelityReplica:
     """Methods that every prefill replica answers; `watch_fidelity` comes first."""
 
-    def watch_fidelity(self, settings: FidelitySettings) -> Fidelity:
+    def watch_fidelity(self, settings: FidelitySettings, kept: SwitchedOff | None = None) -> Fidelity:
         """This replica's `Fidelity`. Must be called on the replica's event loop."""
         from prefill_workers.fidelity import Fidelity
 
         self._replica_loop = asyncio.get_running_loop()
         self._announcing: set[Future[None]] = set()
-        self._fidelity = Fidelity(settings, on_switch_off=self._switched_off)
+        self._fidelity = Fidelity(settings, on_switch_off=self._switched_off, kept=kept)
         return self._fidelity
 
     async def fidelity(self) -> tuple[str, list[PointStatus]]:
