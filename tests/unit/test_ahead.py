@@ -53,12 +53,15 @@ class Forwards:
         return len(others[:limit]), 10 * (1 + len(others))
 
 
-def served(contents: str) -> LinkPlan:
+def served(contents: str, keyed_by: tuple[int, ...] = ()) -> LinkPlan:
+    """A plan whose last chunk's patches are keyed by some text, too."""
+
     class Span(SimpleNamespace):
         def __len__(self) -> int:
             return 10
 
-    chunks = [SimpleNamespace(canonical_key=f"key {c}", span=Span(content=c)) for c in contents]
+    chunks = [SimpleNamespace(canonical_key=f"key {c}", span=Span(content=c), context=()) for c in contents]
+    chunks[-1].context = keyed_by
     return cast(LinkPlan, SimpleNamespace(request=SimpleNamespace(tenant="acme", prefix=()), chunks=chunks))
 
 
@@ -108,6 +111,13 @@ def test_jobs_of_the_same_worth_do_not_swap_for_ever(ahead: CompileAhead, forwar
         ahead.step()
     assert not ahead
     assert {"ab", "ba", "ax", "xa", "by", "yb", "az", "zb"} <= set(forwards.ran)
+
+
+def test_what_text_keys_is_not_compiled_in_other_orders_which_are_without_it(ahead: CompileAhead):
+    ahead.offer(served("abx", keyed_by=(1, 2)), missed=True)
+    assert not ahead
+    ahead.offer(served("abx"), missed=True)
+    assert ahead
 
 
 def test_what_waits_keeps_no_embeddings(ahead: CompileAhead, forwards: Forwards):

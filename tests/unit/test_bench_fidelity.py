@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fidelity_records import recorded
@@ -39,7 +40,7 @@ from serving.bench.fidelity.bench import (
 )
 from serving.bench.fidelity.composition import BEHIND, holds_up_to
 from serving.bench.fidelity.reader import Page, Place, Prompt, _kept
-from serving.bench.fidelity.scores import Scores, figures, margin, summary
+from serving.bench.fidelity.scores import Scores, figures, margin, median, share, summary
 from serving.bench.fidelity.shape import Shape
 from serving.bench.fidelity.tables import BUDGETS, BY_LAYERS, margins
 
@@ -252,6 +253,14 @@ def test_a_summary_holds_what_is_defined_with_its_uncertainty():
     assert rows["half"]["eta ±"] > 0.0
     assert rows["half"]["computed"] == 0.0
     assert "eta" not in summary({"exact": scored(1), "blind": scored(1)})["blind"]
+
+
+def test_shares_and_medians_have_intervals_over_items():
+    outcomes = np.asarray([[True, False]] * 50 + [[False, False]] * 50)
+    assert share(outcomes)["share"] == 0.25
+    assert 0.03 < share(outcomes)["share ±"] < 0.07, "an item's two outcomes count as one"
+    assert median([1.0] * 10 + [2.0] * 90) == {"median": 2.0, "median ±": 0.0}
+    assert median([1.0] * 50 + [2.0] * 50)["median ±"] > 0.2
 
 
 def test_entries_of_one_item_are_drawn_together():

@@ -29,7 +29,7 @@ TENANT = "acme"
 RECORD = canonical("page")
 OWN, ORBIT = patch_of(RECORD, ["own"]), patch_of(RECORD, ["orbit"])
 EMBEDDING = embedding_of(RECORD)
-KEYS = ChunkKeys(RECORD.key, OWN.key, ORBIT.key, EMBEDDING.key, owner=TENANT, patch_owners=(TENANT,))
+KEYS = ChunkKeys(RECORD.key, (), OWN.key, ORBIT.key, EMBEDDING.key, owner=TENANT, patch_owners=(TENANT,))
 
 
 class KindTier(HeldTier):
@@ -246,7 +246,7 @@ def test_a_defect_is_heard_of(full: MemoryTier) -> None:
 def chunk(start: int, stop: int, point: OperatingPoint, loading: bool = False) -> ChunkPlan:
     span = ChunkSpan("content", "image", start, stop, start, stop - start, grid=None)
     outcome = ChunkOutcome(stop - start, point, 0, "")
-    return ChunkPlan(span, "key", "patch", 0, outcome, Lookup() if loading else None)
+    return ChunkPlan(span, "key", "patch", (), 0, outcome, Lookup() if loading else None)
 
 
 def plan_of(*chunks: ChunkPlan, tokens: int = 100) -> LinkPlan:

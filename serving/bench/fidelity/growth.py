@@ -7,7 +7,6 @@ Time is from the plan to the answer's first token, which the worker draws.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -91,8 +90,8 @@ def modes(study: Study) -> Iterator[Modes]:
             loop.stop()
 
 
-def growth(study: Study, pages: int, count: int) -> dict[str, tuple[float, float]]:
-    """Accuracy, and median milliseconds, by mode, on `count` multi-hop items of that many pages."""
+def growth(study: Study, pages: int, count: int) -> dict[str, tuple[list[bool], list[float]]]:
+    """By mode, of `count` multi-hop items of that many pages: whether its answer is right, and after how many ms."""
     right: dict[str, list[bool]] = defaultdict(list)
     took: dict[str, list[float]] = defaultdict(list)
     with modes(study) as worker:
@@ -103,4 +102,4 @@ def growth(study: Study, pages: int, count: int) -> dict[str, tuple[float, float
                 ms, answered = worker.ask(prompt, mode)
                 took[mode].append(ms)
                 right[mode].append(answered == prompt.answer[0])
-    return {mode: (statistics.mean(right[mode]), statistics.median(took[mode])) for mode in MODES}
+    return {mode: (right[mode], took[mode]) for mode in MODES}

@@ -107,6 +107,13 @@ def share(outcomes: np.ndarray) -> dict[str, float]:
     return {"share": found.value, f"share {UNCERTAINTY}": found.uncertainty}
 
 
+def median(values: Sequence[float]) -> dict[str, float]:
+    """The median of a value per item, and half of its interval over items."""
+    by_item = np.asarray(values)
+    found = _interval(np.median(by_item), np.median(by_item[_drawn(len(by_item))], axis=1))
+    return {"median": found.value, f"median {UNCERTAINTY}": found.uncertainty}
+
+
 def _drawn(items: int, seed: int = 0) -> np.ndarray:
     """Items drawn anew, [RESAMPLES, items]."""
     return np.random.default_rng(seed).integers(items, size=(RESAMPLES, items))

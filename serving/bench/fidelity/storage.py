@@ -7,6 +7,7 @@
 | int8 | rank 2m, factors in 8 bits with one scale a direction |
 | int8_spread | both: the product's default form |
 | neutral | a canonical computed behind a constant neutral prefix, and its deficit's rank-m patch |
+| neutral_int8_spread | the same in the product's default form |
 | neutral_blind | that canonical, and no patch |
 """
 
@@ -49,6 +50,7 @@ def storage(study: Study, split: Split, rank: int, count: int, form: Form) -> di
         behind: dict[str, list[Patch | None]] = {
             "neutral_blind": [None] * len(others),
             "neutral": _formed(_forms(rank)["uniform"], others, layout),
+            "neutral_int8_spread": _formed(_forms(rank)["int8_spread"], others, layout),
         }
         _without_exact(probe, scores, others, behind)
     return dict(scores)

@@ -11,6 +11,7 @@ from itertools import chain
 from math import nan
 from typing import TypeVar
 
+import numpy as np
 from rich.console import Console
 
 from infra.reference.scenes import ASKED, Split
@@ -18,7 +19,7 @@ from kvstore.patch import orderings
 from serving.bench.fidelity import composition, envelope, growth, online, prefix, reorder, storage
 from serving.bench.fidelity.arms import RANKS, TOKEN_ARMS, Arm
 from serving.bench.fidelity.reader import Prompt
-from serving.bench.fidelity.scores import Scores, changed, margin, share, summary
+from serving.bench.fidelity.scores import Scores, changed, margin, median, share, summary
 from serving.bench.fidelity.shape import Shape
 from serving.bench.fidelity.study import Study
 from serving.bench.harness import UNCERTAINTY, machine
@@ -230,8 +231,13 @@ def _of_growth(study: Study, items: int, kept: Kept) -> Iterator[tuple[str, Tabl
         pages: kept.once(f"growth {pages} on {machine()}", partial(growth.growth, study, pages, few))
         for pages in growth.PAGES
     }
-    yield "accuracy by pages", {mode: {str(n): grown[n][mode][0] for n in grown} for mode in growth.MODES}
-    yield "median TTFT by pages, ms", {mode: {str(n): grown[n][mode][1] for n in grown} for mode in growth.MODES}
+    right: Table = {}
+    took: Table = {}
+    for mode in growth.MODES:
+        right[mode] = _with_uncertainty({str(n): share(np.asarray(grown[n][mode][0])) for n in grown}, "share")
+        took[mode] = _with_uncertainty({str(n): median(grown[n][mode][1]) for n in grown}, "median")
+    yield "accuracy by pages", right
+    yield "median TTFT by pages, ms", took
 
 
 def _of_storage(study: Study, items: int, kept: Kept) -> Iterator[tuple[str, Table]]:
