@@ -52,13 +52,12 @@ def contexts(request: LinkRequest, free_text: int) -> list[tuple[int, ...]]:
     """
     found: list[tuple[int, ...]] = []
     text: tuple[int, ...] = ()
-    stop, counts = 0, False
+    stop, longest = 0, 0
     for i, span in enumerate(request.chunks):
         between = request.token_ids[stop : span.start]
         if i or request.text is Text.STRICT:
-            text = (*text, _TEXT, *between)
-            counts = counts or len(between) > free_text or request.text is Text.STRICT
-        found.append((*request.prefix, *text) if counts and request.text is not Text.FREE else request.prefix)
+            text, longest = (*text, _TEXT, *between), max(longest, len(between))
+        found.append((*request.prefix, *text) if request.text.keys(longest, free_text) else request.prefix)
         stop = span.stop
     return found
 

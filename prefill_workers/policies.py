@@ -29,6 +29,10 @@ class Text(StrEnum):
     STRICT = "strict"  # all text before a chunk
     FREE = "free"  # none but the fixed prefix
 
+    def keys(self, longest: int, free_text: int) -> bool:
+        """Whether text keys the patch of a chunk; `longest`: tokens of the longest stretch between chunks before it."""
+        return self is Text.STRICT or (self is Text.AUTO and longest > free_text)
+
 
 _LARGEST = {ModeKind.MPIC: 4096, ModeKind.CACHEBLEND: 100}
 _WITH_AMOUNT = re.compile(r"(mpic|cacheblend)-([0-9]{1,4})")

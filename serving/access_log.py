@@ -4,6 +4,7 @@ One JSON object a line and request with chunks. It holds digests, counts and sha
 or showed: of a prompt neither texts nor their tokens, of an image its placeholder tokens and its grid.
 
     v, time, model, tenant, mode, sample   `sample`: the share of requests that are logged
+    text, between                          `orbit.text`, and the tokens of the longest text between two chunks
     prefix, prefix_tokens                  digest of the fixed prefix (see `kvstore.index.prefix_key`) and its length
     reused, computed, forward_ms, place_ms tokens of chunks that were linked, and of all that were computed; what
                                            that took (of a forward that others shared, its part)
@@ -16,7 +17,6 @@ Lines are written by a thread behind a bounded queue: a disk that is slow or ful
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import logging.handlers
@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -106,6 +107,8 @@ class LoggedRequest(_Line):
     model: str
     tenant: str
     mode: str
+    text: str = "auto"
+    between: NonNegativeInt = 0
     sample: float = Field(gt=0, le=1)
     prefix: str
     prefix_tokens: NonNegativeInt = 0
@@ -253,6 +256,8 @@ class AccessLog:
             "model": self._model,
             "tenant": request.tenant,
             "mode": str(request.mode),
+            "text": str(request.text),
+            "between": max((b.start - a.stop for a, b in pairwise(request.chunks)), default=0),
             "sample": self._settings.sample,
             "prefix": prefix_key(request.prefix),
             "prefix_tokens": len(request.prefix),
@@ -309,7 +314,7 @@ def expanded(runs: Iterable[tuple[int, int]]) -> list[int]:
 
 def runs_of(values: Iterable[int]) -> list[tuple[int, int]]:
     """Equal values in a row as (value, how often)."""
-    return [(value, sum(1 for _ in same)) for value, same in itertools.groupby(values)]
+    return [(value, sum(1 for _ in same)) for value, same in groupby(values)]
 
 
 def _shape(span: ChunkSpan, token_ids: Sequence[int]) -> dict[str, Any]:

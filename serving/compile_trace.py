@@ -154,14 +154,17 @@ class Planner:
             yield request
 
     def _why_not(self, request: LoggedRequest) -> str | None:
-        from prefill_workers.policies import Mode, looks_up_patch
+        from prefill_workers.policies import Mode, Text, looks_up_patch
 
         if request.model != self.config.model.served_name:
             return f"logged of another model ({request.model})"
         try:
-            return None if looks_up_patch(Mode.parse(request.mode)) else f"mode {request.mode} uses no patches"
+            keyed = Text(request.text).keys(request.between, self.config.prefill.free_text)
+            if not looks_up_patch(Mode.parse(request.mode)):
+                return f"mode {request.mode} uses no patches"
         except ValueError as error:
             return str(error)
+        return "text keys its patches (orbit.text, prefill.free_text), and is not logged" if keyed else None
 
     def _unusable(self, owned: Sequence[tuple[str, LoggedChunk]]) -> list[str | None]:
         with ThreadPoolExecutor(_LOOKS) as look:  # behind a URL each takes a round trip

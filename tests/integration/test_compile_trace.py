@@ -18,6 +18,7 @@ from kvstore.library import Library
 from kvstore.patch import PatchKind
 from prefill_workers.path_worker import Compiled, PathWorker
 from prefill_workers.path_worker import Path as PatchPath
+from prefill_workers.policies import Text
 from serving.access_log import AccessLog, read
 from serving.compile_plan import Kind
 from serving.compile_trace import Choice, Planner, Report, compile_paths, compile_trace
@@ -151,6 +152,16 @@ def test_free_requests_share_compiled_beginnings_and_the_plan_that_saves_more_is
     assert report.chosen is sets
     assert report.statuses["stored"] == len(report.chosen.patches) > 0
     assert sets.saves <= sets.most <= sets.possible * (1 + 1e-9)
+
+
+def test_requests_whose_patches_text_keys_are_skipped_with_the_reason(make_rig: Callable[..., Rig], tmp_path: Path):
+    rig = make_rig(orbit_chunks=0)
+    long = "which was printed before this one: "
+    links = [rig.link([1, long, Page(2), "?"], text=text) for text in (Text.AUTO, Text.FREE)]
+    links.append(rig.link([1, " ", Page(2), "?"], text=Text.STRICT))
+    report = compiled(rig, logged(tmp_path, links), Choice(min_uses=1, kind=Kind.sets))
+    assert report.skipped == {"text keys its patches (orbit.text, prefill.free_text), and is not logged": 4}
+    assert len(report.chosen.patches) > 0, "of the request that no text matters to"
 
 
 def test_a_chunk_whose_embeddings_or_tokens_are_gone_is_skipped_with_the_reason(

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, 
 from kvstore.index import prefix_key
 from prefill_workers.job import LinkResult
 from prefill_workers.plan import TEXT, ChunkOutcome, ChunkSpan, LinkRequest
-from prefill_workers.policies import OperatingPoint
+from prefill_workers.policies import OperatingPoint, Text
 from serving.access_log import AccessLog, BadLog, LoggedRequest, expanded, log_files, read, runs_of
 from serving.config import AccessLogSettings
 from serving.engine_client import LinkedEngineClient
@@ -71,7 +72,7 @@ def test_a_line_says_what_a_forward_over_its_chunks_needs(make_log: Callable[...
     mask = torch.tensor([1, 1, 0, 1, 1, 0], dtype=torch.bool)
     (line,) = logged(make_log(), request(mask))
     picture, document = line.chunks
-    assert (line.model, line.tenant, line.mode) == ("model", "acme", "auto")
+    assert (line.model, line.tenant, line.mode, line.text, line.between) == ("model", "acme", "auto", "auto", 0)
     assert (line.prefix, line.prefix_tokens) == (prefix_key((3, 1, 4)), 3)
     assert (line.reused, line.computed, line.forward_ms, line.place_ms) == (30, 12, 4.2, 0.5)
     assert (picture.content, picture.modality, picture.tokens, picture.point) == ("ab" * 32, "image", 8, "patched")
@@ -100,6 +101,14 @@ def test_a_share_of_the_requests_is_logged_and_each_line_stands_for_several(make
     draws = iter([0.1, 0.6, 0.2, 0.9])
     lines = logged(make_log(sample=0.5, draw=lambda: next(draws)), *[request()] * 4)
     assert [line.weight for line in lines] == [2.0, 2.0]
+
+
+def test_a_line_says_how_much_text_stands_between_chunks(make_log: Callable[..., AccessLog]):
+    asked = request()
+    picture, document = asked.chunks
+    apart = replace(document, start=document.start + 2, first=document.first + 2)
+    (line,) = logged(make_log(), replace(asked, chunks=(picture, apart), text=Text.STRICT))
+    assert (line.text, line.between) == ("strict", 2)
 
 
 def test_requests_without_chunks_are_not_logged(make_log: Callable[..., AccessLog]):
