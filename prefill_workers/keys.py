@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+from blake3 import blake3
+
 from kvstore.chunk import DYNAMIC_TENANT, antecedent_key, canonical_key, owner_of
 from kvstore.patch import PatchKind
 from kvstore.patch_form import PatchForm
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
     from prefill_workers.engine import PrefillEngine
     from prefill_workers.plan import LinkRequest
 
-_TEXT = -1  # no token's id: begins a stretch of text in what patches are keyed by
+_TEXT = -1  # no token's id: what follows is a digest of text
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,11 @@ class ChunkKeys:
 
 
 def contexts(request: LinkRequest, free_text: int) -> list[tuple[int, ...]]:
-    """By chunk, what its patches are keyed by beside the chunks before it: token ids.
+    """By chunk, what its patches are keyed by beside the chunks before it: token ids, and a digest of others.
 
     That is the fixed prefix and, where `request.text` says so, the text before the chunk: a chunk takes up what stands
-    before it, and what a few words add is little, what sentences add is not (`orbitserve bench fidelity`, drift).
+    before it, and what a few words add is little, what sentences add is not (`orbitserve bench fidelity`, drift). The
+    text goes in as its digest, so that a long conversation is gone through once and not once a chunk.
 
     | text   | with the fixed prefix                                                                              |
     |--------|----------------------------------------------------------------------------------------------------|
@@ -51,13 +55,16 @@ def contexts(request: LinkRequest, free_text: int) -> list[tuple[int, ...]]:
     | free   | nothing                                                                                            |
     """
     found: list[tuple[int, ...]] = []
-    text: tuple[int, ...] = ()
-    stop, longest = 0, 0
+    text, stop, longest = blake3(derive_key_context="orbitserve 2026 text between chunks v1"), 0, 0
     for i, span in enumerate(request.chunks):
         between = request.token_ids[stop : span.start]
         if i or request.text is Text.STRICT:
-            text, longest = (*text, _TEXT, *between), max(longest, len(between))
-        found.append((*request.prefix, *text) if request.text.keys(longest, free_text) else request.prefix)
+            text.update(np.array([len(between), *between], "<i8").tobytes())
+            longest = max(longest, len(between))
+        if request.text.keys(longest, free_text):
+            found.append((*request.prefix, _TEXT, *np.frombuffer(text.digest(), "<i8").tolist()))
+        else:
+            found.append(request.prefix)
         stop = span.stop
     return found
 

@@ -394,15 +394,7 @@ class Ingress:
         self._roles = RayRoles(handles, serve.get_deployment_handle(type(self).__name__, context.app_name))
         self._longest = await self._roles.longest()
         front_end = front_end_config(config.model, config.ingress.processor_cache_gib, self._longest)
-        prefill = config.prefill
-        client = LinkedEngineClient(
-            front_end,
-            self._roles,
-            config.sums_up_to,
-            prefill.first_token,
-            prefill.lease_seconds,
-            prefill.free_text,
-        )
+        client = LinkedEngineClient(front_end, self._roles, config.sums_up_to, config.prefill)
         self._log: AccessLog | None = None
         if config.access_log.directory is not None:
             self._log = client.access_log = Log(config.access_log, self._name, config.model.served_name)

@@ -38,7 +38,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from prefill_workers.job import LinkResult
 from prefill_workers.plan import LinkRequest, PixelsNeeded, PrefetchRequest
 from prefill_workers.policies import Mode
-from prefill_workers.settings import FREE_TEXT
+from prefill_workers.settings import PrefillSettings
 from prefill_workers.worker import Overloaded
 from serving.access_log import AccessLog
 from serving.answers import Answer, sampling_of
@@ -151,11 +151,10 @@ class LinkedEngineClient(_NotOurs):
         vllm_config: VllmConfig,
         roles: Roles,
         compose_up_to: int = 0,
-        first_tokens: bool = True,
-        lease_seconds: float = 60.0,
-        free_text: int = FREE_TEXT,
+        prefill: PrefillSettings | None = None,
     ) -> None:
-        """`lease_seconds`: how long prefill workers hold linked KV of which they hear nothing."""
+        """`prefill`: what the prefill workers were told; None: the defaults."""
+        prefill = prefill or PrefillSettings()
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.renderer = renderer_from_config(vllm_config)
@@ -163,9 +162,9 @@ class LinkedEngineClient(_NotOurs):
         self._roles = roles
         self._encodings = Encodings(roles.encode)
         self._delimiters = Delimiters.of(self.model_config, self.renderer.get_tokenizer())
-        self.arranger = Arranger(compose_up_to=compose_up_to, free_text=free_text)
-        self._first_tokens, self._vocabulary = first_tokens, vllm_config.model_config.get_vocab_size()
-        self._renewal_seconds = lease_seconds / 3
+        self.arranger = Arranger(compose_up_to=compose_up_to, free_text=prefill.free_text)
+        self._first_tokens, self._vocabulary = prefill.first_token, vllm_config.model_config.get_vocab_size()
+        self._renewal_seconds = prefill.lease_seconds / 3
         self._failure: BaseException | None = None
 
     @property

@@ -273,14 +273,8 @@ def embedded(config: OrbitServeConfig) -> Iterator[Server]:
 
     async def run() -> None:
         roles = EmbeddedRoles(config)
-        client = LinkedEngineClient(
-            front_end_config(config.model, 1.0),
-            roles,
-            config.sums_up_to,
-            config.prefill.first_token,
-            config.prefill.lease_seconds,
-            config.prefill.free_text,
-        )
+        front_end = front_end_config(config.model, 1.0)
+        client = LinkedEngineClient(front_end, roles, config.sums_up_to, config.prefill)
         api = await build_api(client, config, on_delete=roles.forget)
         server = uvicorn.Server(uvicorn.Config(api, config.http.host, config.http.port, log_level="warning"))
         started.update(roles=roles, server=server)

@@ -36,7 +36,7 @@ BUDGETS = (6, 12, 25, 50)  # % of a page's KV bytes
 STORED_RANK = 4  # low enough to tell ways of storing apart
 LOST = 0.10  # accuracy; where blind reuse loses less, there is nothing to tell arms apart by
 Table = dict[str, dict[str, float]]
-Arms = TypeVar("Arms")
+Found = TypeVar("Found")
 Rows = Mapping[str, Mapping[str, float]]  # arm and figure to a number
 
 
@@ -257,7 +257,7 @@ def _of_storage(study: Study, items: int, kept: Kept) -> Iterator[tuple[str, Tab
     )
 
 
-def _inexact(arms: Mapping[str, Arms]) -> dict[str, Arms]:
+def _inexact(arms: Mapping[str, Found]) -> dict[str, Found]:
     """All arms but `exact`."""
     return {arm: row for arm, row in arms.items() if arm != "exact"}
 
