@@ -2,26 +2,30 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from itertools import chain
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
 import torch
+from PIL.Image import Image
 from rich.console import Console
 
 from infra.reference import DEFAULT_MODEL, weights
 from infra.reference.families import FAMILIES
-from infra.reference.scenes import Form, Split
+from infra.reference.pictures import page_picture
+from infra.reference.scenes import Form, Split, draw_items
 from kvstore.patch import Patch, PatchKind
 from kvstore.patch_form import PatchForm
 from prefill_workers.keys import ChunkKeys
 from prefill_workers.plan import LinkRequest
 from prefill_workers.policies import OperatingPoint
 from prefill_workers.settings import FidelitySettings
-from serving.bench.fidelity import composition, envelope, growth, online, reorder, storage
+from serving.bench.fidelity import composition, envelope, growth, online, prefix, reorder, storage
 from serving.bench.fidelity.arms import Repaired
-from serving.bench.fidelity.items import items
+from serving.bench.fidelity.items import SEED, items
 from serving.bench.fidelity.probe import Probe
 from serving.bench.fidelity.reader import Prompt, Reader
 from serving.bench.fidelity.scores import Scores, figures
@@ -50,16 +54,51 @@ def item(study: Study):
 
 
 def test_a_prompt_is_what_the_server_renders(study: Study, item):
-    from infra.reference.pictures import page_picture
-    from infra.reference.scenes import draw_items
-    from serving.bench.fidelity.items import SEED
-
     scenes, _ = draw_items(Split.multi, 1, SMALL, torch.Generator().manual_seed(SEED))
     pictures = [page_picture(scenes, 0, page, study.kind.cell) for page in range(3)]
     rendered = study.reader.rendered(pictures, item.question)
     prompt = item.prompt(study.reader)
     assert prompt.token_ids[: len(rendered.token_ids)].tolist() == rendered.token_ids
     assert [(place.start, place.stop) for place in prompt.places] == [(c.start, c.stop) for c in rendered.chunks]
+
+
+BLOCK = 32  # tokens of vLLM's prefix cache; its attention on processors takes no 16
+ASKED = (  # one after another, each with the leading pages that it shares with one before
+    ((0, 1, 2), 0),
+    ((0, 1, 2), 3),
+    ((0, 2, 1), 1),
+    ((1, 0, 2), 0),
+    ((1, 2, 0), 1),
+)
+
+
+def cached_by_vllm(requests: Sequence[tuple[list[Image], str, str]]) -> list[int]:
+    """Tokens that vLLM takes from its prefix cache for each request of pictures, a system prompt and a question."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        str(weights(DEFAULT_MODEL)), dtype="float32", max_model_len=1024, block_size=BLOCK, enable_prefix_caching=True,
+        enforce_eager=True, limit_mm_per_prompt={"image": SMALL.pages},
+    )  # fmt: skip
+    found = []
+    for pictures, system, question in requests:
+        content = [*({"type": "image_pil", "image_pil": one} for one in pictures), {"type": "text", "text": question}]
+        messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": content}]
+        (answer,) = llm.chat(messages, SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
+        found.append(answer.num_cached_tokens)
+    return found
+
+
+def test_prefix_caching_is_told_as_vllm_does_it(study: Study, item):
+    scenes, _ = draw_items(Split.multi, 1, SMALL, torch.Generator().manual_seed(SEED))
+    pictures = [page_picture(scenes, 0, page, study.kind.cell) for page in range(SMALL.pages)]
+    requests = [([pictures[i] for i in order], "", item.question) for order, _ in ASKED]
+    requests.append((pictures, "You are a helpful assistant.", item.question))  # all else is as it was
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        found = pool.submit(cached_by_vllm, requests).result()
+    said = [prefix.cached(item.prompt(study.reader, order), leading, BLOCK) for order, leading in ASKED]
+    assert found == [*said, 0]
+    assert said[1] > said[2] > 0 == said[0]
 
 
 def test_full_rank_patches_and_full_recomputation_are_an_exact_prefill(study: Study, item):
