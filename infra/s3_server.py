@@ -255,15 +255,16 @@ def _tail(log: Path) -> str:
 
 
 def main() -> None:
-    """Serve one bucket until interrupted, and print how to use it."""
-    with s3_server() as server:
-        server.make_bucket(BUCKET)
-        print("# S3 until interrupted; what it holds goes then. For orbitserve.yaml:")
-        print(server.configuration(BUCKET), end="", flush=True)
-        try:
+    """Serve one bucket until interrupted or terminated, and print how to use it."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with s3_server() as server:
+            server.make_bucket(BUCKET)
+            print("# S3 until interrupted; what it holds goes then. For orbitserve.yaml:")
+            print(server.configuration(BUCKET), end="", flush=True)
             signal.pause()
-        except KeyboardInterrupt:
-            print("stopped")
+    except KeyboardInterrupt:
+        print("stopped")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """vLLM's own switches, all of them, in one place.
 
 vLLM reads these variables when it is imported, so they have to be in the environment of a process before anything
-imports vLLM: Ray Serve roles get them through their `runtime_env`, tests and scripts through `os.environ`.
+imports vLLM: a replica of a role, tests and scripts put them into `os.environ` first.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ class LibrarySettings(BaseModel):
     durable: bool = Field(
         default=False,
         description="Sync every record to the local disk before it counts as written. Off, a power cut may lose or "
-        "damage what was written last; that is noticed and computed again. A dying process loses nothing either way.",
+        "damage what was written last; that is noticed and computed again. A process that is killed loses what it had "
+        "not written yet either way.",
     )
     url: str | None = Field(
         default=None, description="fsspec URL behind the disk, such as s3://bucket/prefix. None: none."

@@ -68,7 +68,7 @@ class ModelSettings(_Settings):
     @classmethod
     def _name_after_directory(cls, values: object) -> object:
         if isinstance(values, dict) and not values.get("served_name") and "path" in values:
-            return {**values, "served_name": Path(values["path"]).name}
+            return {**values, "served_name": Path(os.path.abspath(values["path"])).name}
         return values
 
 
@@ -99,12 +99,19 @@ class HttpSettings(_Settings):
     max_body_bytes: int = Field(128 * MIB, ge=1, description="Largest request body; larger ones are answered 413.")
     max_image_bytes: int = Field(20 * MIB, ge=1, description="Largest single image, as sent or uploaded.")
     max_document_bytes: int = Field(1 * MIB, ge=1, description="Largest single text document, as sent or uploaded.")
-    max_image_pixels: int = Field(33_000_000, ge=1, description="Most pixels of an image, read from its header.")
+    max_image_pixels: int = Field(
+        33_000_000, ge=1, le=178_956_970, description="Most pixels of an image, read from its header."
+    )  # Pillow opens none with more
     max_request_pixels: int = Field(
         256_000_000, ge=1, description="Most pixels of all images of one request: decoded they take 4 bytes each."
     )
     max_images_per_request: int = Field(64, ge=1, description="Most images in one request.")
-    max_concurrent_requests: int = Field(256, ge=1, description="Requests in progress; further ones are answered 429.")
+    max_concurrent_requests: int = Field(
+        256,
+        ge=1,
+        description="Generations, tokenisations and uploads in progress on one ingress replica; further ones are "
+        "answered 429.",
+    )
     allow_http_images: bool = Field(
         False, description="Fetch http(s) image URLs. Private addresses are always refused."
     )
@@ -117,6 +124,11 @@ class HttpSettings(_Settings):
         description="Bearer key to its tenant, or to {tenant: NAME, admin: true} for an administrator's. "
         "Empty: no key needed, one tenant named `local` who is the administrator: everybody who reaches the port.",
     )
+
+    @property
+    def max_file_bytes(self) -> int:
+        """Most bytes of an uploaded file."""
+        return max(self.max_image_bytes, self.max_document_bytes)
 
 
 class RoleSettings(_Settings):
@@ -175,6 +187,7 @@ class IngressSettings(RoleSettings):
 class VisionSettings(RoleSettings):
     """The vision encoder. It gives way to the prefill of requests that came before."""
 
+    max_ongoing_requests: int = Field(1024, ge=1, description="Calls in progress on a replica before Serve queues.")
     replicas: int = Field(
         1, ge=0, description="Replicas of the role. 0: prefill workers encode the images that they link themselves."
     )
@@ -312,6 +325,16 @@ class OrbitServeConfig(_Settings):
     keeper: LibraryRoleSettings = LibraryRoleSettings()
     precompute: PrecomputeSettings = PrecomputeSettings()
     access_log: AccessLogSettings = AccessLogSettings()
+
+    @model_validator(mode="after")
+    def _tells_that_it_is_full(self) -> OrbitServeConfig:
+        answered, taken = self.http.max_concurrent_requests, self.ingress.max_ongoing_requests
+        if answered >= taken:
+            raise ValueError(
+                f"ingress.max_ongoing_requests ({taken}) must be more than http.max_concurrent_requests ({answered}): "
+                "else requests wait before the ingress, which never answers 429"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_secret(self) -> OrbitServeConfig:

@@ -102,7 +102,7 @@ def run_doctor(
         files: URL and settings of the uploaded files whose place is checked; None checks none.
         engine: further fields of the `EngineSpec` of the engine that is checked, which keeps `kv_cache_gib` of KV.
     """
-    results = [check_packages(_lock_file()), check_processor(), check_memory(), check_disk(Path.cwd())]
+    results = [check_packages(_lock_file()), check_processor(), check_memory(), check_disk(_on_disk(library))]
     results += [check_port(port) for port in ports]
     results += check_library(library) if library is not None else []
     results += [check_files(*files)] if files is not None else []
@@ -179,8 +179,15 @@ def check_memory() -> CheckResult:
     return _verdict("memory", available >= MIN_MEMORY_BYTES, detail, remedy)
 
 
+def _on_disk(library: LibrarySettings | None) -> Path:
+    """A folder of the file system that has the library's directory, or will have it."""
+    directory = library.directory if library is not None else None
+    wanted = Path.cwd() / (directory or "")
+    return next(folder for folder in (wanted, *wanted.parents) if folder.is_dir())
+
+
 def check_disk(folder: Path) -> CheckResult:
-    """Free space where the library lies by default."""
+    """Free space where the library lies, or would by default."""
     free = shutil.disk_usage(folder).free
     remedy = f"the library and Ray need {MIN_DISK_BYTES // GIB} GiB: free some, or move the library elsewhere"
     return _verdict("disk", free >= MIN_DISK_BYTES, f"{free / GIB:.1f} GiB free in {folder}", remedy)

@@ -27,7 +27,7 @@ from typing import Any, Literal, Protocol
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.protocol import EngineClient
-from vllm.exceptions import GenerationError, VLLMValidationError
+from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidationError
 from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.outputs import RequestOutput
 from vllm.renderers import renderer_from_config
@@ -275,7 +275,9 @@ class LinkedEngineClient(_NotOurs):
                 return
             except RoleUnavailable as error:
                 if answer.decoded or attempt == 2:
-                    raise GenerationError(f"a worker was lost: {error}") from error
+                    said = answer.begun or answer.decoded  # if not, another try is safe: 503
+                    lost = GenerationError if said else RetryableRequestError
+                    raise lost(f"a worker was lost: {error}") from error
                 logger.warning("request %.100r: %s; trying another replica", request_id, error)
             except Overloaded as error:
                 if answer.begun:

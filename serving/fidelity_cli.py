@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated, Any
 
 import httpx
@@ -46,11 +47,20 @@ def allow(
     console.print(f"{point} is allowed again on {replicas} prefill workers" if replicas else f"{point} was allowed")
 
 
+def _on_loopback(url: str) -> bool:
+    """Whether a URL names this very machine: no proxy of the environment reaches that."""
+    host = httpx.URL(url).host
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _ask(method: str, url: str, path: str, api_key: str | None) -> Any:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     address = f"{url.rstrip('/')}/v1/orbit/operating_points{path}"
     try:
-        response = httpx.request(method, address, headers=headers, timeout=30)
+        response = httpx.request(method, address, headers=headers, timeout=30, trust_env=not _on_loopback(url))
     except httpx.HTTPError as error:
         console.print(f"[red]error:[/red] no service answers at {escape(url)}: {escape(str(error))}")
         raise typer.Exit(1) from None

@@ -131,6 +131,7 @@ def wait_until_ready(console: Console, timeout_s: float) -> None:
             if status.status == "DEPLOY_FAILED":
                 raise StartUpError(f"{status.message}\n{_logs()}")
         if time.monotonic() - began > timeout_s:
-            missing = ", ".join(name for name in _ROLES if name not in ready)
+            awaited = status.deployments if status is not None else _ROLES
+            missing = ", ".join(name for name in _ROLES if name in awaited and name not in ready)
             raise StartUpError(f"not ready after {timeout_s:.0f} s: {missing}\n{_logs()}")
         time.sleep(0.5)  # asking takes 15 ms of CPU, which the roles want for coming up

@@ -146,15 +146,13 @@ async def build_api(
     app.state.metrics = metrics
     client.observe = metrics.observe
     await _add_openai(app, client, config, media, documents)
-    app.include_router(
-        files_router(files, stores, media, max(http.max_image_bytes, http.max_document_bytes), on_delete)
-    )
+    app.include_router(files_router(files, stores, media, http.max_file_bytes, on_delete))
     app.include_router(vector_stores_router(stores, on_delete))
     app.include_router(fidelity_router(client.roles))
     _add_operations(app, client, metrics, replica, counted)
     answer_errors(app)
     app.add_middleware(CancelAnswers)
-    app.add_middleware(Limit, http.max_body_bytes, http.max_concurrent_requests, metrics)
+    app.add_middleware(Limit, http, metrics)
     app.add_middleware(Authenticate, http.api_keys)
     if http.cors_origins:  # before keys are asked for: a browser's question whether it may call carries none
         app.add_middleware(CORSMiddleware, allow_origins=http.cors_origins, allow_methods=["*"], allow_headers=["*"])

@@ -13,13 +13,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.api.errors import error_body
 from serving.api.metrics import Metrics
-from serving.config import ApiKey
+from serving.config import ApiKey, HttpSettings
 
 _LOCAL = ApiKey(tenant="local", admin=True)
 _OPEN_PATHS = frozenset({"/health", "/metrics", "/docs", "/openapi.json", "/redoc"})
 _GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 # Of a chat /tokenize fetches, decodes and processes all images; both run where all prompts are rendered.
-_LIMITED_PATHS = _GENERATING_PATHS | {"/tokenize", "/detokenize"}
+_TOKENISING_PATHS = frozenset({"/tokenize", "/detokenize"})
+_UPLOAD_PATH = "/v1/files"
+_UPLOAD_ENVELOPE = 64 * 1024  # bytes of an upload's body that are not the file: field names, boundaries, file name
+
+
+def _route(scope: Scope) -> str:
+    """The path as the application's routes have it: where it is mounted under a prefix, without that."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "").rstrip("/")
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
 class Authenticate:
@@ -34,7 +43,7 @@ class Authenticate:
             await self._app(scope, receive, send)
             return
         owner = self._owner(Headers(scope=scope).get("authorization", ""))
-        if owner is None and scope["path"] not in _OPEN_PATHS:
+        if owner is None and _route(scope) not in _OPEN_PATHS:
             body = error_body("missing or unknown API key", HTTPStatus.UNAUTHORIZED)
             await JSONResponse(body, 401, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)
             return
@@ -61,14 +70,15 @@ class _BodyTooLarge(HTTPException):
 
 
 class Limit:
-    """Bounds request bodies while they are read, and generation and tokenisation requests in progress.
+    """Bounds request bodies while they are read, and generations, tokenisations and uploads in progress.
 
     One too many is answered 429 with Retry-After.
     """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, max_concurrent: int, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, http: HttpSettings, metrics: Metrics) -> None:
         self._app = app
-        self._max_body, self._max_concurrent = max_body_bytes, max_concurrent
+        self._max_body, self._max_concurrent = http.max_body_bytes, http.max_concurrent_requests
+        self._max_upload = min(http.max_body_bytes, http.max_file_bytes + _UPLOAD_ENVELOPE)
         self._metrics = metrics
         self._running = 0
 
@@ -76,15 +86,17 @@ class Limit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["path"] not in _LIMITED_PATHS or scope["method"] != "POST":
-            await self._bounded(scope, receive, send)
-            return
-        if scope["path"] in _GENERATING_PATHS:
+        path = _route(scope) if scope["method"] == "POST" else ""
+        if path in _GENERATING_PATHS:
             await self._counted(scope, receive, send)
+        elif path in _TOKENISING_PATHS:
+            await self._limited(scope, receive, send, self._max_body)
+        elif path == _UPLOAD_PATH:
+            await self._limited(scope, receive, send, self._max_upload)
         else:
-            await self._limited(scope, receive, send)
+            await self._bounded(scope, receive, send, self._max_body)
 
-    async def _limited(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _limited(self, scope: Scope, receive: Receive, send: Send, max_body: int) -> None:
         if self._running >= self._max_concurrent:
             message = f"{self._running} requests are in progress already; try again later"
             body = error_body(message, HTTPStatus.TOO_MANY_REQUESTS)
@@ -92,7 +104,7 @@ class Limit:
             return
         self._running += 1
         try:
-            await self._bounded(scope, receive, send)
+            await self._bounded(scope, receive, send, max_body)
         finally:
             self._running -= 1
 
@@ -111,26 +123,26 @@ class Limit:
             await send(message)
 
         try:
-            await self._limited(scope, receive, counted)
+            await self._limited(scope, receive, counted, self._max_body)
         except Exception:
             if not answered:
                 count(500)
             raise
 
-    async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _bounded(self, scope: Scope, receive: Receive, send: Send, max_body: int) -> None:
         taken = 0
 
         async def bounded() -> Message:
             nonlocal taken
             message = await receive()
             taken += len(message.get("body", b""))
-            if taken > self._max_body:
-                raise _BodyTooLarge(self._max_body)
+            if taken > max_body:
+                raise _BodyTooLarge(max_body)
             return message
 
         announced = Headers(scope=scope).get("content-length", "0")
-        if announced.isdigit() and int(announced) > self._max_body:
-            error = _BodyTooLarge(self._max_body)
+        if announced.isdigit() and int(announced) > max_body:
+            error = _BodyTooLarge(max_body)
             await JSONResponse(error_body(error.detail, HTTPStatus(error.status_code)), 413)(scope, receive, send)
             return
         await self._app(scope, bounded, send)

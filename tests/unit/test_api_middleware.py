@@ -14,12 +14,17 @@ from serving.api.metrics import Metrics, exposition
 from serving.config import ApiKey, HttpSettings
 
 
-def api(keys: dict[str, ApiKey] | None = None, max_body: int = 1000, at_once: int = 2) -> FastAPI:
+def limits(max_body: int = 1000, at_once: int = 2) -> HttpSettings:
+    return HttpSettings(max_body_bytes=max_body, max_concurrent_requests=at_once)
+
+
+def api(keys: dict[str, ApiKey] | None = None, http: HttpSettings | None = None) -> FastAPI:
     app = FastAPI()
     app.state.gate = asyncio.Event()
     app.state.metrics = Metrics()
 
     @app.post("/tokenize")
+    @app.post("/v1/files")
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> dict:
         body = await request.body()
@@ -35,7 +40,7 @@ def api(keys: dict[str, ApiKey] | None = None, max_body: int = 1000, at_once: in
     async def models(request: Request) -> dict:
         return {"tenant": request.state.tenant, "admin": request.state.admin}
 
-    app.add_middleware(Limit, max_body, at_once, app.state.metrics)
+    app.add_middleware(Limit, http or limits(), app.state.metrics)
     app.add_middleware(Authenticate, keys or {})
     return app
 
@@ -87,7 +92,7 @@ async def test_a_body_is_bounded_whether_announced_or_streamed():
         for _ in range(20):
             yield b"x" * 100
 
-    async with client(api(max_body=1000)) as c:
+    async with client(api()) as c:
         announced = await c.post("/v1/chat/completions", content=b"x" * 1001)
         chunked = await c.post("/v1/chat/completions", content=streamed())
         fits = await c.post("/v1/chat/completions", content=b"x" * 1000)
@@ -95,8 +100,33 @@ async def test_a_body_is_bounded_whether_announced_or_streamed():
     assert "1000 bytes" in announced.json()["error"]["message"]
 
 
+async def test_an_upload_is_bounded_by_the_largest_file_there_may_be():
+    files = HttpSettings(max_image_bytes=1000, max_document_bytes=2000)
+    envelope = 64 * 1024
+    async with client(api(http=files)) as c:
+        fits = await c.post("/v1/files", content=b"x" * (2000 + envelope))
+        larger = await c.post("/v1/files", content=b"x" * (2001 + envelope))
+        chat = await c.post("/v1/chat/completions", content=b"x" * (2001 + envelope))
+    assert (fits.status_code, larger.status_code, chat.status_code) == (200, 413, 200)
+
+
+async def test_under_a_prefix_the_same_paths_are_open_and_limited():
+    app = api({"one": ApiKey(tenant="acme")}, limits(at_once=1))
+    mounted = httpx.ASGITransport(app, root_path="/orbit")
+    async with httpx.AsyncClient(transport=mounted, base_url="http://test/orbit") as c:
+        assert (await c.get("/health")).status_code == 200
+        assert (await c.get("/v1/models")).status_code == 401
+        key = {"Authorization": "Bearer one"}
+        held = asyncio.create_task(c.post("/v1/chat/completions", content=b"wait", headers=key))
+        await asyncio.sleep(0.05)
+        assert (await c.post("/v1/chat/completions", content=b"x", headers=key)).status_code == 429
+        app.state.gate.set()
+        assert (await held).status_code == 200
+    assert 'orbitserve_requests_total{status="200"} 1.0' in counted(app.state.metrics)
+
+
 async def test_further_requests_are_told_to_come_back_and_places_come_free_again():
-    app = api(at_once=2)
+    app = api()
     async with client(app) as c:
         held = [asyncio.create_task(c.post("/v1/chat/completions", content=b"wait")) for _ in range(2)]
         await asyncio.sleep(0.05)
@@ -111,12 +141,13 @@ async def test_further_requests_are_told_to_come_back_and_places_come_free_again
     assert 'orbitserve_requests_total{status="429"} 1.0' in counted(app.state.metrics)
 
 
-async def test_tokenisation_takes_a_place_but_is_no_generation_request():
-    app = api(at_once=1)
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/files"])
+async def test_tokenisation_and_uploads_take_a_place_but_are_no_generation_requests(path: str):
+    app = api(http=limits(at_once=1))
     async with client(app) as c:
-        held = asyncio.create_task(c.post("/tokenize", content=b"wait"))
+        held = asyncio.create_task(c.post(path, content=b"wait"))
         await asyncio.sleep(0.05)
-        for path in ("/tokenize", "/detokenize", "/v1/chat/completions"):
+        for path in ("/tokenize", "/detokenize", "/v1/files", "/v1/chat/completions"):
             refused = await c.post(path, content=b"x")
             assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
         app.state.gate.set()
@@ -130,7 +161,7 @@ async def test_tokenisation_takes_a_place_but_is_no_generation_request():
 
 
 async def test_a_cancelled_request_gives_its_place_back():
-    app = api(at_once=1)
+    app = api(http=limits(at_once=1))
     async with client(app) as c:
         held = asyncio.create_task(c.post("/v1/chat/completions", content=b"wait"))
         await asyncio.sleep(0.05)
@@ -151,7 +182,7 @@ async def test_what_goes_wrong_inside_is_counted_too():
         return JSONResponse({"error": str(error)}, 500)
 
     metrics = Metrics()
-    app.add_middleware(Limit, 1000, 2, metrics)
+    app.add_middleware(Limit, limits(), metrics)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as c:
         assert (await c.post("/v1/chat/completions", content=b"x")).status_code == 500

@@ -21,7 +21,7 @@ from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.api_router import router as completion_router
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-from vllm.exceptions import GenerationError, VLLMValidationError
+from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidationError
 
 from serving.api.app import OrbitServingCompletion
 from serving.api.auth import Authenticate
@@ -169,6 +169,7 @@ async def post(app: FastAPI, path: str, **more: Any) -> httpx.Response:
     [
         (OverloadedError("the queue is full"), 429),
         (VLLMValidationError("the request is too large"), 400),
+        (RetryableRequestError("a worker was lost"), 503),
         (GenerationError("a worker was lost"), 500),
         (RuntimeError("a bug"), 500),
     ],

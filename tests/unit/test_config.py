@@ -38,6 +38,14 @@ def test_a_file_and_the_command_line_are_put_together(tmp_path: Path, checkpoint
     assert (config.http.host, config.http.port, config.prefill.replicas) == ("0.0.0.0", 1234, 3)
 
 
+@pytest.mark.parametrize("path", [".", "../model", "../model/"])
+def test_a_model_is_named_after_its_directory_however_that_is_written(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, path: str
+):
+    monkeypatch.chdir(checkpoint)
+    assert OrbitServeConfig.load(None, model=Path(path)).model.served_name == "model"
+
+
 def test_paths_are_those_of_the_working_directory_wherever_they_are_used(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -71,6 +79,11 @@ def test_paths_are_those_of_the_working_directory_wherever_they_are_used(
         ("model: {path: MODEL}\nvision: {replicas: -1}\n", "vision.replicas"),
         ("model: {path: MODEL}\nprefill: {max_ongoing_requests: 256}\n", r"prefill: .*must be more than max_queue"),
         ("model: {path: MODEL}\nhttp: {port: often}\n", "http.port"),
+        ("model: {path: MODEL}\nhttp: {max_image_pixels: 200000000}\n", "http.max_image_pixels"),
+        (
+            "model: {path: MODEL}\nhttp: {max_concurrent_requests: 2000}\n",
+            r"ingress.max_ongoing_requests \(1024\) must be more than http.max_concurrent_requests \(2000\)",
+        ),
         ("model: {path: MODEL, dtype: int4}\n", "model.dtype"),
         ("model: {path: some-hub/model}\n", "holds no config.json; .*hf download NAME --local-dir DIR"),
         ("model: {path: MODEL}\nhttp: {api_keys: {key: dynamic-library}}\n", "names the dynamic library"),

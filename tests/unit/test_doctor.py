@@ -90,6 +90,12 @@ def test_a_port_that_orbitserve_has_passes(status: int, said: Any, ours: bool) -
     assert ("in use by a running OrbitServe" in found.detail) is ours
 
 
+def test_the_disk_that_is_looked_at_is_the_librarys(tmp_path: Path) -> None:
+    assert doctor._on_disk(LibrarySettings(directory=tmp_path / "not" / "there yet")) == tmp_path
+    for nowhere in (None, LibrarySettings(directory=None)):
+        assert doctor._on_disk(nowhere) == Path.cwd()
+
+
 def test_too_little_disk_fails_with_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_disk(tmp_path).remedy == "" or not check_disk(tmp_path).ok
     monkeypatch.setattr(doctor, "MIN_DISK_BYTES", 1 << 60)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from engine_client_support import EOS, OUTPUTS, Roles, ask, client_of, tokens_of
-from vllm.exceptions import GenerationError, VLLMValidationError
+from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -154,15 +154,16 @@ async def test_kv_that_cannot_be_pulled_costs_a_second_attempt(first_tokens: lis
 
 async def test_a_second_loss_is_the_callers_to_know():
     roles = Roles(generate=[RoleUnavailable("gone"), RoleUnavailable("gone again")])
-    with pytest.raises(GenerationError, match="gone again"):
+    with pytest.raises(RetryableRequestError, match="gone again"):
         await ask(roles, n=3)
     assert roles.abandoned == [("lease-1", 3), ("lease-2", 3)]
 
 
 async def test_a_worker_lost_in_the_middle_of_an_answer_is_not_retried():
     roles = Roles(between=[RoleUnavailable("gone")])
-    with pytest.raises(GenerationError, match="gone"):
+    with pytest.raises(GenerationError, match="gone") as caught:
         await ask(roles)
+    assert not isinstance(caught.value, RetryableRequestError)
     assert roles.calls.count("link") == 1
     assert roles.abandoned == []
 
