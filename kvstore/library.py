@@ -12,7 +12,7 @@
 | persisted | a tier | looks in the farthest tier alone |
 | pin | nothing | the keys stay in memory and on disk while the block runs |
 | delete, delete_content | every tier | removes everywhere, also what is queued |
-| flush, close | the queue | persists what is queued |
+| flush, close | the queues | persists what is queued |
 
 A tier that fails, is slow, or returns damaged bytes costs a miss, never an error: damaged records are moved aside and
 counted. Records are read-only: whoever changes a tensor that came from here ends its process.
@@ -28,13 +28,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import cast
 
 import pyarrow as pa
 
 from kvstore.deletions import Deletions, derives
-from kvstore.errors import StoreError, TierUnavailable
+from kvstore.errors import StoreError
 from kvstore.eviction import HotCache
 from kvstore.format import BasisRecord, CanonicalRecord, EmbeddingRecord, PatchRecord, Record, RecordKind, encode_parts
 from kvstore.loading import Loading
@@ -63,7 +64,7 @@ class LibraryStats:
     quarantined: int
     tier_errors: int
     writes: int  # per tier
-    dropped_writes: int  # not persisted: queue full, tier full or failing
+    dropped_writes: int  # per tier; not persisted: queue full, tier full or failing
     evictions: int
     bytes: int  # of decoded records in memory
     tier_bytes: dict[str, int]  # per tier, as last counted
@@ -72,13 +73,20 @@ class LibraryStats:
     loaded_bytes: int  # by these
 
 
-@dataclass(frozen=True)
 class _Write:
-    """A queued write: the record, its encoded bytes if they are known, and the tiers that lack it."""
+    """A queued write: the record and its encoded bytes, which all tiers share."""
 
-    record: Record
-    encoded: pa.Buffer | None
-    tiers: range
+    def __init__(self, record: Record, encoded: pa.Buffer | None = None) -> None:
+        self.record = record
+        self._lock = threading.Lock()
+        self._pieces: Sequence[pa.Buffer] | None = None if encoded is None else [encoded]
+
+    def pieces(self) -> Sequence[pa.Buffer]:
+        """The encoded record; whoever asks first encodes it."""
+        with self._lock:
+            if self._pieces is None:
+                self._pieces = encode_parts(self.record)
+            return self._pieces
 
 
 class Library:
@@ -105,9 +113,16 @@ class Library:
         self._hot = HotCache(settings.memory_bytes, settings.tenant_memory_bytes, self._is_pinned, self._announce)
         tiers = TierStack.tiers_of(settings) if tiers is None else tiers
         self._stack = TierStack(tiers, settings, self._is_pinned, self._hot.last_used)
-        self._queue = WriteBehind[_Write, Sequence[pa.Buffer]](
-            self._encode, self._persist, self._undo, settings.write_queue_items, settings.write_queue_bytes
-        )
+        self._queues = [  # of each tier by itself: what waits for a slow one keeps nothing from the others
+            WriteBehind[_Write, Sequence[pa.Buffer]](
+                _Write.pieces,
+                partial(self._persist, index),
+                partial(self._stack.undo, index),
+                settings.write_queue_items,
+                settings.write_queue_bytes,
+            )
+            for index in range(len(self._stack.tiers))
+        ]
         self._loads = [  # of each tier by itself: what waits for a silent one keeps nobody from the others
             ThreadPoolExecutor(settings.load_threads, thread_name_prefix=f"kvstore-load-{tier.name}")
             for tier in self._stack.tiers
@@ -281,8 +296,8 @@ class Library:
 
         A reference's content (see `kvstore.chunk.is_shared`) takes every tenant's records with it. For
         `deletion_grace_s` this process keeps nothing that still derives from the content.
-        Returns how many records went. Memory of other processes is not reached: call it in each of them. Raises
-        TierUnavailable if a tier cannot be reached; call it again then.
+        Returns of how many records it knew. Memory of other processes is not reached: call it in each of them. Raises
+        TierUnavailable if a tier cannot be reached, after all that can be are rid of them; call it again then.
         """
 
         def derived(record: Record) -> bool:
@@ -290,21 +305,33 @@ class Library:
 
         with self._lock:  # what was let in before is found below
             self._deletions.note(content, tenant)
-        paths = set(self._hot.matching(derived)) | set(self._queue.matching(lambda write: derived(write.record)))
-        removed = {path for path in paths if self._forget(path)}
-        stored, markers = self._stack.derived_from(content, tenant)
-        removed |= {path for path in paths | stored if self._delete(path)}
-        for tier, keys in markers:
-            tier.delete_all(keys)
-        return len(removed)
+        paths = set(self._hot.matching(derived))
+        paths.update(*(queue.matching(lambda write: derived(write.record)) for queue in self._queues))
+        for path in paths:
+            self._forget(path)
+        stored = self._stack.derived_from(content, tenant)
+        for path in stored.records - paths:
+            self._forget(path)
+        paths |= stored.records
+        for path in paths:
+            self._settle(path)
+        self._stack.remove_derived(stored, paths)
+        return len(paths)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Waits until everything put so far is persisted. False if `timeout` seconds were not enough."""
-        return self._queue.flush(timeout)
+        until = None if timeout is None else time.monotonic() + timeout
+        return all([queue.flush(_left(until)) for queue in self._queues])
 
     def close(self, timeout: float | None = 30.0) -> None:
-        """Persists what is queued and stops the threads."""
-        self._queue.close(timeout)
+        """Persists what is queued, as far as `timeout` seconds allow, and stops the threads."""
+        until = None if timeout is None else time.monotonic() + timeout
+        for queue in self._queues:
+            queue.end()
+        for tier, queue in zip(self._stack.tiers, self._queues, strict=True):
+            lost = queue.close(_left(until))
+            if lost:
+                logger.warning("%s: %d records were not persisted in time", tier.name, lost)
         for pool in (*self._loads, self._look_ups):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -321,6 +348,7 @@ class Library:
         with self._lock:
             own, load_ms = Counter(self._counts), self._load_ms
         tiers = self._stack.count()
+        failures = sum(queue.failures for queue in self._queues)
         return LibraryStats(
             hits=own["memory_hits"] + own["tier_hits"],
             memory_hits=own["memory_hits"],
@@ -331,7 +359,7 @@ class Library:
             quarantined=tiers["quarantined"],
             tier_errors=tiers["tier_errors"],
             writes=tiers["writes"],
-            dropped_writes=own["dropped_writes"] + tiers["dropped_writes"] + self._queue.failures,
+            dropped_writes=own["dropped_writes"] + tiers["dropped_writes"] + failures,
             evictions=self._hot.evictions + sum(budget.evictions for budget in self._stack.budgets),
             bytes=self._hot.nbytes,
             tier_bytes={budget.tier.name: budget.nbytes for budget in self._stack.budgets},
@@ -354,9 +382,13 @@ class Library:
         """The record if memory has it: in the cache, or still waiting to be written."""
         record = self._hot.get(path)
         if record is None:
-            write = self._queue.pending(path)
+            write = self._pending(path)
             record = None if write is None else write.record
         return record
+
+    def _pending(self, path: str) -> _Write | None:
+        """What waits to be written to some tier."""
+        return next((write for queue in self._queues if (write := queue.pending(path)) is not None), None)
 
     def _get(self, kind: RecordKind, key: str, tenant: str) -> Record | None:
         return self.wait(self.load(kind, key, tenant))
@@ -405,10 +437,10 @@ class Library:
             self._ended(loading)
             if found is not None and not (deleted or loading.dropped):
                 self._hot.put(path, found.record)
-                nearer = _Write(found.record, found.encoded, range(index))
-                pending = self._queue.pending(path) is not None  # it was put meanwhile, for all tiers
-                if nearer.tiers and not pending and not self._queue.submit(path, nearer, found.encoded.size):
-                    logger.info("write queue full: %s is not copied to nearer tiers", path)
+                if self._pending(path) is None:  # else it was put meanwhile, for all tiers
+                    refused = self._submit(path, _Write(found.record, found.encoded), found.encoded.size, index)
+                    if refused:
+                        logger.info("write queue full: %s is not copied to %s", path, ", ".join(refused))
         loading.set_result(None if found is None or deleted else found.record)
 
     def _ended(self, loading: Loading) -> None:
@@ -424,39 +456,44 @@ class Library:
         if record.fingerprint != self.fingerprint:
             raise StoreError("the record's model fingerprint is not this library's")
         path = path_of(record)
-        write = _Write(record, None, range(len(self._stack.tiers)))
         with self._lock:  # a deletion begins before or after
             if self._deletions.covers(record):
                 return
             self._hot.put(path, record)
-            queued = not write.tiers or self._queue.submit(path, write, record.nbytes)
-            self._counts["dropped_writes"] += not queued
-        if not queued:
-            logger.warning("write queue full: %s is kept in memory only", path)
+            refused = self._submit(path, _Write(record), record.nbytes, len(self._queues))
+            self._counts["dropped_writes"] += len(refused)
+        if refused:
+            logger.warning("write queue full: %s is not written to %s", path, ", ".join(refused))
 
-    def _encode(self, write: _Write) -> Sequence[pa.Buffer]:
-        return encode_parts(write.record) if write.encoded is None else [write.encoded]
+    def _submit(self, path: str, write: _Write, nbytes: int, tiers: int) -> list[str]:
+        """Queues a write to that many tiers, the nearest ones; names those whose queue is full."""
+        queues = zip(self._stack.tiers[:tiers], self._queues, strict=False)
+        return [tier.name for tier, queue in queues if not queue.submit(path, write, nbytes)]
 
-    def _persist(self, path: str, write: _Write, pieces: Sequence[pa.Buffer]) -> None:
+    def _persist(self, index: int, path: str, write: _Write, pieces: Sequence[pa.Buffer]) -> None:
         if not self._deletions.covers(write.record):
-            self._stack.write(write.record, pieces, write.tiers)
-
-    def _undo(self, path: str) -> None:
-        try:
-            self._stack.remove(path)
-        except TierUnavailable as error:
-            logger.warning("could not undo the write of %s: %s", path, error)
+            self._stack.write(index, write.record, pieces)
 
     def _forget(self, path: str) -> bool:
-        """Removes a record from memory and from the queue."""
+        """Removes a record from memory and from the queues."""
         with self._lock:
             under_way = self._loading.pop(path, None)
             for loading in (*self._passed.pop(path, ()), *([] if under_way is None else [under_way])):
                 loading.dropped = True
             in_memory = self._hot.remove(path)
-        return self._queue.cancel(path) or in_memory
+        return any([queue.cancel(path) for queue in self._queues]) or in_memory
+
+    def _settle(self, path: str) -> None:
+        """Waits while a record is written: what cannot be undone has to be removed afterwards."""
+        for queue in self._queues:
+            queue.settle(path)
 
     def _delete(self, path: str) -> bool:
         forgotten = self._forget(path)
-        self._queue.settle(path)  # what could not be undone is removed here, or the caller hears that it could not be
+        self._settle(path)
         return self._stack.remove(path) or forgotten
+
+
+def _left(until: float | None) -> float | None:
+    """Seconds left until a time (`time.monotonic`); None: without end."""
+    return None if until is None else max(0.0, until - time.monotonic())

@@ -65,9 +65,9 @@ class LibrarySettings(BaseModel):
     verify: bool = Field(default=True, description="Check every layer's checksum when a record is loaded from a tier.")
     load_timeout_s: float = Field(default=2.0, gt=0, description="A slower load is a miss; it still warms the memory.")
     load_threads: int = Field(default=16, ge=1, description="Loads in progress at once from one tier.")
-    write_queue_items: int = Field(default=256, ge=1, description="Records waiting to be persisted; more are dropped.")
+    write_queue_items: int = Field(default=256, ge=1, description="Records waiting for a tier; more are dropped.")
     write_queue_bytes: int = Field(
-        default=1 * GIB, ge=1, description="Bytes waiting to be persisted; more are dropped."
+        default=1 * GIB, ge=1, description="Bytes waiting for a tier; more are dropped, but for one record by itself."
     )
     tier_failures: int = Field(
         default=3, ge=1, description="Failures in a row after which a tier is left alone for a while."

@@ -34,8 +34,17 @@ class Found:
     encoded: pa.Buffer
 
 
+@dataclass(frozen=True)
+class Derived:
+    """What is derived from a content id: paths of records, each tier's markers of them, and why one was not listed."""
+
+    records: set[str]
+    markers: list[list[str]]
+    failure: TierUnavailable | None
+
+
 class TierStack:
-    """Thread-safe for reading; `write` is called by one thread.
+    """Thread-safe for reading; a tier is written to by one thread.
 
     `pinned(key)`: whether a record is in use; `last_used()`: when memory answered for a path (a tier cannot see that).
     """
@@ -162,30 +171,29 @@ class TierStack:
         error = TierUnavailable(f"{self.tiers[index].name}: no answer in time for {loading.path}")
         self._failed(error, self._health[index].reads)
 
-    def write(self, record: Record, pieces: Sequence[pa.Buffer], tiers: Iterable[int]) -> None:
-        """Stores the encoded record and its markers in the named tiers, as far as they work and have room."""
+    def write(self, index: int, record: Record, pieces: Sequence[pa.Buffer]) -> None:
+        """Stores the encoded record and its markers in a tier, if that works and has room."""
+        if not self._health[index].takes_writes:
+            self._count("dropped_writes")
+            return
         path, tenant = path_of(record), tenant_digest(record.tenant)
         note, markers = pa.py_buffer(path.encode()), marker_paths(record)
         size = sum(piece.size for piece in pieces) + len(markers) * note.size
-        for index in tiers:
-            if not self._health[index].takes_writes:
+        tier, budget = self.tiers[index], self.budgets[index]
+        try:
+            if not budget.make_room(tenant, size):
+                logger.warning("%s: no room for %d bytes of %s", tier.name, size, path)
                 self._count("dropped_writes")
-                continue
-            tier, budget = self.tiers[index], self.budgets[index]
-            try:
-                if not budget.make_room(tenant, size):
-                    logger.warning("%s: no room for %d bytes of %s", tier.name, size, path)
-                    self._count("dropped_writes")
-                    continue
-                for marker in markers:
-                    tier.put(marker, [note])
-                tier.put(path, pieces)
-                budget.wrote(tenant, size)
-                self._health[index].writes.succeeded()
-                self._count("writes")
-            except TierUnavailable as error:
-                self._count("dropped_writes")
-                self._failed(error, self._health[index].writes)
+                return
+            for marker in markers:
+                tier.put(marker, [note])
+            tier.put(path, pieces)
+            budget.wrote(tenant, size)
+            self._health[index].writes.succeeded()
+            self._count("writes")
+        except TierUnavailable as error:
+            self._count("dropped_writes")
+            self._failed(error, self._health[index].writes)
 
     def stored(self, left: Callable[[set[str]], Collection[str]]) -> tuple[set[str], bool]:
         """Which paths the tiers have, nearest first, each asked once; one that fails counts as having none.
@@ -245,19 +253,48 @@ class TierStack:
         removed, failure = False, None
         for tier in self.tiers:
             try:
-                for key in (path, QUARANTINE + path):
-                    removed = tier.delete(key) or removed
+                removed = _remove(tier, path) or removed
             except TierUnavailable as error:
                 failure = error
         if failure is not None:
             raise failure
         return removed
 
-    def derived_from(self, content: str, tenant: str) -> tuple[set[str], list[tuple[Tier, list[str]]]]:
-        """Paths of records derived from a content id, and each tier's markers of them. Raises TierUnavailable."""
-        markers = [(tier, list(tier.keys(content_prefix(content, tenant)))) for tier in self.tiers]
-        parsed = (Marker.parse(key) for _, keys in markers for key in keys)
-        return {marker.record for marker in parsed if marker is not None}, markers
+    def undo(self, index: int, path: str) -> None:
+        """Deletes a record from a tier as far as that works."""
+        try:
+            _remove(self.tiers[index], path)
+        except TierUnavailable as error:
+            logger.warning("could not undo the write of %s: %s", path, error)
+
+    def derived_from(self, content: str, tenant: str) -> Derived:
+        """What is derived from a content id, of those tiers that can be listed."""
+        markers: list[list[str]] = []
+        failure: TierUnavailable | None = None
+        for tier in self.tiers:
+            markers.append([])
+            try:
+                markers[-1] += tier.keys(content_prefix(content, tenant))
+            except TierUnavailable as error:
+                failure = error
+        parsed = (Marker.parse(key) for keys in markers for key in keys)
+        return Derived({marker.record for marker in parsed if marker is not None}, markers, failure)
+
+    def remove_derived(self, derived: Derived, paths: Collection[str]) -> None:
+        """Deletes records from every tier, quarantined copies too, then the markers that told of them.
+
+        Raises TierUnavailable after trying all tiers, also if one could not be listed: it may hold more.
+        """
+        failure = derived.failure
+        records = [*paths, *(QUARANTINE + path for path in paths)]
+        for tier, markers in zip(self.tiers, derived.markers, strict=True):
+            try:
+                tier.delete_all(records)
+                tier.delete_all(markers)
+            except TierUnavailable as error:
+                failure = error
+        if failure is not None:
+            raise failure
 
     def count(self) -> Counter[str]:
         with self._lock:
@@ -299,6 +336,11 @@ class TierStack:
             )
             for entry, path, markers, recompute_seconds in records
         ]
+
+
+def _remove(tier: Tier, path: str) -> bool:
+    """Whether there was a record, or a quarantined copy."""
+    return any([tier.delete(key) for key in (path, QUARANTINE + path)])
 
 
 def _read(tier: Tier, path: str, decoded: Callable[[Blob], Record]) -> Found | None:

@@ -18,6 +18,8 @@ Prepared = TypeVar("Prepared")
 class WriteBehind(Generic[Payload, Prepared]):
     """A bounded queue of (path, payload), written in order by one thread; a newer payload replaces a waiting one.
 
+    One may always wait, however large: a payload of more than `max_bytes` is let in where nothing else waits.
+
     `prepare(payload)` runs on a thread of its own, one payload ahead, beside the write of the one before;
     `write(path, payload, prepared)` does the work; `undo(path)` removes what it wrote if the path was cancelled
     meanwhile.
@@ -50,8 +52,9 @@ class WriteBehind(Generic[Payload, Prepared]):
         """Queues a write. False, and nothing queued, if the queue is full or closed."""
         with self._changed:
             _, replaced = self._waiting.get(path, (None, 0))
-            items = len(self._waiting) + (path not in self._waiting)
-            if self._closing or items > self._max_items or self._waiting_bytes - replaced + nbytes > self._max_bytes:
+            others = len(self._waiting) - (path in self._waiting)
+            full = others >= self._max_items or self._waiting_bytes - replaced + nbytes > self._max_bytes
+            if self._closing or (others and full):
                 return False
             self._waiting.pop(path, None)
             self._waiting[path] = (payload, nbytes)
@@ -103,13 +106,18 @@ class WriteBehind(Generic[Payload, Prepared]):
                 self._changed.wait(left)
             return True
 
-    def close(self, timeout: float | None = None) -> bool:
-        """Writes what is queued and ends the thread; later submissions are refused."""
+    def end(self) -> None:
+        """Refuses later submissions; the thread writes what is queued, and ends."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+
+    def close(self, timeout: float | None = None) -> int:
+        """Ends, and waits for that. How many writes are left after `timeout` seconds."""
+        self.end()
         self._thread.join(timeout)
-        return not self._thread.is_alive()
+        with self._changed:
+            return len(self._waiting) + (self._current is not None)
 
     def _run(self) -> None:
         ahead: tuple[Payload, Future[Prepared]] | None = None

@@ -198,3 +198,22 @@ def test_deleting_tells_when_a_tier_could_not_be_reached(make_library: MakeLibra
     tier.failing = {"entries"}
     with pytest.raises(TierUnavailable):
         library.delete_content(record.content, "acme")
+
+
+@pytest.mark.parametrize("failing", ["entries", "delete"])
+def test_a_tier_that_cannot_be_reached_keeps_no_content_in_the_others(make_library: MakeLibrary, failing: str) -> None:
+    page = canonical("page")
+    records = [page, patch_of(page), embedding_of(page)]
+    near, lost, far = MemoryTier("near"), FaultyTier(MemoryTier("lost")), MemoryTier("far")
+    library = make_library(near, lost, far)
+    for record in records:
+        library._put(record)
+    library.flush()
+    lost.failing = {failing}
+    with pytest.raises(TierUnavailable):
+        library.delete_content(page.content, "acme")
+    assert [list(tier.entries()) for tier in (near, far)] == [[], []]
+    assert len(stored(lost.inner)) == (3 if failing == "delete" else 0), "what others told of goes there too"
+    lost.failing = set()
+    assert library.delete_content(page.content, "acme") == 3, "its markers are kept for another try"
+    assert list(lost.inner.entries()) == []

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 import torch
 from kvstore_support import FINGERPRINT, SIZE, MakeLibrary, canonical, embedding_of, patch_of, stored
+from waiting import wait_for as wait_until
 
 from kvstore.errors import InvalidKey, StoreError
 from kvstore.format import CanonicalRecord
@@ -128,6 +129,48 @@ def test_a_full_queue_drops_the_write_and_counts_it(make_library: MakeLibrary) -
     slow.release.set()
     library.flush()
     assert stored(slow.inner) == {records[0].key, records[1].key}
+
+
+def test_a_record_larger_than_the_queue_is_written_where_none_waits(make_library: MakeLibrary) -> None:
+    slow = HeldTier(MemoryTier(), "put")
+    library = make_library(slow, write_queue_bytes=1)
+    records = [canonical(name) for name in "abc"]
+    library.put_canonical(records[0])
+    assert slow.entered.wait(5)
+    library.put_canonical(records[1])
+    library.put_canonical(records[2])
+    assert library.stats().dropped_writes == 1
+    slow.release.set()
+    library.flush()
+    assert stored(slow.inner) == {records[0].key, records[1].key}
+
+
+def test_a_slow_tier_keeps_nothing_from_the_others(make_library: MakeLibrary) -> None:
+    near, slow = MemoryTier("near"), HeldTier(MemoryTier("far"), "put")
+    library = make_library(near, slow, write_queue_items=1)
+    records = [canonical(name) for name in "abc"]
+    for record in records:
+        library.put_canonical(record)
+        wait_until(lambda record=record: record.key in stored(near))
+        assert slow.entered.wait(5)
+    assert library.stats().dropped_writes == 1, "of the far one"
+    assert not library.flush(0.05)
+    slow.release.set()
+    assert library.flush(5)
+    assert stored(slow.inner) == {records[0].key, records[1].key}
+
+
+def test_what_could_not_be_written_before_the_end_is_told(
+    make_library: MakeLibrary, caplog: pytest.LogCaptureFixture
+) -> None:
+    near, slow = MemoryTier("near"), HeldTier(MemoryTier("far"), "put")
+    library = make_library(near, slow)
+    for name in "abc":
+        library.put_canonical(canonical(name))
+    library.close(0.5)
+    assert len(stored(near)) == 3
+    assert [record.getMessage() for record in caplog.records] == ["far: 3 records were not persisted in time"]
+    slow.release.set()
 
 
 def test_putting_again_replaces(make_library: MakeLibrary) -> None:
@@ -322,7 +365,7 @@ def test_a_failing_write_does_not_end_the_writer() -> None:
     assert queue.submit("good", 1, 1)
     assert queue.flush(5)
     assert (written, queue.failures) == (["good"], 1)
-    assert queue.close(5)
+    assert queue.close(5) == 0
     assert not queue.submit("late", 1, 1)
 
 
