@@ -117,12 +117,13 @@ class Background:
         for chunk in chunks:
             self._pool.hold(lease)
             self._harvests.append(_Harvest(plan, chunk, lease, time.perf_counter()))
+            self._harvester.keep_embeddings(plan, chunk)  # now: whatever becomes of the harvest, they cost no more
         mode = plan.request.mode
         if policies.forms_patches(mode):
             of_use = not policies.uses_canonical_alone(mode)  # who asks like that would not look up what is compiled
             self._ahead.offer(plan, missed=bool(chunks) and of_use)
             for chunk in plan.chunks:
-                if chunk.reuses_kv:  # others' are kept with their KV
+                if chunk.reuses_kv:
                     self._harvester.keep_embeddings(plan, chunk)
 
     def forget(self, content: str, tenant: str) -> None:
@@ -254,7 +255,6 @@ class Background:
     def _keep(self, item: _Harvest) -> Pieces[None]:
         """Harvest one chunk. The first piece reads what lies in the link's blocks, and lets go of them."""
         try:
-            self._harvester.keep_embeddings(item.plan, item.chunk)  # they may be missing where all else is stored
             if self._harvester.is_resident(item.plan, item.chunk):
                 return
             conditioned = self._harvester.conditioned(item.plan, item.chunk)

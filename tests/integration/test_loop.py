@@ -322,6 +322,17 @@ def test_a_lease_nobody_reads_ends_by_itself(make_rig: Callable[..., Rig]):
     assert rig.loop.stats().leases_expired == 1
 
 
+def test_embeddings_outlive_a_harvest_that_is_given_up_with_its_lease(make_rig: Callable[..., Rig]):
+    rig = make_rig(lease_seconds=0.2, patience_seconds=30.0)
+    plan = rig.plan(MIXED[1])
+    rig.loop.submit(plan).result(30)
+    wait_for(lambda: all_free(rig))
+    assert rig.loop.stats().harvest == 0
+    (keys, *_) = rig.linker.keys(plan.request)
+    assert not rig.library.has("canonical", keys.canonical, "local")
+    assert rig.library.has("embedding", keys.embedding, "local")
+
+
 def test_a_lease_that_is_renewed_outlives_its_time(make_rig: Callable[..., Rig]):
     rig = make_rig(lease_seconds=2.0)
     lease = rig.loop.submit(rig.plan(MIXED[1], "off")).result(30).lease
