@@ -240,13 +240,18 @@ class Harvester:
         return self.ready(self.unready(plan))
 
     def lacking(self, forming: OrbitForming) -> Pieces[OrbitForming | None]:
-        """The set's orders, `ready` to be run; None if the patch behind all of it is stored, or embeddings are not."""
+        """The set's orders, `ready` to be run.
+
+        None if the patch behind all of it is stored, or on its way, or if embeddings are not stored.
+        """
         keys = [chunk.key for chunk in forming.chunks]
         if len(keys) < 2 or len(set(keys)) < len(keys):
             return None
         behind = antecedent_key(forming.prefix, keys[:-1], ordered=False)
         whole_set = self.form.key(keys[-1], behind, set_kind(len(keys) - 1))
         owner = _set_owner(forming.tenant, forming.prefix, *(chunk.content for chunk in forming.chunks))
+        if self._was_sent(whole_set, owner):
+            return None
         stored = yield from aside(self._asking, self.library.get_patch, whole_set, owner)
         return (yield from self.ready(forming)) if stored is None else None
 
@@ -385,8 +390,11 @@ class Harvester:
     def _has_or_sent(self, key: str, owner: str) -> Pieces[bool]:
         """Whether a patch is stored, or on its way: what a request computed must not be overwritten by what was read
         without its text."""
-        sent = self._sent.get((key, owner), -math.inf)
-        return sent > time.monotonic() - _SENT_SECONDS or (yield from self._has("patch", key, owner))
+        return self._was_sent(key, owner) or (yield from self._has("patch", key, owner))
+
+    def _was_sent(self, key: str, owner: str) -> bool:
+        """Whether a patch went to the compiler a short while ago."""
+        return self._sent.get((key, owner), -math.inf) > time.monotonic() - _SENT_SECONDS
 
     # -- all of them ---------------------------------------------------------------------------------------------------
 

@@ -135,10 +135,9 @@ class Lookups:
     def start(self, keys: ChunkKeys, mode: Mode) -> Lookup:
         """Start looking for what serves a request of this mode, unless a kept look-up does; who asks next gets none."""
         with self._lock:
-            started, lookup = self._kept.pop((keys, mode), (0.0, None))
-        if lookup is not None and time.monotonic() - started < _KEPT_SECONDS:
-            return lookup
-        return self._start(keys, mode)
+            self._let_go()
+            _, lookup = self._kept.pop((keys, mode), (0.0, None))
+        return self._start(keys, mode) if lookup is None else lookup
 
     def start_ahead(self, keys: ChunkKeys, mode: Mode) -> Lookup:
         """Start looking for what a request that is still to come will ask for, and keep it for that."""
@@ -148,14 +147,18 @@ class Lookups:
 
     def keep(self, keys: ChunkKeys, mode: Mode, lookup: Lookup) -> None:
         """Have a look-up, started just now, serve who next asks for these keys."""
-        now = time.monotonic()
         with self._lock:
             if lookup.epoch != self._epoch:
                 return
             self._kept.pop((keys, mode), None)
-            self._kept[keys, mode] = now, lookup
-            while len(self._kept) > _MOST_KEPT or now - next(iter(self._kept.values()))[0] > _KEPT_SECONDS:
-                del self._kept[next(iter(self._kept))]
+            self._kept[keys, mode] = time.monotonic(), lookup
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Of what nobody asked for in time: it holds records beyond what memory is bounded to."""
+        oldest = time.monotonic() - _KEPT_SECONDS
+        while self._kept and (len(self._kept) > _MOST_KEPT or next(iter(self._kept.values()))[0] < oldest):
+            del self._kept[next(iter(self._kept))]
 
     def forget(self) -> None:
         """Keep nothing of what was looked up: it may be deleted now."""

@@ -291,6 +291,9 @@ def test_what_nobody_comes_for_is_not_kept(full: MemoryTier, monkeypatch: pytest
     now += 6
     lookups.start_ahead(KEYS, Mode.AUTO)
     assert [keys.set_patch for keys, _ in lookups._kept] == [ORBIT.key]
+    now += 6
+    lookups.start(replace(KEYS, set_patch="e" * 64), Mode.AUTO).found()
+    assert not lookups._kept, "by whoever asks next, for whatever"
 
 
 @pytest.mark.parametrize(("mode", "absent"), [(Mode.AUTO, False), (Mode.EXACT, False), (Mode.AUTO, True)])
