@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -140,6 +140,79 @@ UNDER_LOAD: dict[tuple[str, str], tuple[str, Callable[[Any], float]]] = {
     ("one-shot", "TTFT over that with reuse switched off"): ("one-shot", figure("ttft_over_off")),
     ("one-shot", "over vLLM's"): ("one-shot", figure("ttft_over_vllm")),
 }
+
+
+def median(arm: str, x: str) -> Callable[[Any], float]:
+    return lambda report: next(one for one in report["arms"] if one["name"] == arm)["median_ms"][x]
+
+
+def cell(table: str, row: str, column: str) -> Callable[[Any], float]:
+    return lambda report: report["tables"][table][row][column]
+
+
+def paid(of: Callable[[Iterable[float]], float]) -> Callable[[Any], float]:
+    """The least or the most reuses until canonical KV and patch have paid, in two runs."""
+    runs = record("break-even-amx2"), record("break-even-amx2-again")
+    return lambda _: of(of(run["tables"]["reuses until it has paid"]["off"].values()) for run in runs)
+
+
+FIRST_PAGE: dict[str, tuple[str, tuple[Callable[[Any], float], ...]]] = {
+    "(`ttft`) | {} ms | {} ms patched, {} ms in mode `exact`": (
+        "ttft-amx2",
+        (median("vllm", "1024"), median("patched", "1024"), median("exact", "1024")),
+    ),
+    "first token where vLLM saturates | 1 | at least {} times as many; {} of the time": (
+        "rates-cpu2",
+        (figure("throughput_over_prefix"), figure("ttft_over_prefix")),
+    ),
+    "first token | 1 | **{} times as long**; {} of ours with reuse switched off": (
+        "one-shot-amx2",
+        (figure("ttft_over_vllm"), figure("ttft_over_off")),
+    ),
+    "canonical KV and patch have paid after {} to {} reuses": (
+        "break-even-amx2",
+        (paid(min), paid(max)),
+    ),
+    "{} of the KV of a chunk of 1024 tokens (`orbitserve bench patch-apply`)": (
+        "patch-apply-cpu2",
+        (figure("patch_share_of_kv"),),
+    ),
+    "{} of those behind two or more stood in that very order before where the service orders them, {} as sent": (
+        "placement-amx2",
+        tuple(
+            cell("chunks behind two or more whose very order came before", arm, "5 pages")
+            for arm in ("placed, pairs", "arrival, pairs")
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("words", FIRST_PAGE)
+def test_the_first_page_says_what_was_measured(words: str):
+    name, values = FIRST_PAGE[words]
+    said = " ".join(DOCUMENTS[0].read_text().split())
+    pattern = re.escape(words).replace(r"\{\}", r"(\d+(?:\.\d+)?)")
+    (found,) = re.findall(pattern, said)
+    for number, value in zip([found] if isinstance(found, str) else found, values, strict=True):
+        assert number == f"{value(record(name)):.{len(number.partition('.')[2])}f}"
+
+
+TTFT = {
+    "vLLM, prefix caching": "vllm", "the same, compiled": "compiled", "ours, `exact`": "exact",
+    "ours, patched": "patched", "limit": "limit",
+}  # fmt: skip
+
+
+def test_the_table_of_first_tokens_is_what_was_measured():
+    (table,) = (rows for _, rows in tables(DOCUMENTS[1]) if "vLLM over patched" in rows[0])
+    tokens = ""
+    for row in table:
+        tokens = row["image tokens"] or tokens
+        report = record(f"ttft-{MACHINES[row['']]}")
+        said = {arm: row[column] for column, arm in TTFT.items() if row[column]}
+        assert said == {arm: f"{median(arm, tokens)(report):.0f}" for arm in said}
+        assert row["vLLM over patched"] == f"{figure(f'patched_speedup_{tokens}')(report):.1f}"
+    assert len(table) == 8
 
 
 def under_load() -> Table:
