@@ -3,7 +3,8 @@
     link ─→ first token ─→ client                       decode engine: prompt + first token ─→ the rest ─→ client
 
 The decode engine sends token ids alone: one detokenizer, here, turns all of an answer into text, so that characters of
-several tokens come out whole wherever its first token came from.
+several tokens come out whole wherever its first token came from. If that engine is lost, another one goes on behind
+what was said by then, as this one did behind the first token.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Answer:
     """An answer on its way, which a decode engine gives from the start or, once it has `begun`, goes on with.
 
     Attributes:
-        prompt: token ids that the decode engine is given: the prompt, and the first token if it is known.
+        prompt: token ids that the decode engine is given: the prompt, and what is known of the answer.
         params: what it is asked for; behind a known first token the rest of the answer, as token ids.
         begun: whether the first token is known.
         finished: whether that is the last one too.
@@ -80,6 +81,8 @@ class Answer:
 
     def __init__(self, prompt: list[int], params: SamplingParams, processor: InputProcessor) -> None:
         self.prompt, self.params, self._processor = prompt, params, processor
+        self._behind, self._asked = prompt, params
+        self._given = 0  # tokens of the answer that the decode engine was given
         self.begun = self.finished = self.decoded = False
         self._first: RequestOutput | None = None
         self._delta = params.output_kind == RequestOutputKind.DELTA
@@ -88,15 +91,12 @@ class Answer:
 
     def begin(self, token: int) -> None:
         """The first token is known."""
-        params, processor = self.params, self._processor
+        params, processor = self._asked, self._processor
         self._text = IncrementalDetokenizer.from_new_request(
             processor.tokenizer if params.detokenize else None, _request(self.prompt, params)
         )
-        self.begun, self._ids, self.prompt = True, [token], [*self.prompt, token]
-        self.params = params.clone()
-        self.params.detokenize = False
-        if params.max_tokens is not None:
-            self.params.max_tokens = params.max_tokens - 1
+        self.begun, self._ids = True, [token]
+        self.go_on()
         reason, stop_reason = _end(token, len(self.prompt), params, processor)
         self.finished = reason is not None
         self._text.update([token], reason == "stop")
@@ -104,6 +104,17 @@ class Answer:
             text = self._text.get_next_output_text(self.finished, self._delta)
             completion = CompletionOutput(0, text, [token], None, None, finish_reason=reason, stop_reason=stop_reason)
             self._first = RequestOutput("", None, None, None, [completion], self.finished)
+
+    def go_on(self) -> None:
+        """Have a decode engine go on behind what is known by now, at least the first token."""
+        asked, self._given = self._asked, len(self._ids)
+        self.prompt = [*self._behind, *self._ids]
+        self.params = asked.clone()
+        self.params.detokenize = False
+        if asked.max_tokens is not None:
+            self.params.max_tokens = asked.max_tokens - self._given
+        if asked.seed is not None:  # a second engine does not draw again what the first one drew
+            self.params.seed = asked.seed + self._given - 1
 
     def first(self) -> RequestOutput | None:
         """The output that the known first token makes; None if it makes none, and a second time."""
@@ -117,7 +128,7 @@ class Answer:
             return output
         (completion,) = output.outputs
         ids = list(completion.token_ids)
-        new = ids if self._delta else ids[len(self._ids) - 1 :]
+        new = ids if self._delta else ids[len(self._ids) - self._given :]
         self._ids += new
         self._text.update(new, completion.finish_reason == "stop")
         completion.text = self._text.get_next_output_text(output.finished, self._delta)

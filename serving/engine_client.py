@@ -274,10 +274,13 @@ class LinkedEngineClient(_NotOurs):
                         yield output
                 return
             except RoleUnavailable as error:
-                if answer.decoded or attempt == 2:
+                if attempt == 2 or (answer.decoded and not answer.begun):
                     said = answer.begun or answer.decoded  # if not, another try is safe: 503
                     lost = GenerationError if said else RetryableRequestError
                     raise lost(f"a worker was lost: {error}") from error
+                if answer.decoded:
+                    answer.go_on()
+                    request = replace(request, token_ids=answer.prompt, sampling=None)
                 logger.warning("request %.100r: %s; trying another replica", request_id, error)
             except Overloaded as error:
                 if answer.begun:
@@ -299,6 +302,7 @@ class LinkedEngineClient(_NotOurs):
         sequence in, and blocks that were freed meanwhile would hold somebody else's KV.
         """
         waiting = asyncio.create_task(self._renew(linked.lease))
+        taken = False
         try:
             if linked.first_token is not None and not answer.begun:
                 answer.begin(linked.first_token)
@@ -313,8 +317,9 @@ class LinkedEngineClient(_NotOurs):
             pulled = set[int]()
             async with aclosing(outputs):
                 async for output in outputs:
-                    if not answer.decoded and any(choice.finish_reason == "error" for choice in output.outputs):
+                    if not taken and any(choice.finish_reason == "error" for choice in output.outputs):
                         raise RoleUnavailable("the linked KV could not be pulled")
+                    taken = True
                     pulled.update(choice.index for choice in output.outputs)
                     if len(pulled) >= request.readers:
                         waiting.cancel()
@@ -325,7 +330,7 @@ class LinkedEngineClient(_NotOurs):
                     yield answer.joined(output)
         finally:
             waiting.cancel()
-            if not answer.decoded:  # perhaps no decode engine ever heard of the lease
+            if not taken:  # perhaps no decode engine ever heard of the lease
                 await self._roles.abandon(linked.transfer, request.readers)
 
     async def _renew(self, lease: str) -> None:

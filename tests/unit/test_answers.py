@@ -49,15 +49,20 @@ def decoded(ids: list[int], reason: str | None = None) -> RequestOutput:
 def outputs(processor: Any, ids: list[int], kind: RequestOutputKind, reason: str = "length") -> list[RequestOutput]:
     """All that a request is given whose answer is `ids`."""
     answer = begun(processor, ids[0], output_kind=kind, max_tokens=50)
-    given = [answer.first()]
-    rest = ids[1:]
+    given = [answer.first(), *going_on(answer, ids[1:], kind, reason)]
+    return [output for output in given if output is not None]
+
+
+def going_on(answer: Answer, rest: list[int], kind: RequestOutputKind, reason: str | None) -> list[RequestOutput]:
+    """What becomes of all that a decode engine gives; `reason`: why it ends, None: it is lost."""
+    given = []
     for i in range(1, len(rest) + 1):
         last = reason if i == len(rest) else None
         if kind == DELTA:
             given.append(answer.joined(decoded(rest[i - 1 : i], last)))
         elif kind == CUMULATIVE or last:
             given.append(answer.joined(decoded(rest[:i], last)))
-    return [output for output in given if output is not None]
+    return given
 
 
 def text_of(processor: Any, ids: list[int]) -> str:
@@ -123,6 +128,23 @@ def test_text_and_tokens_are_those_of_the_whole_answer(processor: Any, kind: Req
         assert tokens[-1] == ids[start:]
         assert texts[-1] == text_of(processor, ids[start:])
         assert [output.finished for output in given] == [False] * (len(given) - 1) + [True]
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_text_and_tokens_are_whole_too_where_another_engine_goes_on(processor: Any, kind: RequestOutputKind):
+    ids = processor.tokenizer.encode(TEXT, add_special_tokens=False)
+    for known in range(1, len(ids)):
+        answer = begun(processor, ids[0], output_kind=kind, max_tokens=50)
+        given = [answer.first(), *going_on(answer, ids[1:known], kind, None)]
+        answer.go_on()
+        told = 1 if kind == FINAL else known  # of an answer that comes as a whole nothing was heard
+        assert (answer.prompt, answer.params.max_tokens) == ([40, 40, 40, *ids[:told]], 50 - told)
+        given += going_on(answer, ids[told:], kind, "length")
+        completions = [output.outputs[0] for output in given if output is not None]
+        texts, tokens = [c.text for c in completions], [list(c.token_ids) for c in completions]
+        if kind == DELTA:
+            texts, tokens = ["".join(texts)], [list(chain(*tokens))]
+        assert (texts[-1], tokens[-1]) == (text_of(processor, ids), ids)
 
 
 def test_the_decode_engine_is_given_the_first_token_and_asked_for_the_rest(processor: Any):

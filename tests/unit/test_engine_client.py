@@ -159,7 +159,37 @@ async def test_a_second_loss_is_the_callers_to_know():
     assert roles.abandoned == [("lease-1", 3), ("lease-2", 3)]
 
 
-async def test_a_worker_lost_in_the_middle_of_an_answer_is_not_retried():
+async def test_an_answer_goes_on_with_another_worker_behind_what_was_said():
+    roles = Roles(first_tokens=[7], between=[None, RoleUnavailable("gone")])
+    assert tokens_of(await ask(roles, max_tokens=20, seed=3)) == [7, 100, 101, 100, 101, 102]
+    first, second = roles.linked
+    assert second.token_ids == [*first.token_ids, 7, 100, 101]
+    assert (second.chunks, second.mode, second.sampling) == (first.chunks, first.mode, None)
+    (_, before), (given, after) = roles.generated
+    assert given == second.token_ids
+    assert (before.max_tokens, after.max_tokens) == (19, 17)
+    assert (before.seed, after.seed) == (3, 5)
+    assert roles.abandoned == []
+
+
+async def test_a_second_loss_in_the_middle_of_an_answer_ends_it():
+    roles = Roles(first_tokens=[7], between=[RoleUnavailable("gone"), RoleUnavailable("gone again")])
+    with pytest.raises(GenerationError, match="gone again"):
+        await ask(roles)
+    assert roles.abandoned == []
+
+
+async def test_a_worker_lost_between_two_in_the_middle_of_an_answer_keeps_no_lease():
+    roles = Roles(
+        first_tokens=[7], between=[RoleUnavailable("gone")], generate=[None, RoleUnavailable("gone before it took KV")]
+    )
+    with pytest.raises(GenerationError, match="before it took KV"):
+        await ask(roles)
+    assert roles.abandoned == [("lease-2", 1)]
+
+
+async def test_an_answer_that_a_decode_engine_gave_from_the_start_ends_with_it():
+    """What else is asked for, constraints, penalties, several answers, another one would not know."""
     roles = Roles(between=[RoleUnavailable("gone")])
     with pytest.raises(GenerationError, match="gone") as caught:
         await ask(roles)
