@@ -73,20 +73,16 @@ class LibraryStats:
     loaded_bytes: int  # by these
 
 
+@dataclass(frozen=True)
 class _Write:
-    """A queued write: the record and its encoded bytes, which all tiers share."""
+    """A queued write: the record, and its encoded bytes if they are known."""
 
-    def __init__(self, record: Record, encoded: pa.Buffer | None = None) -> None:
-        self.record = record
-        self._lock = threading.Lock()
-        self._pieces: Sequence[pa.Buffer] | None = None if encoded is None else [encoded]
+    record: Record
+    encoded: pa.Buffer | None = None
 
     def pieces(self) -> Sequence[pa.Buffer]:
-        """The encoded record; whoever asks first encodes it."""
-        with self._lock:
-            if self._pieces is None:
-                self._pieces = encode_parts(self.record)
-            return self._pieces
+        """The encoded record, mostly views of its tensors. Not kept: a tier may be long in coming to it."""
+        return encode_parts(self.record) if self.encoded is None else [self.encoded]
 
 
 class Library:

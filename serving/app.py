@@ -341,7 +341,7 @@ class DecodeWorker(ReportingReplica):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream outputs; the prompt's token ids stay here, the caller has them.
 
-        Raises RoleUnavailable when the engine core died.
+        With the engine core this process ends: Serve then asks it no more, and callers hear of a lost worker.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -349,8 +349,9 @@ class DecodeWorker(ReportingReplica):
             async for output in self._engine.generate(token_ids, transfer, params, request_id, **options):
                 output.prompt_token_ids = None
                 yield output
-        except EngineDeadError as error:
-            raise RoleUnavailable(f"the decode engine died: {error}") from error
+        except EngineDeadError:
+            logger.exception("the decode engine died, and this worker ends")
+            os._exit(1)
 
     async def longest(self) -> int:
         """Most tokens of a prompt with its answer."""

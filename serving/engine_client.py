@@ -262,6 +262,7 @@ class LinkedEngineClient(_NotOurs):
         request = replace(request, patched=self.arranger.patched(request))
         trace.mark("rendered")
         answer = Answer(segments.token_ids, params, self.input_processor)
+        told = ended = False
         for attempt in (1, 2):
             try:
                 linked = await self._link(request, segments, trace)
@@ -271,19 +272,21 @@ class LinkedEngineClient(_NotOurs):
                         output.request_id = request_id
                         output.prompt_token_ids = segments.token_ids
                         output.num_cached_tokens = linked.tokens_reused
+                        told, ended = True, output.finished
                         yield output
                 return
             except RoleUnavailable as error:
+                if ended:
+                    return
                 if attempt == 2 or (answer.decoded and not answer.begun):
-                    said = answer.begun or answer.decoded  # if not, another try is safe: 503
-                    lost = GenerationError if said else RetryableRequestError
+                    lost = GenerationError if told else RetryableRequestError  # 503: another try is safe
                     raise lost(f"a worker was lost: {error}") from error
                 if answer.decoded:
                     answer.go_on()
                     request = replace(request, token_ids=answer.prompt, sampling=None)
                 logger.warning("request %.100r: %s; trying another replica", request_id, error)
             except Overloaded as error:
-                if answer.begun:
+                if told:
                     raise GenerationError(f"a worker was lost, and the others are full: {error}") from error
                 raise OverloadedError(str(error)) from error
 

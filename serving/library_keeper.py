@@ -40,8 +40,8 @@ class LibraryKeeper(KeeperReplica):
     async def delete_content(self, content: str, tenant: str) -> int:
         """Remove everything derived from a content id, in the tiers and in the memory of every worker that has one.
 
-        Returns how many records went. What cannot be reached now is raised, and tried again with every sweep until it
-        is gone; also by a later replica, if a file or a vector store held it (see `kvstore.owed`).
+        Returns of how many records it knew. What cannot be reached now is raised, and tried again with every sweep
+        until it is gone; also by a later replica, if a file or a vector store held it (see `kvstore.owed`).
         """
         self._undeleted.add((content, tenant))
         answers: list[Any] = []

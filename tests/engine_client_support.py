@@ -119,7 +119,7 @@ def client_of(roles: Roles) -> LinkedEngineClient:
 async def ask(roles: Roles, trace: RequestTrace | None = None, **params: Any) -> list[Any]:
     set_trace(trace or RequestTrace())
     prompt = {"type": "token", "prompt_token_ids": list(range(12))}
-    sampling = SamplingParams(output_kind=RequestOutputKind.DELTA, **params)
+    sampling = SamplingParams(**{"output_kind": RequestOutputKind.DELTA, **params})
     return [output async for output in client_of(roles).generate(prompt, sampling, "request")]
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import ray
 from client import Service, picture, user
@@ -54,24 +56,29 @@ def test_a_prompt_goes_where_it_was_and_a_crowd_spreads(couples: Service):
     assert found["prefill", "hot"] + found["prefill", "spread"] == 24
 
 
-def kill_one(role: str) -> None:
-    names = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)]
-    workers = [name for name in names if name.startswith("SERVE_REPLICA::") and f"#{role}#" in name]
-    assert len(workers) == 2
-    ray.kill(ray.get_actor(workers[0], namespace="serve"), no_restart=False)
-
-
-def test_streams_go_on_where_a_decode_worker_ends(couples: Service):
+def test_streams_go_on_where_a_decode_engine_ends(couples: Service):
     asked = {"max_tokens": 300, "ignore_eos": True}
     said = said_by(couples.stream(PAGE, **asked))
+    workers = [one for one in psutil.process_iter() if ":DecodeWorker" in " ".join(cmdline_of(one))]
+    cores = [core for worker in workers for core in worker.children()]
+    assert (len(workers), len(cores)) == (2, 2)
+    counted = choices(couples)
     with ThreadPoolExecutor(6) as pool:
         streams = [pool.submit(couples.stream, PAGE, **asked) for _ in range(6)]
         couples.wait_until(lambda: all(stats.running >= 2 for stats in couples.everywhere("DecodeWorker", "stats")), 30)
-        kill_one("DecodeWorker")
+        cores[0].kill()
         for stream in streams:
             events = stream.result()
             assert said_by(events) == said
             assert events[-1]["usage"]["completion_tokens"] == 300
+    chosen = choices(couples) - counted
+    assert chosen["decode", "least_pressure"] + chosen["decode", "waits"] > 6, "none lived on the one that ended"
+
+
+def cmdline_of(process: psutil.Process) -> list[str]:
+    with suppress(psutil.Error):
+        return process.cmdline()
+    return []
 
 
 def said_by(events: list[dict[str, Any]]) -> str:
@@ -80,6 +87,9 @@ def said_by(events: list[dict[str, Any]]) -> str:
 
 def test_a_prefill_worker_that_ends_is_not_asked_again(couples: Service):
     couples.chat(PAGE, max_tokens=2)
-    kill_one("PrefillWorker")
+    names = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)]
+    workers = [name for name in names if name.startswith("SERVE_REPLICA::") and "#PrefillWorker#" in name]
+    assert len(workers) == 2
+    ray.kill(ray.get_actor(workers[0], namespace="serve"), no_restart=False)
     for _ in range(4):  # whichever worker it came to until now
         assert couples.chat(PAGE, max_tokens=2)["choices"]

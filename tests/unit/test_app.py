@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import AsyncGenerator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,16 +29,18 @@ from serving.ray_roles import RayRoles, answered, lost
 NOBODY: Any = None  # in place of the ingress' own handle
 
 
-async def test_a_dead_decode_engine_is_a_role_that_is_not_available():
+async def test_a_decode_worker_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch):
+    ends: list[int] = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+
     async def generate(*_: Any, **__: Any) -> AsyncGenerator[Any, None]:
         raise EngineDeadError
         yield
 
     worker = object.__new__(DecodeWorker)
     worker._engine = SimpleNamespace(generate=generate, shutdown=lambda: None)
-    with pytest.raises(RoleUnavailable, match="decode engine died"):
-        async for _ in worker.generate([1], {}, None, "request", {}):
-            pass
+    assert [output async for output in worker.generate([1], {}, None, "request", {})] == []
+    assert ends == [1]
 
 
 def prefill_worker(*, alive: bool = True, failing: int = 0) -> PrefillWorker:

@@ -148,7 +148,7 @@ async def test_kv_that_cannot_be_pulled_costs_a_second_attempt(first_tokens: lis
     assert roles.calls.count("link") == 2
     assert roles.abandoned == [("lease-1", 1)]
     roles.lost_pulls = 2
-    with pytest.raises(GenerationError, match="could not be pulled"):
+    with pytest.raises(RetryableRequestError, match="could not be pulled"):
         await ask(roles)
 
 
@@ -177,6 +177,18 @@ async def test_a_second_loss_in_the_middle_of_an_answer_ends_it():
     with pytest.raises(GenerationError, match="gone again"):
         await ask(roles)
     assert roles.abandoned == []
+
+
+async def test_a_worker_lost_behind_the_end_of_an_answer_costs_nothing():
+    roles = Roles(first_tokens=[7], between=[None, None, RoleUnavailable("gone")])
+    assert tokens_of(await ask(roles)) == [7, 100, 101, 102]
+    assert roles.calls.count("link") == 1
+
+
+async def test_of_an_answer_that_comes_as_a_whole_nothing_was_said_before_it_is_there():
+    roles = Roles(first_tokens=[7], generate=[RoleUnavailable("gone"), RoleUnavailable("gone again")])
+    with pytest.raises(RetryableRequestError, match="gone again"):
+        await ask(roles, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 async def test_a_worker_lost_between_two_in_the_middle_of_an_answer_keeps_no_lease():
