@@ -380,6 +380,8 @@ class LinkedEngineClient(_NotOurs):
                         raise RuntimeError(f"chunks {needed} were encoded, and asked for again") from more
         vision_ms += result.stages_ms.get("vision", 0.0)
         self.arranger.learn(request, result)
+        if trace.report.first_token is not None:
+            return result  # the report is of the link that the answer began with
         encoded = sum(segments.chunks[i].count for i in embeddings)
         report = trace.report
         report.chunks = [

@@ -42,6 +42,7 @@ class Roles:
         self.prefetched: list[PrefetchRequest] = []
         self.encoded: list[list[str]] = []
         self.lacking: list[str] = []  # what a prefetch answers
+        self.tokens_computed: list[int] = []  # what the next links say of themselves
 
     def _maybe_fail(self, name: str) -> None:
         self.calls.append(name)
@@ -65,7 +66,9 @@ class Roles:
         outcome = ChunkOutcome(5, OperatingPoint.ENCODED if indices else OperatingPoint.PATCHED, 0, "because")
         lease = f"lease-{len(self.linked)}"
         first = self.first_tokens.pop(0) if self.first_tokens and request.sampling is not None else None
-        return LinkResult(lease, {"remote_request_id": lease}, (outcome,), 5, 7, {"forward": 1.0}, first_token=first)
+        computed = self.tokens_computed.pop(0) if self.tokens_computed else 7
+        stages = {"forward": 1.0}
+        return LinkResult(lease, {"remote_request_id": lease}, (outcome,), 5, computed, stages, first_token=first)
 
     async def generate(
         self, token_ids: list[int], transfer: dict[str, Any], params: Any, request_id: str, **options: Any

@@ -179,6 +179,14 @@ async def test_a_second_loss_in_the_middle_of_an_answer_ends_it():
     assert roles.abandoned == []
 
 
+async def test_the_report_is_of_the_link_that_an_answer_began_with():
+    roles, trace = Roles(first_tokens=[7], between=[RoleUnavailable("gone")]), RequestTrace()
+    roles.tokens_computed = [7, 70]
+    await ask(roles, trace)
+    assert len(roles.linked) == 2
+    assert trace.report.tokens_computed == 7
+
+
 async def test_a_worker_lost_behind_the_end_of_an_answer_costs_nothing():
     roles = Roles(first_tokens=[7], between=[None, None, RoleUnavailable("gone")])
     assert tokens_of(await ask(roles)) == [7, 100, 101, 102]
