@@ -47,7 +47,7 @@ pytestmark = pytest.mark.service
 RANK, ITEMS, FORM, LONGER = 16, 5, Form(3, 8, 6), Form(4, 8, 6)
 KIND = FAMILIES[DEFAULT_MODEL]
 MODES = ("exact", "full-reuse", "auto", "mpic-32", "cacheblend-15")
-TOLD = 20  # log-probabilities of a token: as many as the API tells
+LOGPROBS = {"logprobs": True, "top_logprobs": 20, "return_tokens_as_token_ids": True}
 SYSTEM = "You are a helpful assistant."
 
 
@@ -122,9 +122,10 @@ def pictures(form: Form) -> list[list[dict[str, Any]]]:
     return found
 
 
-def top(answer: dict[str, Any]) -> dict[str, float]:
+def top(answer: dict[str, Any]) -> dict[int, float]:
+    """The log-probabilities that an answer tells of its first token, by token id."""
     first = answer["choices"][0]["logprobs"]["content"][0]
-    return {entry["token"]: entry["logprob"] for entry in first["top_logprobs"]}
+    return {int(entry["token"].removeprefix("token_id:")): entry["logprob"] for entry in first["top_logprobs"]}
 
 
 class Expected(NamedTuple):
@@ -137,8 +138,8 @@ class Expected(NamedTuple):
     wanted: int
 
 
-def offline() -> tuple[list[Expected | None], dict[str, int]]:
-    """The sample by the arms, and token ids by text.
+def offline() -> list[Expected | None]:
+    """The sample by the arms.
 
     Measured in a process of its own: ending this engine takes away what others in its process stand on.
     """
@@ -147,12 +148,10 @@ def offline() -> tuple[list[Expected | None], dict[str, int]]:
         with torch.inference_mode():
             study = Study(reader, KIND)
             drawn, longer = (list(items(reader, KIND, Split.multi, ITEMS, form)) for form in (FORM, LONGER))
-            found = [
+            return [
                 expected(study, (longer if one.longer else drawn)[one.item], one) if one.answer else None
                 for one in SAMPLE
             ]
-            size = next(one for one in found if one).logprobs.shape[0]
-            return found, {reader.text(number): number for number in range(size)}
     finally:
         reader.close()
 
@@ -227,9 +226,9 @@ def bare(reader: Reader, pages: Sequence[Page]) -> Prompt:
 
 def test_the_service_answers_as_the_offline_arms(service: Service):
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        sample, numbers = pool.submit(offline).result()
+        sample = pool.submit(offline).result()
     drawn = {False: pictures(FORM), True: pictures(LONGER)}
-    heard: dict[tuple[int, str], dict[str, float]] = {}
+    heard: dict[tuple[int, str], dict[int, float]] = {}
     losses: dict[str, list[float]] = defaultdict(list)
     wrong = 0
     for asked, row in zip(SAMPLE, sample, strict=True):
@@ -238,7 +237,7 @@ def test_the_service_answers_as_the_offline_arms(service: Service):
         messages = user(*([asked.before] if asked.before else []), *parts, text(question))
         if asked.system:
             messages = [{"role": "system", "content": asked.system}, *messages]
-        answer = service.chat(messages, mode=asked.mode, logprobs=True, top_logprobs=TOLD, max_tokens=4)
+        answer = service.chat(messages, mode=asked.mode, max_tokens=4, **LOGPROBS)
         service.settle()
         chunks = answer["orbit"]["chunks"]
         assert {chunk["operating_point"] for chunk in chunks} <= asked.points, asked.name
@@ -250,7 +249,7 @@ def test_the_service_answers_as_the_offline_arms(service: Service):
             heard[asked.item, asked.mode] = told
             losses[asked.mode].append(compare(row.exact, row.logprobs).kl)
         for token, logprob in told.items():
-            assert logprob == pytest.approx(float(row.logprobs[numbers[token]]), abs=2e-3), (asked.name, token)
+            assert logprob == pytest.approx(float(row.logprobs[token]), abs=2e-3), (asked.name, token)
         said = answer["choices"][0]["message"]["content"]
         assert (said == row.answer) == (int(row.logprobs.argmax()) == row.wanted), asked.name
         assert said == row.answer or not asked.wanted or int(row.exact.argmax()) != row.wanted, asked.name
@@ -268,7 +267,7 @@ def test_the_service_answers_as_the_offline_arms(service: Service):
     assert 1 - http_kl["auto"] / http_kl[blind] == pytest.approx(eta, abs=8e-3 / offline_kl[blind])
 
 
-def kl(exact: dict[str, float], linked: dict[str, float]) -> float:
+def kl(exact: dict[int, float], linked: dict[int, float]) -> float:
     """KL(exact ‖ linked) in nats of what both answers tell; what they do not is as good as impossible."""
     both = exact.keys() & linked.keys()
     assert sum(math.exp(exact[token]) for token in both) > 0.999
