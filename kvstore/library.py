@@ -433,7 +433,7 @@ class Library:
             self._ended(loading)
             if found is not None and not (deleted or loading.dropped):
                 self._hot.put(path, found.record)
-                if self._pending(path) is None:  # else it was put meanwhile, for all tiers
+                if index and self._pending(path) is None:  # else it was put meanwhile, for all tiers
                     refused = self._submit(path, _Write(found.record, found.encoded), found.encoded.size, index)
                     if refused:
                         logger.info("write queue full: %s is not copied to %s", path, ", ".join(refused))
