@@ -42,7 +42,7 @@ from pydantic import (
 )
 
 from kvstore.index import prefix_key
-from serving.config import AccessLogSettings
+from serving.settings import AccessLogSettings
 
 if TYPE_CHECKING:
     from prefill_workers.job import LinkResult

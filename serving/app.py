@@ -31,7 +31,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from serving.config import OrbitServeConfig, RoleSettings
+from serving.config import OrbitServeConfig
 from serving.deficits import Deficits
 from serving.errors import RoleUnavailable
 from serving.fidelity_replica import FidelityReplica
@@ -40,6 +40,7 @@ from serving.library_keeper import LibraryKeeper
 from serving.ray_roles import RayRoles, answered
 from serving.replica_process import enter, enter_vllm
 from serving.routing_replica import DecodeReporter, PrefillReporter, ReportingReplica, router_config
+from serving.settings import RoleSettings
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric

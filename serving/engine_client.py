@@ -47,10 +47,10 @@ from serving.api.errors import OverloadedError
 from serving.api.extension import ChunkReport, OrbitReport, RequestTrace, current_trace
 from serving.api.fidelity import FidelityRoles
 from serving.arranger import Arranger
-from serving.config import ModelSettings
 from serving.encodings import Encodings
 from serving.errors import RoleUnavailable
 from serving.segments import Delimiters, Segments, segment
+from serving.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 

@@ -40,11 +40,12 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from serving.config import OrbitServeConfig, reserved_gpus
+from serving.config import OrbitServeConfig
 from serving.precompute_ledger import Ledger, Outcome
 from serving.precompute_manifest import ANYBODY, ENTRY_SCHEMA, Entry, Manifest, Owners, StorageOptions, to_table
 from serving.precompute_worker import PrecomputeWorker
 from serving.ray_cluster import ray_cluster
+from serving.settings import reserved_gpus
 
 _ENTRY_BYTES = 128  # of an entry with one path, in Arrow: sizes blocks
 _SHOWN_FAILURES = 10

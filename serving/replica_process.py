@@ -12,7 +12,7 @@ import ray
 
 from infra.ports import free_port
 from infra.vllm_env import vllm_environment
-from serving.config import RoleSettings
+from serving.settings import RoleSettings
 
 # How often OpenMP's threads (libgomp) look for the next parallel region of a forward before they sleep: for half a
 # millisecond, which is longer than Python needs from one region to the next. libgomp's own is 13 ms, too long on

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from decode_workers.engine import DecodeEngine
     from kvstore.library import Library
     from prefill_workers.worker import PrefillLoop
-    from serving.config import RoutingSettings
+    from serving.settings import RoutingSettings
 
 
 def router_config(role: str, settings: RoutingSettings) -> RequestRouterConfig:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.api.errors import error_body
 from serving.api.metrics import Metrics
-from serving.config import ApiKey, HttpSettings
+from serving.settings import ApiKey, HttpSettings
 
 _LOCAL = ApiKey(tenant="local", admin=True)
 _OPEN_PATHS = frozenset({"/health", "/metrics", "/docs", "/openapi.json", "/redoc"})

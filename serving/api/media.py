@@ -32,8 +32,8 @@ from kvstore.errors import UnknownFile
 from kvstore.files import FileStore
 from kvstore.vector_stores import VectorStores
 from serving.api.errors import InvalidRequest, NotFound, TooLarge
-from serving.config import HttpSettings
 from serving.documents import Documents
+from serving.settings import HttpSettings
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _MAX_REDIRECTS = 3

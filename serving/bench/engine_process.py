@@ -78,7 +78,7 @@ def _inherited(environment: Mapping[str, str]) -> Iterator[None]:
 
 def _enter(role: Literal["prefill", "decode"]) -> None:
     from infra.vllm_env import vllm_environment
-    from serving.config import DecodeRoleSettings, PrefillRoleSettings
+    from serving.settings import DecodeRoleSettings, PrefillRoleSettings
 
     enter(PrefillRoleSettings() if role == "prefill" else DecodeRoleSettings())
     os.environ.update(vllm_environment(kv_cache_gib=1, threads=os.cpu_count()))

@@ -22,7 +22,8 @@ from prefill_workers.policies import Text
 from serving.access_log import AccessLog, read
 from serving.compile_plan import Kind
 from serving.compile_trace import Choice, Planner, Report, compile_paths, compile_trace
-from serving.config import AccessLogSettings, OrbitServeConfig
+from serving.config import OrbitServeConfig
+from serving.settings import AccessLogSettings
 
 pytestmark = pytest.mark.engine
 

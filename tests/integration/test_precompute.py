@@ -26,11 +26,12 @@ from kvstore.library import Library, LibrarySettings
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.patch_compiler import load_form
 from serving.api.app import build_api
-from serving.config import HttpSettings, OrbitServeConfig
+from serving.config import OrbitServeConfig
 from serving.engine_client import LinkedEngineClient, front_end_config
 from serving.precompute import outcomes
 from serving.precompute_ledger import Outcome
 from serving.precompute_manifest import Manifest
+from serving.settings import HttpSettings
 
 pytestmark = pytest.mark.engine
 

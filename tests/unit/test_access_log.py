@@ -21,8 +21,8 @@ from prefill_workers.job import LinkResult
 from prefill_workers.plan import TEXT, ChunkOutcome, ChunkSpan, LinkRequest
 from prefill_workers.policies import OperatingPoint, Text
 from serving.access_log import AccessLog, BadLog, LoggedRequest, expanded, log_files, read, runs_of
-from serving.config import AccessLogSettings
 from serving.engine_client import LinkedEngineClient
+from serving.settings import AccessLogSettings
 
 SECRET = list(b"what nobody may read")  # tokens of a document and of the text around
 IMAGE = [151, *[7] * 6, 152]

@@ -28,8 +28,8 @@ from serving.api.errors import answer_errors
 from serving.api.media import MediaResolver
 from serving.api.prefix import Prefixes
 from serving.arranger import Arranger
-from serving.config import HttpSettings
 from serving.documents import Documents
+from serving.settings import HttpSettings
 
 SYSTEM = "You read pages."
 

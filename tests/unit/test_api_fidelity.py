@@ -24,8 +24,8 @@ from serving.api.auth import Authenticate
 from serving.api.errors import answer_errors
 from serving.api.metrics import exposition
 from serving.cli import app as command_line
-from serving.config import ApiKey
 from serving.errors import RoleUnavailable
+from serving.settings import ApiKey
 
 KEYS = {"boss": ApiKey(tenant="ops", admin=True), "one": ApiKey(tenant="one")}
 PATCHED = OperatingPoint.PATCHED

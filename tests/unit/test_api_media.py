@@ -26,7 +26,7 @@ from kvstore.vector_stores import VectorStores
 from serving.api import media
 from serving.api.errors import InvalidRequest, NotFound, TooLarge
 from serving.api.media import MediaResolver, pinned
-from serving.config import HttpSettings
+from serving.settings import HttpSettings
 
 
 def png(width: int = 8, height: int = 8, colour: str = "red", mode: str = "RGB", kind: str = "PNG") -> bytes:

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 
 from serving.api.auth import Authenticate, Limit
 from serving.api.metrics import Metrics, exposition
-from serving.config import ApiKey, HttpSettings
+from serving.settings import ApiKey, HttpSettings
 
 
 def limits(max_body: int = 1000, at_once: int = 2) -> HttpSettings:

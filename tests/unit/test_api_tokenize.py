@@ -27,8 +27,8 @@ from serving.api.app import OrbitServingTokenization
 from serving.api.auth import Authenticate
 from serving.api.errors import answer_errors
 from serving.api.media import MediaResolver
-from serving.config import ApiKey, HttpSettings
 from serving.documents import Documents, Mark
+from serving.settings import ApiKey, HttpSettings
 
 
 class Tokenizer:

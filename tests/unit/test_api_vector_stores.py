@@ -24,7 +24,7 @@ from serving.api.errors import answer_errors
 from serving.api.files import files_router
 from serving.api.media import MediaResolver
 from serving.api.vector_stores import vector_stores_router
-from serving.config import ApiKey, HttpSettings
+from serving.settings import ApiKey, HttpSettings
 
 KEYS = {
     "boss": ApiKey(tenant="ops", admin=True),

@@ -232,7 +232,7 @@ def test_what_the_try_out_of_s3_prints_is_a_configuration():
 def test_replicas_with_an_engine_get_a_gpu_a_rank_where_vllm_is_built_for_them(
     monkeypatch: pytest.MonkeyPatch, cpu: bool, expected: tuple[float, ...]
 ):
-    monkeypatch.setattr("serving.config.is_cpu_build", lambda: cpu)
+    monkeypatch.setattr("serving.settings.is_cpu_build", lambda: cpu)
     config = OrbitServeConfig.model_validate(
         {
             "model": {"path": "x"},

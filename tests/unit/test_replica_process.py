@@ -27,7 +27,7 @@ print(*nice)
 
 _ENTER = """
 import os
-from serving.config import PrefillRoleSettings
+from serving.settings import PrefillRoleSettings
 from serving.replica_process import enter
 
 enter(PrefillRoleSettings(threads=2))
@@ -37,7 +37,7 @@ import torch
 
 _FAULTS = """
 import resource, threading
-from serving.config import PrefillRoleSettings
+from serving.settings import PrefillRoleSettings
 from serving.replica_process import enter
 
 def pages():
@@ -79,7 +79,7 @@ def test_openmp_keeps_a_processor_for_half_a_millisecond_unless_it_is_told_other
 @pytest.mark.parametrize(("gpus", "niceness"), [(0, "7"), (1, "0")])
 def test_a_replica_gives_way_where_it_computes_on_processors(gpus: int, niceness: str):
     settings = f"DecodeRoleSettings(num_gpus={gpus}, niceness=7)"
-    look = "import os; from serving.config import DecodeRoleSettings; from serving.replica_process import enter; "
+    look = "import os; from serving.settings import DecodeRoleSettings; from serving.replica_process import enter; "
     look += f"enter({settings}); print(os.getpriority(0, 0))"
     found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
     assert found.stdout.split() == [niceness]

@@ -184,8 +184,8 @@ async def test_a_cancelled_request_leaves_nothing_behind():
 
 
 def test_serve_takes_the_router_as_it_is_configured():
-    from serving.config import RoutingSettings
     from serving.routing_replica import router_config
+    from serving.settings import RoutingSettings
 
     config = router_config("decode", RoutingSettings(report_period_s=0.5))
     assert config.get_request_router_class().__name__ == "PolicyRouter"

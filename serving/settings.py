@@ -1,0 +1,296 @@
+"""Settings of a deployment, section by section; `serving.config` puts them together."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from decode_workers.settings import DecodeSettings
+from infra.vllm_env import is_cpu_build
+from kvstore.chunk import DYNAMIC_TENANT
+from prefill_workers.settings import PatchFormSettings, PrefillSettings
+
+MIB = 1 << 20
+
+
+class Settings(BaseModel):
+    """Of a section: unknown names are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSettings(Settings):
+    """The model that is served."""
+
+    path: Path = Field(description="Directory of a Hugging Face checkpoint that vLLM can load.")
+    served_name: str = Field("", description="Name in the API; empty: the directory's name.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Weights and KV; auto: as stored."
+    )
+    max_model_len: int | None = Field(
+        None,
+        ge=16,
+        description="Longest prompt plus answer in tokens; None: the model's, or what the KV pools hold if less.",
+    )
+    default_max_tokens: int | None = Field(
+        4096,
+        ge=1,
+        description="Longest answer of a chat where neither the request nor generation_config.json says one; None: "
+        "what the prompt leaves. The decode worker keeps room for all of it from the start.",
+    )
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = Field(
+        "auto", description="What engines keep KV as; auto: the model's dtype. Refused at start where vLLM cannot."
+    )
+    seed: int = Field(0, description="vLLM's seed for requests without one.")
+    trust_remote_code: bool = Field(False, description="Run code that comes with the checkpoint.")
+    chat_template: str | None = Field(None, description="Path or text of a chat template; None: the tokenizer's.")
+    enable_auto_tool_choice: bool = Field(True, description="Let the model call tools on its own.")
+    tool_call_parser: str | None = Field(
+        "hermes", description="vLLM's parser for the model's tool calls; None: no tools."
+    )
+    reasoning_parser: str | None = Field(None, description="vLLM's parser for the model's reasoning; None: none.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_after_directory(cls, values: object) -> object:
+        if isinstance(values, dict) and not values.get("served_name") and "path" in values:
+            return {**values, "served_name": Path(os.path.abspath(values["path"])).name}
+        return values
+
+
+class ApiKey(Settings):
+    """Who a bearer key stands for; a tenant's name alone means an ordinary key of that tenant."""
+
+    tenant: str = Field(min_length=1, description="Whose files and content the key reaches.")
+    admin: bool = Field(False, description="May also maintain the dynamic library (/v1/vector_stores).")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ordinary(cls, value: object) -> object:
+        return {"tenant": value} if isinstance(value, str) else value
+
+    @field_validator("tenant")
+    @classmethod
+    def _not_reserved(cls, tenant: str) -> str:
+        if tenant == DYNAMIC_TENANT:
+            raise ValueError(f"{DYNAMIC_TENANT!r} names the dynamic library; choose another name")
+        return tenant
+
+
+class HttpSettings(Settings):
+    """The HTTP surface and its limits."""
+
+    host: str = Field("127.0.0.1", description="Address of Ray Serve's proxy.")
+    port: int = Field(8000, ge=0, le=65535, description="Port of Ray Serve's proxy.")
+    max_body_bytes: int = Field(128 * MIB, ge=1, description="Largest request body; larger ones are answered 413.")
+    max_image_bytes: int = Field(20 * MIB, ge=1, description="Largest single image, as sent or uploaded.")
+    max_document_bytes: int = Field(1 * MIB, ge=1, description="Largest single text document, as sent or uploaded.")
+    max_image_pixels: int = Field(
+        33_000_000,
+        ge=1,
+        le=178_956_970,  # Pillow opens none with more
+        description="Most pixels of an image, read from its header.",
+    )
+    max_request_pixels: int = Field(
+        256_000_000, ge=1, description="Most pixels of all images of one request: decoded they take 4 bytes each."
+    )
+    max_images_per_request: int = Field(64, ge=1, description="Most images in one request.")
+    max_concurrent_requests: int = Field(
+        256,
+        ge=1,
+        description="Generations, tokenisations and uploads in progress on one ingress replica; further ones are "
+        "answered 429.",
+    )
+    allow_http_images: bool = Field(
+        False, description="Fetch http(s) image URLs. Private addresses are always refused."
+    )
+    http_image_timeout_s: float = Field(10.0, gt=0, description="Time allowed to fetch one image.")
+    cors_origins: list[str] = Field(
+        default_factory=list, description="Origins whose pages may call this from a browser; ['*']: all."
+    )
+    api_keys: dict[str, ApiKey] = Field(
+        default_factory=dict,
+        description="Bearer key to its tenant, or to {tenant: NAME, admin: true} for an administrator's. "
+        "Empty: no key needed, one tenant named `local` who is the administrator: everybody who reaches the port.",
+    )
+
+    @property
+    def max_file_bytes(self) -> int:
+        """Most bytes of an uploaded file."""
+        return max(self.max_image_bytes, self.max_document_bytes)
+
+
+class RoleSettings(Settings):
+    """What every deployment has: how many replicas, and what each gets."""
+
+    replicas: int = Field(1, ge=1, description="Replicas of the role.")
+    num_cpus: float = Field(0.1, ge=0, description="CPUs that Ray reserves for a replica.")
+    num_gpus: float | None = Field(
+        None,
+        ge=0,
+        description="GPUs that Ray reserves for a replica. None: one for each rank of its engine where vLLM is a CUDA "
+        "build (roles without an engine: none), else 0.",
+    )
+    threads: int | None = Field(
+        None, ge=1, description="OpenMP threads. None: the CPUs reserved, or all of the node's if less than one is."
+    )
+    niceness: int = Field(
+        0,
+        ge=0,
+        le=19,
+        description="How far a replica without a GPU gives way to others where they share processors, as with "
+        "`nice`; at least as far as Ray's workers do (RAY_worker_niceness).",
+    )
+    max_ongoing_requests: int = Field(256, ge=1, description="Calls in progress on a replica before Serve queues.")
+    health_check_period_s: float = Field(10.0, gt=0, description="Seconds between health checks.")
+    graceful_shutdown_timeout_s: float = Field(20.0, ge=0, description="Time to finish running calls on shutdown.")
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the role's engine; 0: it has none."""
+        return 0
+
+    @property
+    def gpus(self) -> float:
+        """GPUs that Ray reserves for a replica; see `reserved_gpus`."""
+        return reserved_gpus(self.num_gpus, self.ranks)
+
+
+def reserved_gpus(asked: float | None, ranks: int) -> float:
+    """GPUs of a process whose engine has so many ranks: as asked for, else one a rank where vLLM is a CUDA build."""
+    if asked is not None:
+        return asked
+    return 0 if is_cpu_build() else ranks
+
+
+class IngressSettings(RoleSettings):
+    """The HTTP front end."""
+
+    max_ongoing_requests: int = Field(1024, ge=1, description="Calls in progress on a replica before Serve queues.")
+    processor_cache_gib: float = Field(1.0, ge=0, description="Processed images kept, so that repeats are not decoded.")
+    index_period_s: float = Field(
+        1.0, gt=0, description="Seconds between looks for newly formed patches, by which free chunks are ordered."
+    )
+
+
+class VisionSettings(RoleSettings):
+    """The vision encoder. It gives way to the prefill of requests that came before."""
+
+    max_ongoing_requests: int = Field(1024, ge=1, description="Calls in progress on a replica before Serve queues.")
+    replicas: int = Field(
+        1, ge=0, description="Replicas of the role. 0: prefill workers encode the images that they link themselves."
+    )
+    niceness: int = Field(5, ge=0, le=19, description="As above: requests that came before are computed first.")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of GPU memory that vLLM may take.")
+
+    @property
+    def ranks(self) -> int:
+        return 1
+
+
+class PrefillRoleSettings(RoleSettings, PrefillSettings):
+    """The prefill worker."""
+
+    max_ongoing_requests: int = Field(
+        1024, ge=1, description="As above. More than `max_queue`, so that a full queue is told, not waited for."
+    )
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor_parallel_size
+
+    @model_validator(mode="after")
+    def _tells_that_it_is_full(self) -> PrefillRoleSettings:
+        if self.max_ongoing_requests <= self.max_queue:
+            raise ValueError(
+                f"max_ongoing_requests ({self.max_ongoing_requests}) must be more than max_queue ({self.max_queue}): "
+                "else requests wait before the worker, which never says that it is full"
+            )
+        return self
+
+
+class PatchSettings(RoleSettings, PatchFormSettings):
+    """The patch compiler."""
+
+    threads: int | None = Field(1, ge=1, description="OpenMP threads; few, because it works beside serving.")
+    niceness: int = Field(15, ge=0, le=19, description="As above: no request waits for patches.")
+
+
+class DecodeRoleSettings(RoleSettings, DecodeSettings):
+    """The decode worker. It gives way to prompts: a step reads all weights, for one sequence as for many.
+
+    What waits meanwhile shares the next step: under load an answer's tokens come further apart, its first one sooner.
+    """
+
+    max_ongoing_requests: int = Field(
+        1024, ge=1, description="As above. More than what is generated at once, so that health checks find a place."
+    )
+    niceness: int = Field(10, ge=0, le=19, description="As above: answers under way share steps between prompts.")
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor_parallel_size
+
+
+class LibraryRoleSettings(RoleSettings):
+    """The keeper of the library: deletion, expiry, statistics."""
+
+    sweep_period_s: float = Field(60.0, gt=0, description="Seconds between looks for expired files.")
+    catalogue_period_s: float = Field(
+        5.0, gt=0, description="Seconds between looks for patches that others left in `library.directory`."
+    )
+
+
+class PrecomputeSettings(Settings):
+    """The offline caching job; its engines are prefill engines (see `prefill`)."""
+
+    workers: int = Field(1, ge=1, description="Workers, each with an engine of its own.")
+    num_cpus: float = Field(0.1, ge=0, description="CPUs that Ray reserves for a worker.")
+    num_gpus: float | None = Field(
+        None,
+        ge=0,
+        description="GPUs that Ray reserves for a worker. None: as for a prefill worker by default.",
+    )
+    threads: int | None = Field(
+        None, ge=1, description="OpenMP threads of a worker. None: the cluster's CPUs, divided by the workers."
+    )
+    entries_per_task: int = Field(16, ge=1, description="Entries that a worker is given at a time.")
+    images_in_memory: int = Field(16, ge=1, description="Images that a worker prepares together; a larger set, alone.")
+    storage_options: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="Options of fsspec's file systems by protocol, for manifests and images: {s3: {key: ..., ...}}.",
+    )
+
+
+class RoutingSettings(Settings):
+    """How requests choose among the replicas of prefill and decode."""
+
+    enabled: bool = Field(
+        True, description="By queues, chunks in memory and free KV. false: Ray Serve's power of two choices."
+    )
+    report_period_s: float = Field(
+        1.0, gt=0, description="Seconds between two reports of a replica; one five times as old is not trusted."
+    )
+    hot_chunks: int = Field(
+        2048, ge=0, description="Chunks in a prefill worker's memory that its report names at most, 8 bytes each."
+    )
+
+
+class AccessLogSettings(Settings):
+    """What requests brought, without content, for `orbitserve compile-trace`."""
+
+    directory: Path | None = Field(
+        None, description="Where every ingress replica writes its access-*.jsonl. None: nothing is logged."
+    )
+    sample: float = Field(1.0, gt=0, le=1, description="Share of the requests with chunks that are logged.")
+    max_file_bytes: int = Field(256 * MIB, ge=1, description="Bytes of a file before the next one is begun.")
+    rotated_files: int = Field(
+        3, ge=1, description="Full files that a replica keeps beside the one it writes; the oldest go."
+    )
+    max_bytes: int = Field(
+        4096 * MIB, ge=1, description="Bytes of all logs in the directory, also of replicas that ended; the oldest go."
+    )
+    queue: int = Field(1024, ge=1, description="Lines that may wait for the disk; further ones are dropped.")
