@@ -167,15 +167,14 @@ def _formed(study: Study, deltas: Sequence[Tensor]) -> list[Patch]:
 
 def _blend(study: Study, scores: dict[str, Scores], cases: Sequence[Behind]) -> None:
     """cacheblend_r on the last page, whose choice takes the first layers' partial forward."""
-    prompts = [case.prompt for case in cases]
     for percent in SHARES:
         arm = study.arms.cacheblend(percent / 100)
         repaired = [arm(PageKV(case.canonical, case.exact.pages[-1])) for case in cases]
-        before = [[None] * (len(prompt.places) - 1) for prompt in prompts]
+        before = [case.exact.pages[:-1] for case in cases]
         reads = study.reader.over(
-            prompts,
-            [[*none, page.kv] for none, page in zip(before, repaired, strict=True)],
-            [[*none, page.again] for none, page in zip(before, repaired, strict=True)],
+            [case.prompt for case in cases],
+            [[*exact, page.kv] for exact, page in zip(before, repaired, strict=True)],
+            [[*(None for _ in exact), page.again] for exact, page in zip(before, repaired, strict=True)],
         )
         first = _first_layers(study)
         computed = first + (1 - first) * percent / 100
@@ -210,7 +209,7 @@ def _parts_of(study: Study, first: FirstLayer, group: Sequence[Item], predecesso
     behind = [(), *((i,) for i in range(predecessors)), *others]
     prompts = [item.prompt(reader, (*order, predecessors)) for item in group for order in behind]
     found = iter(probe.behind(prompts, [kv for kv in canonical for _ in behind]))
-    given = _behind_patched(study, group, predecessors, canonical)
+    given = _behind_patched(study, group, cases)
     for case, conditioned in zip(cases, given, strict=True):
         base, *pairs = (next(found) for _ in range(1 + predecessors))
         yield Parts(
@@ -224,16 +223,14 @@ def _parts_of(study: Study, first: FirstLayer, group: Sequence[Item], predecesso
         )
 
 
-def _behind_patched(
-    study: Study, group: Sequence[Item], predecessors: int, canonical: Sequence[Tensor]
-) -> list[list[Tensor]]:
+def _behind_patched(study: Study, group: Sequence[Item], cases: Sequence[Behind]) -> list[list[Tensor]]:
     """Δ(B|A_i) where A_i's KV is what it is behind the pages before it."""
     reader = study.reader
-    whole = reader.exact([item.prompt(reader) for item in group])
     prompts, pages = [], []
-    for item, read in zip(group, whole, strict=True):
-        for i in range(predecessors):
-            prompts.append(item.prompt(reader, (i, predecessors)))
-            pages.append([read.pages[i], None])
+    for item, case in zip(group, cases, strict=True):
+        *before, _ = case.exact.pages
+        for i, kv in enumerate(before):
+            prompts.append(item.prompt(reader, (i, len(before))))
+            pages.append([kv, None])
     found = iter(reader.over(prompts, pages, keep=[-1]))
-    return [[next(found).pages[0].float() - kv.float() for _ in range(predecessors)] for kv in canonical]
+    return [[next(found).pages[0].float() - case.canonical.float() for _ in case.exact.pages[1:]] for case in cases]
