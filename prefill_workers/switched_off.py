@@ -1,7 +1,8 @@
 """Which operating points are switched off, in a file beside the library: a process that starts finds them there.
 
 An operator has to allow a point again, and a restart is no operator. Processes of a node share the file as they share
-the library's directory. Without a directory, and on another node, a process that starts knows of none.
+the library's directory. Without a directory, and on another node, a process that starts knows of none of itself; it
+asks the others (`serving.fidelity_replica`).
 """
 
 from __future__ import annotations

@@ -8,17 +8,22 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from serving.errors import RoleUnavailable
 from serving.ray_roles import answered_by_all
 
 if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
     from prefill_workers.fidelity import Fidelity, PointStatus
     from prefill_workers.policies import OperatingPoint
     from prefill_workers.settings import FidelitySettings
     from prefill_workers.switched_off import SwitchedOff
 
 logger = logging.getLogger(__name__)
+
+_HEARD_SECONDS = 10.0  # for the other replicas to say what they have switched off: one that hangs holds up no other
 
 
 class FidelityReplica:
@@ -32,6 +37,30 @@ class FidelityReplica:
         self._announcing: set[Future[None]] = set()
         self._fidelity = Fidelity(settings, on_switch_off=self._switched_off, kept=kept)
         return self._fidelity
+
+    async def hear_switched_off(self) -> None:
+        """Switch off what the other replicas have switched off; to be called before this one serves.
+
+        One that starts where the library's directory is another one (see `prefill_workers.switched_off`) would serve at
+        a point that no operator allowed again. What is switched off between this and the first request is not heard.
+        """
+        try:
+            replicas = self._replicas().broadcast("fidelity")
+            answers = await replicas.results_async(timeout_s=_HEARD_SECONDS, return_exceptions=True)
+        except DeploymentUnavailableError:
+            return  # this replica is the first
+        except TimeoutError:
+            logger.warning("the other prefill replicas do not say which operating points they have switched off")
+            return
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                logger.warning("a prefill replica does not say which operating points it has switched off: %s", answer)
+                continue
+            name, points = answer
+            for status in points:
+                if not status.allowed:
+                    reason = f"it was on prefill replica {name} when this one started"
+                    self._fidelity.switch_off(status.point, reason)
 
     async def fidelity(self) -> tuple[str, list[PointStatus]]:
         """This replica's name, and what it measured of every approximate operating point."""
@@ -53,6 +82,11 @@ class FidelityReplica:
     def _name(self) -> str:
         return str(serve.get_replica_context().replica_id.unique_id)
 
+    def _replicas(self) -> DeploymentHandle:
+        """All replicas of this one's role that serve."""
+        context = serve.get_replica_context()
+        return serve.get_deployment_handle(context.deployment, context.app_name)
+
     def _switched_off(self, point: OperatingPoint) -> None:
         """Called on the prefill loop's thread: what spoils one replica's answers spoils those of all, as a rule."""
         announcing = asyncio.run_coroutine_threadsafe(self._tell_replicas(point), self._replica_loop)
@@ -60,10 +94,8 @@ class FidelityReplica:
         announcing.add_done_callback(self._announcing.discard)
 
     async def _tell_replicas(self, point: OperatingPoint) -> None:
-        context = serve.get_replica_context()
-        replicas = serve.get_deployment_handle(context.deployment, context.app_name)
         reason = f"its rolling KL passed its bound on prefill replica {self._name}"
         try:
-            await answered_by_all(replicas, "switch_off", point, reason)
+            await answered_by_all(self._replicas(), "switch_off", point, reason)
         except RoleUnavailable as error:
             logger.warning("not every prefill replica has switched operating point %s off: %s", point, error)

@@ -202,6 +202,49 @@ async def test_a_replica_waits_until_what_it_switched_off_is_announced():
     assert replica.told == [PATCHED]
 
 
+class Answers:
+    """Of a broadcast."""
+
+    def __init__(self, *answers: object) -> None:
+        self._answers = answers
+
+    def broadcast(self, method: str) -> Answers:
+        assert method == "fidelity"
+        return self
+
+    async def results_async(self, timeout_s: float, return_exceptions: bool) -> list[object]:
+        assert return_exceptions
+        assert timeout_s > 0
+        if isinstance(self._answers[0], TimeoutError):
+            raise self._answers[0]
+        return list(self._answers)
+
+
+@pytest.mark.parametrize(
+    ("answers", "off", "said"),
+    [
+        ([TimeoutError()], [], "do not say"),
+        ([RuntimeError("gone"), "it"], [PATCHED], "gone"),
+        (["it"], [PATCHED], "on prefill replica other"),
+    ],
+)
+async def test_a_replica_that_starts_serves_whatever_the_others_say(answers, off, said, caplog):
+    other = fidelity()
+    other.switch_off(PATCHED, "a test")
+    told = Answers(*(("other", other.status()) if answer == "it" else answer for answer in answers))
+
+    class Starting(FidelityReplica):
+        def _replicas(self):
+            return told
+
+    replica = Starting()
+    watched = replica.watch_fidelity(fidelity().settings)
+    with caplog.at_level(logging.WARNING):
+        await replica.hear_switched_off()
+    assert [status.point for status in watched.status() if not status.allowed] == off
+    assert said in caplog.text
+
+
 def test_exact_points_are_always_allowed():
     watched = fidelity()
     assert watched.allows(OperatingPoint.RECOMPUTED)
