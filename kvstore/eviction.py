@@ -10,8 +10,9 @@ import heapq
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from kvstore.format import Record
 from kvstore.tiers import QUARANTINE, Entry, Tier
@@ -23,6 +24,7 @@ DEFAULT_SECONDS_PER_BYTE = 5e-8
 _LOW_WATER = 0.9  # evicting down to this share amortises the scan
 _ROOM = 0.8  # a tier this full, as scanned, still has the price of what it evicted last
 _ANNOUNCE_SECONDS = 60.0  # a tier learns within this time that memory still answers for a record
+_AT_ONCE = 64  # records deleted together
 _FREE = 0.05  # share of a limit that is kept for what other processes have written since this one looked
 
 
@@ -260,7 +262,23 @@ class TierBudget:
                 break
             chosen.append(candidate)
             freed += candidate.size
-        self.evictions += self.tier.delete_all([one.path for one in chosen])  # another process may have been faster
-        self.tier.delete_all([key for one in chosen for key in one.companions])
+        left = iter(chosen)
+        while batch := list(islice(left, _AT_ONCE)):  # of which another process may have been faster with some
+            self.evictions += delete_records(self.tier, {one.path: one.companions for one in batch})
         logger.info("%s: evicted %d bytes", self.tier.name, freed)
         return worth(chosen[-1].recompute_seconds, chosen[-1].size, now - chosen[-1].used) if chosen else 0.0
+
+
+def delete_records(tier: Tier, records: Mapping[str, Collection[str]]) -> int:
+    """Deletes records, and the markers of each after it: deleting by content must overlook none.
+
+    A marker stays if its record is back: another process has put it meanwhile. Returns what `Tier.delete_all` does of
+    the records. Raises TierUnavailable; then some may be left.
+
+    Args:
+        records: their markers by path.
+    """
+    went = tier.delete_all(records.keys())
+    back = tier.stored(records.keys())
+    tier.delete_all([key for path, markers in records.items() if path not in back for key in markers])
+    return went

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from kvstore.errors import CorruptRecord
-from kvstore.eviction import worth
+from kvstore.eviction import delete_records, worth
 from kvstore.format import Record, decode, layer_checks, read_metadata
 from kvstore.paths import ORPHAN_SECONDS, Marker, content_prefix, record_path, sorted_out
 from kvstore.tiers import QUARANTINE, Entry, Tier
@@ -220,11 +220,10 @@ def derived_from(tier: Tier, found: Contents, content: str, owner: str, reason: 
 
 
 def remove(tier: Tier, removals: Iterable[Removal], advance: Advance = lambda size: None) -> None:
-    """Deletes, each record before its markers, so that deleting by content overlooks none. Raises TierUnavailable."""
+    """Deletes records with their markers. Raises TierUnavailable."""
     left = iter(removals)
     while batch := list(islice(left, _AT_ONCE)):
-        tier.delete_all([removal.path for removal in batch])
-        tier.delete_all([key for removal in batch for key in removal.companions])
+        delete_records(tier, {removal.path: removal.companions for removal in batch})
         advance(sum(removal.size for removal in batch))
 
 

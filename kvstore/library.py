@@ -456,6 +456,9 @@ class Library:
             if self._deletions.covers(record):
                 return
             self._hot.put(path, record)
+            for loading in (self._loading.get(path), *self._passed.get(path, ())):
+                if loading is not None:
+                    loading.dropped = True  # what it finds is older; whoever waits for it gets it all the same
             refused = self._submit(path, _Write(record), record.nbytes, len(self._queues))
             self._counts["dropped_writes"] += len(refused)
         if refused:

@@ -74,6 +74,7 @@ class PointStatus:
     rolling_kl: float | None  # nats; None before the first check
     rolling_agreement: float | None  # 0 to 1
     skipped: dict[str, int]  # checks that were drawn and not made, by reason
+    changed: float  # Unix seconds: when it was last switched off, or allowed by an operator; 0: never
 
 
 @dataclass
@@ -82,6 +83,7 @@ class _Record:
 
     window: deque[Comparison]
     allowed: bool = True
+    changed: float = 0.0  # see PointStatus
     allowed_at: float = -math.inf  # by an operator, the last time; `time.perf_counter`
     checks: int = 0
     agreements: int = 0
@@ -125,8 +127,8 @@ class Fidelity:
             point: _Record(deque(maxlen=settings.window)) for point in OperatingPoint if point not in EXACT_POINTS
         }
         self._kept = kept or SwitchedOff(None, "")
-        for point, reason in self._kept.read().items():
-            self._records[point].allowed = False
+        for point, (reason, since) in self._kept.read().items():
+            self._records[point].allowed, self._records[point].changed = False, since
             logger.warning("operating point %s is switched off, and was before this process started: %s", point, reason)
 
     def draw(self, points: Iterable[OperatingPoint]) -> tuple[OperatingPoint, ...]:
@@ -159,7 +161,7 @@ class Fidelity:
                 passes = bound is not None and rolling is not None and rolling > bound
                 if not (passes and count >= self.settings.minimum and record.allowed):
                     continue
-                record.allowed = False
+                record.allowed, record.changed = False, time.time()
             failed.append(point)
             reason = f"its rolling KL is {rolling:.3g} nats over the last {count} checks, its bound is {bound:.3g}"
             logger.warning(
@@ -167,7 +169,7 @@ class Fidelity:
                 "orbitserve fidelity allow %s",
                 *(point, reason, point),
             )
-            self._kept.add(point, reason)
+            self._kept.add(point, reason, record.changed)
         for point in failed:
             self._on_switch_off(point)
 
@@ -177,24 +179,45 @@ class Fidelity:
             for point in points:
                 self._records[point].skipped[reason] += 1
 
-    def switch_off(self, point: OperatingPoint, reason: str) -> None:
-        """Do not serve at an approximate point until it is allowed again."""
+    def switch_off(self, point: OperatingPoint, reason: str, since: float | None = None) -> None:
+        """Do not serve at an approximate point until it is allowed again.
+
+        `since`: of news from elsewhere, Unix seconds; nothing happens if what is known here is later. None: now.
+        """
         with self._lock:
-            was_allowed, self._records[point].allowed = self._records[point].allowed, False
+            record = self._records[point]
+            if since is not None and since <= record.changed:
+                return
+            was_allowed, record.allowed = record.allowed, False
             if was_allowed:
-                self._kept.add(point, reason)
+                record.changed = time.time() if since is None else since
+                self._kept.add(point, reason, record.changed)
         if was_allowed:
             logger.warning("operating point %s is switched off: %s", point, reason)
+
+    def hear(self, name: str, points: Iterable[PointStatus]) -> None:
+        """Take over what has changed on another worker, of that name, later than here."""
+        for status in points:
+            if status.allowed:
+                self.allow(status.point, status.changed)
+            else:
+                self.switch_off(status.point, f"it is on prefill replica {name}", status.changed)
 
     def before_allowing(self, listener: Callable[[OperatingPoint], object]) -> None:
         """Have `listener` called with a point just before it is allowed again: what was learnt at it may be wrong."""
         self._before_allowing.append(listener)
 
-    def allow(self, point: OperatingPoint) -> bool:
-        """Serve at a point again, judged by requests served from now on. Returns whether it was switched off."""
+    def allow(self, point: OperatingPoint, since: float | None = None) -> bool:
+        """Serve at a point again, judged by requests served from now on. Returns whether it was switched off.
+
+        `since`: as of `switch_off`.
+        """
         with self._lock:
             record = self._records.get(point)
-            if record is None or record.allowed:
+            if record is None or (since is not None and since <= record.changed):
+                return False
+            record.changed = time.time() if since is None else since
+            if record.allowed:
                 return False
             for listener in self._before_allowing:
                 listener(point)
@@ -223,4 +246,5 @@ class Fidelity:
             rolling_kl=record.rolling_kl,
             rolling_agreement=sum(check.agrees for check in window) / len(window) if window else None,
             skipped=dict(record.skipped),
+            changed=record.changed,
         )

@@ -35,6 +35,7 @@ from prefill_workers.patch_compiler import PatchCompiler
 from prefill_workers.plan import ChunkPlan, LinkPlan, LinkRequest, PixelsNeeded
 from prefill_workers.scratch import Scratch, at_once
 from prefill_workers.sequence import LinkSequence, Run, forwards
+from prefill_workers.settings import FREE_TEXT
 
 Name = tuple[RecordKind, str]
 
@@ -78,12 +79,15 @@ class OfflineWorker:
     Args:
         form: of the patches; it is part of their keys.
         budget: tokens of one forward at most.
+        free_text: of the service that links what is computed (`prefill.free_text`); own patches are keyed by it.
     """
 
-    def __init__(self, engine: PrefillEngine, library: Library, form: PatchForm, budget: int) -> None:
+    def __init__(
+        self, engine: PrefillEngine, library: Library, form: PatchForm, budget: int, free_text: int = FREE_TEXT
+    ) -> None:
         self.engine, self.library = engine, library
         self._compiler = PatchCompiler(library, form)
-        self._linker = Linker(engine, library, form, self._compiler.compile)
+        self._linker = Linker(engine, library, form, self._compiler.compile, free_text=free_text)
         self._harvester = self._linker.harvester
         self._budget = budget
         self._blocks = range(1, engine.num_blocks)  # block 0 is vLLM's null block

@@ -12,7 +12,9 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from prefill_workers.policies import EXACT_POINTS, OperatingPoint
 
@@ -21,10 +23,18 @@ logger = logging.getLogger(__name__)
 _FOLDER = ".operating-points"  # the library looks into no folder whose name begins with a dot
 
 
-class SwitchedOff:
-    """The points of one model that are switched off, and why.
+class Off(NamedTuple):
+    """Why and since when (Unix seconds) a point is switched off."""
 
-    A file that cannot be read or written costs a warning, never a request: then only this process knows of them.
+    reason: str
+    since: float
+
+
+class SwitchedOff:
+    """The points of one model that are switched off. Thread-safe.
+
+    A file that cannot be read or written costs a warning, never a request: then only this process knows of them. A
+    thread of its own writes, so that a directory that hangs holds up none.
 
     Args:
         directory: the library's. None: nothing is kept.
@@ -33,9 +43,10 @@ class SwitchedOff:
 
     def __init__(self, directory: Path | None, fingerprint: str) -> None:
         self._file = None if directory is None else directory / _FOLDER / f"{fingerprint}.json"
+        self._writing = ThreadPoolExecutor(1, thread_name_prefix="switched-off")
 
-    def read(self) -> dict[OperatingPoint, str]:
-        """The points, each with the reason."""
+    def read(self) -> dict[OperatingPoint, Off]:
+        """The points, as the file has them."""
         if self._file is None:
             return {}
         try:
@@ -44,43 +55,50 @@ class SwitchedOff:
             logger.warning("%s: which operating points are switched off cannot be read: %s", self._file, error)
             return {}
 
-    def add(self, point: OperatingPoint, reason: str) -> None:
-        """Keep that a point is switched off; the first reason stays."""
-        self._change(lambda points: points.setdefault(point, reason))
+    def add(self, point: OperatingPoint, reason: str, since: float) -> None:
+        """Keep that a point is switched off, soon; the first reason stays."""
+        self._change(lambda points: points.setdefault(point, Off(reason, since)))
 
     def remove(self, point: OperatingPoint) -> None:
-        """Keep that an operator allowed a point."""
+        """Keep that an operator allowed a point, soon."""
         self._change(lambda points: points.pop(point, None))
 
-    def _change(self, change: Callable[[dict[OperatingPoint, str]], object]) -> None:
+    def flush(self) -> None:
+        """Wait until everything that changed before is written."""
+        self._writing.submit(lambda: None).result()
+
+    def _change(self, change: Callable[[dict[OperatingPoint, Off]], object]) -> None:
+        if self._file is not None:
+            self._writing.submit(self._write, self._file, change)
+
+    def _write(self, file: Path, change: Callable[[dict[OperatingPoint, Off]], object]) -> None:
         """Write what is kept anew, one process at a time."""
-        if self._file is None:
-            return
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            folder = os.open(self._file.parent, os.O_RDONLY | os.O_DIRECTORY)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 fcntl.flock(folder, fcntl.LOCK_EX)
                 points = self.read()
                 change(points)
-                fresh = self._file.with_suffix(".part")
-                fresh.write_text(json.dumps(points, indent=1))
-                fresh.replace(self._file)
+                fresh = file.with_suffix(".part")
+                fresh.write_text(json.dumps({point: off._asdict() for point, off in points.items()}, indent=1))
+                fresh.replace(file)
             finally:
                 os.close(folder)
         except OSError as error:
-            logger.warning("%s: which operating points are switched off cannot be kept: %s", self._file, error)
+            logger.warning("%s: which operating points are switched off cannot be kept: %s", file, error)
 
 
-def _read(file: Path) -> dict[OperatingPoint, str]:
-    """Raises OSError, and ValueError if the file does not name approximate points with reasons."""
+def _read(file: Path) -> dict[OperatingPoint, Off]:
+    """Raises OSError, and ValueError if the file does not say of approximate points why and since when."""
     try:
         found = json.loads(file.read_text())
     except FileNotFoundError:
         return {}
-    if not isinstance(found, dict) or not all(isinstance(reason, str) for reason in found.values()):
-        raise ValueError("it holds no object of operating points and reasons")
-    points = {OperatingPoint(name): reason for name, reason in found.items()}
+    try:
+        points = {OperatingPoint(name): Off(str(off["reason"]), float(off["since"])) for name, off in found.items()}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError("it does not say of operating points why and since when") from error
     if wrong := points.keys() & EXACT_POINTS:
         raise ValueError(f"{', '.join(sorted(wrong))} cannot be switched off")
     return points

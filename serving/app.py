@@ -150,7 +150,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
         bytes_per_token = self._engine.layout.bytes_per_token(self._engine.dtype)
         self._reporter = PrefillReporter(self._loop, self._library, bytes_per_token, config.routing.hot_chunks)
         self._planners = ThreadPoolExecutor(32, thread_name_prefix="plan")  # a plan waits for look-ups
-        await self.hear_switched_off()
+        await self.hear_fidelity()
         self._loop.start()
 
     async def _compile(self, job: PatchJob) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _HEARD_SECONDS = 10.0  # for the other replicas to say what they have switched off: one that hangs holds up no other
+_AGAIN_SECONDS = 5.0  # until they are asked again
 
 
 class FidelityReplica:
@@ -38,29 +39,39 @@ class FidelityReplica:
         self._fidelity = Fidelity(settings, on_switch_off=self._switched_off, kept=kept)
         return self._fidelity
 
-    async def hear_switched_off(self) -> None:
-        """Switch off what the other replicas have switched off; to be called before this one serves.
+    async def hear_fidelity(self) -> None:
+        """Take over what the other replicas have switched off; to be called before this one serves.
 
         One that starts where the library's directory is another one (see `prefill_workers.switched_off`) would serve at
-        a point that no operator allowed again. What is switched off between this and the first request is not heard.
+        a point that no operator allowed again. Nobody tells it what changes before Serve lists it: so it goes on asking
+        until it is listed.
         """
+        if not await self._hear():
+            self._hearing = asyncio.create_task(self._keep_hearing())
+
+    async def _keep_hearing(self) -> None:
+        while not await self._hear():
+            await asyncio.sleep(_AGAIN_SECONDS)
+
+    async def _hear(self) -> bool:
+        """Ask all replicas that serve. Returns whether all have answered, this one among them."""
         try:
             replicas = self._replicas().broadcast("fidelity")
             answers = await replicas.results_async(timeout_s=_HEARD_SECONDS, return_exceptions=True)
         except DeploymentUnavailableError:
-            return  # this replica is the first
+            return False  # none serves yet
         except TimeoutError:
             logger.warning("the other prefill replicas do not say which operating points they have switched off")
-            return
+            return False
+        names: list[str] = []
         for answer in answers:
             if isinstance(answer, BaseException):
                 logger.warning("a prefill replica does not say which operating points it has switched off: %s", answer)
                 continue
             name, points = answer
-            for status in points:
-                if not status.allowed:
-                    reason = f"it was on prefill replica {name} when this one started"
-                    self._fidelity.switch_off(status.point, reason)
+            names.append(name)
+            self._fidelity.hear(name, points)
+        return self._name in names and len(names) == len(answers)
 
     async def fidelity(self) -> tuple[str, list[PointStatus]]:
         """This replica's name, and what it measured of every approximate operating point."""

@@ -7,7 +7,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from serving.config import OrbitServeConfig
@@ -44,12 +45,10 @@ class LibraryKeeper(KeeperReplica):
         until it is gone; also by a later replica, if a file or a vector store held it (see `kvstore.owed`).
         """
         self._undeleted.add((content, tenant))
-        answers: list[Any] = []
-        for workers in (self._prefill, self._compiler):
-            answers += await workers.broadcast("forget", content, tenant).results_async(return_exceptions=True)
+        answers = [one for role in (self._prefill, self._compiler) for one in await _forget(role, content, tenant)]
         went = await asyncio.to_thread(self._library.delete_content, content, tenant)
         for answer in answers:
-            if isinstance(answer, Exception) and not isinstance(answer, RayActorError):  # whose memory died with it
+            if isinstance(answer, Exception) and not _died(answer):
                 raise answer
         await asyncio.to_thread(self._files.owed.settle, content, tenant)
         self._undeleted.discard((content, tenant))
@@ -80,3 +79,16 @@ class LibraryKeeper(KeeperReplica):
         """Raises when the sweep has ended."""
         if self._sweeping.done():
             raise RuntimeError("the sweep of expired files has ended")
+
+
+async def _forget(role: DeploymentHandle, content: str, tenant: str) -> list[Any]:
+    """What the replicas of a role say to a deletion; a role that has none remembers nothing."""
+    try:
+        return list(await role.broadcast("forget", content, tenant).results_async(return_exceptions=True))
+    except DeploymentUnavailableError:
+        return []
+
+
+def _died(error: Exception) -> bool:
+    """Whether a replica is gone, its memory with it. One that cannot be reached for a while remembers."""
+    return isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError)

@@ -74,7 +74,8 @@ class PrecomputeWorker:
         ours = {"write_queue_items": 1 << 20, "write_queue_bytes": 1 << 50, "object_store_bytes": 0}
         self._library = Library(config.library.model_copy(update=ours), engine.fingerprint)
         form = load_form(config.patch, self._library)
-        self._offline = OfflineWorker(engine, self._library, form, config.prefill.max_batch_tokens)
+        settings = config.prefill
+        self._offline = OfflineWorker(engine, self._library, form, settings.max_batch_tokens, settings.free_text)
         self._engine_lock = threading.Lock()
         self._company = Company()
         self._look = ThreadPoolExecutor(_LOOKS, thread_name_prefix="look")

@@ -186,8 +186,14 @@ async def answered(response: Any) -> Any:
 
 
 async def answered_by_all(role: DeploymentHandle, method: str, *arguments: Any) -> list[Any]:
-    """What a call to every replica of a role gives. Raises RoleUnavailable if any was lost; the others were called."""
-    answers = await role.broadcast(method, *arguments).results_async(return_exceptions=True)
+    """What a call to every replica of a role gives.
+
+    Raises RoleUnavailable if the role has none, or any was lost; the others were called.
+    """
+    try:
+        answers = await role.broadcast(method, *arguments).results_async(return_exceptions=True)
+    except (RayActorError, DeploymentUnavailableError) as error:
+        raise lost(error) from error
     for answer in answers:
         if isinstance(answer, RayActorError | DeploymentUnavailableError):
             raise lost(answer) from answer

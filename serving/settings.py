@@ -56,7 +56,8 @@ class ModelSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _name_after_directory(cls, values: object) -> object:
-        if isinstance(values, dict) and not values.get("served_name") and "path" in values:
+        named = isinstance(values, dict) and values.get("served_name")
+        if not named and isinstance(values, dict) and isinstance(values.get("path"), str | os.PathLike):
             return {**values, "served_name": Path(os.path.abspath(values["path"])).name}
         return values
 

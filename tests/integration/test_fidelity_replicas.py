@@ -22,7 +22,7 @@ class Worker(FidelityReplica):
 
     async def __init__(self) -> None:
         self.watch_fidelity(FidelitySettings())
-        await self.hear_switched_off()
+        await self.hear_fidelity()
 
 
 @pytest.fixture

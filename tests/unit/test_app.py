@@ -14,8 +14,10 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.serve import context
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvstore.errors import TierUnavailable
@@ -89,9 +91,12 @@ async def test_a_prefill_worker_counts_the_patches_that_were_dropped(monkeypatch
 
 
 class Workers:
-    """A handle whose replicas answer as told, one list an attempt. As Serve's: nothing is called until answers are."""
+    """A handle whose replicas answer as told, one list an attempt. As Serve's: nothing is called until answers are.
 
-    def __init__(self, *attempts: list[Any]) -> None:
+    An attempt that is an error finds no replica.
+    """
+
+    def __init__(self, *attempts: list[Any] | Exception) -> None:
         self._attempts = list(attempts)
         self.called: list[tuple[Any, ...]] = []
         self.patience: float | None = None
@@ -101,7 +106,10 @@ class Workers:
             assert return_exceptions
             self.patience = timeout_s
             self.called.append((method, *arguments))
-            return self._attempts.pop(0) if self._attempts else []
+            answers = self._attempts.pop(0) if self._attempts else []
+            if isinstance(answers, Exception):
+                raise answers
+            return answers
 
         return SimpleNamespace(results_async=results_async)
 
@@ -134,6 +142,22 @@ async def test_a_worker_that_died_has_forgotten():
     made = keeper(workers, [])
     assert await made.delete_content("page", "acme") == 2
     assert workers.called == [("forget", "page", "acme")]
+    assert not made._undeleted
+
+
+async def test_a_worker_that_cannot_be_reached_for_a_while_is_asked_again():
+    made = keeper(Workers([ActorUnavailableError("no answer", bytes(16))]), [])
+    with pytest.raises(ActorUnavailableError):
+        await made.delete_content("page", "acme")
+    assert made._undeleted == {("page", "acme")}
+
+
+async def test_content_is_deleted_while_a_role_has_no_replica():
+    deleted: list[str] = []
+    made = keeper(Workers(DeploymentUnavailableError(DeploymentID("prefill", "app"))), deleted)
+    made._compiler = compiler = Workers([1])
+    assert await made.delete_content("page", "acme") == 2
+    assert (deleted, compiler.called) == (["page"], [("forget", "page", "acme")])
     assert not made._undeleted
 
 

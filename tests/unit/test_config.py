@@ -46,6 +46,11 @@ def test_a_model_is_named_after_its_directory_however_that_is_written(
     assert OrbitServeConfig.load(None, model=Path(path)).model.served_name == "model"
 
 
+def test_a_path_that_is_none_is_named_in_the_error(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        OrbitServeConfig.load(written(tmp_path, "model: {path: 2024}\n"))
+
+
 def test_paths_are_those_of_the_working_directory_wherever_they_are_used(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ):

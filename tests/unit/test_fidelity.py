@@ -11,10 +11,13 @@ import time
 import pytest
 import torch
 from pydantic import ValidationError
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from prefill_workers.fidelity import KL_BUCKETS, MAX_KL, Comparison, Fidelity, compare
 from prefill_workers.policies import OperatingPoint
 from prefill_workers.settings import FidelitySettings
+from serving import fidelity_replica
 from serving.fidelity_replica import FidelityReplica
 
 PATCHED, COMPOSED, RELOCATED = OperatingPoint.PATCHED, OperatingPoint.COMPOSED, OperatingPoint.RELOCATED
@@ -202,47 +205,96 @@ async def test_a_replica_waits_until_what_it_switched_off_is_announced():
     assert replica.told == [PATCHED]
 
 
-class Answers:
-    """Of a broadcast."""
+class Listed(FidelityReplica):
+    """A replica as the others find it; `rounds`: what a broadcast of each time gives, or raises."""
 
-    def __init__(self, *answers: object) -> None:
-        self._answers = answers
+    _name = "this"
 
-    def broadcast(self, method: str) -> Answers:
+    def __init__(self, *rounds: list[object] | Exception) -> None:
+        self.rounds = list(rounds)
+        self.watched = self.watch_fidelity(fidelity().settings)
+
+    def _replicas(self) -> Listed:
+        return self
+
+    def broadcast(self, method: str) -> Listed:
         assert method == "fidelity"
         return self
 
     async def results_async(self, timeout_s: float, return_exceptions: bool) -> list[object]:
         assert return_exceptions
         assert timeout_s > 0
-        if isinstance(self._answers[0], TimeoutError):
-            raise self._answers[0]
-        return list(self._answers)
+        answers = self.rounds.pop(0)
+        if isinstance(answers, Exception):
+            raise answers
+        return [answer() if callable(answer) else answer for answer in answers]
+
+    @property
+    def off(self) -> list[OperatingPoint]:
+        return [status.point for status in self.watched.status() if not status.allowed]
 
 
-@pytest.mark.parametrize(
-    ("answers", "off", "said"),
-    [
-        ([TimeoutError()], [], "do not say"),
-        ([RuntimeError("gone"), "it"], [PATCHED], "gone"),
-        (["it"], [PATCHED], "on prefill replica other"),
-    ],
-)
-async def test_a_replica_that_starts_serves_whatever_the_others_say(answers, off, said, caplog):
-    other = fidelity()
-    other.switch_off(PATCHED, "a test")
-    told = Answers(*(("other", other.status()) if answer == "it" else answer for answer in answers))
+NONE_SERVES = DeploymentUnavailableError(DeploymentID("prefill", "app"))
 
-    class Starting(FidelityReplica):
-        def _replicas(self):
-            return told
 
-    replica = Starting()
-    watched = replica.watch_fidelity(fidelity().settings)
+@pytest.fixture
+def other() -> Fidelity:
+    """Another replica's, that has switched one point off."""
+    found = fidelity()
+    found.switch_off(PATCHED, "a test")
+    return found
+
+
+async def test_a_replica_that_starts_takes_over_what_the_others_have_switched_off(other: Fidelity, caplog):
+    replica = Listed([RuntimeError("one is gone"), lambda: ("other", other.status())])
     with caplog.at_level(logging.WARNING):
-        await replica.hear_switched_off()
-    assert [status.point for status in watched.status() if not status.allowed] == off
-    assert said in caplog.text
+        await replica.hear_fidelity()
+    assert replica.off == [PATCHED]
+    assert "it is on prefill replica other" in caplog.text
+    assert "one is gone" in caplog.text
+
+
+@pytest.mark.parametrize("failure", [NONE_SERVES, TimeoutError()])
+async def test_a_replica_that_starts_serves_whatever_the_others_say(failure: Exception):
+    replica = Listed(failure)
+    await replica.hear_fidelity()
+    assert replica.off == []
+
+
+async def test_a_replica_asks_until_it_is_listed(other: Fidelity, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fidelity_replica, "_AGAIN_SECONDS", 0.0)
+    theirs = lambda: ("other", other.status())  # noqa: E731
+    replica = Listed(NONE_SERVES, TimeoutError(), [theirs], [theirs, ("this", [])], [])
+    await replica.hear_fidelity()
+    other.allow(PATCHED)
+    other.switch_off(COMPOSED, "a test")
+    async with asyncio.timeout(10):
+        await replica._hearing
+    assert replica.off == [COMPOSED]
+    assert replica.rounds == [[]]
+
+
+def test_of_two_workers_what_changed_later_holds(other: Fidelity):
+    this = fidelity()
+    this.hear("other", other.status())
+    assert not this.allows(PATCHED)
+    before = other.status()
+    assert this.allow(PATCHED)
+    this.hear("other", before)
+    assert this.allows(PATCHED), "an operator allowed it since"
+    other.hear("this", this.status())
+    assert other.allows(PATCHED)
+    this.hear("a new one", fidelity().status())
+    this.switch_off(COMPOSED, "a test")
+    this.hear("a new one", fidelity().status())
+    assert not this.allows(COMPOSED), "where nothing has changed nobody allowed anything"
+
+
+async def test_an_operator_allows_it_also_where_it_never_was_switched_off(other: Fidelity):
+    this = fidelity()
+    assert not this.allow(PATCHED)
+    other.hear("this", this.status())
+    assert other.allows(PATCHED)
 
 
 def test_exact_points_are_always_allowed():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 
 import pyarrow as pa
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvstore_support import FINGERPRINT, SIZE, MakeLibrary, canonical, stored
 
-from kvstore.eviction import Candidate, HotCache, TierBudget, worth
+from kvstore.eviction import Candidate, HotCache, TierBudget, delete_records, worth
 from kvstore.library import Library
 from kvstore.paths import path_of
 from kvstore.settings import LibrarySettings
@@ -281,3 +281,20 @@ def test_a_tenants_own_limit_is_the_price_of_its_own_records_alone(make_library:
         library.flush()
     assert library.price("greedy") > 0
     assert library.price("quiet") == 0
+
+
+def test_a_record_that_another_process_puts_back_while_it_is_evicted_keeps_its_markers() -> None:
+    class Shared(MemoryTier):
+        """Another process puts `back` as soon as records are deleted."""
+
+        def delete_all(self, keys: Collection[str]) -> int:
+            went = super().delete_all(keys)
+            if "back" in keys:
+                self.put("back", [pa.py_buffer(b"record")])
+            return went
+
+    tier = Shared()
+    for key in ("back", "gone", "marker-of-back", "marker-of-gone"):
+        tier.put(key, [pa.py_buffer(b"x")])
+    assert delete_records(tier, {"back": ["marker-of-back"], "gone": ["marker-of-gone"]}) == 2
+    assert set(tier.keys()) == {"back", "marker-of-back"}

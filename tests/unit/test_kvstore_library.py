@@ -6,6 +6,7 @@ Deletion, eviction, and tiers that fail or do not answer have files of their own
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -240,9 +241,11 @@ def test_a_load_does_not_take_the_place_of_what_was_put_meanwhile(make_library: 
     assert middle.entered.wait(5)
     library.put_canonical(canonical("other"))
     assert near.entered.wait(5)
-    library.put_canonical(record)  # waits behind the other
+    newer = replace(record, recompute_seconds=7.0)
+    library.put_canonical(newer)  # waits behind the other
     middle.release.set()
     assert loading.result(5) is not None
+    assert library.get_canonical(record.key, "acme") is newer
     near.release.set()
     assert library.flush(5)
     assert record.key in stored(far)

@@ -75,7 +75,7 @@ class Stream:
 class Role:
     """A handle whose every method is answered by `response`, and broadcasts by `answers`."""
 
-    def __init__(self, response: Any = None, answers: Sequence[Any] = ()) -> None:
+    def __init__(self, response: Any = None, answers: Sequence[Any] | Exception = ()) -> None:
         self.response, self.answers = response, answers
         self.called: list[tuple[Any, ...]] = []
 
@@ -94,6 +94,8 @@ class Role:
 
         async def results_async(return_exceptions: bool, timeout_s: float | None = None) -> Sequence[Any]:
             assert return_exceptions, "one that is lost must not hide the others"
+            if isinstance(self.answers, Exception):  # there is none
+                raise self.answers
             return self.answers
 
         return SimpleNamespace(results_async=results_async)
@@ -156,6 +158,12 @@ async def test_a_replica_that_is_lost_among_others_is_told_once_all_were_called(
         await answered_by_all(role, "allow", "patched")
     assert unavailable.value.__cause__ is error
     assert role.called == [("allow", "patched")]
+
+
+async def test_a_role_without_a_replica_is_not_available():
+    with pytest.raises(RoleUnavailable) as unavailable:
+        await answered_by_all(Role(answers=LOST[2]), "stats")
+    assert unavailable.value.__cause__ is LOST[2]
 
 
 async def test_answers_of_all_replicas_and_what_one_of_them_raised():

@@ -15,12 +15,23 @@ from prefill_workers.settings import FidelitySettings
 from prefill_workers.switched_off import SwitchedOff
 
 PATCHED, COMPOSED, SELECTED = OperatingPoint.PATCHED, OperatingPoint.COMPOSED, OperatingPoint.SELECTED
+OFF = '{"reason": "why", "since": 1.0}'
 SETTINGS = FidelitySettings(share=1.0, window=2, minimum=1, bounds={PATCHED: 0.05})
 
 
+_KEPT: list[SwitchedOff] = []
+
+
 def started(folder: Path | None, fingerprint: str = "model") -> Fidelity:
-    """What a worker that starts knows."""
-    return Fidelity(SETTINGS, kept=SwitchedOff(folder, fingerprint))
+    """What a worker that starts knows, once those before it have written."""
+    written()
+    _KEPT.append(SwitchedOff(folder, fingerprint))
+    return Fidelity(SETTINGS, kept=_KEPT[-1])
+
+
+def written() -> None:
+    for kept in _KEPT:
+        kept.flush()
 
 
 def test_a_worker_that_starts_finds_what_is_switched_off_until_it_is_allowed(tmp_path: Path, caplog):
@@ -49,12 +60,16 @@ def test_it_is_of_one_model_and_of_one_directory(tmp_path: Path):
 def test_the_library_in_the_same_directory_does_not_see_it(tmp_path: Path):
     tier = DiskTier(tmp_path)
     started(tmp_path).switch_off(PATCHED, "test")
+    written()
     assert list(tier.entries()) == []
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", '{"patched": 1}', '{"encoded": "why"}', '{"unheard-of": "why"}', "\x00"])
+@pytest.mark.parametrize(
+    "text", ["{", "[1]", '{"patched": 1}', f'{{"encoded": {OFF}}}', f'{{"unheard-of": {OFF}}}', "\x00"]
+)
 def test_a_file_that_makes_no_sense_costs_a_warning_and_is_written_anew(tmp_path: Path, caplog, text: str):
     started(tmp_path).switch_off(PATCHED, "test")
+    written()
     (file,) = (tmp_path / ".operating-points").iterdir()
     file.write_text(text)
     with caplog.at_level(logging.WARNING):
@@ -70,15 +85,18 @@ def test_what_cannot_be_kept_is_switched_off_all_the_same(tmp_path: Path, caplog
     found = started(tmp_path)
     with caplog.at_level(logging.WARNING):
         found.switch_off(PATCHED, "test")
+        written()
     assert not found.allows(PATCHED)
     assert "cannot be kept" in caplog.text
 
 
 def _switch_off(folder: Path, point: OperatingPoint) -> None:
+    kept = SwitchedOff(folder, "model")
     for _ in range(50):
-        SwitchedOff(folder, "model").add(point, str(point))
-        SwitchedOff(folder, "model").remove(point)
-    SwitchedOff(folder, "model").add(point, str(point))
+        kept.add(point, str(point), 1.0)
+        kept.remove(point)
+    kept.add(point, str(point), 2.0)
+    kept.flush()
 
 
 def test_processes_that_write_at_once_lose_nothing(tmp_path: Path):
@@ -89,4 +107,4 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path):
     for process in writing:
         process.join(60)
         assert process.exitcode == 0
-    assert SwitchedOff(tmp_path, "model").read() == {point: str(point) for point in points}
+    assert SwitchedOff(tmp_path, "model").read() == {point: (str(point), 2.0) for point in points}
