@@ -54,4 +54,5 @@ def test_a_replica_that_starts_hears_what_the_others_have_switched_off(cluster: 
     assert list(found.values()) == [[PATCHED], [PATCHED]]
     assert workers.broadcast("allow", PATCHED).results() == [True, True]
     workers.broadcast("switch_off", COMPOSED, "a test").results()
-    assert list(switched_off(deployed(1)).values()) == [[COMPOSED]], "what was allowed meanwhile is"
+    found = switched_off(deployed(2))
+    assert list(found.values()) == [[COMPOSED], [COMPOSED]], "what was allowed meanwhile is"
