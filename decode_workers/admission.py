@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -20,6 +21,15 @@ class Room:
     until: Callable[[], Coroutine[Any, Any, None]] | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """Whoever waits for `blocks`, for so many sequences, until it is its `turn`."""
+
+    blocks: int
+    sequences: int
+    turn: asyncio.Future[None]
+
+
 class Admission:
     """Reserves KV blocks for whole sequences, first come first served."""
 
@@ -27,19 +37,19 @@ class Admission:
         self.total = blocks
         self.block_size = block_size
         self.reserved = 0
-        self.running = 0
-        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self.running = 0  # sequences
+        self._queue: deque[_Waiting] = deque()
         self._leaving: set[asyncio.Task[None]] = set()
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for room."""
-        return len(self._queue)
+        """Sequences that wait for room."""
+        return sum(one.sequences for one in self._queue)
 
     @property
     def blocks_awaited(self) -> int:
         """Blocks that these need."""
-        return sum(blocks for blocks, _ in self._queue)
+        return sum(one.blocks for one in self._queue)
 
     @asynccontextmanager
     async def admit(self, tokens: int, sequences: int) -> AsyncGenerator[Room, None]:
@@ -56,7 +66,7 @@ class Admission:
             )
         if self._queue or self.reserved + blocks > self.total:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            entry = (blocks, turn)
+            entry = _Waiting(blocks, sequences, turn)
             self._queue.append(entry)
             try:
                 await turn
@@ -70,12 +80,12 @@ class Admission:
                 raise
         else:
             self.reserved += blocks
-        self.running += 1
+        self.running += sequences
         room = Room()
         try:
             yield room
         finally:
-            self.running -= 1
+            self.running -= sequences
             if room.until is None:
                 self._release(blocks)
             else:
@@ -94,9 +104,9 @@ class Admission:
         self._grant()
 
     def _grant(self) -> None:
-        while self._queue and self.reserved + self._queue[0][0] <= self.total:
-            blocks, turn = self._queue.popleft()
-            if turn.cancelled():
+        while self._queue and self.reserved + self._queue[0].blocks <= self.total:
+            next_one = self._queue.popleft()
+            if next_one.turn.cancelled():
                 continue
-            self.reserved += blocks
-            turn.set_result(None)
+            self.reserved += next_one.blocks
+            next_one.turn.set_result(None)

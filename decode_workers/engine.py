@@ -19,7 +19,6 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -59,8 +58,8 @@ class DecodeSpec:
 class DecodeStats:
     """A snapshot of a decode worker, for routing, health and tests."""
 
-    running: int
-    waiting: int
+    running: int  # sequences
+    waiting: int  # sequences
     blocks_reserved: int
     blocks_awaited: int  # by requests that wait for room
     blocks_total: int
@@ -132,7 +131,7 @@ class DecodeEngine:
             async with self.admission.admit(min(len(token_ids) + budget, self.max_model_len), params.n or 1) as room:
                 admitted = True
                 if transfer is not None:  # whoever leaves while its KV is pulled: vLLM holds the blocks meanwhile
-                    room.until = partial(self._nothing_is_pulled, time.monotonic())
+                    room.until = self._nothing_is_pulled
                 prompt, pulled = TokensPrompt(prompt_token_ids=token_ids), set[int]()
                 try:
                     async for output in self._engine.generate(prompt, params, request_id, **options):
@@ -147,12 +146,13 @@ class DecodeEngine:
             if transfer is not None and not admitted:
                 await self.abandon(transfer, params.n or 1)
 
-    async def _nothing_is_pulled(self, began: float) -> None:
-        """Wait until vLLM holds no blocks for a pull that `began` then and that nobody waits for.
+    async def _nothing_is_pulled(self) -> None:
+        """Wait until vLLM holds no blocks for a pull that nobody waits for any more: it may have begun just now.
 
         That is until it holds none at all, or so long that every pull has ended.
         """
-        while time.monotonic() < began + _PULL_SECONDS:
+        left = time.monotonic()
+        while time.monotonic() < left + _PULL_SECONDS:
             await asyncio.sleep(_LOOK_SECONDS)
             with suppress(EngineDeadError):
                 if await self.all_blocks_free():

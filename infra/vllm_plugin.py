@@ -93,11 +93,11 @@ def _let_groups_share_a_thread() -> None:
         return
 
     class SharingGloo(_Shares, gloo):  # type: ignore[misc, valid-type]
-        """Gloo on the process' one device."""
+        """Gloo on the process' one device, or its one of each interface that is named."""
 
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)) -> None:
             options = gloo._Options()
-            options._devices, options._timeout = [_gloo_device()], timeout
+            options._devices, options._timeout = _gloo_devices(), timeout
             super().__init__(store, rank, size, options)
 
     c10d.ProcessGroupGloo = SharingGloo
@@ -108,7 +108,9 @@ class _Shares:
 
 
 @functools.cache
-def _gloo_device() -> Any:
+def _gloo_devices() -> list[Any]:
     from torch.distributed import ProcessGroupGloo
 
-    return ProcessGroupGloo.create_default_device()
+    if named := os.environ.get("GLOO_SOCKET_IFNAME"):  # as PyTorch reads it
+        return [ProcessGroupGloo.create_device(interface=name) for name in named.split(",")]
+    return [ProcessGroupGloo.create_default_device()]

@@ -15,7 +15,7 @@ import tarfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -93,7 +93,7 @@ def tar_writer(path: Path) -> Iterator[Callable[[str, pa.Buffer], None]]:
 
     Raises BadArchive if it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    temporary = path.with_name(f".{uuid.uuid4().hex}.partial")
     try:
         with tarfile.open(temporary, "x:") as tar:
 
@@ -107,7 +107,8 @@ def tar_writer(path: Path) -> Iterator[Callable[[str, pa.Buffer], None]]:
     except OSError as error:
         raise BadArchive(f"cannot write {path}: {error.strerror or error}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # it has told what is wrong
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager

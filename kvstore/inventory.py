@@ -7,7 +7,7 @@ file is gone, and one that vanishes while it is looked at was evicted.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -52,9 +52,12 @@ class Contents:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which records are meant; None selects all. `tenant` and `fingerprint` are digests, `key` is a key's beginning."""
+    """Which records are meant; None selects all. `fingerprint` is a digest, `key` a key's beginning.
 
-    tenant: str | None = None
+    `tenants`: digests, any of which is meant.
+    """
+
+    tenants: Collection[str] | None = None
     kind: str | None = None
     fingerprint: str | None = None
     key: str | None = None
@@ -65,7 +68,7 @@ class Selection:
 
     def _selects(self, item: Item) -> bool:
         return (
-            self.tenant in (None, item.tenant)
+            (self.tenants is None or item.tenant in self.tenants)
             and self.kind in (None, item.kind)
             and self.fingerprint in (None, item.fingerprint)
             and item.key.startswith(self.key or "")

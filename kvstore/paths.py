@@ -22,7 +22,7 @@ from blake3 import blake3
 from kvstore.chunk import owner_of
 from kvstore.errors import InvalidKey
 from kvstore.format import Record, RecordKind, kind_of
-from kvstore.tiers import Entry
+from kvstore.tiers import QUARANTINE, Entry
 
 RECORDS = "records/"
 MARKERS = "by-content/"
@@ -132,7 +132,7 @@ class StoredRecord(NamedTuple):
 
 
 def sorted_out(entries: Iterable[Entry]) -> tuple[list[StoredRecord], list[Entry]]:
-    """A tier's listing as its records, and the markers that have no record."""
+    """A tier's listing as its records, and the markers that have no record, not even one that is quarantined."""
     records: list[tuple[Entry, RecordPath]] = []
     markers: dict[str, list[tuple[Entry, Marker]]] = {}
     for entry in entries:
@@ -146,4 +146,6 @@ def sorted_out(entries: Iterable[Entry]) -> tuple[list[StoredRecord], list[Entry
         own = markers.pop(entry.key, [])
         cost = max((marker.recompute_seconds for _, marker in own), default=0.0)
         found.append(StoredRecord(entry, record, tuple(marked.key for marked, _ in own), cost))
+    for entry, _ in records:
+        markers.pop(entry.key.removeprefix(QUARANTINE), None)
     return found, [entry for group in markers.values() for entry, _ in group]

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "orbitserve"
 _INLINE_BYTES = 64 << 10  # markers and other small blobs stay in the directory: Ray sends them inside its messages
-_PROTOCOL = 2  # of the directory's methods: one that outlived the application may have others
+_PROTOCOL = 3  # of the directory's methods: one that outlived the application may have others
 _TIMEOUT_S = 10.0  # for an answer of the directory, and for pulling an object from another node
 Blob = Any  # bytes, or a list of one ObjectRef: a bare one would be resolved on its way
 
@@ -158,7 +158,9 @@ class RayTier(Tier):
         options = {"name": self._actor_name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
         on_head = {"node:__internal_head__": 0.001}  # no other node's death shall take the directory with it
         directory = ray.remote(Directory).options(num_cpus=0, resources=on_head, max_restarts=-1, **options)
-        return directory.remote(self._limit)
+        started = directory.remote(self._limit)
+        started.resize.remote(self._limit)  # one that outlived the application may have another
+        return started
 
 
 def _answer(reference: Any) -> Any:
@@ -189,6 +191,11 @@ class Directory:
         self._markers: OrderedDict[str, _Held] = OrderedDict()
         self._copy = ray.remote(num_cpus=0, max_retries=0)(_same)
 
+    def resize(self, limit_bytes: int) -> None:
+        """Holds up to that many bytes from now on."""
+        self._limit = limit_bytes
+        self._make_room(0)
+
     def adopt(self, objects: list[Any], node: str) -> Blob:
         """A copy of an object, on the same node, that belongs to this actor."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -201,11 +208,14 @@ class Directory:
         if size > self._limit:
             return False
         self.delete(key)
-        while self._bytes + size > self._limit:
-            self.delete(next(iter(self._held or self._markers)))
+        self._make_room(size)
         self._among(key)[key] = _Held(blob, size, time.time())
         self._bytes += size
         return True
+
+    def _make_room(self, size: int) -> None:
+        while self._bytes + size > self._limit:
+            self.delete(next(iter(self._held or self._markers)))
 
     def _among(self, key: str) -> OrderedDict[str, _Held]:
         return self._markers if key.startswith(MARKERS) else self._held

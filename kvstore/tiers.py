@@ -79,6 +79,7 @@ class Tier(ABC):
     """
 
     name: str
+    tells_use = True  # whether `Entry.used` is when a blob was last used, not when it was written
 
     @abstractmethod
     def get(self, key: str) -> pa.Buffer | None:
@@ -380,6 +381,8 @@ class FsspecTier(Tier):
     Local paths belong to `DiskTier` (see `tier_for_url`): fsspec does not write them atomically.
     """
 
+    tells_use = False
+
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None, name: str = "remote") -> None:
         self.name = name
         # Listings must be fresh: other processes write to the same store.
@@ -448,11 +451,13 @@ class FsspecTier(Tier):
 
 
 def tier_for_url(url: str, storage_options: Mapping[str, Any] | None = None, durable: bool = True) -> Tier:
-    """The tier that fits a URL: DiskTier for `file://` and plain paths, S3Tier for `s3://`, else FsspecTier."""
+    """The tier that fits a URL: DiskTier for `file:` and plain paths, S3Tier for `s3://`, else FsspecTier."""
     from kvstore.s3_tier import S3Tier  # it builds on this module
 
+    if "://" not in url and not url.startswith("file:"):
+        return DiskTier(url, durable=durable)  # whatever its name has in it that would mean something in a URL
     parts = urlsplit(url)
-    if parts.scheme in ("", "file"):
+    if parts.scheme == "file":
         return DiskTier(unquote(parts.path), durable=durable)
     if parts.scheme in ("s3", "s3a"):
         return S3Tier(url, storage_options)

@@ -131,8 +131,8 @@ def _selected(place: _Place, tenant: str | None, kind: str | None, model: str | 
     from kvstore.inventory import Selection
     from kvstore.paths import tenant_digest
 
-    digest = tenant if tenant is None or re.fullmatch(r"[0-9a-f]{32}", tenant) else tenant_digest(tenant)
-    return Selection(digest, kind, None if model is None else place.model(model), key)
+    digests = None if tenant is None else (tenant, tenant_digest(tenant))  # it may be named by either
+    return Selection(digests, kind, None if model is None else place.model(model), key)
 
 
 @app.command("ls")
@@ -260,16 +260,19 @@ def gc(
     remote: Remote = False,
     foreign: Annotated[bool, typer.Option("--foreign", help="Also records of other models than --model.")] = False,
     model: Annotated[str | None, typer.Option(help="The model to keep; default: the configuration's.")] = None,
-    unused: Annotated[str | None, typer.Option(help="Also records idle for longer, such as 12h, 30d or 2w.")] = None,
+    unused: Annotated[str | None, typer.Option(help="Also records idle for longer: 12h, 30d, 2w (on disk).")] = None,
     shrink: Annotated[str | None, typer.Option(help="Also the least worthy until the rest fits, such as 20G.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and delete nothing.")] = False,
 ) -> None:
     """Delete what expired (needs --config), quarantined records, orphaned markers, and more on request."""
     from kvstore import inventory
+    from serving.config import ConfigError
 
     unused_seconds = None if unused is None else _seconds(unused)
     max_bytes = None if shrink is None else parse_bytes(shrink)
     with _opened(location, config, remote) as place:
+        if unused and not place.tier.tells_use:
+            raise ConfigError("an object store tells when a record was written, not when it was last used: no --unused")
         keep = place.model(model) if foreign else None
         if foreign and keep is None:
             raise typer.BadParameter("--foreign needs --model or --config, to know which model to keep")
@@ -331,10 +334,13 @@ def export_records(
 ) -> None:
     """Copy records, verified and checksummed, into a tar file or another place, with a manifest."""
     from kvstore import archive, inventory
+    from serving.config import ConfigError
 
     with _opened(location, config, remote) as place:
         chosen = _selected(place, tenant, kind, model).of(inventory.contents(place.tier).items)
         items = [item for item in chosen if not item.quarantined]
+        if not items and any((tenant, kind, model)):
+            raise ConfigError("no record is of that tenant, kind and model: nothing is exported")
         with _progress("exporting", sum(item.size for item in items)) as advance:
             if target.endswith(".tar") and "://" not in target:
                 with archive.tar_writer(Path(target)) as put:

@@ -49,7 +49,7 @@ def draw_tables(title: str, tables: Mapping[str, Rows], uncertainty: str, path: 
             _numbers(axes, rows)
         axes.set_title(name, fontsize="large")
     figure.suptitle(title)
-    figure.savefig(path, dpi=150 if len(shown) == 1 else 70)
+    figure.savefig(path, format="png", dpi=150 if len(shown) == 1 else 70)
     pyplot.close(figure)
 
 

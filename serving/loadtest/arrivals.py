@@ -51,7 +51,7 @@ def read_trace(path: Path) -> list[Arrival]:
         TraceError: the file cannot be read or is empty, or a line is wrong; the message names it.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON's strings hold what `splitlines` splits at
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: {error}") from error
     arrivals = [_arrival(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]

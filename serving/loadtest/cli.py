@@ -135,9 +135,12 @@ def plot(
     from serving.loadtest import report
 
     try:
-        report.plot([report.read(path) for path in reports], out)
+        read = [report.read(path) for path in reports]
     except report.ReportError as error:
         _refuse(str(error))
+    if (problem := unwritable(out)) is not None:
+        _refuse(problem)
+    report.plot(read, out)
     console.print(f"{out}: {len(reports)} reports")
 
 

@@ -199,5 +199,5 @@ def plot(reports: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.legend()
     figure.suptitle(", ".join(dict.fromkeys(str(report["workload"]["name"]) for report in reports)))
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, format="png", dpi=120)
     pyplot.close(figure)

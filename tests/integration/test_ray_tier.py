@@ -131,6 +131,16 @@ def test_the_directory_keeps_its_bytes_and_lets_go_of_what_was_used_last(cluster
     assert tier.size_bytes() == 3 * MIB
 
 
+def test_a_directory_that_outlived_the_application_takes_its_new_limit(cluster: Cluster) -> None:
+    before = RayTier("resized", 3 * MIB)
+    for key in ("a", "b", "c"):
+        before.put(key, buffers(bytes(MIB)))
+    smaller = RayTier("resized", 2 * MIB)
+    assert sorted(smaller.keys()) == ["b", "c"]
+    RayTier("resized", 4 * MIB).put("d", buffers(bytes(2 * MIB)))
+    assert sorted(before.keys()) == ["b", "c", "d"]
+
+
 def test_the_directory_keeps_markers_behind_all_that_they_stand_for(cluster: Cluster) -> None:
     tier = RayTier("small-with-markers", 3 * MIB)
     tier.put(MARKERS + "of/a", buffers(b"a"))

@@ -24,7 +24,7 @@ async def test_room_is_held_for_every_token_of_every_sequence():
     admission = Admission(blocks=20, block_size=16)
     async with admission.admit(tokens=33, sequences=2):
         assert admission.reserved == 2 * (3 + 1)  # three blocks, and one for a partial copy
-        assert admission.running == 1
+        assert admission.running == 2
     assert (admission.reserved, admission.running) == (0, 0)
 
 
@@ -44,6 +44,16 @@ async def test_those_who_wait_are_served_in_order_even_if_a_later_one_would_fit(
     await asyncio.gather(*tasks)
     assert log == [112, 96, 1]
     assert (admission.reserved, admission.running, admission.waiting) == (0, 0, 0)
+
+
+async def test_what_runs_and_what_waits_is_counted_in_sequences():
+    admission, release, log = Admission(10, 16), asyncio.Event(), []
+    tasks = [asyncio.create_task(hold(admission, 16, sequences, release, log)) for sequences in (4, 3)]
+    await turns()
+    assert (admission.running, admission.waiting) == (4, 3)
+    release.set()
+    await asyncio.gather(*tasks)
+    assert (admission.running, admission.waiting) == (0, 0)
 
 
 async def test_a_cancelled_wait_leaves_no_trace_and_lets_the_next_one_in():

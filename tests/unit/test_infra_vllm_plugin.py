@@ -58,3 +58,12 @@ def test_ranks_that_share_threads_still_reach_one_another():
     for rank in ranks:
         rank.join(timeout=60)
     assert [tensor.tolist() for tensor in sums] == [[3, 3], [3, 3]]
+
+
+def test_an_interface_that_is_named_is_the_one_that_is_used(monkeypatch: pytest.MonkeyPatch):
+    devices = vllm_plugin._gloo_devices.__wrapped__
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
+    assert len(devices()) == 2
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    with pytest.raises(RuntimeError, match="no-such-interface"):
+        devices()

@@ -12,7 +12,7 @@ import torch
 from kvstore_support import FINGERPRINT, MakeLibrary, canonical
 
 from kvstore.errors import BlobReplaced
-from kvstore.format import CanonicalRecord
+from kvstore.format import CanonicalRecord, decode, encode
 from kvstore.library import Library
 from kvstore.loading import Loading
 from kvstore.seal import find_seal
@@ -53,6 +53,23 @@ class SteppedTier(WrappedTier):
             yield memoryview(buffer)[start:end]
 
         return Blob(buffer, read)
+
+
+def test_all_that_a_record_is_made_of_is_waited_for() -> None:
+    """Bytes between layers as well: they are part of the frame, which is looked at as a whole."""
+    record = canonical(tokens=4001)  # larger than what is read of a file to see what it is
+    whole = memoryview(encode(record))
+    filled = bytearray(len(whole))
+    seal = find_seal(pa.py_buffer(whole))
+    assert seal.stride > seal.size
+
+    def read(start: int, end: int) -> Iterator[memoryview]:
+        filled[start:end] = whole[start:end]
+        yield memoryview(filled)[start:end]
+
+    expected = {"expect_key": record.key, "expect_fingerprint": FINGERPRINT, "expect_tenant": record.tenant}
+    decode(pa.py_buffer(filled), **expected, read=read)
+    assert bytes(filled) == bytes(whole)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from kvstore_support import FINGERPRINT, HoldsWhatItRead, MakeLibrary, canonical, embedding_of, patch_of, stored
 from waiting import wait_for as wait_until
@@ -14,6 +15,7 @@ from waiting import wait_for as wait_until
 from kvstore.errors import TierUnavailable
 from kvstore.format import Record
 from kvstore.library import Library
+from kvstore.paths import MARKERS, path_of, sorted_out
 from kvstore.settings import LibrarySettings
 from kvstore.tier_faults import FaultyTier, HeldTier
 from kvstore.tiers import DiskTier, MemoryTier
@@ -217,3 +219,18 @@ def test_a_tier_that_cannot_be_reached_keeps_no_content_in_the_others(make_libra
     lost.failing = set()
     assert library.delete_content(page.content, "acme") == 3, "its markers are kept for another try"
     assert list(lost.inner.entries()) == []
+
+
+def test_markers_of_a_record_that_was_moved_aside_are_kept_for_its_deletion(make_library: MakeLibrary) -> None:
+    tier, record = MemoryTier(), canonical()
+    library = make_library(tier)
+    library.put_canonical(record)
+    library.flush()
+    markers = set(tier.keys(MARKERS))
+    tier.quarantine(path_of(record))
+    assert sorted_out(tier.entries())[1] == [], "no orphans"
+    library.delete_content(record.content, "acme")
+    assert markers
+    assert list(tier.keys()) == []
+    tier.put(min(markers), [pa.py_buffer(b"")])
+    assert [entry.key for entry in sorted_out(tier.entries())[1]] == [min(markers)]

@@ -218,4 +218,7 @@ def test_local_urls_get_the_tier_that_writes_atomically(tmp_path: Path) -> None:
     for url in (str(tmp_path / "plain"), f"file://{tmp_path}/a%20b"):
         assert isinstance(tier_for_url(url), DiskTier)
     assert (tmp_path / "a b").is_dir()
+    for name in ("exp#1", "what?", "a%20c"):  # which would mean something in a URL
+        tier_for_url(str(tmp_path / name))
+        assert (tmp_path / name).is_dir()
     assert isinstance(tier_for_url("memory://bucket"), FsspecTier)

@@ -157,6 +157,13 @@ def test_gc_on_request_takes_idle_foreign_and_least_worthy_records(tmp_path: Pat
     assert [key for key in tier.keys("by-content/") if records[3].key in key] == []
 
 
+def test_gc_takes_nothing_for_idle_where_nobody_tells_what_is_used(records: list[Record]) -> None:
+    location = f"memory://{uuid.uuid4().hex}"
+    fill(location, records)
+    assert "not when it was last used" in run("gc", "--library", location, "--unused", "1s", status=2).output
+    assert len(listed(location)) == 4
+
+
 @pytest.mark.parametrize(
     "options",
     [("--shrink", "much"), ("--unused", "soon"), ("--foreign",), ("--foreign", "--model", "nothing")],
@@ -239,6 +246,31 @@ def test_a_selection_travels_alone(
     run("export", target, "--library", location, "--tenant", "rival")
     bring(target, tmp_path / "other")
     assert [row["key"] for row in listed(str(tmp_path / "other"))] == [records[1].key]
+
+
+def test_a_tenant_may_be_called_as_digests_are(tmp_path: Path) -> None:
+    record, library, target = canonical("one", tenant=uuid.uuid4().hex), str(tmp_path / "library"), tmp_path / "x.tar"
+    fill(library, [record])
+    for name in (record.tenant, tenant_digest(record.tenant)):
+        assert [row["key"] for row in listed(library, "--tenant", name)] == [record.key]
+        assert "1 records" in run("export", str(target), "--library", library, "--tenant", name).output
+    target.unlink()
+    nobody = uuid.uuid4().hex
+    assert "no record" in run("export", str(target), "--library", library, "--tenant", nobody, status=2).output
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("name", ["file/x.tar", "x" * 251 + ".tar.tar"])
+def test_an_archive_that_cannot_be_written_is_said_in_words(tmp_path: Path, records: list[Record], name: str) -> None:
+    fill(str(tmp_path / "library"), records)
+    (tmp_path / "file").write_text("no folder")
+    assert "cannot write" in run("export", str(tmp_path / name), "-l", str(tmp_path / "library"), status=2).output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "library"]
+
+
+def test_an_archive_may_have_a_long_name(tmp_path: Path, records: list[Record]) -> None:
+    fill(str(tmp_path / "library"), records)
+    run("export", str(tmp_path / ("x" * 240 + ".tar")), "--library", str(tmp_path / "library"))
 
 
 def test_an_interrupted_import_goes_on(tmp_path: Path, records: list[Record]) -> None:

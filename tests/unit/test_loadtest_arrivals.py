@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,15 @@ def trace(folder: Path, *lines: str) -> Path:
     path = folder / "trace.jsonl"
     path.write_text("\n".join(lines))
     return path
+
+
+def test_a_line_of_a_trace_ends_where_json_lines_do(tmp_path: Path):
+    path = tmp_path / "trace.jsonl"
+    said = {"messages": [{"role": "user", "content": "one\u2028two\x85three"}]}
+    body = json.dumps(said, ensure_ascii=False)
+    path.write_bytes(f'{{"at": 0, "body": {body}}}\r\n\n{{"at": 1}} \n'.encode())
+    first, second = read_trace(path)
+    assert (first.body, second.at) == (said, 1.0)
 
 
 def test_a_trace_is_sorted_shifted_to_its_first_arrival_and_keeps_shapes(tmp_path: Path):

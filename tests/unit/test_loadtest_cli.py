@@ -72,9 +72,12 @@ def test_a_run_prints_writes_and_draws_and_two_reports_make_one_picture(server: 
     assert first["stages_ms"] == {"link": 20.0, "decode": 5.0}
     assert "stages, median ms: link 20, decode 5" in shown
     assert len(first["samples"]["ttft_ms"]) == 5
-    code, shown = run("plot", *map(str, reports), "--out", str(tmp_path / "both.png"))
-    assert code == 0, shown
-    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+    for picture in (tmp_path / "both.png", tmp_path / "new" / "both"):  # a PNG, whatever it is called
+        code, shown = run("plot", *map(str, reports), "--out", str(picture))
+        assert code == 0, shown
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    code, shown = run("plot", *map(str, reports), "--out", str(reports[0] / "both.png"))
+    assert (code, "is no folder" in shown.replace("\n", " ")) == (2, True)
 
 
 def test_a_terminal_sees_the_run_as_it_goes():
