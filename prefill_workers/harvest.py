@@ -54,9 +54,12 @@ class Harvester:
         return [c for c in plan.chunks if not c.reuses_kv]
 
     def forms_patch(self, plan: LinkPlan, chunk: ChunkPlan) -> bool:
-        """Whether a computed chunk's KV is KV(B|A): not if some of A was linked without what its neighbours add."""
+        """Whether a computed chunk's KV is KV(B|A), which its patch is keyed by.
+
+        Not if some of A was linked without what its neighbours add, or text stands there that the key says nothing of.
+        """
         before = plan.chunks[: plan.chunks.index(chunk)]
-        return all(c.outcome.operating_point.is_conditioned for c in before)
+        return chunk.teaches and all(c.outcome.operating_point.is_conditioned for c in before)
 
     def is_kept(self, plan: LinkPlan, chunk: ChunkPlan) -> Pieces[bool]:
         """Whether a computed chunk has taught the library all it can: its canonical KV and its patch are stored."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,6 +34,7 @@ class ChunkKeys:
     owner: str  # of canonical KV and embeddings: the request's tenant, or the dynamic library
     patch_owners: tuple[str, ...]  # whose patches serve
     parts: tuple[str, ...] = ()  # patches behind no antecedent and behind each alone; none where no sum may serve
+    teaches: bool = True  # whether what is learnt of the chunk where it stands may be kept under these keys
 
     def all(self) -> list[str]:
         """Every key."""
@@ -53,6 +54,8 @@ def contexts(request: LinkRequest, free_text: int) -> list[tuple[int, ...]]:
     | auto   | the text between the chunks up to this one, if some stretch of it is longer than `free_text` tokens |
     | strict | all text up to this chunk                                                                          |
     | free   | nothing                                                                                            |
+
+    What a request with `free` computes behind long text is not kept as if it were without (`teaches`).
     """
     found: list[tuple[int, ...]] = []
     text, stop, longest = blake3(derive_key_context="orbitserve 2026 text between chunks v1"), 0, 0
@@ -67,6 +70,14 @@ def contexts(request: LinkRequest, free_text: int) -> list[tuple[int, ...]]:
             found.append(request.prefix)
         stop = span.stop
     return found
+
+
+def teaches(request: LinkRequest, free_text: int) -> list[bool]:
+    """By chunk, whether its context leaves out no text that would key it if the request did not say otherwise."""
+    if request.text is not Text.FREE:
+        return [True] * len(request.chunks)
+    otherwise = contexts(replace(request, text=Text.AUTO), free_text)
+    return [context == request.prefix for context in otherwise]
 
 
 class Keys:
@@ -85,6 +96,7 @@ class Keys:
         *,
         embeds: bool,
         summed: bool,
+        teaches: bool = True,
     ) -> ChunkKeys:
         """Keys of the last of `contents` behind the others, whose canonical keys are `antecedents`.
 
@@ -92,6 +104,7 @@ class Keys:
             context: see `contexts`.
             embeds: whether the chunk has vision embeddings.
             summed: whether pair patches behind so many antecedents are summed.
+            teaches: see `ChunkKeys`.
         """
         content = contents[-1]
         canonical = canonical_key(self._engine.fingerprint, content, delimiters, self._engine.precision)
@@ -117,4 +130,5 @@ class Keys:
             owner=owner_of(tenant, content),
             patch_owners=tuple(dict.fromkeys((tenant, DYNAMIC_TENANT))) if shared else (tenant,),
             parts=parts,
+            teaches=teaches,
         )

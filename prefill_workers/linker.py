@@ -37,7 +37,7 @@ from prefill_workers.composing import KnownWeights, measured_weights, weighted_s
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.fidelity import Fidelity
 from prefill_workers.harvest import Harvester
-from prefill_workers.keys import ChunkKeys, Keys, contexts
+from prefill_workers.keys import ChunkKeys, Keys, contexts, teaches
 from prefill_workers.lookup import Found, Lookup, Lookups
 from prefill_workers.patch_compiler import PatchJob
 from prefill_workers.placing import Placed, place
@@ -204,7 +204,8 @@ class Linker:
         """Under which keys a request's chunks are stored, each behind those before it."""
         wanted: list[ChunkKeys] = []
         contents = [span.content for span in request.chunks]
-        for i, (span, context) in enumerate(zip(request.chunks, contexts(request, self._free_text), strict=True)):
+        found, kept = contexts(request, self._free_text), teaches(request, self._free_text)
+        for i, (span, context) in enumerate(zip(request.chunks, found, strict=True)):
             before = request.token_ids[span.start : span.first]
             delimiters = (*before, *request.token_ids[span.first + span.count : span.stop])
             if span.needs_embeddings:
@@ -212,9 +213,8 @@ class Linker:
             antecedents = [keys.canonical for keys in wanted]
             behind, embeds = contents[: i + 1], span.needs_embeddings
             summed = self._sums_behind(len(antecedents)) and context == request.prefix  # parts are without text
-            wanted.append(
-                self._keys.of(request.tenant, behind, delimiters, context, antecedents, embeds=embeds, summed=summed)
-            )
+            named = (request.tenant, behind, delimiters, context, antecedents)
+            wanted.append(self._keys.of(*named, embeds=embeds, summed=summed, teaches=kept[i]))
         return wanted
 
     def _chunk(
@@ -243,6 +243,7 @@ class Linker:
             encoded=fresh is not None,
             ruled_out=ruled_out or self._without_sums(request.mode, index),
             weights_epoch=self._weights.epoch,
+            teaches=keys.teaches,
         )
         if not coming:
             # the load may have ended only now, too late for the plan: its KV would never be written
@@ -398,7 +399,8 @@ class Linker:
                 return found
             base, *pairs = found.parts
             weights = measured_weights(base, pairs, measured_deficit(*both))
-        self._weights.put(plan.request.tenant, chunk.patch_key, weights, chunk.weights_epoch)
+        if chunk.teaches:
+            self._weights.put(plan.request.tenant, chunk.patch_key, weights, chunk.weights_epoch)
         return _summed(chunk, found, weights)
 
     def arriving(self, plan: LinkPlan) -> list[Arriving]:

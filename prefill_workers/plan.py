@@ -70,6 +70,9 @@ class LinkRequest:
     `sampling` the answer's first token is wanted too. `patched` says of each chunk whether its sender knows of a patch
     for it where it stands, () where that does not matter or is not known: the choice of a worker minds it, no worker
     does.
+
+    Raises:
+        ValueError: chunks overlap, or are not in the prompt's order.
     """
 
     request_id: str
@@ -82,6 +85,13 @@ class LinkRequest:
     readers: int = 1
     sampling: Sampling | None = None
     patched: tuple[bool, ...] = ()
+
+    def __post_init__(self) -> None:
+        stop = 0
+        for i, span in enumerate(self.chunks):
+            if not stop <= span.start <= span.stop:
+                raise ValueError(f"chunk {i + 1}, tokens {span.start} to {span.stop}, overlaps the one before it")
+            stop = span.stop
 
 
 @dataclass(frozen=True)
@@ -158,6 +168,7 @@ class ChunkPlan:
     ruled_out: OperatingPoint | None = None
     unfit: bool = False
     weights_epoch: int = 0  # of `composing.KnownWeights`, when it was planned
+    teaches: bool = True  # see `keys.ChunkKeys`
 
     @property
     def barred(self) -> bool:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import logging.handlers
+import os
 import queue
 import random
 import threading
@@ -288,7 +289,10 @@ class _File(logging.handlers.RotatingFileHandler):
         self._prune()
 
     def _prune(self) -> None:
-        """Delete the oldest logs until all fit; not the one that is written here, nor, being newer, others' of now."""
+        """Delete the oldest logs until all fit; not the one that is written here.
+
+        One of a replica that has had nothing to write for long may be among them: it begins another.
+        """
         with suppress(FileNotFoundError):  # another replica deletes just now
             files = sorted(self._path.parent.glob("access-*.jsonl*"), key=_age)
             sizes = {file: file.stat().st_size for file in files}
@@ -301,7 +305,13 @@ class _File(logging.handlers.RotatingFileHandler):
                     file.unlink(missing_ok=True)
 
     def write(self, line: str) -> None:
+        self._let_go_of_what_was_deleted()
         self.emit(logging.makeLogRecord({"msg": line}))
+
+    def _let_go_of_what_was_deleted(self) -> None:
+        if self.stream is not None and os.fstat(self.stream.fileno()).st_nlink == 0:
+            self.stream.close()
+            self.stream = None
 
     def handleError(self, record: logging.LogRecord) -> None:
         raise

@@ -102,8 +102,12 @@ class Documents:
         renderer._tokenize_prompt_async = make_async(spliced, executor=renderer._executor)
 
 
-def places(token_ids: Sequence[int], documents: Sequence[Document]) -> list[tuple[Document, int]]:
-    """Where each document begins in a prompt that holds them in this order.
+def places(
+    token_ids: Sequence[int], documents: Sequence[Document], taken: Sequence[tuple[int, int]] = ()
+) -> list[tuple[Document, int]]:
+    """Where each document begins in a prompt that holds them in this order, outside the tokens that are `taken`.
+
+    Of a document whose tokens stand there more than once it is the first place: they are the same.
 
     Raises:
         ValueError: a document is not there; something changed the prompt's tokens after they were spliced in.
@@ -111,12 +115,16 @@ def places(token_ids: Sequence[int], documents: Sequence[Document]) -> list[tupl
     whole, found, start = array("i", token_ids), [], 0
     data = whole.tobytes()
     for document in documents:
-        wanted = document.token_ids.tobytes()
+        wanted, count = document.token_ids.tobytes(), len(document.token_ids)
         at = data.find(wanted, start * whole.itemsize)
-        while at % whole.itemsize and at >= 0:
+        while at >= 0 and (at % whole.itemsize or _overlaps(at // whole.itemsize, count, taken)):
             at = data.find(wanted, at + 1)
         if at < 0:
             raise ValueError(f"document {document.content[:16]} is not in the prompt")
         found.append((document, at // whole.itemsize))
-        start = at // whole.itemsize + len(document.token_ids)
+        start = at // whole.itemsize + count
     return found
+
+
+def _overlaps(start: int, count: int, taken: Sequence[tuple[int, int]]) -> bool:
+    return any(start < stop and first < start + count for first, stop in taken)

@@ -72,11 +72,12 @@ def segment(engine_input: Any, delimiters: Delimiters, documents: Sequence[Docum
     """
     token_ids = list(engine_input["prompt_token_ids"])
     found: list[tuple[ChunkSpan, tuple[str, MultiModalKwargsItem] | None]] = []
-    for document, start in places(token_ids, documents):
-        count = len(document.token_ids)
-        found.append((ChunkSpan(document.content, TEXT, start, start + count, start, count), None))
     if engine_input.get("type") == "multimodal":
         found += _multimodal(engine_input, token_ids, delimiters)
+    # A document may hold what stands around an image.
+    for document, start in places(token_ids, documents, [(span.start, span.stop) for span, _ in found]):
+        count = len(document.token_ids)
+        found.append((ChunkSpan(document.content, TEXT, start, start + count, start, count), None))
     found.sort(key=lambda pair: pair[0].start)
     return Segments(token_ids, tuple(span for span, _ in found), tuple(item for _, item in found))
 

@@ -211,12 +211,13 @@ class MediaResolver:
             pixels.take(image.width * image.height, where)
         content = owned_content_id(data, owner, self._secret)
         if content in self._decoded:
-            self._decoded.move_to_end(content)
+            with suppress(KeyError):  # another thread may have let go of it just now
+                self._decoded.move_to_end(content)
             return ResolvedImage(content, image)
         try:
             image.load()  # first: what turns an image swallows every error
             image = convert_image_mode(normalize_image(image), "RGB")  # as vLLM does where it decodes itself
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        except Exception as error:  # whatever decoding raises is the image's fault, and Pillow raises many things
             raise InvalidRequest(f"{where}: the image is truncated or broken: {error}", parameter=where) from error
         self._decoded[content] = None
         if len(self._decoded) > 65536:

@@ -16,6 +16,7 @@ from kvstore.errors import TierUnavailable
 from kvstore.format import RecordKind
 from kvstore.library import Library
 from kvstore.loading import Loading
+from kvstore.patch import PatchKind
 from kvstore.settings import LibrarySettings
 from kvstore.tiers import MemoryTier
 from prefill_workers.engine import PrefillEngine
@@ -98,6 +99,16 @@ def test_a_request_may_have_all_text_key_its_patches_or_none(rig: Rig):
     assert rig.link(PAGES, "auto", text=Text.FREE).points == ["recomputed", "recomputed"], "these are without text"
     longer = ["See ", 1, LONG, *PAGES[3:]]
     assert rig.link(longer, "auto", text=Text.FREE).points == ["patched", "patched"]
+
+
+def test_what_is_computed_behind_text_that_a_request_takes_for_nothing_is_not_kept_for_others(rig: Rig):
+    behind_text = ["See ", 1, LONG, 2, " and then say what follows."]
+    assert rig.link(behind_text, "auto", text=Text.FREE).points == ["encoded", "encoded"]
+    found = rig.link(PAGES, "auto")
+    assert found.points == ["patched", "patched"]
+    kinds = [chunk.outcome.kind for chunk in found.plan.chunks]
+    assert kinds[1] is PatchKind.pair, "what was compiled since, without text"
+    assert rig.link(behind_text, "auto", text=Text.FREE).points == ["patched", "patched"], "it takes what is there"
 
 
 def test_full_reuse_is_blind_to_its_neighbours(rig: Rig):

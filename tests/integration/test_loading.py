@@ -75,8 +75,8 @@ def taught(fp32: PrefillEngine, tmp_path_factory: pytest.TempPathFactory) -> Tie
     tier = MemoryTier()
     library = Library(LibrarySettings(directory=None), fp32.fingerprint, [tier])
     rig = Rig(fp32, tmp_path_factory.mktemp("unused"), library=library, orbit_chunks=0)
-    for text in (Text.AUTO, Text.FREE):
-        rig.link(PAGES, text=text)
+    for parts in (PAGES, [part for part in PAGES if part != TEXT]):
+        rig.link(parts)
     rig.close()
     return tier
 

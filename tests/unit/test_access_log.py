@@ -20,7 +20,7 @@ from kvstore.index import prefix_key
 from prefill_workers.job import LinkResult
 from prefill_workers.plan import TEXT, ChunkOutcome, ChunkSpan, LinkRequest
 from prefill_workers.policies import OperatingPoint, Text
-from serving.access_log import AccessLog, BadLog, LoggedRequest, expanded, log_files, read, runs_of
+from serving.access_log import AccessLog, BadLog, LoggedRequest, _File, expanded, log_files, read, runs_of
 from serving.engine_client import LinkedEngineClient
 from serving.settings import AccessLogSettings
 
@@ -248,3 +248,16 @@ def test_rotated_files_are_read_before_those_that_came_later(tmp_path: Path):
     for name in oldest_first:
         os.utime(tmp_path / name, (1000, 1000))
     assert [file.name for file in log_files(tmp_path)] == oldest_first
+
+
+def test_a_quiet_replica_whose_file_another_one_deleted_begins_another(tmp_path: Path):
+    settings = AccessLogSettings(directory=tmp_path, max_bytes=10)
+    quiet = _File(tmp_path / "access-quiet.jsonl", settings)
+    quiet.write("x" * 10)
+    busy = _File(tmp_path / "access-busy.jsonl", settings)
+    busy.write("y" * 10)
+    busy.doRollover()
+    assert not (tmp_path / "access-quiet.jsonl").exists()
+    for line in ("again", "and again"):
+        quiet.write(line)
+    assert (tmp_path / "access-quiet.jsonl").read_text() == "again\nand again\n"

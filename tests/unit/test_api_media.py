@@ -7,8 +7,10 @@ import gzip
 import http.server
 import io
 import socket
+import struct
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -104,6 +106,13 @@ def test_bad_images_say_what_is_wrong(files: FileStore, data: bytes, error: type
     with pytest.raises(error, match=words):
         resolver(files, max_image_pixels=1000 if b"PNG" in data[:4] and len(data) != 80 else 10_000,
                  max_image_bytes=4096).open(data, "local", "messages[0].content[0]")  # fmt: skip
+
+
+def test_whatever_decoding_an_image_raises_is_said_in_words(files: FileStore):
+    kind, whole = b"iCCP", png()  # Pillow raises IndexError at an empty one behind the pixels
+    empty = struct.pack(">I", 0) + kind + struct.pack(">I", zlib.crc32(kind))
+    with pytest.raises(InvalidRequest, match="truncated or broken"):
+        resolver(files).open(whole[:-12] + empty + whole[-12:], "local", "messages[0].content[0]")
 
 
 async def test_the_pixels_of_a_request_are_bounded_together(files: FileStore, monkeypatch: pytest.MonkeyPatch):

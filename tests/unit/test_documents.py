@@ -51,6 +51,18 @@ def test_documents_are_found_in_order(documents: Documents):
     assert [start for _, start in found] == sorted({start for _, start in found})
 
 
+def test_a_document_is_not_found_in_what_is_taken(documents: Documents):
+    (document,) = documents.marked([documents.mark(A, "two")])
+    ids = [7, *document.token_ids, 7, *document.token_ids, 8]
+    size = len(document.token_ids)
+    assert places(ids, [document]) == [(document, 1)]
+    for taken in ((0, 2), (1, 1 + size), (size, size + 2)):
+        assert places(ids, [document], [taken]) == [(document, 2 + size)]
+    assert places(ids, [document], [(1 + size, 2 + size)]) == [(document, 1)]
+    with pytest.raises(ValueError, match="is not in the prompt"):
+        places(ids, [document], [(0, len(ids))])
+
+
 def test_a_document_that_is_not_in_the_prompt_is_an_error(documents: Documents):
     documents.mark(A, "one two three")
     with pytest.raises(ValueError, match="is not in the prompt"):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefill_workers.keys import contexts
+from prefill_workers.keys import contexts, teaches
 from prefill_workers.plan import ChunkSpan, LinkRequest
 from prefill_workers.policies import Text
 
@@ -56,3 +56,16 @@ def test_different_text_never_has_the_same_context(one: list[list[int]], other: 
 
 def test_without_chunks_there_is_nothing_to_key():
     assert contexts(LinkRequest("request", [1, 2, 3], prefix=PREFIX), free_text=0) == []
+
+
+@pytest.mark.parametrize("text", Text)
+def test_what_stands_behind_text_that_its_key_leaves_out_teaches_nothing(text: Text):
+    found = teaches(request([[7, 8, 1, 1, 1], [4], [5, 6, 5], [4]], text), free_text=2)
+    assert found == ([True, True, False, False] if text is Text.FREE else [True] * 4)
+
+
+@pytest.mark.parametrize("spans", [[(2, 6), (5, 6)], [(2, 4), (1, 2)], [(3, 2)]], ids=str)
+def test_chunks_that_overlap_or_are_out_of_order_make_no_request(spans: list[tuple[int, int]]):
+    chunks = tuple(ChunkSpan("page", "image", start, stop, start, stop - start) for start, stop in spans)
+    with pytest.raises(ValueError, match="overlaps"):
+        LinkRequest("request", [0] * 8, chunks)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from vllm.config import ModelConfig
+from vllm.multimodal.inputs import MultiModalKwargsItem, PlaceholderRange
 
 from infra.checkpoints import checkpoint_path
 from infra.families import FAMILIES
-from serving.segments import Delimiters
+from serving.documents import Document
+from serving.segments import Delimiters, segment
 
 KIMI = (1, 7, 8, 2, 9, 3)  # start, "image" in two tokens, content, placeholder, end
 QWEN_IMAGE, QWEN_VIDEO = (4, 10, 5), (4, 11, 5)
@@ -53,3 +57,17 @@ def _placeholder(written: tuple[int, ...]) -> tuple[int, int]:
     """Where the placeholder of what is written behind one token stands: one token before the closing ones."""
     at = len(written) - (1 if len(written) == 1 else 2)
     return 1 + at, 2 + at
+
+
+def test_a_document_of_what_stands_around_an_image_is_behind_it():
+    """Not within it: its chunk would overlap the image's, whoever writes such a document."""
+    document = Document("closing", array("i", [5]))
+    rendered = {
+        "type": "multimodal",
+        "prompt_token_ids": [0, 4, 10, 10, 5, 1, 5, 1],
+        "mm_placeholders": {"image": [PlaceholderRange(offset=2, length=2)]},
+        "mm_hashes": {"image": ["picture"]},
+        "mm_kwargs": {"image": [MultiModalKwargsItem({})]},
+    }
+    found = segment(rendered, Delimiters((QWEN_IMAGE,)), [document])
+    assert [(span.content, span.start, span.stop) for span in found.chunks] == [("picture", 1, 5), ("closing", 6, 7)]
