@@ -40,6 +40,8 @@ ACCESS_KEY, SECRET_KEY = "orbit:serve", "local-secret"
 START_SECONDS = 60.0
 _STORAGE = ("account", "container", "object")
 
+# Every part is there once. Half a second without an answer, as on a busy host, would count as an error to the proxy,
+# ten of them would have it ask nothing for a minute, and a listing would come to know of an object later.
 _PROXY = """
     [DEFAULT]
     bind_ip = 127.0.0.1
@@ -54,6 +56,9 @@ _PROXY = """
     use = egg:swift#proxy
     account_autocreate = true
     allow_account_management = true
+    conn_timeout = 10
+    node_timeout = 60
+    error_suppression_limit = 1000000000
     [filter:tempauth]
     use = egg:swift#tempauth
     user_{user_name} = {secret} .admin
@@ -80,6 +85,9 @@ _STORAGE_SERVER = """
     workers = 0
     log_level = WARNING
     fallocate_reserve = 0
+    conn_timeout = 10
+    node_timeout = 60
+    container_update_timeout = 60
     [pipeline:main]
     pipeline = {role}-server
     [app:{role}-server]

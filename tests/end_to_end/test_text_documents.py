@@ -14,7 +14,11 @@ PAGES = [f"Chapter {number}. " + " ".join(f"word{number * 37 + i}" for i in rang
 
 
 def document(number: int) -> dict[str, Any]:
-    encoded = base64.b64encode(PAGES[number].encode()).decode()
+    return written(PAGES[number])
+
+
+def written(words: str) -> dict[str, Any]:
+    encoded = base64.b64encode(words.encode()).decode()
     return {"type": "file", "file": {"filename": "page.txt", "file_data": f"data:text/plain;base64,{encoded}"}}
 
 
@@ -46,10 +50,20 @@ def test_a_document_is_linked_the_second_time_at_another_place(service: Service)
 
 def test_documents_and_images_stand_in_one_prompt(service: Service, reference: Any):
     messages = user("First ", document(1), " then ", picture(71), " and ", document(2), " what follows?")
-    written = user("First ", text(PAGES[1]), " then ", picture(71), " and ", text(PAGES[2]), " what follows?")
+    as_text = user("First ", text(PAGES[1]), " then ", picture(71), " and ", text(PAGES[2]), " what follows?")
     answer = service.chat(messages, "exact", **ASK)
-    assert answer["choices"][0]["token_ids"] == list(reference.chat(written).token_ids)
+    assert answer["choices"][0]["token_ids"] == list(reference.chat(as_text).token_ids)
     assert len(points(answer)) == 3
+
+
+def test_a_document_may_hold_what_the_model_writes_around_images(service: Service):
+    """Which is not where it stands: its chunk would overlap the image's, and end the worker that reuses both."""
+    messages = user(picture(81), " then ", written("<|vision_end|>"), document(4), "Well?")
+    for mode in ("auto", "auto", "full-reuse", "exact"):
+        answer = service.chat(messages, mode)
+        assert [chunk["tokens"] for chunk in answer["orbit"]["chunks"][1:]] == [1, len(PAGES[4])]
+        service.settle()
+    assert service.chat(messages)["orbit"]["tokens_reused"] > 0
 
 
 def test_an_uploaded_text_file_is_a_document(service: Service):

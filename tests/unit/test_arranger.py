@@ -25,7 +25,7 @@ SCOPE = Scope("acme", prefix_key(PREFIX))
 
 
 def request(contents: str | list[str], tenant: str = "acme") -> LinkRequest:
-    spans = tuple(ChunkSpan(content, "image", 0, 10, 1, 8) for content in contents)
+    spans = tuple(ChunkSpan(content, "image", 10 * i, 10 * i + 10, 10 * i + 1, 8) for i, content in enumerate(contents))
     return LinkRequest("request", [], spans, tenant=tenant, prefix=PREFIX)
 
 
