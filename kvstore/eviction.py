@@ -24,7 +24,7 @@ DEFAULT_SECONDS_PER_BYTE = 5e-8
 _LOW_WATER = 0.9  # evicting down to this share amortises the scan
 _ROOM = 0.8  # a tier this full, as scanned, still has the price of what it evicted last
 _ANNOUNCE_SECONDS = 60.0  # a tier learns within this time that memory still answers for a record
-_AT_ONCE = 64  # records deleted together
+AT_ONCE = 64  # records deleted together
 _FREE = 0.05  # share of a limit that is kept for what other processes have written since this one looked
 
 
@@ -263,7 +263,7 @@ class TierBudget:
             chosen.append(candidate)
             freed += candidate.size
         left = iter(chosen)
-        while batch := list(islice(left, _AT_ONCE)):  # of which another process may have been faster with some
+        while batch := list(islice(left, AT_ONCE)):  # of which another process may have been faster with some
             self.evictions += delete_records(self.tier, {one.path: one.companions for one in batch})
         logger.info("%s: evicted %d bytes", self.tier.name, freed)
         return worth(chosen[-1].recompute_seconds, chosen[-1].size, now - chosen[-1].used) if chosen else 0.0

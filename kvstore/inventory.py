@@ -16,12 +16,11 @@ from typing import Any
 import pyarrow as pa
 
 from kvstore.errors import CorruptRecord
-from kvstore.eviction import delete_records, worth
+from kvstore.eviction import AT_ONCE, delete_records, worth
 from kvstore.format import Record, decode, layer_checks, read_metadata
 from kvstore.paths import ORPHAN_SECONDS, Marker, content_prefix, record_path, sorted_out
 from kvstore.tiers import QUARANTINE, Entry, Tier
 
-_AT_ONCE = 64  # records deleted together
 _READERS = 8  # records read at once: their checksums use the other cores, an object store's latency overlaps
 Advance = Callable[[int], None]  # told the bytes of each record that is done with
 
@@ -225,7 +224,7 @@ def derived_from(tier: Tier, found: Contents, content: str, owner: str, reason: 
 def remove(tier: Tier, removals: Iterable[Removal], advance: Advance = lambda size: None) -> None:
     """Deletes records with their markers. Raises TierUnavailable."""
     left = iter(removals)
-    while batch := list(islice(left, _AT_ONCE)):
+    while batch := list(islice(left, AT_ONCE)):
         delete_records(tier, {removal.path: removal.companions for removal in batch})
         advance(sum(removal.size for removal in batch))
 

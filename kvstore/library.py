@@ -427,13 +427,13 @@ class Library:
         with self._lock:
             self._counts["loads"] += 1
             self._counts["loaded_bytes"] += 0 if found is None else found.encoded.size
-            # A deletion drops the load: then the record must not come back into memory or nearer tiers. A load that
+            # A deletion or a put drops the load: what it found must not come into memory or nearer tiers. A load that
             # begins later may find it all the same, in a tier that the deletion has not come to yet.
             deleted = found is not None and self._deletions.covers(found.record)
             self._ended(loading)
             if found is not None and not (deleted or loading.dropped):
                 self._hot.put(path, found.record)
-                if index and self._pending(path) is None:  # else it was put meanwhile, for all tiers
+                if index:
                     refused = self._submit(path, _Write(found.record, found.encoded), found.encoded.size, index)
                     if refused:
                         logger.info("write queue full: %s is not copied to %s", path, ", ".join(refused))

@@ -112,19 +112,31 @@ def places(
     Raises:
         ValueError: a document is not there; something changed the prompt's tokens after they were spliced in.
     """
-    whole, found, start = array("i", token_ids), [], 0
-    data = whole.tobytes()
+    found, start = [], 0
+    data = array("i", token_ids).tobytes()
     for document in documents:
-        wanted, count = document.token_ids.tobytes(), len(document.token_ids)
-        at = data.find(wanted, start * whole.itemsize)
-        while at >= 0 and (at % whole.itemsize or _overlaps(at // whole.itemsize, count, taken)):
-            at = data.find(wanted, at + 1)
+        count, at = len(document.token_ids), _next(data, document, start)
+        while at >= 0 and (on := _beyond(at, count, taken)):
+            at = _next(data, document, on)
         if at < 0:
             raise ValueError(f"document {document.content[:16]} is not in the prompt")
-        found.append((document, at // whole.itemsize))
-        start = at // whole.itemsize + count
+        found.append((document, at))
+        start = at + count
     return found
 
 
-def _overlaps(start: int, count: int, taken: Sequence[tuple[int, int]]) -> bool:
-    return any(start < stop and first < start + count for first, stop in taken)
+def _next(data: bytes, document: Document, start: int) -> int:
+    """The first token from `start` on with which a document's tokens begin in a prompt's bytes; -1: none."""
+    wanted, size = document.token_ids.tobytes(), document.token_ids.itemsize
+    at = data.find(wanted, start * size)
+    while at % size and at >= 0:
+        at = data.find(wanted, at + 1)
+    return at // size
+
+
+def _beyond(start: int, count: int, taken: Sequence[tuple[int, int]]) -> int:
+    """From which token on to look again, if `count` of them from `start` on overlap what is taken; 0: they do not."""
+    for first, stop in taken:
+        if start < stop and first < start + count:
+            return stop if start >= first else start + 1
+    return 0

@@ -56,10 +56,12 @@ class ModelSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _name_after_directory(cls, values: object) -> object:
-        named = isinstance(values, dict) and values.get("served_name")
-        if not named and isinstance(values, dict) and isinstance(values.get("path"), str | os.PathLike):
-            return {**values, "served_name": Path(os.path.abspath(values["path"])).name}
-        return values
+        if not isinstance(values, dict) or values.get("served_name"):
+            return values
+        path = values.get("path")
+        if not isinstance(path, str | os.PathLike):
+            return values  # to be refused by name
+        return {**values, "served_name": Path(os.path.abspath(path)).name}
 
 
 class ApiKey(Settings):

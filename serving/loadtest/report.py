@@ -198,6 +198,5 @@ def plot(reports: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.grid(visible=True, alpha=0.3)
         axes.legend()
     figure.suptitle(", ".join(dict.fromkeys(str(report["workload"]["name"]) for report in reports)))
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", dpi=120)
     pyplot.close(figure)
