@@ -49,11 +49,14 @@ def test_a_prompt_goes_where_it_was_and_a_crowd_spreads(couples: Service):
     with ThreadPoolExecutor(24) as pool:
         answers = [pool.submit(couples.chat, PAGE, max_tokens=400, ignore_eos=True) for _ in range(24)]
         couples.wait_until(lambda: all(stats.running >= 6 for stats in couples.everywhere("DecodeWorker", "stats")), 30)
-        assert {answer.result()["usage"]["completion_tokens"] for answer in answers} == {400}
+        bodies = [answer.result() for answer in answers]
+    assert {body["usage"]["completion_tokens"] for body in bodies} == {400}
     assert all(now > then for now, then in zip(forwards(couples), before, strict=True))
     found = choices(couples) - counted
     assert found["decode", "least_pressure"] + found["decode", "waits"] == 24
-    assert found["prefill", "hot"] + found["prefill", "spread"] == 24
+    # A page that a busy host is too long in reading is computed: such a link comes again, with pixels.
+    again = sum(body["orbit"]["vision_tokens_encoded"] > 0 for body in bodies)
+    assert 24 <= found["prefill", "hot"] + found["prefill", "spread"] <= 24 + again
 
 
 def test_streams_go_on_where_a_decode_engine_ends(couples: Service):
