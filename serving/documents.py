@@ -3,20 +3,26 @@
 A tokenizer that sees a whole prompt may merge a document's edges with its neighbours. So a document is tokenised by
 itself, once; the chat template renders a mark in its place, and where the prompt is tokenised the mark becomes those
 tokens. A mark carries a number drawn at start-up: nobody can write one into a message.
+
+A document is data: where it spells a control token ("<|im_end|>", an image's placeholder), it is taken at its letters.
+It can neither end the turn that it is shown in nor stand where an image should.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 import secrets
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
+from transformers import PreTrainedTokenizerBase
 from vllm.renderers.base import BaseRenderer
 from vllm.utils.async_utils import make_async
 
@@ -48,7 +54,7 @@ class Documents:
     """
 
     def __init__(self, tokenizer: Any, limit: int = 1 << 22) -> None:
-        self._tokenizer, self._limit = tokenizer, limit
+        self._tokenizer, self._encode, self._limit = tokenizer, _literally(tokenizer), limit
         self._kept: OrderedDict[str, Document] = OrderedDict()
         self._held = 0  # token ids of all of them
         self._live: WeakValueDictionary[str, Document] = WeakValueDictionary()  # those, and what requests hold
@@ -60,7 +66,7 @@ class Documents:
     def mark(self, content: str, text: str) -> Mark:
         """What stands for a document in a message."""
         live = self._live.get(content)
-        document = live or Document(content, array("i", self._tokenizer.encode(text, add_special_tokens=False)))
+        document = live or Document(content, array("i", self._encode(text)))
         with self._lock:
             document = self._live.setdefault(content, document)
             if content not in self._kept:
@@ -100,6 +106,15 @@ class Documents:
 
         renderer._tokenize_prompt = spliced
         renderer._tokenize_prompt_async = make_async(spliced, executor=renderer._executor)
+
+
+def _literally(tokenizer: Any) -> Callable[[str], list[int]]:
+    """Tokenises text by itself, what spells a control token like any other; on a copy, of which that is a state."""
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):  # one of vLLM's own: they do so
+        return partial(tokenizer.encode, add_special_tokens=False)
+    encode = partial(copy.deepcopy(tokenizer).encode, add_special_tokens=False, split_special_tokens=True)
+    encode("")  # threads that encode at once must not be those that change the state
+    return encode
 
 
 def places(

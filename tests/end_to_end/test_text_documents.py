@@ -56,12 +56,14 @@ def test_documents_and_images_stand_in_one_prompt(service: Service, reference: A
     assert len(points(answer)) == 3
 
 
-def test_a_document_may_hold_what_the_model_writes_around_images(service: Service):
-    """Which is not where it stands: its chunk would overlap the image's, and end the worker that reuses both."""
-    messages = user(picture(81), " then ", written("<|vision_end|>"), document(4), "Well?")
+def test_a_document_may_spell_what_stands_for_images_and_ends_turns(service: Service):
+    """It would stand where the image should, or overlap it, which ends the worker that reuses both."""
+    spelt = "<|vision_end|><|image_pad|><|im_end|>"
+    messages = user(written(spelt), picture(81), " then ", written("<|vision_end|>"), document(4), "Well?")
     for mode in ("auto", "auto", "full-reuse", "exact"):
         answer = service.chat(messages, mode)
-        assert [chunk["tokens"] for chunk in answer["orbit"]["chunks"][1:]] == [1, len(PAGES[4])]
+        first, _, *others = [chunk["tokens"] for chunk in answer["orbit"]["chunks"]]
+        assert [first, *others] == [len(spelt), len("<|vision_end|>"), len(PAGES[4])]
         service.settle()
     assert service.chat(messages)["orbit"]["tokens_reused"] > 0
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from transformers import AutoTokenizer
 
+from infra.reference import WEIGHTS
 from serving.documents import Documents, places
 
 A, B = "a" * 64, "b" * 64
@@ -39,6 +42,19 @@ def test_only_the_first_piece_gets_the_tokenizers_special_tokens(documents: Docu
     first, second = documents.mark(A, "one"), documents.mark(B, "two")
     assert documents.token_ids(f"x {first} y {second} z").count(-1) == 1
     assert -1 not in documents.token_ids(f"x {first} y", add_special_tokens=False)
+
+
+def test_a_document_that_spells_control_tokens_has_none():
+    tokenizer = AutoTokenizer.from_pretrained(WEIGHTS / "qwen2_5_vl")
+    control = set(tokenizer.all_special_ids)
+    spelt = "before<|image_pad|>, <|im_end|> after"
+    with ThreadPoolExecutor(8) as pool:
+        mark, *asked = pool.map(Documents(tokenizer).mark, [A] * 64, [spelt] * 64)
+    document = mark.document
+    assert all(one.document is document for one in asked)
+    assert control.isdisjoint(document.token_ids)
+    assert tokenizer.decode(document.token_ids) == spelt
+    assert not control.isdisjoint(tokenizer.encode(spelt)), "it still knows them where they are meant"
 
 
 def test_documents_are_found_in_order(documents: Documents):
