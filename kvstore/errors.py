@@ -47,7 +47,9 @@ class InvalidKey(StoreError, ValueError):
 
 
 class TierUnavailable(StoreError):
-    """A storage tier failed to answer."""
+    """A storage tier failed to answer. `found`: of many keys that were looked up, those that it said it has."""
+
+    found: frozenset[str] = frozenset()
 
     code = "tier_unavailable"
     status = 503

@@ -150,7 +150,7 @@ class HotCache:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A record in a tier, as eviction sees it. `companions` are keys that are deleted with it."""
+    """A record in a tier, as eviction sees it. `markers` are keys that are deleted with it."""
 
     path: str
     tenant: str
@@ -158,15 +158,15 @@ class Candidate:
     used: float
     recompute_seconds: float
     pinned: bool
-    companions: tuple[str, ...] = ()
+    markers: tuple[str, ...] = ()
 
 
 class TierBudget:
     """Keeps one tier within its bytes, in all and per tenant. Used by one writer thread.
 
-    `survey` turns the tier's entries into candidates. `writers` processes may each keep a budget over one tier. Every
-    one counts its own writes and looks again before they come to `_FREE` / (writers - 1) of the limit: what was there
-    when one looked last, and the writes of all others since, is all there is. `_FREE` of the limit stays free for them.
+    `survey` turns the tier's entries into candidates. `writers` processes may each keep a budget over one tier. None
+    sees what the others write between two scans, so each scans again before its own writes since its last one reach
+    `_FREE` / (writers - 1) of the limit: those of all others then stay within the `_FREE` that every budget leaves.
     Only records that are larger than such a share, written by several at the same instant, may pass it. What one evicts
     while another uses it stays mapped there until it is let go.
     """
@@ -264,7 +264,7 @@ class TierBudget:
             freed += candidate.size
         left = iter(chosen)
         while batch := list(islice(left, AT_ONCE)):  # of which another process may have been faster with some
-            self.evictions += delete_records(self.tier, {one.path: one.companions for one in batch})
+            self.evictions += delete_records(self.tier, {one.path: one.markers for one in batch})
         logger.info("%s: evicted %d bytes", self.tier.name, freed)
         return worth(chosen[-1].recompute_seconds, chosen[-1].size, now - chosen[-1].used) if chosen else 0.0
 

@@ -103,7 +103,7 @@ def _share_of_first(gain: Tensor, ranks: Tensor, segment: Tensor) -> float:
 
 
 def squared_norm(delta: Tensor) -> float:
-    """Of all numbers [layers, tokens, features], summed in fp64."""
+    """The squared norm of a deficit [layers, tokens, features], summed in fp64."""
     return float(torch.linalg.vector_norm(delta, dim=-1).double().square().sum())
 
 

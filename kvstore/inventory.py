@@ -21,6 +21,7 @@ from kvstore.format import Record, decode, layer_checks, read_metadata
 from kvstore.paths import ORPHAN_SECONDS, Marker, content_prefix, record_path, sorted_out
 from kvstore.tiers import QUARANTINE, Entry, Tier
 
+_SOUND = "sound"
 _READERS = 8  # records read at once: their checksums use the other cores, an object store's latency overlaps
 Advance = Callable[[int], None]  # told the bytes of each record that is done with
 
@@ -85,12 +86,12 @@ class Verified:
 
 @dataclass(frozen=True)
 class Removal:
-    """Something to delete, and why. `companions` go with it."""
+    """Something to delete, and why. `markers` go with it."""
 
     path: str
     size: int
     reason: str
-    companions: tuple[str, ...] = ()
+    markers: tuple[str, ...] = ()
 
 
 def contents(tier: Tier) -> Contents:
@@ -146,22 +147,26 @@ def verify(
 ) -> Verified:
     """Reads records and checks every byte; moves corrupt ones aside if told to. Raises TierUnavailable."""
 
-    def problem(item: Item) -> str | None:
+    def state(item: Item) -> str | None:
+        """What is wrong with a record; `_SOUND`; None if it has vanished."""
         buffer = tier.get(item.path)
+        if buffer is None:
+            return None
         try:
-            if buffer is not None:
-                checked(buffer, item.path)
+            checked(buffer, item.path)
         except CorruptRecord as error:
             return str(error)
-        return None if buffer is not None else ""
+        return _SOUND
 
     sound = vanished = 0
     corrupt: list[tuple[Item, str]] = []
     with ThreadPoolExecutor(_READERS, thread_name_prefix="kvstore-verify") as pool:
-        for item, found in zip(items, pool.map(problem, items), strict=True):
-            sound += found is None
-            vanished += found == ""
-            if found:
+        for item, found in zip(items, pool.map(state, items), strict=True):
+            if found is None:
+                vanished += 1
+            elif found is _SOUND:
+                sound += 1
+            else:
                 corrupt.append((item, found))
                 if quarantine:
                     tier.quarantine(item.path)
@@ -175,7 +180,6 @@ def garbage(
     fingerprint: str | None = None,
     unused_seconds: float | None = None,
     max_bytes: int | None = None,
-    now: float | None = None,
 ) -> list[Removal]:
     """What may go: quarantined records and orphaned markers always, the rest on request.
 
@@ -185,7 +189,7 @@ def garbage(
             patches on one need it.
         max_bytes: the least worthy records go (as eviction weighs them) until the others fit; no basis does.
     """
-    now = time.time() if now is None else now
+    now = time.time()
     removals = [
         Removal(entry.key, entry.size, "orphaned marker")
         for entry in found.orphans
@@ -225,7 +229,7 @@ def remove(tier: Tier, removals: Iterable[Removal], advance: Advance = lambda si
     """Deletes records with their markers. Raises TierUnavailable."""
     left = iter(removals)
     while batch := list(islice(left, AT_ONCE)):
-        delete_records(tier, {removal.path: removal.companions for removal in batch})
+        delete_records(tier, {removal.path: removal.markers for removal in batch})
         advance(sum(removal.size for removal in batch))
 
 

@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 _BASIS_WAIT_S = 60.0
 
+Place = tuple[str, str]  # a record: its key, its owner
+
 
 @dataclass(frozen=True)
 class LibraryStats:
@@ -166,9 +168,10 @@ class Library:
         return loading
 
     def wait(self, loading: Loading, until: float | None = None) -> Record | None:
-        """The record; None on a miss, and when the load takes longer.
+        """The record that a load brings; None if nothing is stored, or it did not come in time.
 
-        Than `until` (`time.monotonic`), or load_timeout_s from now. One that is known to hang is not waited for.
+        `until` (`time.monotonic`): how long to wait; None: load_timeout_s from now. A load that is known to hang is not
+        waited for.
         """
         left = self.settings.load_timeout_s if until is None else max(0.0, until - time.monotonic())
         hangs = self._stack.hangs(loading)
@@ -198,16 +201,16 @@ class Library:
                 self._counts["timeouts"] += 1
             return False
 
-    def stored(self, kind: RecordKind, places: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
+    def stored(self, kind: RecordKind, places: Iterable[Place]) -> set[Place]:
         """Those of the (key, tenant) under which a record exists, as `has`; every tier is asked at most once."""
         return self.look_up(kind, places)[0]
 
     def look_up(
         self,
         kind: RecordKind,
-        places: Iterable[tuple[str, str]],
-        wanted: Callable[[set[tuple[str, str]]], Iterable[tuple[str, str]]] | None = None,
-    ) -> tuple[set[tuple[str, str]], bool]:
+        places: Iterable[Place],
+        wanted: Callable[[set[Place]], Iterable[Place]] | None = None,
+    ) -> tuple[set[Place], bool]:
         """As `stored`, and whether every tier that was to be asked has answered: else others may be stored too.
 
         `wanted`: of what was found so far, what is of interest still; None: all. Memory is asked first.
@@ -215,7 +218,7 @@ class Library:
         paths = {(key, tenant): record_path(kind, key, self.fingerprint, tenant) for key, tenant in places}
         resident = {place for place, path in paths.items() if self._resident(path) is not None}
 
-        def found(elsewhere: set[str]) -> set[tuple[str, str]]:
+        def found(elsewhere: set[str]) -> set[Place]:
             return resident | {place for place, path in paths.items() if path in elsewhere}
 
         def left(elsewhere: set[str]) -> list[str]:

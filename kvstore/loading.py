@@ -75,17 +75,17 @@ class Loading(Future["Record | None"]):
         self.tier = tier
 
     def begin(self) -> int:
-        """It is its turn; the tier."""
+        """The read begins. Returns the tier that it is of."""
         assert self.tier is not None, "a load is queued first"
         with self._changed:
             self._began, self._reading, self._late = time.monotonic(), True, False
         return self.tier
 
-    def give_up(self) -> tuple[int, bool] | None:
+    def give_up(self, patience_s: float = 0.0) -> tuple[int, bool] | None:
         """Somebody waits no longer: the tier that reads, and whether nobody gave up on that before; None while the load
-        waits for its turn."""
+        waits for its turn, and when it has read for less than `patience_s`."""
         with self._changed:
-            if self.tier is None or not self._reading:
+            if self.tier is None or not self._reading or time.monotonic() - self._began < patience_s:
                 return None
             first, self._late = not self._late, True
             return self.tier, first
@@ -96,7 +96,7 @@ class Loading(Future["Record | None"]):
         return self._late
 
     def end(self) -> bool:
-        """The tier has read. Whether that was too late for somebody."""
+        """The read has ended. Returns whether somebody had given up on it."""
         with self._changed:
             self._reading = False
             return self._late

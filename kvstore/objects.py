@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
@@ -39,6 +39,10 @@ class JsonObjects(Generic[Object]):
             return self._kind(**json.loads(memoryview(buffer).tobytes()))
         except (TypeError, ValueError):
             return None
+
+    def later(self, key: str) -> Future[Object | None]:
+        """`read`, beside whatever else is read meanwhile."""
+        return self._pool.submit(self.read, key)
 
     def write(self, key: str, value: Object) -> None:
         """Stores an object, whole or not at all. Raises TierUnavailable."""

@@ -17,7 +17,7 @@ import pyarrow as pa
 from botocore.exceptions import BotoCoreError, ClientError
 from fsspec.asyn import sync
 
-from kvstore.errors import BlobReplaced
+from kvstore.errors import BlobReplaced, TierUnavailable
 from kvstore.tiers import QUARANTINE, Blob, FsspecTier, Guard, check_key
 
 _Answer = TypeVar("_Answer")
@@ -144,13 +144,17 @@ class S3Tier(FsspecTier):
 
     def stored(self, keys: Collection[str]) -> set[str]:
         places = [self._place(key) for key in keys]
-        with self._guarded("look up", ", ".join(keys)):
-            answers = self._wait(self._exist(places))
-            found = {key for key, answer in zip(keys, answers, strict=True) if answer is True}
-            if not found:
+        found: set[str] = set()
+        try:
+            with self._guarded("look up", ", ".join(keys)):
+                answers = self._wait(self._exist(places))
+                found = {key for key, answer in zip(keys, answers, strict=True) if answer is True}
                 for answer in answers:
                     if isinstance(answer, BaseException):
                         raise answer
+        except TierUnavailable as error:
+            error.found = frozenset(found)
+            raise
         return found
 
     def delete(self, key: str) -> bool:

@@ -67,7 +67,7 @@ class Questions:
             return len(late)
 
     def end(self, question: object) -> bool:
-        """It is answered, or failed. Whether that was before it counted as late."""
+        """The question was answered, or failed. Returns whether that was before it counted as late."""
         with self._changed:
             self._late.discard(question)
             in_time = self._asked.pop(question, None) is not None

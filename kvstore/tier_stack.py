@@ -77,7 +77,7 @@ class TierStack:
         self._pinned = pinned
         self._last_used = last_used
         self._lock = threading.Lock()
-        self._readers = settings.load_threads
+        self._readers, self._patience = settings.load_threads, settings.load_timeout_s
         self._hung: set[Loading] = set()  # whose reads somebody gave up on, and that go on
 
     @staticmethod
@@ -159,17 +159,20 @@ class TierStack:
             logger.debug("%s", error)
 
     def blame(self, loading: Loading) -> None:
-        """Counts a load's time-out against the tier that reads it; while it waits for its turn, against none."""
+        """Counts a load's time-out against the tier that reads it, once, whoever waits for it besides.
+
+        While it waited for its turn most of that time, against none.
+        """
         with self._lock:
-            given_up = loading.give_up()
+            given_up = loading.give_up(self._patience / 2)
             if given_up is None:
                 return
             self._hung.add(loading)
         index, first = given_up
         if first:
             self._health[index].read_hangs()
-        error = TierUnavailable(f"{self.tiers[index].name}: no answer in time for {loading.path}")
-        self._failed(error, self._health[index].reads)
+            error = TierUnavailable(f"{self.tiers[index].name}: no answer in time for {loading.path}")
+            self._failed(error, self._health[index].reads)
 
     def write(self, index: int, record: Record, pieces: Sequence[pa.Buffer]) -> None:
         """Stores the encoded record and its markers in a tier, if that works and has room."""
@@ -218,12 +221,15 @@ class TierStack:
             try:
                 found |= tier.stored(paths)
             except TierUnavailable as error:
+                found |= error.found
                 certain, failure = False, error
             finally:
                 in_time = health.questions.end(question)
-            if in_time and failure is None:
+            if not in_time:
+                continue  # it was counted when it was late
+            if failure is None:
                 health.look_ups.succeeded()
-            elif in_time and failure is not None:  # else it was counted when it was late
+            else:
                 self._failed(failure, health.look_ups)
         return found, certain
 
@@ -332,7 +338,7 @@ class TierStack:
                 used=max(entry.used, used.get(entry.key, 0.0)),
                 recompute_seconds=recompute_seconds,
                 pinned=self._pinned(path.key),
-                companions=markers,
+                markers=markers,
             )
             for entry, path, markers, recompute_seconds in records
         ]

@@ -20,7 +20,8 @@ import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -37,6 +38,7 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
 _KEY = re.compile(rf"{_NAME}(?:/{_NAME})*")
 QUARANTINE = "quarantine/"
 _WRITE_ATTEMPTS = 20
+_ASKING = 16  # look-ups at once, of a file system that cannot be asked for several
 _CHUNK_BYTES = 1 << 19
 _VIEWS_PER_CALL = os.sysconf("SC_IOV_MAX")
 
@@ -112,18 +114,24 @@ class Tier(ABC):
     def stored(self, keys: Collection[str]) -> set[str]:
         """Those of the keys that have a blob. Tiers for which that is worth it ask for all of them at once.
 
-        Raises TierUnavailable only if none was found: what could be told is told.
+        Raises TierUnavailable if it could not be told of all; what was `found` is told with it.
         """
-        found: set[str] = set()
-        failure: TierUnavailable | None = None
-        for key in keys:
-            try:
-                found |= {key} if self.contains(key) else set()
-            except TierUnavailable as error:
-                failure = error
-        if failure is not None and not found:
-            raise failure
+        answers = dict(zip(keys, self._ask_each(keys), strict=True))
+        found = {key for key, answer in answers.items() if answer is True}
+        for answer in answers.values():
+            if isinstance(answer, TierUnavailable):
+                answer.found = frozenset(found)
+                raise answer
         return found
+
+    def _ask_each(self, keys: Collection[str]) -> Iterable[bool | TierUnavailable]:
+        return map(self._ask, keys)
+
+    def _ask(self, key: str) -> bool | TierUnavailable:
+        try:
+            return self.contains(key)
+        except TierUnavailable as error:
+            return error
 
     @abstractmethod
     def entries(self, prefix: str = "") -> Iterator[Entry]:
@@ -390,6 +398,7 @@ class FsspecTier(Tier):
         with self._guarded("open", url):
             self._fs, root = fsspec.core.url_to_fs(url, **options)
         self._root = root.rstrip("/")
+        self._asking = ThreadPoolExecutor(_ASKING, thread_name_prefix="kvstore-look-up")
 
     def get(self, key: str) -> pa.Buffer | None:
         path = self._path(key)
@@ -417,6 +426,9 @@ class FsspecTier(Tier):
         path = self._path(key)
         with self._guarded("look up", key):
             return self._is_blob(path)
+
+    def _ask_each(self, keys: Collection[str]) -> Iterable[bool | TierUnavailable]:
+        return self._asking.map(self._ask, keys)
 
     def entries(self, prefix: str = "") -> Iterator[Entry]:
         folder, _, _ = prefix.rpartition("/")

@@ -279,10 +279,12 @@ class VectorStores:
     def content(self, file_id: str) -> bytes:
         """The bytes of a file that some living store holds, whoever asks. Raises UnknownFile."""
         for entry in self._holding(file_id):
-            store, reference = self._stores.read(_store_key(entry.store)), self._references.read(entry.key)
-            if store is None or reference is None or self._expired(store):
+            reading = self._references.later(entry.key), self._activity.later(_activity_key(entry.store))
+            store = self._stores.read(_store_key(entry.store))
+            reference, activity = reading[0].result(), reading[1].result()
+            if store is None or reference is None or _is_over(store, used := _last_use(store, activity)):
                 continue
-            if store.expires_days is not None and time.time() - self._last_use(store) > _ACTIVITY_SECONDS:
+            if store.expires_days is not None and time.time() - used > _ACTIVITY_SECONDS:
                 with suppress(TierUnavailable):  # that it cannot be written keeps nobody from reading
                     self._note_use(store.id)
             return self._files.content(reference.tenant, file_id)
@@ -370,14 +372,22 @@ class VectorStores:
         return contents - self._contents() if contents else contents
 
     def _last_use(self, store: VectorStore) -> float:
-        activity = self._activity.read(_activity_key(store.id))
-        return store.created_at if activity is None else activity.at
+        return _last_use(store, self._activity.read(_activity_key(store.id)))
 
     def _expired(self, store: VectorStore) -> bool:
-        return store.expires_days is not None and int(self._last_use(store)) + store.expires_days * _DAY <= time.time()
+        return store.expires_days is not None and _is_over(store, self._last_use(store))
 
     def _note_use(self, store_id: str) -> None:
         self._activity.write(_activity_key(store_id), Activity(time.time()))
+
+
+def _last_use(store: VectorStore, activity: Activity | None) -> float:
+    return store.created_at if activity is None else activity.at
+
+
+def _is_over(store: VectorStore, used: float) -> bool:
+    """Whether a store that was last used then has expired."""
+    return store.expires_days is not None and int(used) + store.expires_days * _DAY <= time.time()
 
 
 def _store_key(store_id: str) -> str:

@@ -7,9 +7,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 
+import pyarrow as pa
 import pytest
 from kvstore_support import FINGERPRINT, SIZE, HoldsWhatItRead, MakeLibrary, canonical
 
+from kvstore.errors import TierUnavailable
+from kvstore.eviction import delete_records
 from kvstore.library import Library
 from kvstore.loading import Loading
 from kvstore.settings import LibrarySettings
@@ -136,6 +139,68 @@ def test_a_read_that_somebody_gave_up_on_is_not_waited_for_while_it_goes_on(make
     assert library.wait(loading) is not None
 
 
+def test_all_who_wait_for_one_read_blame_the_tier_once(make_library: MakeLibrary) -> None:
+    slow = HeldTier(MemoryTier(), "get")
+    library = make_library(slow, load_timeout_s=0.3, tier_failures=2, tier_cooldown_s=3600)
+    loading = library.load("canonical", canonical().key, "acme")
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(library.wait, [loading] * 4)) == [None] * 4
+    stats = library.stats()
+    assert (stats.timeouts, stats.tier_errors) == (4, 1)
+    slow.release.set()
+
+
+def test_a_tier_is_not_blamed_for_a_load_that_waited_for_its_turn(make_library: MakeLibrary) -> None:
+    slow = SlowTier(MemoryTier(), latency_s=0.3)
+    library = make_library(slow, load_timeout_s=1, load_threads=1, tier_failures=1)
+    loads = [library.load("canonical", canonical(name).key, "acme") for name in "abcdef"]
+    until = time.monotonic() + 1  # in the middle of the fourth read, which has not had half of its time
+    assert [library.wait(loading, until) for loading in loads] == [None] * 6
+    assert library.stats().timeouts > 0
+    assert library.stats().tier_errors == 0
+    wait_for(loads, 5)
+
+
+class Throttled(MemoryTier):
+    """Does not tell whether it has the keys named in `silent`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.silent: set[str] = set()
+
+    def contains(self, key: str) -> bool:
+        if any(name in key for name in self.silent):
+            raise TierUnavailable("SlowDown")
+        return super().contains(key)
+
+
+def test_a_look_up_that_fails_in_part_is_not_certain_and_a_failure(make_library: MakeLibrary) -> None:
+    throttled = Throttled()
+    library = make_library(throttled, tier_failures=2, tier_cooldown_s=3600)
+    told, silent = canonical("a"), canonical("b")
+    for record in (told, silent):
+        library.put_canonical(record)
+    library.flush()
+    throttled.silent.add(silent.key)
+    asking = make_library(throttled, tier_failures=2, tier_cooldown_s=3600)
+    places = [(record.key, "acme") for record in (silent, told)]
+    assert asking.look_up("canonical", places) == ({(told.key, "acme")}, False)
+    assert asking.stats().tier_errors == 1
+    assert asking.look_up("canonical", places) == ({(told.key, "acme")}, False)
+    throttled.silent.clear()
+    assert asking.look_up("canonical", places) == (set(), False), "it is left alone"
+
+
+def test_markers_stay_of_a_record_that_may_be_there() -> None:
+    tier = Throttled()
+    for key in ("gone", "back", "gone-marker", "back-marker"):
+        tier.put(key, [pa.py_buffer(b"x")])
+    tier.silent.add("back")
+    with pytest.raises(TierUnavailable, match="SlowDown"):
+        delete_records(tier, {"gone": ["gone-marker"], "back": ["back-marker"]})
+    assert sorted(tier.keys()) == ["back-marker", "gone-marker"]
+
+
 def test_all_that_is_waited_for_until_a_time_is_given_up_then(make_library: MakeLibrary) -> None:
     silent = HeldTier(MemoryTier(), "get")
     library = make_library(silent, load_timeout_s=10, load_threads=4, tier_failures=9)
@@ -147,7 +212,9 @@ def test_all_that_is_waited_for_until_a_time_is_given_up_then(make_library: Make
 
 
 @pytest.mark.parametrize("deleted", [False, True])
-def test_a_load_that_was_passed_by_still_warms_memory(make_library: MakeLibrary, deleted: bool) -> None:
+def test_a_load_that_was_passed_by_still_warms_memory_unless_its_record_was_deleted(
+    make_library: MakeLibrary, deleted: bool
+) -> None:
     record, stuck = canonical(), HoldsWhatItRead(MemoryTier())
     with Library(LibrarySettings(), FINGERPRINT, [stuck.inner]) as writer:
         writer.put_canonical(record)
@@ -191,6 +258,7 @@ def test_a_read_that_ends_as_somebody_gives_up_is_nobodys_fault() -> None:
     loading.queue(0)
     assert loading.give_up() is None, "nor has its read"
     assert loading.begin() == 0
+    assert loading.give_up(60) is None, "it has hardly begun"
     assert loading.give_up() == (0, True)
     assert loading.give_up() == (0, False), "by another"
     assert loading.end()

@@ -166,6 +166,17 @@ class TestFsspecTier(TierConformance):
         assert two.get("k") is None
         assert list(two.keys()) == []
 
+    def test_keys_are_looked_up_beside_one_another(self, tier: FsspecTier, monkeypatch: pytest.MonkeyPatch) -> None:
+        tier.put("k", buffers(b"x"))
+        info, together = tier._fs.info, threading.Barrier(4)
+
+        def slow(path: str) -> object:
+            together.wait(10)
+            return info(path)
+
+        monkeypatch.setattr(tier._fs, "info", slow)
+        assert tier.stored(["a", "k", "b", "c"]) == {"k"}
+
     def test_backend_errors_become_unavailable(self, monkeypatch: pytest.MonkeyPatch) -> None:
         tier = FsspecTier("memory://x")
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 from kvstore_support import canonical, embedding_of, patch_of
@@ -16,7 +17,7 @@ from kvstore.files import FileStore
 from kvstore.library import Library
 from kvstore.paths import Marker, marker_paths, path_of
 from kvstore.settings import LibrarySettings
-from kvstore.tier_faults import FaultyTier
+from kvstore.tier_faults import FaultyTier, WrappedTier
 from kvstore.tiers import DiskTier, MemoryTier
 from kvstore.vector_stores import VectorStores
 
@@ -131,6 +132,25 @@ def test_expiry_counts_from_the_last_use(reopen: Open, monkeypatch: pytest.Monke
         stores.get(store.id)
     assert stores.sweep() == {reference.content}
     assert all(key.startswith(("files/", "owed/")) for key in list(stores._tier.keys()))
+
+
+def test_a_reference_is_read_in_few_round_trips() -> None:
+    class Together(WrappedTier):
+        """Answers for no store before it is asked for the reference, and for when the store was used."""
+
+        def before(self, action: str, key: str) -> None:
+            super().before(action, key)
+            if action == "get" and key.startswith("store"):
+                together.wait(10)
+
+    together = Barrier(1)
+    stores = VectorStores(FileStore(tier := Together(MemoryTier())))
+    page, store = upload(stores), stores.create(expires_days=3)
+    stores.add(store.id, "ops", {page: {}})
+    tier.calls.clear()
+    together = Barrier(3)
+    assert stores.content(page) == b"page"
+    assert len(tier.calls) == 6, "where it is; the three; the file, and its bytes"
 
 
 def test_simultaneous_changes_lose_nothing(reopen: Open) -> None:
