@@ -42,6 +42,11 @@ class Admission:
         self._leaving: set[asyncio.Task[None]] = set()
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that is ever admitted (see `blocks_needed`)."""
+        return (self.total - 1) * self.block_size
+
+    @property
     def waiting(self) -> int:
         """Sequences that wait for room."""
         return sum(one.sequences for one in self._queue)

@@ -102,8 +102,8 @@ class DecodeEngine:
         blocks, block_size = cache.num_gpu_blocks, cache.block_size
         assert blocks is not None
         assert block_size is not None
-        self.max_model_len = self._engine.model_config.max_model_len
         self.admission = Admission(blocks - 1, block_size)  # vLLM keeps block 0 as its null block
+        self.max_model_len = min(self._engine.model_config.max_model_len, self.admission.longest)
 
     async def generate(
         self,
@@ -131,7 +131,7 @@ class DecodeEngine:
             async with self.admission.admit(min(len(token_ids) + budget, self.max_model_len), params.n or 1) as room:
                 admitted = True
                 if transfer is not None:  # whoever leaves while its KV is pulled: vLLM holds the blocks meanwhile
-                    room.until = self._nothing_is_pulled
+                    room.until = self._pulls_ended
                 prompt, pulled = TokensPrompt(prompt_token_ids=token_ids), set[int]()
                 try:
                     async for output in self._engine.generate(prompt, params, request_id, **options):
@@ -146,13 +146,13 @@ class DecodeEngine:
             if transfer is not None and not admitted:
                 await self.abandon(transfer, params.n or 1)
 
-    async def _nothing_is_pulled(self) -> None:
+    async def _pulls_ended(self) -> None:
         """Wait until vLLM holds no blocks for a pull that nobody waits for any more: it may have begun just now.
 
         That is until it holds none at all, or so long that every pull has ended.
         """
-        left = time.monotonic()
-        while time.monotonic() < left + _PULL_SECONDS:
+        until = time.monotonic() + _PULL_SECONDS
+        while time.monotonic() < until:
             await asyncio.sleep(_LOOK_SECONDS)
             with suppress(EngineDeadError):
                 if await self.all_blocks_free():

@@ -119,7 +119,7 @@ class Background:
             self._harvests.append(_Harvest(plan, chunk, lease, time.perf_counter()))
             self._harvester.keep_embeddings(plan, chunk)  # now: whatever becomes of the harvest, they cost no more
         mode = plan.request.mode
-        if policies.forms_patches(mode):
+        if policies.uses_library(mode):
             of_use = not policies.uses_canonical_alone(mode)  # who asks like that would not look up what is compiled
             self._ahead.offer(plan, missed=bool(chunks) and of_use)
             for chunk in plan.chunks:
@@ -155,7 +155,7 @@ class Background:
         """What compiling ahead has come to."""
         return self._ahead.stats()
 
-    def presses(self, since: float) -> bool:
+    def is_overdue(self, since: float) -> bool:
         """Whether links must make way: for a harvest queued before `since` (`time.perf_counter`), of what was asked for
         before, while the share of a busy time lasts."""
         if not self._busy.open:
@@ -169,7 +169,7 @@ class Background:
         """When the oldest check was queued (`time.perf_counter`); None if there is none."""
         return self._rechecks.waits_since()
 
-    def press(self) -> None:
+    def step_beside_links(self) -> None:
         """Do a piece of a harvest beside links, or of what has begun and must end before it."""
         began = time.perf_counter()
         self.step()

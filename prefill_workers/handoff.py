@@ -13,6 +13,9 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+_ABOUT_SECONDS = 1.0  # a lease that ends within this time may have ended
+_MOST_READ = 4096  # leases that are remembered to have been read
+
 
 class PoolExhausted(RuntimeError):
     """Not enough free blocks at the moment; the caller waits or refuses."""
@@ -51,6 +54,7 @@ class BlockPool:
         self.total = len(blocks)
         self._free = deque(blocks)
         self._leases: dict[str, Lease] = {}
+        self._read: dict[str, None] = {}  # that ended so; oldest first
         self._lease_seconds = lease_seconds
         self._ids = (f"{owner}-{n}" for n in count())
         self._clock = clock
@@ -119,6 +123,11 @@ class BlockPool:
             lease.holds -= 1
             self._drop_if_unused(lease)
 
+    def is_safe(self, lease_id: str) -> bool:
+        """Whether a lease is held, and not about to expire, or was until its blocks were read. From any thread."""
+        lease = self._leases.get(lease_id)
+        return lease_id in self._read if lease is None else lease.deadline > self._clock() + _ABOUT_SECONDS
+
     def renew(self, lease_id: str) -> None:
         """A party said that it still wants the blocks; unknown leases are ignored."""
         if lease := self._leases.get(lease_id):
@@ -134,6 +143,9 @@ class BlockPool:
 
     def _drop_if_unused(self, lease: Lease) -> None:
         if lease.readers <= 0 and lease.holds <= 0:
+            self._read[lease.id] = None
+            if len(self._read) > _MOST_READ:
+                del self._read[next(iter(self._read))]
             self._drop(lease)
 
     def _drop(self, lease: Lease) -> None:

@@ -36,6 +36,7 @@ from prefill_workers.under_way import LinksUnderWay
 
 logger = logging.getLogger(__name__)
 
+_STOP_SECONDS = 30.0  # that running links have to end
 _POLL_SECONDS = 0.002  # between looks for NIXL notifications while a lease is out
 
 
@@ -93,7 +94,7 @@ class PrefillLoop:
     Args:
         budget: tokens of one forward at most.
         max_queue: links that may wait; more are refused with `Overloaded`.
-        form: whether computed chunks are kept (canonical KV, patches) in the background.
+        learns: whether computed chunks are kept (canonical KV, patches) in the background.
         patience_seconds: how long background work gives way to hand-offs of links that have finished, and to requests
             that are on their way.
         compiles: how much is compiled in the background ahead of requests; None: the defaults of `CompileLimits`.
@@ -110,7 +111,7 @@ class PrefillLoop:
         max_queue: int,
         lease_seconds: float,
         owner: str,
-        form: bool = True,
+        learns: bool = True,
         compiles: CompileLimits | None = None,
         patience_seconds: float = 0.5,
         pace: Pace | None = None,
@@ -118,7 +119,7 @@ class PrefillLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine, self._linker = engine, linker
-        self._budget, self._max_queue, self._form = budget, max_queue, form
+        self._budget, self._max_queue, self._learns = budget, max_queue, learns
         last = engine.num_blocks
         longest = -(-engine.max_model_len // engine.block_size)
         scratch = min(longest, (last - 1) // 4)
@@ -208,11 +209,13 @@ class PrefillLoop:
         self._background.hasten(time.perf_counter() + seconds)
         self._notify()
 
-    def renew(self, lease: str) -> None:
-        """Whoever is to pull this lease's blocks has not come so far yet; leases of other workers are ignored."""
+    def renew(self, lease: str) -> bool:
+        """Whoever is to pull this lease's blocks has not come so far yet. Returns whether it is this worker's, and its
+        blocks are held until they are read (`BlockPool.is_safe`)."""
         with self._wake:
             self._renewed.append(lease)
             self._wake.notify()
+        return self._pool.is_safe(lease)
 
     def abandon(self, lease: str) -> None:
         """Nobody will pull this lease's blocks after all."""
@@ -261,12 +264,12 @@ class PrefillLoop:
         """Whether the thread still turns."""
         return self._thread.is_alive()
 
-    def stop(self, timeout: float = 30.0) -> None:
+    def stop(self) -> None:
         """Finish running links, refuse waiting ones, and end the thread."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        self._thread.join(timeout)
+        self._thread.join(_STOP_SECONDS)
 
     # -- the loop's thread --------------------------------------------------------------------------------------------
 
@@ -283,7 +286,7 @@ class PrefillLoop:
             raise
 
     def _turn_until_stopped(self) -> None:
-        pressed = False
+        gave_way = False
         while True:
             with self._wake:
                 if not (self._has_work() or self._abandoned or self._stopping):
@@ -295,16 +298,17 @@ class PrefillLoop:
                             job.done.set_exception(Overloaded("the prefill worker is shutting down"))
                     self._refuse_images(Overloaded("the prefill worker is shutting down"))
                     return
+            self._heed()
             self._free_blocks()
             self._admit()
             if self._images:
                 self._encode()
-            if not (pressed and self._links) and self._background.presses(time.perf_counter() - self._patience):
-                self._background.press()
-                pressed = True  # and then it is the links' turn
+            if not (gave_way and self._links) and self._background.is_overdue(time.perf_counter() - self._patience):
+                self._background.step_beside_links()
+                gave_way = True  # and then it is the links' turn
             elif self._links:
                 self._turn()
-                pressed = False
+                gave_way = False
             elif self._waiting:
                 time.sleep(0.0005)  # no block is free: wait for a decode engine to read, without spinning
             elif self._gives_way():
@@ -321,9 +325,6 @@ class PrefillLoop:
         """A handful of images of the call that waits longest. Whatever is wrong with them concerns that call alone."""
         call = self._images[0]
         try:
-            if call.done.cancelled():
-                self._images.popleft()
-                return
             if call.left is None:
                 call.left = deque(self._engine.handfuls(call.items))
             if call.left:
@@ -360,7 +361,8 @@ class PrefillLoop:
         with self._wake:
             self._wake.notify()
 
-    def _free_blocks(self) -> None:
+    def _heed(self) -> None:
+        """What other threads have asked for since the last turn."""
         while self._forgotten:
             content, tenant = self._forgotten.popleft()
             self._linker.forget(tenant)
@@ -369,6 +371,8 @@ class PrefillLoop:
             self._pool.renew(self._renewed.popleft())
         while self._abandoned:
             self._pool.abandon(self._abandoned.popleft())
+
+    def _free_blocks(self) -> None:
         if not self._pool.leases:
             return
         read, wanted = self._engine.poll_handoffs(self._pool)
@@ -400,11 +404,13 @@ class PrefillLoop:
             self._links.add(job)
 
     def _drop_cancelled(self) -> None:
-        """Let go of waiting links for which nobody waits any more, wherever they stand in the queue."""
+        """Let go of links and images for which nobody waits any more, wherever they stand in the queue."""
         with self._wake:  # others append
             gone = [job for job in self._waiting if job.done.cancelled()]
             for job in gone:
                 self._waiting.remove(job)
+            for call in [call for call in self._images if call.done.cancelled()]:
+                self._images.remove(call)
         for job in gone:
             job.plan.unpin()
 
@@ -457,7 +463,7 @@ class PrefillLoop:
         """Take up in the background what a link that has ended can teach. What goes wrong costs that alone."""
         assert job.lease is not None
         try:
-            if self._form:
+            if self._learns:
                 self._background.add(job.plan, job.lease.id)
             self._background.check(job.plan, job.lease.id)
         except Exception:  # a defect; the link itself has ended well
@@ -470,7 +476,7 @@ class PrefillLoop:
             self._pool.abandon(job.lease.id)
 
 
-def drain(loop: PrefillLoop, seconds: float = 60.0, poll: float = 0.01) -> LoopStats:
+def drain(loop: PrefillLoop, seconds: float = 60.0) -> LoopStats:
     """Wait until the loop has nothing queued, running or to harvest (tests and orderly shutdown).
 
     Raises:
@@ -485,4 +491,4 @@ def drain(loop: PrefillLoop, seconds: float = 60.0, poll: float = 0.01) -> LoopS
             return stats
         if time.monotonic() > deadline:
             raise TimeoutError(f"prefill loop still busy after {seconds} s: {stats}")
-        time.sleep(poll)
+        time.sleep(0.01)

@@ -129,10 +129,10 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
             form,
             self._deficits.submit,
             self.watch_fidelity(settings.fidelity, SwitchedOff(config.library.directory, self._engine.fingerprint)),
-            config.compose_up_to,
-            PrefixCache.of(self._engine, settings.prefix_cache_bytes),
-            config.weigh_by,
-            settings.free_text,
+            compose_up_to=config.compose_up_to,
+            prefixes=PrefixCache.of(self._engine, settings.prefix_cache_bytes),
+            weigh_by=config.weigh_by,
+            free_text=settings.free_text,
         )
         self._linker, self._log = linker, self.log_formed(patches=linker.patches, sums=linker.sums)
         self._loop = PrefillLoop(
@@ -142,7 +142,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
             max_queue=settings.max_queue,
             lease_seconds=settings.lease_seconds,
             owner=f"prefill-{os.getpid()}-{serve.get_replica_context().replica_id.unique_id}",
-            form=settings.form_patches,
+            learns=settings.form_patches,
             compiles=settings.compile_limits(linker.compose_up_to),
             pace=measure(self._engine),
             crowded=lambda: self._deficits.crowded,
@@ -206,9 +206,9 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
         """Tokens of the longest prompt that finds room here."""
         return self._loop.longest
 
-    async def renew(self, lease: str) -> None:
-        """Whoever waits for a link's KV still wants it; other replicas' leases are ignored."""
-        self._loop.renew(lease)
+    async def renew(self, lease: str) -> bool:
+        """Whoever waits for a link's KV still wants it. Returns whether this replica has it (`PrefillLoop.renew`)."""
+        return self._loop.renew(lease)
 
     async def stats(self) -> dict[str, Any]:
         """This replica's name, loop and library counters."""

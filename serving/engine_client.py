@@ -67,7 +67,7 @@ class Roles(FidelityRoles, CompilingRoles, Protocol):
     | `encode`   | vision encoder | RoleUnavailable                               |
     | `link`     | prefill worker | PixelsNeeded, Overloaded, RoleUnavailable     |
     | `generate` | decode worker  | ValueError (request too large), RoleUnavailable |
-    | `renew`    | prefill worker | nothing: best effort                          |
+    | `renew`    | prefill worker | nothing: False if nobody says yes             |
     | `abandon`  | decode worker  | nothing: best effort, leases end by time-out  |
     | `fidelity`, `allow`, `compiled` | prefill workers, all of them | RoleUnavailable |
     """
@@ -89,8 +89,8 @@ class Roles(FidelityRoles, CompilingRoles, Protocol):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream a decode engine's outputs for a linked prompt."""
 
-    async def renew(self, lease: str) -> None:
-        """The linked KV is still wanted: its blocks must not be freed yet."""
+    async def renew(self, lease: str) -> bool:
+        """The linked KV is still wanted: its blocks must not be freed yet. Whether a worker says that they are not."""
 
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         """The linked KV will not be read: let the prefill worker free its blocks."""
@@ -131,13 +131,34 @@ _NotOurs: Any = type(EngineClient)(
 )
 
 
-async def _answer(lacking: asyncio.Future[Collection[str]] | None) -> Collection[str]:
-    """What is lacking, if that is known within a moment: a link without it would only be told the same."""
+async def _lacking_by_now(lacking: asyncio.Future[Collection[str]] | None) -> Collection[str]:
+    """Images of which nothing is stored, if the worker tells that within a moment: a link would be told the same."""
     if lacking is None:
         return ()
     await asyncio.wait([lacking], timeout=_ANSWER_SECONDS)
     told = lacking.done() and not lacking.cancelled() and lacking.exception() is None
     return lacking.result() if told else ()
+
+
+class _Lease:
+    """A link's blocks, held for `seconds` from when the link ended or a worker was last told that they are wanted."""
+
+    def __init__(self, name: str, seconds: float) -> None:
+        self._name, self._seconds = name, seconds
+        self._until = time.monotonic() + seconds
+
+    @property
+    def certain(self) -> bool:
+        """Whether the blocks are held, and were until now."""
+        return time.monotonic() < self._until
+
+    async def renew(self, roles: Roles) -> None:
+        """Go on telling the worker, whether it answers at once or not."""
+        while True:
+            told = time.monotonic() + self._seconds / 3
+            await asyncio.sleep(self._seconds / 3)
+            if await roles.renew(self._name):
+                self._until = told + self._seconds
 
 
 class LinkedEngineClient(_NotOurs):
@@ -164,8 +185,7 @@ class LinkedEngineClient(_NotOurs):
         self._delimiters = Delimiters.of(self.model_config, self.renderer.get_tokenizer())
         self.arranger = Arranger(compose_up_to=compose_up_to, free_text=prefill.free_text)
         self._first_tokens, self._vocabulary = prefill.first_token, vllm_config.model_config.get_vocab_size()
-        self._renewal_seconds = prefill.lease_seconds / 3
-        self._failure: BaseException | None = None
+        self._lease_seconds = prefill.lease_seconds
 
     @property
     def roles(self) -> Roles:
@@ -302,9 +322,11 @@ class LinkedEngineClient(_NotOurs):
         """An answer's outputs, from its first token on; the lease is given back unless a decode engine takes it.
 
         Until one has, the prefill worker is told that the KV is wanted: a decode worker may be long in letting the
-        sequence in, and blocks that were freed meanwhile would hold somebody else's KV.
+        sequence in, and blocks that were freed meanwhile would hold somebody else's KV. What was pulled when nobody had
+        said for too long that they were not is not believed.
         """
-        waiting = asyncio.create_task(self._renew(linked.lease))
+        lease = _Lease(linked.lease, self._lease_seconds)
+        waiting = asyncio.create_task(lease.renew(self._roles))
         taken = False
         try:
             if linked.first_token is not None and not answer.begun:
@@ -323,7 +345,10 @@ class LinkedEngineClient(_NotOurs):
                     if not taken and any(choice.finish_reason == "error" for choice in output.outputs):
                         raise RoleUnavailable("the linked KV could not be pulled")
                     taken = True
-                    pulled.update(choice.index for choice in output.outputs)
+                    choices = {choice.index for choice in output.outputs}
+                    if not choices <= pulled and not lease.certain:
+                        raise RoleUnavailable("the linked KV was not held until it was pulled")
+                    pulled |= choices
                     if len(pulled) >= request.readers:
                         waiting.cancel()
                     if not answer.decoded:
@@ -335,11 +360,6 @@ class LinkedEngineClient(_NotOurs):
             waiting.cancel()
             if not taken:  # perhaps no decode engine ever heard of the lease
                 await self._roles.abandon(linked.transfer, request.readers)
-
-    async def _renew(self, lease: str) -> None:
-        while True:
-            await asyncio.sleep(self._renewal_seconds)
-            await self._roles.renew(lease)
 
     def _served(
         self,
@@ -362,7 +382,7 @@ class LinkedEngineClient(_NotOurs):
         contents = [chunk.content for chunk in segments.chunks]
         pixels = {content: item for content, item in zip(contents, segments.items, strict=True) if item is not None}
         lacking, trace.lacking = trace.lacking, None
-        known = pixels if request.mode == Mode.OFF else await _answer(lacking if pixels else None)
+        known = pixels if request.mode == Mode.OFF else await _lacking_by_now(lacking if pixels else None)
         needed = [i for i, content in enumerate(contents) if content in pixels and content in known]
         with closing(self._encodings.of_request(request.tenant, pixels, lacking)) as encodings:
             while True:
@@ -380,32 +400,10 @@ class LinkedEngineClient(_NotOurs):
                         raise RuntimeError(f"chunks {needed} were encoded, and asked for again") from more
         vision_ms += result.stages_ms.get("vision", 0.0)
         self.arranger.learn(request, result)
-        if trace.report.first_token is not None:
-            return result  # the report is of the link that the answer began with
-        encoded = sum(segments.chunks[i].count for i in embeddings)
-        report = trace.report
-        report.chunks = [
-            ChunkReport(
-                index=i,
-                tokens=outcome.tokens,
-                operating_point=outcome.operating_point,
-                antecedents=outcome.antecedents,
-                reason=outcome.reason,
-                rank=outcome.rank,
-            )
-            for i, outcome in enumerate(result.chunks)
-        ]
-        if trace.costs:
-            report.chunks = [costs.of(chunk) for costs, chunk in zip(trace.costs, report.chunks, strict=True)]
-        report.prompt_tokens = len(segments.token_ids)
-        report.tokens_reused = result.tokens_reused
-        report.tokens_computed = result.tokens_computed
-        report.prefix_tokens_reused = result.prefix_tokens_reused
-        report.vision_tokens_encoded = encoded
-        report.stages_ms |= result.stages_ms
-        report.stages_ms["link"] = (time.perf_counter() - began) * 1e3 - vision_ms
-        if encoded:
-            report.stages_ms["vision"] = vision_ms
+        if trace.report.first_token is None:  # else the report is of the link that the answer began with
+            encoded = sum(segments.chunks[i].count for i in embeddings)
+            whole_ms = (time.perf_counter() - began) * 1e3
+            _report(trace, len(segments.token_ids), result, encoded, vision_ms, whole_ms)
         return result
 
     # -- the rest of vLLM's protocol ----------------------------------------------------------------------------------
@@ -414,21 +412,13 @@ class LinkedEngineClient(_NotOurs):
         """This engine generates text."""
         return ("generate",)
 
-    @property
-    def is_running(self) -> bool:
-        return self._failure is None
-
-    @property
-    def is_stopped(self) -> bool:
-        return self._failure is not None
-
-    @property
-    def errored(self) -> bool:
-        return False
+    # No engine of its own could die: what fails is a role, and `check_health` tells of that.
+    is_running, is_stopped, errored = True, False, False
 
     @property
     def dead_error(self) -> BaseException:
-        return self._failure or RuntimeError("the engine is running")
+        """Nothing asks for it while `errored` is False."""
+        return RuntimeError("the engine is running")
 
     async def check_health(self) -> None:
         """Raises RoleUnavailable when a role has no healthy replica."""
@@ -455,6 +445,35 @@ class LinkedEngineClient(_NotOurs):
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the renderer's threads."""
         self.renderer.shutdown()
+
+
+def _report(
+    trace: RequestTrace, prompt_tokens: int, result: LinkResult, encoded: int, vision_ms: float, whole_ms: float
+) -> None:
+    """Note in a request's report how it was linked. `encoded`: vision tokens; `whole_ms` with what encoding took."""
+    report = trace.report
+    report.chunks = [
+        ChunkReport(
+            index=i,
+            tokens=outcome.tokens,
+            operating_point=outcome.operating_point,
+            antecedents=outcome.antecedents,
+            reason=outcome.reason,
+            rank=outcome.rank,
+        )
+        for i, outcome in enumerate(result.chunks)
+    ]
+    if trace.costs:
+        report.chunks = [costs.of(chunk) for costs, chunk in zip(trace.costs, report.chunks, strict=True)]
+    report.prompt_tokens = prompt_tokens
+    report.tokens_reused = result.tokens_reused
+    report.tokens_computed = result.tokens_computed
+    report.prefix_tokens_reused = result.prefix_tokens_reused
+    report.vision_tokens_encoded = encoded
+    report.stages_ms |= result.stages_ms
+    report.stages_ms["link"] = whole_ms - vision_ms
+    if encoded:
+        report.stages_ms["vision"] = vision_ms
 
 
 def front_end_config(model: ModelSettings, processor_cache_gib: float, longest: int | None = None) -> VllmConfig:

@@ -69,9 +69,15 @@ class PrecomputeWorker:
         engine = PrefillEngine(engine_spec(config, config.prefill.tensor_parallel_size, hand_off=False))
         if config.prefill.self_check:
             engine.require_self_check()
-        # No write may be dropped: the flush after every group bounds the queue. And what serving keeps at hand in the
+        # No write may be dropped, and nothing stored be taken for missing, because a tier failed a few times before:
+        # nobody waits here. The flush after every group bounds the queue. And what serving keeps at hand in the
         # cluster's memory must not make way for what nobody has asked for yet.
-        ours = {"write_queue_items": 1 << 20, "write_queue_bytes": 1 << 50, "object_store_bytes": 0}
+        ours = {
+            "write_queue_items": 1 << 20,
+            "write_queue_bytes": 1 << 50,
+            "object_store_bytes": 0,
+            "tier_failures": 1 << 30,
+        }
         self._library = Library(config.library.model_copy(update=ours), engine.fingerprint)
         form = load_form(config.patch, self._library)
         settings = config.prefill
@@ -102,9 +108,8 @@ class PrecomputeWorker:
     def _end(self, group: Sequence[Entry], attempts: int) -> None:
         """Tell the ledger what becomes of a group that was begun in vain so often."""
         if attempts < MAX_ATTEMPTS:
-            ray.get(
-                self._ledger.begin.remote([entry.number for entry in group])
-            )  # before anything can kill this process
+            # before anything can kill this process
+            ray.get(self._ledger.begin.remote([entry.number for entry in group]))
             outcomes = self._settle(group)
         else:
             reason = f"the worker died on it, {MAX_ATTEMPTS} times"

@@ -77,13 +77,16 @@ class RayRoles:
             if not ended:
                 stream.cancel()
 
-    async def renew(self, lease: str) -> None:
-        """Best effort; told to all replicas, since none but the one that holds the lease knows it."""
+    async def renew(self, lease: str) -> bool:
+        """Whether a replica says in time that it holds the lease; told to all, since none but that one knows it."""
         try:
             answers = self.prefill.broadcast("renew", lease)
-            await answers.results_async(timeout_s=_RENEWAL_SECONDS, return_exceptions=True)
+            return any(
+                held is True for held in await answers.results_async(timeout_s=_RENEWAL_SECONDS, return_exceptions=True)
+            )
         except Exception as error:
-            logger.debug("lease %s is not renewed: %s", lease, error)
+            logger.warning("nobody says that lease %s is held: %s", lease, error)
+            return False
 
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         """Best effort; leases end by time-out.

@@ -36,6 +36,8 @@ class Roles:
         self.calls: list[str] = []
         self.abandoned: list[tuple[str, int]] = []
         self.renewed: list[str] = []
+        self.holds = True  # what a renewal answers
+        self.admits_after = 2  # renewals
         self.admits: asyncio.Event | None = None  # what `generate` waits for
         self.lost_pulls = 0  # so many generations cannot pull the KV
         self.linked: list[LinkRequest] = []
@@ -87,10 +89,11 @@ class Roles:
             yield RequestOutput(request_id, None, None, None, [completion], i == OUTPUTS - 1)
             self._maybe_fail("between")
 
-    async def renew(self, lease: str) -> None:
+    async def renew(self, lease: str) -> bool:
         self.renewed.append(lease)
-        if len(self.renewed) == 2 and self.admits is not None:
+        if len(self.renewed) == self.admits_after and self.admits is not None:
             self.admits.set()
+        return self.holds
 
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         self.abandoned.append((transfer["remote_request_id"], readers))
@@ -107,7 +110,7 @@ def client_of(roles: Roles) -> LinkedEngineClient:
     client._delimiters = Delimiters()
     client.arranger = Arranger()
     client._first_tokens, client._vocabulary = True, 1000
-    client._renewal_seconds = 0.02
+    client._lease_seconds = 0.06
     client.renderer = SimpleNamespace(validate_token_ids=lambda ids: None)
     client.input_processor = SimpleNamespace(
         _validate_prompt_len=lambda length, kind: None,

@@ -84,9 +84,7 @@ def ours(checkpoint: Path, console: Console, quick: bool, **sections: Any) -> It
 
 
 @contextmanager
-def vllm_alone(
-    checkpoint: Path, dtype: str = "auto", kv_cache_gib: int = 1, *, compiled: bool = False
-) -> Iterator[Server]:
+def vllm_alone(checkpoint: Path, kv_cache_gib: int = 1, *, compiled: bool = False) -> Iterator[Server]:
     """vLLM's own OpenAI server with prefix caching, in the environment that our engines have.
 
     `compiled`: it compiles the model, as it does by default, and as needs a C++ compiler on a CPU; else it runs eagerly
@@ -95,7 +93,7 @@ def vllm_alone(
     """
     port = free_port()
     command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint), "--dtype", dtype),
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint), "--dtype", "auto"),
         *("--port", str(port), "--host", "127.0.0.1", "--max-model-len", "4096", "--max-num-batched-tokens", "4096"),
         *("--enable-prefix-caching", "--served-model-name", checkpoint.name),
         *("--enable-prompt-tokens-details", "--mm-processor-cache-gb", "1"),
@@ -215,9 +213,9 @@ class EmbeddedRoles:
         """See `decode_workers.engine`."""
         return self._decode.generate(token_ids, transfer, params, request_id, **options)
 
-    async def renew(self, lease: str) -> None:
+    async def renew(self, lease: str) -> bool:
         """See `prefill_workers.worker`."""
-        self._loop.renew(lease)
+        return self._loop.renew(lease)
 
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         """See `decode_workers.engine`."""

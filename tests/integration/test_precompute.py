@@ -188,8 +188,8 @@ class RigRoles:
         answer = CompletionOutput(0, "yes", [1], None, None, finish_reason="stop")
         yield RequestOutput("canned", None, token_ids, None, [answer], finished=True)
 
-    async def renew(self, lease: str) -> None:
-        self._rig.loop.renew(lease)
+    async def renew(self, lease: str) -> bool:
+        return self._rig.loop.renew(lease)
 
     async def abandon(self, *_: Any) -> None:
         pass

@@ -187,11 +187,13 @@ async def test_a_deletion_that_cannot_be_finished_now_is_owed_and_no_error(caplo
 
 
 async def test_a_lease_is_renewed_on_all_prefill_workers_and_none_is_missed():
-    workers = Workers([None, RayActorError()])
+    workers = Workers([True, False, RayActorError()])
     roles = RayRoles({"prefill": workers, "decode": SimpleNamespace(options=lambda **_: None), "library": None}, NOBODY)
-    await roles.renew("lease-1")
+    assert await roles.renew("lease-1")
     assert workers.called == [("renew", "lease-1")]
     assert workers.patience is not None, "one that hangs must not keep the next renewal from the others"
+    roles.prefill = Workers([False, RayActorError()])
+    assert not await roles.renew("lease-1"), "the one that is gone may have held it"
 
 
 async def test_a_pair_that_is_busy_or_gone_is_not_warmed_up_and_the_others_are():

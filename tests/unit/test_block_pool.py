@@ -102,3 +102,20 @@ def test_no_sequence_of_calls_loses_or_doubles_a_block(calls):
             p.unhold(lease_id)
     assert p.free == p.total
     assert len({*p.allocate(p.total * 32).blocks}) == p.total
+
+
+def test_a_lease_is_safe_until_it_was_read_or_is_about_to_expire():
+    now = 0.0
+    p = BlockPool(range(8), 4, 10.0, "w", lambda: now)
+    unread, read = p.allocate(4), p.allocate(4)
+    assert [p.is_safe(lease.id) for lease in (unread, read)] == [True, True]
+    assert not p.is_safe("another-1")
+    p.read(read.id)
+    now = 9.5
+    assert [p.is_safe(lease.id) for lease in (unread, read)] == [False, True]
+    now = 10.5
+    assert p.expire() == [unread]
+    assert [p.is_safe(lease.id) for lease in (unread, read)] == [False, True]
+    for _ in range(5000):
+        p.read(p.allocate(4).id)
+    assert not p.is_safe(read.id), "no more than a few thousand are remembered"

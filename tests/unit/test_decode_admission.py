@@ -118,3 +118,12 @@ async def test_room_that_is_still_in_use_behind_whoever_left_is_nobodys():
     await waiting
     assert log == [128]
     assert (admission.reserved, admission.running, admission.waiting) == (0, 0, 0)
+
+
+async def test_the_longest_sequence_is_admitted_and_no_longer_one():
+    admission = Admission(10, 16)
+    async with admission.admit(admission.longest, 1):
+        pass
+    with pytest.raises(ValueError, match="11 KV blocks"):
+        async with admission.admit(admission.longest + 1, 1):
+            pass

@@ -94,7 +94,7 @@ async def test_every_prompt_of_a_completion_counts_and_has_a_place_for_itself():
     roles = Roles()
     roles.admits = asyncio.Event()
     client = client_of(roles)
-    client.observe, client._renewal_seconds = observed.append, 60
+    client.observe, client._lease_seconds = observed.append, 180
     set_trace(RequestTrace(tenant="acme"))
     streams = [client.generate(prompt, SamplingParams(), str(number)) for number in range(PROMPTS_AT_ONCE + 8)]
 
@@ -353,6 +353,16 @@ async def test_while_a_decode_engine_lets_nobody_in_the_lease_is_renewed_and_no_
     assert len(tokens_of(outputs)) == OUTPUTS
     await asyncio.sleep(0.1)
     assert roles.renewed == ["lease-1"] * 2
+
+
+@pytest.mark.parametrize("holds", [True, False])
+async def test_what_is_pulled_after_a_lease_may_have_ended_is_not_believed(holds: bool):
+    roles = Roles()
+    roles.admits, roles.admits_after, roles.holds = asyncio.Event(), 4, holds
+    outputs = await ask(roles)
+    assert len(tokens_of(outputs)) == OUTPUTS
+    assert len(roles.linked) == (1 if holds else 2), "what is in the blocks may be another prompt's"
+    assert roles.abandoned == [], "it was pulled"
 
 
 async def test_a_lease_is_renewed_until_every_choice_has_its_kv():
