@@ -45,8 +45,8 @@ checkpoints: setup ## Write all reference models to .orbitserve/checkpoints
 lock: setup ## Write the lock file anew from the packages that are installed in .venv
 	$(PYTHON) -m infra.lock infra/requirements-cpu.lock
 
-clean: ## Remove the environment, the reference models and every cache
-	rm -rf .venv .orbitserve .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+clean: ## Remove the environment and all that it makes anew; what was stored or trained in .orbitserve stays
+	rm -rf .venv .orbitserve/{checkpoints,s3-server,demo} .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 setup: ## Make or refresh .venv; the other targets do it by themselves

@@ -157,7 +157,7 @@ class OrbitServeConfig(Settings):
         except ValidationError as error:
             problems = (f"{_place(e['loc']) or 'the file'}: {e['msg']}" for e in error.errors())
             raise ConfigError(f"{source}: " + "; ".join(problems)) from None  # the cause quotes API keys
-        if not (config.model.path / "config.json").exists():
+        if not (_absolute(config.model.path) / "config.json").exists():
             raise ConfigError(
                 f"{source}: model.path: {config.model.path} holds no config.json; it must be the directory of a "
                 "checkpoint. `hf download NAME --local-dir DIR` gets the one that a hub calls NAME"
@@ -173,16 +173,15 @@ class OrbitServeConfig(Settings):
         """The same with absolute paths: a cluster's workers have another working directory."""
         model, library, log = self.model, self.library, self.access_log
         template = model.chat_template
-        if template is not None and os.path.isfile(template):  # it may be the text itself, too long for a path
-            template = os.path.abspath(template)
+        if template is not None and os.path.isfile(file := os.path.expanduser(template)):
+            template = os.path.abspath(file)  # else it is the text itself, which may be too long for a path
+        directory = library.directory and _absolute(library.directory)
         return self.model_copy(
             update={
-                "model": model.model_copy(update={"path": model.path.absolute(), "chat_template": template}),
-                "library": library.model_copy(
-                    update={"directory": _absolute(library.directory), "url": _absolute_url(library.url)}
-                ),
+                "model": model.model_copy(update={"path": _absolute(model.path), "chat_template": template}),
+                "library": library.model_copy(update={"directory": directory, "url": _absolute_url(library.url)}),
                 "files_url": _absolute_url(self.files_url),
-                "access_log": log.model_copy(update={"directory": _absolute(log.directory)}),
+                "access_log": log.model_copy(update={"directory": log.directory and _absolute(log.directory)}),
             }
         )
 
@@ -203,13 +202,14 @@ def _place(location: tuple[str | int, ...]) -> str:
     return ".".join(map(str, location))
 
 
-def _absolute(path: Path | None) -> Path | None:
-    return None if path is None else path.absolute()
+def _absolute(path: Path) -> Path:
+    """The path from the root; `~` is the home directory."""
+    return Path(os.path.expanduser(path)).absolute()
 
 
 def _absolute_url(url: str | None) -> str | None:
     """A URL as it is; of a plain path the absolute one."""
-    return url if url is None or "://" in url or "::" in url else str(Path(url).absolute())
+    return url if url is None or "://" in url or "::" in url else str(_absolute(Path(url)))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -27,8 +27,8 @@ def enter(settings: RoleSettings) -> None:
     """Set this process up for a role. Must run before anything imports torch."""
     os.environ.setdefault(*SPIN)
     keep_freed_memory()
-    reserved = int(settings.num_cpus) or os.cpu_count() or 1  # Ray would give an actor with part of a CPU one thread
-    os.environ["OMP_NUM_THREADS"] = str(settings.threads or reserved)
+    usable = len(os.sched_getaffinity(0))  # Ray would give an actor with part of a CPU one thread
+    os.environ["OMP_NUM_THREADS"] = str(settings.threads or int(settings.num_cpus) or usable)
     give_way(0 if settings.gpus else settings.niceness)  # a GPU must not wait for its thread
 
 

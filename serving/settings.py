@@ -100,7 +100,7 @@ class HttpSettings(Settings):
     max_request_pixels: int = Field(
         256_000_000, ge=1, description="Most pixels of all images of one request: decoded they take 4 bytes each."
     )
-    max_images_per_request: int = Field(64, ge=1, description="Most images in one request.")
+    max_images_per_request: int = Field(64, ge=1, description="Most images and documents in one request.")
     max_concurrent_requests: int = Field(
         256,
         ge=1,
@@ -119,6 +119,13 @@ class HttpSettings(Settings):
         description="Bearer key to its tenant, or to {tenant: NAME, admin: true} for an administrator's. "
         "Empty: no key needed, one tenant named `local` who is the administrator: everybody who reaches the port.",
     )
+
+    @field_validator("api_keys")
+    @classmethod
+    def _can_be_sent(cls, keys: dict[str, ApiKey]) -> dict[str, ApiKey]:
+        if not all(key and key.isascii() and key.isprintable() and " " not in key for key in keys):
+            raise ValueError("a key is empty, or has other characters than printable ASCII without spaces")
+        return keys
 
     @property
     def max_file_bytes(self) -> int:

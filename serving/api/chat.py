@@ -19,7 +19,7 @@ from serving.api.extension import RequestTrace, parse_options, set_trace
 from serving.api.leaving import answering
 from serving.api.media import MediaResolver
 from serving.api.ordering import Ordering, ordered
-from serving.api.prefix import Prefixes
+from serving.api.prefix import Prefixes, tools_text
 from serving.api.streams import opened
 from serving.documents import Documents
 
@@ -32,6 +32,10 @@ _UNSUPPORTED = {
     "kv_transfer_params": "kv_transfer_params belongs to the server",
     "cache_salt": "cache_salt is not supported: content is salted by tenant",
 }
+_TOLD_BY_FIELDS = (
+    "tools",
+    "documents",
+)  # of what a template writes before messages, what keys patches (`fixed_prefix`)
 
 
 class OrbitServingChat(OpenAIServingChat):
@@ -59,6 +63,8 @@ class OrbitServingChat(OpenAIServingChat):
         """Resolve the request's chunks, let vLLM answer it, and report how it was linked."""
         answering(raw_request)
         refuse_unsupported(request, _UNSUPPORTED)
+        for name in (name for name in _TOLD_BY_FIELDS if name in (request.chat_template_kwargs or {})):
+            raise InvalidRequest(f"chat_template_kwargs: give {name} as a field of the request", parameter=name)
         options = parse_options((request.model_extra or {}).get("orbit"))
         messages = [readable(message) for message in request.messages]
         tenant = raw_request.state.tenant if raw_request is not None else "local"
@@ -72,9 +78,15 @@ class OrbitServingChat(OpenAIServingChat):
             self.engine_client.arranger,
         )
         trace.documents = self._documents.marked(part["text"] for part in parts_of(request.messages, "text"))
+        contents = contents_of(request.messages, self._documents)
+        if contents and request.truncate_prompt_tokens is not None:
+            raise InvalidRequest(
+                "truncate_prompt_tokens: a prompt with images or documents is not cut",
+                parameter="truncate_prompt_tokens",
+            )
         trace.mark("media")
         set_trace(trace)
-        self.engine_client.prefetch(contents_of(request.messages, self._documents), trace)
+        self.engine_client.prefetch(contents, trace)
         answer = await super().create_chat_completion(request, raw_request)
         if isinstance(answer, ErrorResponse):
             return answer
@@ -186,8 +198,11 @@ def _leads(message: dict[str, Any]) -> bool:
 
 
 def fixed_prefix(messages: list[dict[str, Any]], request: ChatCompletionRequest | TokenizeChatRequest) -> str:
-    """What stands before every chunk of a conversation whatever is asked: tools and leading system messages."""
-    texts = [json.dumps([tool.model_dump() for tool in request.tools], sort_keys=True)] if request.tools else []
+    """What stands before every chunk of a conversation whatever is asked: what a template writes before the messages,
+    and leading system messages."""
+    texts = [tools_text(request.tools)] if request.tools else []
+    if documents := getattr(request, "documents", None):
+        texts.append(json.dumps(documents, sort_keys=True))
     for message in takewhile(_leads, messages):
         content = message.get("content")
         if isinstance(content, str):

@@ -9,6 +9,8 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
@@ -69,15 +71,16 @@ class _ToldAlready(logging.Filter):
 _TOLD_ALREADY = _ToldAlready()
 
 
-def error_body(message: str, status: HTTPStatus, parameter: str | None = None) -> dict[str, Any]:
+def error_body(message: str, status: HTTPStatus) -> dict[str, Any]:
     """OpenAI's error object, for places that vLLM's handlers do not reach (middleware)."""
-    return {"error": {"message": message, "type": status.phrase, "param": parameter, "code": status.value}}
+    return {"error": {"message": message, "type": status.phrase, "param": None, "code": status.value}}
 
 
 def answer_errors(app: FastAPI) -> None:
     """Turn what a route raises into responses: vLLM's errors, ours, and those of the library and its files."""
     app.state.args = Namespace(log_error_stack=False)  # what vLLM's exception handlers look at
     init_exception_handler(app)
+    app.exception_handler(HTTPException)(http_exception_handler)  # Starlette's own: no such route, body too large
     for name in _STREAMING:
         logging.getLogger(name).addFilter(_TOLD_ALREADY)
 

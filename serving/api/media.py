@@ -117,7 +117,8 @@ class MediaResolver:
                     wanted.append((parts, p, where))
                     if len(wanted) > self._settings.max_images_per_request:
                         raise InvalidRequest(
-                            f"more than {self._settings.max_images_per_request} images in one request", parameter=where
+                            f"more than {self._settings.max_images_per_request} images and documents in one request",
+                            parameter=where,
                         )
                 elif kind not in ("text", "refusal"):
                     raise InvalidRequest(
@@ -159,7 +160,8 @@ class MediaResolver:
             if not isinstance(url, str):
                 raise InvalidRequest(f"{where}: image_url needs a url", parameter=where)
             inline = url.startswith("data:")
-            data = await (asyncio.to_thread(self._data_url, url, where) if inline else self._fetch(url, where))
+            most = self._settings.max_image_bytes
+            data = await (asyncio.to_thread(_data_url, url, where, most) if inline else self._fetch(url, where))
             found = await asyncio.to_thread(self.open, data, tenant, where, pixels)
         return {"type": "image_pil", "image_pil": found.image, "uuid": found.content}
 
@@ -173,16 +175,19 @@ class MediaResolver:
         """
         text = None if self._documents is None else as_text(data)
         if text is None:
-            return self.open(data, owner, where, pixels)
+            return self.open(data, owner, where, pixels, or_text=self._documents is not None)
         if len(data) > self._settings.max_document_bytes:
             limit = self._settings.max_document_bytes
             raise TooLarge(f"{where}: the document has {len(data)} bytes, at most {limit} are allowed")
         return ResolvedText(owned_content_id(data, owner, self._secret), text)
 
-    def open(self, data: bytes, owner: str, where: str, pixels: _Left | None = None) -> ResolvedImage:
+    def open(
+        self, data: bytes, owner: str, where: str, pixels: _Left | None = None, or_text: bool = False
+    ) -> ResolvedImage:
         """Check an image's bytes and name it for its owner, a tenant or DYNAMIC_TENANT.
 
         Pixels are decoded only the first time this content is seen, and counted against the request's `pixels`.
+        `or_text`: whether text would have done as well.
 
         Raises:
             InvalidRequest: not an image, or broken. TooLarge: more bytes or pixels than allowed.
@@ -199,9 +204,9 @@ class MediaResolver:
                 f"{where}: the image has more pixels than the {limits.max_image_pixels} that are allowed"
             ) from error
         except (UnidentifiedImageError, OSError, ValueError) as error:
-            raise InvalidRequest(
-                f"{where}: not an image in a known format ({', '.join(FORMATS)}), nor a text file", parameter=where
-            ) from error
+            known = f"an image in a known format ({', '.join(FORMATS)})"
+            wanted = f"neither {known} nor a text file" if or_text else f"not {known}"
+            raise InvalidRequest(f"{where}: {wanted}", parameter=where) from error
         if image.width * image.height > limits.max_image_pixels:
             raise TooLarge(
                 f"{where}: the image has {image.width}x{image.height} pixels, "
@@ -230,7 +235,7 @@ class MediaResolver:
         given = reference if isinstance(reference, dict) else {}
         file_id, inline = given.get("file_id"), given.get("file_data")
         if isinstance(inline, str) and file_id is None:
-            return await asyncio.to_thread(self._data_url, inline, where), tenant
+            return await asyncio.to_thread(_data_url, inline, where, self._settings.max_file_bytes), tenant
         if not isinstance(file_id, str):
             raise InvalidRequest(f"{where}: a file part needs file.file_id or file.file_data", parameter=where)
         with suppress(UnknownFile):
@@ -239,17 +244,6 @@ class MediaResolver:
             return await asyncio.to_thread(self._files.content, tenant, file_id), tenant
         except UnknownFile as error:
             raise NotFound(f"{where}: no such file: {file_id}") from error
-
-    def _data_url(self, url: str, where: str) -> bytes:
-        header, comma, payload = url.partition(",")
-        if not comma or not header.endswith(";base64"):
-            raise InvalidRequest(f"{where}: a data URL must be base64: data:image/png;base64,...", parameter=where)
-        if len(payload) * 3 // 4 > self._settings.max_image_bytes + 3:
-            raise TooLarge(f"{where}: larger than {self._settings.max_image_bytes} bytes")
-        try:
-            return base64.b64decode(payload, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise InvalidRequest(f"{where}: the data URL is not valid base64", parameter=where) from error
 
     async def _fetch(self, url: str, where: str) -> bytes:
         if not url.startswith(("http://", "https://")):
@@ -332,3 +326,16 @@ async def pinned(url: str, where: str) -> tuple[str, dict[str, str], dict[str, A
     address = addresses[0]
     netloc = f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
     return parts._replace(netloc=netloc).geturl(), {"Host": parts.netloc.rpartition("@")[2]}, {"sni_hostname": host}
+
+
+def _data_url(url: str, where: str, most: int) -> bytes:
+    """The bytes of a data URL, at most so many."""
+    header, comma, payload = url.partition(",")
+    if not comma or not header.endswith(";base64"):
+        raise InvalidRequest(f"{where}: a data URL must be base64: data:image/png;base64,...", parameter=where)
+    if len(payload) * 3 // 4 > most + 3:
+        raise TooLarge(f"{where}: larger than {most} bytes")
+    try:
+        return base64.b64decode(payload, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequest(f"{where}: the data URL is not valid base64", parameter=where) from error

@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
+if TYPE_CHECKING:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
+
 _ENTRY = 16  # token ids that an entry's key and tuple weigh as much as
+
+
+def tools_text(tools: Iterable[ChatCompletionToolsParam]) -> str:
+    """A request's tools as its fixed prefix begins with them."""
+    return json.dumps([tool.model_dump() for tool in tools], sort_keys=True)
+
+
+def with_tools_of_requests(prefix: str) -> str:
+    """A fixed prefix with the JSON array of tools that it begins with as `tools_text` writes it; another as it is."""
+    if not prefix.startswith("["):
+        return prefix
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
+
+    try:
+        found, end = json.JSONDecoder().raw_decode(prefix)
+        tools = [ChatCompletionToolsParam.model_validate(tool) for tool in found]
+    except ValueError:
+        return prefix
+    rest = prefix[end:]
+    return tools_text(tools) + rest if tools and rest[:1] in ("", "\n") else prefix
 
 
 class Prefixes:

@@ -60,7 +60,7 @@ def chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chat:
     return Chat(MediaResolver(HttpSettings(), files, VectorStores(files), documents), documents)
 
 
-async def post(chat: Chat, **body: Any) -> dict[str, Any]:
+async def post(chat: Chat, status: int = 200, **body: Any) -> dict[str, Any]:
     app = FastAPI()
     app.state.openai_serving_chat = chat
     app.router.routes += [route for route in router.routes if route.path == "/v1/chat/completions"]
@@ -68,7 +68,7 @@ async def post(chat: Chat, **body: Any) -> dict[str, Any]:
     app.add_middleware(Authenticate, {})
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         response = await client.post("/v1/chat/completions", json={"model": "m", **body})
-    assert response.status_code == 200, response.text
+    assert response.status_code == status, response.text
     return response.json()
 
 
@@ -166,3 +166,22 @@ async def test_no_pixels_are_held_once_a_chat_is_rendered():
 def test_parts_of_a_system_message_that_are_no_objects_are_left_to_be_refused():
     message = {"role": "system", "content": ["Be brief.", {"type": "text", "text": "Be kind."}]}
     assert fixed_prefix([message], ChatCompletionRequest(messages=[])) == "Be kind."
+
+
+async def test_a_prompt_with_chunks_is_not_cut(chat: Chat):
+    words, pages = ([{"role": "user", "content": content}] for content in ("Well?", [image(1), said("Well?")]))
+    await post(chat, messages=words, truncate_prompt_tokens=5)
+    answer = await post(chat, 400, messages=pages, truncate_prompt_tokens=5)
+    assert "a prompt with images or documents is not cut" in answer["error"]["message"]
+
+
+async def test_what_a_template_writes_first_keys_what_is_stored(chat: Chat):
+    prefixes: list[Any] = []
+    chat.engine_client.prefetch = lambda _, trace: prefixes.append(tuple(trace.prefix_tokens))
+    messages = [{"role": "user", "content": [image(1), said("Well?")]}]
+    for documents in (None, [{"text": "a"}], [{"text": "b"}]):
+        await post(chat, messages=messages, documents=documents)
+    assert len({*prefixes}) == 3
+    for name in ("tools", "documents"):
+        answer = await post(chat, 400, messages=messages, chat_template_kwargs={name: []})
+        assert f"give {name} as a field of the request" in answer["error"]["message"]

@@ -95,7 +95,7 @@ async def test_every_format_comes_out_as_rgb(files: FileStore, mode: str, kind: 
     [
         (b"", InvalidRequest, "empty"),
         (b"GIF89a", InvalidRequest, "not an image|truncated"),
-        (b"<svg/>", InvalidRequest, "not an image"),
+        (b"<svg/>", InvalidRequest, r"not an image in a known format \([A-Z, ]*\)(?! nor)"),
         (png(64, 64)[:80], InvalidRequest, "truncated or broken"),
         (png(40, 40), TooLarge, "40x40 pixels, at most 1000"),
         (b"x" * 5000, TooLarge, "5000 bytes, at most 4096"),
@@ -158,6 +158,24 @@ async def test_a_data_url_is_measured_before_it_is_decoded(files: FileStore, mon
     monkeypatch.setattr(base64, "b64decode", pytest.fail)
     with pytest.raises(TooLarge):
         await resolver(files, max_image_bytes=100).resolve_messages(ask(image_part(data_url(b"x" * 5000))), "local")
+
+
+async def test_an_inline_file_may_be_as_large_as_an_uploaded_one(files: FileStore):
+    documents: Any = SimpleNamespace(mark=lambda content, text: f"[{len(text)}]")
+    settings = HttpSettings(max_image_bytes=100, max_document_bytes=5000, max_images_per_request=2)
+    limited = MediaResolver(settings, files, VectorStores(files), documents)
+    text, larger, blob = (
+        {"type": "file", "file": {"file_data": f"data:;base64,{base64.b64encode(data).decode()}"}}
+        for data in (b"x" * 5000, b"x" * 5001, b"\0")
+    )
+    (message,) = await limited.resolve_messages(ask(text), "local")
+    assert [part["text"] for part in message["content"]] == ["[5000]"]
+    with pytest.raises(TooLarge, match="5001 bytes, at most 5000"):
+        await limited.resolve_messages(ask(larger), "local")
+    with pytest.raises(InvalidRequest, match=r"neither an image in a known format .* nor a text file"):
+        await limited.resolve_messages(ask(blob), "local")
+    with pytest.raises(InvalidRequest, match="more than 2 images and documents"):
+        await limited.resolve_messages(ask(text, text, text), "local")
 
 
 # -- fetching ---------------------------------------------------------------------------------------------------------

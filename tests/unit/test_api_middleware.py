@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from serving.api.auth import Authenticate, Limit
+from serving.api.errors import answer_errors
 from serving.api.metrics import Metrics, exposition
 from serving.settings import ApiKey, HttpSettings
 
@@ -40,6 +41,7 @@ def api(keys: dict[str, ApiKey] | None = None, http: HttpSettings | None = None)
     async def models(request: Request) -> dict:
         return {"tenant": request.state.tenant, "admin": request.state.admin}
 
+    answer_errors(app)
     app.add_middleware(Limit, http or limits(), app.state.metrics)
     app.add_middleware(Authenticate, keys or {})
     return app
@@ -97,7 +99,14 @@ async def test_a_body_is_bounded_whether_announced_or_streamed():
         chunked = await c.post("/v1/chat/completions", content=streamed())
         fits = await c.post("/v1/chat/completions", content=b"x" * 1000)
     assert (announced.status_code, chunked.status_code, fits.status_code) == (413, 413, 200)
-    assert "1000 bytes" in announced.json()["error"]["message"]
+    for refused in (announced, chunked):
+        assert "1000 bytes" in refused.json()["error"]["message"]
+
+
+async def test_what_is_no_route_is_told_in_openais_shape():
+    async with client(api()) as c:
+        answers = [await c.get("/v1/responses"), await c.get("/v1/chat/completions")]
+    assert [answer.json()["error"]["code"] for answer in answers] == [404, 405]
 
 
 async def test_an_upload_is_bounded_by_the_largest_file_there_may_be():

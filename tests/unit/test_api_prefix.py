@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
 import pytest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-from serving.api.chat import OrbitServingChat
+from serving.api.chat import OrbitServingChat, fixed_prefix
 from serving.api.errors import InvalidRequest
-from serving.api.prefix import Prefixes
+from serving.api.prefix import Prefixes, with_tools_of_requests
 
 
 class Tokenizer:
@@ -56,6 +57,34 @@ async def test_what_is_remembered_is_bounded_by_size(tokenizer: Tokenizer):
         await prefixes.token_ids("acme", "" if number % 2 else f"{number}")
     assert len(prefixes._kept) < 100, "short ones weigh something, too"
     assert prefixes._held <= 1000
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {"é": {}}}}},
+    {"function": {"description": "Äh [1]\n", "name": "say"}, "defer_loading": True},
+]
+
+
+@pytest.mark.parametrize("system", ["Be brief.", '["Be"]\nbrief.', ""])
+@pytest.mark.parametrize("form", [{}, {"indent": 2, "ensure_ascii": False}, {"separators": (",", ":")}])
+def test_tools_are_written_as_requests_have_them_however_they_are_given(system: str, form: dict[str, Any]):
+    messages = [{"role": "system", "content": system}] if system else []
+    request = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "?"}], tools=TOOLS)
+    given = json.dumps(TOOLS, **form) + (f"\n{system}" if system else "")
+    assert with_tools_of_requests(given) == fixed_prefix(messages, request) != given
+    assert with_tools_of_requests(fixed_prefix(messages, request)) == fixed_prefix(messages, request)
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        *("", "Be brief.", "[]\nBe brief.", "[1] Be brief.", "[Be brief.]", '["Be brief."]\nNow.', "[{}]", "[null]"),
+        *('[{"type": "function", "function": {"name": "f"}}] may be called.', f"Tools:\n{json.dumps(TOOLS)}"),
+        '{"type": "function", "function": {"name": "f"}}',
+    ],
+)
+def test_a_prefix_without_tools_is_left_as_it_is(prefix: str):
+    assert with_tools_of_requests(prefix) == prefix
 
 
 class Chat(OrbitServingChat):

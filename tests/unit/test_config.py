@@ -76,6 +76,23 @@ def test_paths_are_those_of_the_working_directory_wherever_they_are_used(
     )
 
 
+def test_a_path_may_begin_with_the_home_directory(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "template.jinja").write_text("{{ messages }}")
+    text = "model: {path: ~/model, chat_template: ~/template.jinja}\naccess_log: {directory: ~/logs}\n"
+    path = written(tmp_path, f"{text}library: {{directory: ~/kept, url: ~/behind}}\nfiles_url: ~/files\n")
+    config = OrbitServeConfig.load(path)
+    assert (config.model.path, config.model.served_name) == (checkpoint, "model")
+    assert config.model.chat_template == str(tmp_path / "template.jinja")
+    assert (config.access_log.directory, config.library.directory) == (tmp_path / "logs", tmp_path / "kept")
+    assert (config.library.url, config.files_url) == (str(tmp_path / "behind"), str(tmp_path / "files"))
+    text = "model: {path: ~/model, chat_template: '~{{ messages }}'}\nlibrary: {url: 's3://bucket/~'}\n"
+    config = OrbitServeConfig.load(written(tmp_path, text))
+    assert (config.model.chat_template, config.library.url) == ("~{{ messages }}", "s3://bucket/~")
+    with pytest.raises(ConfigError, match=r"model\.path: ~nobody-at-all/x holds no config\.json"):
+        OrbitServeConfig.load(None, model=Path("~nobody-at-all/x"))
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -95,6 +112,13 @@ def test_paths_are_those_of_the_working_directory_wherever_they_are_used(
         (
             "model: {path: MODEL}\nhttp: {api_keys: {key: {admin: true}}}\n",
             r"http\.api_keys\.\*\*\*\.tenant: Field required",
+        ),
+        *(
+            (
+                f"model: {{path: MODEL}}\nhttp: {{api_keys: {{{key}: acme}}}}\n",
+                "http.api_keys: .*a key is empty, or has",
+            )
+            for key in ('""', "schlüssel", "'a key'", r'"a\nkey"')
         ),
         ("http: {}\n", "no checkpoint is named"),
         ("- a list\n", "expected sections"),

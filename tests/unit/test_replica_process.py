@@ -85,6 +85,14 @@ def test_a_replica_gives_way_where_it_computes_on_processors(gpus: int, niceness
     assert found.stdout.split() == [niceness]
 
 
+def test_a_replica_computes_with_the_processors_that_it_may_use():
+    look = "import os; from serving.settings import DecodeRoleSettings; from serving.replica_process import enter; "
+    look += "os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); enter(DecodeRoleSettings()); "
+    look += "print(os.environ['OMP_NUM_THREADS'])"
+    found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["1"]
+
+
 def test_a_process_that_gives_way_further_is_left_as_it_is():
     look = "import os; from serving.replica_process import give_way; give_way(3); print(os.getpriority(0, 0))"
     found = subprocess.run(["nice", "-n", "9", sys.executable, "-c", look], capture_output=True, text=True, check=True)
