@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from io import TextIOWrapper
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -55,6 +56,7 @@ VERSION = 1
 TEXT = "text"  # as `prefill_workers.plan.TEXT`, which cannot be had without an engine's libraries
 _MOST_GRID_NUMBERS = 64  # a larger field is no grid, and is not logged
 _WARN_SECONDS = 60.0  # between two warnings that lines cannot be written
+_BLOCK = 1 << 16  # bytes in which the end of a file's last whole line is looked for
 Runs = tuple[tuple[int, PositiveInt], ...]  # (value, how often in a row)
 
 
@@ -275,7 +277,7 @@ class _Draw(Protocol):
 
 
 class _File(logging.handlers.RotatingFileHandler):
-    """Lines in a file that is put aside when it is full; errors are the caller's."""
+    """Whole lines in a file that is put aside when it is full; errors are the caller's, and cost the line alone."""
 
     def __init__(self, path: Path, settings: AccessLogSettings) -> None:
         super().__init__(
@@ -314,7 +316,29 @@ class _File(logging.handlers.RotatingFileHandler):
             self.stream = None
 
     def handleError(self, record: logging.LogRecord) -> None:
+        if self.stream is not None:
+            with suppress(OSError):  # it writes what it has left
+                self.stream.close()
+            self.stream = None
         raise
+
+    def _open(self) -> TextIOWrapper:
+        cut_to_whole_lines(self._path)
+        return super()._open()
+
+
+def cut_to_whole_lines(path: Path) -> None:
+    """Take the end off a file that a full disk or a process that ended left in the middle of a line, if it is there."""
+    with suppress(FileNotFoundError), path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - _BLOCK)
+            file.seek(start)
+            if last := file.read(end - start).rfind(b"\n") + 1:
+                end = start + last
+                break
+            end = start
+        file.truncate(end)
 
 
 def expanded(runs: Iterable[tuple[int, int]]) -> list[int]:

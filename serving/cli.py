@@ -154,7 +154,10 @@ def compile_trace(
     kind: Annotated[
         Literal["auto", "sets", "pairs"], typer.Option(help="What to compile; auto: what saves more.")
     ] = "auto",
-    most_bytes: Annotated[str | None, typer.Option("--bytes", help="Patches may take so much: 500M, 2G, ...")] = None,
+    most_bytes: Annotated[
+        str | None,
+        typer.Option("--bytes", help="Patches may take so much: 500M, 2G (GB, of 1000), 2GiB (of 1024), ..."),
+    ] = None,
     seconds: Annotated[float | None, typer.Option(min=0, help="Computing may take so long.")] = None,
     min_uses: Annotated[int, typer.Option(min=1, help="Logged requests that must use a patch.")] = 2,
     prefix: Annotated[

@@ -37,6 +37,7 @@ from rich.table import Table
 from infra.vllm_env import vllm_environment
 from kvstore.index import prefix_key
 from serving.access_log import TEXT, BadLog, LoggedChunk, LoggedRequest, expanded, log_files, read
+from serving.api.prefix import with_tools_of_requests
 from serving.budget import UNBOUNDED, Cost
 from serving.compile_plan import Kind, Plan, Terms, Trace, Wanted, plan, trace_of
 from serving.config import OrbitServeConfig
@@ -129,7 +130,7 @@ class Planner:
         self.prefixes = self._prefixes(choice.prefixes)
 
     def _prefixes(self, texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
-        """Token ids of the empty prefix and of those given, by digest."""
+        """Token ids by digest: of the empty prefix and of those given, also with tools as requests have them."""
         known: list[tuple[int, ...]] = [()]
         if texts:
             from vllm.tokenizers import get_tokenizer
@@ -137,7 +138,8 @@ class Planner:
             tokenizer = get_tokenizer(
                 str(self.config.model.path), trust_remote_code=self.config.model.trust_remote_code
             )
-            known += [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+            written = dict.fromkeys([*texts, *map(with_tools_of_requests, texts)])
+            known += [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in written]
         return {prefix_key(tokens): tokens for tokens in known}
 
     def trace(self, requests: Iterable[LoggedRequest]) -> Trace:

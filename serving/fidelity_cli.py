@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 app = typer.Typer(help="See how far a running service is from exact, and allow operating points.", no_args_is_help=True)
-console = Console(soft_wrap=True)
+console = Console(soft_wrap=True, emoji=False)
 
 Url = Annotated[str, typer.Option(help="Address of the service.")]
 Key = Annotated[
@@ -23,7 +23,7 @@ _LOCAL = "http://127.0.0.1:8000"
 @app.command()
 def show(url: Url = _LOCAL, api_key: Key = None) -> None:
     """Print every operating point of every prefill worker: its rolling KL, and whether it is switched off."""
-    for point in _ask("GET", url, "", api_key)["data"]:
+    for point in _ask("GET", url, "", api_key, "data"):
         state = "allowed" if point["allowed"] else "[red]switched off[/red]"
         checks, rolling = point["checks"], point["rolling_checks"]
         measured = "not measured yet"
@@ -43,7 +43,7 @@ def allow(
     api_key: Key = None,
 ) -> None:
     """Allow an operating point that was switched off, on all prefill workers; takes an administrator's key."""
-    replicas = _ask("POST", url, f"/{point}/allow", api_key)["replicas_allowed_again"]
+    replicas = _ask("POST", url, f"/{point}/allow", api_key, "replicas_allowed_again")
     console.print(f"{point} is allowed again on {replicas} prefill workers" if replicas else f"{point} was allowed")
 
 
@@ -56,13 +56,15 @@ def _on_loopback(url: str) -> bool:
         return host == "localhost"
 
 
-def _ask(method: str, url: str, path: str, api_key: str | None) -> Any:
+def _ask(method: str, url: str, path: str, api_key: str | None, field: str) -> Any:
+    """A field of what the service answers; ends the command with a message where there is none."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     address = f"{url.rstrip('/')}/v1/orbit/operating_points{path}"
     try:
         response = httpx.request(method, address, headers=headers, timeout=30, trust_env=not _on_loopback(url))
-    except httpx.HTTPError as error:
-        console.print(f"[red]error:[/red] no service answers at {escape(url)}: {escape(str(error))}")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        reason = str(error) or type(error).__name__
+        console.print(f"[red]error:[/red] no service answers at {escape(url)}: {escape(reason)}")
         raise typer.Exit(1) from None
     if response.is_error:
         try:
@@ -71,4 +73,11 @@ def _ask(method: str, url: str, path: str, api_key: str | None) -> Any:
             reason = response.text
         console.print(f"[red]error:[/red] {response.status_code}: {escape(reason)}")
         raise typer.Exit(1)
-    return response.json()
+    try:
+        found = response.json()[field]
+    except (ValueError, LookupError, TypeError):
+        found = None
+    if found is None:
+        console.print(f"[red]error:[/red] {escape(url)} answers, but not as an OrbitServe service does")
+        raise typer.Exit(1)
+    return found

@@ -43,7 +43,7 @@ Kind = Annotated[
 Model = Annotated[str | None, typer.Option(help="Only records of this model: a checkpoint's directory, or a digest.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i)?)?B?", re.IGNORECASE)
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
 _SPAN_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -261,7 +261,10 @@ def gc(
     foreign: Annotated[bool, typer.Option("--foreign", help="Also records of other models than --model.")] = False,
     model: Annotated[str | None, typer.Option(help="The model to keep; default: the configuration's.")] = None,
     unused: Annotated[str | None, typer.Option(help="Also records idle for longer: 12h, 30d, 2w (on disk).")] = None,
-    shrink: Annotated[str | None, typer.Option(help="Also the least worthy until the rest fits, such as 20G.")] = None,
+    shrink: Annotated[
+        str | None,
+        typer.Option(help="Also the least worthy until the rest fits: 20G (GB, of 1000), 20GiB (of 1024), ..."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and delete nothing.")] = False,
 ) -> None:
     """Delete what expired (needs --config), quarantined records, orphaned markers, and more on request."""
@@ -404,10 +407,11 @@ def _progress(verb: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def parse_bytes(text: str) -> int:
+    """Bytes of a size: K, M, G and T (or KB, ...) are powers of 1000, as in what is printed; KiB, ... of 1024."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise typer.BadParameter(f"{text!r} is not a size such as 500M or 20G")
-    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+        raise typer.BadParameter(f"{text!r} is not a size such as 500M, 20G or 20GiB")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index((match[2] or " ").upper()))
 
 
 def _seconds(text: str) -> float:

@@ -33,14 +33,25 @@ _ORDINAL = (
 )
 _NUMBER = r"(?:\d+|(?-i:[A-H])|one|two|three|four|five|six|seven|eight|nine|ten)"
 _SIDE = r"(?:(?:left|right|top|bottom)(?:most|-hand)?|upper|lower)"
+_END = r"(?:very )?(?:beginning|start|end|front|back|middle|cent(?:re|er))"
+_ORDER = r"(?:order\b(?! to\b)|sequence\b)"  # not: in order to
+_SAID = r"(?:given|same|very|exact|right|correct|original|reversed?|opposite|shown)"
+_AS_SENT = (  # behind "in the order", which may also be one of goods
+    r"(?:in which|that|as|given|shown|sent|seen|listed|named|uploaded|attached|provided|presented|received|displayed|"
+    r"supplied|posted|printed|numbered|above|below|of (?:the|their|these|those|appearance)|they|these|those|I|you|we)"
+)
+_KEEP = r"(?:keep|preserv|maintain|retain|respect|follow|revers|chang)\w*(?: to)?"
 _BY_PLACE = re.compile(  # in text whose runs of white space are single spaces: \s* twice in a row is quadratic in them
     rf"\b{_ORDINAL} (?:\w+ )?(?:{_UNIT}|ones?)\b"  # the second image, the last two pages, the first one
     rf"|\b{_UNIT} ?(?:no\.?|number|\#)? ?{_NUMBER}\b"  # page #3
     rf"|\bthe {_ORDINAL}(?: {_NUMBER})?(?: (?:and|or|of|in|to|with|from|is|are|shows?|says?)\b| ?(?:[,.;:?!]|$))"
     rf"|\b{_SIDE} (?:{_UNIT}|ones?)\b"  # the left picture, the right one
-    rf"|\b(?:{_UNIT}|ones?) (?:(?:in|on|at|to) (?:the|its) {_SIDE}|above|below)\b"
+    rf"|\b(?:{_UNIT}|ones?) (?:(?:in|on|at|to) (?:the|its) {_SIDE}|(?:on|at) {_SIDE}|above|below)\b"
+    rf"|\b(?:{_UNIT}|ones?) (?:at|in) the {_END}\b"
     r"|\b(?:former|latter|respectively|chronological(?:ly)?)\b"
-    r"|\bin (?:this|that|the given|the same|which)? ?(?:order\b(?! to\b)|sequence\b)",
+    rf"|\bin (?:(?:this|that|what|which|their|(?:(?:the|their) )?{_SAID}) )?{_ORDER}"
+    rf"|\bin the {_ORDER} {_AS_SENT}\b"
+    rf"|\b{_KEEP} (?:the|this|that|their) (?:{_SAID} )?{_ORDER}",
     re.IGNORECASE,
 )
 
@@ -106,23 +117,23 @@ async def ordered(request: Ordering, trace: RequestTrace, arranger: Arranger) ->
     Placement is asked where it may choose, and where its costs are to be explained.
     """
     options, contents = trace.options, request.contents
+    arranger.popularity.observe(trace.tenant, contents)
     kept = _why_kept(request, trace)
     if not contents or (kept is not None and not options.explain):
         if options.order == "free":
             trace.report.order = OrderReport(chunks=list(range(len(contents))), reason=kept or "no chunks")
-        arranger.popularity.observe(trace.tenant, contents)
         return request.in_order(range(len(contents)))
     began = time.perf_counter()
     groups: list[int | None] = [None] * len(contents) if kept else request.groups
     trace.groups = groups
-    patches = looks_up_patch(Mode.parse(options.mode))
-    problem = arranger.problem(contents, groups, trace.tenant, trace.prefix_tokens, patches)
+    uses_patches = looks_up_patch(Mode.parse(options.mode))
+    problem = arranger.problem(contents, groups, trace.tenant, trace.prefix_tokens, uses_patches)
     placement = await _searched(problem, place, problem)
     took = (time.perf_counter() - began) * 1e3
     trace.report.order = OrderReport(chunks=list(placement.order), reason=kept or "the cheapest order found")
     if options.explain:
         trace.costs = await _searched(problem, _costs, problem, placement)
-        if patches:
+        if uses_patches:
             trace.report.order.cost_ms = _ms(placement.cost)
             trace.report.order.arrival_ms = _ms(placement.arrival_cost)
         trace.report.order.plan_ms = round(took, 3)

@@ -73,7 +73,7 @@ def loadtest(
     from serving.loadtest import progress, report
     from serving.loadtest.arrivals import TraceError, read_trace
     from serving.loadtest.client import Endpoint, EndpointError
-    from serving.loadtest.session import Measured, Plan, Subject, load_test
+    from serving.loadtest.session import Plan, RateResult, Subject, load_test
     from serving.loadtest.workloads import WorkloadError
     from serving.loadtest.workloads import workload as make_workload
 
@@ -91,13 +91,13 @@ def loadtest(
         subject = Subject(endpoint, chosen, max_in_flight, drain)
     except (TraceError, WorkloadError) as error:
         _refuse(str(error))
-    results: list[Measured] = []
+    results: list[RateResult] = []
     stopped: tuple[str, int] | None = None
 
     async def measure() -> None:
         watch = partial(progress.watching, console)
-        async for measured in load_test(subject, plan, watch):
-            results.append(measured)  # noqa: PERF401 - rates before one that fails count
+        async for result in load_test(subject, plan, watch):
+            results.append(result)  # noqa: PERF401 - rates before one that fails count
 
     try:
         asyncio.run(measure())

@@ -150,7 +150,10 @@ class Client:
             if self.endpoint.model and error.status in _NO_LIST and await self._takes_chats():
                 return self.endpoint.model
             raise
-        names = [entry["id"] for entry in listed.get("data", [])]
+        try:
+            names = [str(entry["id"]) for entry in listed["data"]]
+        except (LookupError, TypeError) as error:
+            raise EndpointError(f"{self.endpoint.base}/models: the answer is no list of models") from error
         wanted = self.endpoint.model or (names[0] if names else "")
         if wanted not in names:
             raise EndpointError(f"{self.endpoint.base} has no model {wanted!r}; it has {', '.join(names) or 'none'}")
@@ -173,7 +176,10 @@ class Client:
         form = aiohttp.FormData()
         form.add_field("purpose", "vision")
         form.add_field("file", picture, filename=name, content_type="image/png")
-        return str((await self._json("POST", "files", data=form))["id"])
+        stored = await self._json("POST", "files", data=form)
+        if "id" not in stored:
+            raise EndpointError(f"{self.endpoint.base}/files: the answer names no file")
+        return str(stored["id"])
 
     async def _json(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         url = f"{self.endpoint.base}/{path}"
@@ -182,9 +188,20 @@ class Client:
                 if response.status != 200:
                     answered = (await response.text())[:300]
                     raise EndpointError(f"{url} answered {response.status}: {answered}", response.status)
-                return dict(await response.json(content_type=None))
+                answer = await response.read()
+        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
+            raise EndpointError(
+                f"{self.endpoint.url} is no URL of a server: it begins with http:// or https://, and a port is a number"
+            ) from error
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise EndpointError(f"{url}: {error or type(error).__name__}") from error
+        try:
+            document = json.loads(answer)
+        except ValueError:
+            document = None
+        if not isinstance(document, dict):
+            raise EndpointError(f"{url}: the answer is no JSON object")
+        return document
 
     async def ask(self, content: bytes, due: float | None = None) -> Sample:
         """Send a streaming chat request and read its answer; never raises for what the server does."""

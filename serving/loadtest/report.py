@@ -22,7 +22,7 @@ from serving.bench.harness import environment
 from serving.bench.picture import number_axis
 from serving.loadtest.client import Endpoint, Sample
 from serving.loadtest.measures import LAG_MS, LAG_SHARE, PERCENTILES, SATURATED, summary
-from serving.loadtest.session import Measured, Plan
+from serving.loadtest.session import Plan, RateResult
 from serving.loadtest.workloads import Workload
 
 KIND = "orbitserve loadtest"
@@ -38,7 +38,7 @@ def document(
     endpoint: Endpoint,
     workload: Workload,
     plan: Plan,
-    measured: Sequence[Measured],
+    results: Sequence[RateResult],
     ttft_limit_ms: float | None,
     max_in_flight: int,
 ) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def document(
                 "asked_before": plan.asked_before(step, len(one.samples)),
                 "samples": columns(one.samples),
             }
-            for step, one in enumerate(measured)
+            for step, one in enumerate(results)
         ],
     }
 
@@ -169,6 +169,8 @@ def read(path: Path) -> dict[str, Any]:
         raise ReportError(f"{path}: {error}") from error
     if not isinstance(found, dict) or found.get("kind") != KIND:
         raise ReportError(f"{path} is no report of `{KIND}`")
+    if not (isinstance(found.get("rates"), list) and found["rates"]):
+        raise ReportError(f"{path}: this report has no rates")
     return found
 
 

@@ -106,7 +106,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Measured:
+class RateResult:
     """What came of one rate."""
 
     rate: float
@@ -115,7 +115,7 @@ class Measured:
     peak_in_flight: int
 
 
-async def load_test(subject: Subject, plan: Plan, watch: Watch) -> AsyncIterator[Measured]:
+async def load_test(subject: Subject, plan: Plan, watch: Watch) -> AsyncIterator[RateResult]:
     """Every rate of the plan, as it comes: warmed up, run, drained.
 
     `watch` shows a tally, under a title, while a run lasts.
@@ -131,4 +131,4 @@ async def load_test(subject: Subject, plan: Plan, watch: Watch) -> AsyncIterator
         tally = Tally()
         with watch(f"{rate:g}/s", tally):
             samples = await subject.run(arrivals, tally)
-        yield Measured(rate, samples, tally.held_back, tally.peak)
+        yield RateResult(rate, samples, tally.held_back, tally.peak)

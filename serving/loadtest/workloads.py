@@ -134,7 +134,9 @@ class Mrag(_Pool):
     name = "mrag"
     about = "k of N pages, popular ones more often, in the order of a retriever's scores, then a question"
 
-    zipf: float = Field(1.0, ge=0, description="Exponent: page i is drawn with weight 1 / i^zipf; 0: all alike.")
+    zipf: float = Field(
+        1.0, ge=0, le=50, description="Exponent, up to 50: page i is drawn with weight 1 / i^zipf; 0: all alike."
+    )
 
     def _messages(self, number: int, random: np.random.Generator, images: int | None) -> Messages:
         weights = np.arange(1, self.pages + 1) ** -self.zipf

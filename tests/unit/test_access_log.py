@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -261,3 +263,51 @@ def test_a_quiet_replica_whose_file_another_one_deleted_begins_another(tmp_path:
     for line in ("again", "and again"):
         quiet.write(line)
     assert (tmp_path / "access-quiet.jsonl").read_text() == "again\nand again\n"
+
+
+_ON_A_FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from serving.access_log import _File
+from serving.settings import AccessLogSettings
+
+path = Path(sys.argv[1])
+file = _File(path, AccessLogSettings(directory=path.parent))
+for line in sys.stdin.read().splitlines():
+    left = resource.RLIM_INFINITY if line != "full" else path.stat().st_size + 10_000
+    resource.setrlimit(resource.RLIMIT_FSIZE, (left, resource.RLIM_INFINITY))
+    try:
+        file.write("x" * 20_000 if line == "full" else line)
+    except OSError as error:
+        print(error.strerror)
+file.close()
+"""
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_full_disk_costs_the_lines_that_it_had_no_room_for(
+    make_log: Callable[..., AccessLog], tmp_path: Path, after: int
+):
+    log = make_log()
+    logged(log, request())
+    line = log.path.read_text()
+    command = [sys.executable, "-c", _ON_A_FULL_DISK, str(log.path)]
+    lines = "full\n" * 2 + line * after
+    ended = subprocess.run(command, input=lines, capture_output=True, text=True, check=True, cwd=Path.cwd())
+    assert ended.stdout == "File too large\n" * 2
+    assert log.path.read_text().startswith(line * (1 + after))
+    assert len(list(read(log.path))) == 1 + after
+
+
+@pytest.mark.parametrize("half", ['{"v": 1, "ti', "x" * 100_000])
+@pytest.mark.parametrize("whole", [0, 2])
+def test_a_file_that_ends_in_the_middle_of_a_line_is_gone_on_with(
+    make_log: Callable[..., AccessLog], whole: int, half: str
+):
+    log = make_log()
+    logged(log, *[request()] * whole)
+    log.path.parent.mkdir(exist_ok=True)
+    with log.path.open("a") as file:
+        file.write(half)
+    assert len(logged(make_log(), request())) == whole + 1
+    assert half not in log.path.read_text()

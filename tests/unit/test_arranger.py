@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 from typing import Any
@@ -18,7 +19,7 @@ from prefill_workers.policies import Mode, OperatingPoint, Text
 from serving.arranger import Arranger, LinkCosts
 from serving.errors import RoleUnavailable
 from serving.formed import Formed, follow
-from serving.placement import place
+from serving.placement import Problem, place
 
 PREFIX = (7, 8)
 SCOPE = Scope("acme", prefix_key(PREFIX))
@@ -41,9 +42,20 @@ def result(*outcomes: ChunkOutcome, reused: int = 0, computed: int = 0, **stages
     return LinkResult("lease", {}, outcomes, reused, computed, stages_ms, compute_ms=compute_ms, select_ms=select_ms)
 
 
+def problem(
+    arranger: Arranger,
+    contents: Sequence[str],
+    groups: Sequence[int | None] | None = None,
+    tenant: str = "acme",
+    prefix: Sequence[int] = PREFIX,
+) -> Problem:
+    """As a request has it, which counts first."""
+    arranger.popularity.observe(tenant, contents)
+    return arranger.problem(list(contents), groups or [0] * len(contents), tenant, prefix)
+
+
 def order(arranger: Arranger, contents: str, tenant: str = "acme", groups: list[int | None] | None = None) -> str:
-    groups = groups or [0] * len(contents)
-    found = place(arranger.problem(list(contents), groups, tenant, PREFIX)).order
+    found = place(problem(arranger, contents, groups, tenant)).order
     return "".join(contents[chunk] for chunk in found)
 
 
@@ -52,7 +64,7 @@ def test_a_link_teaches_which_own_patches_are_stored():
     arranger.learn(request("cab"), result(*[outcome(PatchKind.own)] * 3))
     assert order(arranger, "abc") == "cab"
     assert order(arranger, "abc", tenant="another") == "abc"
-    assert place(arranger.problem(["a", "b", "c"], [0] * 3, "acme", ())).order == (0, 1, 2), "another prefix"
+    assert place(problem(arranger, "abc", prefix=())).order == (0, 1, 2), "another prefix"
 
 
 def test_what_is_keyed_by_text_is_learnt_of_that_text_alone():
@@ -95,7 +107,7 @@ def test_sums_of_known_pairs_are_counted_where_they_are_used():
     arranger, without = Arranger(compose_up_to=2), Arranger()
     for each in (arranger, without):
         each.formed(pairs)
-    summed, plain = (place(each.problem(list("abc"), [0] * 3, "acme", PREFIX)) for each in (arranger, without))
+    summed, plain = (place(problem(each, "abc")) for each in (arranger, without))
     costs = arranger.costs
     assert summed.cost == 2 * costs.of(256, patched=True) + costs.of_sum(256)
     assert plain.cost == 2 * costs.of(256, patched=True) + costs.of(256, patched=False)
@@ -118,26 +130,25 @@ def test_while_sums_are_switched_off_no_order_counts_on_them_and_none_that_is_mi
     arranger = Arranger(compose_up_to=2)
     pairs = [Entry(SCOPE, "c", before, ordered=False) for before in ((), ("a",), ("b",))]
     arranger.formed(pairs)
-    arranger.sums = False
+    arranger.sums_allowed = False
     arranger.learn(request("abc"), result(outcome(PatchKind.own), outcome(PatchKind.pair), outcome()))
     assert all(entry in arranger.index for entry in pairs)
-    arranger.sums = True  # as far as this ingress has heard
+    arranger.sums_allowed = True  # as far as this ingress has heard
     missed = replace(outcome(), sums_off=True)
     arranger.learn(request("abc"), result(outcome(PatchKind.own), outcome(PatchKind.pair), missed))
     assert all(entry in arranger.index for entry in pairs)
-    problems = []
-    for arranger.sums in (False, True):
-        problems.append(arranger.problem(list("abc"), [0] * 3, "acme", PREFIX))
-    assert [problem.stored.sums for problem in problems] == [{}, {0b011: 0b100}]
+    sums = []
+    for arranger.sums_allowed in (False, True):
+        sums.append(problem(arranger, "abc").stored.sums)
+    assert sums == [{}, {0b011: 0b100}]
 
 
 def test_while_patches_are_switched_off_no_order_and_no_worker_is_chosen_for_any():
     arranger = Arranger(compose_up_to=2)
     arranger.learn(request("ab"), result(*[outcome(PatchKind.own)] * 2))
-    for arranger.patches, patched in ((False, (False, False)), (True, (True, True))):
+    for arranger.patches_allowed, patched in ((False, (False, False)), (True, (True, True))):
         assert arranger.patched(request("ab")) == patched
-        stored = arranger.problem(list("ab"), [0, 0], "acme", PREFIX).stored
-        assert bool(stored.sequences) == arranger.patches
+        assert bool(problem(arranger, "ab").stored.sequences) == arranger.patches_allowed
 
 
 def test_no_sum_serves_a_list_in_which_a_chunk_comes_twice():
@@ -156,8 +167,7 @@ def test_parts_of_a_sum_may_lie_with_the_tenant_and_with_everybody():
     parts = [Entry(everybody, "shared-c", part, ordered=False) for part in ((), ("shared-a",))]
     parts.append(Entry(SCOPE, "shared-c", ("b",), ordered=False))
     arranger.formed(parts)
-    problem = arranger.problem(contents, [0] * 3, "acme", PREFIX)
-    assert problem.stored.sums == {0b011: 0b100}
+    assert problem(arranger, contents).stored.sums == {0b011: 0b100}
     arranger.learn(request(contents), result(outcome(), outcome(), outcome()))
     assert not any(part in arranger.index for part in parts)
 
@@ -178,7 +188,7 @@ def test_a_patch_is_known_for_this_order_for_the_set_or_by_a_sum_of_parts():
         arranger.learn(request(pair), result(*[outcome(PatchKind.orbit)] * len(pair)))
     assert known("abcd") == "abc-", "a sum of three"
     assert known("bcd") == "b-d"
-    arranger.sums = False
+    arranger.sums_allowed = False
     assert known("bcd") == "b--"
 
 
@@ -187,7 +197,7 @@ def test_patches_of_references_serve_every_tenant():
     shared = ["shared-a", "shared-b"]
     arranger.formed([Entry(Scope(DYNAMIC_TENANT, SCOPE.prefix), content, (), ordered=False) for content in shared[1:]])
     arranger.formed([Entry(Scope(DYNAMIC_TENANT, SCOPE.prefix), "shared-a", ("shared-b",), ordered=False)])
-    assert place(arranger.problem(shared, [0, 0], "acme", PREFIX)).order == (1, 0)
+    assert place(problem(arranger, shared)).order == (1, 0)
 
 
 def test_what_a_tenant_often_asks_for_comes_first_for_that_tenant():
@@ -249,7 +259,7 @@ def test_a_tiny_forward_says_nothing_of_the_cost_of_a_token():
 def test_chunks_cost_by_the_tokens_that_were_linked():
     arranger = Arranger()
     arranger.learn(request("ab"), result(outcome(tokens=300), outcome(tokens=100)))
-    large, small = arranger.problem(["a", "b"], [0, 0], "acme", PREFIX).chunks
+    large, small = problem(arranger, "ab").chunks
     assert large.computed == pytest.approx(3 * small.computed)
 
 
@@ -283,7 +293,12 @@ async def test_what_replicas_formed_is_asked_for_again_and_again():
     arranger, roles = Arranger(), Roles()
     heard: list[bool] = []
     formed = arranger.formed
-    arranger.formed = lambda entries: (heard.append(arranger.patches and arranger.sums), formed(entries))
+
+    def hear(entries: Any) -> None:
+        heard.append(arranger.patches_allowed and arranger.sums_allowed)
+        formed(entries)
+
+    arranger.formed = hear
     with pytest.raises(KeyboardInterrupt):
         await follow(roles, arranger, 0.001)
     assert heard == [False, False, True, True], "one replica that has switched them off is enough"

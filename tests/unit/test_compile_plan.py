@@ -199,6 +199,7 @@ def test_placement_saves_at_least_what_the_plan_counts():
     for each in requests:
         contents = [chunk.content for chunk in each.chunks]
         arranger._tokens.update({chunk.content: chunk.tokens for chunk in each.chunks})
+        arranger.popularity.observe(each.tenant, contents)
         problem = arranger.problem(contents, [chunk.group for chunk in each.chunks], each.tenant, ())
         spent += place(problem).cost / 1e9
         computed += TERMS.compute * sum(chunk.tokens for chunk in each.chunks)

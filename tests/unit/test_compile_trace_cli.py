@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +10,13 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
+from kvstore.index import prefix_key
 from prefill_workers.path_worker import Compiled
+from serving.api.chat import fixed_prefix
 from serving.cli import app
-from serving.compile_trace import compile_paths
+from serving.compile_trace import Planner, compile_paths
 
 
 @pytest.fixture
@@ -42,6 +46,19 @@ def test_what_cannot_be_used_is_named(config: Path, monkeypatch: pytest.MonkeyPa
     result = CliRunner().invoke(app, ["compile-trace", *arguments, "--config", str(config)])
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
+
+
+def test_a_prefix_is_known_as_it_is_given_and_as_requests_with_these_tools_have_it(monkeypatch: pytest.MonkeyPatch):
+    tokenizer = SimpleNamespace(encode=lambda text, **_: list(text.encode()))
+    monkeypatch.setattr("vllm.tokenizers.get_tokenizer", lambda *_, **__: tokenizer)
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    request = ChatCompletionRequest(messages=[], tools=tools)
+    asked = fixed_prefix([{"role": "system", "content": "Be brief."}], request)
+    given = f"{json.dumps(tools, indent=1)}\nBe brief."
+    planner: Any = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(path="m", trust_remote_code=False)))
+    known = Planner._prefixes(planner, [given, "Be kind."])
+    assert {bytes(tokens).decode() for tokens in known.values()} == {"", given, asked, "Be kind."}
+    assert all(prefix_key(tokens) == key for key, tokens in known.items())
 
 
 @pytest.mark.parametrize(("seconds", "begun"), [(0.0, [0]), (0.3, [1, 2]), (60.0, [5])])

@@ -16,10 +16,16 @@ from serving.fidelity_cli import _on_loopback
 
 @pytest.fixture
 def asked() -> Iterator[tuple[str, list[str]]]:
-    """The address of a server, and what it was asked with which key."""
+    """The address of a server, and what it was asked with which key. It has pages for people where they may look."""
     heard: list[str] = []
 
     class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            pages = {"list": b"[]", "empty": b"{}", "null": b'{"data": null}'}
+            self.wfile.write(pages.get(self.path.split("/")[1], b"<html>Welcome</html>"))
+
         def do_POST(self) -> None:
             heard.append(f"{self.path} {self.headers['Authorization']}")
             self.send_response(200)
@@ -43,6 +49,22 @@ def test_this_machine_is_asked_past_the_environments_proxy(asked, monkeypatch: p
     assert result.exit_code == 0, result.output
     assert "patched is allowed again on 2 prefill workers" in result.output
     assert heard == ["/v1/orbit/operating_points/patched/allow Bearer key"]
+
+
+@pytest.mark.parametrize("path", ["", "/list", "/empty", "/null"])
+def test_a_server_of_another_kind_is_told(asked, path: str):
+    url = f"{asked[0]}{path}"
+    result = CliRunner().invoke(app, ["fidelity", "show", "--url", url], catch_exceptions=False)
+    assert result.exit_code == 1
+    assert f"error: {url} answers, but not as an OrbitServe service does" in result.output
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:abc", "127.0.0.1:8000", "http://[::1", "127.0.0.1:abc"])
+def test_what_is_no_url_is_told(url: str):
+    result = CliRunner().invoke(app, ["fidelity", "show", "--url", url], catch_exceptions=False)
+    assert result.exit_code == 1
+    assert f"error: no service answers at {url}: " in result.output
+    assert result.output.split(url)[1].strip(": \n")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import typer
 from kvstore_support import FINGERPRINT, canonical, embedding_of, patch_of
 from typer.testing import CliRunner, Result
 
@@ -26,6 +27,7 @@ from kvstore.tiers import Tier, tier_for_url
 from kvstore.vector_stores import VectorStores
 from prefill_workers.fingerprint import fingerprint
 from serving.cli import app
+from serving.library_cli import parse_bytes
 
 MODEL = fingerprint_digest(FINGERPRINT)
 
@@ -162,6 +164,24 @@ def test_gc_takes_nothing_for_idle_where_nobody_tells_what_is_used(records: list
     fill(location, records)
     assert "not when it was last used" in run("gc", "--library", location, "--unused", "1s", status=2).output
     assert len(listed(location)) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        *(("7", 7), ("7B", 7), ("1K", 1000), ("1kb", 1000), ("20G", 20 * 10**9), ("20 GB", 20 * 10**9)),
+        *(("1.5M", 1_500_000), ("2T", 2 * 10**12), ("2TB", 2 * 10**12)),
+        *(("1KiB", 1024), ("1Ki", 1024), ("0.5MiB", 1 << 19), ("20GiB", 20 << 30), ("2tib", 2 << 40)),
+    ],
+)
+def test_a_size_is_decimal_as_listings_are_unless_it_says_that_it_is_binary(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1", "G", "5iB", "5i", "1E", "1 G B"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="is not a size such as 500M, 20G or 20GiB"):
+        parse_bytes(text)
 
 
 @pytest.mark.parametrize(

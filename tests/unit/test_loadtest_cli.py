@@ -157,6 +157,8 @@ def test_rates_that_were_measured_are_reported_if_a_later_one_fails(server: Mock
         (["--rates", "0"], "greater than 0"),
         (["--set", "pages"], "NAME=VALUE"),
         (["--set", "pages=none"], "pages"),
+        (["--set", "zipf=1000"], "zipf: Input should be less than or equal to 50"),
+        (["--set", "zipf=nan"], "zipf"),
         (["--workload", "mgar"], "no workload 'mgar'"),
         (["--images", "bytes"], "inline or files"),
         (["--trace", "/nowhere.jsonl"], "/nowhere.jsonl"),
@@ -177,6 +179,22 @@ def test_a_server_that_is_not_there_and_one_that_only_fails(server: MockServer):
     code, shown = run("--url", server.url, "--rates", "50", "--count", "3", *SMALL)
     assert code == 1
     assert "500: " in shown
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:1", "http://127.0.0.1:abc", "localhost:8000/v1", "http://", "http://[::1"])
+def test_what_is_no_url_is_told(url: str):
+    code, shown = run("--url", url)
+    assert code == 1
+    assert f"error: {url} is no URL of a server: it begins with http:// or https://, and a port is a number" in shown
+
+
+@pytest.mark.parametrize("rates", [{}, {"rates": []}, {"rates": None}, {"rates": 3}])
+def test_a_report_without_rates_is_not_drawn(tmp_path: Path, rates: dict[str, object]):
+    report = tmp_path / "report.json"
+    report.write_text(json.dumps({"kind": "orbitserve loadtest", "name": "x", "workload": {"name": "mrag"}, **rates}))
+    code, shown = run("plot", str(report), "--out", str(tmp_path / "picture.png"))
+    assert code == 2
+    assert f"{report}: this report has no rates" in shown
 
 
 def test_workloads_are_listed_with_parameters_and_defaults():

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from aiohttp import web
 from openai_mock import MockServer
 
 from serving.loadtest import measures
@@ -186,6 +187,33 @@ async def test_nobody_listening_is_an_error_before_anything_is_sent():
             await run(server, [Arrival(0.0)], model="other")
 
 
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ('{"data": null}', "is no list of models"),
+        ('{"data": [{"object": "model"}]}', "is no list of models"),
+        ('{"data": ["mock"]}', "is no list of models"),
+        ('{"object": "list"}', "is no list of models"),
+        ("[]", "is no JSON object"),
+        ("", "is no JSON object"),
+        ("<html>Welcome</html>", "is no JSON object"),
+    ],
+)
+async def test_a_server_that_answers_otherwise_is_told(monkeypatch: pytest.MonkeyPatch, answer: str, words: str):
+    async def other(self: MockServer, request: web.Request) -> web.Response:
+        return web.Response(text=answer)
+
+    monkeypatch.setattr(MockServer, "models", other)
+    monkeypatch.setattr(MockServer, "files", other)
+    async with MockServer().running() as server, Client(Endpoint(server.url)) as client:
+        with pytest.raises(EndpointError, match=rf"{server.url}/v1/models: the answer {words}"):
+            await client.model()
+        with pytest.raises(
+            EndpointError, match=rf"{server.url}/v1/files: the answer (is no JSON object|names no file)"
+        ):
+            await client.upload(b"", "page.png")
+
+
 async def test_what_is_outstanding_when_the_run_is_drained_is_unfinished():
     async with MockServer(faults={1: "hang"}, first_token_s=0.05).running() as server:
         tally = Tally()
@@ -275,7 +303,7 @@ async def test_a_load_test_warms_up_and_goes_on_with_the_workload():
             return nullcontext()
 
         plan = Plan(rates=(50, 100), count=6, warmup=2)
-        results = [measured async for measured in load_test(subject, plan, watch)]
+        results = [result async for result in load_test(subject, plan, watch)]
     assert [(one.rate, len(one.samples)) for one in results] == [(50, 6), (100, 6)]
     assert shown == ["50/s, warm-up", "50/s", "100/s, warm-up", "100/s"]
     asked = [str(body["messages"]) for body in server.bodies]

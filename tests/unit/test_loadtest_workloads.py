@@ -50,6 +50,11 @@ def test_mrag_takes_different_pages_and_popular_ones_more_often():
     assert max(spread.values()) < 1.25 * min(spread.values())
 
 
+def test_mrag_takes_as_many_pages_of_the_steepest_distribution():
+    made = workload("mrag", pages=1000, retrieved=5, zipf=50)
+    assert all(set(pictures(made.ask())) == set(range(5)) for _ in range(20))
+
+
 def test_novel_never_repeats_a_set_and_uses_every_page():
     made = workload("novel", pages=12, retrieved=3)
     asks = [made.ask() for _ in range(180)]  # of 220 sets

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvstore.layout import Layout
 from kvstore.patch import relocate
 from kvstore.rotary import RotaryScheme
-from prefill_workers.policies import Mode, ModeKind, Text
+from prefill_workers.policies import Mode, ModeKind, OperatingPoint, Text, operating_point
 from prefill_workers.selection import deviations, runs_of, selected_by_deviation, selected_by_place
 from prefill_workers.sequence import Run, complement
 from serving.api.errors import InvalidRequest
@@ -140,3 +140,34 @@ def test_what_text_keys_is_asked_for_by_name():
     assert parse_options({"text": "strict"}).text is Text.STRICT
     with pytest.raises(InvalidRequest, match=r"orbit\.text: .*'auto', 'strict' or 'free'"):
         parse_options({"text": "loose"})
+
+
+@pytest.mark.parametrize(
+    ("mode", "stored", "expected"),
+    [
+        (Mode.AUTO, {"canonical", "patch", "embeddings"}, OperatingPoint.PATCHED),
+        (Mode.AUTO, {"canonical", "patch", "embeddings", "parts"}, OperatingPoint.COMPOSED),
+        (Mode.AUTO, {"canonical", "embeddings"}, OperatingPoint.RECOMPUTED),
+        (Mode.AUTO, {"patch", "embeddings"}, OperatingPoint.RECOMPUTED),
+        (Mode.AUTO, set(), OperatingPoint.ENCODED),
+        (Mode.EXACT, {"canonical", "patch", "embeddings"}, OperatingPoint.RECOMPUTED),
+        (Mode.FULL_REUSE, {"canonical", "patch"}, OperatingPoint.RELOCATED),
+        (Mode.FULL_REUSE, {"embeddings"}, OperatingPoint.RECOMPUTED),
+        (Mode.OFF, set(), OperatingPoint.ENCODED),
+        (Mode.parse("mpic-8"), {"canonical", "patch", "embeddings"}, OperatingPoint.SELECTED),
+        (Mode.parse("mpic-8"), {"embeddings"}, OperatingPoint.RECOMPUTED),
+        (Mode.parse("mpic-8"), {"canonical", "patch"}, OperatingPoint.ENCODED),
+        (Mode.parse("mpic-0"), {"canonical"}, OperatingPoint.SELECTED),
+        (Mode.parse("cacheblend-8"), {"canonical", "embeddings"}, OperatingPoint.SELECTED),
+        (Mode.parse("cacheblend-8"), {"patch"}, OperatingPoint.ENCODED),
+    ],
+)
+def test_a_chunk_is_linked_at_the_cheapest_point_that_its_mode_allows(mode, stored, expected):
+    point = operating_point(
+        mode,
+        canonical="canonical" in stored,
+        patch="patch" in stored,
+        computable="embeddings" in stored,
+        parts="parts" in stored,
+    )
+    assert point is expected

@@ -106,6 +106,21 @@ def test_only_the_parts_that_trade_places_move():
         "Does the image above show what the one below shows?",
         "What differs between the first two?",
         "Describe the picture in the top left and the image to its right.",
+        "Summarise the pages in the order given.",
+        "Describe them in the order in which I sent them.",
+        "Caption each picture, in the order they appear.",
+        "Name them in the order shown.",
+        "In the order sent, what do they say?",
+        "In what order were these taken?",
+        "Describe them in the order of their\nupload.",
+        "Describe them in their original order.",
+        "Keep their order.",
+        "Please preserve the order of the pages",
+        "What is in the image on top?",
+        "Describe the image at left.",
+        "What does the image at the beginning show?",
+        "And the page at the very end?",
+        "Describe the one in the middle, please.",
     ],
 )
 def test_words_that_name_chunks_by_their_place_are_found(text: str):
@@ -123,6 +138,11 @@ def test_words_that_name_chunks_by_their_place_are_found(text: str):
         "Which documents after 2019 mention it?",
         "What does the contract of the last two years say at the top, on the left?",
         "In  order \n to answer",
+        "How many items are in the order? Who signed the purchase order, and what was on order then?",
+        "Does the order name a customer, and does the document say what is in the order and in their orders?",
+        "What is the sum at the end of the document?",
+        "Does any image show a shop that keeps orders, or the order form?",
+        "Read the pages to the end, in any order.",
         "",
     ],
 )
@@ -133,11 +153,22 @@ def test_other_words_are_not(text: str):
 @pytest.mark.parametrize("space", [" ", "\n", " \n\t"])
 @pytest.mark.parametrize(
     "before",
-    ["image", "image no.", "in", "in the", "the first", "the second word", "the first two", "the left", "first"],
+    [
+        *("image", "image no.", "in", "in the", "the first", "the second word", "the first two", "the left", "first"),
+        *("in the order", "in the very", "in their", "keep", "keep the", "keep the word", "image at", "image at the"),
+    ],
 )
 def test_long_white_space_costs_no_time(before: str, space: str):
     began = time.process_time()
     assert words_by_place([f"{before}{space * 200_000}x"]) is None
+    assert time.process_time() - began < 1
+
+
+@pytest.mark.parametrize("words", ["in the order ", "in the very ", "keep the ", "the image at the ", "keep"])
+def test_long_text_costs_no_time(words: str):
+    began = time.process_time()
+    assert words_by_place([words * 20_000]) is None
+    assert words_by_place([words + "x" * 200_000]) is None
     assert time.process_time() - began < 1
 
 
@@ -206,6 +237,7 @@ def test_every_request_counts_for_popularity():
     arranger = Arranger()
     asked(arranger, message(image("b"), said("?")))
     assert asked(arranger, PAGES, order="free")[0] == ["b", "a"]
+    assert arranger.popularity.asked("local", "a") == pytest.approx(1), "once"
 
 
 def test_an_explanation_has_every_chunks_cost_and_the_best_rejected_order():

@@ -1,4 +1,4 @@
-"""Runs, sequences and operating points: the pure parts of linking."""
+"""Runs and sequences: the pure parts of linking."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefill_workers.policies import Mode, OperatingPoint, operating_point
 from prefill_workers.sequence import Embedded, LinkSequence, Run, complement, forwards, merge_runs, split_runs
 
 
@@ -59,34 +58,3 @@ def test_embedding_rows_follow_the_mask_of_placeholders_that_carry_one():
     none, carries = sequence.embedding_rows(torch.tensor([0, 1]))
     assert none is None
     assert not carries.any()
-
-
-@pytest.mark.parametrize(
-    ("mode", "stored", "expected"),
-    [
-        (Mode.AUTO, {"canonical", "patch", "embeddings"}, OperatingPoint.PATCHED),
-        (Mode.AUTO, {"canonical", "patch", "embeddings", "parts"}, OperatingPoint.COMPOSED),
-        (Mode.AUTO, {"canonical", "embeddings"}, OperatingPoint.RECOMPUTED),
-        (Mode.AUTO, {"patch", "embeddings"}, OperatingPoint.RECOMPUTED),
-        (Mode.AUTO, set(), OperatingPoint.ENCODED),
-        (Mode.EXACT, {"canonical", "patch", "embeddings"}, OperatingPoint.RECOMPUTED),
-        (Mode.FULL_REUSE, {"canonical", "patch"}, OperatingPoint.RELOCATED),
-        (Mode.FULL_REUSE, {"embeddings"}, OperatingPoint.RECOMPUTED),
-        (Mode.OFF, {"canonical", "patch", "embeddings"}, OperatingPoint.ENCODED),
-        (Mode.parse("mpic-8"), {"canonical", "patch", "embeddings"}, OperatingPoint.SELECTED),
-        (Mode.parse("mpic-8"), {"embeddings"}, OperatingPoint.RECOMPUTED),
-        (Mode.parse("mpic-8"), {"canonical", "patch"}, OperatingPoint.ENCODED),
-        (Mode.parse("mpic-0"), {"canonical"}, OperatingPoint.SELECTED),
-        (Mode.parse("cacheblend-8"), {"canonical", "embeddings"}, OperatingPoint.SELECTED),
-        (Mode.parse("cacheblend-8"), {"patch"}, OperatingPoint.ENCODED),
-    ],
-)
-def test_operating_point(mode, stored, expected):
-    point = operating_point(
-        mode,
-        canonical="canonical" in stored,
-        patch="patch" in stored,
-        embeddings="embeddings" in stored,
-        parts="parts" in stored,
-    )
-    assert point is expected
