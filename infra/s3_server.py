@@ -224,10 +224,10 @@ class S3Server:
 
 
 @contextmanager
-def s3_server(directory: Path | None = None) -> Iterator[S3Server]:
-    """A running server over `directory`, by default a temporary one. Raises S3ServerUnavailable."""
-    with tempfile.TemporaryDirectory(prefix="orbitserve-s3-") as temporary:
-        server = S3Server(directory or Path(temporary))
+def s3_server() -> Iterator[S3Server]:
+    """A running server over a temporary directory. Raises S3ServerUnavailable."""
+    with tempfile.TemporaryDirectory(prefix="orbitserve-s3-") as directory:
+        server = S3Server(Path(directory))
         server.start()
         try:
             yield server

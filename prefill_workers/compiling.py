@@ -118,7 +118,7 @@ class CompileJob(Generic[Item]):
 
     @property
     def name(self) -> Hashable:
-        """The same for the jobs of a kind that a set brings when it comes again."""
+        """What a job is known by: when its set comes again, the new job of that kind has the same name."""
         return self.kind, self.tenant, self.prefix, self.contents[: self.own]
 
     @property

@@ -49,7 +49,7 @@ class Harvester:
 
     def harvestable(self, plan: LinkPlan) -> list[ChunkPlan]:
         """Chunks of a finished plan whose computed KV may be worth keeping: all of it must have been computed."""
-        if not policies.forms_patches(plan.request.mode):
+        if not policies.uses_library(plan.request.mode):
             return []
         return [c for c in plan.chunks if not c.reuses_kv]
 

@@ -81,7 +81,7 @@ def teaches(request: LinkRequest, free_text: int) -> list[bool]:
 
 
 class Keys:
-    """Makes them, for one engine and one form of patches."""
+    """Makes the keys of a request's chunks, for one engine and one form of patches."""
 
     def __init__(self, engine: PrefillEngine, form: PatchForm) -> None:
         self._engine, self._form = engine, form

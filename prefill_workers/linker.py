@@ -195,7 +195,7 @@ class Linker:
     def _beginning(self, request: LinkRequest, lag: int) -> tuple[Beginning | None, tuple[Block, ...]]:
         """What the prefix cache has of a request's text before its first chunk, the prompt's last token excepted: a
         forward ends every link that no chunk ends. In text positions begin with `lag`."""
-        if self._prefixes is None or not policies.forms_patches(request.mode):
+        if self._prefixes is None or not policies.uses_library(request.mode):
             return None, ()
         stop = request.chunks[0].start if request.chunks else len(request.token_ids) - 1
         return self._prefixes.look_up(request.tenant, request.token_ids[:stop], lag)
@@ -266,7 +266,7 @@ class Linker:
         return 1 < antecedents <= self.compose_up_to
 
     def _sums_behind(self, antecedents: int) -> bool:
-        """The same, and they are not switched off."""
+        """Whether pair patches behind so many antecedents are summed now: `_composes`, and not switched off."""
         return self.sums() and self._composes(antecedents)
 
     def _before_allowing(self, point: OperatingPoint) -> None:
@@ -344,13 +344,12 @@ class Linker:
             logger.exception("the first %d tokens of a prompt could not be kept", wanted.stop)
 
     def select(self, work: Sequence[tuple[LinkPlan, Sequence[Run]]], budget: int) -> int:
-        """Choose the tokens that plans which measure compute, and write what is stored of the others.
+        """Settle the chunks that plans left `unmeasured`, and write them.
 
-        Or weigh the parts of chunks' patches, and write those chunks with their sums.
-
-        The model's first two layers run over the links' tokens in context, chunks with stored KV included, or the
-        first's queries and keys are computed of them; what that leaves behind is overwritten, here or by the forward
-        over the plan's runs.
+        Of a cacheblend chunk it chooses the tokens that the plan's forward computes; of a composed one it weighs the
+        parts of the patch. For that the links' tokens, chunks with stored KV included, run in context through the
+        model's first two layers, or only through the first one's queries and keys (`Weighing.ATTENTION`). The KV that
+        this leaves behind is overwritten, here or by the plan's forward.
 
         Args:
             work: plans, and what no forward has computed of each up to the last chunk that is measured.
@@ -431,11 +430,9 @@ class Linker:
             mode,
             canonical=found.canonical is not None,
             patch=found.patch is not None and not (to_weigh and chunk.lacks_embeddings),
-            embeddings=not (fresh or chunk.lacks_embeddings),
+            computable=not (fresh or chunk.lacks_embeddings),
             parts=bool(found.parts),
         )
-        if not point.reuses_kv and not chunk.span.needs_embeddings:
-            point = OperatingPoint.RECOMPUTED
         patch = found.patch.patch if found.patch and point is OperatingPoint.PATCHED else None
         if point is OperatingPoint.COMPOSED and weights is None:
             chunk.unmeasured = found

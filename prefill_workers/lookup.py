@@ -23,7 +23,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import cast
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
@@ -31,7 +31,7 @@ from kvstore.basis import SharedBasis
 from kvstore.errors import ShapeMismatch
 from kvstore.format import CanonicalRecord, EmbeddingRecord, PatchRecord
 from kvstore.layout import Layout
-from kvstore.library import Library
+from kvstore.library import Library, Place
 from kvstore.loading import Loading
 from kvstore.patch import Patch
 from prefill_workers.composing import can_be_weighed
@@ -69,6 +69,14 @@ class Found:
             raise ShapeMismatch(f"KV of {kv.shape[1]} tokens for {tokens}")
         for patch in self.parts or ([self.patch.patch] if self.patch else []):
             patch.bind(basis).check(kv, layout)
+
+
+class _Serving(NamedTuple):
+    """What is stored that serves as a chunk's patch: one patch, or the parts of a sum; nowhere, if nothing is."""
+
+    places: list[Place]
+    summed: bool
+    certain: bool  # all tiers have answered
 
 
 class Lookup:
@@ -135,7 +143,7 @@ class Lookups:
     def start(self, keys: ChunkKeys, mode: Mode) -> Lookup:
         """Start looking for what serves a request of this mode, unless a kept look-up does; who asks next gets none."""
         with self._lock:
-            self._let_go()
+            self._drop_stale()
             _, lookup = self._kept.pop((keys, mode), (0.0, None))
         return self._start(keys, mode) if lookup is None else lookup
 
@@ -152,10 +160,10 @@ class Lookups:
                 return
             self._kept.pop((keys, mode), None)
             self._kept[keys, mode] = time.monotonic(), lookup
-            self._let_go()
+            self._drop_stale()
 
-    def _let_go(self) -> None:
-        """Of what nobody asked for in time: it holds records beyond what memory is bounded to."""
+    def _drop_stale(self) -> None:
+        """Drop kept look-ups that nobody asked for in time: the records they hold count towards no memory bound."""
         oldest = time.monotonic() - _KEPT_SECONDS
         while self._kept and (len(self._kept) > _MOST_KEPT or next(iter(self._kept.values()))[0] < oldest):
             del self._kept[next(iter(self._kept))]
@@ -194,17 +202,17 @@ class Lookups:
     def _kv(self, lookup: Lookup, keys: ChunkKeys, mode: Mode) -> tuple[Found, float]:
         """Canonical KV and the patch that the mode needs, as far as they are stored; until when all are waited for."""
         library, patches = self._library, list[Loading]()
-        composed, until = False, math.inf
+        summed, until = False, math.inf
         if looks_up_patch(mode):
             # Without a patch the canonical KV is of no use: nothing is moved until one is known to be stored.
-            places, composed, certain = self._patches(keys)
-            if not places:
-                return Found(unsure=not certain), until
-            patches = [library.load("patch", *place) for place in places]
+            serving = self._patches(keys)
+            if not serving.places:
+                return Found(unsure=not serving.certain), until
+            patches, summed = [library.load("patch", *place) for place in serving.places], serving.summed
         elif not uses_canonical_alone(mode):
             return Found(), until
         canonical = library.load("canonical", keys.canonical, keys.owner)
-        if not composed:
+        if not summed:
             lookup._loads = canonical, patches[0] if patches else None
         if library.stored("canonical", [(keys.canonical, keys.owner)]):
             lookup._decide(coming=True)
@@ -214,19 +222,18 @@ class Lookups:
         records = tuple(record for record in loaded if record is not None)
         if len(records) < len(patches):
             return Found(unsure=True), until
-        if composed:
+        if summed:
             parts = tuple(record.patch.bind(self._basis) for record in records)
             return Found(kv, records[0], parts=parts) if can_be_weighed(parts) else Found(), until
         return Found(kv, records[0] if records else None), until
 
-    def _patches(self, keys: ChunkKeys) -> tuple[list[tuple[str, str]], bool, bool]:
-        """Keys and owners of what serves as a chunk's patch, and whether it is parts of one; none if none is stored.
-        And whether all tiers answered."""
+    def _patches(self, keys: ChunkKeys) -> _Serving:
+        """What is stored that serves as a chunk's patch."""
         whole = [(key, owner) for key in (keys.own_patch, keys.set_patch) for owner in keys.patch_owners]
         owners = dict.fromkeys((*keys.patch_owners, keys.owner))  # of a reference behind references: everybody
         parts = [[(key, owner) for owner in owners] for key in keys.parts]
 
-        def wanted(found: set[tuple[str, str]]) -> list[tuple[str, str]]:
+        def wanted(found: set[Place]) -> list[Place]:
             """What is better than all that was found: of parts nothing once a whole patch was."""
             better = list(takewhile(lambda place: place not in found, whole))
             if len(better) < len(whole):
@@ -236,6 +243,7 @@ class Lookups:
         stored, certain = self._library.look_up("patch", wanted(set()), wanted)
         for place in whole:
             if place in stored:
-                return [place], False, certain
+                return _Serving([place], summed=False, certain=certain)
         chosen = [next((place for place in part if place in stored), None) for part in parts]
-        return [place for place in chosen if place is not None] if None not in chosen else [], True, certain
+        places = [place for place in chosen if place is not None] if None not in chosen else []
+        return _Serving(places, summed=True, certain=certain)

@@ -141,22 +141,23 @@ def uses_canonical_alone(mode: Mode) -> bool:
     return mode.kind is ModeKind.FULL_REUSE or mode.selects
 
 
-def forms_patches(mode: Mode) -> bool:
-    """Whether what a request of this mode computed is kept for later requests."""
+def uses_library(mode: Mode) -> bool:
+    """Whether a request of this mode looks anything up, or leaves anything behind for later ones."""
     return mode.kind is not ModeKind.OFF
 
 
 def operating_point(
-    mode: Mode, *, canonical: bool, patch: bool, embeddings: bool, parts: bool = False
+    mode: Mode, *, canonical: bool, patch: bool, computable: bool, parts: bool = False
 ) -> OperatingPoint:
     """The cheapest point that `mode` allows, given what is stored for the chunk behind these antecedents.
 
-    `parts`: whether the patch is to be summed of several.
+    `computable`: whether a forward can run over the chunk without encoding pixels: its embeddings are stored, or it is
+    text. `parts`: whether the patch is to be summed of several.
     """
     if canonical and patch and looks_up_patch(mode):
         return OperatingPoint.COMPOSED if parts else OperatingPoint.PATCHED
     if canonical and mode.kind is ModeKind.FULL_REUSE:
         return OperatingPoint.RELOCATED
-    if canonical and mode.selects and (embeddings or not mode.recomputes):
+    if canonical and mode.selects and (computable or not mode.recomputes):
         return OperatingPoint.SELECTED
-    return OperatingPoint.RECOMPUTED if embeddings and mode.kind is not ModeKind.OFF else OperatingPoint.ENCODED
+    return OperatingPoint.RECOMPUTED if computable else OperatingPoint.ENCODED

@@ -10,7 +10,7 @@ from prefill_workers.policies import Mode, OperatingPoint
 
 def expected(mode: Mode) -> OperatingPoint:
     """Where a mode links a chunk of which everything is stored."""
-    return policies.operating_point(mode, canonical=True, patch=True, embeddings=True)
+    return policies.operating_point(mode, canonical=True, patch=True, computable=True)
 
 
 def reason(mode: Mode, point: OperatingPoint, found: Found, chunk: ChunkPlan) -> str:

@@ -69,7 +69,7 @@ class LinksUnderWay:
         self._jobs.append(job)
 
     def remove(self, jobs: Collection[LinkJob]) -> None:
-        """These have ended."""
+        """Drop links that have ended."""
         self._jobs = [job for job in self._jobs if job not in jobs]
 
     def turn(self) -> list[LinkJob]:
@@ -86,16 +86,20 @@ class LinksUnderWay:
         return finished
 
     def _written(self, finished: list[LinkJob]) -> list[LinkJob]:
-        """The same links, when others can read what was written for them; none if the device failed."""
+        """Wait until others can read what was written for these links. Returns them; none if the device failed."""
         try:
             self._engine.finish_writes()
         except Exception as error:
-            self.failing += 1
-            for job in finished:
-                self.fail(job, error)
-            self.remove(finished)
+            self._fail_together(finished, error)
             return []
         return finished
+
+    def _fail_together(self, jobs: Collection[LinkJob], error: Exception) -> None:
+        """The engine failed, and with it all links that it worked for."""
+        self.failing += 1
+        for job in jobs:
+            self.fail(job, error)
+        self.remove(jobs)
 
     def fail(self, job: LinkJob, error: Exception) -> None:
         """Tell whoever waits for a link that it ended so, and let go of what it holds."""
@@ -147,10 +151,7 @@ class LinksUnderWay:
         try:
             self.partial += self._linker.select([(job.plan, job.to_measure) for job in ready], self._budget)
         except Exception as error:
-            self.failing += 1
-            for job in ready:
-                self.fail(job, error)
-            self._jobs = [job for job in self._jobs if job not in ready]
+            self._fail_together(ready, error)
             return
         for job in ready:
             job.compute_up_to(job.plan.frontier)
@@ -167,8 +168,8 @@ class LinksUnderWay:
         this_turn = not ahead or self._pace.joins(tokens, len(ahead), 0)
         worth_it = tokens >= FORWARD_TOKENS and this_turn and sum(ahead) + tokens <= self._budget
         if worth_it and self._pace.keeps_ahead(arriving, tokens):
-            for chunk in arriving:
-                chunk.chunk.written = chunk
+            for coming in arriving:
+                coming.chunk.written = coming
             job.arriving = arriving
             job.compute_up_to(whole)
 
@@ -190,30 +191,26 @@ class LinksUnderWay:
             if now:
                 work.append((job, now))
                 budget -= sum(len(run) for run in now)
-                arriving += [(job, chunk) for chunk in job.arriving]
+                arriving += [(job, coming) for coming in job.arriving]
                 job.arriving = []
         tokens = self._budget - budget
         ending = [i for i, (job, now) in enumerate(work) if job.ends_with(now)]
         try:
             logits = self._engine.forward(
                 [(job.plan.sequence, runs) for job, runs in work],
-                [chunk for _, chunk in arriving],
+                [coming for _, coming in arriving],
                 self._pace.deadline(tokens),
                 ending,
             )
         except Exception as error:
-            self.failing += 1
-            failed = [job for job, _ in work]
-            for job in failed:
-                self.fail(job, error)
-            self.remove(failed)
+            self._fail_together([job for job, _ in work], error)
             return False
         self.failing = 0
         self.forwards += 1
         self.by_layer += bool(arriving)
         self.tokens += tokens
         spent = time.perf_counter() - began
-        computing = spent - sum(chunk.waited for _, chunk in arriving)
+        computing = spent - sum(coming.waited for _, coming in arriving)
         if tokens >= FORWARD_TOKENS:
             self._pace.learn(tokens, computing)
         for job, now in work:
@@ -223,7 +220,8 @@ class LinksUnderWay:
             job = work[i][0]
             assert job.plan.request.sampling is not None
             job.first_token = draw(scores, job.plan.request.sampling, job.plan.sequence.token_ids)
-        for job, late in ((job, chunk.chunk) for job, chunk in arriving if chunk.late):
-            late.written, job.by_layer = None, False
-            job.go_back_to(late.span.start)
+        for job, coming in arriving:
+            if coming.late:
+                coming.chunk.written, job.by_layer = None, False
+                job.go_back_to(coming.chunk.span.start)
         return True

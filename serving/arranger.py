@@ -1,10 +1,10 @@
 """The arranger: what one ingress knows of the library and of links, and the orders that it chooses by it.
 
-| told by                                       | what                                                       |
-|-----------------------------------------------|------------------------------------------------------------|
-| prefill workers, from time to time (`formed`) | patches that they have formed since; if they use and sum any |
-| every finished link (`learn`)                 | patches that served or were missed, tokens and times       |
-| every request with chunks (`problem`)         | how often a tenant asks for what                           |
+| told by                                          | what                                                         |
+|--------------------------------------------------|--------------------------------------------------------------|
+| prefill workers, from time to time (`formed`)    | patches that they have formed since; if they use and sum any |
+| every finished link (`learn`)                    | patches that served or were missed, tokens and times         |
+| every request with chunks (`popularity.observe`) | how often a tenant asks for what                             |
 
 Nothing is asked of anybody while a request waits: an order comes from memory alone. Popularity is kept per tenant, so
 that an order tells nobody what another tenant asks for.
@@ -31,6 +31,7 @@ from serving.placement import Chunk, Problem, Stored, sums_of
 _MAX_CONTENTS = 1 << 16  # whose tokens are kept
 _USUAL_TOKENS = 256  # of a chunk that was never linked
 _FORWARD_TOKENS = 64  # a forward over fewer says nothing of the cost of a token
+_DECAY = 0.99  # of the sums, at every link
 
 
 class LinkCosts:
@@ -42,13 +43,10 @@ class LinkCosts:
     and a chunk's canonical KV is loaded wherever a patched one stands: neither tells one order from another.
     """
 
-    def __init__(
-        self, compute: float = 1.7e-3, place: float = 6e-5, weigh: float = 1.7e-4, decay: float = 0.99
-    ) -> None:
-        self._decay = decay
+    def __init__(self, compute: float = 1.7e-3, place: float = 6e-5) -> None:
         self._computed = [compute * _USUAL_TOKENS, float(_USUAL_TOKENS)]  # seconds, tokens
         self._placed = [place * _USUAL_TOKENS, float(_USUAL_TOKENS)]
-        self._weighed = [weigh * _USUAL_TOKENS, float(_USUAL_TOKENS)]
+        self._weighed = [1.7e-4 * _USUAL_TOKENS, float(_USUAL_TOKENS)]
 
     @property
     def compute(self) -> float:
@@ -78,7 +76,7 @@ class LinkCosts:
             self._add(self._weighed, weighing, summed)
 
     def _add(self, sums: list[float], seconds: float, tokens: int) -> None:
-        sums[:] = [sums[0] * self._decay + seconds, sums[1] * self._decay + tokens]
+        sums[:] = [sums[0] * _DECAY + seconds, sums[1] * _DECAY + tokens]
 
     def of(self, tokens: int, *, patched: bool) -> int:
         """What linking a chunk of so many tokens costs, in nanoseconds."""
@@ -89,7 +87,7 @@ class LinkCosts:
         return min(round(tokens * (self.place + self.weigh) * 1e9), self.of(tokens, patched=False))
 
 
-class _Patches(NamedTuple):
+class _Fitting(NamedTuple):
     """What would serve the last chunk of a list: a patch for this order, one for this set, or a sum of parts.
 
     A set's patch and each part serve from any scope. Without `parts` none are summed.
@@ -98,6 +96,17 @@ class _Patches(NamedTuple):
     own: Entry
     behind_set: Sequence[Entry]
     parts: Sequence[Sequence[Entry]]
+
+    @classmethod
+    def of(cls, scopes: Sequence[Scope], contents: Sequence[str], summed_up_to: int) -> _Fitting:
+        """What would serve the last of `contents` behind the others in these scopes; the first is the tenant's."""
+        *before, content = contents
+        summed = 1 < len(before) <= summed_up_to and len(set(contents)) == len(contents)
+        return cls(
+            Entry(scopes[0], content, tuple(before), ordered=True),
+            [Entry(scope, content, tuple(before), ordered=False) for scope in scopes],
+            [[Entry(scope, content, part, ordered=False) for scope in scopes] for part in ((), *zip(before)) if summed],
+        )
 
     def known(self, index: PatchIndex) -> bool:
         """Whether any of these is."""
@@ -110,8 +119,8 @@ class Arranger:
     """Not thread-safe: belongs to an ingress' event loop.
 
     `compose_up_to`: chunks behind which pair patches are summed; 0: never. `free_text`: see
-    `prefill_workers.keys.contexts`. `patches`, `sums`: whether patches, and sums of them, are not switched off (see
-    `prefill_workers.fidelity`); what is known of them meanwhile stays as it is.
+    `prefill_workers.keys.contexts`. `patches_allowed`, `sums_allowed`: whether patches, and sums of them, are not
+    switched off (see `prefill_workers.fidelity`); what is known of them meanwhile stays as it is.
     """
 
     index: PatchIndex = field(default_factory=PatchIndex)
@@ -119,8 +128,8 @@ class Arranger:
     popularity: Popularity = field(default_factory=Popularity)
     compose_up_to: int = 0
     free_text: int = FREE_TEXT
-    patches: bool = True
-    sums: bool = True
+    patches_allowed: bool = True
+    sums_allowed: bool = True
     _tokens: OrderedDict[str, int] = field(default_factory=OrderedDict)
 
     def problem(
@@ -129,13 +138,12 @@ class Arranger:
         groups: Sequence[int | None],
         tenant: str,
         prefix: Sequence[int],
-        patches: bool = True,
+        uses_patches: bool = True,
     ) -> Problem:
         """What the order of a request's chunks is to be chosen by, of which those of one group may trade places.
 
-        `patches`: whether the request's mode uses any.
+        `uses_patches`: whether the request's mode uses any.
         """
-        self.popularity.observe(tenant, contents)
         tokens = [self._tokens.get(content, _USUAL_TOKENS) for content in contents]
         chunks = [
             Chunk(
@@ -148,7 +156,8 @@ class Arranger:
             )
             for content, count, group in zip(contents, tokens, groups, strict=True)
         ]
-        return Problem(chunks, self._stored(contents, tenant, prefix) if patches and self.patches else Stored())
+        stored = self._stored(contents, tenant, prefix) if uses_patches and self.patches_allowed else Stored()
+        return Problem(chunks, stored)
 
     def _stored(self, contents: Sequence[str], tenant: str, prefix: Sequence[int]) -> Stored:
         scopes = scopes_of(tenant, prefix, contents)
@@ -161,36 +170,39 @@ class Arranger:
 
     @property
     def _sums_up_to(self) -> int:
-        return self.compose_up_to if self.sums else 0
+        return self.compose_up_to if self.sums_allowed else 0
 
     def patched(self, request: LinkRequest) -> tuple[bool, ...]:
-        """Of each of a request's chunks whether a patch or a sum of patches is known for it there; () of none."""
+        """For each chunk of a request, whether a patch or a sum of patches is known for it there.
+
+        () where its mode uses none.
+        """
         if not looks_up_patch(request.mode):
             return ()
-        if not self.patches:
+        if not self.patches_allowed:
             return (False,) * len(request.chunks)
-        return tuple(patches.known(self.index) for patches in self._patches_of(request))
+        return tuple(fitting.known(self.index) for fitting in self._fitting_of(request))
 
-    def _patches_of(self, request: LinkRequest) -> Iterator[_Patches]:
+    def _fitting_of(self, request: LinkRequest) -> Iterator[_Fitting]:
         """Of each of a request's chunks the patches that may serve it there."""
         contents = [span.content for span in request.chunks]
         summed = self._sums_up_to
         for i, context in enumerate(contexts(request, self.free_text)):
             scopes = scopes_of(request.tenant, context, contents)
-            yield _patches(scopes, contents[: i + 1], summed if context == request.prefix else 0)
+            yield _Fitting.of(scopes, contents[: i + 1], summed if context == request.prefix else 0)
 
     def learn(self, request: LinkRequest, result: LinkResult) -> None:
         """Take up a finished link: what it cost, and which patches it found or missed."""
         self.costs.learn(result)
-        for span, patches, outcome in zip(request.chunks, self._patches_of(request), result.chunks, strict=False):
+        for span, fitting, outcome in zip(request.chunks, self._fitting_of(request), result.chunks, strict=False):
             self._tokens[span.content] = outcome.tokens
             self._tokens.move_to_end(span.content)
-            self._learn_patch(patches, outcome)
+            self._learn_patch(fitting, outcome)
         while len(self._tokens) > _MAX_CONTENTS:
             self._tokens.popitem(last=False)
 
-    def _learn_patch(self, patches: _Patches, outcome: ChunkOutcome) -> None:
-        own, behind_set, parts = patches
+    def _learn_patch(self, fitting: _Fitting, outcome: ChunkOutcome) -> None:
+        own, behind_set, parts = fitting
         summed = [[entry for entry in part if entry in self.index] for part in parts]
         if outcome.operating_point is OperatingPoint.PATCHED:
             if outcome.kind is PatchKind.own:
@@ -215,14 +227,3 @@ class Arranger:
         """A content is deleted, and what was derived from it."""
         self.index.forget(content)
         self._tokens.pop(content, None)
-
-
-def _patches(scopes: Sequence[Scope], contents: Sequence[str], summed_up_to: int) -> _Patches:
-    """The patches of the last of `contents` behind the others in these scopes, of which the first is the tenant's."""
-    *before, content = contents
-    summed = 1 < len(before) <= summed_up_to and len(set(contents)) == len(contents)
-    return _Patches(
-        Entry(scopes[0], content, tuple(before), ordered=True),
-        [Entry(scope, content, tuple(before), ordered=False) for scope in scopes],
-        [[Entry(scope, content, part, ordered=False) for scope in scopes] for part in ((), *zip(before)) if summed],
-    )

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class Deficits:
-    """Those that have been sent and not been answered: a compiler that cannot keep up costs patches, never memory.
+    """Deficits sent to the patch compiler and not yet answered: one that cannot keep up costs patches, never memory.
 
     Belongs to the event loop that it is made on; `submit` may be called from any thread.
 

@@ -39,14 +39,14 @@ class Answer:
     orbit: dict[str, Any]
 
 
-def demo_config(port: int, root: Path = _ROOT) -> OrbitServeConfig:
+def demo_config(port: int) -> OrbitServeConfig:
     """The embedded defaults: bundled checkpoint, one replica a role, library on local disk."""
     return OrbitServeConfig.model_validate(
         {
             "model": {"path": weights(DEFAULT_MODEL), "dtype": "float32", "max_model_len": 4096},
             "http": {"port": port},
-            "library": {"directory": root / "demo" / "library"},
-            "files_url": str(root / "demo" / "files"),
+            "library": {"directory": _ROOT / "demo" / "library"},
+            "files_url": str(_ROOT / "demo" / "files"),
         }
     )
 

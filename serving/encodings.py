@@ -65,7 +65,7 @@ class Encodings:
     def of_request(
         self, tenant: str, items: Mapping[str, Any], lacking: Awaitable[Collection[str]] | None = None
     ) -> RequestEncodings:
-        """Those of one request's images, processed items by content id; what is `lacking` of them begins at once."""
+        """The encodings of one request's `items`, its processed images by content id; `lacking` ones begin at once."""
         return RequestEncodings(self, tenant, items, lacking)
 
     def _begin(self, items: Sequence[Any]) -> asyncio.Task[Sequence[Any]]:

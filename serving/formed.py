@@ -100,8 +100,8 @@ async def follow(roles: FormedRoles, arranger: Arranger, period_s: float) -> Non
         try:
             news = await roles.formed(cursors)
             cursors = {one.replica: one.cursor for one in news}
-            arranger.patches = all(one.patches for one in news)
-            arranger.sums = all(one.sums for one in news)
+            arranger.patches_allowed = all(one.patches for one in news)
+            arranger.sums_allowed = all(one.sums for one in news)
             for one in news:
                 arranger.formed(one.entries)
         except RoleUnavailable as error:

@@ -32,6 +32,7 @@ FAST_REQUEST_PATH = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
 }
+_START_SECONDS = 1800.0
 
 
 class StartUpError(RuntimeError):
@@ -39,14 +40,14 @@ class StartUpError(RuntimeError):
 
 
 @contextmanager
-def application(config: OrbitServeConfig, console: Console, timeout_s: float = 1800.0) -> Iterator[str]:
+def application(config: OrbitServeConfig, console: Console) -> Iterator[str]:
     """The running application; yields its base URL, and takes everything down again at the end.
 
     Joins a Ray cluster that is already there (RAY_ADDRESS, or one started on this machine), else starts one.
 
     Raises:
-        StartUpError: a role failed to start, or did not within `timeout_s`; the cluster serves the application already,
-            listens elsewhere already, or the port is taken.
+        StartUpError: a role failed to start, or did not within half an hour; the cluster serves the application
+            already, listens elsewhere already, or the port is taken.
     """
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     with ray_cluster(runtime_env={"env_vars": FAST_REQUEST_PATH}):
@@ -62,7 +63,7 @@ def application(config: OrbitServeConfig, console: Console, timeout_s: float = 1
         try:
             target = serve.RunTarget(build(config), name=APPLICATION, route_prefix="/")
             serve.run_many([target], wait_for_applications_running=False)
-            wait_until_ready(console, timeout_s)
+            _wait_until_ready(console)
             longest = serve.get_app_handle(APPLICATION).longest.remote().result()
             console.print(f"  prompts with their answers have up to {longest} tokens; {_logs()}")
             yield f"http://{config.http.host}:{config.http.port}"
@@ -107,7 +108,7 @@ def _end_by_signal() -> None:
         signal.signal(signal.SIGTERM, interrupt)
 
 
-def wait_until_ready(console: Console, timeout_s: float) -> None:
+def _wait_until_ready(console: Console) -> None:
     """Show each role as it becomes healthy.
 
     Raises:
@@ -130,8 +131,8 @@ def wait_until_ready(console: Console, timeout_s: float) -> None:
                 return
             if status.status == "DEPLOY_FAILED":
                 raise StartUpError(f"{status.message}\n{_logs()}")
-        if time.monotonic() - began > timeout_s:
+        if time.monotonic() - began > _START_SECONDS:
             awaited = status.deployments if status is not None else _ROLES
             missing = ", ".join(name for name in _ROLES if name in awaited and name not in ready)
-            raise StartUpError(f"not ready after {timeout_s:.0f} s: {missing}\n{_logs()}")
+            raise StartUpError(f"not ready after {_START_SECONDS:.0f} s: {missing}\n{_logs()}")
         time.sleep(0.5)  # asking takes 15 ms of CPU, which the roles want for coming up

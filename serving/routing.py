@@ -28,7 +28,7 @@ from blake3 import blake3
 from prometheus_client import CollectorRegistry, Counter
 
 from decode_workers.admission import blocks_needed
-from prefill_workers.policies import forms_patches, looks_up_patch, uses_canonical_alone
+from prefill_workers.policies import looks_up_patch, uses_canonical_alone, uses_library
 from serving.ledger import NOTHING, Ledger, Load
 
 if TYPE_CHECKING:
@@ -291,7 +291,7 @@ class PrefillPolicy(Policy[PrefillReport]):
             return None
         request: LinkRequest = arguments[0]
         mode = request.mode
-        if not forms_patches(mode):  # nothing is looked up either
+        if not uses_library(mode):  # nothing is looked up either
             return PrefillAsk(len(request.token_ids), ())
         reuses = looks_up_patch(mode) or uses_canonical_alone(mode)
         patched = request.patched or [True] * len(request.chunks)

@@ -22,10 +22,10 @@ SPECIAL_TOKENS = (
 TOOL_TOKENS = ("<tool_call>", "</tool_call>")
 
 
-def chat_template(image: str = VISION, video: str = VIDEO) -> str:
-    """The chat format with a family's text for an image and a video."""
+def chat_template(image: str = VISION) -> str:
+    """The chat format with a family's text for an image."""
     template = (Path(__file__).parent / "chat.jinja").read_text()
-    return template.replace("IMAGE\n", f"{image}\n").replace("VIDEO\n", f"{video}\n")
+    return template.replace("IMAGE\n", f"{image}\n").replace("VIDEO\n", f"{VIDEO}\n")
 
 
 def byte_vocabulary(size: int, words: Sequence[str] = ()) -> list[str]:

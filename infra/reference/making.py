@@ -44,6 +44,7 @@ MEASURED = "orbitserve.json"  # see `prefill_workers.measured`
 TOWER_STEPS = 1500
 CPU = torch.device("cpu")
 _EVALUATION_SEED = 1_000_003  # training draws from other seeds
+_AT_ONCE = 25  # questions that are evaluated in one forward
 _EMBEDDING_SCALE = 0.5
 
 
@@ -112,14 +113,14 @@ class Model:
             yield {"split": str(split), "items": count, "right": share, "seconds": round(time.monotonic() - began)}
 
     @torch.no_grad()
-    def evaluate(self, split: Split, count: int, form: Form | None = None, batch: int = 25) -> float:
+    def evaluate(self, split: Split, count: int) -> float:
         """The share of held-out questions of a split whose answer is right, from pictures, by full prefill."""
         generator = torch.Generator().manual_seed(_EVALUATION_SEED)
-        scenes, questions = draw_items(split, count, self.kind.form(form or ASKED[split]), generator)
+        scenes, questions = draw_items(split, count, self.kind.form(ASKED[split]), generator)
         layout = Layout((0,) * scenes.form.pages, self.language.axes)
         tower, right = self.tower(), 0
-        for start in range(0, count, batch):
-            rows = torch.arange(start, min(start + batch, count))
+        for start in range(0, count, _AT_ONCE):
+            rows = torch.arange(start, min(start + _AT_ONCE, count))
             part, asked = scenes.take(rows), questions.take(rows)
             prompts = lay_out(part, asked, self.words, layout, torch.zeros(len(rows), dtype=torch.bool), generator)
             levels = [level.unflatten(0, (len(rows), -1)) for level in tower(_pictures(part, self.kind.cell))]

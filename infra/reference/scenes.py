@@ -33,6 +33,8 @@ from torch import Tensor
 from infra.reference.vocabulary import COLOURS, PATTERNS, THINGS
 
 NOWHERE = -1
+_NAMED = len(THINGS) - len(PATTERNS)
+_SURELY = 8.0  # more than chance and all other reasons together
 
 
 class Split(StrEnum):
@@ -174,44 +176,26 @@ STYLES = {
 
 def draw_scenes(count: int, form: Form, style: Style, generator: torch.Generator) -> Scenes:
     """`count` sets of pages, made as `style` says."""
-    named = len(THINGS) - len(PATTERNS)
     tallied = _tallied(count, form, style.clear, generator) if style.tally else []
     known = torch.full((count, len(THINGS)), NOWHERE)  # the colour that a thing has by now
     things: list[Tensor] = []
     colours: list[Tensor] = []
     sources: list[Tensor] = []
     for page in range(form.pages):
-        seen = known != NOWHERE
-        rank = torch.rand(count, len(THINGS), generator=generator)
-        if style.patterns:
-            rank[:, named:] += 2.0 if page == 0 else -8.0
-        if style.tally:
-            rank[:, named:] -= 8.0
-        if page:
-            again = torch.rand(count, len(THINGS), generator=generator) < style.repeated
-            rank += torch.where(seen, torch.where(again, 1.0, -1.0), 0.0)
-        here = rank.topk(form.things, 1).indices[:, torch.randperm(form.things, generator=generator)]
+        seen, is_last = known != NOWHERE, page == form.pages - 1
+        here = _things(page, seen, form, style, generator)
         colour = torch.randint(len(COLOURS), here.shape, generator=generator)
         source = torch.full_like(here, NOWHERE)
-        if style.tally:
-            if page < form.pages - 1:
-                colour = tallied[page]
-            else:
-                pencilled = torch.rand(here.shape, generator=generator) < style.pencilled[0]
-                marks = torch.randint(named, len(THINGS), here.shape, generator=generator)
-                source = torch.where(pencilled, marks, source)
-                colour = torch.where(pencilled, _most_frequent(torch.cat(colours, 1)), colour)
+        if style.tally and not is_last:
+            colour = tallied[page]
+        elif style.tally:
+            pencilled = torch.rand(here.shape, generator=generator) < style.pencilled[0]
+            marks = torch.randint(_NAMED, len(THINGS), here.shape, generator=generator)
+            source = torch.where(pencilled, marks, source)
+            colour = torch.where(pencilled, _most_frequent(torch.cat(colours, 1)), colour)
         elif page:
-            eligible = seen.clone()
-            if style.patterns:
-                eligible[:, :named] = False
-            if style.through:
-                eligible = torch.zeros_like(seen).scatter_(1, things[-1], True)
-            referred = torch.multinomial(eligible.float(), form.things, replacement=True, generator=generator)
-            itself = seen.gather(1, here) & (torch.rand(here.shape, generator=generator) < style.itself)
-            referred = torch.where(itself, here, referred)
-            share = style.pencilled[0 if page == form.pages - 1 else 1]
-            pencilled = torch.rand(here.shape, generator=generator) < share
+            referred = _referred(here, things[-1], seen, style, generator)
+            pencilled = torch.rand(here.shape, generator=generator) < style.pencilled[0 if is_last else 1]
             source = torch.where(pencilled, referred, source)
             colour = torch.where(pencilled, known.gather(1, referred), colour)
         known = known.scatter(1, here, colour)
@@ -222,6 +206,31 @@ def draw_scenes(count: int, form: Form, style: Style, generator: torch.Generator
     shuffle = torch.rand(order.shape, generator=generator).argsort(-1)
     drawn = [torch.stack(part, 1) for part in (things, colours, sources)]
     return Scenes(form, drawn[0], drawn[1], drawn[2], order.gather(2, shuffle))
+
+
+def _things(page: int, seen: Tensor, form: Form, style: Style, generator: torch.Generator) -> Tensor:
+    """The things that a page shows [sets, things]; `seen`: which of all were on pages before."""
+    rank = torch.rand(seen.shape, generator=generator)
+    if style.patterns:
+        rank[:, _NAMED:] += 2.0 if page == 0 else -_SURELY
+    if style.tally:
+        rank[:, _NAMED:] -= _SURELY
+    if page:
+        again = torch.rand(seen.shape, generator=generator) < style.repeated
+        rank += torch.where(seen, torch.where(again, 1.0, -1.0), 0.0)
+    return rank.topk(form.things, 1).indices[:, torch.randperm(form.things, generator=generator)]
+
+
+def _referred(here: Tensor, before: Tensor, seen: Tensor, style: Style, generator: torch.Generator) -> Tensor:
+    """What each thing of a page would refer to if it were pencilled; `before`: the page before's things."""
+    eligible = seen.clone()
+    if style.patterns:
+        eligible[:, :_NAMED] = False
+    if style.through:
+        eligible = torch.zeros_like(seen).scatter_(1, before, True)
+    referred = torch.multinomial(eligible.float(), here.shape[1], replacement=True, generator=generator)
+    itself = seen.gather(1, here) & (torch.rand(here.shape, generator=generator) < style.itself)
+    return torch.where(itself, here, referred)
 
 
 def _tallied(count: int, form: Form, clear: float, generator: torch.Generator) -> list[Tensor]:

@@ -80,7 +80,11 @@ class WrittenCodes:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of training. Every step draws one of `forms` and one of `styles`."""
+    """A stretch of training. Every step draws one of `forms` and one of `styles`.
+
+    `sets` of pages a step, with `questions` each; `short`: the question is the name alone; `text`: tokens of other text
+    before a page, at most; `two`: share of steps with questions about two things.
+    """
 
     steps: int
     sets: int
@@ -133,7 +137,11 @@ class Progress:
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the optimiser. `noise`: standard deviation added to codes, so that a tower's small errors do not matter."""
+    """The optimiser's. `rate`: the highest; `warm_up`: steps in which it rises; `clip`: the gradient's norm, at most.
+
+    `noise`: standard deviation added to codes, so that a tower's small errors do not matter; `hidden`: share of sets
+    whose questions see only the pages that they ask about; `seed`: of all that is drawn.
+    """
 
     rate: float = 2e-3
     warm_up: int = 100
@@ -145,6 +153,7 @@ class Settings:
 
 REFINED = Settings(warm_up=40, seed=3)  # a family has its rate: `families.ReferenceFamily.refined_at`
 COUNTED_AT = 1e-3  # the rate at which any is trained on `COUNTING`
+_EVERY = 25  # steps from one line of the curve to the next
 
 
 def train(
@@ -157,7 +166,6 @@ def train(
     progress: Progress,
     save: Callable[[torch.optim.Optimizer, torch.Generator], None],
     state: dict[str, Any] | None = None,
-    every: int = 25,
 ) -> Iterator[dict[str, Any]]:
     """Train, yielding a line of the curve every few steps; `save` is called with what a resumed training needs.
 
@@ -195,14 +203,14 @@ def train(
         nn.utils.clip_grad_norm_(parameters, settings.clip)
         optimiser.step()
         progress.step, progress.seconds = step + 1, time.monotonic() - began
-        if (step + 1) % every == 0 or step + 1 == total:
+        if (step + 1) % _EVERY == 0 or step + 1 == total:
             right = (logits.argmax(-1) == prompts.labels)[..., -1 - questions.things.shape[2]].cpu()
             line = {
                 "step": step + 1, "seconds": round(progress.seconds), "loss": round(loss.item(), 4),
                 "form": asdict(form), "two": two, **shares(scenes, questions, right),
             }  # fmt: skip
             yield line
-        if (step + 1) % (8 * every) == 0 or step + 1 == total:
+        if (step + 1) % (8 * _EVERY) == 0 or step + 1 == total:
             save(optimiser, generator)
 
 

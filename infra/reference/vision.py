@@ -20,6 +20,8 @@ from infra.reference.vocabulary import COLOURS, THINGS
 Tower = Callable[[Sequence[Image.Image]], list[Tensor]]
 FORMS = (Form(3, 8), Form(3, 12), Form(6, 6), Form(3, 12, 4), Form(10, 4, 9), Form(3, 12, 12))
 _CELLS = 768  # a step's, over as many pages of one form as hold them
+_RATE = 1e-3
+_EVERY = 100  # steps from one line of the curve to the next
 
 
 def train_tower(
@@ -31,8 +33,6 @@ def train_tower(
     cell: int,
     steps: int,
     forms: Sequence[Form] = FORMS,
-    rate: float = 1e-3,
-    every: int = 100,
 ) -> Iterator[dict[str, float]]:
     """Train a tower to write the codes of random pages' cells, yielding a line of the curve every few steps.
 
@@ -40,11 +40,11 @@ def train_tower(
     nearest code is their own, among those that differ from it in one respect.
     """
     generator = torch.Generator().manual_seed(2)
-    optimiser = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.01, betas=(0.9, 0.98))
+    optimiser = torch.optim.AdamW(parameters, lr=_RATE, weight_decay=0.01, betas=(0.9, 0.98))
     began = time.monotonic()
     for step in range(steps):
         for group in optimiser.param_groups:
-            group["lr"] = rate * min(1.0, (step + 1) / 50) * (0.02 + 0.49 * (1 + math.cos(math.pi * step / steps)))
+            group["lr"] = _RATE * min(1.0, (step + 1) / 50) * (0.02 + 0.49 * (1 + math.cos(math.pi * step / steps)))
         form = forms[int(torch.randint(len(forms), (1,), generator=generator))]
         pages = max(1, _CELLS // form.cells)
         things, colours, sources = random_cells(pages * form.cells, generator)
@@ -58,7 +58,7 @@ def train_tower(
         (loss / size).backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimiser.step()
-        if (step + 1) % every == 0 or step + 1 == steps:
+        if (step + 1) % _EVERY == 0 or step + 1 == steps:
             error = float((loss / size).sqrt())
             yield {"step": step + 1, "seconds": round(time.monotonic() - began), "error": round(error, 4)}
 

@@ -126,6 +126,7 @@ def patched_share(compiled: Plan, requests: Sequence[Sequence[str]], *, placed: 
     for request in requests:
         contents = [name.replace(" ", "-") for name in request]
         groups = [0 if placed else None] * len(contents)
+        arranger.popularity.observe(_TENANT, contents)
         order = [contents[i] for i in place(arranger.problem(contents, groups, _TENANT, ())).order]
         for at, content in enumerate(order):
             before = tuple(order[:at])

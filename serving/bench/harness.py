@@ -136,7 +136,7 @@ def environment() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that computing depends on, as far as they are installed."""
+    """Versions of Python and of the installed packages that computing depends on."""
     installed = {}
     for package in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):

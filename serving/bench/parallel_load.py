@@ -175,7 +175,7 @@ class _Measurement:
         settings = LibrarySettings(directory=None, load_timeout_s=60)
         with (
             Library(settings, self._engine.fingerprint, [tier]) as library,
-            worker(self._engine, library, PatchForm(RANK), form=False, pace=pace) as opened,
+            worker(self._engine, library, PatchForm(RANK), learns=False, pace=pace) as opened,
         ):
             yield opened
 

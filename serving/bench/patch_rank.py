@@ -103,7 +103,7 @@ def run(quick: bool, console: Console, model: Path | None = None) -> Outcome:
 
 
 @dataclass
-class Measured:
+class PatchRanks:
     """KL in nats, mean over items and question tokens, by kind and rank (None: full)."""
 
     blind: float
@@ -160,7 +160,7 @@ class Probe:
         half = engine.num_blocks // 2
         self._blocks, self._scratch = range(1, half), range(half, engine.num_blocks)
 
-    def measure(self, items: int, ranks: Sequence[int | None], console: Console) -> Measured:
+    def measure(self, items: int, ranks: Sequence[int | None], console: Console) -> PatchRanks:
         """Gather all items' deficits, then try every kind and rank in every item."""
         gathered = [self._gather(i) for i in track(range(items), "deficits", console=console, transient=True)]
         blind: list[Tensor] = []
@@ -176,7 +176,7 @@ class Probe:
                     kl.setdefault(kind, {}).setdefault(rank, []).append(self._kl(item, patch))
                     kept.setdefault(kind, {})[rank] = patch.nbytes / item.canonical.nbytes
         mean = {kind: {rank: _mean(values) for rank, values in by_rank.items()} for kind, by_rank in kl.items()}
-        return Measured(_mean(blind), mean, kept, items, gathered[0].canonical.shape[1], len(gathered[0].exact))
+        return PatchRanks(_mean(blind), mean, kept, items, gathered[0].canonical.shape[1], len(gathered[0].exact))
 
     def _gather(self, number: int) -> Item:
         from kvstore.patch import deficit, mean_deficit, orderings

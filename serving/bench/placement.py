@@ -125,6 +125,7 @@ def _plan_ms(size: int, turns: int) -> list[float]:
     library.arranger.formed(Entry(_SCOPE, page, before, ordered=False) for page, before in behind)
     for request in trace(PAGES, size, 300 + turns):
         began = time.thread_time()
+        library.arranger.popularity.observe(_TENANT, request)
         order = place(library.arranger.problem(request, [0] * size, _TENANT, ())).order
         found.append((time.thread_time() - began) * 1e3)
         library.serve([request[i] for i in order])
@@ -276,6 +277,7 @@ def replay(requests: Sequence[Sequence[str]], limits: CompileLimits, *, placed: 
     came: set[tuple[str, ...]] = set()
     for request in requests:
         group = 0 if placed else None
+        library.arranger.popularity.observe(_TENANT, request)
         order = place(library.arranger.problem(request, [group] * len(request), _TENANT, ())).order
         chosen = [request[i] for i in order]
         served = library.serve(chosen)

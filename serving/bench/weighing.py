@@ -84,7 +84,7 @@ def _measured(engine: PrefillEngine, tokens: int, turns: int) -> tuple[dict[str,
         form = PatchForm(RANK)
         workers = {
             str(way): stack.enter_context(
-                worker(engine, library, form, form=False, composing={"compose_up_to": PAGES - 1, "weigh_by": way})
+                worker(engine, library, form, learns=False, composing={"compose_up_to": PAGES - 1, "weigh_by": way})
             )
             for way in Weighing
         }

@@ -98,4 +98,4 @@ def cold_rig(
     """
     settings = LibrarySettings(directory=None, tier_failures=1000, load_timeout_s=30)
     library = Library(settings, engine.fingerprint, [tier])
-    return make_rig(engine, library=library, form=False, pace=Eager(tier, patience), family=family)
+    return make_rig(engine, library=library, learns=False, pace=Eager(tier, patience), family=family)

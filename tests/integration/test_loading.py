@@ -105,7 +105,7 @@ def cold(make_rig: Callable[..., Rig], fp32: PrefillEngine, tier: GatedTier) -> 
 
     def make(load_timeout_s: float = 30.0, **loop_options) -> Rig:
         settings = LibrarySettings(directory=None, tier_failures=1000, load_timeout_s=load_timeout_s)
-        return make_rig(library=Library(settings, fp32.fingerprint, [tier]), form=False, **loop_options)
+        return make_rig(library=Library(settings, fp32.fingerprint, [tier]), learns=False, **loop_options)
 
     return make
 

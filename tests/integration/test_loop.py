@@ -24,7 +24,7 @@ pytestmark = pytest.mark.engine
 
 
 def test_links_batched_into_one_forward_equal_serial_ones(make_rig: Callable[..., Rig]):
-    rig = make_rig(form=False, pace=Pace(fixed=10_000.0))  # a forward of one's own is dear: all join
+    rig = make_rig(learns=False, pace=Pace(fixed=10_000.0))  # a forward of one's own is dear: all join
     serial = [rig.link(parts, "exact").kv for parts in MIXED]
     wanted = [None if i == 1 else Sampling() for i in range(len(MIXED))]
     plans = [rig.plan(parts, "exact", sampling=one) for parts, one in zip(MIXED, wanted, strict=True)]
@@ -56,7 +56,7 @@ def forwarded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[Link
 def test_links_go_in_the_order_in_which_they_are_due_and_join_where_that_saves_waiting(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ):
-    rig = make_rig(form=False, pace=Pace(fixed=16.0, seconds_per_token=1.0))
+    rig = make_rig(learns=False, pace=Pace(fixed=16.0, seconds_per_token=1.0))
     long, short, tiny = rig.plan(MIXED[4], "exact"), rig.plan(MIXED[1], "exact"), rig.plan(["?"], "off")
     assert len(long.sequence) > 100 > len(short.sequence) > len(tiny.sequence)
     assert len(tiny.sequence) <= 2 * 16 < len(short.sequence)
@@ -132,8 +132,8 @@ def test_a_link_that_arrives_waits_for_one_piece_of_the_background_work(
 
 
 def test_a_small_token_budget_splits_runs_and_changes_nothing(make_rig: Callable[..., Rig]):
-    whole = make_rig(form=False).link(MIXED[4], "exact")
-    rig = make_rig(form=False, budget=50)
+    whole = make_rig(learns=False).link(MIXED[4], "exact")
+    rig = make_rig(learns=False, budget=50)
     split = rig.link(MIXED[4], "exact", sampling=Sampling())
     stats = rig.loop.stats()
     assert split.result.first_token == int(whole.logprobs.argmax())
@@ -149,7 +149,7 @@ def test_a_prompt_that_the_pool_can_never_hold_is_refused_at_once(make_rig: Call
 
 
 def test_links_wait_for_blocks_and_run_when_some_come_free(make_rig: Callable[..., Rig]):
-    rig = make_rig(form=False)
+    rig = make_rig(learns=False)
     plan = rig.plan(MIXED[3], "off")
     taken = []
     while rig.loop._pool.free > 1:
@@ -164,7 +164,7 @@ def test_links_wait_for_blocks_and_run_when_some_come_free(make_rig: Callable[..
 
 
 def test_more_links_than_the_queue_takes_are_refused(make_rig: Callable[..., Rig]):
-    rig = make_rig(form=False, max_queue=2)
+    rig = make_rig(learns=False, max_queue=2)
     plan = rig.plan(MIXED[0], "off")
     with rig.loop._wake:
         futures = [rig.loop.submit(plan) for _ in range(2)]
@@ -176,7 +176,7 @@ def test_more_links_than_the_queue_takes_are_refused(make_rig: Callable[..., Rig
 
 
 def test_cancelled_links_take_no_place_in_the_queue(make_rig: Callable[..., Rig]):
-    rig = make_rig(form=False, max_queue=2)
+    rig = make_rig(learns=False, max_queue=2)
     plan, taken = rig.plan(MIXED[0], "off"), fill(rig)
     first, second = (rig.loop.submit(plan) for _ in range(2))
     second.cancel()
@@ -190,7 +190,7 @@ def test_cancelled_links_take_no_place_in_the_queue(make_rig: Callable[..., Rig]
 
 
 def test_cancelled_links_give_their_blocks_back_wherever_they_are(make_rig: Callable[..., Rig]):
-    rig = make_rig(form=False, budget=64)  # several forwards each, so that some are caught half-way
+    rig = make_rig(learns=False, budget=64)  # several forwards each, so that some are caught half-way
     plans = [rig.plan(parts, "off") for parts in MIXED for _ in range(4)]
     futures: list[Future[LinkResult]] = [rig.loop.submit(plan) for plan in plans]
     for i, future in enumerate(futures):
@@ -209,7 +209,7 @@ def test_cancelled_links_give_their_blocks_back_wherever_they_are(make_rig: Call
 def test_a_forward_that_fails_fails_its_links_and_nothing_else(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ):
-    rig = make_rig(form=False)
+    rig = make_rig(learns=False)
     plan = rig.plan(MIXED[1], "off")
 
     def broken(*_: object) -> None:
@@ -249,7 +249,7 @@ def test_a_write_that_fails_tells_of_the_engine_as_a_forward_does(
 def test_images_are_encoded_between_forwards_and_what_is_wrong_with_one_call_concerns_no_other(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ):
-    rig = make_rig(form=False, max_queue=3)
+    rig = make_rig(learns=False, max_queue=3)
     segments = rig.render([1, " and ", 2])
     pixels = segments.pixels(range(len(segments.chunks)))
     alone, link = rig.engine.encode(pixels), rig.plan(MIXED[3], "off")
@@ -277,7 +277,7 @@ def test_images_are_encoded_between_forwards_and_what_is_wrong_with_one_call_con
 def test_links_are_computed_between_handfuls_of_one_calls_images(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ):
-    rig = make_rig(form=False)
+    rig = make_rig(learns=False)
     segments = rig.render([1, " and ", 2, " and ", 3])
     pixels = segments.pixels(range(len(segments.chunks)))
     alone, link, events = rig.engine.encode(pixels), rig.plan(MIXED[3], "off"), list[str]()
@@ -303,7 +303,7 @@ def test_links_are_computed_between_handfuls_of_one_calls_images(
 def test_a_defect_in_the_loop_leaves_nobody_waiting(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, where: str
 ):
-    rig = make_rig(form=False)
+    rig = make_rig(learns=False)
     plan, pixels = rig.plan(MIXED[1], "off"), rig.render([1]).pixels([0])
     monkeypatch.setattr(rig.loop, where, lambda *_: 1 / 0)
     with rig.loop._wake:
@@ -344,7 +344,7 @@ def test_a_lease_that_is_renewed_outlives_its_time(make_rig: Callable[..., Rig])
 
 
 def test_stopping_finishes_what_runs_and_refuses_what_waits(make_rig: Callable[..., Rig]):
-    rig = make_rig(form=False)
+    rig = make_rig(learns=False)
     plan = rig.plan(MIXED[2], "off")
     future = rig.loop.submit(plan)
     wait_for(lambda: rig.loop.stats().waiting == 0)

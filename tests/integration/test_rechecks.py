@@ -209,7 +209,7 @@ def test_checks_wait_for_links_and_links_never_for_checks(make_rig: Callable[...
 def test_blocks_that_a_link_needs_are_not_held_for_a_check(make_rig: Callable[..., Rig]):
     taught = make_rig()
     taught.link(PAGES)
-    rig = make_rig(library=taught.library, fidelity=NEVER_OFF, form=False, patience_seconds=60.0)
+    rig = make_rig(library=taught.library, fidelity=NEVER_OFF, learns=False, patience_seconds=60.0)
     first, unread = (rig.loop.submit(rig.plan(PAGES)).result(30).lease for _ in range(2))
     rig.loop.abandon(first)
     pool = rig.loop._pool

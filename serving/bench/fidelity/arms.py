@@ -49,7 +49,7 @@ from torch import Tensor
 from kvstore.basis import SharedBasis
 from kvstore.factor import Factors, factor
 from kvstore.layout import Layout
-from kvstore.patch import Patch, PatchKind, apply, form_patch
+from kvstore.patch import Patch, PatchKind, apply, deficit, form_patch
 from prefill_workers.composing import measured_weights, weighted_sum
 from prefill_workers.selection import MEASURED_LAYER, deviations
 
@@ -73,7 +73,7 @@ class PageKV:
     @property
     def delta(self) -> Tensor:
         """Δ of this order (kamera.md eq. 2)."""
-        return self.exact.float() - self.canonical.float()
+        return deficit(self.exact, self.canonical)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +114,7 @@ def computed_share(pages: Sequence[Repaired]) -> float:
 RANKS = (4, 8, 16, 32, 64)
 TOKEN_ARMS = ("first", "blend", "oracle", "asked")  # of those within a share of the bytes
 COMMON = 16  # rank of the arms that are measured at one rank only
+_DEEP = 0.5  # share of the layers
 
 Arm = Callable[[PageKV], Repaired]
 
@@ -152,9 +153,9 @@ class Arms:
             return lambda page: self.patched(page, self.formed(page.delta, None))
         return lambda page: self.patched(page, self.own(page, rank))
 
-    def deep(self, rank: int, depth: float = 0.5) -> Arm:
-        """deep."""
-        return lambda page: self.patched(page, self.own(page, rank).from_depth(depth))
+    def deep(self, rank: int) -> Arm:
+        """deep: the patch of this order in the deepest half of the layers only."""
+        return lambda page: self.patched(page, self.own(page, rank).from_depth(_DEEP))
 
     def orbit(self, rank: int) -> Arm:
         """orbit; the own patch where there is but one order."""
@@ -181,15 +182,14 @@ class Arms:
         return arm
 
     def shared(self, rank: int, basis: SharedBasis) -> Arm:
-        """shared."""
-
+        """shared: the patch of this order with directions from a basis pooled over other items."""
         return lambda page: self.patched(page, self._projected(page, basis).truncated(rank))
 
     def _formed_shared(self, page: PageKV, basis: SharedBasis) -> Patch:
         return form_patch(page.delta, self.layout, RANKS[-1], dtype=self.dtype, basis=basis)
 
     def mpic(self, k: int) -> Arm:
-        """mpic_k."""
+        """mpic_k: the first k tokens of the page computed again in context (mpic.md §4)."""
         return lambda page: Repaired(page.canonical, torch.arange(min(k, page.canonical.shape[1])))
 
     def cacheblend(self, share: float) -> Arm:
@@ -206,7 +206,7 @@ class Arms:
         return deviations(page.exact[layer], page.canonical[layer], 0, self.layout)
 
     def first(self, k: int) -> Arm:
-        """first_k."""
+        """first_k: the first k tokens' KV from an exact prefill."""
         return lambda page: self._exact_at(page, torch.arange(min(k, page.canonical.shape[1])))
 
     def oracle(self, share: float, asked: bool = False) -> Arm:
@@ -236,7 +236,7 @@ class Arms:
         return factor(keys, min(keys.shape[1:]) - 1)  # at full rank they would not be ordered
 
     def deep_layers(self, share: float) -> Arm:
-        """layers_p."""
+        """layers_p: the deepest share p of the layers exact; no partial prefill can do better."""
         first = self.layout.layers - round(share * self.layout.layers)
 
         def arm(page: PageKV) -> Repaired:
@@ -246,7 +246,7 @@ class Arms:
         return arm
 
     def shallow_layers(self, share: float) -> Arm:
-        """shallow_p."""
+        """shallow_p: the first share p of the layers computed in context, the others canonical."""
         count = round(share * self.layout.layers)
         return lambda page: Repaired(torch.cat([page.exact[:count], page.canonical[count:]]), refreshed=count)
 
@@ -298,7 +298,7 @@ class Arms:
 
         found = {
             "patch": widest(self.own),
-            "deep": widest(lambda page, rank: self.own(page, rank).from_depth(0.5)),
+            "deep": widest(lambda page, rank: self.own(page, rank).from_depth(_DEEP)),
             "shared": widest(lambda page, rank: self._projected(page, basis).truncated(rank)),
             "first": tokens(lambda page: -torch.arange(page.canonical.shape[1], dtype=torch.float32)),
             "blend": tokens(self._deviation),

@@ -71,7 +71,7 @@ def run(
     found: Tables = {}
     items = items or (24 if quick else ITEMS)
     for kind, folder in shipped.items():
-        for name, table in measured(kind, folder, items, console, work, sections):
+        for name, table in tables_of(kind, folder, items, console, work, sections):
             found[f"{kind}: {name}"] = table
         figures |= figures_of(kind, found)
         if Section.composition in sections:
@@ -92,7 +92,7 @@ def _pages(kind: ReferenceFamily) -> dict[str, str]:
     return {str(split): f"{form.pages} of {form.cells} tokens" for split, form in forms.items()}
 
 
-def measured(
+def tables_of(
     kind: str, folder: Path, items: int, console: Console, work: Path | None, sections: Collection[str]
 ) -> Iterator[tuple[str, Table]]:
     """One model's tables of these sections, as they come."""

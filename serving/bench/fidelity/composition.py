@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from infra.reference.scenes import Form, Split
-from kvstore.patch import Patch, PatchKind, compose, mean_deficit, orderings
+from kvstore.patch import Patch, PatchKind, compose, deficit, mean_deficit, orderings
 from prefill_workers.composing import measured_weights, weighted_sum
 from prefill_workers.selection import MEASURED_LAYER
 from serving.bench.fidelity.arms import PageKV
@@ -146,9 +146,9 @@ def compositions(study: Study, split: Split, predecessors: int, count: int) -> d
             patches["weighted"].append(weighted_sum(base, pairs, weights(one.alone)[:, None]))
             patches["placed"].append(weighted_sum(base, pairs, weights(one.placed)[:, None]))
             patches["relative"].append(weighted_sum(base, pairs, relative_weights(one.placed, one.alone)[:, None]))
-            patches["measured"].append(measured(base, pairs, one.case.delta))
+            patches["measured"].append(composed_patch(base, pairs, one.case.delta))
             patches["conditioned"].append(compose(conditioned, 1.0, base))
-            patches["conditioned_measured"].append(measured(base, conditioned, one.case.delta))
+            patches["conditioned_measured"].append(composed_patch(base, conditioned, one.case.delta))
         probe.score(scores, [one.case for one in group], patches)
         _blend(study, scores, [one.case for one in group])
     for name in ("measured", "conditioned_measured"):
@@ -156,7 +156,7 @@ def compositions(study: Study, split: Split, predecessors: int, count: int) -> d
     return dict(scores)
 
 
-def measured(base: Patch, pairs: Sequence[Patch], delta: Tensor) -> Patch:
+def composed_patch(base: Patch, pairs: Sequence[Patch], delta: Tensor) -> Patch:
     """The linker's composed patch, of Δ(B|S) [layers, tokens, features] only the layer that it measures."""
     return weighted_sum(base, pairs, measured_weights(base, pairs, delta[[MEASURED_LAYER]])[:, None])
 
@@ -233,4 +233,4 @@ def _behind_patched(study: Study, group: Sequence[Item], cases: Sequence[Behind]
             prompts.append(item.prompt(reader, (i, len(before))))
             pages.append([kv, None])
     found = iter(reader.over(prompts, pages, keep=[-1]))
-    return [[next(found).pages[0].float() - case.canonical.float() for _ in case.exact.pages[1:]] for case in cases]
+    return [[deficit(next(found).pages[0], case.canonical) for _ in case.exact.pages[1:]] for case in cases]

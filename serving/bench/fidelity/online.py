@@ -35,11 +35,11 @@ from torch import Tensor
 
 from infra.reference.scenes import Form, Split
 from kvstore.layout import Layout
-from kvstore.patch import Patch, PatchKind, apply, compose, mean_deficit
+from kvstore.patch import Patch, PatchKind, apply, compose, deficit, mean_deficit
 from kvstore.patch_form import PatchForm
 from prefill_workers.fidelity import compare
 from prefill_workers.settings import FidelitySettings
-from serving.bench.fidelity.composition import measured
+from serving.bench.fidelity.composition import composed_patch
 from serving.bench.fidelity.items import Item, items
 from serving.bench.fidelity.reader import Prompt
 from serving.bench.fidelity.study import BATCH, Study
@@ -87,7 +87,7 @@ SITUATIONS = (
     Situation("wrong page", broken=lambda patch, other: other),
     Situation("turned basis", broken=_turned),
     Situation("blind", broken=lambda patch, other: None),
-    Situation("sums", summed=measured),
+    Situation("sums", summed=composed_patch),
     Situation("plain sums", summed=lambda base, pairs, delta: compose(pairs, 1.0, base)),
 )
 
@@ -132,7 +132,7 @@ def _linked(
         whole = patches[i, behind]
         if one.summed and len(behind) > 1:
             base, *pairs = (patches[i, frozenset(part)] for part in ((), *zip(behind, strict=True)))
-            whole = one.summed(base, pairs, last.float() - canonical[i].float())
+            whole = one.summed(base, pairs, deficit(last, canonical[i]))
         patch = one.broken(whole, others[-1])
         kv.append(apply(canonical[i], patch, 0, layout))
     return kv
@@ -146,7 +146,7 @@ def _taught(study: Study, item: Item) -> tuple[list[Tensor], Patches]:
     deltas: dict[tuple[int, frozenset[int]], list[Tensor]] = defaultdict(list)
     for order, read in zip(orders, reader.exact([item.prompt(reader, order) for order in orders]), strict=True):
         for place, (i, kv) in enumerate(zip(order, read.pages, strict=True)):
-            deltas[i, frozenset(order[:place])].append(kv.float() - canonical[i].float())
+            deltas[i, frozenset(order[:place])].append(deficit(kv, canonical[i]))
     layout = study.arms.layout
     return canonical, {key: form.form(mean_deficit(found), layout, PatchKind.orbit) for key, found in deltas.items()}
 
@@ -157,9 +157,9 @@ def _tail(prompt: Prompt, tokens: int) -> Prompt:
     return replace(prompt, answer=(0,) * (len(prompt) - first))
 
 
-def alarms(kls: Sequence[float], settings: FidelitySettings, bound: float, seed: int = 0) -> tuple[float, float]:
+def alarms(kls: Sequence[float], settings: FidelitySettings, bound: float) -> tuple[float, float]:
     """The share of random streams of these checks that pass the bound, and the median checks of those until they do."""
-    drawn = np.random.default_rng(seed).choice(np.asarray(kls), (_STREAMS, _CHECKS))
+    drawn = np.random.default_rng(0).choice(np.asarray(kls), (_STREAMS, _CHECKS))
     sums = np.pad(drawn.cumsum(1), ((0, 0), (1, 0)))
     at = np.arange(settings.minimum, _CHECKS + 1)
     since = np.maximum(at - settings.window, 0)

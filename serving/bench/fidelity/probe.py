@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvstore.patch import Patch, apply
+from kvstore.patch import Patch, apply, deficit
 from serving.bench.fidelity.reader import Page, Prompt, Read, Reader
 from serving.bench.fidelity.scores import Scores
 
@@ -23,7 +23,7 @@ class Behind:
     @property
     def delta(self) -> Tensor:
         """Δ of the last page [layers, tokens, features], fp32."""
-        return self.exact.pages[-1].float() - self.canonical.float()
+        return deficit(self.exact.pages[-1], self.canonical)
 
 
 class Probe:

@@ -88,14 +88,14 @@ class Read:
 class Reader:
     """One checkpoint on an engine of its own, to be closed after use."""
 
-    def __init__(self, checkpoint: Path, trust_remote_code: bool = False, dtype: str = "float32") -> None:
+    def __init__(self, checkpoint: Path, trust_remote_code: bool = False) -> None:
         from vllm.renderers import renderer_from_config
 
         from prefill_workers.engine import EngineSpec, PrefillEngine
         from serving.segments import Delimiters
 
         spec = EngineSpec(
-            model=str(checkpoint), dtype=dtype, max_model_len=4096, max_batch_tokens=2 * _BUDGET, hand_off=False,
+            model=str(checkpoint), dtype="float32", max_model_len=4096, max_batch_tokens=2 * _BUDGET, hand_off=False,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
         self.checkpoint = checkpoint

@@ -83,6 +83,7 @@ def _spectrum(delta: Tensor) -> Tensor:
     return torch.linalg.eigvalsh(tall.mT @ tall).clamp_min(0.0).flip(-1)
 
 
-def _enough(sorted_energy: Tensor, share: float = 0.9) -> int:
+def _enough(sorted_energy: Tensor) -> int:
+    """How many of the first hold 90 % of the energy."""
     total = sorted_energy.cumsum(0)
-    return int((total < share * total[-1]).sum()) + 1
+    return int((total < 0.9 * total[-1]).sum()) + 1

@@ -67,7 +67,7 @@ def tables(
 
 
 @dataclass(frozen=True)
-class Measured:
+class SplitResults:
     """What the items of every split gave.
 
     `rows`: every arm's figures; `shapes`: deficits; `prompts`: one of each split.
@@ -110,8 +110,8 @@ class Tried:
         return rows, shape, one.prompt
 
 
-def _measured(study: Study, tried: Tried, items: int, kept: Kept, console: Console) -> Measured:
-    found = Measured()
+def _measure_splits(study: Study, tried: Tried, items: int, kept: Kept, console: Console) -> SplitResults:
+    found = SplitResults()
     for split in ASKED:
         console.print(f"  {split}: {items} items")
         parts = kept.once(f"split {split}", partial(tried.measure, study, split, items))
@@ -121,7 +121,7 @@ def _measured(study: Study, tried: Tried, items: int, kept: Kept, console: Conso
 
 def _of_splits(study: Study, items: int, kept: Kept, console: Console) -> Iterator[tuple[str, Table]]:
     tried = Tried.by(study)
-    found = _measured(study, tried, items, kept, console)
+    found = _measure_splits(study, tried, items, kept, console)
     for figure in MAIN:
         yield figure, _by_arm(found.rows, figure, ("exact", "prefix", *tried.standard))
     for figure in EQUAL_BYTES:
