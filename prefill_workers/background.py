@@ -245,9 +245,11 @@ class Background:
         over = True
         try:
             over = piecework.go_on()
-        except (StoreError, RuntimeError, OSError) as error:
+        except Exception as error:
             self.failures += 1
-            logger.warning("chunk %s could not be kept: %s", item.chunk.span.content[:16], error)
+            logger.warning(
+                "chunk %s could not be kept: %s", item.chunk.span.content[:16], error, exc_info=_is_defect(error)
+            )
         finally:
             if over:
                 self._harvest = None  # only now: until then it counts as work to be done
@@ -270,6 +272,11 @@ class Background:
     def _compile(self) -> None:
         try:
             self._ahead.step(self._awaited())
-        except (StoreError, RuntimeError, OSError) as error:
+        except Exception as error:
             self.failures += 1
-            logger.warning("patches could not be compiled ahead: %s", error)
+            logger.warning("patches could not be compiled ahead: %s", error, exc_info=_is_defect(error))
+
+
+def _is_defect(error: Exception) -> bool:
+    """Whether an error is none of a store, a device or memory, and the log should say where it came from."""
+    return not isinstance(error, StoreError | RuntimeError | OSError)

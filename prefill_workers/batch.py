@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from prefill_workers.sequence import LinkSequence, Run
 
+_TABLE_TOKENS = 128  # block tables are of a multiple of so many, as in vLLM: some backends take no others
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -17,7 +20,7 @@ class Rows:
 
     lengths: Tensor  # [r] int32, tokens of each row
     ends: Tensor  # [r] int32, index behind each row's last token
-    block_tables: Tensor  # [r, blocks] int32
+    block_tables: Tensor  # [r, blocks] int32, of a sequence with fewer blocks 0 behind them
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ def assemble(work: Sequence[tuple[LinkSequence, Sequence[Run]]], block_size: int
     """Concatenate the runs of several sequences into one batch, in order."""
     lengths = torch.tensor([run.stop - run.start for _, runs in work for run in runs], dtype=torch.int32)
     ends = torch.tensor([run.stop for _, runs in work for run in runs], dtype=torch.int32)
-    widest = max(len(sequence.blocks) for sequence, _ in work)
+    aligned = _TABLE_TOKENS // math.gcd(_TABLE_TOKENS, block_size)
+    widest = -(-max(len(sequence.blocks) for sequence, _ in work) // aligned) * aligned
     tables = torch.zeros(len(lengths), widest, dtype=torch.int32)
     parts: dict[str, list[Tensor]] = {name: [] for name in ("ids", "positions", "slots", "index", "mask", "embeddings")}
     row = 0

@@ -31,7 +31,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from kvstore.chunk import owner_of
-from kvstore.errors import StoreError
 from kvstore.format import EmbeddingRecord
 from kvstore.library import Library
 from kvstore.loading import Loading
@@ -110,7 +109,7 @@ class Rechecks:
             tail = compared(plan, self._fidelity.settings.tokens)
             try:
                 check = _Check(plan, points, self._loads(plan), tail, lease)
-            except (StoreError, RuntimeError, OSError) as error:
+            except Exception as error:
                 self._give_up(points, error)
                 return
             self._pool.hold(lease)
@@ -121,7 +120,7 @@ class Rechecks:
         check = self._queue[0]
         try:
             over = self._advance(check)
-        except (StoreError, RuntimeError, OSError) as error:
+        except Exception as error:
             self._give_up(check.points, error)
             over = True
         if over:

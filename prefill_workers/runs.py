@@ -23,9 +23,11 @@ Checked on vLLM 0.32.0. Together with `engine.py` this is the only file that kno
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -98,11 +100,19 @@ class RunsExtension:
         """Plain values that fix the model's layout; equal on every rank.
 
         Raises:
-            UnsupportedEngine: layers that keep KV in different ways, a rotary embedding that is no plain rotation, or
-                a quantised cache of an unknown kind.
+            UnsupportedEngine: layers that keep KV in different ways, a rotary embedding that is no plain rotation, a
+                quantised cache of an unknown kind, images whose tokens attend to later ones, or blocks that the backend
+                cuts up.
         """
         runner, spec = self.model_runner, self._group.kv_cache_spec
         model = runner.vllm_config.model_config
+        if model.is_mm_prefix_lm:
+            raise UnsupportedEngine("an image's tokens attend to the later ones of it: no run of them stands alone")
+        if self._group.kernel_block_size is not None:
+            raise UnsupportedEngine(
+                f"prefill.block_size: {spec.block_size}: {self._group.backend.get_name()} keeps blocks of "
+                f"{self._group.kernel_block_size} tokens; use that"
+            )
         rotary, first = self._rotary(), self._layer(0)
         facts = {
             "family": "mla" if model.use_mla else "gqa",
@@ -199,11 +209,11 @@ class RunsExtension:
         self._consider_others()
         runner, names, to = self.model_runner, self._group.layer_names, self._device
         slots = dict.fromkeys(names, batch.slots.to(to, non_blocking=True))
-        metadata = dict.fromkeys(names, self._metadata(batch, slots[names[0]]))
+        metadata = dict.fromkeys(names, self._metadata(self._builder, batch, slots[names[0]]))
         if shallow is not None:
             other, depth = shallow
             slots |= dict.fromkeys(names[:depth], other.slots.to(to, non_blocking=True))
-            metadata |= dict.fromkeys(names[:depth], self._metadata(other, slots[names[0]]))
+            metadata |= dict.fromkeys(names[:depth], self._metadata(self._other_builder, other, slots[names[0]]))
         context = set_forward_context(metadata, runner.vllm_config, num_tokens=len(batch.slots), slot_mapping=slots)
         ending = nullcontext() if ends is None else self._ending_behind(ends, slots[names[ends - 1]], queries)
         with self._leaving_nothing(), context, ending:
@@ -276,7 +286,7 @@ class RunsExtension:
             for part, segment in zip((keys, values), self._local, strict=True)
         )
 
-    def _metadata(self, batch: RunBatch, slots: Tensor) -> Any:
+    def _metadata(self, builder: Any, batch: RunBatch, slots: Tensor) -> Any:
         """The attention backend's description of a batch, whose slots are on the device."""
         to, rows = self._device, self._rows(batch)
         start = torch.zeros(len(rows.lengths) + 1, dtype=torch.int32)
@@ -296,7 +306,7 @@ class RunsExtension:
             seq_lens_cpu_upper_bound=rows.ends,
             is_prefilling=torch.zeros(len(rows.ends), dtype=torch.bool),
         )
-        return self._group.get_metadata_builder().build(0, common)
+        return builder.build(0, common)
 
     @contextmanager
     def _ending_behind(
@@ -475,6 +485,25 @@ class RunsExtension:
         return groups[0]
 
     @cached_property
+    def _builder(self) -> Any:
+        """Describes batches to the backend."""
+        return self._new_builder()
+
+    @cached_property
+    def _other_builder(self) -> Any:
+        """For a second description in one forward: backends keep parts of the first one in its builder."""
+        return self._new_builder()
+
+    def _new_builder(self) -> Any:
+        """One with buffers for batches of which every token is a row; vLLM's own has them for `max_num_seqs` rows."""
+        config = copy.copy(self.model_runner.vllm_config)
+        scheduler = config.scheduler_config = copy.copy(config.scheduler_config)
+        scheduler.max_num_seqs = scheduler.max_num_batched_tokens
+        group = replace(self._group, metadata_builders=[])
+        group.create_metadata_builders(config, self._device)
+        return group.get_metadata_builder()
+
+    @cached_property
     def _walker(self) -> Any:
         """The module that runs the layers which keep KV, one after the other."""
         named = self.model_runner.model.named_modules()
@@ -549,7 +578,11 @@ class RunsExtension:
     def _rotary(self) -> Any:
         blocks = tuple(name.rsplit(".", 1)[0] + "." for name in self._group.layer_names)
         named = self.model_runner.model.named_modules(remove_duplicate=False)
-        modules = [m for name, m in named if name.startswith(blocks) and hasattr(m, "cos_sin_cache")]
+        rotary = [(name, m) for name, m in named if name.startswith(blocks) and hasattr(m, "cos_sin_cache")]
+        without = [block for block in blocks if not any(name.startswith(block) for name, _ in rotary)]
+        if rotary and without:
+            raise UnsupportedEngine(f"some layers have no rotary embedding: {', '.join(without)}")
+        modules = [m for _, m in rotary]
         kinds = {(m.base, m.rotary_dim, type(m).__name__) for m in modules}
         if len(kinds) != 1:
             raise UnsupportedEngine(f"expected one rotary embedding for all layers, found {sorted(map(str, kinds))}")
@@ -559,15 +592,28 @@ class RunsExtension:
     def _inverse_frequencies(rotary: Any) -> list[float]:
         """The engine's own fp32 frequencies, checked against the table that its kernels read.
 
-        Recomputed in fp64 they would differ in the last bits, which a shift of thousands of positions magnifies.
-        Scaled variants (YaRN, linear, Llama 3) change the frequencies and may multiply the table by a constant: keys
-        still turn by a fixed angle per position, so relocation stays exact. Whatever else a table holds is refused.
+        They are what its table is computed from when that is done once more, where it was done: computed otherwise they
+        would differ in the last bits, which a shift of thousands of positions magnifies. Scaled variants (YaRN, linear,
+        Llama 3, NTK) change the frequencies and may multiply the table by a constant: keys still turn by a fixed angle
+        per position, so relocation stays exact. Whatever else a table holds is refused.
         """
         factors = getattr(rotary, "scaling_factors", None) or [1.0]
-        argument = getattr(rotary, "scaling_factor", None) or rotary.base
-        frequencies = rotary._compute_inv_freq(argument).double().cpu() / factors[0]
-        if len(factors) != 1 or not turns_evenly(rotary.cos_sin_cache.cpu(), frequencies):
-            raise UnsupportedEngine(
-                f"{type(rotary).__name__} does not turn keys by a fixed angle per position: chunks cannot be relocated"
-            )
-        return frequencies.tolist()
+        compute, computed = rotary._compute_inv_freq, list[Tensor]()
+
+        def noted(argument: Any) -> Tensor:
+            computed.append(compute(argument))
+            return computed[-1]
+
+        rotary._compute_inv_freq = noted
+        try:
+            with rotary.cos_sin_cache.device:
+                rotary._compute_cos_sin_cache()
+        finally:
+            del rotary._compute_inv_freq
+        if len(computed) == len(factors) == 1:
+            frequencies = computed[0].double().cpu() / factors[0]
+            if turns_evenly(rotary.cos_sin_cache.cpu(), frequencies):
+                return frequencies.tolist()
+        raise UnsupportedEngine(
+            f"{type(rotary).__name__} does not turn keys by a fixed angle per position: chunks cannot be relocated"
+        )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -146,8 +146,8 @@ def test_kv_of_another_precision_is_another_chunk(rig: Rig, make_rig, bf16: Pref
 def test_rotary_embeddings_that_are_no_plain_rotation_are_refused(fp32: PrefillEngine):
     worker = fp32._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     rotary = worker._rotary()
-    table = rotary.cos_sin_cache.clone()
-    like = SimpleNamespace(base=rotary.base, _compute_inv_freq=rotary._compute_inv_freq, cos_sin_cache=table)
+    like, table = copy.copy(rotary), rotary.cos_sin_cache.clone()
+    like._buffers = {**rotary._buffers, "cos_sin_cache": table}
     assert worker._inverse_frequencies(like) == list(fp32.layout.rotary.inverse_frequencies)
     table[1000:] = table[1000:].roll(1, 0)  # as dynamic NTK does: other angles from some position on
     with pytest.raises(UnsupportedEngine, match="fixed angle per position"):

@@ -246,13 +246,16 @@ def test_a_check_without_embeddings_is_skipped_and_counted(make_rig: Callable[..
     wait_for(lambda: all_free(rig))
 
 
-def test_a_check_that_fails_costs_nothing_but_itself(make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("error", [RuntimeError("injected"), ValueError("a shape that a kernel does not take")])
+def test_a_check_that_fails_costs_nothing_but_itself(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, error: Exception
+):
     rig = make_rig(fidelity=ALL)
     rig.link(PAGES)
     plan = rig.plan(PAGES)
 
     def broken(*_: object) -> None:
-        raise RuntimeError("injected")
+        raise error
 
     with monkeypatch.context() as patched:
         patched.setattr(rig.engine, "logits", broken)

@@ -150,3 +150,27 @@ def test_images_go_to_the_tower_in_order_a_handful_at_a_time():
     assert [len(group) for group in groups] == [2, 1, 1, 1]
     assert [item for group in groups for item in group] == items
     assert list(handfuls([], 100)) == []
+
+
+# What is refused
+
+
+def worker(**model: bool) -> RunsExtension:
+    """A worker whose layers keep KV in one way; `model`: of vLLM's configuration."""
+    made = object.__new__(RunsExtension)
+    facts = {"is_mm_prefix_lm": False, **model}
+    made.model_runner = SimpleNamespace(vllm_config=SimpleNamespace(model_config=SimpleNamespace(**facts)))
+    backend = SimpleNamespace(get_name=lambda: "FLASHMLA")
+    spec = SimpleNamespace(block_size=128)
+    vars(made)["_group"] = SimpleNamespace(kv_cache_spec=spec, backend=backend, kernel_block_size=64)
+    return made
+
+
+def test_images_whose_tokens_attend_to_later_ones_are_refused():
+    with pytest.raises(UnsupportedEngine, match="attend to the later ones"):
+        worker(is_mm_prefix_lm=True).describe()
+
+
+def test_blocks_that_the_backend_cuts_up_are_refused():
+    with pytest.raises(UnsupportedEngine, match=r"prefill\.block_size: 128: FLASHMLA keeps blocks of 64 tokens"):
+        worker().describe()

@@ -6,7 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.v1.worker.block_table import get_block_table_width
 
+from prefill_workers.batch import assemble
 from prefill_workers.sequence import Embedded, LinkSequence, Run, complement, forwards, merge_runs, split_runs
 
 
@@ -58,3 +60,15 @@ def test_embedding_rows_follow_the_mask_of_placeholders_that_carry_one():
     none, carries = sequence.embedding_rows(torch.tensor([0, 1]))
     assert none is None
     assert not carries.any()
+
+
+@pytest.mark.parametrize(
+    ("block_size", "tokens", "width"),
+    [(16, 1, 8), (16, 129, 16), (32, 159, 8), (64, 129, 4), (128, 300, 3), (48, 1, 8)],
+)
+def test_block_tables_are_as_wide_as_vllms(block_size: int, tokens: int, width: int):
+    blocks = list(range(1, 1 + -(-tokens // block_size)))
+    sequence = LinkSequence(torch.zeros(tokens, dtype=torch.int32), torch.arange(tokens), blocks)
+    tables = assemble([(sequence, [Run(0, 1), Run(tokens - 1, tokens)])], block_size).rows.block_tables
+    assert tables.tolist() == [[*blocks, *[0] * (width - len(blocks))]] * 2
+    assert get_block_table_width(len(blocks), block_size) == width
