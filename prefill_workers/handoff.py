@@ -11,10 +11,19 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import count
 
 _ABOUT_SECONDS = 1.0  # a lease that ends within this time may have ended
 _MOST_READ = 4096  # leases that are remembered to have been read
+
+
+class LeaseState(StrEnum):
+    """What a worker knows of a lease's blocks."""
+
+    HELD = "held"  # they are nobody else's, and will not be just now
+    READ = "read"  # they were, until all had pulled them that were to
+    UNKNOWN = "unknown"  # it is another worker's lease, has expired, or is about to
 
 
 class PoolExhausted(RuntimeError):
@@ -123,10 +132,12 @@ class BlockPool:
             lease.holds -= 1
             self._drop_if_unused(lease)
 
-    def is_safe(self, lease_id: str) -> bool:
-        """Whether a lease is held, and not about to expire, or was until its blocks were read. From any thread."""
+    def state(self, lease_id: str) -> LeaseState:
+        """What is known of a lease. From any thread."""
         lease = self._leases.get(lease_id)
-        return lease_id in self._read if lease is None else lease.deadline > self._clock() + _ABOUT_SECONDS
+        if lease is None:
+            return LeaseState.READ if lease_id in self._read else LeaseState.UNKNOWN
+        return LeaseState.HELD if lease.deadline > self._clock() + _ABOUT_SECONDS else LeaseState.UNKNOWN
 
     def renew(self, lease_id: str) -> None:
         """A party said that it still wants the blocks; unknown leases are ignored."""

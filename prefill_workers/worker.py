@@ -23,7 +23,7 @@ from infra import openmp
 from prefill_workers.ahead import CompileStats
 from prefill_workers.background import Background
 from prefill_workers.engine import PrefillEngine
-from prefill_workers.handoff import BlockPool, PoolExhausted
+from prefill_workers.handoff import BlockPool, LeaseState, PoolExhausted
 from prefill_workers.job import LinkJob, LinkResult
 from prefill_workers.linker import Linker
 from prefill_workers.pace import Pace
@@ -209,13 +209,12 @@ class PrefillLoop:
         self._background.hasten(time.perf_counter() + seconds)
         self._notify()
 
-    def renew(self, lease: str) -> bool:
-        """Whoever is to pull this lease's blocks has not come so far yet. Returns whether it is this worker's, and its
-        blocks are held until they are read (`BlockPool.is_safe`)."""
+    def renew(self, lease: str) -> LeaseState:
+        """Whoever is to pull this lease's blocks has not come so far yet, as far as is known where this comes from."""
         with self._wake:
             self._renewed.append(lease)
             self._wake.notify()
-        return self._pool.is_safe(lease)
+        return self._pool.state(lease)
 
     def abandon(self, lease: str) -> None:
         """Nobody will pull this lease's blocks after all."""

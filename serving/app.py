@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
     from prefill_workers.engine import EngineSpec
+    from prefill_workers.handoff import LeaseState
     from prefill_workers.job import LinkResult
     from prefill_workers.patch_compiler import PatchJob
     from prefill_workers.pixels import Pixels
@@ -206,8 +207,8 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
         """Tokens of the longest prompt that finds room here."""
         return self._loop.longest
 
-    async def renew(self, lease: str) -> bool:
-        """Whoever waits for a link's KV still wants it. Returns whether this replica has it (`PrefillLoop.renew`)."""
+    async def renew(self, lease: str) -> LeaseState:
+        """Whoever waits for a link's KV still wants it. Returns what this replica knows of it."""
         return self._loop.renew(lease)
 
     async def stats(self) -> dict[str, Any]:

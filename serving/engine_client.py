@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing, closing
@@ -35,6 +36,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tasks import SupportedTask
 from vllm.v1.engine.input_processor import InputProcessor
 
+from prefill_workers.handoff import LeaseState
 from prefill_workers.job import LinkResult
 from prefill_workers.plan import LinkRequest, PixelsNeeded, PrefetchRequest
 from prefill_workers.policies import Mode
@@ -67,7 +69,7 @@ class Roles(FidelityRoles, CompilingRoles, Protocol):
     | `encode`   | vision encoder | RoleUnavailable                               |
     | `link`     | prefill worker | PixelsNeeded, Overloaded, RoleUnavailable     |
     | `generate` | decode worker  | ValueError (request too large), RoleUnavailable |
-    | `renew`    | prefill worker | nothing: False if nobody says yes             |
+    | `renew`    | prefill worker | nothing: unknown if nobody tells               |
     | `abandon`  | decode worker  | nothing: best effort, leases end by time-out  |
     | `fidelity`, `allow`, `compiled` | prefill workers, all of them | RoleUnavailable |
     """
@@ -89,8 +91,8 @@ class Roles(FidelityRoles, CompilingRoles, Protocol):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream a decode engine's outputs for a linked prompt."""
 
-    async def renew(self, lease: str) -> bool:
-        """The linked KV is still wanted: its blocks must not be freed yet. Whether a worker says that they are not."""
+    async def renew(self, lease: str) -> LeaseState:
+        """The linked KV is still wanted: its blocks must not be freed yet. What the worker knows of them."""
 
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         """The linked KV will not be read: let the prefill worker free its blocks."""
@@ -153,12 +155,14 @@ class _Lease:
         return time.monotonic() < self._until
 
     async def renew(self, roles: Roles) -> None:
-        """Go on telling the worker, whether it answers at once or not."""
-        while True:
-            told = time.monotonic() + self._seconds / 3
+        """Go on telling the worker, until it says that they were read."""
+        state = LeaseState.HELD
+        while state is not LeaseState.READ:
             await asyncio.sleep(self._seconds / 3)
-            if await roles.renew(self._name):
-                self._until = told + self._seconds
+            began, state = time.monotonic(), await roles.renew(self._name)
+            if state is LeaseState.HELD:
+                self._until = began + self._seconds
+        self._until = math.inf
 
 
 class LinkedEngineClient(_NotOurs):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from prefill_workers.ahead import CompileStats
     from prefill_workers.fidelity import PointStatus
+    from prefill_workers.handoff import LeaseState
     from prefill_workers.job import LinkResult
     from prefill_workers.pixels import Pixels
     from prefill_workers.plan import LinkRequest, PrefetchRequest
@@ -77,16 +78,18 @@ class RayRoles:
             if not ended:
                 stream.cancel()
 
-    async def renew(self, lease: str) -> bool:
-        """Whether a replica says in time that it holds the lease; told to all, since none but that one knows it."""
+    async def renew(self, lease: str) -> LeaseState:
+        """What its replica knows of a lease, if it tells in time. All are told, since none else knows whose it is."""
+        from prefill_workers.handoff import LeaseState
+
         try:
             answers = self.prefill.broadcast("renew", lease)
-            return any(
-                held is True for held in await answers.results_async(timeout_s=_RENEWAL_SECONDS, return_exceptions=True)
-            )
+            states = await answers.results_async(timeout_s=_RENEWAL_SECONDS, return_exceptions=True)
         except Exception as error:
-            logger.warning("nobody says that lease %s is held: %s", lease, error)
-            return False
+            logger.warning("nobody tells of lease %s: %s", lease, error)
+            return LeaseState.UNKNOWN
+        told = [state for state in states if isinstance(state, LeaseState) and state is not LeaseState.UNKNOWN]
+        return told[0] if told else LeaseState.UNKNOWN
 
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         """Best effort; leases end by time-out.

@@ -10,6 +10,7 @@ from typing import Any
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from prefill_workers.handoff import LeaseState
 from prefill_workers.job import LinkResult
 from prefill_workers.plan import ChunkOutcome, LinkRequest, PrefetchRequest
 from prefill_workers.policies import OperatingPoint
@@ -36,7 +37,7 @@ class Roles:
         self.calls: list[str] = []
         self.abandoned: list[tuple[str, int]] = []
         self.renewed: list[str] = []
-        self.holds = True  # what a renewal answers
+        self.lease = LeaseState.HELD  # what a renewal answers
         self.admits_after = 2  # renewals
         self.admits: asyncio.Event | None = None  # what `generate` waits for
         self.lost_pulls = 0  # so many generations cannot pull the KV
@@ -89,11 +90,11 @@ class Roles:
             yield RequestOutput(request_id, None, None, None, [completion], i == OUTPUTS - 1)
             self._maybe_fail("between")
 
-    async def renew(self, lease: str) -> bool:
+    async def renew(self, lease: str) -> LeaseState:
         self.renewed.append(lease)
         if len(self.renewed) == self.admits_after and self.admits is not None:
             self.admits.set()
-        return self.holds
+        return self.lease
 
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         self.abandoned.append((transfer["remote_request_id"], readers))

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from prefill_workers.ahead import CompileStats
     from prefill_workers.engine import PrefillEngine
     from prefill_workers.fidelity import PointStatus
+    from prefill_workers.handoff import LeaseState
     from prefill_workers.policies import OperatingPoint
 
 _READY_SECONDS = 300.0
@@ -213,7 +214,7 @@ class EmbeddedRoles:
         """See `decode_workers.engine`."""
         return self._decode.generate(token_ids, transfer, params, request_id, **options)
 
-    async def renew(self, lease: str) -> bool:
+    async def renew(self, lease: str) -> LeaseState:
         """See `prefill_workers.worker`."""
         return self._loop.renew(lease)
 

@@ -188,7 +188,7 @@ class RigRoles:
         answer = CompletionOutput(0, "yes", [1], None, None, finish_reason="stop")
         yield RequestOutput("canned", None, token_ids, None, [answer], finished=True)
 
-    async def renew(self, lease: str) -> bool:
+    async def renew(self, lease: str) -> Any:
         return self._rig.loop.renew(lease)
 
     async def abandon(self, *_: Any) -> None:

@@ -22,6 +22,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvstore.errors import TierUnavailable
 from prefill_workers.ahead import CompileStats
+from prefill_workers.handoff import LeaseState
 from prefill_workers.worker import LoopStats, Overloaded
 from serving.app import DecodeWorker, Ingress, PrefillWorker, VisionEncoder
 from serving.errors import RoleUnavailable
@@ -187,13 +188,13 @@ async def test_a_deletion_that_cannot_be_finished_now_is_owed_and_no_error(caplo
 
 
 async def test_a_lease_is_renewed_on_all_prefill_workers_and_none_is_missed():
-    workers = Workers([True, False, RayActorError()])
+    workers = Workers([LeaseState.UNKNOWN, LeaseState.READ, RayActorError()])
     roles = RayRoles({"prefill": workers, "decode": SimpleNamespace(options=lambda **_: None), "library": None}, NOBODY)
-    assert await roles.renew("lease-1")
+    assert await roles.renew("lease-1") is LeaseState.READ
     assert workers.called == [("renew", "lease-1")]
     assert workers.patience is not None, "one that hangs must not keep the next renewal from the others"
-    roles.prefill = Workers([False, RayActorError()])
-    assert not await roles.renew("lease-1"), "the one that is gone may have held it"
+    roles.prefill = Workers([LeaseState.UNKNOWN, RayActorError()])
+    assert await roles.renew("lease-1") is LeaseState.UNKNOWN, "the one that is gone may have held it"
 
 
 async def test_a_pair_that_is_busy_or_gone_is_not_warmed_up_and_the_others_are():

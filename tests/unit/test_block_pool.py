@@ -104,18 +104,17 @@ def test_no_sequence_of_calls_loses_or_doubles_a_block(calls):
     assert len({*p.allocate(p.total * 32).blocks}) == p.total
 
 
-def test_a_lease_is_safe_until_it_was_read_or_is_about_to_expire():
-    now = 0.0
-    p = BlockPool(range(8), 4, 10.0, "w", lambda: now)
+def test_what_is_known_of_a_lease():
+    clock = Clock()
+    p = pool(clock=clock)
     unread, read = p.allocate(4), p.allocate(4)
-    assert [p.is_safe(lease.id) for lease in (unread, read)] == [True, True]
-    assert not p.is_safe("another-1")
+    assert [p.state(one) for one in (unread.id, read.id, "another-1")] == ["held", "held", "unknown"]
     p.read(read.id)
-    now = 9.5
-    assert [p.is_safe(lease.id) for lease in (unread, read)] == [False, True]
-    now = 10.5
+    clock.now = 9.5
+    assert [p.state(lease.id) for lease in (unread, read)] == ["unknown", "read"], "one is about to expire"
+    clock.now = 10.5
     assert p.expire() == [unread]
-    assert [p.is_safe(lease.id) for lease in (unread, read)] == [False, True]
+    assert [p.state(lease.id) for lease in (unread, read)] == ["unknown", "read"]
     for _ in range(5000):
         p.read(p.allocate(4).id)
-    assert not p.is_safe(read.id), "no more than a few thousand are remembered"
+    assert p.state(read.id) == "unknown", "no more than a few thousand are remembered"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from kvstore.index import Entry, scopes_of
+from prefill_workers.handoff import LeaseState
 from prefill_workers.plan import ChunkSpan
 from prefill_workers.policies import Mode
 from prefill_workers.worker import Overloaded
@@ -355,13 +357,16 @@ async def test_while_a_decode_engine_lets_nobody_in_the_lease_is_renewed_and_no_
     assert roles.renewed == ["lease-1"] * 2
 
 
-@pytest.mark.parametrize("holds", [True, False])
-async def test_what_is_pulled_after_a_lease_may_have_ended_is_not_believed(holds: bool):
+@pytest.mark.parametrize(("lease", "links"), [(LeaseState.HELD, 1), (LeaseState.READ, 1), (LeaseState.UNKNOWN, 2)])
+async def test_what_is_pulled_after_a_lease_may_have_ended_is_not_believed(lease: LeaseState, links: int):
     roles = Roles()
-    roles.admits, roles.admits_after, roles.holds = asyncio.Event(), 4, holds
+    roles.admits, roles.lease = asyncio.Event(), lease
+    asyncio.get_running_loop().call_later(0.15, roles.admits.set)
+    roles.admits_after = math.inf
     outputs = await ask(roles)
     assert len(tokens_of(outputs)) == OUTPUTS
-    assert len(roles.linked) == (1 if holds else 2), "what is in the blocks may be another prompt's"
+    assert len(roles.linked) == links, "what is in the blocks may be another prompt's"
+    assert len(roles.renewed) == 1 or lease is not LeaseState.READ
     assert roles.abandoned == [], "it was pulled"
 
 
