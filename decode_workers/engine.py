@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from decode_workers.admission import Admission
-from infra.vllm_env import cpu_engine_arguments, fitting
+from infra.vllm_env import BLOCK_SIZE, cpu_engine_arguments, fitting
 
 _PULL_SECONDS = 10.0  # longer than any pull takes
 _LOOK_SECONDS = 2.0  # between looks whether it has ended
@@ -121,7 +121,7 @@ class DecodeEngine:
         """
         params = params.clone()
         if transfer is not None:
-            source = {**transfer, "remote_block_ids": self._blocks_of(len(token_ids), transfer["remote_block_ids"])}
+            source = {**transfer, "remote_block_ids": _blocks_of(len(token_ids), transfer)}
             params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": source}
             # Else vLLM pulls nothing, and computes the prompt from its ids alone.
             params.skip_reading_prefix_cache = False
@@ -158,11 +158,6 @@ class DecodeEngine:
                 if await self.all_blocks_free():
                     return
 
-    def _blocks_of(self, tokens: int, groups: Sequence[Sequence[int]]) -> tuple[list[int], ...]:
-        """Of each group's blocks those that hold a prompt's tokens. Of more than it needs vLLM takes the last ones."""
-        count = -(-tokens // self.admission.block_size)
-        return tuple(list(blocks[:count]) for blocks in groups)
-
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         """Let the prefill worker free KV that `readers` sequences of this engine will never pull."""
         for reader in range(readers):
@@ -190,3 +185,12 @@ class DecodeEngine:
     def shutdown(self) -> None:
         """Stop the engine core."""
         self._engine.shutdown()
+
+
+def _blocks_of(tokens: int, transfer: Mapping[str, Any]) -> tuple[list[int], ...]:
+    """Of each group's blocks those that hold a prompt's tokens. Of more than it needs vLLM takes the last ones.
+
+    They are of the prefill worker's size, which may be another than this one's, as in a rolling update that changes it.
+    """
+    count = -(-tokens // transfer[BLOCK_SIZE])
+    return tuple(list(blocks[:count]) for blocks in transfer["remote_block_ids"])

@@ -38,6 +38,7 @@ REQUIREMENTS = Path(__file__).with_name("requirements-s3-server.txt")
 BUCKET = "orbitserve"
 ACCESS_KEY, SECRET_KEY = "orbit:serve", "local-secret"
 START_SECONDS = 60.0
+_PAST_PROXIES = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _STORAGE = ("account", "container", "object")
 
 # Every part is there once. Half a second without an answer, as on a busy host, would count as an error to the proxy,
@@ -198,7 +199,7 @@ class S3Server:
                 if probe.connect_ex(("127.0.0.1", self._ports[role])) != 0:
                     return False
         try:
-            with urllib.request.urlopen(f"{self.endpoint}/healthcheck", timeout=5) as answer:
+            with _PAST_PROXIES.open(f"{self.endpoint}/healthcheck", timeout=5) as answer:
                 return bool(answer.status == 200)
         except (urllib.error.URLError, OSError):
             return False
@@ -239,7 +240,8 @@ def install(environment: Path = ENVIRONMENT) -> Path:
     """The Python of the server's environment, made first unless it is current. Raises S3ServerUnavailable."""
     environment.mkdir(parents=True, exist_ok=True)
     python, stamp = environment.absolute() / "bin" / "python", environment / "requirements.sha256"
-    wanted = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()
+    where = str(environment.absolute()).encode()  # scripts in it name their interpreter: it cannot be moved
+    wanted = hashlib.sha256(where + REQUIREMENTS.read_bytes()).hexdigest()
     with (environment / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not stamp.exists() or stamp.read_text() != wanted:

@@ -11,6 +11,8 @@ from typing import Any
 
 from infra.vllm_plugin import SHARED_CORES
 
+BLOCK_SIZE = "prefill_block_size"  # what we tell in `kv_transfer_params` beside what vLLM reads: tokens of a block
+
 
 def vllm_environment(
     *,

@@ -25,7 +25,7 @@ from vllm.config import KVTransferConfig
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 
 from infra import openmp
-from infra.vllm_env import cpu_engine_arguments, fitting
+from infra.vllm_env import BLOCK_SIZE, cpu_engine_arguments, fitting
 from kvstore.chunk import embedding_key
 from kvstore.layout import Layout
 from kvstore.patch import relocate
@@ -321,6 +321,7 @@ class PrefillEngine:
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_block_ids": (list(blocks),),
+            BLOCK_SIZE: self.block_size,
             "remote_engine_id": transfer.engine_id,
             "remote_request_id": lease,
             "remote_host": os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"],

@@ -51,6 +51,8 @@ def sampling_of(params: SamplingParams, vocabulary: int) -> Sampling | None:
         return None
     if any(not 0 <= token < vocabulary for token in params.stop_token_ids or ()):
         return None
+    if params.allowed_token_ids is not None:  # an empty list too, which vLLM refuses
+        return None
     return Sampling(
         temperature=params.temperature,
         top_k=max(params.top_k, 0),

@@ -13,11 +13,13 @@ from pathlib import Path
 import ray
 from ray import serve
 from ray.serve.context import _get_global_client
+from ray.serve.exceptions import RayServeException
 from rich.console import Console
 
 from serving.app import build
 from serving.config import OrbitServeConfig
 from serving.ray_cluster import ray_cluster
+from serving.settings import RoleSettings
 
 APPLICATION = "orbitserve"
 _ROLES = ("PatchCompiler", "LibraryKeeper", "VisionEncoder", "PrefillWorker", "DecodeWorker", "Ingress")
@@ -31,8 +33,10 @@ FAST_REQUEST_PATH = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
+    "grpc_proxy": "",  # else gRPC takes http_proxy, as Ray's own does not
 }
-_START_SECONDS = 1800.0
+_ANY_HOST = ("0.0.0.0", "::", "127.0.0.1", "::1", "localhost")  # that every node can listen on
+_START_SECONDS, _END_SECONDS = 1800.0, 30.0
 
 
 class StartUpError(RuntimeError):
@@ -53,7 +57,11 @@ def application(config: OrbitServeConfig, console: Console) -> Iterator[str]:
     with ray_cluster(runtime_env={"env_vars": FAST_REQUEST_PATH}):
         _end_by_signal()  # after Ray, which brings a handler of its own
         try:
-            serve.start(http_options={"host": config.http.host, "port": config.http.port})
+            everywhere = config.http.host in _ANY_HOST
+            serve.start(
+                proxy_location="EveryNode" if everywhere else "HeadOnly",
+                http_options={"host": config.http.host, "port": config.http.port},
+            )
         except RuntimeError as error:
             raise StartUpError(f"cannot listen on {config.http.host}:{config.http.port}: {error}") from error
         _refuse_elsewhere(config)
@@ -62,13 +70,31 @@ def application(config: OrbitServeConfig, console: Console) -> Iterator[str]:
         _warn_of_apart(config, console)
         try:
             target = serve.RunTarget(build(config), name=APPLICATION, route_prefix="/")
-            serve.run_many([target], wait_for_applications_running=False)
+            try:
+                serve.run_many([target], wait_for_applications_running=False)
+            except RayServeException as error:  # another application has the prefix
+                raise StartUpError(str(error)) from error
             _wait_until_ready(console)
             longest = serve.get_app_handle(APPLICATION).longest.remote().result()
             console.print(f"  prompts with their answers have up to {longest} tokens; {_logs()}")
-            yield f"http://{config.http.host}:{config.http.port}"
+            yield f"http://{url_host(config.http.host)}:{config.http.port}"
         finally:
-            serve.delete(APPLICATION)  # lets running requests end and the engines free what they hold
+            _end(config)
+
+
+def url_host(host: str) -> str:
+    """A host as URLs have it."""
+    return f"[{host}]" if ":" in host else host
+
+
+def _end(config: OrbitServeConfig) -> None:
+    """End the application: running requests end, as long as they may take, and engines free what they hold."""
+    patience = max(role.graceful_shutdown_timeout_s for _, role in config if isinstance(role, RoleSettings))
+    until = time.monotonic() + patience + _END_SECONDS
+    if APPLICATION in serve.status().applications:
+        serve.delete(APPLICATION, _blocking=False)  # else it waits for a minute at most
+    while APPLICATION in serve.status().applications and time.monotonic() < until:
+        time.sleep(0.1)
 
 
 def _refuse_elsewhere(config: OrbitServeConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextvars import Context
@@ -100,10 +101,10 @@ class RayRoles:
         Context().run(self._decode_once.abandon.remote, transfer, readers)
 
     async def longest(self) -> int:
-        """Most tokens of a prompt with its answer: what finds room on a prefill and on a decode worker."""
-        return min(
-            await asyncio.gather(*(answered(role.longest.remote()) for role in (self.prefill, self._decode_once)))
-        )
+        """Most tokens of a prompt with its answer: what finds room on every prefill and every decode worker."""
+        roles = (self.prefill, self._decode_once)
+        await asyncio.gather(*(answered(role.longest.remote()) for role in roles))  # once each role has a replica
+        return min(itertools.chain(*await asyncio.gather(*(answered_by_all(role, "longest") for role in roles))))
 
     async def fidelity(self) -> dict[str, list[PointStatus]]:
         """See `PrefillWorker.fidelity`; of all replicas."""

@@ -87,7 +87,7 @@ class HttpSettings(Settings):
     """The HTTP surface and its limits."""
 
     host: str = Field("127.0.0.1", description="Address of Ray Serve's proxy.")
-    port: int = Field(8000, ge=0, le=65535, description="Port of Ray Serve's proxy.")
+    port: int = Field(8000, ge=1, le=65535, description="Port of Ray Serve's proxy.")
     max_body_bytes: int = Field(128 * MIB, ge=1, description="Largest request body; larger ones are answered 413.")
     max_image_bytes: int = Field(20 * MIB, ge=1, description="Largest single image, as sent or uploaded.")
     max_document_bytes: int = Field(1 * MIB, ge=1, description="Largest single text document, as sent or uploaded.")

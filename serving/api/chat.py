@@ -28,6 +28,7 @@ _UNSUPPORTED = {
     "prompt_logprobs": "prompt_logprobs needs the prompt's own forward, which reused chunks do not have",
     "use_beam_search": "beam search is not supported",
     "echo": "echo is not supported",
+    "return_prompt_text": "return_prompt_text is not supported",
     "mm_processor_kwargs": "mm_processor_kwargs is not supported: chunks are stored under one processor setting",
     "kv_transfer_params": "kv_transfer_params belongs to the server",
     "cache_salt": "cache_salt is not supported: content is salted by tenant",

@@ -38,5 +38,6 @@ def test_the_top_token_is_the_engines_unless_nearly_tied(guarded: Service, refer
         compared += 1
     assert compared > 0 or best - second < NEAR
     first = token_logprobs(answer)[0]
-    for token, entry in expected.logprobs[0].items():
-        assert first.get(f"token_id:{token}", entry.logprob) == pytest.approx(entry.logprob, abs=NEAR)
+    both = [(first[name], e.logprob) for t, e in expected.logprobs[0].items() if (name := f"token_id:{t}") in first]
+    assert len(both) > len(first) // 2
+    assert all(ours == pytest.approx(theirs, abs=NEAR) for ours, theirs in both)

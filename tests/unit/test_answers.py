@@ -101,6 +101,7 @@ def test_plain_requests_are_drawn_as_they_ask():
         {"structured_outputs": StructuredOutputsParams(regex="a+")},
         {"extra_args": {"something": 1}},
         {"stream_interval": 4},
+        {"allowed_token_ids": []},
         {"stop_token_ids": [7, VOCABULARY]},
         {"prompt_logprob_token_ids": np.zeros((1, 2))},
     ],
@@ -159,10 +160,11 @@ def test_without_a_first_token_nothing_is_changed(processor: Any):
     params = SamplingParams()
     answer = Answer([1, 2], params, processor)
     assert (answer.prompt, answer.params, answer.begun, answer.finished) == ([1, 2], params, False, False)
-    output = decoded([5])
+    choices = [CompletionOutput(index, f"choice {index}", [5 + index], None, None) for index in range(2)]
+    output = RequestOutput("x", None, None, None, choices, False)
     assert answer.first() is None
     assert answer.joined(output) is output
-    assert list(output.outputs[0].token_ids) == [5]
+    assert [(one.text, list(one.token_ids)) for one in output.outputs] == [("choice 0", [5]), ("choice 1", [6])]
 
 
 def test_a_stop_token_at_the_end_has_no_text(processor: Any):

@@ -14,8 +14,9 @@ from decode_workers import engine
 from decode_workers.admission import Admission
 from decode_workers.engine import DecodeEngine, DecodeSpec
 from infra.reference import DEFAULT_MODEL, weights
+from infra.vllm_env import BLOCK_SIZE
 
-TRANSFER = {"remote_request_id": "lease", "remote_block_ids": [[1, 2, 3]]}
+TRANSFER = {"remote_request_id": "lease", "remote_block_ids": [[1, 2, 3]], BLOCK_SIZE: 16}
 
 
 class Vllm:
@@ -114,3 +115,12 @@ def test_grammars_wait_for_the_end_of_the_reasoning(monkeypatch: pytest.MonkeyPa
     for parser in ("", "deepseek_r1"):
         with pytest.raises(Started, match=f"^{parser}$"):
             DecodeEngine(DecodeSpec(str(weights(DEFAULT_MODEL)), max_model_len=256, reasoning_parser=parser))
+
+
+@pytest.mark.parametrize(("size", "blocks"), [(16, [1, 2]), (8, [1, 2, 3]), (32, [1])])
+async def test_a_prompts_blocks_are_counted_in_the_prefill_workers_size(size: int, blocks: list[int]):
+    vllm = Vllm()
+    vllm.pulled.set()
+    assert await read(decode(vllm), {**TRANSFER, BLOCK_SIZE: size}) == 3  # of 20 tokens
+    (params,) = vllm.asked
+    assert params.extra_args["kv_transfer_params"]["remote_block_ids"] == (blocks,)

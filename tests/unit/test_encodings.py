@@ -79,6 +79,8 @@ async def test_a_call_goes_on_while_somebody_waits_and_ends_when_nobody_does():
     assert encoder.cancelled == 0
     two.cancel()
     await asyncio.wait([two])
+    assert one.cancelled()
+    assert two.cancelled(), "a failure would be tried again"
     late = start(encodings, "t", "a")  # must not join the call that has just been given up
     encoder.release.set()
     assert await late == {"a": "embedding of A"}

@@ -221,7 +221,7 @@ def test_quarantined_records_go_before_sound_ones(make_library: MakeLibrary) -> 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    steps=st.lists(st.tuples(st.sampled_from(["put", "get", "remove", "pin"]), st.integers(0, 9)), max_size=60),
+    steps=st.lists(st.tuples(st.sampled_from(["put", "get", "remove", "pin"]), st.integers(0, 4)), max_size=60),
     limit=st.integers(0, 5),
     share=st.one_of(st.none(), st.integers(0, 5)),
 )
