@@ -452,6 +452,8 @@ def build(config: OrbitServeConfig) -> serve.Application:
 def build_app(arguments: dict[str, str]) -> serve.Application:
     """Application builder for `serve run serving.app:build_app config=PATH`.
 
+    Serve calls it again for other arguments alone: further ones, such as `revision`, mean nothing here.
+
     Raises:
         ValueError: no `config` argument.
     """
