@@ -122,10 +122,10 @@ async def test_a_role_that_is_lost_is_unavailable_in_one_line_without_ids(error:
     assert not re.search(r"\n|1234|0000|10\.0\.0\.1", str(unavailable.value)), "these are for the log"
 
 
-@pytest.mark.parametrize(("prompt", "answer"), [(100, 80), (80, 100)])
-async def test_the_longest_sequence_finds_room_on_workers_of_both_roles(prompt: int, answer: int):
-    both = roles(prefill=Role(Response(prompt)), decode=Role(Response(answer)))
-    assert await both.longest() == 80
+@pytest.mark.parametrize(("prompt", "answer"), [([100, 120], [120, 80]), ([80, 100], [100]), ([100], [80])])
+async def test_the_longest_sequence_finds_room_on_all_workers_of_both_roles(prompt: list[int], answer: list[int]):
+    handles = (Role(Response(replicas[0]), replicas) for replicas in (prompt, answer))
+    assert await roles(**dict(zip(("prefill", "decode"), handles, strict=True))).longest() == 80
 
 
 async def test_what_a_role_raised_comes_as_it_raised_it():
