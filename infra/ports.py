@@ -1,4 +1,4 @@
-"""TCP ports for servers that are told which one to take, and take it only seconds later."""
+"""TCP ports for servers that are told which one to take, and take it only seconds later; and hosts as URLs have them."""
 
 from __future__ import annotations
 
@@ -33,3 +33,8 @@ def _first_ephemeral() -> int:
     except (OSError, ValueError, IndexError):
         first = 0
     return first if first > _FIRST else 32_768
+
+
+def url_host(host: str) -> str:
+    """A host as URLs have it."""
+    return f"[{host}]" if ":" in host else host

@@ -106,6 +106,7 @@ def doctor(
             (settings.files_url, settings.files),
             asdict(spec),
             settings.prefill.kv_cache_gib,
+            settings.http.host,
         )
     print_report(results, console)
     if not all(result.ok for result in results):

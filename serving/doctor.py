@@ -41,6 +41,7 @@ from rich.table import Table
 from rich.text import Text
 
 import infra
+from infra.ports import url_host
 from infra.reference import DEFAULT_MODEL, weights
 from infra.vllm_env import is_cpu_build, vllm_environment
 from kvstore.errors import TierUnavailable
@@ -92,18 +93,19 @@ def run_doctor(
     files: tuple[str, FileSettings] | None = None,
     engine: Mapping[str, Any] | None = None,
     kv_cache_gib: int = 1,
+    host: str = "127.0.0.1",
 ) -> list[CheckResult]:
     """Run every check and return all findings; takes about a minute on two cores. Never raises for a bad machine.
 
     Args:
         checkpoint: the model whose engine is checked; None takes the bundled one.
-        ports: TCP ports that have to be free on this machine, or in use by OrbitServe.
+        ports: TCP ports that have to be free at `host`, or in use by OrbitServe.
         library: settings of the library whose tiers are checked; None checks none.
         files: URL and settings of the uploaded files whose place is checked; None checks none.
         engine: further fields of the `EngineSpec` of the engine that is checked, which keeps `kv_cache_gib` of KV.
     """
     results = [check_packages(_lock_file()), check_processor(), check_memory(), check_disk(_on_disk(library))]
-    results += [check_port(port) for port in ports]
+    results += [check_port(port, host) for port in ports]
     results += check_library(library) if library is not None else []
     results += [check_files(*files)] if files is not None else []
     results += run_probe("torch", remedy="run `make setup`; `.venv/bin/python -c 'import torchvision'` shows the error")
@@ -193,24 +195,25 @@ def check_disk(folder: Path) -> CheckResult:
     return _verdict("disk", free >= MIN_DISK_BYTES, f"{free / GIB:.1f} GiB free in {folder}", remedy)
 
 
-def check_port(port: int) -> CheckResult:
-    """Whether TCP port `port` can be bound on the loopback interface, or OrbitServe has it."""
-    with socket.socket() as probe:
+def check_port(port: int, host: str = "127.0.0.1") -> CheckResult:
+    """Whether TCP port `port` can be bound where the service would listen, or OrbitServe has it."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError as error:
-            if _serves(port):
+            if _serves(port, host):
                 return CheckResult(f"port {port}", True, "in use by a running OrbitServe")
             remedy = f"see who has it with `ss -ltnp 'sport = :{port}'`, or set another port in the configuration"
             return CheckResult(f"port {port}", False, error.strerror or str(error), remedy)
     return CheckResult(f"port {port}", True, "free")
 
 
-def _serves(port: int) -> bool:
+def _serves(port: int, host: str) -> bool:
     """Whether what listens there answers /health as `serving.api.app` does, healthy or not."""
+    url = f"http://{url_host(host)}:{port}/health"
     try:
-        said = httpx.get(f"http://127.0.0.1:{port}/health", timeout=_HEALTH_TIMEOUT_S, trust_env=False).json()
+        said = httpx.get(url, timeout=_HEALTH_TIMEOUT_S, trust_env=False).json()
     except (httpx.HTTPError, ValueError):
         return False
     return isinstance(said, dict) and said.get("status") in ("ok", "unhealthy")

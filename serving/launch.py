@@ -16,6 +16,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from rich.console import Console
 
+from infra.ports import url_host
 from serving.app import build
 from serving.config import OrbitServeConfig
 from serving.ray_cluster import ray_cluster
@@ -80,11 +81,6 @@ def application(config: OrbitServeConfig, console: Console) -> Iterator[str]:
             yield f"http://{url_host(config.http.host)}:{config.http.port}"
         finally:
             _end(config)
-
-
-def url_host(host: str) -> str:
-    """A host as URLs have it."""
-    return f"[{host}]" if ":" in host else host
 
 
 def _end(config: OrbitServeConfig) -> None:

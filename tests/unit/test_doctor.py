@@ -53,15 +53,16 @@ def test_packages_as_locked_pass(tmp_path: Path) -> None:
     assert check_packages(lock) == CheckResult("packages", True, "2 as in some.lock")
 
 
-def test_a_taken_port_fails_and_a_free_one_passes() -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
+def test_a_taken_port_fails_and_a_free_one_passes(host: str) -> None:
     with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
+        server.bind((host, 0))
         server.listen()
         port = server.getsockname()[1]
-        taken = check_port(port)
+        taken = check_port(port, host)
     assert not taken.ok
     assert f":{port}" in taken.remedy
-    assert check_port(port).ok
+    assert check_port(port, host).ok
 
 
 @pytest.mark.parametrize(
