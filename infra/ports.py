@@ -1,4 +1,4 @@
-"""TCP ports for servers that are told which one to take, and take it only seconds later; and hosts as URLs have them."""
+"""TCP ports for servers that are told which one to take, and take it only seconds later; hosts as URLs have them."""
 
 from __future__ import annotations
 
