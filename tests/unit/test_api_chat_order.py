@@ -185,3 +185,8 @@ async def test_what_a_template_writes_first_keys_what_is_stored(chat: Chat):
     for name in ("tools", "documents"):
         answer = await post(chat, 400, messages=messages, chat_template_kwargs={name: []})
         assert f"give {name} as a field of the request" in answer["error"]["message"]
+
+
+async def test_a_rendered_prompt_is_not_told(chat: Chat):
+    answer = await post(chat, 400, messages=[{"role": "user", "content": "Well?"}], return_prompt_text=True)
+    assert "return_prompt_text is not supported" in answer["error"]["message"]
