@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from kvstore.disk_tier import DiskTier
 from kvstore.errors import StoreError
 from kvstore.format import read_metadata
 from kvstore.index import Entry, Scope
 from kvstore.patch import PatchKind
 from kvstore.patch_form import PatchForm
 from kvstore.paths import patches_prefix
-from kvstore.tiers import DiskTier
 
 logger = logging.getLogger(__name__)
 

@@ -35,6 +35,7 @@ from typing import cast
 import pyarrow as pa
 
 from kvstore.deletions import Deletions, derives
+from kvstore.disk_tier import DiskTier
 from kvstore.errors import StoreError
 from kvstore.eviction import HotCache
 from kvstore.format import BasisRecord, CanonicalRecord, EmbeddingRecord, PatchRecord, Record, RecordKind, encode_parts
@@ -43,7 +44,7 @@ from kvstore.paths import path_of, record_path
 from kvstore.pins import Pins
 from kvstore.settings import LibrarySettings
 from kvstore.tier_stack import Found, TierStack
-from kvstore.tiers import DiskTier, Tier
+from kvstore.tiers import Tier
 from kvstore.write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from kvstore.disk_tier import DiskTier
 from kvstore.errors import BlobReplaced, CorruptRecord, TierUnavailable
 from kvstore.eviction import Candidate, TierBudget
 from kvstore.format import Record, decode
@@ -19,7 +20,7 @@ from kvstore.paths import ORPHAN_SECONDS, Marker, content_prefix, marker_paths, 
 from kvstore.ray_tier import RayTier, directory_name, ray_is_running
 from kvstore.settings import LibrarySettings
 from kvstore.tier_health import Breaker, Health
-from kvstore.tiers import QUARANTINE, Blob, DiskTier, Entry, Tier, tier_for_url
+from kvstore.tiers import QUARANTINE, Blob, Entry, Tier, tier_for_url
 
 logger = logging.getLogger(__name__)
 

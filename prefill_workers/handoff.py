@@ -63,7 +63,7 @@ class BlockPool:
         self.total = len(blocks)
         self._free = deque(blocks)
         self._leases: dict[str, Lease] = {}
-        self._read: dict[str, None] = {}  # that ended so; oldest first
+        self._read: dict[str, None] = {}  # by all their readers; oldest first
         self._lease_seconds = lease_seconds
         self._ids = (f"{owner}-{n}" for n in count())
         self._clock = clock
@@ -114,6 +114,8 @@ class BlockPool:
         """One decode sequence has pulled the blocks, or never will; unknown (expired) leases are ignored."""
         if lease := self._leases.get(lease_id):
             lease.readers = max(0, lease.readers - 1)
+            if not lease.readers:
+                self._note_read(lease)
             self._drop_if_unused(lease)
 
     def abandon(self, lease_id: str) -> None:
@@ -134,10 +136,11 @@ class BlockPool:
 
     def state(self, lease_id: str) -> LeaseState:
         """What is known of a lease. From any thread."""
+        if lease_id in self._read:
+            return LeaseState.READ
         lease = self._leases.get(lease_id)
-        if lease is None:
-            return LeaseState.READ if lease_id in self._read else LeaseState.UNKNOWN
-        return LeaseState.HELD if lease.deadline > self._clock() + _ABOUT_SECONDS else LeaseState.UNKNOWN
+        held = lease is not None and lease.deadline > self._clock() + _ABOUT_SECONDS
+        return LeaseState.HELD if held else LeaseState.UNKNOWN
 
     def renew(self, lease_id: str) -> None:
         """A party said that it still wants the blocks; unknown leases are ignored."""
@@ -152,11 +155,13 @@ class BlockPool:
             self._drop(lease)
         return expired
 
+    def _note_read(self, lease: Lease) -> None:
+        self._read[lease.id] = None
+        if len(self._read) > _MOST_READ:
+            del self._read[next(iter(self._read))]
+
     def _drop_if_unused(self, lease: Lease) -> None:
         if lease.readers <= 0 and lease.holds <= 0:
-            self._read[lease.id] = None
-            if len(self._read) > _MOST_READ:
-                del self._read[next(iter(self._read))]
             self._drop(lease)
 
     def _drop(self, lease: Lease) -> None:

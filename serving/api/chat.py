@@ -33,10 +33,7 @@ _UNSUPPORTED = {
     "kv_transfer_params": "kv_transfer_params belongs to the server",
     "cache_salt": "cache_salt is not supported: content is salted by tenant",
 }
-_TOLD_BY_FIELDS = (
-    "tools",
-    "documents",
-)  # of what a template writes before messages, what keys patches (`fixed_prefix`)
+_TOLD_BY_FIELDS = ("tools", "documents")  # what a template writes before the messages, see `fixed_prefix`
 
 
 class OrbitServingChat(OpenAIServingChat):
@@ -64,8 +61,9 @@ class OrbitServingChat(OpenAIServingChat):
         """Resolve the request's chunks, let vLLM answer it, and report how it was linked."""
         answering(raw_request)
         refuse_unsupported(request, _UNSUPPORTED)
-        for name in (name for name in _TOLD_BY_FIELDS if name in (request.chat_template_kwargs or {})):
-            raise InvalidRequest(f"chat_template_kwargs: give {name} as a field of the request", parameter=name)
+        for name in _TOLD_BY_FIELDS:
+            if name in (request.chat_template_kwargs or {}):
+                raise InvalidRequest(f"chat_template_kwargs: give {name} as a field of the request", parameter=name)
         options = parse_options((request.model_extra or {}).get("orbit"))
         messages = [readable(message) for message in request.messages]
         tenant = raw_request.state.tenant if raw_request is not None else "local"

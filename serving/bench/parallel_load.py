@@ -112,8 +112,8 @@ class _Measurement:
     """One case: a request, and a tier that holds random KV and patches for all but its missing images."""
 
     def __init__(self, engine: PrefillEngine, case: Case, directory: Path) -> None:
+        from kvstore.disk_tier import DiskTier
         from kvstore.tier_faults import SlowTier
-        from kvstore.tiers import DiskTier
         from prefill_workers.pace import Pace
 
         self._pace = Pace()

@@ -18,11 +18,11 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from infra.checkpoints import checkpoint_path
+from kvstore.disk_tier import DiskTier
 from kvstore.format import PatchRecord
 from kvstore.inventory import contents
 from kvstore.library import Library
 from kvstore.settings import LibrarySettings
-from kvstore.tiers import DiskTier
 from prefill_workers.fingerprint import fingerprint
 from serving.cli import app as cli
 

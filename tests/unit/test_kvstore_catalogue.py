@@ -14,6 +14,7 @@ from kvstore_support import FINGERPRINT, GQA, random_kv
 
 from kvstore.catalogue import PatchCatalogue, entry_of
 from kvstore.chunk import antecedent_key, canonical_key
+from kvstore.disk_tier import DiskTier
 from kvstore.format import PatchRecord, encode, read_metadata
 from kvstore.index import Entry, PatchIndex, Scope, prefix_key
 from kvstore.library import Library
@@ -21,7 +22,6 @@ from kvstore.patch import PatchKind
 from kvstore.patch_form import PatchForm
 from kvstore.paths import path_of
 from kvstore.settings import LibrarySettings
-from kvstore.tiers import DiskTier
 from prefill_workers.settings import PatchFormSettings
 from serving.formed import KeeperReplica
 

@@ -12,13 +12,14 @@ import pytest
 from kvstore_support import FINGERPRINT, HoldsWhatItRead, MakeLibrary, canonical, embedding_of, patch_of, stored
 from waiting import wait_for as wait_until
 
+from kvstore.disk_tier import DiskTier
 from kvstore.errors import TierUnavailable
 from kvstore.format import Record
 from kvstore.library import Library
 from kvstore.paths import MARKERS, path_of, sorted_out
 from kvstore.settings import LibrarySettings
 from kvstore.tier_faults import FaultyTier, HeldTier
-from kvstore.tiers import DiskTier, MemoryTier
+from kvstore.tiers import MemoryTier
 
 
 def test_a_deleted_record_is_gone_everywhere(make_library: MakeLibrary) -> None:

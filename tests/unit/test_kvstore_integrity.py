@@ -17,15 +17,16 @@ import pytest
 import torch
 from kvstore_support import FINGERPRINT, canonical, embedding_of, patch_of
 
+from kvstore import disk_tier
 from kvstore import format as record_format
-from kvstore import tiers
+from kvstore.disk_tier import DiskTier
 from kvstore.format import Record, encode, kind_of
 from kvstore.library import Library
 from kvstore.loading import Loading
 from kvstore.paths import path_of
 from kvstore.settings import LibrarySettings
 from kvstore.tier_stack import Found, TierStack
-from kvstore.tiers import QUARANTINE, DiskTier
+from kvstore.tiers import QUARANTINE
 
 TESTS = Path(__file__).parents[1]
 CORRUPTIONS = 10_000
@@ -121,7 +122,7 @@ def test_of_ten_thousand_corrupted_files_none_is_served(
     caplog.set_level("ERROR")  # every one is logged as a warning
     rng = random.Random(20260801)
     # Half of them as if they were not in the page cache: those are verified while they are read.
-    monkeypatch.setattr(tiers, "_in_page_cache", lambda descriptor, size: rng.random() < 0.5)
+    monkeypatch.setattr(disk_tier, "_in_page_cache", lambda descriptor, size: rng.random() < 0.5)
     tier = DiskTier(tmp_path, durable=False)
     stack = TierStack([tier], LibrarySettings(), pinned=lambda key: False, last_used=dict)
     mine, others = canonical("mine"), canonical("other")

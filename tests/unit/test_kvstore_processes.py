@@ -13,18 +13,18 @@ import pytest
 import torch
 from kvstore_support import FINGERPRINT, canonical
 
+from kvstore.disk_tier import DiskTier
 from kvstore.format import encode
 from kvstore.library import Library
 from kvstore.paths import path_of
 from kvstore.settings import LibrarySettings
-from kvstore.tiers import DiskTier
 
 ROOT = Path(__file__).parents[2]
 
 # The writers import neither torch nor the library, so that they start at once: argv is directory, key, blob, times.
 WRITE_ONE_KEY = """
 import pathlib, pyarrow
-from kvstore.tiers import DiskTier
+from kvstore.disk_tier import DiskTier
 tier, buffer = DiskTier(sys.argv[1]), pyarrow.py_buffer(pathlib.Path(sys.argv[3]).read_bytes())
 print("ready", flush=True)
 for _ in range(int(sys.argv[4])):

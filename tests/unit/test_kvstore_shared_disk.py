@@ -12,11 +12,11 @@ import torch
 from kvstore_support import FINGERPRINT, canonical
 
 from kvstore import eviction
+from kvstore.disk_tier import DiskTier
 from kvstore.format import encode
 from kvstore.library import Library
 from kvstore.paths import path_of
 from kvstore.settings import LibrarySettings
-from kvstore.tiers import DiskTier
 
 SIZE = encode(canonical("n0")).size  # bytes of one record's file
 OpenLibrary = Callable[..., Library]

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from tier_conformance import TierConformance, buffers
 
-from kvstore import tiers
+from kvstore import disk_tier
+from kvstore.disk_tier import DiskTier
 from kvstore.errors import TierUnavailable
 from kvstore.tier_faults import FaultyTier, HeldTier, SlowTier
-from kvstore.tiers import DiskTier, FsspecTier, MemoryTier, Tier, tier_for_url
+from kvstore.tiers import FsspecTier, MemoryTier, Tier, tier_for_url
 
 
 class TestMemoryTier(TierConformance):
@@ -40,7 +41,7 @@ class TestDiskTier(TierConformance):
     def test_a_cold_file_can_be_read_through_in_chunks(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
     ) -> None:
-        monkeypatch.setattr(tiers, "_in_page_cache", lambda descriptor, size: cached)
+        monkeypatch.setattr(disk_tier, "_in_page_cache", lambda descriptor, size: cached)
         tier, content = DiskTier(tmp_path), os.urandom(1_300_000)
         tier.put("k", buffers(content))
         blob = tier.open("k")

@@ -12,13 +12,14 @@ import pytest
 from kvstore_support import canonical, embedding_of, patch_of
 
 from kvstore.chunk import DYNAMIC_TENANT, canonical_key, content_id, is_shared, owned_content_id, owner_of, tenant_salt
+from kvstore.disk_tier import DiskTier
 from kvstore.errors import TierUnavailable, UnknownFile, UnknownVectorStore
 from kvstore.files import FileStore
 from kvstore.library import Library
 from kvstore.paths import Marker, marker_paths, path_of
 from kvstore.settings import LibrarySettings
 from kvstore.tier_faults import FaultyTier, WrappedTier
-from kvstore.tiers import DiskTier, MemoryTier
+from kvstore.tiers import MemoryTier
 from kvstore.vector_stores import VectorStores
 
 Open = Callable[[], VectorStores]

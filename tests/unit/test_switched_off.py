@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.tiers import DiskTier
+from kvstore.disk_tier import DiskTier
 from prefill_workers.fidelity import Comparison, Fidelity
 from prefill_workers.policies import OperatingPoint
 from prefill_workers.settings import FidelitySettings
