@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from infra.ray_exit import exit_with
 from serving import fidelity_cli, library_cli
 from serving.loadtest import cli as loadtest_cli
 from serving.written import unwritable
@@ -258,4 +259,9 @@ def bench(
 
 def main() -> None:
     """Entry point of the `orbitserve` command."""
-    app()
+    try:
+        app()
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            exit_with(ended.code or 0)
+        raise

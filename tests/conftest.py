@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from infra.ray_exit import exit_with
 from infra.vllm_env import vllm_environment
 from serving.replica_process import SPIN
 
@@ -13,3 +14,9 @@ os.environ.update(vllm_environment(kv_cache_gib=1))
 os.environ.setdefault(*SPIN)  # engines of a test share processors, as roles do
 
 pytest.register_assert_rewrite("tier_conformance")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(exitstatus: int) -> None:
+    """This process starts several Ray clusters."""
+    exit_with(int(exitstatus))

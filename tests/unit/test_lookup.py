@@ -60,9 +60,25 @@ def full() -> Iterator[MemoryTier]:
     return tier
 
 
+def over(*tiers: Tier, load_timeout_s: float = 10, **settings: float) -> Lookups:
+    """Look-ups in a library on these tiers, which is closed after the test."""
+    chosen = LibrarySettings(directory=None, load_timeout_s=load_timeout_s, **settings)
+    _OPEN.append(Library(chosen, FINGERPRINT, list(tiers)))
+    return Lookups(_OPEN[-1])
+
+
+_OPEN: list[Library] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    while _OPEN:
+        _OPEN.pop().close(1)
+
+
 def start(tier: Tier, mode: Mode = Mode.AUTO, keys: ChunkKeys = KEYS, **settings: float) -> Lookup:
-    library = Library(LibrarySettings(directory=None, load_timeout_s=10, **settings), FINGERPRINT, [tier])
-    return Lookups(library).start(keys, mode)
+    return over(tier, **settings).start(keys, mode)
 
 
 @pytest.mark.parametrize("held", ["canonical", "patch"])
@@ -132,8 +148,7 @@ def test_a_farther_tier_is_not_asked_for_what_a_nearer_one_makes_needless(full: 
         with Library(LibrarySettings(directory=None), FINGERPRINT, [tier]) as library:
             for record in (RECORD, *near):
                 library._put(record)
-        library = Library(LibrarySettings(directory=None, load_timeout_s=10), FINGERPRINT, [tier, far])
-        assert Lookups(library).start(keys, Mode.AUTO).found().patch is not None
+        assert over(tier, far).start(keys, Mode.AUTO).found().patch is not None
         return {Path(key).stem for action, key in far.calls if action == "contains" and "/patch/" in key}
 
     assert asked(OWN, ORBIT) == asked(OWN) == set()
@@ -203,9 +218,8 @@ def test_a_failing_tier_finds_nothing_and_raises_nothing(full: MemoryTier) -> No
 
 
 def test_a_tier_that_does_not_answer_says_nothing_of_what_is_stored(full: MemoryTier) -> None:
-    settings = LibrarySettings(directory=None, load_timeout_s=10)
-    lookups = Lookups(Library(settings, FINGERPRINT, [FaultyTier(full, "contains")]))
-    for _ in range(settings.tier_failures + 1):  # in the end the tier is left alone
+    lookups = over(FaultyTier(full, "contains"))
+    for _ in range(LibrarySettings().tier_failures + 1):  # in the end the tier is left alone
         assert lookups.start(KEYS, Mode.AUTO).found().unsure
 
 
@@ -225,9 +239,8 @@ def test_all_records_of_a_chunk_are_waited_for_together(full: MemoryTier) -> Non
         for part in parts:
             library._put(part)
     keys = replace(KEYS, own_patch="0" * 64, set_patch="1" * 64, parts=tuple(part.key for part in parts))
-    library = Library(LibrarySettings(directory=None, load_timeout_s=0.4, load_threads=64), FINGERPRINT, [tier])
     began = time.monotonic()
-    found = Lookups(library).start(keys, Mode.AUTO).found()
+    found = over(tier, load_timeout_s=0.4, load_threads=64).start(keys, Mode.AUTO).found()
     assert time.monotonic() - began < 1.2
     assert (found.canonical, found.embeddings, found.unsure) == (None, None, True)
     tier.release.set()
@@ -260,7 +273,7 @@ def test_what_was_looked_up_ahead_serves_the_next_who_asks_and_nobody_after(
     now = 100.0
     monkeypatch.setattr("prefill_workers.lookup.time", SimpleNamespace(monotonic=lambda: now))
     tier = KindTier(full)
-    lookups = Lookups(Library(LibrarySettings(directory=None, memory_bytes=0), FINGERPRINT, [tier]))
+    lookups = over(tier, memory_bytes=0)
     ahead = lookups.start_ahead(KEYS, Mode.AUTO)
     assert lookups.start(KEYS, Mode.EXACT) is not ahead, "another mode looks for something else"
     assert lookups.start(replace(KEYS, set_patch="behind others"), Mode.AUTO) is not ahead
@@ -284,7 +297,7 @@ def test_what_nobody_comes_for_is_not_kept(full: MemoryTier, monkeypatch: pytest
     now = 100.0
     monkeypatch.setattr("prefill_workers.lookup.time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr("prefill_workers.lookup._MOST_KEPT", 3)
-    lookups = Lookups(Library(LibrarySettings(directory=None), FINGERPRINT, [full]))
+    lookups = over(full)
     for name in "abcd":
         lookups.start_ahead(replace(KEYS, set_patch=name), Mode.AUTO)
     assert [keys.set_patch for keys, _ in lookups._kept] == ["b", "c", "d"]
