@@ -107,8 +107,7 @@ class Library:
         self._load_ms = 0.0
         self._pins = Pins()
         self._deletions = Deletions(settings.deletion_grace_s) if deletions is None else deletions
-        self._loading: dict[str, Loading] = {}
-        self._passed: dict[str, list[Loading]] = {}  # under way in tiers that were left alone since: nobody joins them
+        self._loading: dict[str, list[Loading]] = {}  # under way, the latest last
         self._hot = HotCache(settings.memory_bytes, settings.tenant_memory_bytes, self._is_pinned, self._announce)
         tiers = TierStack.tiers_of(settings) if tiers is None else tiers
         self._stack = TierStack(tiers, settings, self._is_pinned, self._hot.last_used)
@@ -151,10 +150,7 @@ class Library:
         """Starts loading and returns at once; loads of one record share one read."""
         path = record_path(kind, key, self.fingerprint, tenant)
         with self._lock:
-            under_way = self._loading.get(path)
-            if under_way is not None and self._stack.is_stuck(under_way):
-                self._passed.setdefault(path, []).append(self._loading.pop(path))  # another goes past the tier
-                under_way = None
+            under_way = self._joinable(path)
             loading = Loading(path) if under_way is None else under_way
             if under_way is None:
                 resident = self._resident(path)
@@ -162,7 +158,7 @@ class Library:
                     self._counts["memory_hits"] += 1
                     loading.set_result(resident)
                     return loading
-                self._loading[path] = loading
+                self._loading.setdefault(path, []).append(loading)
         loading.add_done_callback(self._count_loaded)
         if under_way is None:
             self._load_from(0, loading, key, tenant)
@@ -393,6 +389,13 @@ class Library:
     def _get(self, kind: RecordKind, key: str, tenant: str) -> Record | None:
         return self.wait(self.load(kind, key, tenant))
 
+    def _joinable(self, path: str) -> Loading | None:
+        """The load under way that others may share: none that is stuck, or ever was; another goes past that tier."""
+        latest = self._loading[path][-1] if path in self._loading else None
+        if latest is not None and not latest.passed:
+            latest.passed = self._stack.is_stuck(latest)
+        return None if latest is None or latest.passed else latest
+
     def _count_loaded(self, future: Future[Record | None]) -> None:
         with self._lock:
             self._counts["misses" if future.result() is None else "tier_hits"] += 1
@@ -444,13 +447,11 @@ class Library:
         loading.set_result(None if found is None or deleted else found.record)
 
     def _ended(self, loading: Loading) -> None:
-        path = loading.path
-        if self._loading.get(path) is loading:
-            del self._loading[path]
-        elif path in self._passed:
-            left = [other for other in self._passed.pop(path) if other is not loading]
-            if left:
-                self._passed[path] = left
+        under_way = self._loading.get(loading.path, [])
+        if loading in under_way:  # else it was dropped by a deletion
+            under_way.remove(loading)
+            if not under_way:
+                del self._loading[loading.path]
 
     def _put(self, record: Record) -> None:
         if record.fingerprint != self.fingerprint:
@@ -460,9 +461,8 @@ class Library:
             if self._deletions.covers(record):
                 return
             self._hot.put(path, record)
-            for loading in (self._loading.get(path), *self._passed.get(path, ())):
-                if loading is not None:
-                    loading.dropped = True  # what it finds is older; whoever waits for it gets it all the same
+            for loading in self._loading.get(path, ()):
+                loading.dropped = True  # what it finds is older; whoever waits for it gets it all the same
             refused = self._submit(path, _Write(record), record.nbytes, len(self._queues))
             self._counts["dropped_writes"] += len(refused)
         if refused:
@@ -480,8 +480,7 @@ class Library:
     def _forget(self, path: str) -> bool:
         """Removes a record from memory and from the queues."""
         with self._lock:
-            under_way = self._loading.pop(path, None)
-            for loading in (*self._passed.pop(path, ()), *([] if under_way is None else [under_way])):
+            for loading in self._loading.pop(path, ()):
                 loading.dropped = True
             in_memory = self._hot.remove(path)
         return any([queue.cancel(path) for queue in self._queues]) or in_memory

@@ -19,7 +19,7 @@ def make_library(tmp_path: Path, request: pytest.FixtureRequest) -> MakeLibrary:
     """Opens a library on `tiers` (default: a disk), their only writer by default, and closes it after the test."""
 
     def open_library(*tiers: Tier, fingerprint: str = FINGERPRINT, **fields: Any) -> Library:
-        chosen = LibrarySettings(directory=tmp_path / "library", **{"writers": 1, **fields})
+        chosen = LibrarySettings(**{"directory": tmp_path / "library", "writers": 1, **fields})
         library = Library(chosen, fingerprint, tiers or None)
         request.addfinalizer(lambda: library.close(5))
         return library

@@ -228,7 +228,7 @@ def test_a_load_that_was_passed_by_still_warms_memory_unless_its_record_was_dele
     stuck.release.set()
     assert loading.result(5) is not None, "who waited has it"
     assert library.is_resident("canonical", record.key, "acme") is not deleted
-    assert not library._passed
+    assert not library._loading
 
 
 def test_a_tier_in_which_all_threads_hang_is_left_alone_until_one_comes_back(make_library: MakeLibrary) -> None:

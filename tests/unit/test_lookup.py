@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 import torch
-from kvstore_support import FINGERPRINT, canonical, embedding_of, patch_of
+from kvstore_support import FINGERPRINT, MakeLibrary, canonical, embedding_of, patch_of
 
 from kvstore.chunk import DYNAMIC_TENANT
 from kvstore.format import CanonicalRecord, PatchRecord
@@ -24,6 +24,9 @@ from prefill_workers.lookup import Lookup, Lookups
 from prefill_workers.plan import ChunkOutcome, ChunkPlan, ChunkSpan, LinkPlan, LinkRequest
 from prefill_workers.policies import Mode, OperatingPoint
 from prefill_workers.sequence import LinkSequence, Run
+
+Over = Callable[..., Lookups]
+Start = Callable[..., Lookup]
 
 TENANT = "acme"
 RECORD = canonical("page")
@@ -60,29 +63,22 @@ def full() -> Iterator[MemoryTier]:
     return tier
 
 
-def over(*tiers: Tier, load_timeout_s: float = 10, **settings: float) -> Lookups:
-    """Look-ups in a library on these tiers, which is closed after the test."""
-    chosen = LibrarySettings(directory=None, load_timeout_s=load_timeout_s, **settings)
-    _OPEN.append(Library(chosen, FINGERPRINT, list(tiers)))
-    return Lookups(_OPEN[-1])
+@pytest.fixture
+def over(make_library: MakeLibrary) -> Over:
+    """Look-ups in a library on the tiers given."""
+    return lambda *tiers, **settings: Lookups(
+        make_library(*tiers, **{"directory": None, "load_timeout_s": 10, **settings})
+    )
 
 
-_OPEN: list[Library] = []
-
-
-@pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
-    yield
-    while _OPEN:
-        _OPEN.pop().close(1)
-
-
-def start(tier: Tier, mode: Mode = Mode.AUTO, keys: ChunkKeys = KEYS, **settings: float) -> Lookup:
-    return over(tier, **settings).start(keys, mode)
+@pytest.fixture
+def start(over: Over) -> Start:
+    """A look-up of one chunk on a tier."""
+    return lambda tier, mode=Mode.AUTO, keys=KEYS: over(tier).start(keys, mode)
 
 
 @pytest.mark.parametrize("held", ["canonical", "patch"])
-def test_kv_is_known_to_come_before_it_is_loaded(full: MemoryTier, held: str) -> None:
+def test_kv_is_known_to_come_before_it_is_loaded(full: MemoryTier, held: str, start: Start) -> None:
     tier = KindTier(full, held)
     lookup = start(tier)
     assert lookup.is_coming(5)
@@ -99,7 +95,7 @@ def test_kv_is_known_to_come_before_it_is_loaded(full: MemoryTier, held: str) ->
     assert "embedding" not in tier.read()
 
 
-def test_canonical_kv_is_not_moved_without_a_patch(full: MemoryTier) -> None:
+def test_canonical_kv_is_not_moved_without_a_patch(full: MemoryTier, start: Start) -> None:
     tier = KindTier(full)
     lookup = start(tier, keys=replace(KEYS, set_patch="0" * 64))
     assert not lookup.is_coming(5)
@@ -109,7 +105,7 @@ def test_canonical_kv_is_not_moved_without_a_patch(full: MemoryTier) -> None:
     assert tier.read() == ["embedding"]
 
 
-def test_a_sum_takes_parts_that_have_seen_references_only_from_everybody() -> None:
+def test_a_sum_takes_parts_that_have_seen_references_only_from_everybody(start: Start) -> None:
     """Behind a reference and a private chunk, of which the tenant's own patch knows."""
     tier = MemoryTier()
     record = replace(RECORD, tenant=DYNAMIC_TENANT)
@@ -125,7 +121,9 @@ def test_a_sum_takes_parts_that_have_seen_references_only_from_everybody() -> No
 
 
 @pytest.mark.parametrize("parts", [(), ("2" * 64, "3" * 64)])
-def test_a_tier_is_asked_once_what_it_has_of_a_chunks_patches(full: MemoryTier, parts: tuple[str, ...]) -> None:
+def test_a_tier_is_asked_once_what_it_has_of_a_chunks_patches(
+    full: MemoryTier, parts: tuple[str, ...], start: Start
+) -> None:
     asked: list[set[str]] = []
 
     class Asked(KindTier):
@@ -138,7 +136,7 @@ def test_a_tier_is_asked_once_what_it_has_of_a_chunks_patches(full: MemoryTier, 
     assert asked == [{keys.own_patch, keys.set_patch, *parts}]
 
 
-def test_a_farther_tier_is_not_asked_for_what_a_nearer_one_makes_needless(full: MemoryTier) -> None:
+def test_a_farther_tier_is_not_asked_for_what_a_nearer_one_makes_needless(full: MemoryTier, over: Over) -> None:
     far = KindTier(MemoryTier())
     keys = replace(KEYS, parts=("2" * 64, "3" * 64))
 
@@ -155,7 +153,7 @@ def test_a_farther_tier_is_not_asked_for_what_a_nearer_one_makes_needless(full: 
     assert asked(ORBIT) == {OWN.key}, "its own patch would be better; parts would not"
 
 
-def test_full_reuse_needs_no_patch(full: MemoryTier) -> None:
+def test_full_reuse_needs_no_patch(full: MemoryTier, start: Start) -> None:
     tier = KindTier(full, "canonical")
     lookup = start(tier, Mode.FULL_REUSE)
     assert lookup.is_coming(5)
@@ -165,7 +163,7 @@ def test_full_reuse_needs_no_patch(full: MemoryTier) -> None:
 
 
 @pytest.mark.parametrize(("mode", "read"), [(Mode.EXACT, ["embedding"]), (Mode.OFF, [])])
-def test_other_modes_look_for_no_kv(full: MemoryTier, mode: Mode, read: list[str]) -> None:
+def test_other_modes_look_for_no_kv(full: MemoryTier, mode: Mode, read: list[str], start: Start) -> None:
     tier = KindTier(full)
     lookup = start(tier, mode)
     assert not lookup.is_coming(5)
@@ -175,7 +173,7 @@ def test_other_modes_look_for_no_kv(full: MemoryTier, mode: Mode, read: list[str
 
 @pytest.mark.parametrize(("mode", "with_embeddings"), [("mpic-0", False), ("mpic-8", True), ("cacheblend-8", True)])
 def test_modes_that_compute_some_tokens_bring_their_embeddings_along(
-    full: MemoryTier, mode: str, with_embeddings: bool
+    full: MemoryTier, mode: str, with_embeddings: bool, start: Start
 ) -> None:
     tier = KindTier(full, "canonical")
     lookup = start(tier, Mode.parse(mode))
@@ -189,7 +187,7 @@ def test_modes_that_compute_some_tokens_bring_their_embeddings_along(
     assert (lacking.canonical, lacking.embeddings is not None) == (None, True)
 
 
-def test_kv_that_is_not_there_is_not_awaited_and_leaves_the_embeddings(full: MemoryTier) -> None:
+def test_kv_that_is_not_there_is_not_awaited_and_leaves_the_embeddings(full: MemoryTier, start: Start) -> None:
     lookup = start(full, keys=replace(KEYS, canonical="0" * 64))
     assert not lookup.is_coming(5)
     found = lookup.found()
@@ -199,7 +197,7 @@ def test_kv_that_is_not_there_is_not_awaited_and_leaves_the_embeddings(full: Mem
 
 
 @pytest.mark.parametrize("kind", ["canonical", "patch"])
-def test_kv_that_fails_to_come_leaves_the_embeddings(full: MemoryTier, kind: str) -> None:
+def test_kv_that_fails_to_come_leaves_the_embeddings(full: MemoryTier, kind: str, start: Start) -> None:
     class Torn(KindTier):
         def get(self, key: str) -> pa.Buffer | None:
             return pa.py_buffer(b"torn") if f"/{kind}/" in key else super().get(key)
@@ -211,19 +209,19 @@ def test_kv_that_fails_to_come_leaves_the_embeddings(full: MemoryTier, kind: str
     assert not start(full, keys=replace(KEYS, set_patch="0" * 64)).found().unsure
 
 
-def test_a_failing_tier_finds_nothing_and_raises_nothing(full: MemoryTier) -> None:
+def test_a_failing_tier_finds_nothing_and_raises_nothing(full: MemoryTier, start: Start) -> None:
     lookup = start(FaultyTier(full, "get", "contains"))
     assert not lookup.is_coming(5)
     assert lookup.found().embeddings is None
 
 
-def test_a_tier_that_does_not_answer_says_nothing_of_what_is_stored(full: MemoryTier) -> None:
+def test_a_tier_that_does_not_answer_says_nothing_of_what_is_stored(full: MemoryTier, over: Over) -> None:
     lookups = over(FaultyTier(full, "contains"))
     for _ in range(LibrarySettings().tier_failures + 1):  # in the end the tier is left alone
         assert lookups.start(KEYS, Mode.AUTO).found().unsure
 
 
-def test_a_stalled_tier_is_not_waited_for(full: MemoryTier) -> None:
+def test_a_stalled_tier_is_not_waited_for(full: MemoryTier, start: Start) -> None:
     tier = KindTier(full, "patch", action="contains")
     lookup = start(tier)
     assert not lookup.is_coming(0.01)
@@ -231,7 +229,7 @@ def test_a_stalled_tier_is_not_waited_for(full: MemoryTier) -> None:
     assert lookup.found().canonical is not None
 
 
-def test_all_records_of_a_chunk_are_waited_for_together(full: MemoryTier) -> None:
+def test_all_records_of_a_chunk_are_waited_for_together(full: MemoryTier, over: Over) -> None:
     """And its embeddings by themselves: they are what it is computed from then."""
     tier = KindTier(full, "canonical", "patch", "embedding")
     parts = [patch_of(RECORD), *(patch_of(RECORD, [name]) for name in "abc")]
@@ -246,7 +244,7 @@ def test_all_records_of_a_chunk_are_waited_for_together(full: MemoryTier) -> Non
     tier.release.set()
 
 
-def test_a_defect_is_heard_of(full: MemoryTier) -> None:
+def test_a_defect_is_heard_of(full: MemoryTier, start: Start) -> None:
     lookup = start(full, keys=replace(KEYS, own_patch="not a key"))
     assert lookup.is_coming(5), "so that whoever plans asks for what was found"
     with pytest.raises(ValueError, match="64 hex digits"):
@@ -268,7 +266,7 @@ def plan_of(*chunks: ChunkPlan, tokens: int = 100) -> LinkPlan:
 
 
 def test_what_was_looked_up_ahead_serves_the_next_who_asks_and_nobody_after(
-    full: MemoryTier, monkeypatch: pytest.MonkeyPatch
+    full: MemoryTier, monkeypatch: pytest.MonkeyPatch, over: Over
 ) -> None:
     now = 100.0
     monkeypatch.setattr("prefill_workers.lookup.time", SimpleNamespace(monotonic=lambda: now))
@@ -293,7 +291,7 @@ def test_what_was_looked_up_ahead_serves_the_next_who_asks_and_nobody_after(
     assert lookups.start(KEYS, Mode.AUTO) is not again, "what it found may have been deleted since"
 
 
-def test_what_nobody_comes_for_is_not_kept(full: MemoryTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nobody_comes_for_is_not_kept(full: MemoryTier, monkeypatch: pytest.MonkeyPatch, over: Over) -> None:
     now = 100.0
     monkeypatch.setattr("prefill_workers.lookup.time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr("prefill_workers.lookup._MOST_KEPT", 3)
@@ -311,7 +309,7 @@ def test_what_nobody_comes_for_is_not_kept(full: MemoryTier, monkeypatch: pytest
 
 @pytest.mark.parametrize(("mode", "absent"), [(Mode.AUTO, False), (Mode.EXACT, False), (Mode.AUTO, True)])
 def test_pixels_are_lacking_where_neither_kv_nor_embeddings_are_stored(
-    full: MemoryTier, mode: Mode, absent: bool
+    full: MemoryTier, mode: Mode, absent: bool, start: Start
 ) -> None:
     tier = KindTier(MemoryTier() if absent else full, "canonical")
     lacks = start(tier, mode).lacks_pixels()
@@ -354,7 +352,7 @@ def test_what_stands_behind_a_chunk_waits_until_its_tokens_are_chosen() -> None:
     assert (plan.frontier, plan.settled, plan.measures) == (100, True, False)
 
 
-def test_a_plan_knows_of_loads_that_have_ended() -> None:
+def test_a_plan_knows_of_loads_that_have_ended(start: Start) -> None:
     plan = plan_of(chunk(10, 20, OperatingPoint.PATCHED, True))
     assert not plan.has_news
     lookup = plan.chunks[0].loading
