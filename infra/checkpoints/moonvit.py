@@ -1,6 +1,6 @@
 """The vision tower of Kimi-VL (MoonViT) and its projector in plain torch, for training and for writing checkpoints.
 
-Parameters have the names that vLLM's loader knows. A picture comes as its patches, row by row, and their grid.
+Parameters have the names that vLLM's loader knows. Pictures of one size come as patches, row by row, and their grid.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class _PatchEmbed(nn.Module):
         self.pos_emb = _Positions(width)
 
     def forward(self, patches: Tensor, grid: Sequence[int]) -> Tensor:
-        return self.proj(patches).flatten(1) + self.pos_emb(grid)
+        pictures = patches.shape[:-3]
+        return self.proj(patches.flatten(0, -4)).view(*pictures, -1) + self.pos_emb(grid)
 
 
 class _Perceptron(nn.Module):
@@ -56,8 +57,8 @@ class _Block(nn.Module):
 
     def forward(self, hidden: Tensor, phases: Tensor) -> Tensor:
         q, k, v = self.wqkv(self.norm0(hidden)).unflatten(-1, (3, HEADS, -1)).unbind(-3)
-        q, k = (_turned(part, phases).transpose(0, 1) for part in (q, k))
-        attended = F.scaled_dot_product_attention(q, k, v.transpose(0, 1)).transpose(0, 1).flatten(1)
+        q, k = (_turned(part, phases).transpose(-3, -2) for part in (q, k))
+        attended = F.scaled_dot_product_attention(q, k, v.transpose(-3, -2)).transpose(-3, -2).flatten(-2)
         hidden = hidden + self.wo(attended)
         return hidden + self.mlp(self.norm1(hidden))
 
@@ -84,7 +85,7 @@ class MoonViT(nn.Module):
         self.encoder = _Encoder(width, depth)
 
     def forward(self, patches: Tensor, grid: Sequence[int]) -> Tensor:
-        """Features [patches, width] of a picture's `patches` [patches, 3, size, size] in a grid of (rows, columns)."""
+        """Features [..., patches, width] of `patches` [..., patches, 3, size, size] in a grid of (rows, columns)."""
         return self.encoder(self.patch_embed(patches, grid), phases(grid, self.width // HEADS).to(patches.device))
 
 
@@ -99,10 +100,10 @@ class Projector(nn.Module):
         self.linear_1, self.linear_2 = nn.Linear(merged, merged), nn.Linear(merged, hidden)
 
     def forward(self, features: Tensor, grid: Sequence[int]) -> Tensor:
-        """Embeddings [tokens, hidden] of one picture's features [patches, width]."""
+        """Embeddings [..., tokens, hidden] of pictures' features [..., patches, width]."""
         rows, columns = (size // self.merge for size in grid)
-        cells = self.pre_norm(features).view(rows, self.merge, columns, self.merge, -1).transpose(1, 2)
-        return self.linear_2(F.gelu(self.linear_1(cells.reshape(rows * columns, -1))))
+        cells = self.pre_norm(features).unflatten(-2, (rows, self.merge, columns, self.merge)).transpose(-4, -3)
+        return self.linear_2(F.gelu(self.linear_1(cells.flatten(-5, -4).flatten(-3))))
 
 
 def phases(grid: Sequence[int], head: int) -> Tensor:
@@ -114,7 +115,7 @@ def phases(grid: Sequence[int], head: int) -> Tensor:
 
 
 def _turned(heads: Tensor, angles: Tensor) -> Tensor:
-    """Neighbouring features of `heads` [patches, heads, head] turned by `angles`."""
+    """Neighbouring features of `heads` [..., patches, heads, head] turned by `angles`."""
     even, odd = heads[..., 0::2], heads[..., 1::2]
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)

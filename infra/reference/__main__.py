@@ -1,4 +1,4 @@
-"""`python -m infra.reference`: train reference models, train them further, evaluate them."""
+"""`python -m infra.reference`: train reference models, train them further, average rounds of that, evaluate them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from infra.reference import WEIGHTS
 def main(arguments: Sequence[str]) -> None:
     """Command line; see `--help`."""
     from infra.reference.families import FAMILIES
-    from infra.reference.making import make, refine
+    from infra.reference.making import average, make, refine
 
     parser = argparse.ArgumentParser(prog="python -m infra.reference", description="Make the reference models.")
     commands = parser.add_subparsers(dest="command", required=True)
     helps = {
         make: "train a family's model, write and evaluate it; goes on where it stopped",
         refine: "train one that was made on the splits that came later; goes on where it stopped",
+        average: "give one the mean of the weights that rounds of refining ended with",
     }
     for command, text in helps.items():
         options = commands.add_parser(command.__name__, help=text)
@@ -31,6 +32,10 @@ def main(arguments: Sequence[str]) -> None:
         options.add_argument("--items", type=int, default=500, help="evaluated per split (default: %(default)s)")
         options.add_argument("--threads", type=int, default=2, help="of the processor (default: %(default)s)")
         options.add_argument("--device", default="cpu", help="or a GPU, such as cuda or cuda:1 (default: %(default)s)")
+        if command is average:
+            options.add_argument("--rounds", type=int, nargs="+", required=True, help="of refining, from 1 on")
+            continue
+        options.add_argument("--compiled", action="store_true", help="compile the language model's layers for training")
         if command is refine:
             options.add_argument("--again", action="store_true", help="train further what was refined before")
             options.add_argument("--counting", action="store_true", help="mostly on colours counted across pages")
@@ -39,8 +44,10 @@ def main(arguments: Sequence[str]) -> None:
     import torch
 
     torch.set_num_threads(chosen.threads)
-    more = {"again": chosen.again, "counting": chosen.counting} if chosen.run is refine else {}
-    for line in chosen.run(chosen.family, chosen.work, chosen.out, chosen.items, torch.device(chosen.device), **more):
+    names = {average: ("rounds",), make: ("compiled",), refine: ("compiled", "again", "counting")}[chosen.run]
+    more = {name: getattr(chosen, name) for name in names}
+    more |= {"work": chosen.work, "out": chosen.out, "count": chosen.items, "device": torch.device(chosen.device)}
+    for line in chosen.run(chosen.family, **more):
         print(json.dumps(line), flush=True)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,11 @@ Then `python -m infra.reference refine {command} {options}` trained the language
 {minutes:.0f} minutes by the clock on {machine}, at a learning rate of at most {rate:g}, over what the tower writes,
 embeddings and tower as they were: with pages beside whose things stand tally marks (`tally`), and with more questions
 about two things. Its lines in the curve say `refined`, and in which round.
+
+"""
+_AVERAGED = """\
+Then `python -m infra.reference average {family} --rounds {rounds}` gave it the mean of the weights that these rounds of
+refining ended with.
 
 """
 
@@ -73,8 +78,18 @@ def refined_card(
         machine=machine.name,
         options=machine.options,
     )
+    return _continued(before, refined, scores, items)
+
+
+def average_card(before: str, family: str, rounds: Sequence[int], scores: Mapping[str, float], items: int) -> str:
+    """The text of the card of a mean of `rounds`; else as `refined_card` has it."""
+    averaged = _AVERAGED.format(family=family, rounds=" ".join(map(str, rounds)))
+    return _continued(before, averaged, scores, items)
+
+
+def _continued(before: str, more: str, scores: Mapping[str, float], items: int) -> str:
     template = _SCORES + _TEMPLATE.partition(_SCORES)[2]
-    return before.partition(_SCORES)[0] + refined + template.format(**_scored(scores, items))
+    return before.partition(_SCORES)[0] + more + template.format(**_scored(scores, items))
 
 
 def _scored(scores: Mapping[str, float], items: int) -> dict[str, Any]:

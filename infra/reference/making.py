@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import nn
 
 from infra.machine import processor
 from infra.reference import digest
-from infra.reference.card import Machine, card, curve_text, refined_card
+from infra.reference.card import Machine, average_card, card, curve_text, refined_card
 from infra.reference.families import FAMILIES, ReferenceFamily
 from infra.reference.pictures import grid_picture, page_picture
 from infra.reference.prompts import Layout, Words, lay_out
@@ -83,6 +83,11 @@ class Model:
         tower = {id(parameter) for parameter in self.kind.tower_module(self.model).parameters()}
         return [parameter for parameter in self.model.parameters() if id(parameter) not in tower]
 
+    def compile(self) -> None:
+        """Let the language model's layers be compiled at their first step, which takes a minute or two."""
+        for layer in self.language.text.layers:
+            layer.compile(dynamic=True)
+
     def tower(self) -> Tower:
         """Pictures to the codes of their cells."""
         return self.kind.tower(self.model, self.kind.recipe.image_processor())
@@ -113,6 +118,7 @@ class Model:
             yield {"split": str(split), "items": count, "right": share, "seconds": round(time.monotonic() - began)}
 
     @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")
     def evaluate(self, split: Split, count: int) -> float:
         """The share of held-out questions of a split whose answer is right, from pictures, by full prefill."""
         generator = torch.Generator().manual_seed(_EVALUATION_SEED)
@@ -219,7 +225,7 @@ class Refining(Model):
         if rounds and not again:
             raise ValueError(f"{folder} was refined before; make it anew first, or refine it again")
         number = rounds + 1
-        file = work / f"{family}-refined-{number}.pt"
+        file = _refined(work, family, number)
         tokens = kind.recipe.tokenizer()
         model = kind.recipe.load(tokens, folder).to(device)
         found = cls(
@@ -282,9 +288,13 @@ def _pictures(scenes: Scenes, cell: int) -> list[Any]:
     return [page_picture(scenes, index, page, cell) for index in sets for page in range(scenes.form.pages)]
 
 
-def make(family: str, work: Path, out: Path, count: int, device: torch.device = CPU) -> Iterator[dict[str, Any]]:
+def make(
+    family: str, work: Path, out: Path, count: int, device: torch.device = CPU, compiled: bool = False
+) -> Iterator[dict[str, Any]]:
     """Train, export and evaluate a family's model, from where `work` stands; yields what there is to say."""
     making = Making.begin(family, work, device)
+    if compiled:
+        making.compile()
     yield from making.train_language()
     if not any("tower" in line for line in making.progress.curve):
         yield from making.train_tower()
@@ -292,36 +302,64 @@ def make(family: str, work: Path, out: Path, count: int, device: torch.device = 
     scores: dict[str, float] = {}
     yield from making.evaluated(count, scores)
     parameters = sum(parameter.numel() for parameter in making.model.parameters())
-    text = card(family, parameters, making.progress.curve, _machine(device), scores, count)
+    text = card(family, parameters, making.progress.curve, _machine(device, compiled), scores, count)
     making.document(out / family, text)
 
 
 def refine(
     family: str, work: Path, out: Path, count: int, device: torch.device = CPU, again: bool = False,
-    counting: bool = False,
+    counting: bool = False, compiled: bool = False,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Train the model that lies in `out` further, export and evaluate it; goes on from where `work` stands.
 
     Yields what there is to say. Raises ValueError if the model was refined before, unless it is to be refined `again`.
     """
     refining = Refining.begin(family, out / family, work, device, again, counting)
+    if compiled:
+        refining.compile()
     yield from refining.train()
     refining.export(out / family)
     scores: dict[str, float] = {}
     yield from refining.evaluated(count, scores)
     before = (out / family / CARD).read_text()
     options = " --again" * (refining.round > 1) + " --counting" * counting
-    text = refined_card(
-        before, f"{family}{options}", refining.progress.curve, _machine(device), scores, count, refining.rate
-    )
+    machine = _machine(device, compiled)
+    text = refined_card(before, f"{family}{options}", refining.progress.curve, machine, scores, count, refining.rate)
     refining.document(out / family, text)
 
 
-def _machine(device: torch.device) -> Machine:
+def average(
+    family: str, rounds: Sequence[int], work: Path, out: Path, count: int, device: torch.device = CPU
+) -> Iterator[dict[str, Any]]:
+    """Give the model in `out` the mean of the weights that some rounds of its refining ended with, and evaluate it.
+
+    Rounds that end at different strengths meet in between ("model soups", Wortsman et al. 2022). Yields what there is
+    to say. Raises ValueError if `work` has not all of these rounds.
+    """
+    files = [_refined(work, family, number) for number in rounds]
+    if missing := [str(file) for file in files if not file.exists()]:
+        raise ValueError(f"there is no round of refining in {', '.join(missing)}; refine {family} first")
+    model = Refining.begin(family, out / family, work, device, again=True)
+    states = [torch.load(file, weights_only=False, map_location=CPU)["model"] for file in files]
+    model.model.load_state_dict({name: torch.stack([state[name] for state in states]).mean(0) for name in states[0]})
+    model.export(out / family)
+    scores: dict[str, float] = {}
+    yield from model.evaluated(count, scores)
+    before = (out / family / CARD).read_text()
+    model.document(out / family, average_card(before, family, rounds, scores, count))
+
+
+def _machine(device: torch.device, compiled: bool) -> Machine:
+    more = " --compiled" * compiled
     if device.type == "cuda":
-        return Machine(f"one {torch.cuda.get_device_name(device)}", f"--device {device}")
+        return Machine(f"one {torch.cuda.get_device_name(device)}", f"--device {device}{more}")
     threads = torch.get_num_threads()
-    return Machine(f"{threads} core{'s' * (threads > 1)} of {processor()}", f"--threads {threads}")
+    return Machine(f"{threads} core{'s' * (threads > 1)} of {processor()}", f"--threads {threads}{more}")
+
+
+def _refined(work: Path, family: str, number: int) -> Path:
+    """Where a round of a family's refining is kept."""
+    return work / f"{family}-refined-{number}.pt"
 
 
 def draw(parameters: Iterator[tuple[str, nn.Parameter]]) -> None:

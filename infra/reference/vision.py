@@ -84,15 +84,14 @@ def qwen_tower(model: Any, processor: Any) -> Tower:
 
 
 def kimi_tower(model: Any, processor: Any) -> Tower:
-    """The tower of a Kimi-VL shaped model."""
+    """The tower of a Kimi-VL shaped model, for pictures of one size."""
 
     def tower(pictures: Sequence[Image.Image]) -> list[Tensor]:
         inputs = processor.preprocess(list(pictures))
-        grids = inputs["image_grid_hws"].tolist()
-        patches = inputs["pixel_values"].split([rows * columns for rows, columns in grids])
+        (grid,) = set(map(tuple, inputs["image_grid_hws"].tolist()))
         see, project = model["vision_tower"], model["multi_modal_projector"]
-        patches = [part.to(next(project.parameters()).device) for part in patches]
-        return [torch.cat([project(see(part, grid), grid) for part, grid in zip(patches, grids, strict=True)])]
+        patches = inputs["pixel_values"].to(next(project.parameters()).device).unflatten(0, (len(pictures), -1))
+        return [project(see(patches, grid), grid).flatten(0, 1)]
 
     return tower
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from infra.reference import WEIGHTS, making
 from infra.reference.families import FAMILIES
-from infra.reference.making import CARD, Refining, refine, written_codes
+from infra.reference.making import CARD, Refining, average, refine, written_codes
 from infra.reference.pictures import page_picture
 from infra.reference.scenes import Form, Split, draw_items
 from infra.reference.training import COUNTING, REFINING
@@ -57,6 +57,30 @@ def test_what_was_refined_is_refined_again_only_when_asked_to_and_on_other_pages
     curve = json.loads((out / FAMILY / making.CURVE).read_text())
     assert [line["refined"] for line in curve if "refined" in line] == [1, 2]
     assert f"refine {FAMILY} --again --threads" in (out / FAMILY / CARD).read_text()
+
+
+def test_a_mean_of_rounds_has_the_mean_of_their_weights_and_says_which_rounds(out):
+    before, ends = (out / FAMILY / CARD).read_text().count("further steps"), []
+    for again in (False, True):
+        list(refine(FAMILY, out / "work", out, 4, again=again))
+        ends.append(load_file(out / FAMILY / "model.safetensors"))
+    scores = {line["split"]: line["right"] for line in average(FAMILY, [1, 2], out / "work", out, 4)}
+    mean = load_file(out / FAMILY / "model.safetensors")
+    assert any(not torch.equal(ends[0][name], ends[1][name]) for name in mean)
+    for name, weight in mean.items():
+        first, second = (end[name].float() for end in ends)
+        rounded = 2 * 2**-8 * (first.abs() + second.abs()) / 2  # bf16's half unit, of both ends and of their mean
+        assert ((weight.float() - (first + second) / 2).abs() <= rounded).all()
+    assert measured(out / FAMILY) == Measured(compose_up_to=0)
+    text = (out / FAMILY / CARD).read_text()
+    assert f"average {FAMILY} --rounds 1 2` gave it the mean" in text
+    assert text.count("further steps") == before + 2
+    assert f"| tally | {scores['tally']:.3f} |" in text
+
+
+def test_a_mean_of_rounds_that_were_not_trained_here_names_what_is_missing(out):
+    with pytest.raises(ValueError, match=f"{FAMILY}-refined-7.pt"):
+        next(average(FAMILY, [7], out / "work", out, 4))
 
 
 def test_it_is_refined_on_counted_questions_where_that_is_asked_for(out):
