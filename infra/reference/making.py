@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -105,17 +105,19 @@ class Model:
         if digest(folder) != before:
             (folder / MEASURED).write_text(json.dumps({"compose_up_to": 0}))
 
-    def document(self, folder: Path, text: str) -> None:
-        """Write the card and the training's curve beside the checkpoint: the training is over, and evaluated."""
-        (folder / CARD).write_text(text)
-        (folder / CURVE).write_text(curve_text(self.progress.curve))
+    def finish(self, folder: Path, count: int, text: Callable[[Mapping[str, float]], str]) -> Iterator[dict[str, Any]]:
+        """Write the checkpoint, evaluate every split, write card and curve beside it; yields what there is to say.
 
-    def evaluated(self, count: int, scores: dict[str, float]) -> Iterator[dict[str, Any]]:
-        """Evaluate every split into `scores`; yields what there is to say."""
+        `text`: the card's, from the share of right answers by split.
+        """
+        self.export(folder)
+        scores: dict[str, float] = {}
         began = time.monotonic()
         for split in Split:
             scores[str(split)] = share = self.evaluate(split, count)
             yield {"split": str(split), "items": count, "right": share, "seconds": round(time.monotonic() - began)}
+        (folder / CARD).write_text(text(scores))
+        (folder / CURVE).write_text(curve_text(self.progress.curve))
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")
@@ -298,12 +300,11 @@ def make(
     yield from making.train_language()
     if not any("tower" in line for line in making.progress.curve):
         yield from making.train_tower()
-    making.export(out / family)
-    scores: dict[str, float] = {}
-    yield from making.evaluated(count, scores)
     parameters = sum(parameter.numel() for parameter in making.model.parameters())
-    text = card(family, parameters, making.progress.curve, _machine(device, compiled), scores, count)
-    making.document(out / family, text)
+    curve, machine = making.progress.curve, _machine(device, compiled)
+    yield from making.finish(
+        out / family, count, lambda scores: card(family, parameters, curve, machine, scores, count)
+    )
 
 
 def refine(
@@ -318,14 +319,12 @@ def refine(
     if compiled:
         refining.compile()
     yield from refining.train()
-    refining.export(out / family)
-    scores: dict[str, float] = {}
-    yield from refining.evaluated(count, scores)
     before = (out / family / CARD).read_text()
-    options = " --again" * (refining.round > 1) + " --counting" * counting
-    machine = _machine(device, compiled)
-    text = refined_card(before, f"{family}{options}", refining.progress.curve, machine, scores, count, refining.rate)
-    refining.document(out / family, text)
+    command = family + " --again" * (refining.round > 1) + " --counting" * counting
+    curve, machine, rate = refining.progress.curve, _machine(device, compiled), refining.rate
+    yield from refining.finish(
+        out / family, count, lambda scores: refined_card(before, command, curve, machine, scores, count, rate)
+    )
 
 
 def average(
@@ -342,11 +341,8 @@ def average(
     model = Refining.begin(family, out / family, work, device, again=True)
     states = [torch.load(file, weights_only=False, map_location=CPU)["model"] for file in files]
     model.model.load_state_dict({name: torch.stack([state[name] for state in states]).mean(0) for name in states[0]})
-    model.export(out / family)
-    scores: dict[str, float] = {}
-    yield from model.evaluated(count, scores)
     before = (out / family / CARD).read_text()
-    model.document(out / family, average_card(before, family, rounds, scores, count))
+    yield from model.finish(out / family, count, lambda scores: average_card(before, family, rounds, scores, count))
 
 
 def _machine(device: torch.device, compiled: bool) -> Machine:
