@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -120,6 +121,9 @@ class DecodeEngine:
             options: what vLLM's `generate` takes besides (priority, reasoning state, trace headers).
         """
         params = params.clone()
+        whole = transfer is not None and params.output_kind == RequestOutputKind.FINAL_ONLY
+        if whole:  # of an answer that vLLM gives whole nothing would say that its KV has been pulled
+            params.output_kind = RequestOutputKind.DELTA
         if transfer is not None:
             source = {**transfer, "remote_block_ids": _blocks_of(len(token_ids), transfer)}
             params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": source}
@@ -133,12 +137,18 @@ class DecodeEngine:
                 if transfer is not None:  # whoever leaves while its KV is pulled: vLLM holds the blocks meanwhile
                     room.until = self._pulls_ended
                 prompt, pulled = TokensPrompt(prompt_token_ids=token_ids), set[int]()
+                answer: RequestOutput | None = None
                 try:
                     async for output in self._engine.generate(prompt, params, request_id, **options):
                         pulled.update(choice.index for choice in output.outputs)
                         if len(pulled) >= (params.n or 1):
                             room.until = None
-                        yield output
+                        if not whole:
+                            yield output
+                        else:
+                            answer = _joined(answer, output)
+                            if answer.finished:
+                                yield answer
                 except Exception:  # vLLM's: it ended the request itself
                     room.until = None
                     raise
@@ -185,6 +195,15 @@ class DecodeEngine:
     def shutdown(self) -> None:
         """Stop the engine core."""
         self._engine.shutdown()
+
+
+def _joined(answer: RequestOutput | None, more: RequestOutput) -> RequestOutput:
+    """What vLLM said so far and what it says now, its choices in order."""
+    if answer is None:
+        return more
+    answer.add(more, aggregate=True)
+    answer.outputs.sort(key=attrgetter("index"))
+    return answer
 
 
 def _blocks_of(tokens: int, transfer: Mapping[str, Any]) -> tuple[list[int], ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from decode_workers import engine
 from decode_workers.admission import Admission
@@ -24,15 +24,24 @@ class Vllm:
 
     def __init__(self) -> None:
         self.asked: list[SamplingParams] = []
-        self.pulled = asyncio.Event()
+        self.pulled, self.ended = asyncio.Event(), asyncio.Event()
+        self.ended.set()
         self.free = False
 
     async def generate(self, prompt: Any, params: SamplingParams, request_id: str) -> AsyncGenerator[Any, None]:
         self.asked.append(params)
         await self.pulled.wait()
-        for token in range(3):
-            output = CompletionOutput(0, "", [token], None, None)
-            yield RequestOutput(request_id, None, None, None, [output], token == 2)
+        whole = params.output_kind is RequestOutputKind.FINAL_ONLY
+        said = [(token, index) for token in range(3) for index in reversed(range(params.n or 1))]
+        for token, index in said:
+            last = (token, index) == said[-1]
+            if last:
+                await self.ended.wait()
+            output = CompletionOutput(
+                index, f"{token}", [token], None, None, finish_reason="stop" if token == 2 else None
+            )
+            if last or not whole:
+                yield RequestOutput(request_id, None, None, None, [output], last)
 
     async def reset_prefix_cache(self) -> bool:
         return self.free
@@ -78,6 +87,33 @@ async def test_room_is_held_while_what_nobody_waits_for_may_be_pulled(monkeypatc
         vllm.pulled.set()
         assert await reading == 3
     assert worker.stats() == engine.DecodeStats(0, 0, 0, 0, 10)
+
+
+async def test_a_whole_answer_is_put_together_here_so_that_it_is_known_when_its_kv_has_come():
+    vllm = Vllm()
+    vllm.pulled.set()
+    worker = decode(vllm)
+    asked = SamplingParams(max_tokens=4, n=2, output_kind=RequestOutputKind.FINAL_ONLY)
+    (answer,) = [one async for one in worker.generate(list(range(20)), TRANSFER, asked, "request")]
+    assert answer.finished
+    assert [(choice.index, choice.text, choice.finish_reason) for choice in answer.outputs] == [
+        (0, "012", "stop"), (1, "012", "stop"),
+    ]  # fmt: skip
+    assert [list(choice.token_ids) for choice in answer.outputs] == [[0, 1, 2]] * 2
+    assert asked.output_kind is RequestOutputKind.FINAL_ONLY, "the caller's own stay as they were"
+
+
+async def test_whoever_leaves_a_whole_answer_that_is_being_written_gives_its_room_back_at_once():
+    vllm = Vllm()
+    vllm.pulled.set()
+    vllm.ended.clear()
+    worker = decode(vllm)
+    reading = asyncio.create_task(read(worker, output_kind=RequestOutputKind.FINAL_ONLY))
+    await asyncio.sleep(0.02)
+    assert worker.stats().blocks_reserved == 3
+    reading.cancel()
+    await asyncio.wait([reading])
+    assert worker.stats().blocks_reserved == 0
 
 
 async def test_a_request_that_vllm_refuses_gives_its_room_back_at_once():
