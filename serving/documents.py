@@ -58,15 +58,14 @@ class Documents:
         self._kept: OrderedDict[str, Document] = OrderedDict()
         self._held = 0  # token ids of all of them
         self._live: WeakValueDictionary[str, Document] = WeakValueDictionary()  # those, and what requests hold
-        self._lock = threading.Lock()
+        self._lock, self._tokenising = threading.Lock(), threading.Lock()
         nonce = secrets.token_hex(8)
         self._mark = f"\ue000{nonce}:{{}}\ue001"
         self._marks = re.compile(f"\ue000{nonce}:([a-z0-9-]+)\ue001")
 
     def mark(self, content: str, text: str) -> Mark:
         """What stands for a document in a message."""
-        live = self._live.get(content)
-        document = live or Document(content, array("i", self._encode(text)))
+        document = self._live.get(content) or self._tokenised(content, text)
         with self._lock:
             document = self._live.setdefault(content, document)
             if content not in self._kept:
@@ -77,6 +76,10 @@ class Documents:
                 _, forgotten = self._kept.popitem(last=False)
                 self._held -= len(forgotten.token_ids)
         return Mark(self._mark.format(content), document)
+
+    def _tokenised(self, content: str, text: str) -> Document:
+        with self._tokenising:  # of every thread beyond its first ones a tokenizer of vLLM's keeps a copy of itself
+            return self._live.get(content) or Document(content, array("i", self._encode(text)))
 
     def marked(self, texts: Iterable[str]) -> list[Document]:
         """The documents that are marked in these texts, in order; somebody must hold their `Mark`s or themselves."""

@@ -39,7 +39,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from kvstore.files import FileStore
 from kvstore.vector_stores import VectorStores
 from serving.api.auth import Authenticate, Limit
-from serving.api.chat import OrbitServingChat, fixed_prefix, readable, refuse_longer, refuse_unsupported
+from serving.api.chat import UNSUPPORTED, OrbitServingChat, fixed_prefix, readable, refuse_longer, refuse_unsupported
 from serving.api.compiling import compiling
 from serving.api.errors import InvalidRequest, answer_errors
 from serving.api.extension import RequestTrace, parse_options, set_trace
@@ -94,7 +94,8 @@ class OrbitServingTokenization(ServingTokenization):
         """
         answering(raw_request)
         if isinstance(request, TokenizeChatRequest):
-            messages = [readable(message) for message in request.messages]
+            refuse_unsupported(request, UNSUPPORTED)
+            messages = readable(request.messages)
             refuse_longer(messages, fixed_prefix(messages, request), self._max_characters)
             request.messages = await self._media.resolve_messages(messages, raw_request.state.tenant)
         elif len(request.prompt) > self._max_characters:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from itertools import dropwhile, takewhile
 from typing import Any
@@ -24,12 +24,13 @@ from serving.api.streams import opened
 from serving.documents import Documents
 
 # What needs the prompt in the engine that decodes, which never sees it; and what would need another engine.
-_UNSUPPORTED = {
+UNSUPPORTED = {
     "prompt_logprobs": "prompt_logprobs needs the prompt's own forward, which reused chunks do not have",
     "use_beam_search": "beam search is not supported",
     "echo": "echo is not supported",
     "return_prompt_text": "return_prompt_text is not supported",
     "mm_processor_kwargs": "mm_processor_kwargs is not supported: chunks are stored under one processor setting",
+    "media_io_kwargs": "media_io_kwargs is not supported: images are read in one way, and named by their bytes",
     "kv_transfer_params": "kv_transfer_params belongs to the server",
     "cache_salt": "cache_salt is not supported: content is salted by tenant",
 }
@@ -52,7 +53,7 @@ class OrbitServingChat(OpenAIServingChat):
             self.default_sampling_params.setdefault("max_tokens", default_max_tokens)
         self._media, self._documents = media, documents
         tokenizer = self.renderer.get_tokenizer()
-        self._prefixes = Prefixes(tokenizer)
+        self._prefixes = Prefixes(tokenizer, self.renderer._executor)
         self._max_characters = self.model_config.max_model_len * tokenizer.max_chars_per_token
 
     async def create_chat_completion(
@@ -60,12 +61,12 @@ class OrbitServingChat(OpenAIServingChat):
     ) -> AsyncGenerator[str, None] | ChatCompletionResponse | ErrorResponse:
         """Resolve the request's chunks, let vLLM answer it, and report how it was linked."""
         answering(raw_request)
-        refuse_unsupported(request, _UNSUPPORTED)
+        refuse_unsupported(request, UNSUPPORTED)
         for name in _TOLD_BY_FIELDS:
             if name in (request.chat_template_kwargs or {}):
                 raise InvalidRequest(f"chat_template_kwargs: give {name} as a field of the request", parameter=name)
         options = parse_options((request.model_extra or {}).get("orbit"))
-        messages = [readable(message) for message in request.messages]
+        messages = readable(request.messages)
         tenant = raw_request.state.tenant if raw_request is not None else "local"
         trace = RequestTrace(options, tenant)
         prefix = fixed_prefix(messages, request)
@@ -150,10 +151,20 @@ def contents_of(messages: list[Any], documents: Documents) -> list[str]:
     return found
 
 
-def readable(message: Any) -> dict[str, Any]:
-    """A message whose parts can be read more than once; pydantic leaves some of them to a one-shot iterator."""
-    content = message.get("content")
-    return dict(message) if content is None or isinstance(content, str) else {**message, "content": list(content)}
+def readable(messages: Iterable[Any]) -> list[dict[str, Any]]:
+    """Messages whose parts can be read more than once; pydantic leaves some of them to a one-shot iterator.
+
+    Raises:
+        InvalidRequest: one of them has no role, for which vLLM takes it for a message in another format.
+    """
+    found = []
+    for m, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise InvalidRequest(f"messages[{m}]: a message needs a role", parameter=f"messages[{m}]")
+        content = message.get("content")
+        whole = content is None or isinstance(content, str)
+        found.append(dict(message) if whole else {**message, "content": list(content)})
+    return found
 
 
 def _only_named(messages: list[Any], which: Callable[[str], bool]) -> list[Any]:

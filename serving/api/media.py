@@ -16,10 +16,12 @@ import binascii
 import io
 import ipaddress
 import socket
+import ssl
 import threading
 from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -245,6 +247,11 @@ class MediaResolver:
         except UnknownFile as error:
             raise NotFound(f"{where}: no such file: {file_id}") from error
 
+    @cached_property
+    def _certificates(self) -> ssl.SSLContext:
+        """What https is verified by; reading it takes long, and every client would read it anew."""
+        return httpx.create_ssl_context(trust_env=False)
+
     async def _fetch(self, url: str, where: str) -> bytes:
         if not url.startswith(("http://", "https://")):
             raise InvalidRequest(f"{where}: image URLs must be data: or http(s) URLs", parameter=where)
@@ -258,7 +265,7 @@ class MediaResolver:
         try:
             async with (
                 asyncio.timeout(self._settings.http_image_timeout_s),
-                httpx.AsyncClient(timeout=None, trust_env=False) as client,
+                httpx.AsyncClient(timeout=None, trust_env=False, verify=self._certificates) as client,
             ):
                 for _ in range(_MAX_REDIRECTS + 1):
                     target, headers, extensions = await pinned(url, where)

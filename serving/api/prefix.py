@@ -6,11 +6,14 @@ import asyncio
 import json
 from collections import OrderedDict
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
 
 _ENTRY = 16  # token ids that an entry's key and tuple weigh as much as
@@ -40,11 +43,12 @@ class Prefixes:
     """Tokenises fixed prefixes and remembers them, by tenant: speed must not tell of others' prompts.
 
     Args:
+        executor: whose threads tokenise, of a tokenizer of vLLM's those that it has copies of itself for.
         limit: token ids that are kept; the least recently used prefixes go first.
     """
 
-    def __init__(self, tokenizer: Any, limit: int = 1 << 20) -> None:
-        self._tokenizer, self._limit = tokenizer, limit
+    def __init__(self, tokenizer: Any, executor: Executor | None = None, limit: int = 1 << 20) -> None:
+        self._tokenizer, self._executor, self._limit = tokenizer, executor, limit
         self._kept: OrderedDict[tuple[str, bytes], tuple[int, ...]] = OrderedDict()
         self._held = 0
 
@@ -52,7 +56,7 @@ class Prefixes:
         """A prefix's own tokens. One that is not known is tokenised in a thread: it may be as long as a prompt."""
         key = tenant, blake3(text.encode(errors="surrogatepass")).digest()
         known = self._kept.get(key)
-        found = await asyncio.to_thread(self._tokenise, text) if known is None else known
+        found = await self._tokenised(text) if known is None else known
         if key not in self._kept:
             self._held += len(found) + _ENTRY
         self._kept[key] = found
@@ -62,5 +66,6 @@ class Prefixes:
             self._held -= len(forgotten) + _ENTRY
         return found
 
-    def _tokenise(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+    async def _tokenised(self, text: str) -> tuple[int, ...]:
+        encode = partial(self._tokenizer.encode, text, add_special_tokens=False)
+        return tuple(await asyncio.get_running_loop().run_in_executor(self._executor, encode))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -37,6 +39,14 @@ async def test_a_prefix_is_tokenised_once_and_off_the_loop(tokenizer: Tokenizer)
     assert await prefixes.token_ids("acme", "ab") == await prefixes.token_ids("acme", "ab") == (97, 98)
     assert tokenizer.texts == ["ab"]
     assert threading.get_ident() not in tokenizer.threads
+
+
+async def test_a_prefix_is_tokenised_by_the_threads_that_have_tokenizers(tokenizer: Tokenizer):
+    with ThreadPoolExecutor(1) as executor:
+        own = executor.submit(threading.get_ident).result()
+        prefixes = Prefixes(tokenizer, executor)
+        await asyncio.gather(*(prefixes.token_ids("acme", text) for text in ("ab", "cd", "ef")))
+    assert tokenizer.threads == {own}
 
 
 async def test_tenants_do_not_speed_each_other_up(tokenizer: Tokenizer):

@@ -76,6 +76,21 @@ def data_url(kind: str, data: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
+@pytest.mark.parametrize("option", ["media_io_kwargs", "mm_processor_kwargs"])
+async def test_what_would_rename_or_change_images_is_refused(tokenization: Tokenization, option: str):
+    messages = [{"role": "user", "content": "What is this?"}]
+    answer = await post(tokenization, messages=messages, **{option: {"image": {"quality": 1}}})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == option
+    assert not tokenization.asked
+
+
+async def test_a_message_without_a_role_is_refused(tokenization: Tokenization):
+    answer = await post(tokenization, messages=[{"author": {"role": "user"}, "content": []}])
+    assert answer.status_code == 400
+    assert "messages[0]: a message needs a role" in answer.json()["error"]["message"]
+
+
 async def test_images_are_opened_and_named_here(tokenization: Tokenization):
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8)).save(buffer, "PNG")

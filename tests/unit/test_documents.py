@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -55,6 +56,27 @@ def test_a_document_that_spells_control_tokens_has_none():
     assert control.isdisjoint(document.token_ids)
     assert tokenizer.decode(document.token_ids) == spelt
     assert not control.isdisjoint(tokenizer.encode(spelt)), "it still knows them where they are meant"
+
+
+def test_one_document_is_tokenised_at_a_time_and_none_twice():
+    """vLLM's tokenizers copy themselves for every thread that finds none of their copies free, and keep the copy."""
+
+    class Slow(Greedy):
+        at_once = most = calls = 0
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            self.at_once += 1
+            self.most, self.calls = max(self.most, self.at_once), self.calls + 1
+            time.sleep(0.005)
+            self.at_once -= 1
+            return super().encode(text, add_special_tokens)
+
+    tokenizer = Slow()
+    documents = Documents(tokenizer)
+    with ThreadPoolExecutor(8) as pool:
+        marks = list(pool.map(documents.mark, [A, B] * 8, ["one two", "three"] * 8))
+    assert (tokenizer.most, tokenizer.calls) == (1, 2)
+    assert [len(mark.document.token_ids) for mark in marks] == [3, 1] * 8
 
 
 def test_documents_are_found_in_order(documents: Documents):
