@@ -138,11 +138,11 @@ class Arranger:
         groups: Sequence[int | None],
         tenant: str,
         prefix: Sequence[int],
-        uses_patches: bool = True,
+        patched: int | None = None,
     ) -> Problem:
         """What the order of a request's chunks is to be chosen by, of which those of one group may trade places.
 
-        `uses_patches`: whether the request's mode uses any.
+        `patched`: patches that no text keys may serve so many of its first chunks; None: all.
         """
         tokens = [self._tokens.get(content, _USUAL_TOKENS) for content in contents]
         chunks = [
@@ -156,7 +156,8 @@ class Arranger:
             )
             for content, count, group in zip(contents, tokens, groups, strict=True)
         ]
-        stored = self._stored(contents, tenant, prefix) if uses_patches and self.patches_allowed else Stored()
+        known = contents[:patched] if self.patches_allowed else ()
+        stored = self._stored(known, tenant, prefix) if known else Stored()
         return Problem(chunks, stored)
 
     def _stored(self, contents: Sequence[str], tenant: str, prefix: Sequence[int]) -> Stored:

@@ -3,6 +3,8 @@
 Only `order: "free"` moves anything, and then only chunks of one *run*: content parts of one user message that follow
 one another with no words between them. What a text says by place ("the second image") would change its meaning, so a
 request with such words keeps its order. English words are known; in other languages the client must know better.
+Chunks behind text that keys patches, such as those of a conversation's later turns, keep their order, too: what is
+stored for them is stored for the order that they were sent in.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from prefill_workers.policies import Mode, Text, looks_up_patch
@@ -26,6 +29,7 @@ _UNIT = (
     r"(?:images?|pictures?|photo(?:graph)?s?|pages?|documents?|docs?|files?|figures?|fig\.|charts?|slides?|screenshots?|"
     r"screens?|frames?|attachments?|diagrams?)"
 )
+_TURN = 4  # tokens that a template writes between two messages, about
 _MOST_TEXT = 1 << 18  # characters; the event loop stands still meanwhile
 _ORDINAL = (
     r"(?:first|second|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|last|final|next|previous|preceding|"
@@ -71,7 +75,9 @@ class Ordering:
         self.contents: list[str] = []  # content ids
         self.texts: list[str] = []  # what is said, in all messages
         self.groups: list[int | None] = []  # the run that a chunk belongs to; None: it is alone in it, or may not move
+        self.gaps: list[int] = []  # of every chunk, about how many tokens of text stand between the last one and it
         self._places: list[tuple[int, int]] = []  # message and part of every chunk
+        self._gap = 0
         for m, message in enumerate(messages):
             self._read(m, message)
         sizes = {group: self.groups.count(group) for group in self.groups}
@@ -79,8 +85,9 @@ class Ordering:
 
     def _read(self, m: int, message: Any) -> None:
         content, run = message.get("content"), len(self._places)
+        self._gap += _TURN
         if isinstance(content, str):
-            self.texts.append(content)
+            self._say(content)
         if not isinstance(content, list):
             return
         for p, part in enumerate(content):
@@ -88,10 +95,24 @@ class Ordering:
             if chunk is not None:
                 self.contents.append(chunk)
                 self.groups.append(run if message.get("role") in _MOVED_ROLES else None)
+                self.gaps.append(self._gap if self._places else 0)
                 self._places.append((m, p))
+                self._gap = 0
             elif part.get("type") == "text":
-                self.texts.append(part["text"])
+                self._say(part["text"])
                 run = len(self._places) if part["text"].strip() else run
+
+    def _say(self, text: str) -> None:
+        self.texts.append(text)
+        self._gap += len(text.split())
+
+    def before_text(self, text: Text, free_text: int) -> int:
+        """How many chunks there are before text that keys the patches of all behind it (`prefill_workers.keys`).
+
+        Words are counted: tokens are not known yet, and text has more of them.
+        """
+        longest = accumulate(self.gaps, max)
+        return next((i for i, most in enumerate(longest) if text.keys(most, free_text)), len(self.gaps))
 
     def _chunk(self, part: dict[str, Any]) -> str | None:
         if part.get("type") == "image_pil":
@@ -118,16 +139,17 @@ async def ordered(request: Ordering, trace: RequestTrace, arranger: Arranger) ->
     """
     options, contents = trace.options, request.contents
     arranger.popularity.observe(trace.tenant, contents)
-    kept = _why_kept(request, trace)
+    known = request.before_text(options.text, arranger.free_text)
+    kept = _why_kept(request, trace, known)
     if not contents or (kept is not None and not options.explain):
         if options.order == "free":
             trace.report.order = OrderReport(chunks=list(range(len(contents))), reason=kept or "no chunks")
         return request.in_order(range(len(contents)))
     began = time.perf_counter()
-    groups: list[int | None] = [None] * len(contents) if kept else request.groups
+    groups = [None if kept or i >= known else group for i, group in enumerate(request.groups)]
     trace.groups = groups
     uses_patches = looks_up_patch(Mode.parse(options.mode))
-    problem = arranger.problem(contents, groups, trace.tenant, trace.prefix_tokens, uses_patches)
+    problem = arranger.problem(contents, groups, trace.tenant, trace.prefix_tokens, known if uses_patches else 0)
     placement = await _searched(problem, place, problem)
     took = (time.perf_counter() - began) * 1e3
     trace.report.order = OrderReport(chunks=list(placement.order), reason=kept or "the cheapest order found")
@@ -145,8 +167,8 @@ async def _searched(problem: Problem, search: Callable[..., Found], *arguments: 
     return search(*arguments) if problem.is_small else await asyncio.to_thread(search, *arguments)
 
 
-def _why_kept(request: Ordering, trace: RequestTrace) -> str | None:
-    """Why a request's order is not chosen; None if it is."""
+def _why_kept(request: Ordering, trace: RequestTrace, known: int) -> str | None:
+    """Why a request's order is not chosen; None if it is, among its first `known` chunks."""
     options = trace.options
     if options.order == "fixed":
         return "order: fixed"
@@ -156,6 +178,8 @@ def _why_kept(request: Ordering, trace: RequestTrace) -> str | None:
         return "text: strict keys patches by text: of no other order are any known"
     if not any(group is not None for group in request.groups):
         return "no two images or documents follow one another without words between them"
+    if not any(group is not None for group in request.groups[:known]):
+        return "text before those that could trade places keys their patches: of no other order are any known"
     if sum(map(len, request.texts)) > _MOST_TEXT:
         return f"more than {_MOST_TEXT} characters of text: it is not looked through for words by place"
     words = words_by_place(request.texts)

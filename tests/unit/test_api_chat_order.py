@@ -168,6 +168,41 @@ def test_parts_of_a_system_message_that_are_no_objects_are_left_to_be_refused():
     assert fixed_prefix([message], ChatCompletionRequest(messages=[])) == "Be kind."
 
 
+async def test_what_would_rename_images_is_refused(chat: Chat):
+    """vLLM names an image by its uuid and these, and what is stored under another name no deletion finds."""
+    messages = [{"role": "user", "content": [image(1), said("Well?")]}]
+    answer = await post(chat, 400, messages=messages, media_io_kwargs={"image": {"rgba_background_color": [0, 0, 0]}})
+    assert answer["error"]["param"] == "media_io_kwargs"
+    assert not chat.asked
+
+
+async def test_a_message_without_a_role_is_refused(chat: Chat):
+    answer = await post(chat, 400, messages=[{"author": {"role": "user"}, "content": []}])
+    assert "messages[0]: a message needs a role" in answer["error"]["message"]
+
+
+async def test_pages_of_a_later_turn_keep_the_order_that_their_patches_are_of(chat: Chat):
+    a, b, c, d = (chat._media.open(png(number), "local", "").content for number in range(4))
+    scope = Scope("local", prefix_key(Tokenizer().encode(SYSTEM)))
+    stored = [(b, ()), (a, (b,)), (d, (a, b)), (c, (a, b, d))]
+    chat.engine_client.arranger.formed(Entry(scope, *entry, ordered=False) for entry in stored)
+    turns = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": [image(0), image(1), said("Which is newer?")]},
+        {"role": "assistant", "content": "It is hard to tell."},
+        {"role": "user", "content": [image(2), image(3), said("And of these?")]},
+    ]
+    for text, order in (("auto", [1, 0, 2, 3]), ("free", [1, 0, 3, 2])):
+        answer = await post(chat, messages=turns, orbit={"order": "free", "explain": True, "text": text})
+        assert answer["orbit"]["order"]["chunks"] == order
+        patched, computed = (chat.engine_client.arranger.costs.of(256, patched=one) / 1e6 for one in (True, False))
+        cost = 2 * patched + 2 * (patched if text == "free" else computed)
+        assert answer["orbit"]["order"]["cost_ms"] == pytest.approx(cost, abs=1e-2)
+    turns[1]["content"] = [image(0), said("Which?")]
+    answer = await post(chat, messages=turns, orbit={"order": "free"})
+    assert "keys their patches" in answer["orbit"]["order"]["reason"]
+
+
 async def test_a_prompt_with_chunks_is_not_cut(chat: Chat):
     words, pages = ([{"role": "user", "content": content}] for content in ("Well?", [image(1), said("Well?")]))
     await post(chat, messages=words, truncate_prompt_tokens=5)
