@@ -162,8 +162,10 @@ def readable(messages: Iterable[Any]) -> list[dict[str, Any]]:
         if not isinstance(message, dict):
             raise InvalidRequest(f"messages[{m}]: a message needs a role", parameter=f"messages[{m}]")
         content = message.get("content")
-        whole = content is None or isinstance(content, str)
-        found.append(dict(message) if whole else {**message, "content": list(content)})
+        if content is None or isinstance(content, str):
+            found.append(dict(message))
+        else:
+            found.append({**message, "content": list(content)})
     return found
 
 
