@@ -415,8 +415,13 @@ class Ingress:
         """This replica's name, and what it counted."""
         return self._name, self._app.state.metrics.collect()
 
-    async def _forget(self, content: str, tenant: str) -> None:
+    async def forget(self, content: str, tenant: str) -> None:
+        """Drop what this replica remembers of a deleted content: its patches' names, its tokens or processed pixels."""
         self._arranger.forget(content)
+        await self._app.state.forget(content)
+
+    async def _forget(self, content: str, tenant: str) -> None:
+        await self.forget(content, tenant)
         try:
             await answered(self._roles.library.delete_content.remote(content, tenant))
         except Exception as error:  # the file is gone, and this is owed: the keeper tries again with every sweep

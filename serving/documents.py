@@ -81,6 +81,12 @@ class Documents:
         with self._tokenising:  # of every thread beyond its first ones a tokenizer of vLLM's keeps a copy of itself
             return self._live.get(content) or Document(content, array("i", self._encode(text)))
 
+    def forget(self, content: str) -> None:
+        """Keep a document no longer than requests hold it."""
+        with self._lock:
+            if (document := self._kept.pop(content, None)) is not None:
+                self._held -= len(document.token_ids)
+
     def marked(self, texts: Iterable[str]) -> list[Document]:
         """The documents that are marked in these texts, in order; somebody must hold their `Mark`s or themselves."""
         return [self._live[content] for text in texts for content in self._marks.findall(text)]

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from ray import serve
 from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
@@ -31,6 +32,7 @@ class LibraryKeeper(KeeperReplica):
         from prefill_workers.fingerprint import fingerprint
 
         self._prefill, self._compiler = prefill, compiler
+        self._ingress = DeploymentHandle("Ingress", serve.get_replica_context().app_name)  # not deployed yet
         self._files = FileStore(config.files_url, config.files)
         self._stores = VectorStores(self._files)
         self._undeleted: set[tuple[str, str]] = set()  # content ids and tenants
@@ -39,13 +41,14 @@ class LibraryKeeper(KeeperReplica):
         self._looking = self.catalogue(self._library, config.patch, config.keeper.catalogue_period_s)
 
     async def delete_content(self, content: str, tenant: str) -> int:
-        """Remove everything derived from a content id, in the tiers and in the memory of every worker that has one.
+        """Remove everything derived from a content id, in the tiers and in the memory of every replica that has any.
 
         Returns of how many records it knew. What cannot be reached now is raised, and tried again with every sweep
         until it is gone; also by a later replica, if a file or a vector store held it (see `kvstore.owed`).
         """
         self._undeleted.add((content, tenant))
-        answers = [one for role in (self._prefill, self._compiler) for one in await _forget(role, content, tenant)]
+        roles = self._prefill, self._compiler, self._ingress
+        answers = [one for role in roles for one in await _forget(role, content, tenant)]
         went = await asyncio.to_thread(self._library.delete_content, content, tenant)
         for answer in answers:
             if isinstance(answer, Exception) and not _died(answer):

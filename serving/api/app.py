@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -33,8 +34,10 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.tokenize.api_router import router as tokenize_router
 from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
+from vllm.renderers.base import BaseRenderer
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.utils.async_utils import make_async
 
 from kvstore.files import FileStore
 from kvstore.vector_stores import VectorStores
@@ -145,6 +148,7 @@ async def build_api(
 
     app = FastAPI(title="OrbitServe", description="Multimodal serving that does not pay twice for what it has seen.")
     app.state.metrics = metrics
+    app.state.forget = partial(forget, client.renderer, documents)
     client.observe = metrics.observe
     await _add_openai(app, client, config, media, documents)
     app.include_router(files_router(files, stores, media, http.max_file_bytes, on_delete))
@@ -159,6 +163,14 @@ async def build_api(
         app.add_middleware(CORSMiddleware, allow_origins=http.cors_origins, allow_methods=["*"], allow_headers=["*"])
     app.state.model_name = model.served_name
     return app
+
+
+async def forget(renderer: BaseRenderer, documents: Documents, content: str) -> None:
+    """Drop a document's tokens, or an image's processed fields, where vLLM's threads read and write them."""
+    documents.forget(content)
+    cache: Any = renderer._mm_processor_only_cache
+    if cache is not None:
+        await make_async(cache._cache.pop, executor=renderer._mm_executor)(content, None)
 
 
 async def _add_openai(

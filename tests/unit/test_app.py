@@ -14,17 +14,22 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from fastapi import FastAPI
 from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.serve import context
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
+from vllm.multimodal.cache import MultiModalProcessorOnlyCache
+from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvstore.errors import TierUnavailable
 from prefill_workers.ahead import CompileStats
 from prefill_workers.handoff import LeaseState
 from prefill_workers.worker import LoopStats, Overloaded
+from serving.api.app import forget
 from serving.app import DecodeWorker, Ingress, PrefillWorker, VisionEncoder
+from serving.documents import Documents
 from serving.errors import RoleUnavailable
 from serving.library_keeper import LibraryKeeper
 from serving.ray_roles import RayRoles, answered, lost
@@ -121,7 +126,7 @@ def keeper(prefill: Workers, deleted: list[str]) -> LibraryKeeper:
         return 2
 
     made = object.__new__(LibraryKeeper)
-    made._prefill, made._compiler, made._undeleted = prefill, Workers(), set()
+    made._prefill, made._compiler, made._ingress, made._undeleted = prefill, Workers(), Workers(), set()
     made._library = SimpleNamespace(delete_content=delete_content)
     made._files = SimpleNamespace(owed=SimpleNamespace(settle=lambda content, owner: None))
     return made
@@ -157,9 +162,26 @@ async def test_content_is_deleted_while_a_role_has_no_replica():
     deleted: list[str] = []
     made = keeper(Workers(DeploymentUnavailableError(DeploymentID("prefill", "app"))), deleted)
     made._compiler = compiler = Workers([1])
+    made._ingress = ingress = Workers([None])
     assert await made.delete_content("page", "acme") == 2
-    assert (deleted, compiler.called) == (["page"], [("forget", "page", "acme")])
+    assert deleted == ["page"]
+    assert compiler.called == ingress.called == [("forget", "page", "acme")]
     assert not made._undeleted
+
+
+async def test_what_is_deleted_leaves_the_front_ends_memory():
+    sized = SimpleNamespace(mm_processor_cache_gb=1)
+    cache = MultiModalProcessorOnlyCache(SimpleNamespace(get_multimodal_config=lambda: sized))
+    for name in ("page", "other"):
+        cache.get_and_update_item((MultiModalKwargsItem.dummy(), []), name)
+    documents = Documents(SimpleNamespace(encode=lambda text, **_: [1, 2]))
+    documents.mark("page", "words")
+    with ThreadPoolExecutor(1) as executor:
+        renderer: Any = SimpleNamespace(_mm_processor_only_cache=cache, _mm_executor=executor)
+        await forget(renderer, documents, "page")
+        await forget(renderer, documents, "unknown")
+    assert [cache.is_cached([name])[0] for name in ("page", "other")] == [False, True]
+    assert not documents._kept
 
 
 async def test_what_ray_knows_of_a_lost_worker_is_for_the_log(caplog: pytest.LogCaptureFixture):
@@ -178,13 +200,20 @@ async def test_a_deletion_that_cannot_be_finished_now_is_owed_and_no_error(caplo
     async def gone() -> None:
         raise TierUnavailable("disk: /srv/x")
 
+    async def forgets(content: str) -> None:
+        forgotten.append(content)
+
+    forgotten: list[str] = []
     ingress = object.__new__(Ingress)
-    ingress._arranger = SimpleNamespace(forget=lambda content: None)
+    ingress._arranger = SimpleNamespace(forget=forgotten.append)
+    ingress._app = FastAPI()
+    ingress._app.state.forget = forgets
     remote = SimpleNamespace(remote=lambda *_: gone())
     ingress._roles = SimpleNamespace(library=SimpleNamespace(delete_content=remote))
     with caplog.at_level(logging.WARNING):
         await ingress._forget("content", "acme")
     assert "is not deleted yet" in caplog.text
+    assert forgotten == ["content", "content"], "what this replica remembers, its names and its pixels or tokens"
 
 
 async def test_a_lease_is_renewed_on_all_prefill_workers_and_none_is_missed():

@@ -79,6 +79,16 @@ def test_one_document_is_tokenised_at_a_time_and_none_twice():
     assert [len(mark.document.token_ids) for mark in marks] == [3, 1] * 8
 
 
+def test_a_forgotten_document_is_there_as_long_as_a_request_holds_it(documents: Documents):
+    mark = documents.mark(A, "one two")
+    documents.forget(A)
+    documents.forget(B)
+    assert (documents._held, *documents._kept) == (0,)
+    assert documents.marked([mark]) == [mark.document]
+    del mark
+    assert not documents._live
+
+
 def test_documents_are_found_in_order(documents: Documents):
     texts = [f"{documents.mark(A, 'one two')} then {documents.mark(B, 'two one')} and {documents.mark(A, 'one two')}"]
     marked = documents.marked(texts)
