@@ -52,7 +52,7 @@ from kvstore.tiers import Tier
 
 GIB = 1 << 30
 DEFAULT_PORTS = (8000,)  # HTTP
-MIN_MEMORY_BYTES = 6 * GIB  # one replica a role, each a Python process with torch and vLLM, and the object store
+MIN_MEMORY_BYTES = 6 * GIB  # but for weights: a replica a role, each a process with torch and vLLM; the object store
 MIN_DISK_BYTES = 4 * GIB
 PROBE_TIMEOUT_S = 180.0
 NIXL_BYTES = 1 << 20
@@ -104,7 +104,7 @@ def run_doctor(
         files: URL and settings of the uploaded files whose place is checked; None checks none.
         engine: further fields of the `EngineSpec` of the engine that is checked, which keeps `kv_cache_gib` of KV.
     """
-    results = [check_packages(_lock_file()), check_processor(), check_memory(), check_disk(_on_disk(library))]
+    results = [check_packages(_lock_file()), check_processor(), check_memory(checkpoint), check_disk(_on_disk(library))]
     results += [check_port(port, host) for port in ports]
     results += check_library(library) if library is not None else []
     results += [check_files(*files)] if files is not None else []
@@ -171,14 +171,16 @@ def check_processor() -> CheckResult:
     return CheckResult("processor", False, detail, "vLLM's CPU kernels need AVX2: use another machine or an NVIDIA GPU")
 
 
-def check_memory() -> CheckResult:
-    """Memory that is available now."""
+def check_memory(checkpoint: Path | None = None) -> CheckResult:
+    """Memory that is available now, for the roles and, on processors, the weights in two of them."""
+    files = checkpoint.glob("*.safetensors") if checkpoint is not None and is_cpu_build() else ()
+    needed = MIN_MEMORY_BYTES + 2 * sum(file.stat().st_size for file in files)
     meminfo = re.findall(r"^(\w+): +(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
     sizes = {name: int(kib) << 10 for name, kib in meminfo}
     available, total = sizes.get("MemAvailable", 0), sizes.get("MemTotal", 0)
     detail = f"{available / GIB:.1f} of {total / GIB:.1f} GiB available"
-    remedy = f"free memory until {MIN_MEMORY_BYTES // GIB} GiB are available, or lower `kv_cache_gib` of the roles"
-    return _verdict("memory", available >= MIN_MEMORY_BYTES, detail, remedy)
+    remedy = f"free memory until {needed / GIB:.1f} GiB are available, or lower `kv_cache_gib` of the roles"
+    return _verdict("memory", available >= needed, detail, remedy)
 
 
 def _on_disk(library: LibrarySettings | None) -> Path:

@@ -21,6 +21,7 @@ from serving.doctor import (
     check_disk,
     check_files,
     check_library,
+    check_memory,
     check_packages,
     check_port,
     print_report,
@@ -104,6 +105,19 @@ def test_too_little_disk_fails_with_what_is_needed(tmp_path: Path, monkeypatch: 
     result = check_disk(tmp_path)
     assert not result.ok
     assert f"{1 << 30} GiB" in result.remedy
+
+
+def test_the_memory_that_is_needed_grows_with_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_read", lambda _: f"MemTotal: {16 << 20} kB\nMemAvailable: {10 << 20} kB\n")
+    monkeypatch.setattr(doctor, "is_cpu_build", lambda: True)
+    assert check_memory(tmp_path).ok
+    with (tmp_path / "model.safetensors").open("wb") as weights:
+        weights.truncate(3 << 30)
+    result = check_memory(tmp_path)
+    assert not result.ok
+    assert "until 12.0 GiB are available" in result.remedy
+    monkeypatch.setattr(doctor, "is_cpu_build", lambda: False)
+    assert check_memory(tmp_path).ok, "they lie in the GPU's"
 
 
 def test_a_library_whose_tiers_answer_passes_and_keeps_nothing(tmp_path: Path) -> None:
