@@ -21,7 +21,8 @@ def test_a_checkpoint_that_says_how_long_goes_before_the_setting(
 ):
     def begin(chat: Any) -> None:
         chat.default_sampling_params = dict(checkpoint)
-        chat.renderer = SimpleNamespace(get_tokenizer=lambda: SimpleNamespace(max_chars_per_token=4))
+        tokenizer = SimpleNamespace(max_chars_per_token=4)
+        chat.renderer = SimpleNamespace(get_tokenizer=lambda: tokenizer, _executor=None)
         chat.model_config = SimpleNamespace(max_model_len=100)
 
     monkeypatch.setattr(OpenAIServingChat, "__init__", begin)
