@@ -206,6 +206,7 @@ def test_a_prefetch_loads_before_the_prompt_is_there(cold, tier: GatedTier):
     request, keys = asked(rig), keys_of(rig, Text.FREE)
     rig.linker.prefetch(PrefetchRequest(tuple(chunk.content for chunk in request.chunks)))
     wait_for(lambda: all(rig.library._resident(path_of_canonical(rig, key)) for key in keys))
+    wait_for(lambda: all(lookup.done() for _, lookup in rig.linker._lookups._kept.values()))  # they ask tiers till then
     tier.failing |= {name for key in keys for name in (key.canonical, key.own_patch)}
     asked_before = len(tier.calls)
     assert rig.link(PAGES, text=Text.FREE).points == ["patched"] * 3

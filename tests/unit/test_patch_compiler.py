@@ -17,7 +17,7 @@ from kvstore.patch_form import PatchForm
 from kvstore.settings import FactorType, LibrarySettings
 from prefill_workers.patch_compiler import PatchCompiler, PatchJob, UnknownBasis, load_form
 from prefill_workers.settings import PatchFormSettings
-from serving import app
+from serving import patch_replica
 from serving.config import OrbitServeConfig
 
 
@@ -104,10 +104,10 @@ def test_a_basis_that_the_library_lacks_is_named(tmp_path: Path):
 # The role
 
 
-def role(directory: Path, monkeypatch: pytest.MonkeyPatch, **library: float) -> app.PatchCompiler:
-    monkeypatch.setattr(app, "enter", lambda settings: None)  # it would set up this process
+def role(directory: Path, monkeypatch: pytest.MonkeyPatch, **library: float) -> patch_replica.PatchCompiler:
+    monkeypatch.setattr(patch_replica, "enter", lambda settings: None)  # it would set up this process
     settings = {"model": {"path": "somewhere"}, "library": {"directory": directory, **library}}
-    return app.PatchCompiler(OrbitServeConfig.model_validate(settings))
+    return patch_replica.PatchCompiler(OrbitServeConfig.model_validate(settings))
 
 
 def is_stored(directory: Path, asked: PatchJob) -> bool:
