@@ -32,7 +32,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from decode_workers.admission import Admission
-from infra.vllm_env import BLOCK_SIZE, cpu_engine_arguments, fitting
+from infra.vllm_env import BLOCK_SIZE, cpu_engine_arguments, fitting, gpu_pool
 
 _PULL_SECONDS = 10.0  # longer than any pull takes
 _LOOK_SECONDS = 2.0  # between looks whether it has ended
@@ -40,15 +40,18 @@ _LOOK_SECONDS = 2.0  # between looks whether it has ended
 
 @dataclass(frozen=True)
 class DecodeSpec:
-    """What a decode engine needs to know. The KV pool's size comes from the environment (`infra.vllm_env`)."""
+    """What a decode engine needs to know. On a CPU the KV pool's size comes from the environment
+    (`infra.vllm_env`)."""
 
     model: str
     dtype: str = "auto"
+    load_format: str = "auto"
     max_model_len: int | None = None
     block_size: int | None = None
     tensor_parallel_size: int = 1
     max_num_seqs: int = 16
     gpu_memory_utilization: float = 0.9
+    kv_cache_gib: int | None = None
     trust_remote_code: bool = False
     kv_cache_dtype: str = "auto"
     reasoning_parser: str = ""  # grammars begin behind what it takes for reasoning
@@ -70,7 +73,7 @@ class DecodeEngine:
     """One stock vLLM engine behind `Admission`."""
 
     def __init__(self, spec: DecodeSpec) -> None:
-        arguments = cpu_engine_arguments()
+        arguments = cpu_engine_arguments() | gpu_pool(spec.kv_cache_gib)
         if spec.block_size is not None:
             arguments["block_size"] = spec.block_size
         if not torch.cuda.is_available():
@@ -79,6 +82,7 @@ class DecodeEngine:
             AsyncEngineArgs(
                 model=spec.model,
                 dtype=spec.dtype,
+                load_format=spec.load_format,
                 max_model_len=fitting(spec.max_model_len),
                 tensor_parallel_size=spec.tensor_parallel_size,
                 max_num_seqs=spec.max_num_seqs,

@@ -10,7 +10,11 @@ class DecodeSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kv_cache_gib: int = Field(1, ge=1, description="KV pool in GiB (CPU; on GPUs see gpu_memory_utilization).")
+    kv_cache_gib: int | None = Field(
+        None,
+        ge=1,
+        description="KV pool in GiB. None: 1 on a CPU; on a GPU what gpu_memory_utilization leaves beside the weights.",
+    )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of GPU memory that vLLM may take.")
     tensor_parallel_size: int = Field(1, ge=1, description="Ranks over which one replica's model is split.")
     max_num_seqs: int = Field(16, ge=1, description="Sequences that decode together.")

@@ -16,7 +16,7 @@ BLOCK_SIZE = "prefill_block_size"  # what we tell in `kv_transfer_params` beside
 
 def vllm_environment(
     *,
-    kv_cache_gib: int,
+    kv_cache_gib: int | None,
     threads: int | None = None,
     nixl_host: str = "127.0.0.1",
     nixl_port: int | None = None,
@@ -24,13 +24,13 @@ def vllm_environment(
     """Environment of a process that runs one vLLM engine.
 
     Args:
-        kv_cache_gib: size of the KV pool in whole GiB (CPU; on GPUs vLLM sizes it by `gpu_memory_utilization`).
+        kv_cache_gib: size of the KV pool on a CPU, in whole GiB; None: 1. On a GPU see `gpu_pool`.
         threads: OpenMP threads of the process; None leaves the choice to Ray and OpenMP.
         nixl_host: address at which NIXL peers reach this process for their handshake.
         nixl_port: port of that handshake; None where the process exchanges no KV.
     """
     environment = {
-        "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib or 1),
         "VLLM_NIXL_SIDE_CHANNEL_HOST": nixl_host,
         # Prefill: the engine core lives in the calling process. Decode (AsyncLLM always starts a core of its own): on
         # CPU the worker then lives in that core, instead of a further process that both spin on a queue to talk to;
@@ -70,6 +70,19 @@ def is_cpu_build() -> bool:
 def fitting(max_model_len: int | None) -> int:
     """`max_model_len` as vLLM takes it; None: the model's, or what the KV pool holds if that is less."""
     return -1 if max_model_len is None else max_model_len
+
+
+def gpu_pool(kv_cache_gib: int | None) -> dict[str, int]:
+    """What an engine on a GPU is told of its KV pool; None: it has what `gpu_memory_utilization` leaves.
+
+    With a size of its own an engine may start beside others on the same GPU: vLLM would take what those allocate while
+    it measures for its own. {} on a machine without one.
+    """
+    import torch
+
+    if kv_cache_gib is None or not torch.cuda.is_available():
+        return {}
+    return {"kv_cache_memory_bytes": kv_cache_gib << 30}
 
 
 def cpu_engine_arguments() -> dict[str, Any]:

@@ -25,7 +25,7 @@ from vllm.config import KVTransferConfig
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 
 from infra import openmp
-from infra.vllm_env import BLOCK_SIZE, cpu_engine_arguments, fitting
+from infra.vllm_env import BLOCK_SIZE, cpu_engine_arguments, fitting, gpu_pool
 from kvstore.chunk import embedding_key
 from kvstore.layout import Layout
 from kvstore.patch import relocate
@@ -45,15 +45,18 @@ _PIXELS_OF_TOKEN = 3 * 28 * 28  # numbers of an image behind one of its tokens: 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine of this model needs to know. The KV pool's size comes from the environment (`infra.vllm_env`)."""
+    """What an engine of this model needs to know. On a CPU the KV pool's size comes from the environment
+    (`infra.vllm_env`)."""
 
     model: str
     dtype: str = "auto"
+    load_format: str = "auto"
     max_model_len: int | None = None
     block_size: int | None = None
     tensor_parallel_size: int = 1
     max_batch_tokens: int = 4096
     gpu_memory_utilization: float = 0.9
+    kv_cache_gib: int | None = None
     trust_remote_code: bool = False
     hand_off: bool = True
     encoder_only: bool = False
@@ -78,6 +81,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": spec.model,
         "dtype": spec.dtype,
+        "load_format": spec.load_format,
         "max_model_len": fitting(spec.max_model_len),
         "tensor_parallel_size": spec.tensor_parallel_size,
         "gpu_memory_utilization": spec.gpu_memory_utilization,
@@ -91,6 +95,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "disable_log_stats": True,
         "worker_extension_cls": "prefill_workers.runs.RunsExtension",
         **cpu_engine_arguments(),
+        **gpu_pool(spec.kv_cache_gib),
     }
     if spec.block_size is not None:
         arguments["block_size"] = spec.block_size

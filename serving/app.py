@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FAILURES = 3  # of the engine, one after another: then it is hardly the requests
+_UNUSED_GIB = 1  # of KV, which a vision encoder has no use for
 _THREADS = 32  # of an ingress: images, documents, files and vector stores
 _CLOSE_SECONDS = 5.0  # for the access log's last lines
 
@@ -71,11 +72,12 @@ class VisionEncoder:
 
     def __init__(self, config: OrbitServeConfig) -> None:
         settings = config.vision
-        enter_vllm(settings, kv_cache_gib=1, nixl=False)
+        enter_vllm(settings, kv_cache_gib=None, nixl=False)
         from prefill_workers.vision_encoder import VisionEncoder as Encoder
 
         spec = engine_spec(config, tensor_parallel_size=1, hand_off=False)
-        self._encoder = Encoder(replace(spec, gpu_memory_utilization=settings.gpu_memory_utilization))
+        share = settings.gpu_memory_utilization
+        self._encoder = Encoder(replace(spec, gpu_memory_utilization=share, kv_cache_gib=_UNUSED_GIB))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vision")
         self._failing = 0
 
@@ -263,11 +265,13 @@ class DecodeWorker(ReportingReplica):
             DecodeSpec(
                 model=str(model.path),
                 dtype=model.dtype,
+                load_format=model.load_format,
                 max_model_len=model.max_model_len,
                 block_size=config.prefill.block_size,
                 tensor_parallel_size=settings.tensor_parallel_size,
                 max_num_seqs=settings.max_num_seqs,
                 gpu_memory_utilization=settings.gpu_memory_utilization,
+                kv_cache_gib=settings.kv_cache_gib,
                 trust_remote_code=model.trust_remote_code,
                 kv_cache_dtype=model.kv_cache_dtype,
                 reasoning_parser=model.reasoning_parser or "",
@@ -328,7 +332,7 @@ class Ingress:
     """The HTTP front end; see `serving.api.app`."""
 
     async def __init__(self, config: OrbitServeConfig, **handles: DeploymentHandle) -> None:  # type: ignore[misc]
-        enter_vllm(config.ingress, kv_cache_gib=1, nixl=False)
+        enter_vllm(config.ingress, kv_cache_gib=None, nixl=False)
         from serving.access_log import AccessLog as Log
         from serving.api.app import build_api
         from serving.engine_client import LinkedEngineClient, front_end_config
@@ -433,10 +437,12 @@ def engine_spec(config: OrbitServeConfig, tensor_parallel_size: int, hand_off: b
     return EngineSpec(
         model=str(model.path),
         dtype=model.dtype,
+        load_format=model.load_format,
         max_model_len=model.max_model_len,
         block_size=prefill.block_size,
         tensor_parallel_size=tensor_parallel_size,
         max_batch_tokens=prefill.max_batch_tokens,
+        kv_cache_gib=prefill.kv_cache_gib,
         gpu_memory_utilization=prefill.gpu_memory_utilization,
         trust_remote_code=model.trust_remote_code,
         hand_off=hand_off,

@@ -92,7 +92,7 @@ def run_doctor(
     library: LibrarySettings | None = None,
     files: tuple[str, FileSettings] | None = None,
     engine: Mapping[str, Any] | None = None,
-    kv_cache_gib: int = 1,
+    kv_cache_gib: int | None = None,
     host: str = "127.0.0.1",
 ) -> list[CheckResult]:
     """Run every check and return all findings; takes about a minute on two cores. Never raises for a bad machine.

@@ -32,7 +32,7 @@ def enter(settings: RoleSettings) -> None:
     give_way(0 if settings.gpus else settings.niceness)  # a GPU must not wait for its thread
 
 
-def enter_vllm(settings: RoleSettings, *, kv_cache_gib: int, nixl: bool) -> None:
+def enter_vllm(settings: RoleSettings, *, kv_cache_gib: int | None, nixl: bool) -> None:
     """`enter`, with vLLM's environment. Must run before anything imports torch or vLLM."""
     enter(settings)
     keep_log_open()

@@ -44,6 +44,12 @@ RECIPES: dict[str, Recipe] = {
         vocabulary=8192, hidden=1024, intermediate=3840, layers=16, heads=8, kv_heads=2, head_size=128,
         mrope_section=(16, 24, 24), vision_depth=4, vision_hidden=256,
     ),
+    # The size that is served on a GPU, but for its vocabulary, and without weights: their values cost no time.
+    "qwen2_5_vl-7b": Qwen25VL(
+        vocabulary=8192, hidden=3584, intermediate=18944, layers=28, heads=28, kv_heads=4, head_size=128,
+        rope_theta=1e6, mrope_section=(16, 24, 24), vision_depth=32, vision_hidden=1280, drawn=False,
+        vision={"num_heads": 16, "intermediate_size": 3420, "fullatt_block_indexes": [7, 15, 23, 31]},
+    ),
     "qwen3_vl-tiny": Qwen3VL(),
     "kimi_vl-tiny": KimiVL(),
     "llava-tiny": Llava(),

@@ -62,6 +62,15 @@ def save(model: PreTrainedModel, tokens: PreTrainedTokenizerFast, folder: Path) 
     tokens.save_pretrained(folder)
 
 
+def save_shape(model: PreTrainedModel, tokens: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write what `save` does but for the weights."""
+    import torch
+
+    model.config.architectures, model.config.dtype = [type(model).__name__], torch.bfloat16
+    for part in (model.config, generation_config(tokens), tokens):
+        part.save_pretrained(folder)
+
+
 def load(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """A model of this kind with the weights in `folder`, in fp32."""
     import torch

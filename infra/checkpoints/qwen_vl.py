@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from infra.checkpoints.language import Language, draw_weights, load, save
+from infra.checkpoints.language import Language, draw_weights, load, save, save_shape
 from infra.checkpoints.tokens import tokenizer
 
 if TYPE_CHECKING:
@@ -21,7 +21,10 @@ MIN_IMAGE_TOKENS, MAX_IMAGE_TOKENS = 4, 2048
 
 @dataclass(frozen=True, kw_only=True)
 class QwenVL(Language):
-    """Sizes of a Qwen-VL shaped model. Its vision tower has 4 heads; `vision` overrides its configuration."""
+    """Sizes of a Qwen-VL shaped model. Its vision tower has 4 heads; `vision` overrides its configuration.
+
+    `drawn`: with weights; without them vLLM's loader `dummy` makes some up.
+    """
 
     patch: ClassVar[int]
 
@@ -29,10 +32,18 @@ class QwenVL(Language):
     vision_depth: int
     vision_hidden: int = 128
     vision: Mapping[str, Any] = field(default_factory=dict)
+    drawn: bool = True
 
     def write(self, folder: Path) -> None:
-        """Write a checkpoint with weights drawn from `seed` into the existing `folder`."""
+        """Write a checkpoint, its weights drawn from `seed`, into the existing `folder`."""
+        import torch
+
         tokens = self.tokenizer()
+        if not self.drawn:
+            with torch.device("meta"):
+                save_shape(self.model(tokens), tokens, folder)
+            self.image_processor().save_pretrained(folder)
+            return
         model = self.model(tokens)
         draw_weights(model, tokens, self.seed)
         self.save(model, tokens, folder)

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
 import psutil
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from prefill_workers.policies import OperatingPoint
 
 _READY_SECONDS = 300.0
+GPU_PART = 0.2  # of a GPU's memory, for each engine beside others
+GPU_POOL_GIB = 4  # of KV
 
 
 @dataclass(frozen=True)
@@ -51,21 +53,45 @@ class Server:
     processes: Callable[[], Collection[psutil.Process]] = tuple
 
 
+class Measured(NamedTuple):
+    """The model whose times are measured: `infra.checkpoints` has it by name."""
+
+    name: str
+    gpu: bool
+
+
+def measured() -> Measured:
+    """On a GPU one of a size that is served there, on a CPU the largest whose prefill is still bearable."""
+    import torch
+
+    gpu = torch.cuda.is_available()
+    return Measured("qwen2_5_vl-7b" if gpu else "qwen2_5_vl-250m", gpu)
+
+
+def load_format(checkpoint: Path) -> str:
+    """vLLM's, of a checkpoint that may have no weights."""
+    return "auto" if any(checkpoint.glob("*.safetensors")) else "dummy"
+
+
 def bench_config(checkpoint: Path, root: Path, **sections: Any) -> OrbitServeConfig:
-    """One replica a role with a fresh library below `root`.
+    """One replica a role with a fresh library below `root`; on a machine with a GPU all share it.
 
     No checks of fidelity: their models' weights are random, and a point that is switched off would not be measured.
     """
-    return OrbitServeConfig.model_validate(
-        {
-            "model": {"path": checkpoint, "max_model_len": 4096},
-            "http": {"port": free_port()},
-            "library": {"directory": root / "library"},
-            "files_url": str(root / "files"),
-            **sections,
-            "prefill": {"fidelity": {"share": 0}, **sections.get("prefill", {})},
-        }
-    )
+    settings: dict[str, Any] = {
+        "model": {"path": checkpoint, "load_format": load_format(checkpoint), "max_model_len": 4096},
+        "http": {"port": free_port()},
+        "library": {"directory": root / "library"},
+        "files_url": str(root / "files"),
+        "prefill": {"fidelity": {"share": 0}},
+    }
+    if measured().gpu:
+        part = {"num_gpus": GPU_PART, "gpu_memory_utilization": GPU_PART}
+        pool = {**part, "kv_cache_gib": GPU_POOL_GIB}
+        settings |= {"prefill": settings["prefill"] | pool, "decode": pool, "vision": part}
+    for name, section in sections.items():
+        settings[name] = {**settings.get(name, {}), **section} if isinstance(section, dict) else section
+    return OrbitServeConfig.model_validate(settings)
 
 
 @contextmanager
@@ -99,7 +125,10 @@ def vllm_alone(checkpoint: Path, kv_cache_gib: int = 1, *, compiled: bool = Fals
         *("--enable-prefix-caching", "--served-model-name", checkpoint.name),
         *("--enable-prompt-tokens-details", "--mm-processor-cache-gb", "1"),
         *(() if compiled else ("--enforce-eager",)),
+        *("--load-format", load_format(checkpoint)),
     ]
+    if measured().gpu:
+        command += ["--gpu-memory-utilization", str(GPU_PART), "--kv-cache-memory-bytes", str(GPU_POOL_GIB << 30)]
     environment = {**os.environ, **vllm_environment(kv_cache_gib=kv_cache_gib, threads=os.cpu_count())}
     if compiled:
         environment.pop("TORCH_COMPILE_DISABLE", None)

@@ -30,7 +30,7 @@ from infra.checkpoints import checkpoint_path
 from infra.vllm_env import vllm_environment
 from serving.bench.harness import Arm, Benchmark, Outcome, clock_ms, in_turns
 from serving.bench.requests import SHAPES, TEXT_TOKENS, around, image_url, timed_chat
-from serving.bench.servers import Server, ours, vllm_alone
+from serving.bench.servers import GPU_PART, GPU_POOL_GIB, Server, load_format, measured, ours, vllm_alone
 
 if TYPE_CHECKING:
     from prefill_workers.engine import PrefillEngine
@@ -78,7 +78,11 @@ def limit_of(service: Server, checkpoint: Path) -> Iterator[Limit]:
     os.environ.update(vllm_environment(kv_cache_gib=1, threads=os.cpu_count()))
     from prefill_workers.engine import EngineSpec, PrefillEngine
 
-    engine = PrefillEngine(EngineSpec(model=str(checkpoint), max_model_len=4096, hand_off=False))
+    spec = EngineSpec(
+        model=str(checkpoint), load_format=load_format(checkpoint), max_model_len=4096, hand_off=False,
+        gpu_memory_utilization=GPU_PART, kv_cache_gib=GPU_POOL_GIB,
+    )  # fmt: skip
+    engine = PrefillEngine(spec)
     try:
         yield Limit(engine)
     finally:
@@ -89,7 +93,8 @@ def run(quick: bool, console: Console) -> Outcome:
     """Measure all arms, every size."""
     sizes = [256, 512] if quick else list(SHAPES)
     turns = 2 if quick else 9
-    checkpoint = checkpoint_path(CHECKPOINT)
+    model = measured().name
+    checkpoint = checkpoint_path(model)
     console.print("starting vLLM's server, ours, and an engine for the limit")
     with ExitStack() as stack:
         alone = {"vllm": stack.enter_context(vllm_alone(checkpoint))}
@@ -102,7 +107,7 @@ def run(quick: bool, console: Console) -> Outcome:
         samples = _measure(sizes, turns, alone, service, limit, console)
     arms = [Arm(name, text, samples[name]) for name, text in _DESCRIPTIONS.items() if name in samples]
     workload = {
-        "model": CHECKPOINT,
+        "model": model,
         "dtype": "bfloat16",
         "image_tokens": sizes,
         "text_tokens": TEXT_TOKENS,

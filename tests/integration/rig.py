@@ -74,6 +74,8 @@ def tiny_engine(dtype: str, family: Family = QWEN2_5_VL, **options) -> PrefillEn
         "max_model_len": MAX_MODEL_LEN,
         "block_size": BLOCK_SIZE if family.layout == "gqa" else None,
         "trust_remote_code": family.trust_remote_code,
+        "kv_cache_gib": 1,
+        "gpu_memory_utilization": 0.3,
         "hand_off": False,
     }
     return PrefillEngine(EngineSpec(model=str(checkpoint_path(family.checkpoint)), **{**spec, **options}))
