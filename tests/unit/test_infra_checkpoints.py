@@ -1,6 +1,7 @@
 """The reference models: rebuilt only when their recipe changes, readable answers, Qwen's chat and tool format."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from infra.checkpoints import RECIPES, Qwen25VL, checkpoint_path
 from infra.checkpoints.qwen_vl import MERGE
 from infra.checkpoints.tokens import chat_template, printable_tokens, tokenizer
 from infra.checkpoints.weights import DEFAULT_ANSWER_TOKENS
+from serving.bench.servers import load_format
 
 TINY = "qwen2_5_vl-tiny"
 WEATHER = {
@@ -46,6 +48,14 @@ def test_a_checkpoint_of_another_recipe_is_replaced(tmp_path: Path) -> None:
     checkpoint_path(TINY, tmp_path)
     assert (stale / "model.safetensors").is_file()
     assert not (stale / "left-over").exists()
+
+
+def test_a_checkpoint_without_weights_says_all_else(tiny: Path, tmp_path: Path) -> None:
+    replace(RECIPES[TINY], drawn=False).write(tmp_path)
+    names = {path.name for path in tiny.iterdir()} - {checkpoints.STAMP}
+    assert {path.name for path in tmp_path.iterdir()} == names - {"model.safetensors"}
+    assert json.loads((tmp_path / "config.json").read_text()) == json.loads((tiny / "config.json").read_text())
+    assert (load_format(tiny), load_format(tmp_path)) == ("auto", "dummy")
 
 
 def test_an_interrupted_build_does_not_pass_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

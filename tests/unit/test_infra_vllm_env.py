@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infra import vllm_env
-from infra.vllm_env import vllm_environment
+from infra.vllm_env import gpu_pool, vllm_environment
 from infra.vllm_plugin import SHARED_CORES, register
 
 
@@ -18,6 +18,14 @@ def test_optional_switches_are_absent_unless_given() -> None:
     assert environment.keys().isdisjoint({"OMP_NUM_THREADS", "VLLM_NIXL_SIDE_CHANNEL_PORT"})
     given = vllm_environment(kv_cache_gib=2, threads=3, nixl_port=5601)
     assert (given["OMP_NUM_THREADS"], given["VLLM_NIXL_SIDE_CHANNEL_PORT"]) == ("3", "5601")
+
+
+def test_a_pool_has_the_size_that_is_asked_for_on_a_gpu_and_one_gib_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert vllm_environment(kv_cache_gib=None)["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert gpu_pool(3) == {}
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert gpu_pool(3) == {"kv_cache_memory_bytes": 3 << 30}
+    assert gpu_pool(None) == {}
 
 
 @pytest.mark.parametrize(("cpu_build", "switch"), [(True, "1"), (False, None)])
