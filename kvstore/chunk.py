@@ -39,7 +39,7 @@ _prefix_bytes = lru_cache(_PREFIXES)(_integers)
 
 
 def tenant_salt(tenant: str, secret: bytes = b"") -> bytes:
-    """The salt of a tenant's content ids: equal bytes of two tenants get unrelated ids (DESIGN, "The library").
+    """The salt of a tenant's content ids: equal bytes of two tenants get unrelated ids.
 
     `secret` is the deployment's own; without it anyone who knows a tenant's name could compute the salt.
     """

@@ -1,4 +1,4 @@
-"""The operator: K̂V(B|A) = R(delta) · (KV(B|∅) + U Vᵀ), values unrotated (kamera.md eq. 1 and 2; DESIGN "The operator").
+"""The operator: K̂V(B|A) = R(delta) · (KV(B|∅) + U Vᵀ), values unrotated (kamera.md eq. 1 and 2).
 
 Pure functions on tensors. A chunk's KV is [layers, tokens, features] (see `kvstore.layout`).
 
@@ -19,8 +19,8 @@ A patch's kind says which Δ it was formed from:
 |---|---|---|
 | own | deficit(KV(B|A), KV(B|∅)), A in one order | kamera.md eq. 2 |
 | orbit | the mean of it over orderings of A | kamera.md §5, Reorder |
-| pair | behind one antecedent, A = {A_i} | DESIGN, Kinds |
-| composed | c·Σ Δ(B|A_i), a sum of patches; never formed from a Δ | DESIGN, Kinds |
+| pair | behind one antecedent, A = {A_i} | sets are exponential, pairs are not |
+| composed | c·Σ Δ(B|A_i), a sum of patches; never formed from a Δ | `prefill_workers.composing` |
 | update | remainder(Δ(B|A'), patch of A): to add to that patch when A has become A' | kamera.md App. D |
 | removal | deficit(KV(B|S), KV(B|A,S)): to add to a survivor's KV when A has left | kamera.md §5, survival |
 
@@ -281,7 +281,7 @@ def _share(approximation: Tensor, segment: Tensor) -> float:
 
 
 def compose(patches: Sequence[Patch], scale: float = 1.0, base: Patch | None = None) -> Patch:
-    """scale · Σ patches, as one patch of the summed rank: Δ(B|S) ≈ c·Σ Δ(B|A_i) (DESIGN, Kinds, composed).
+    """scale · Σ patches, as one patch of the summed rank: Δ(B|S) ≈ c·Σ Δ(B|A_i).
 
     `base`: the patch behind the fixed prefix P alone. Every pair patch behind P and A_i holds its deficit too, so the
     sum counts that once: Δ(B|P) + c·Σ (Δ(B|P,A_i) - Δ(B|P)). A patch and its update are composed with scale 1.

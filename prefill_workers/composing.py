@@ -1,4 +1,4 @@
-"""Composing: a patch behind a set from patches behind each of its members (DESIGN, Kinds, composed). Pure functions.
+"""Composing: a patch behind a set from patches behind each of its members. Pure functions.
 
 Attention over several stretches of tokens is the mean of the attention over each, weighted by Z = exp(log-sum-exp).
 What a set adds to a token of B is therefore no plain sum of what its members A_i add, but a weighted one,

@@ -1,4 +1,4 @@
-"""What a request allows, and at which operating point a chunk is linked (DESIGN.md, "Operating points").
+"""What a request allows, and at which operating point a chunk is linked.
 
 Pure functions and values.
 """
@@ -23,7 +23,7 @@ class ModeKind(StrEnum):
 
 
 class Text(StrEnum):
-    """Whether text around chunks is part of what their patches are keyed by (DESIGN.md, "The operator")."""
+    """Whether text around chunks is part of what their patches are keyed by."""
 
     AUTO = "auto"  # text between chunks, where some of it is long (`keys.contexts`)
     STRICT = "strict"  # all text before a chunk

@@ -4,9 +4,9 @@ Nothing stands before that text (tools, system prompt, what a user writes ahead 
 every prompt that begins with the same tokens, whatever follows: to take it again is exact to rounding, in every mode.
 It is kept in blocks of `BLOCK` tokens, each under a digest of its tokens and all before, as in vLLM's prefix cache.
 
-Frames differ: a prompt's positions are shifted so that the last one equals its index (DESIGN, hand-off), for M-RoPE by
-more the more images there are. Blocks are kept in the frame in which they were computed and relocated from there, so KV
-is rounded once more however often it is taken; between equal frames it is copied.
+Frames differ: a prompt's positions are shifted so that the last one equals its index (`sequence.LinkSequence`), for
+M-RoPE by more the more images there are. Blocks are kept in the frame in which they were computed and relocated from
+there, so KV is rounded once more however often it is taken; between equal frames it is copied.
 
 Keeping copies KV out of the engine's pages, on its thread: so much at once, and where other links wait only what came
 before, as what a user writes ahead of an image hardly comes again.

@@ -34,7 +34,8 @@ class Embedded:
 class LinkSequence:
     """One sequence whose KV is being put together in `blocks`.
 
-    `positions` are already shifted so that the last token's position equals its index (DESIGN.md, hand-off).
+    `positions` are already shifted so that the last token's position equals its index. RoPE is relative: so an engine
+    that knows nothing of images, and counts positions by index, goes on from this KV as the model would.
     """
 
     token_ids: Tensor  # [n] int32

@@ -1,4 +1,4 @@
-"""Which patches to compile for a known trace, within a budget of bytes and seconds (DESIGN.md, "Placement").
+"""Which patches to compile for a known trace, within a budget of bytes and seconds.
 
 Sets. Requests that leave their order free are put in one order, the popular chunks first, as placement does among
 orders of equal cost; others stay as they are. So all requests of a tenant behind one prefix make a tree:

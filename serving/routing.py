@@ -1,4 +1,4 @@
-"""Which replica should serve a request (DESIGN.md, "Placement"): what replicas report, and what follows from it.
+"""Which replica should serve a request: what replicas report, and what follows from it.
 
 Nothing here knows Ray: `router` asks these policies inside Ray Serve.
 

@@ -74,7 +74,7 @@ class Words:
 class Prompts:
     """Token sequences of sets of pages with their questions behind them.
 
-    `tokens` [sets, length]; `positions` [axes, length], three axes with M-RoPE (DESIGN, Relocation) or one; `sees`
+    `tokens` [sets, length]; `positions` [axes, length], three axes with M-RoPE or one; `sees`
     [sets, length, length]: which token attends to which; `cells` [pages * cells]: where the cells' tokens stand;
     `labels` [sets, questions, question length]; `first`: index of the first question's first token.
     """

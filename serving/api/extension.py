@@ -1,4 +1,4 @@
-"""The `orbit` object: what a request may ask for and what a response reports (DESIGN.md, "HTTP")."""
+"""The `orbit` object: what a request may ask for and what a response reports."""
 
 from __future__ import annotations
 

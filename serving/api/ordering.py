@@ -1,4 +1,4 @@
-"""Which chunks of a request may trade places, and the messages in another order (DESIGN.md, "Placement").
+"""Which chunks of a request may trade places, and the messages in another order.
 
 Only `order: "free"` moves anything, and then only chunks of one *run*: content parts of one user message that follow
 one another with no words between them. What a text says by place ("the second image") would change its meaning, so a

@@ -1,4 +1,4 @@
-"""Table 7: patches behind a set from patches behind each of its members (DESIGN, Kinds, composed).
+"""Table 7: patches behind a set from patches behind each of its members (`prefill_workers.composing`).
 
 Δ(B|S) ≈ Δ(B|∅) + Σ c_i (Δ(B|A_i) - Δ(B|∅)), where ∅ stands for the fixed text alone. Pair patches have rank m each; the
 own and orbit patches they are compared with have rank m, and `own_wide` the composed patch's rank m·|S|.

@@ -1,7 +1,7 @@
 """Asking a model about pages whose KV was put together in any way: a real engine, driven by hand.
 
 A prompt is laid out as the server lays it out. Its pages' KV may be given; everything else is computed over it in one
-forward, as the linker computes the text of a request (DESIGN, "Selective attention in one step").
+forward, as the linker computes the text of a request (`prefill_workers.runs`).
 """
 
 from __future__ import annotations
