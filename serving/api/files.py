@@ -45,10 +45,9 @@ def files_router(
             raise TooLarge(f"file: {file.size} bytes; images and documents have at most {most_bytes}")
         tenant: str = request.state.tenant
         name = file.filename or "upload"
-        check = media.open if purpose == "vision" else media.open_file
         async with reading:
             data = await file.read()
-            await asyncio.to_thread(check, data, tenant, "file")
+            await asyncio.to_thread(media.open_for, purpose, data, tenant, "file")
             return (await asyncio.to_thread(files.create, tenant, name, purpose, data, seconds)).to_openai()
 
     @router.get("", summary="List uploads")

@@ -183,6 +183,21 @@ class MediaResolver:
             raise TooLarge(f"{where}: the document has {len(data)} bytes, at most {limit} are allowed")
         return ResolvedText(owned_content_id(data, owner, self._secret), text)
 
+    def open_for(self, purpose: str, data: bytes, owner: str, where: str) -> ResolvedImage | ResolvedText:
+        """Check an upload of OpenAI's purpose: `vision` takes images alone, the others what `open_file` takes.
+
+        Raises:
+            InvalidRequest: as `open_file`, and of a text that has the purpose `vision`. TooLarge: as `open_file`.
+        """
+        if purpose != "vision":
+            return self.open_file(data, owner, where)
+        if self._documents is not None and as_text(data) is not None:
+            raise InvalidRequest(
+                f"{where}: a text, but purpose 'vision' is for images; upload it as 'user_data' or 'assistants'",
+                parameter="purpose",
+            )
+        return self.open(data, owner, where)
+
     def open(
         self, data: bytes, owner: str, where: str, pixels: _Left | None = None, or_text: bool = False
     ) -> ResolvedImage:

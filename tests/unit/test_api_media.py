@@ -178,6 +178,17 @@ async def test_an_inline_file_may_be_as_large_as_an_uploaded_one(files: FileStor
         await limited.resolve_messages(ask(text, text, text), "local")
 
 
+async def test_a_text_uploaded_as_an_image_is_told_where_it_belongs(files: FileStore):
+    documents: Any = SimpleNamespace()
+    takes_text = MediaResolver(HttpSettings(), files, VectorStores(files), documents)
+    with pytest.raises(InvalidRequest, match="purpose 'vision' is for images; upload it as 'user_data'"):
+        takes_text.open_for("vision", b"words", "local", "file")
+    assert takes_text.open_for("user_data", b"words", "local", "file").text == "words"
+    assert takes_text.open_for("vision", png(), "local", "file").content
+    with pytest.raises(InvalidRequest, match="not an image"):
+        resolver(files).open_for("vision", b"words", "local", "file")
+
+
 # -- fetching ---------------------------------------------------------------------------------------------------------
 
 
