@@ -14,6 +14,7 @@
 | id                  | the entry's name in reports; default: where it stands in the manifest                |
 | tenant              | whose content it is; default the job's; `dynamic-library`: everybody's references    |
 | prefix              | the system prompt that requests over these images will have; default none            |
+| tools               | the tools that they will have: a list as in a request, or JSON of it; default none   |
 | patches             | `own` (this order; default), `orbit` (every order) or `none`                         |
 
 Reading streams: an entry is a few strings, and only inline images are in it. A bad entry is an entry with an `error`.
@@ -39,7 +40,7 @@ from kvstore.chunk import DYNAMIC_TENANT
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 LINES_SUFFIXES = (".jsonl", ".ndjson")
 _IMAGE_FIELDS = ("path", "url", "bytes", "image", "images")
-_FIELDS = (*_IMAGE_FIELDS, "id", "tenant", "prefix", "patches")
+_FIELDS = (*_IMAGE_FIELDS, "id", "tenant", "prefix", "tools", "patches")
 _PARQUET_ROWS = 8  # read at once: a row may carry an image
 Patches = Literal["own", "orbit", "none"]
 StorageOptions = Mapping[str, Mapping[str, Any]]
@@ -87,6 +88,7 @@ class Entry:
     images: tuple[ImageSource, ...] = ()
     tenant: str = "local"
     prefix: str = ""
+    tools: str = ""  # JSON
     patches: Patches = "own"
     error: str | None = None
 
@@ -98,6 +100,7 @@ ENTRY_SCHEMA = pa.schema(
         ("images", pa.list_(pa.struct([("location", pa.string()), ("data", pa.binary())]))),
         ("tenant", pa.string()),
         ("prefix", pa.string()),
+        ("tools", pa.string()),
         ("patches", pa.string()),
         ("error", pa.string()),
     ]
@@ -202,7 +205,8 @@ class Manifest:
             return Entry(number, place, error=f"{where}: {first['msg']}" if where else first["msg"])
         except ValueError as error:  # JSON's errors too
             return Entry(number, place, error=str(error))
-        return Entry(number, place if row.id is None else str(row.id), sources, tenant, row.prefix, row.patches)
+        name, tools = place if row.id is None else str(row.id), json.dumps(row.tools) if row.tools else ""
+        return Entry(number, name, sources, tenant, row.prefix, tools, row.patches)
 
     def _located(self, image: ImageSource) -> ImageSource:
         """A location that any process understands: relative ones belong to the manifest's folder."""
@@ -315,7 +319,13 @@ class _Row(_Image):
     id: str | int | None = None
     tenant: str | None = Field(None, min_length=1)
     prefix: str = ""
+    tools: list[dict[str, Any]] = Field(default_factory=list)
     patches: Patches = "own"
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _from_json(cls, tools: object) -> object:
+        return json.loads(tools) if isinstance(tools, str) else tools
 
     def sources(self) -> list[ImageSource]:
         """The images in order. Raises ValueError unless they are given in one way."""

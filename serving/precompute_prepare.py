@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from pydantic import ValidationError
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.renderers import renderer_from_config
 from vllm.renderers.chat_utils import load_chat_template
@@ -30,7 +33,7 @@ from kvstore.vector_stores import VectorStores
 from prefill_workers.offline import Name, OfflineTask, OfflineWorker
 from prefill_workers.plan import ChunkSpan, LinkRequest
 from prefill_workers.policies import Mode
-from serving.api.chat import fixed_prefix
+from serving.api.chat import fixed_prefix, tool_options
 from serving.api.errors import InvalidRequest, TooLarge
 from serving.api.media import MediaResolver, ResolvedImage
 from serving.config import OrbitServeConfig
@@ -63,7 +66,7 @@ class Preparer:
         """A preparer that has rendered one image, which shows the delimiters of them all and warms the processor."""
         preparer = cls(*arguments)
         sample = ResolvedImage("0" * 64, Image.new("RGB", (64, 64)))
-        segments = await preparer._prompts.render("", [sample])
+        segments = await preparer._prompts.render(Opening(), [sample])
         (span,), tokens = segments.chunks, segments.token_ids
         preparer._delimiters = (tokens[span.start : span.first], tokens[span.first + span.count : span.stop])
         return preparer
@@ -78,14 +81,15 @@ class Preparer:
         contents = [await asyncio.to_thread(owned_content_id, image, entry.tenant, self._secret) for image in data]
         if kind is PatchKind.orbit and len(set(contents)) < len(contents):
             raise EntryError("orbit patches need images that differ from each other")
-        prefix = self._prompts.prefix_tokens(entry.prefix)
+        opening = Opening.of(entry)
+        prefix = self._prompts.prefix_tokens(opening)
         names = self._offline.wanted(self._outline(contents, entry.tenant, prefix), kind)
         if await asyncio.to_thread(self._is_stored, names, entry.tenant):
             return None
         images = await asyncio.gather(
             *(asyncio.to_thread(self._open, *pair, entry.tenant) for pair in zip(data, entry.images, strict=True))
         )
-        segments = await self._prompts.render(entry.prefix, images)
+        segments = await self._prompts.render(opening, images)
         if len(segments.token_ids) > self._offline.capacity:
             raise EntryError(
                 f"the prompt has {len(segments.token_ids)} tokens, the KV pool holds {self._offline.capacity}; "
@@ -146,8 +150,26 @@ def _named(source: ImageSource) -> str:
     return "inline image" if source.location is None else source.location[:200]  # a data URL is long
 
 
+@dataclass(frozen=True)
+class Opening:
+    """What requests over an entry's images will begin with: tools, and a system message."""
+
+    tools: tuple[ChatCompletionToolsParam, ...] = ()
+    messages: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, entry: Entry) -> Opening:
+        """Raises EntryError unless its tools are such as a request may have."""
+        try:
+            tools = tuple(ChatCompletionToolsParam.model_validate(tool) for tool in json.loads(entry.tools or "[]"))
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise EntryError(f"tools: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        return cls(tools, ({"role": "system", "content": entry.prefix},) if entry.prefix else ())
+
+
 class Prompts:
-    """Renders images as the chat handler renders requests: the prefix as system message, the images as user's turn."""
+    """Renders images as the chat handler renders requests: the opening, then the images as a user's turn."""
 
     def __init__(self, config: OrbitServeConfig) -> None:
         vllm_config = front_end_config(config.model, processor_cache_gib=0)
@@ -159,20 +181,21 @@ class Prompts:
             request_logger=None,
             chat_template=load_chat_template(config.model.chat_template),
             chat_template_content_format="auto",
+            **tool_options(config.model),
         )
         self._delimiters = Delimiters.of(vllm_config.model_config, self._renderer.get_tokenizer())
 
-    def prefix_tokens(self, prefix: str) -> tuple[int, ...]:
+    def prefix_tokens(self, opening: Opening) -> tuple[int, ...]:
         """Token ids of a fixed prefix, as patches are keyed by."""
-        text = fixed_prefix(_messages(prefix), self._request([]))
+        text = fixed_prefix(list(opening.messages), self._request(opening))
         return tuple(self._renderer.get_tokenizer().encode(text, add_special_tokens=False))
 
-    async def render(self, prefix: str, images: Iterable[ResolvedImage]) -> Segments:
+    async def render(self, opening: Opening, images: Iterable[ResolvedImage]) -> Segments:
         """The prompt in segments. Raises EntryError if it is too long, or an image too small for the processor."""
         parts = [{"type": "image_pil", "image_pil": found.image, "uuid": found.content} for found in images]
         try:
             rendered = await self._online.render_chat(
-                self._request([*_messages(prefix), {"role": "user", "content": parts}]), skip_mm_cache=True
+                self._request(opening, {"role": "user", "content": parts}), skip_mm_cache=True
             )
         except ValueError as error:
             raise EntryError(str(error.args[0])) from error
@@ -181,11 +204,9 @@ class Prompts:
         _, (engine_input,) = rendered
         return segment(engine_input, self._delimiters)
 
-    def _request(self, messages: list[Any]) -> ChatCompletionRequest:
-        request = ChatCompletionRequest(model=self._model, messages=[{"role": "user", "content": ""}])
-        request.messages = messages  # not validated: images are here already, as they are behind `api.media`
+    def _request(self, opening: Opening, *turns: Any) -> ChatCompletionRequest:
+        request = ChatCompletionRequest(
+            model=self._model, messages=[{"role": "user", "content": ""}], tools=list(opening.tools) or None
+        )
+        request.messages = [*opening.messages, *turns]  # not validated: images are here, as they are behind `api.media`
         return request
-
-
-def _messages(prefix: str) -> list[Any]:
-    return [{"role": "system", "content": prefix}] if prefix else []

@@ -36,6 +36,7 @@ from serving.settings import HttpSettings
 pytestmark = pytest.mark.engine
 
 PREFIX = "Answer in one word."
+TOOLS = [{"type": "function", "function": {"name": "turn", "parameters": {"type": "object", "properties": {}}}}]
 STORED_WITHIN_SECONDS = 300
 SINGLE = range(24)  # images that are entries of their own
 BAD = {"broken.png": "not an image", "missing.png": "no such file", "empty.png": "0 bytes"}
@@ -70,6 +71,7 @@ def write_manifest(folder: Path) -> Path:
     sets = [
         {"id": "own", "images": ["1.png", "2.png"], "prefix": PREFIX},
         {"id": "orbit", "images": ["3.png", "4.png", "5.png"], "prefix": PREFIX, "patches": "orbit"},
+        {"id": "tools", "path": "2.png", "prefix": PREFIX, "tools": TOOLS},
         {"id": "alice", "images": ["1.png", "2.png"], "tenant": "alice", "patches": "none"},
     ]
     lines[8:8] = [*sets, *({"id": name, "path": name} for name in BAD), "not an object"]
@@ -140,7 +142,7 @@ def kill_once_it_has_stored(patches: int, manifest: Path, config: Path, library:
 def test_every_good_entry_is_done_and_every_bad_one_named_with_its_reason(job: Job):
     failed = {name: outcome.reason or "" for name, outcome in job.outcomes.items() if outcome.status == "failed"}
     assert {name: reason in failed[name] for name, reason in BAD.items()} == dict.fromkeys(BAD, True)
-    assert failed["manifest.jsonl:15"] == "an entry is an object, not str"
+    assert failed["manifest.jsonl:16"] == "an entry is an object, not str"
     assert len(failed) == len(BAD) + 1
     assert len(job.outcomes) == len((job.folder / "manifest.jsonl").read_text().splitlines())
 
@@ -161,7 +163,7 @@ def test_two_workers_compute_nothing_twice(job: Job):
         }
     )
     assert computed == kinds([path for path in job.after if path not in job.before])
-    wanted = Counter({"canonical": len(SINGLE) + 2, "embedding": len(SINGLE) + 2, "patch": len(SINGLE) + 2 + 3 * 4})
+    wanted = Counter({"canonical": len(SINGLE) + 2, "embedding": len(SINGLE) + 2, "patch": len(SINGLE) + 3 + 3 * 4})
     assert kinds(list(job.after)) == wanted
 
 
@@ -201,7 +203,9 @@ def ask(job: Job, fp32: PrefillEngine) -> Any:
     library = Library(LibrarySettings(directory=job.folder / "library"), fp32.fingerprint)
     rig = Rig(fp32, job.folder / "library", library=library, form=load_form(job.config.patch, library))
 
-    async def ask(numbers: Sequence[int], prefix: str | None, config: OrbitServeConfig = job.config) -> dict[str, Any]:
+    async def ask(
+        numbers: Sequence[int], prefix: str | None, config: OrbitServeConfig = job.config, **fields: Any
+    ) -> dict[str, Any]:
         client = LinkedEngineClient(front_end_config(config.model, 0.1), RigRoles(rig))
         api = await build_api(client, config, on_delete=lambda *_: None)
         content: list[Any] = [{"type": "text", "text": "Look at "}]
@@ -209,7 +213,7 @@ def ask(job: Job, fp32: PrefillEngine) -> Any:
             data = base64.b64encode((job.folder / f"{number}.png").read_bytes()).decode()
             content.append({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}})
         messages = [{"role": "system", "content": prefix}] if prefix else []
-        body = {"model": "qwen2_5_vl-tiny", "messages": [*messages, {"role": "user", "content": content}]}
+        body = {"model": "qwen2_5_vl-tiny", "messages": [*messages, {"role": "user", "content": content}], **fields}
         headers = {"Authorization": "Bearer alices"} if config.http.api_keys else {}
         async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://test") as http:
             response = await http.post("/v1/chat/completions", json=body, headers=headers)
@@ -240,6 +244,13 @@ async def test_a_first_request_over_precomputed_images_is_a_pure_link(
     assert reasons == [f"stored {kind} patch for these antecedents" for kind in kinds]
     assert report["tokens_reused"] == sum(chunk["tokens"] for chunk in report["chunks"])
     assert report["vision_tokens_encoded"] == 0
+
+
+async def test_what_was_stored_behind_tools_is_found_by_requests_that_bring_them(ask: Callable[..., Any]):
+    (found,) = (await ask([2], PREFIX, tools=TOOLS))["chunks"]
+    assert found["operating_point"] == "patched"
+    (without,) = (await ask([4], PREFIX, tools=TOOLS))["chunks"]
+    assert without["operating_point"] == "recomputed"
 
 
 async def test_content_is_its_tenants_and_without_patches_only_the_encoder_is_spared(ask: Callable[..., Any], job: Job):

@@ -54,7 +54,7 @@ def test_a_line_names_one_image_or_a_set(tmp_path: Path):
         {"path": "pages/1.png"},
         "",
         {"id": 7, "images": ["1.png", {"url": "s3://bucket/2.png"}, {"path": "/3.png"}], "prefix": "Be brief."},
-        {"url": "data:image/png;base64,AAAA", "tenant": "alice", "patches": "orbit"},
+        {"url": "data:image/png;base64,AAAA", "tenant": "alice", "tools": [{"type": "function"}], "patches": "orbit"},
         {"bytes": base64.b64encode(b"pixels").decode(), "tenant": None},
         {"image": {"bytes": base64.b64encode(b"pixels").decode(), "path": "its name"}},
     )
@@ -68,7 +68,14 @@ def test_a_line_names_one_image_or_a_set(tmp_path: Path):
             (ImageSource(f"file://{tmp_path}/1.png"), ImageSource("s3://bucket/2.png"), ImageSource("/3.png")),
             prefix="Be brief.",
         ),
-        Entry(2, "manifest.jsonl:4", (ImageSource("data:image/png;base64,AAAA"),), tenant="alice", patches="orbit"),
+        Entry(
+            2,
+            "manifest.jsonl:4",
+            (ImageSource("data:image/png;base64,AAAA"),),
+            tenant="alice",
+            tools='[{"type": "function"}]',
+            patches="orbit",
+        ),
         Entry(3, "manifest.jsonl:5", (ImageSource(data=b"pixels"),)),
         Entry(4, "manifest.jsonl:6", (ImageSource(data=b"pixels"),)),
     ]
@@ -88,6 +95,8 @@ def test_a_line_names_one_image_or_a_set(tmp_path: Path):
         ({"path": "a.png", "patches": "all"}, "patches: Input should be 'own', 'orbit' or 'none'"),
         ({"path": "a.png", "tenant": ""}, "tenant: String should have at least 1 character"),
         ({"bytes": "not base64!"}, "bytes: .*base64"),
+        ({"path": "a.png", "tools": "turn"}, "tools: .*Expecting value"),
+        ({"path": "a.png", "tools": {"name": "turn"}}, "tools: Input should be a valid list"),
         ('{"path": "\\ud800.png"}', "path: .*surrogates not allowed"),
     ],
 )
@@ -118,7 +127,7 @@ def test_what_names_no_tenant_is_the_jobs_and_what_no_key_reaches_is_refused(tmp
 def test_a_row_names_one_image_or_a_set_and_may_carry_it(tmp_path: Path):
     path = tmp_path / "manifest.parquet"
     rows = [
-        {"id": "a", "image": {"bytes": b"one", "path": "one.png"}, "images": None, "caption": "not ours"},
+        {"id": "a", "image": {"bytes": b"one", "path": "one.png"}, "images": None, "tools": "[{}]", "caption": "no"},
         {"id": None, "image": None, "images": ["two.png", "three.png"], "caption": "either"},
         {"id": None, "image": None, "images": None, "caption": "nothing"},
     ]
@@ -126,7 +135,7 @@ def test_a_row_names_one_image_or_a_set_and_may_carry_it(tmp_path: Path):
     manifest = Manifest(str(path))
     first, second, third = manifest.entries()
     assert manifest.count() == 3
-    assert first == Entry(0, "a", (ImageSource(data=b"one"),))
+    assert first == Entry(0, "a", (ImageSource(data=b"one"),), tools="[{}]")
     assert [image.location for image in second.images] == [f"file://{tmp_path}/{n}.png" for n in ("two", "three")]
     assert (third.name, third.error) == ("manifest.parquet:2", "an image has a path, a url or bytes")
 
