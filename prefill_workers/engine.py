@@ -157,7 +157,7 @@ class PrefillEngine:
         config = self._llm.llm_engine.vllm_config
         self.config = config
         self.max_model_len: int = config.model_config.max_model_len
-        self.fingerprint = fingerprint(Path(spec.model))
+        self.fingerprint = fingerprint(Path(spec.model), spec.load_format)
         if spec.encoder_only:
             return
         facts = self._call("describe")

@@ -13,12 +13,13 @@ _FILE_SAMPLES = 64
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 
 
-def fingerprint(model: Path) -> str:
+def fingerprint(model: Path, load_format: str = "auto") -> str:
     """Digest (64 hex digits) of a checkpoint's configuration and tokenizer (a text chunk's id names text, its KV is of
     tokens), and of name, size and samples of its weights.
 
     Sampling keeps the start of a large model fast. Every tensor is sampled: whoever trains a projector alone has other
-    embeddings, and other KV.
+    embeddings, and other KV. For vLLM's `load_format` dummy it is of no weights: those are made up, and what is stored of
+    them is never taken for the checkpoint's.
 
     Raises:
         ValueError: a `.safetensors` file is none.
@@ -27,6 +28,9 @@ def fingerprint(model: Path) -> str:
     for name in ("config.json", "preprocessor_config.json", "processor_config.json", "tokenizer.json"):
         if (model / name).exists():
             digest.update(name.encode() + (model / name).read_bytes())
+    if load_format == "dummy":
+        digest.update(b"made-up weights")
+        return digest.hexdigest()
     safe = sorted(model.glob("*.safetensors"))
     others = [] if safe else sorted(file for pattern in _OTHER_WEIGHTS for file in model.glob(pattern))
     for file, samples in [*((file, _of_tensors) for file in safe), *((file, _of_file) for file in others)]:

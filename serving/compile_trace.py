@@ -85,7 +85,8 @@ class Planner:
         self.model = front_end_config(config.model, processor_cache_gib=0).model_config
         # No write may be dropped: flushes bound the queue. What serving keeps in the cluster's memory is not ours.
         ours = {"write_queue_items": 1 << 20, "write_queue_bytes": 1 << 50, "object_store_bytes": 0}
-        self.library: Library = Library(config.library.model_copy(update=ours), fingerprint(Path(config.model.path)))
+        model = fingerprint(config.model.path, config.model.load_format)
+        self.library: Library = Library(config.library.model_copy(update=ours), model)
         try:
             self.form = load_form(config.patch, self.library)
         except UnknownBasis as error:

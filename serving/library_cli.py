@@ -72,7 +72,10 @@ class _Place:
         from prefill_workers.fingerprint import fingerprint
 
         if name is None:
-            return None if self.config is None else fingerprint_digest(fingerprint(self.config.model.path))
+            if self.config is None:
+                return None
+            model = self.config.model
+            return fingerprint_digest(fingerprint(model.path, model.load_format))
         if (Path(name) / "config.json").exists():
             return fingerprint_digest(fingerprint(Path(name)))
         if re.fullmatch(r"[0-9a-f]{16}", name):

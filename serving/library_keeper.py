@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from pathlib import Path
 from typing import Any
 
 from ray import serve
@@ -36,7 +35,7 @@ class LibraryKeeper(KeeperReplica):
         self._files = FileStore(config.files_url, config.files)
         self._stores = VectorStores(self._files)
         self._undeleted: set[tuple[str, str]] = set()  # content ids and tenants
-        self._library = Library(config.library, fingerprint(Path(config.model.path)))
+        self._library = Library(config.library, fingerprint(config.model.path, config.model.load_format))
         self._sweeping = asyncio.create_task(self._sweep(config.keeper.sweep_period_s))
         self._looking = self.catalogue(self._library, config.patch, config.keeper.catalogue_period_s)
 

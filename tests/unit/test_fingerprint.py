@@ -69,3 +69,10 @@ def test_a_file_that_is_no_safetensors_is_named(checkpoint: Path, data: bytes):
     (checkpoint / "model.safetensors").write_bytes(data)
     with pytest.raises(ValueError, match=r"model\.safetensors is no safetensors file"):
         fingerprint(checkpoint)
+
+
+def test_made_up_weights_are_another_model_whatever_lies_there(checkpoint: Path):
+    made_up = fingerprint(checkpoint, "dummy")
+    assert made_up != fingerprint(checkpoint) == fingerprint(checkpoint, "safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    assert made_up == fingerprint(checkpoint, "dummy") != fingerprint(checkpoint)
