@@ -18,8 +18,8 @@ def fingerprint(model: Path, load_format: str = "auto") -> str:
     tokens), and of name, size and samples of its weights.
 
     Sampling keeps the start of a large model fast. Every tensor is sampled: whoever trains a projector alone has other
-    embeddings, and other KV. For vLLM's `load_format` dummy it is of no weights: those are made up, and what is stored of
-    them is never taken for the checkpoint's.
+    embeddings, and other KV. For vLLM's `load_format` dummy it is of no weights: those are made up, and what is stored
+    of them is never taken for the checkpoint's.
 
     Raises:
         ValueError: a `.safetensors` file is none.
