@@ -19,7 +19,7 @@ A patch's kind says which Δ it was formed from:
 |---|---|---|
 | own | deficit(KV(B|A), KV(B|∅)), A in one order | kamera.md eq. 2 |
 | orbit | the mean of it over orderings of A | kamera.md §5, Reorder |
-| pair | behind one antecedent, A = {A_i} | sets are exponential, pairs are not |
+| pair | behind one antecedent, A = {A_i} | `prefill_workers.composing` |
 | composed | c·Σ Δ(B|A_i), a sum of patches; never formed from a Δ | `prefill_workers.composing` |
 | update | remainder(Δ(B|A'), patch of A): to add to that patch when A has become A' | kamera.md App. D |
 | removal | deficit(KV(B|S), KV(B|A,S)): to add to a survivor's KV when A has left | kamera.md §5, survival |

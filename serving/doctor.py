@@ -60,12 +60,13 @@ _RESULT_MARK = "doctor-result:"
 _ENGINE_REMEDIES = (  # by what the engine said
     (
         r"max seq len|cache blocks|max_model_len",
-        "the KV pool holds no such prompt: raise `prefill.kv_cache_gib` (on a GPU `gpu_memory_utilization`), or lower "
-        "`model.max_model_len` or leave it out",
+        "the KV pool holds no such prompt: raise `prefill.kv_cache_gib` (on a GPU, if unset, "
+        "`gpu_memory_utilization`), or lower `model.max_model_len` or leave it out",
     ),
     (
         r"out of memory|OutOfMemory|MemoryError|(cannot|can't) allocate|available memory|exit status -9\b",
-        "free memory, lower `kv_cache_gib` of the roles (on a GPU `gpu_memory_utilization`), or take a smaller model",
+        "free memory, lower `kv_cache_gib` of the roles (on a GPU, if unset, `gpu_memory_utilization`), or take a "
+        "smaller model",
     ),
     (
         r"no result within",

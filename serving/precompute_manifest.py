@@ -14,7 +14,8 @@
 | id                  | the entry's name in reports; default: where it stands in the manifest                |
 | tenant              | whose content it is; default the job's; `dynamic-library`: everybody's references    |
 | prefix              | the system prompt that requests over these images will have; default none            |
-| tools               | the tools that they will have: a list as in a request, or JSON of it; default none   |
+| tools               | the tools that they will have: a list as in a request, or JSON of it (in Parquet     |
+|                     | always: its rows would have one another's fields); default none                      |
 | patches             | `own` (this order; default), `orbit` (every order) or `none`                         |
 
 Reading streams: an entry is a few strings, and only inline images are in it. A bad entry is an entry with an `error`.
@@ -198,14 +199,14 @@ class Manifest:
                 raise ValueError(f"an entry is an object, not {type(value).__name__}")
             row = _Row.model_validate({name: field for name, field in value.items() if field is not None})
             sources = tuple(self._located(image) for image in row.sources())
-            tenant = self.owners.of(row.tenant)
+            tenant, tools = self.owners.of(row.tenant), json.dumps(row.tools) if row.tools else ""
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             return Entry(number, place, error=f"{where}: {first['msg']}" if where else first["msg"])
         except ValueError as error:  # JSON's errors too
             return Entry(number, place, error=str(error))
-        name, tools = place if row.id is None else str(row.id), json.dumps(row.tools) if row.tools else ""
+        name = place if row.id is None else str(row.id)
         return Entry(number, name, sources, tenant, row.prefix, tools, row.patches)
 
     def _located(self, image: ImageSource) -> ImageSource:
@@ -249,6 +250,7 @@ class Manifest:
         name = PurePosixPath(self._path).name
         with self._fs.open(self._path, "rb") as file:
             parquet = pq.ParquetFile(file)
+            self._check_columns(parquet.schema_arrow)
             columns = [column for column in parquet.schema_arrow.names if column in _FIELDS]
             number = 0
             for batch in parquet.iter_batches(_PARQUET_ROWS, columns=columns):
@@ -259,12 +261,22 @@ class Manifest:
     def _count_parquet(self) -> int:
         with self._fs.open(self._path, "rb") as file:
             parquet = pq.ParquetFile(file)
-            if not set(_IMAGE_FIELDS) & set(parquet.schema_arrow.names):
-                raise ManifestError(
-                    f"{self.location}: no column names images ({', '.join(_IMAGE_FIELDS)}); "
-                    f"there are {', '.join(parquet.schema_arrow.names)}"
-                )
+            self._check_columns(parquet.schema_arrow)
             return int(parquet.metadata.num_rows)
+
+    def _check_columns(self, schema: pa.Schema) -> None:
+        if not set(_IMAGE_FIELDS) & set(schema.names):
+            raise ManifestError(
+                f"{self.location}: no column names images ({', '.join(_IMAGE_FIELDS)}); "
+                f"there are {', '.join(schema.names)}"
+            )
+        if "tools" in schema.names and not _is_text(schema.field("tools").type):
+            raise ManifestError(f"{self.location}: the column tools is {schema.field('tools').type}, not JSON text")
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    inner = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return any(test(inner) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_null))
 
 
 def file_system(location: str, storage_options: StorageOptions) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -325,7 +337,9 @@ class _Row(_Image):
     @field_validator("tools", mode="before")
     @classmethod
     def _from_json(cls, tools: object) -> object:
-        return json.loads(tools) if isinstance(tools, str) else tools
+        found = json.loads(tools or "[]") if isinstance(tools, str) else tools
+        json.dumps(found, ensure_ascii=False).encode()  # raises ValueError for a lone surrogate
+        return found
 
     def sources(self) -> list[ImageSource]:
         """The images in order. Raises ValueError unless they are given in one way."""

@@ -33,7 +33,7 @@ from kvstore.vector_stores import VectorStores
 from prefill_workers.offline import Name, OfflineTask, OfflineWorker
 from prefill_workers.plan import ChunkSpan, LinkRequest
 from prefill_workers.policies import Mode
-from serving.api.chat import fixed_prefix, tool_options
+from serving.api.chat import fixed_prefix
 from serving.api.errors import InvalidRequest, TooLarge
 from serving.api.media import MediaResolver, ResolvedImage
 from serving.config import OrbitServeConfig
@@ -74,6 +74,7 @@ class Preparer:
     async def task(self, entry: Entry) -> OfflineTask | None:
         """What an entry asks for; None if all of it is stored. Raises EntryError."""
         self._check(entry)
+        opening = Opening.of(entry)
         data = await asyncio.gather(*(asyncio.to_thread(self._read, source) for source in entry.images))
         kind = None if entry.patches == "none" else PatchKind(entry.patches)
         if len(data) == 1 and kind is PatchKind.orbit:
@@ -81,7 +82,6 @@ class Preparer:
         contents = [await asyncio.to_thread(owned_content_id, image, entry.tenant, self._secret) for image in data]
         if kind is PatchKind.orbit and len(set(contents)) < len(contents):
             raise EntryError("orbit patches need images that differ from each other")
-        opening = Opening.of(entry)
         prefix = self._prompts.prefix_tokens(opening)
         names = self._offline.wanted(self._outline(contents, entry.tenant, prefix), kind)
         if await asyncio.to_thread(self._is_stored, names, entry.tenant):
@@ -181,7 +181,6 @@ class Prompts:
             request_logger=None,
             chat_template=load_chat_template(config.model.chat_template),
             chat_template_content_format="auto",
-            **tool_options(config.model),
         )
         self._delimiters = Delimiters.of(vllm_config.model_config, self._renderer.get_tokenizer())
 
@@ -205,8 +204,12 @@ class Prompts:
         return segment(engine_input, self._delimiters)
 
     def _request(self, opening: Opening, *turns: Any) -> ChatCompletionRequest:
+        # tool_choice: what the model may do, which no prompt says, but whether vLLM wants a parser for its answers
         request = ChatCompletionRequest(
-            model=self._model, messages=[{"role": "user", "content": ""}], tools=list(opening.tools) or None
+            model=self._model,
+            messages=[{"role": "user", "content": ""}],
+            tools=list(opening.tools) or None,
+            tool_choice="none",
         )
         request.messages = [*opening.messages, *turns]  # not validated: images are here, as they are behind `api.media`
         return request

@@ -30,11 +30,8 @@ class ModelSettings(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Weights and KV; auto: as stored."
     )
-    load_format: str = Field(
-        "auto",
-        min_length=1,
-        description="vLLM's, such as safetensors or runai_streamer; dummy: random weights, to size a deployment "
-        "without any.",
+    load_format: Literal["auto", "safetensors", "dummy"] = Field(
+        "auto", description="How vLLM loads the weights; dummy: random ones, to size a deployment without any."
     )
     max_model_len: int | None = Field(
         None,

@@ -114,7 +114,6 @@ class ReferenceFamily:
 
     `cell`: pixels of a cell's side, one token's. `levels`: of codes (see `training.Codes`). `forms`: of the pages
     that its tower is trained on; none: of any. `alike`: makes attention begin by looking for what resembles a token.
-    `refined_at`: the highest learning rate of its refining.
     """
 
     recipe: Any
@@ -127,7 +126,6 @@ class ReferenceFamily:
     levels: int = 1
     forms: tuple[Form, ...] = ()
     alike: Callable[[Any], None] | None = None
-    refined_at: float = 1e-3
 
     def form(self, wanted: Form) -> Form:
         """Pages like these that the tower takes: where it knows one size alone, things are drawn more or less often."""

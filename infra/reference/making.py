@@ -24,7 +24,6 @@ from infra.reference.pictures import grid_picture, page_picture
 from infra.reference.prompts import Layout, Words, lay_out
 from infra.reference.scenes import ASKED, NOWHERE, Form, Scenes, Split, draw_items
 from infra.reference.training import (
-    COUNTED_AT,
     COUNTING,
     REFINED,
     REFINING,
@@ -245,11 +244,6 @@ class Refining(Model):
         """What it is trained on."""
         return COUNTING if self.counting else REFINING
 
-    @property
-    def rate(self) -> float:
-        """The highest learning rate."""
-        return COUNTED_AT if self.counting else self.kind.refined_at
-
     def train(self) -> Iterator[dict[str, Any]]:
         """Train the language model from where it stands; yields the curve."""
         if self.progress.step == sum(stage.steps for stage in self.stages):
@@ -261,7 +255,7 @@ class Refining(Model):
             parameter.requires_grad_(True)
         codes = written_codes(self.tower(), self.kind)
         other_pages = REFINED.seed + self.round - 1  # than those of the rounds before
-        settings = replace(REFINED, seed=other_pages, rate=self.rate)
+        settings = replace(REFINED, seed=other_pages)
         for line in train(
             self.language, codes, self.words, parameters, self.stages, settings, self.progress, self.keep, self.state
         ):
@@ -321,7 +315,7 @@ def refine(
     yield from refining.train()
     before = (out / family / CARD).read_text()
     command = family + " --again" * (refining.round > 1) + " --counting" * counting
-    curve, machine, rate = refining.progress.curve, _machine(device, compiled), refining.rate
+    curve, machine, rate = refining.progress.curve, _machine(device, compiled), REFINED.rate
     yield from refining.finish(
         out / family, count, lambda scores: refined_card(before, command, curve, machine, scores, count, rate)
     )

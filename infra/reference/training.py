@@ -151,8 +151,7 @@ class Settings:
     seed: int = 1
 
 
-REFINED = Settings(warm_up=40, seed=3)  # a family has its rate: `families.ReferenceFamily.refined_at`
-COUNTED_AT = 1e-3  # the rate at which any is trained on `COUNTING`
+REFINED = Settings(rate=1e-3, warm_up=40, seed=3)
 _EVERY = 25  # steps from one line of the curve to the next
 
 

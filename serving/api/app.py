@@ -42,15 +42,7 @@ from vllm.utils.async_utils import make_async
 from kvstore.files import FileStore
 from kvstore.vector_stores import VectorStores
 from serving.api.auth import Authenticate, Limit
-from serving.api.chat import (
-    UNSUPPORTED,
-    OrbitServingChat,
-    fixed_prefix,
-    readable,
-    refuse_longer,
-    refuse_unsupported,
-    tool_options,
-)
+from serving.api.chat import UNSUPPORTED, OrbitServingChat, fixed_prefix, readable, refuse_longer, refuse_unsupported
 from serving.api.compiling import compiling
 from serving.api.errors import InvalidRequest, answer_errors
 from serving.api.extension import RequestTrace, parse_options, set_trace
@@ -190,7 +182,11 @@ async def _add_openai(
 ) -> None:
     model = config.model
     template = load_chat_template(model.chat_template)
-    tools = tool_options(model)
+    tools = {
+        "enable_auto_tools": model.enable_auto_tool_choice and model.tool_call_parser is not None,
+        "tool_parser": model.tool_call_parser,
+        "reasoning_parser": model.reasoning_parser or "",
+    }
     models = OpenAIServingModels(client, [BaseModelPath(name=model.served_name, model_path=str(model.path))])
     renderer = OnlineRenderer(
         client.model_config,

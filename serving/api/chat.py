@@ -22,7 +22,6 @@ from serving.api.ordering import Ordering, ordered
 from serving.api.prefix import Prefixes, tools_text
 from serving.api.streams import opened
 from serving.documents import Documents
-from serving.settings import ModelSettings
 
 # What needs the prompt in the engine that decodes, which never sees it; and what would need another engine.
 UNSUPPORTED = {
@@ -208,15 +207,6 @@ def _characters(message: dict[str, Any]) -> int:
 
 def _leads(message: dict[str, Any]) -> bool:
     return message.get("role") in ("system", "developer")
-
-
-def tool_options(model: ModelSettings) -> dict[str, Any]:
-    """What vLLM's renderer and its chat handler are told of tools and reasoning."""
-    return {
-        "enable_auto_tools": model.enable_auto_tool_choice and model.tool_call_parser is not None,
-        "tool_parser": model.tool_call_parser,
-        "reasoning_parser": model.reasoning_parser or "",
-    }
 
 
 def fixed_prefix(messages: list[dict[str, Any]], request: ChatCompletionRequest | TokenizeChatRequest) -> str:

@@ -32,7 +32,7 @@ from infra.checkpoints import checkpoint_path
 from serving.bench.engine_process import in_prefill_process
 from serving.bench.harness import Arm, Benchmark, Outcome, in_turns
 from serving.bench.requests import noise
-from serving.bench.ttft import CHECKPOINT
+from serving.bench.servers import CHECKPOINT
 from serving.bench.worker import Prompt, Worker, prompt_over, worker
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from infra.cpu_kernels import SWITCH
 from serving.bench.engine_process import engine_process, forward_ms
 from serving.bench.harness import Arm, Benchmark, Outcome, in_turns
 from serving.bench.load_arms import QUICK_CHECKPOINT
-from serving.bench.ttft import CHECKPOINT
+from serving.bench.servers import CHECKPOINT
 
 CONTEXT = 1600  # tokens of the prompt
 COMPUTED = (1, 40, 256, 1600)  # of them, by a forward

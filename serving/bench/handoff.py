@@ -20,8 +20,7 @@ from rich.console import Console
 from infra.checkpoints import checkpoint_path
 from serving.bench.harness import Arm, Benchmark, Outcome
 from serving.bench.requests import SHAPES, TEXT_TOKENS, Timed, around, image_url, timed_chat
-from serving.bench.servers import ours
-from serving.bench.ttft import CHECKPOINT
+from serving.bench.servers import CHECKPOINT, ours
 
 
 def run(quick: bool, console: Console) -> Outcome:

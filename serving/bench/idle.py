@@ -29,8 +29,7 @@ from infra.checkpoints import checkpoint_path
 from serving.bench.engine_process import engine_process, forward_ms
 from serving.bench.harness import Arm, Benchmark, Outcome
 from serving.bench.load_arms import QUICK_CHECKPOINT, settle
-from serving.bench.servers import bench_config, tree
-from serving.bench.ttft import CHECKPOINT
+from serving.bench.servers import CHECKPOINT, bench_config, tree
 from serving.launch import application
 
 TOKENS = 290  # of a forward: a page of 256, and words

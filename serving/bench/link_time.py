@@ -26,13 +26,14 @@ from infra.checkpoints import checkpoint_path
 from serving.bench.engine_process import in_prefill_process
 from serving.bench.harness import Arm, Benchmark, Outcome, clock_ms, in_turns
 from serving.bench.requests import noise
-from serving.bench.servers import load_format, measured
+from serving.bench.servers import GPU_POOL_GIB, load_format, measured_model, on_gpu
 from serving.bench.worker import Prompt, Worker, prompt_over, worker
 
 if TYPE_CHECKING:
     from prefill_workers.engine import PrefillEngine
 
-CASES = {"1 x 256": (1, 256), "1 x 1024": (1, 1024), "4 x 1024": (4, 1024), "8 x 1024": (8, 1024)}  # pages x tokens
+CASES = {"1 x 256": (1, 256), "1 x 1024": (1, 1024), "4 x 1024": (4, 1024)}  # pages x tokens
+GPU_CASES = CASES | {"8 x 1024": (8, 1024)}
 CONTEXT = 16384
 _POINTS = {"off": "encoded", "exact": "recomputed", "patched": "patched"}
 _DESCRIPTIONS = {
@@ -45,13 +46,13 @@ _DESCRIPTIONS = {
 
 def run(quick: bool, console: Console) -> Outcome:
     """Measure all arms on pages of every number and size."""
-    model = measured()
-    cases = dict(list(CASES.items())[: 1 if quick else None if model.gpu else 3])
+    model, all_cases = measured_model(), GPU_CASES if on_gpu() else CASES
+    cases = dict([next(iter(all_cases.items()))]) if quick else all_cases
     turns = 2 if quick else 9
     console.print("measuring in a process like a prefill worker's")
-    samples, stages = in_prefill_process(_measure, model.name, cases, turns)
+    samples, stages = in_prefill_process(_measure, model, cases, turns)
     arms = [Arm(name, text, samples[name]) for name, text in _DESCRIPTIONS.items()]
-    workload = {"model": model.name, "dtype": "bfloat16", "pages x tokens": list(cases), "turns": turns, "in_flight": 1}
+    workload = {"model": model, "dtype": "bfloat16", "pages x tokens": list(cases), "turns": turns, "in_flight": 1}
     return Outcome(workload, arms, _figures(list(cases), {arm.name: arm for arm in arms}), {"stages, ms": stages})
 
 
@@ -70,8 +71,8 @@ def _measure(
     checkpoint = checkpoint_path(model)
     engine = PrefillEngine(
         EngineSpec(
-            model=str(checkpoint), load_format=load_format(checkpoint), max_model_len=CONTEXT, kv_cache_gib=4,
-            hand_off=False,
+            model=str(checkpoint), load_format=load_format(checkpoint), max_model_len=CONTEXT, hand_off=False,
+            kv_cache_gib=GPU_POOL_GIB,
         )
     )  # fmt: skip
     logging.getLogger("vllm.v1.worker.cpu_worker").setLevel(logging.ERROR)

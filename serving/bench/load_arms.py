@@ -30,8 +30,7 @@ from infra.checkpoints import checkpoint_path
 from infra.ports import free_port
 from prefill_workers.settings import PrefillSettings
 from serving.bench.harness import Arm
-from serving.bench.servers import Server, bench_config, standing_still, tree, vllm_alone
-from serving.bench.ttft import CHECKPOINT
+from serving.bench.servers import CHECKPOINT, Server, bench_config, standing_still, tree, vllm_alone
 from serving.loadtest import measures
 from serving.loadtest.arrivals import poisson
 from serving.loadtest.client import Endpoint, Sample, Tally

@@ -32,7 +32,7 @@ from infra.checkpoints import checkpoint_path
 from infra.vllm_env import vllm_environment
 from serving.bench.harness import Arm, Benchmark, Outcome, clock_ms, in_turns
 from serving.bench.requests import PIXELS, SHAPES
-from serving.bench.ttft import CHECKPOINT
+from serving.bench.servers import CHECKPOINT
 from serving.bench.worker import TENANT, Worker, prompt_over, worker
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch import Tensor
 from infra.checkpoints import checkpoint_path
 from infra.vllm_env import vllm_environment
 from serving.bench.harness import Arm, Benchmark, Outcome, clock_ms, in_turns
-from serving.bench.ttft import CHECKPOINT
+from serving.bench.servers import CHECKPOINT
 
 if TYPE_CHECKING:
     from prefill_workers.engine import PrefillEngine

@@ -17,8 +17,7 @@ from rich.console import Console
 from infra.checkpoints import checkpoint_path
 from serving.bench.harness import Arm, Benchmark, Outcome, in_turns
 from serving.bench.requests import image_url
-from serving.bench.servers import bench_config
-from serving.bench.ttft import CHECKPOINT
+from serving.bench.servers import CHECKPOINT, bench_config
 from serving.ray_cluster import ray_cluster
 
 IMAGE_TOKENS = 256

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import psutil
@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from prefill_workers.policies import OperatingPoint
 
 _READY_SECONDS = 300.0
-GPU_PART = 0.2  # of a GPU's memory, for each engine beside others
-GPU_POOL_GIB = 4  # of KV
+CHECKPOINT, LARGE_CHECKPOINT = "qwen2_5_vl-250m", "qwen2_5_vl-7b"
+GPU_PART = 0.2  # of a GPU's memory must be free for an engine beside others
+GPU_POOL_GIB = 1  # of KV, as on a CPU
 
 
 @dataclass(frozen=True)
@@ -53,19 +54,17 @@ class Server:
     processes: Callable[[], Collection[psutil.Process]] = tuple
 
 
-class Measured(NamedTuple):
-    """The model whose times are measured: `infra.checkpoints` has it by name."""
-
-    name: str
-    gpu: bool
-
-
-def measured() -> Measured:
-    """On a GPU one of a size that is served there, on a CPU the largest whose prefill is still bearable."""
+def on_gpu() -> bool:
+    """Whether engines compute on a GPU here."""
     import torch
 
-    gpu = torch.cuda.is_available()
-    return Measured("qwen2_5_vl-7b" if gpu else "qwen2_5_vl-250m", gpu)
+    return torch.cuda.is_available()
+
+
+def measured_model() -> str:
+    """The model (of `infra.checkpoints`) whose times are measured: on a GPU one of a size that is served there, on a
+    CPU the largest whose prefill is still bearable."""
+    return LARGE_CHECKPOINT if on_gpu() else CHECKPOINT
 
 
 def load_format(checkpoint: Path) -> str:
@@ -74,7 +73,7 @@ def load_format(checkpoint: Path) -> str:
 
 
 def bench_config(checkpoint: Path, root: Path, **sections: Any) -> OrbitServeConfig:
-    """One replica a role with a fresh library below `root`; on a machine with a GPU all share it.
+    """One replica a role with a fresh library below `root`; on a machine with a GPU these three share it.
 
     No checks of fidelity: their models' weights are random, and a point that is switched off would not be measured.
     """
@@ -85,10 +84,11 @@ def bench_config(checkpoint: Path, root: Path, **sections: Any) -> OrbitServeCon
         "files_url": str(root / "files"),
         "prefill": {"fidelity": {"share": 0}},
     }
-    if measured().gpu:
+    if on_gpu():
         part = {"num_gpus": GPU_PART, "gpu_memory_utilization": GPU_PART}
         pool = {**part, "kv_cache_gib": GPU_POOL_GIB}
         settings |= {"prefill": settings["prefill"] | pool, "decode": pool, "vision": part}
+        settings["precompute"] = {"num_gpus": GPU_PART}
     for name, section in sections.items():
         settings[name] = {**settings.get(name, {}), **section} if isinstance(section, dict) else section
     return OrbitServeConfig.model_validate(settings)
@@ -127,8 +127,8 @@ def vllm_alone(checkpoint: Path, kv_cache_gib: int = 1, *, compiled: bool = Fals
         *(() if compiled else ("--enforce-eager",)),
         *("--load-format", load_format(checkpoint)),
     ]
-    if measured().gpu:
-        command += ["--gpu-memory-utilization", str(GPU_PART), "--kv-cache-memory-bytes", str(GPU_POOL_GIB << 30)]
+    if on_gpu():
+        command += ["--gpu-memory-utilization", str(GPU_PART), "--kv-cache-memory-bytes", str(kv_cache_gib << 30)]
     environment = {**os.environ, **vllm_environment(kv_cache_gib=kv_cache_gib, threads=os.cpu_count())}
     if compiled:
         environment.pop("TORCH_COMPILE_DISABLE", None)
@@ -201,7 +201,16 @@ class EmbeddedRoles:
 
         spec = engine_spec(config, 1, hand_off=True)
         # The decode core inherits the environment when it starts: every engine needs a port of its own.
-        self._decode = DecodeEngine(DecodeSpec(model=spec.model, dtype=spec.dtype, max_model_len=spec.max_model_len))
+        self._decode = DecodeEngine(
+            DecodeSpec(
+                model=spec.model,
+                dtype=spec.dtype,
+                load_format=spec.load_format,
+                max_model_len=spec.max_model_len,
+                gpu_memory_utilization=config.decode.gpu_memory_utilization,
+                kv_cache_gib=config.decode.kv_cache_gib,
+            )
+        )
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
         self.engine = PrefillEngine(spec)
         self._library = Library(config.library, self.engine.fingerprint)

@@ -21,7 +21,7 @@ from infra import openmp
 from serving.bench.engine_process import engine_process, forward_ms
 from serving.bench.harness import Arm, Benchmark, Outcome
 from serving.bench.load_arms import QUICK_CHECKPOINT
-from serving.bench.ttft import CHECKPOINT
+from serving.bench.servers import CHECKPOINT
 from serving.replica_process import SPIN
 
 CONTEXT = 820  # tokens of the prompt: three pages of 256 and words

@@ -22,8 +22,7 @@ from infra.checkpoints import checkpoint_path
 from prefill_workers.prefix_cache import AT_ONCE, BLOCK
 from serving.bench.harness import Arm, Benchmark, Outcome, in_turns
 from serving.bench.requests import Timed, timed_chat
-from serving.bench.servers import Server, ours, vllm_alone
-from serving.bench.ttft import CHECKPOINT
+from serving.bench.servers import CHECKPOINT, Server, ours, vllm_alone
 
 _DESCRIPTIONS = {
     "vllm": "vLLM's OpenAI server with prefix caching",

@@ -30,12 +30,11 @@ from infra.checkpoints import checkpoint_path
 from infra.vllm_env import vllm_environment
 from serving.bench.harness import Arm, Benchmark, Outcome, clock_ms, in_turns
 from serving.bench.requests import SHAPES, TEXT_TOKENS, around, image_url, timed_chat
-from serving.bench.servers import GPU_PART, GPU_POOL_GIB, Server, load_format, measured, ours, vllm_alone
+from serving.bench.servers import GPU_PART, GPU_POOL_GIB, Server, load_format, measured_model, ours, vllm_alone
 
 if TYPE_CHECKING:
     from prefill_workers.engine import PrefillEngine
 
-CHECKPOINT = "qwen2_5_vl-250m"
 _DESCRIPTIONS = {
     "vllm": "vLLM's OpenAI server with prefix caching; the text before the image changes every time",
     "compiled": "the same server, its model compiled",
@@ -93,7 +92,7 @@ def run(quick: bool, console: Console) -> Outcome:
     """Measure all arms, every size."""
     sizes = [256, 512] if quick else list(SHAPES)
     turns = 2 if quick else 9
-    model = measured().name
+    model = measured_model()
     checkpoint = checkpoint_path(model)
     console.print("starting vLLM's server, ours, and an engine for the limit")
     with ExitStack() as stack:

@@ -50,15 +50,22 @@ def test_a_report_has_every_field_and_can_be_drawn(tmp_path: Path, capsys: pytes
 def test_on_a_gpu_roles_share_it_and_what_a_benchmark_asks_for_is_added(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(servers, "on_gpu", lambda: False)
     alone = servers.bench_config(tmp_path, tmp_path, vision={"replicas": 0})
     assert (alone.prefill.kv_cache_gib, alone.vision.replicas, alone.model.load_format) == (None, 0, "dummy")
-    monkeypatch.setattr(servers, "measured", lambda: servers.Measured("large", True))
+    monkeypatch.setattr(servers, "on_gpu", lambda: True)
     shared = servers.bench_config(tmp_path, tmp_path, vision={"replicas": 0}, prefill={"max_queue": 9})
     assert shared.vision.replicas == 0
     assert (shared.prefill.max_queue, shared.prefill.fidelity.share) == (9, 0)
     for role in (shared.prefill, shared.decode, shared.vision):
         assert (role.gpus, role.gpu_memory_utilization) == (servers.GPU_PART,) * 2
     assert shared.prefill.kv_cache_gib == shared.decode.kv_cache_gib == servers.GPU_POOL_GIB
+
+
+def test_a_checkpoint_without_weights_is_given_some(tmp_path: Path):
+    assert servers.load_format(tmp_path) == "dummy"
+    (tmp_path / "model.safetensors").touch()
+    assert servers.load_format(tmp_path) == "auto"
 
 
 def test_tables_are_reported_shown_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -96,6 +96,7 @@ def test_a_line_names_one_image_or_a_set(tmp_path: Path):
         ({"path": "a.png", "tenant": ""}, "tenant: String should have at least 1 character"),
         ({"bytes": "not base64!"}, "bytes: .*base64"),
         ({"path": "a.png", "tools": "turn"}, "tools: .*Expecting value"),
+        ({"path": "a.png", "tools": [{"name": "\ud800"}]}, "tools: .*surrogates not allowed"),
         ({"path": "a.png", "tools": {"name": "turn"}}, "tools: Input should be a valid list"),
         ('{"path": "\\ud800.png"}', "path: .*surrogates not allowed"),
     ],
@@ -138,6 +139,17 @@ def test_a_row_names_one_image_or_a_set_and_may_carry_it(tmp_path: Path):
     assert first == Entry(0, "a", (ImageSource(data=b"one"),), tools="[{}]")
     assert [image.location for image in second.images] == [f"file://{tmp_path}/{n}.png" for n in ("two", "three")]
     assert (third.name, third.error) == ("manifest.parquet:2", "an image has a path, a url or bytes")
+
+
+def test_tools_in_parquet_are_text(tmp_path: Path):
+    """Rows of a structured column have one another's fields, as nulls that no request has."""
+    path = tmp_path / "manifest.parquet"
+    pq.write_table(pa.Table.from_pylist([{"path": "a.png", "tools": [{"type": "function"}]}]), path)
+    for read in (lambda: Manifest(str(path)).count(), lambda: list(Manifest(str(path)).entries())):
+        with pytest.raises(ManifestError, match=r"the column tools is list.* not JSON text"):
+            read()
+    pq.write_table(pa.Table.from_pylist([{"path": "a.png", "tools": ""}, {"path": "b.png", "tools": None}]), path)
+    assert [entry.tools for entry in Manifest(str(path)).entries()] == ["", ""]
 
 
 def test_a_manifest_may_lie_behind_a_url_and_its_images_beside_it():
