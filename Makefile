@@ -33,19 +33,19 @@ format: setup ## Rewrite the sources in the project's style
 	$(PYTHON) -m ruff check --fix
 	$(PYTHON) -m ruff format
 
-doctor: setup tiny-checkpoint ## Check this machine and say what to do about each problem
+doctor: setup ## Check this machine and say what to do about each problem
 	$(ORBITSERVE) doctor $(ARGS)
 
 bench: setup ## Run a benchmark: make bench NAME=ttft [ARGS="--quick --json out.json"]; without NAME, list them
 	$(ORBITSERVE) bench $(NAME) $(ARGS)
 
-checkpoints: setup ## Write all reference models to .orbitserve/checkpoints
+checkpoints: setup ## Write the tests' random checkpoints to .orbitserve/checkpoints
 	@$(PYTHON) -m infra.checkpoints all
 
 lock: setup ## Write the lock file anew from the packages that are installed in .venv
 	$(PYTHON) -m infra.lock infra/requirements-cpu.lock
 
-clean: ## Remove the environment and all that it makes anew; what was stored or trained in .orbitserve stays
+clean: ## Remove the environment and all that it makes anew; what was stored or trained in .orbitserve stays, but the demo's
 	rm -rf .venv .orbitserve/{checkpoints,s3-server,demo} .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -47,7 +47,10 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(help="Longest prompt plus answer in tokens; default: what the KV pools hold.")
+        int | None,
+        typer.Option(
+            help="Longest prompt plus answer in tokens; default: the model's, or what the KV pools hold if less."
+        ),
     ] = None,
 ) -> None:
     """Serve a checkpoint over the OpenAI HTTP API until interrupted."""
@@ -231,6 +234,12 @@ def bench(
         raise typer.Exit(2)
     if model is not None and not (model / "config.json").exists():
         console.print(f"[red]error:[/red] {model} holds no config.json; is it a checkpoint?")
+        raise typer.Exit(2)
+    if model is not None and benchmark.folders and model.name not in benchmark.folders:
+        console.print(
+            f"[red]error:[/red] benchmark {name} asks what reference models were trained for, and {model} is none: "
+            f"its folder would be called {' or '.join(benchmark.folders)}"
+        )
         raise typer.Exit(2)
     if items is not None and not benchmark.takes_items:
         console.print(f"[red]error:[/red] benchmark {name} has no items to choose the number of")

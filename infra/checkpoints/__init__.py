@@ -1,4 +1,4 @@
-"""Reference models for tests, the demo and the benchmarks: random weights in the shape of real families.
+"""Checkpoints for tests and benchmarks: random weights in the shape of real families.
 
 `python -m infra.checkpoints NAME|all [--out DIR]` writes them; `checkpoint_path(NAME)` builds on demand. Building takes
 seconds, needs no network, and the same recipe gives the same bytes. `weights` says what the numbers aim at.

@@ -66,8 +66,8 @@ class Benchmark:
 
     `run` takes `quick` and the console, with `takes_model` a checkpoint's path or None as `model`, with `takes_items`
     how much to measure or None as `items`, with `takes_work` a folder for finished parts or None as `work`, and as
-    `only` some of the names in `takes_only`, where there are any, or None. `applies`: whether a target is one of a run
-    that gave these figures.
+    `only` some of the names in `takes_only`, where there are any, or None. `folders`: what a checkpoint's folder may be
+    called, if not anything. `applies`: whether a target is one of a run that gave these figures.
     """
 
     name: str
@@ -78,6 +78,7 @@ class Benchmark:
     takes_items: bool = False
     takes_work: bool = False
     takes_only: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
     applies: Callable[[str, Mapping[str, float]], bool] = lambda name, figures: True
 
     def targets_of(self, figures: Mapping[str, float]) -> dict[str, tuple[str, float]]:

@@ -89,6 +89,10 @@ def test_only_some_benchmarks_take_a_model(tmp_path: Path):
     missing = CliRunner().invoke(app, ["bench", "patch-rank", "--model", str(tmp_path)])
     assert missing.exit_code == 2
     assert "config.json" in missing.output
+    (tmp_path / "config.json").touch()
+    another = CliRunner().invoke(app, ["bench", "fidelity", "--model", str(tmp_path)])
+    assert another.exit_code == 2
+    assert "qwen2_5_vl or qwen3_vl" in " ".join(another.output.split())
 
 
 def test_sections_are_those_of_the_benchmark():

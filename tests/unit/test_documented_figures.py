@@ -150,28 +150,32 @@ def cell(table: str, row: str, column: str) -> Callable[[Any], float]:
     return lambda report: report["tables"][table][row][column]
 
 
-def paid(of: Callable[[Iterable[float]], float]) -> Callable[[Any], float]:
+def paid(of: Callable[[Iterable[float]], float], over: str = "off") -> Callable[[Any], float]:
     """The least or the most reuses until canonical KV and patch have paid, in two runs."""
     runs = record("break-even-amx2"), record("break-even-amx2-again")
-    return lambda _: of(of(run["tables"]["reuses until it has paid"]["off"].values()) for run in runs)
+    return lambda _: of(of(run["tables"]["reuses until it has paid"][over].values()) for run in runs)
 
 
 FIRST_PAGE: dict[str, tuple[str, tuple[Callable[[Any], float], ...]]] = {
-    "(`ttft`) | {} ms | {} ms patched, {} ms in mode `exact`": (
+    "(`ttft`) | {} ms (eager, as ours; compiled {}) | {} ms patched, {} ms in mode `exact`": (
         "ttft-amx2",
-        (median("vllm", "1024"), median("patched", "1024"), median("exact", "1024")),
+        tuple(median(arm, "1024") for arm in ("vllm", "compiled", "patched", "exact")),
     ),
-    "first token where vLLM saturates | 1 | at least {} times as many; {} of the time": (
+    "first token where vLLM saturates | 1 | at least {} times as many": (
         "rates-cpu2",
+        (figure("throughput_over_prefix"),),
+    ),
+    "(with AMX {}); {} of the time": (
+        "rates-amx2",
         (figure("throughput_over_prefix"), figure("ttft_over_prefix")),
     ),
     "first token | 1 | **{} times as long**; {} of ours with reuse switched off": (
         "one-shot-amx2",
         (figure("ttft_over_vllm"), figure("ttft_over_off")),
     ),
-    "canonical KV and patch have paid after {} to {} reuses": (
+    "canonical KV and patch have paid after {} to {} reuses, against mode `exact` after up to {}": (
         "break-even-amx2",
-        (paid(min), paid(max)),
+        (paid(min), paid(max), paid(max, "exact")),
     ),
     "{} of the KV of a chunk of 1024 tokens (`orbitserve bench patch-apply`)": (
         "patch-apply-cpu2",
