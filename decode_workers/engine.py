@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -34,7 +35,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from decode_workers.admission import Admission
 from infra.vllm_env import BLOCK_SIZE, cpu_engine_arguments, fitting, gpu_pool
 
-_PULL_SECONDS = 10.0  # longer than any pull takes
+_PULL_SECONDS = 10.0  # longer than any pull takes, and
+_PULL_TOKENS = 1000  # a second: of the largest models a third of a GB
 _LOOK_SECONDS = 2.0  # between looks whether it has ended
 
 
@@ -139,7 +141,7 @@ class DecodeEngine:
             async with self.admission.admit(min(len(token_ids) + budget, self.max_model_len), params.n or 1) as room:
                 admitted = True
                 if transfer is not None:  # whoever leaves while its KV is pulled: vLLM holds the blocks meanwhile
-                    room.until = self._pulls_ended
+                    room.until = partial(self._pulls_ended, len(token_ids) * (params.n or 1))
                 prompt, pulled = TokensPrompt(prompt_token_ids=token_ids), set[int]()
                 answer: RequestOutput | None = None
                 try:
@@ -160,12 +162,12 @@ class DecodeEngine:
             if transfer is not None and not admitted:
                 await self.abandon(transfer, params.n or 1)
 
-    async def _pulls_ended(self) -> None:
-        """Wait until vLLM holds no blocks for a pull that nobody waits for any more: it may have begun just now.
+    async def _pulls_ended(self, tokens: int) -> None:
+        """Wait until vLLM holds no blocks for pulls of so many tokens that nobody waits for: they may have just begun.
 
         That is until it holds none at all, or so long that every pull has ended.
         """
-        until = time.monotonic() + _PULL_SECONDS
+        until = time.monotonic() + _PULL_SECONDS + tokens / _PULL_TOKENS
         while time.monotonic() < until:
             await asyncio.sleep(_LOOK_SECONDS)
             with suppress(EngineDeadError):

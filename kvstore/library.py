@@ -150,14 +150,14 @@ class Library:
         """Starts loading and returns at once; loads of one record share one read."""
         path = record_path(kind, key, self.fingerprint, tenant)
         with self._lock:
+            if (resident := self._resident(path)) is not None:  # first: it may have been put while a tier hangs
+                self._counts["memory_hits"] += 1
+                loading = Loading(path)
+                loading.set_result(resident)
+                return loading
             under_way = self._joinable(path)
             loading = Loading(path) if under_way is None else under_way
             if under_way is None:
-                resident = self._resident(path)
-                if resident is not None:
-                    self._counts["memory_hits"] += 1
-                    loading.set_result(resident)
-                    return loading
                 self._loading.setdefault(path, []).append(loading)
         loading.add_done_callback(self._count_loaded)
         if under_way is None:

@@ -38,8 +38,13 @@ class OwedDeletions:
         self._objects.write(_key(content, owner), OwedDeletion(content, owner, time.time()))
 
     def settle(self, content: str, owner: str) -> None:
-        """Nothing that derives from the content is left, or something holds it still."""
+        """Nothing that derives from the content is left."""
         self._tier.delete(_key(content, owner))
+
+    def settle_held(self, one: OwedDeletion) -> None:
+        """Something holds the content still; unless it was noted again since, because that goes as well."""
+        if self._objects.read(_key(one.content, one.owner)) == one:
+            self.settle(one.content, one.owner)
 
     def all(self) -> list[OwedDeletion]:
         """What is owed, in no order."""

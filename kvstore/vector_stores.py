@@ -290,6 +290,10 @@ class VectorStores:
             return self._files.content(reference.tenant, file_id)
         raise UnknownFile(file_id)
 
+    def holds(self, file_id: str) -> bool:
+        """Whether some store has this file, or is about to."""
+        return next(self._holding(file_id), None) is not None
+
     def has_content(self, content: str) -> bool:
         """Whether some store still holds this content."""
         return content in self._contents()
@@ -302,7 +306,7 @@ class VectorStores:
         settled_before = time.time() - _HELD_SECONDS
         for one in owed:
             if one.content in held[one.owner] and one.at < settled_before:
-                self._files.owed.settle(one.content, one.owner)
+                self._files.owed.settle_held(one)
         return [(one.content, one.owner) for one in owed if one.content not in held[one.owner]]
 
     def overdue(self) -> set[str]:

@@ -80,18 +80,18 @@ def attention_weights(shares: Tensor) -> Tensor:
 
 
 class KnownWeights:
-    """Weights that were measured, by tenant and the key of the patch that their sum stands for; the latest `limit`.
+    """Weights that were measured, by tenant and key of the patch that their sum stands for; the latest `limit` bytes.
 
-    A few KiB each. One tenant's are nothing to another: that a set was linked before is nobody else's business.
-    Thread-safe.
+    A few KiB each, of a long document hundreds. One tenant's are nothing to another: that a set was linked before is
+    nobody else's business. Thread-safe.
 
     Attributes:
         epoch: ends when anything is dropped. What a link of an earlier epoch has measured is not taken up any more: it
             may be of what was dropped.
     """
 
-    def __init__(self, limit: int = 4096) -> None:
-        self._limit = limit
+    def __init__(self, limit: int = 32 << 20) -> None:
+        self._limit, self._held = limit, 0
         self.epoch = 0
         self._lock = threading.Lock()
         self._known: dict[tuple[str, str], Tensor] = {}  # longest unused first
@@ -112,15 +112,18 @@ class KnownWeights:
         with self._lock:
             if epoch != self.epoch:
                 return
+            before = self._known.pop((tenant, patch_key), None)
             self._known[tenant, patch_key] = weights
-            if len(self._known) > self._limit:
-                del self._known[next(iter(self._known))]
+            self._held += weights.nbytes - (0 if before is None else before.nbytes)
+            while self._held > self._limit:
+                self._held -= self._known.pop(next(iter(self._known))).nbytes
 
     def clear(self) -> None:
         """Drop all."""
         with self._lock:
             self.epoch += 1
             self._known.clear()
+            self._held = 0
 
     def forget(self, tenant: str) -> None:
         """Drop what a tenant's contents have left; of everybody's, all."""
@@ -128,6 +131,7 @@ class KnownWeights:
             self.epoch += 1
             everybodys = tenant == DYNAMIC_TENANT
             self._known = {} if everybodys else {key: kept for key, kept in self._known.items() if key[0] != tenant}
+            self._held = sum(kept.nbytes for kept in self._known.values())
 
 
 def _of_measured_layer(patch: Patch) -> Tensor:

@@ -40,6 +40,7 @@ from prefill_workers.sequence import LinkSequence, Run
 
 NULL_BLOCK = 0  # vLLM keeps block 0 as its null block
 
+_ANSWER_SECONDS = 600.0  # longer than any forward takes: a rank that is silent so long waits for one that failed
 _PIXELS_OF_TOKEN = 3 * 28 * 28  # numbers of an image behind one of its tokens: four patches of 14 x 14, as most have
 
 
@@ -154,6 +155,7 @@ class PrefillEngine:
         self._llm = LLM(**arguments)
         # vLLM's executor of several ranks matches answers to calls by their order; requests are planned on many threads
         self._calls = threading.Lock() if spec.tensor_parallel_size > 1 else nullcontext()
+        self.silent = False  # for good: a rank does not answer
         config = self._llm.llm_engine.vllm_config
         self.config = config
         self.max_model_len: int = config.model_config.max_model_len
@@ -348,9 +350,18 @@ class PrefillEngine:
         return self._call_all(method, *arguments)[0]
 
     def _call_all(self, method: str, *arguments: Any) -> list[Any]:
-        """What every rank answers. Raises what the first of those that failed raised, once all have answered."""
+        """What every rank answers. Raises what the first of those that failed raised, once all have answered.
+
+        TimeoutError: one does not answer, and never will; what it said later would be taken for another call's answer.
+        """
         with self._calls:
-            answers = self._llm.collective_rpc("answer", args=(method, *arguments))
+            if self.silent:
+                raise TimeoutError("a rank of the engine does not answer any more")
+            try:
+                answers = self._llm.collective_rpc("answer", timeout=_ANSWER_SECONDS, args=(method, *arguments))
+            except TimeoutError:
+                self.silent = True
+                raise
         for answer in answers:
             if isinstance(answer, Failure):
                 raise answer.error

@@ -11,11 +11,15 @@ from blake3 import blake3
 _TENSOR_BYTES = 4096  # of a sample
 _FILE_SAMPLES = 64
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
+_CONFIGURATION = (
+    "config.json", "preprocessor_config.json", "processor_config.json", "tokenizer.json", "tokenizer.model",
+    "tiktoken.model", "tekken.json", "vocab.json", "merges.txt", "*.py",
+)  # fmt: skip
 
 
 def fingerprint(model: Path, load_format: str = "auto") -> str:
-    """Digest (64 hex digits) of a checkpoint's configuration and tokenizer (a text chunk's id names text, its KV is of
-    tokens), and of name, size and samples of its weights.
+    """Digest (64 hex digits) of a checkpoint's configuration, tokenizer (a text chunk's id names text, its KV is of
+    tokens) and own code, and of name, size and samples of its weights.
 
     Sampling keeps the start of a large model fast. Every tensor is sampled: whoever trains a projector alone has other
     embeddings, and other KV. For vLLM's `load_format` dummy it is of no weights: those are made up, and what is stored
@@ -25,9 +29,8 @@ def fingerprint(model: Path, load_format: str = "auto") -> str:
         ValueError: a `.safetensors` file is none.
     """
     digest = blake3()
-    for name in ("config.json", "preprocessor_config.json", "processor_config.json", "tokenizer.json"):
-        if (model / name).exists():
-            digest.update(name.encode() + (model / name).read_bytes())
+    for file in (file for pattern in _CONFIGURATION for file in sorted(model.glob(pattern))):
+        digest.update(file.name.encode() + file.read_bytes())
     if load_format == "dummy":
         digest.update(b"made-up weights")
         return digest.hexdigest()

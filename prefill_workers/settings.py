@@ -131,7 +131,7 @@ class PrefillSettings(BaseModel):
     )
     max_batch_tokens: int = Field(4096, ge=64, description="Tokens of one forward; longer runs go on in the next one.")
     max_queue: int = Field(256, ge=1, description="Links that may wait for blocks; further ones are answered 429.")
-    lease_seconds: float = Field(60.0, gt=0, description="How long linked KV waits for a decode engine to read it.")
+    lease_seconds: float = Field(60.0, ge=5, description="How long linked KV waits for a decode engine to read it.")
     max_patch_queue: int = Field(64, ge=1, description="Deficits waiting to be compiled; further ones are dropped.")
     max_patch_queue_bytes: int = Field(
         1 << 30, ge=1, description="Memory of deficits waiting to be compiled; one may wait, however large."

@@ -128,6 +128,7 @@ class PrefillLoop:
         self._images: deque[_Images] = deque()
         self._pace = pace or Pace()
         self._links = LinksUnderWay(engine, linker, self._pace, budget, self._free)
+        self._failing = 0  # handfuls of images in a row, for want of a device
         spare = Scratch(range(last - scratch, last), engine.block_size, self._piece)
         rechecks = Rechecks(engine, linker.library, linker.fidelity, self._pool, spare)
         self._background = Background(
@@ -180,6 +181,11 @@ class PrefillLoop:
             if chunk.loading is not None:
                 chunk.loading.when_done(self._notify)
         return job.done
+
+    def refuse_if_full(self) -> None:
+        """Raises Overloaded where `submit` would: before a plan has begun to load what nobody will link."""
+        with self._wake:
+            self._refuse_beyond(len(self._waiting))
 
     def encode(self, items: Sequence[Pixels]) -> Future[list[Tensor]]:
         """Embeddings [tokens, hidden] of each image, between two forwards. A cancelled future's are not computed.
@@ -256,8 +262,8 @@ class PrefillLoop:
 
     @property
     def failing(self) -> int:
-        """How often the engine failed since the last forward that did not."""
-        return self._links.failing
+        """How often the engine failed since the last forward, of links or of images, that did not."""
+        return max(self._links.failing, self._failing)
 
     def alive(self) -> bool:
         """Whether the thread still turns."""
@@ -328,11 +334,13 @@ class PrefillLoop:
                 call.left = deque(self._engine.handfuls(call.items))
             if call.left:
                 call.found += self._engine.encode(call.left.popleft())
+                self._failing = 0
             self.expect()  # the link that they are for
             if call.left:
                 return
             call.end(call.found)
         except Exception as error:
+            self._failing += isinstance(error, torch.AcceleratorError)  # what else fails is those images' own
             call.end(error)
         self._images.popleft()
 

@@ -183,6 +183,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
         """
         if not self._loop.alive():
             raise RoleUnavailable("the prefill loop has ended")
+        self._loop.refuse_if_full()
         began = time.perf_counter()
         pixels = {i: image for i, image in zip(indices, images, strict=True) if isinstance(image, tuple)}
         given = {i: image for i, image in zip(indices, images, strict=True) if not isinstance(image, tuple)}
@@ -243,6 +244,8 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
         """Raises when the loop's thread died, or the engine answers no forward any more (a GPU's lost context)."""
         if not self._loop.alive():
             raise RuntimeError("the prefill loop has ended")
+        if self._engine.silent:
+            raise RuntimeError("a rank of the engine does not answer any more")
         if self._loop.failing >= _FAILURES:
             raise RuntimeError(f"the engine failed {self._loop.failing} times in a row")
 

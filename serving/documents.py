@@ -10,6 +10,7 @@ It can neither end the turn that it is shown in nor stand where an image should.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import re
 import secrets
@@ -17,6 +18,7 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,9 +61,16 @@ class Documents:
         self._held = 0  # token ids of all of them
         self._live: WeakValueDictionary[str, Document] = WeakValueDictionary()  # those, and what requests hold
         self._lock, self._tokenising = threading.Lock(), threading.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="documents")
         nonce = secrets.token_hex(8)
         self._mark = f"\ue000{nonce}:{{}}\ue001"
         self._marks = re.compile(f"\ue000{nonce}:([a-z0-9-]+)\ue001")
+
+    async def mark_soon(self, content: str, text: str) -> Mark:
+        """As `mark`. What waits to be tokenised takes none of the threads that images and files are read by."""
+        if content in self._live:
+            return self.mark(content, text)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.mark, content, text)
 
     def mark(self, content: str, text: str) -> Mark:
         """What stands for a document in a message."""

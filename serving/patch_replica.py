@@ -44,7 +44,11 @@ class PatchCompiler:
             library = Library(self._settings.library, job.fingerprint, deletions=self._deletions)
             settings = self._settings.patch
             device = "cuda" if settings.num_gpus else "cpu"
-            compiler = Compiler(library, load_form(settings, library), settings.pool_basis, device)
+            try:
+                compiler = Compiler(library, load_form(settings, library), settings.pool_basis, device)
+            except BaseException:
+                library.close()
+                raise
             self._compilers[job.fingerprint] = compiler
         compiler.compile(job)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -22,6 +23,7 @@ _GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 _TOKENISING_PATHS = frozenset({"/tokenize", "/detokenize"})
 _UPLOAD_PATH = "/v1/files"
 _UPLOAD_ENVELOPE = 64 * 1024  # bytes of an upload's body that are not the file: field names, boundaries, file name
+_OTHER_BODY = 4 << 20  # bytes: a vector store of the most files there may be, with attributes of 2 KiB each
 
 
 def _route(scope: Scope) -> str:
@@ -69,8 +71,15 @@ class _BodyTooLarge(HTTPException):
         super().__init__(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the request body is larger than {limit} bytes")
 
 
+class _BodyTooSlow(HTTPException):
+    """As `_BodyTooLarge`."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(HTTPStatus.REQUEST_TIMEOUT, f"the request body did not come within {seconds:g} s")
+
+
 class Limit:
-    """Bounds request bodies while they are read, and generations, tokenisations and uploads in progress.
+    """Bounds request bodies while they are read, the time that takes, and what is in progress that has one.
 
     One too many is answered 429 with Retry-After.
     """
@@ -79,6 +88,8 @@ class Limit:
         self._app = app
         self._max_body, self._max_concurrent = http.max_body_bytes, http.max_concurrent_requests
         self._max_upload = min(http.max_body_bytes, http.max_file_bytes + _UPLOAD_ENVELOPE)
+        self._max_other = min(http.max_body_bytes, _OTHER_BODY)
+        self._body_timeout = http.body_timeout_s
         self._metrics = metrics
         self._running = 0
 
@@ -86,15 +97,15 @@ class Limit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path = _route(scope) if scope["method"] == "POST" else ""
-        if path in _GENERATING_PATHS:
+        path = _route(scope)
+        if scope["method"] != "POST":
+            await self._bounded(scope, receive, send, self._max_other)
+        elif path in _GENERATING_PATHS:
             await self._counted(scope, receive, send)
         elif path in _TOKENISING_PATHS:
             await self._limited(scope, receive, send, self._max_body)
-        elif path == _UPLOAD_PATH:
-            await self._limited(scope, receive, send, self._max_upload)
         else:
-            await self._bounded(scope, receive, send, self._max_body)
+            await self._limited(scope, receive, send, self._max_upload if path == _UPLOAD_PATH else self._max_other)
 
     async def _limited(self, scope: Scope, receive: Receive, send: Send, max_body: int) -> None:
         if self._running >= self._max_concurrent:
@@ -130,12 +141,19 @@ class Limit:
             raise
 
     async def _bounded(self, scope: Scope, receive: Receive, send: Send, max_body: int) -> None:
-        taken = 0
+        taken, whole = 0, False
+        due = asyncio.get_running_loop().time() + self._body_timeout
 
         async def bounded() -> Message:
-            nonlocal taken
-            message = await receive()
-            taken += len(message.get("body", b""))
+            nonlocal taken, whole
+            if whole:  # what comes now is that the client leaves
+                return await receive()
+            try:
+                async with asyncio.timeout_at(due):
+                    message = await receive()
+            except TimeoutError as error:
+                raise _BodyTooSlow(self._body_timeout) from error
+            taken, whole = taken + len(message.get("body", b"")), not message.get("more_body", False)
             if taken > max_body:
                 raise _BodyTooLarge(max_body)
             return message

@@ -11,7 +11,7 @@ from fastapi import APIRouter, File, Form, Query, Request, Response, UploadFile
 from kvstore.chunk import DYNAMIC_TENANT
 from kvstore.files import FileStore
 from kvstore.vector_stores import VectorStores
-from serving.api.errors import InvalidRequest, TooLarge
+from serving.api.errors import Forbidden, InvalidRequest, TooLarge
 from serving.api.media import MediaResolver
 
 OnDelete = Callable[[str, str], Awaitable[None]]
@@ -80,6 +80,10 @@ def files_router(
     @router.delete("/{file_id}", summary="Delete an upload, also from vector stores, and what was derived from it")
     async def delete(request: Request, file_id: str) -> dict[str, Any]:
         tenant: str = request.state.tenant
+        if not request.state.admin:
+            await asyncio.to_thread(files.get, tenant, file_id)
+            if await asyncio.to_thread(stores.holds, file_id):
+                raise Forbidden(f"{file_id} is in a vector store; it takes an administrator's key to delete it")
         gone = await asyncio.to_thread(files.delete, tenant, file_id)
         unheld = [(content, DYNAMIC_TENANT) for content in await asyncio.to_thread(stores.remove_file, file_id)]
         if not await asyncio.to_thread(files.has_content, tenant, gone.content):

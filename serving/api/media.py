@@ -154,8 +154,7 @@ class MediaResolver:
             if isinstance(found, ResolvedText):
                 assert self._documents is not None
                 characters.take(len(found.text), where)
-                mark = await asyncio.to_thread(self._documents.mark, found.content, found.text)
-                return {"type": "text", "text": mark}
+                return {"type": "text", "text": await self._documents.mark_soon(found.content, found.text)}
         else:
             image_url = part.get("image_url")
             url = image_url.get("url") if isinstance(image_url, dict) else image_url

@@ -274,6 +274,29 @@ def test_images_are_encoded_between_forwards_and_what_is_wrong_with_one_call_con
         rig.loop.encode(pixels)
 
 
+def test_an_engine_that_encodes_no_more_images_counts_as_failing_until_it_does(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+):
+    """A GPU that lost its context, where prefill workers encode and no link has come so far."""
+    rig = make_rig(learns=False)
+    segments = rig.render([1])
+    pixels = segments.pixels(range(len(segments.chunks)))
+    encode, errors = rig.engine.encode, [torch.AcceleratorError("injected"), ValueError("a broken image")]
+
+    def failing(items: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return encode(items)
+
+    monkeypatch.setattr(rig.engine, "encode", failing)
+    for error, counted in ((ValueError, 0), (torch.AcceleratorError, 1)):
+        with pytest.raises(error):
+            rig.loop.encode(pixels).result(30)
+        assert rig.loop.failing == counted
+    rig.loop.encode(pixels).result(30)
+    assert rig.loop.failing == 0
+
+
 def test_links_are_computed_between_handfuls_of_one_calls_images(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ):

@@ -15,8 +15,8 @@ from serving.api.metrics import Metrics, exposition
 from serving.settings import ApiKey, HttpSettings
 
 
-def limits(max_body: int = 1000, at_once: int = 2) -> HttpSettings:
-    return HttpSettings(max_body_bytes=max_body, max_concurrent_requests=at_once)
+def limits(max_body: int = 1000, at_once: int = 2, body_timeout_s: float = 120) -> HttpSettings:
+    return HttpSettings(max_body_bytes=max_body, max_concurrent_requests=at_once, body_timeout_s=body_timeout_s)
 
 
 def api(keys: dict[str, ApiKey] | None = None, http: HttpSettings | None = None) -> FastAPI:
@@ -26,6 +26,7 @@ def api(keys: dict[str, ApiKey] | None = None, http: HttpSettings | None = None)
 
     @app.post("/tokenize")
     @app.post("/v1/files")
+    @app.post("/v1/vector_stores")
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> dict:
         body = await request.body()
@@ -103,6 +104,34 @@ async def test_a_body_is_bounded_whether_announced_or_streamed():
         assert "1000 bytes" in refused.json()["error"]["message"]
 
 
+async def test_what_has_no_pages_in_it_is_bounded_closer():
+    async with client(api(http=limits(max_body=128 << 20))) as c:
+        fits = await c.post("/v1/vector_stores", content=b"x" * (4 << 20))
+        larger = await c.post("/v1/vector_stores", content=b"x" * ((4 << 20) + 1))
+    assert (fits.status_code, larger.status_code) == (200, 413)
+
+
+async def test_a_body_that_does_not_come_gives_its_place_back():
+    async def halting():
+        yield b"x"
+        await asyncio.Event().wait()
+
+    async with client(api(http=limits(at_once=1, body_timeout_s=0.05))) as c:
+        late = await c.post("/v1/chat/completions", content=halting())
+        assert (late.status_code, late.json()["error"]["code"]) == (408, 408)
+        assert "0.05 s" in late.json()["error"]["message"]
+        assert (await c.post("/v1/chat/completions", content=b"x")).status_code == 200
+
+
+async def test_what_came_in_time_may_take_longer_to_answer():
+    app = api(http=limits(body_timeout_s=0.05))
+    async with client(app) as c:
+        held = asyncio.create_task(c.post("/v1/chat/completions", content=b"wait"))
+        await asyncio.sleep(0.15)
+        app.state.gate.set()
+        assert (await held).status_code == 200
+
+
 async def test_what_is_no_route_is_told_in_openais_shape():
     async with client(api()) as c:
         answers = [await c.get("/v1/responses"), await c.get("/v1/chat/completions")]
@@ -156,7 +185,7 @@ async def test_tokenisation_and_uploads_take_a_place_but_are_no_generation_reque
     async with client(app) as c:
         held = asyncio.create_task(c.post(path, content=b"wait"))
         await asyncio.sleep(0.05)
-        for path in ("/tokenize", "/detokenize", "/v1/files", "/v1/chat/completions"):
+        for path in ("/tokenize", "/detokenize", "/v1/files", "/v1/vector_stores", "/v1/chat/completions"):
             refused = await c.post(path, content=b"x")
             assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
         app.state.gate.set()

@@ -28,6 +28,7 @@ from serving.settings import ApiKey, HttpSettings
 
 KEYS = {
     "boss": ApiKey(tenant="ops", admin=True),
+    "staff": ApiKey(tenant="ops"),
     "one": ApiKey(tenant="one"),
     "two": ApiKey(tenant="two"),
 }
@@ -168,6 +169,18 @@ async def test_everybody_reads_and_only_administrators_change(api: Api):
         await other.files.content(page)
     with pytest.raises(openai.NotFoundError):
         await boss.vector_stores.files.create(store.id, file_id=own)
+
+
+async def test_a_file_of_a_store_is_deleted_by_administrators_only(api: Api):
+    boss, staff = api.client("boss"), api.client("staff")
+    page, own = await upload(boss, 1), await upload(staff, 2)
+    store = await boss.vector_stores.create(name="pages", file_ids=[page])
+    with pytest.raises(openai.PermissionDeniedError, match=f"{page} is in a vector store"):
+        await staff.files.delete(page)
+    assert [f.id async for f in staff.vector_stores.files.list(store.id)] == [page]
+    assert (await staff.files.delete(own)).deleted
+    await boss.vector_stores.delete(store.id)
+    assert (await staff.files.delete(page)).deleted
 
 
 async def test_another_tenants_file_answers_as_one_that_never_was(api: Api):

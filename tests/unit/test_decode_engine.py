@@ -89,6 +89,21 @@ async def test_room_is_held_while_what_nobody_waits_for_may_be_pulled(monkeypatc
     assert worker.stats() == engine.DecodeStats(0, 0, 0, 0, 10)
 
 
+async def test_room_is_held_for_as_long_as_large_pulls_may_take(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(engine, "_PULL_SECONDS", 0.0)
+    monkeypatch.setattr(engine, "_PULL_TOKENS", 200)  # two choices of 20 tokens: a fifth of a second
+    worker = decode(Vllm())
+    reading = asyncio.create_task(read(worker, n=2))
+    await asyncio.sleep(0.02)
+    reading.cancel()
+    await asyncio.wait([reading])
+    await asyncio.sleep(0.1)
+    assert worker.stats().blocks_reserved > 0
+    await asyncio.sleep(0.2)
+    assert worker.stats().blocks_reserved == 0
+
+
 async def test_a_whole_answer_is_put_together_here_so_that_it_is_known_when_its_kv_has_come():
     vllm = Vllm()
     vllm.pulled.set()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -77,6 +79,24 @@ def test_one_document_is_tokenised_at_a_time_and_none_twice():
         marks = list(pool.map(documents.mark, [A, B] * 8, ["one two", "three"] * 8))
     assert (tokenizer.most, tokenizer.calls) == (1, 2)
     assert [len(mark.document.token_ids) for mark in marks] == [3, 1] * 8
+
+
+async def test_what_waits_to_be_tokenised_takes_no_thread_of_others():
+    gate = threading.Event()
+
+    class Gated(Greedy):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            gate.wait()
+            return super().encode(text, add_special_tokens)
+
+    documents = Documents(Gated())
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    waiting = [asyncio.create_task(documents.mark_soon(content, "one")) for content in (A, B)]
+    await asyncio.sleep(0.02)
+    assert await asyncio.to_thread(lambda: "read") == "read"
+    gate.set()
+    first, _ = await asyncio.gather(*waiting)
+    assert (await documents.mark_soon(A, "one")).document is first.document
 
 
 def test_a_forgotten_document_is_there_as_long_as_a_request_holds_it(documents: Documents):

@@ -15,6 +15,8 @@ FILES = {
     "preprocessor_config.json": b"{}",
     "processor_config.json": b"{}",
     "tokenizer.json": b"{}",
+    "tiktoken.model": b"YQ== 0",
+    "image_processing.py": b"SIZE = 1",
     "model.safetensors": save({"weight": torch.arange(256, dtype=torch.uint8)}),
 }
 

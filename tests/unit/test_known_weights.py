@@ -9,13 +9,21 @@ from prefill_workers.composing import KnownWeights
 
 
 def test_the_latest_are_kept_and_a_use_counts() -> None:
-    known = KnownWeights(limit=2)
+    known = KnownWeights(limit=8)  # bytes: of two such weights
     for number, key in enumerate("abc"):
         known.put("acme", key, torch.tensor([float(number)]), known.epoch)
         assert known.get("acme", "a") is not None  # so that `b` is the oldest when `c` comes
     assert len(known) == 2
     assert known.get("acme", "b") is None
     assert known.get("acme", "c") == torch.tensor([2.0])
+    known.put("acme", "c", torch.ones(2), known.epoch)
+    assert (len(known), known.get("acme", "a")) == (1, None)
+    known.put("acme", "d", torch.ones(3), known.epoch)
+    assert len(known) == 0, "larger than all there may be"
+    known.put("acme", "e", torch.ones(2), known.epoch)
+    known.clear()
+    known.put("acme", "f", torch.ones(2), known.epoch)
+    assert len(known) == 1
 
 
 def test_they_are_a_tenants_own_and_go_with_its_contents_or_everybodys() -> None:

@@ -243,6 +243,7 @@ def test_a_load_does_not_take_the_place_of_what_was_put_meanwhile(make_library: 
     assert near.entered.wait(5)
     newer = replace(record, recompute_seconds=7.0)
     library.put_canonical(newer)  # waits behind the other
+    assert library.load("canonical", record.key, "acme").result(0) is newer, "nobody waits for a tier that hangs"
     middle.release.set()
     assert loading.result(5) is not None
     assert library.get_canonical(record.key, "acme") is newer

@@ -246,6 +246,27 @@ def test_what_derived_from_files_that_are_gone_is_owed_until_it_is_settled(
     assert reopen().unheld() == files.owed.all() == []
 
 
+def test_what_is_noted_again_while_it_is_found_to_be_held_stays_owed(
+    reopen: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores, now = reopen(), time.time()
+    files = stores._files
+    page, again = (files.get("ops", upload(stores, tenant="ops")) for _ in range(2))
+    files.delete("ops", page.id)
+    monkeypatch.setattr(time, "time", lambda: now + 3600)
+    contents = files.contents
+
+    def then_the_last_goes(owner: str) -> set[str]:
+        found = contents(owner)
+        files.delete("ops", again.id)
+        return found
+
+    monkeypatch.setattr(files, "contents", then_the_last_goes)
+    assert stores.unheld() == []
+    monkeypatch.setattr(files, "contents", contents)
+    assert reopen().unheld() == [(page.content, "ops")]
+
+
 def test_a_sweep_that_fails_half_way_loses_no_deletion(tmp_path: Path) -> None:
     tier = FaultyTier(DiskTier(tmp_path))
     files = FileStore(tier)

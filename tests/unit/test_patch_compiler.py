@@ -115,6 +115,22 @@ def is_stored(directory: Path, asked: PatchJob) -> bool:
         return library.has("patch", asked.key, asked.tenant)
 
 
+async def test_a_basis_that_cannot_be_loaded_leaves_no_threads_behind(tmp_path: Path, monkeypatch):
+    compiler, asked = role(tmp_path, monkeypatch), job(1, PatchForm())
+    compiler._settings = compiler._settings.model_copy(
+        update={"patch": compiler._settings.patch.model_copy(update={"basis": "0a" * 32})}
+    )
+    before = threading.active_count()
+    for _ in range(3):
+        with pytest.raises(UnknownBasis):
+            await compiler.compile(asked)
+    for _ in range(500):  # some end a moment later
+        if threading.active_count() <= before + 1:  # the compiler's own
+            break
+        await asyncio.sleep(0.01)
+    assert threading.active_count() <= before + 1
+
+
 async def test_what_was_deleted_before_a_compiler_has_formed_anything_is_not_formed(tmp_path: Path, monkeypatch):
     compiler, asked = role(tmp_path, monkeypatch), job(1, PatchForm())
     other = replace(job(2, PatchForm()), content="other")

@@ -46,7 +46,7 @@ class Executor:
     def __init__(self, ranks: Sequence[Rank]) -> None:
         self.ranks = [(rank, deque[Any]()) for rank in ranks]
 
-    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+    def collective_rpc(self, method: str, timeout: float, args: tuple[Any, ...]) -> list[Any]:
         for rank, line in self.ranks:
             try:
                 line.append((True, getattr(rank, method)(*args)))
@@ -63,7 +63,7 @@ class Executor:
 
 def engine(errors: dict[int, Exception], ranks: int) -> PrefillEngine:
     made = object.__new__(PrefillEngine)
-    made._calls = threading.Lock()
+    made._calls, made.silent = threading.Lock(), False
     made._llm = Executor([Rank(number, errors) for number in range(ranks)])  # type: ignore[assignment]
     return made
 
@@ -90,6 +90,23 @@ def test_the_answers_to_the_next_call_are_its_own_after_ranks_have_failed(of_ran
 def test_an_error_that_no_other_process_could_read_says_what_it_said(of_ranks: Any):
     with pytest.raises(RuntimeError, match="OddError: one two"):
         engine({1: OddError("one", "two")}, 2)._call("tell", "first")
+
+
+def test_an_engine_with_a_rank_that_does_not_answer_is_not_asked_again(of_ranks: Any):
+    """As where one failed and the other waits for it in the middle of a layer; vLLM's executor raises TimeoutError."""
+
+    made, asked = engine({}, 2), []
+    assert not made.silent
+
+    def collective_rpc(method: str, timeout: float, args: tuple[Any, ...]) -> list[Any]:
+        asked.append(args)
+        raise TimeoutError("RPC call to answer timed out.")
+
+    made._llm.collective_rpc = collective_rpc  # type: ignore[method-assign]
+    for name in ("first", "second"):
+        with pytest.raises(TimeoutError):
+            made._call_all("tell", name)
+    assert (made.silent, asked) == (True, [("tell", "first")])
 
 
 def test_one_rank_raises_the_very_error(of_ranks: Any):
