@@ -103,6 +103,12 @@ class HttpSettings(Settings):
     max_request_pixels: int = Field(
         256_000_000, ge=1, description="Most pixels of all images of one request: decoded they take 4 bytes each."
     )
+    max_decoded_pixels: int = Field(
+        512_000_000,
+        ge=1,
+        description="Most pixels that chats and tokenisations on one ingress replica have decoded at once; the next "
+        "request waits, but for one that has more by itself.",
+    )
     max_images_per_request: int = Field(64, ge=1, description="Most images and documents in one request.")
     max_concurrent_requests: int = Field(
         256,

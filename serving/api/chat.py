@@ -17,7 +17,7 @@ from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
 from serving.api.errors import InvalidRequest
 from serving.api.extension import RequestTrace, parse_options, set_trace
 from serving.api.leaving import answering
-from serving.api.media import MediaResolver
+from serving.api.media import MediaResolver, give_back
 from serving.api.ordering import Ordering, ordered
 from serving.api.prefix import Prefixes, tools_text
 from serving.api.streams import opened
@@ -114,6 +114,8 @@ class OrbitServingChat(OpenAIServingChat):
             return await self.online_renderer.render_chat(request, skip_mm_cache=True)
         finally:
             request.messages = _only_named(whole, lambda uuid: True)  # vLLM holds the request until its last token
+            for part in parts_of(whole, "image_pil"):
+                give_back(part["image_pil"])
 
     async def _reported(self, events: AsyncGenerator[str, None], trace: RequestTrace) -> AsyncGenerator[str, None]:
         """Add the report to every event that ends a choice, and to the usage event."""

@@ -19,10 +19,11 @@ import socket
 import ssl
 import threading
 from collections import OrderedDict
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -33,8 +34,9 @@ from kvstore.chunk import DYNAMIC_TENANT, owned_content_id
 from kvstore.errors import UnknownFile
 from kvstore.files import FileStore
 from kvstore.vector_stores import VectorStores
+from serving.api.decoded import PixelBudget, Share
 from serving.api.errors import InvalidRequest, NotFound, TooLarge
-from serving.documents import Documents
+from serving.documents import Documents, Mark
 from serving.settings import HttpSettings
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -42,6 +44,7 @@ _MAX_REDIRECTS = 3
 _UNICAST = ipaddress.ip_network("2000::/3")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _AT_ONCE = 8  # parts of one request that are fetched, read and decoded beside one another
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,11 @@ class ResolvedImage:
 
     content: str
     image: Image.Image
+
+    @property
+    def pixels(self) -> int:
+        """Its pixels."""
+        return self.image.width * self.image.height
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,7 @@ class MediaResolver:
         self._max_characters = max_characters
         self._secret = files.settings.salt_secret.get_secret_value().encode()
         self._decoded: OrderedDict[str, None] = OrderedDict()  # content ids that have proved decodable
+        self._budget = PixelBudget(settings.max_decoded_pixels)
 
     async def resolve_messages(self, messages: list[Any], tenant: str) -> list[Any]:
         """The messages with every image part replaced by vLLM's `image_pil` part, and documents by their marks.
@@ -132,51 +141,79 @@ class MediaResolver:
         pixels = _Left(self._settings.max_request_pixels, "images have {} pixels")
         characters = _Left(self._max_characters, "documents have {} characters, the most that a prompt can hold,")
 
-        async def resolve(parts: list[Any], p: int, where: str) -> None:
+        async def resolve(part: dict[str, Any], where: str) -> ResolvedImage | Mark:
             async with at_once:
-                parts[p] = await self._resolve(parts[p], tenant, where, pixels, characters)
+                return await self._resolve(part, tenant, where, pixels, characters)
 
-        tasks = [asyncio.create_task(resolve(*one)) for one in wanted]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        found = await _together(resolve(parts[p], where) for parts, p, where in wanted)
+        decoded = await self._decode_new(found, [where for _, _, where in wanted], at_once)
+        for (parts, p, _), one in zip(wanted, found, strict=True):
+            if isinstance(one, ResolvedImage):
+                image = decoded.get(one.content, one).image
+                parts[p] = {"type": "image_pil", "image_pil": image, "uuid": one.content}
+            else:
+                parts[p] = {"type": "text", "text": one}
         return resolved
 
     async def _resolve(
         self, part: dict[str, Any], tenant: str, where: str, pixels: _Left, characters: _Left
-    ) -> dict[str, Any]:
-        """The part as vLLM's renderer takes it."""
+    ) -> ResolvedImage | Mark:
+        """An image, not decoded yet, or what stands for a document."""
         if part["type"] == "file":
             data, owner = await self._file(part, tenant, where)
-            found = await asyncio.to_thread(self.open_file, data, owner, where, pixels)
+            found = await asyncio.to_thread(self._identify_file, data, owner, where, pixels)
             if isinstance(found, ResolvedText):
                 assert self._documents is not None
                 characters.take(len(found.text), where)
-                return {"type": "text", "text": await self._documents.mark_soon(found.content, found.text)}
-        else:
-            image_url = part.get("image_url")
-            url = image_url.get("url") if isinstance(image_url, dict) else image_url
-            if not isinstance(url, str):
-                raise InvalidRequest(f"{where}: image_url needs a url", parameter=where)
-            inline = url.startswith("data:")
-            most = self._settings.max_image_bytes
-            data = await (asyncio.to_thread(_data_url, url, where, most) if inline else self._fetch(url, where))
-            found = await asyncio.to_thread(self.open, data, tenant, where, pixels)
-        return {"type": "image_pil", "image_pil": found.image, "uuid": found.content}
+                return await self._documents.mark_soon(found.content, found.text)
+            return found
+        image_url = part.get("image_url")
+        url = image_url.get("url") if isinstance(image_url, dict) else image_url
+        if not isinstance(url, str):
+            raise InvalidRequest(f"{where}: image_url needs a url", parameter=where)
+        inline = url.startswith("data:")
+        most = self._settings.max_image_bytes
+        data = await (asyncio.to_thread(_data_url, url, where, most) if inline else self._fetch(url, where))
+        return await asyncio.to_thread(self._identify, data, tenant, where, pixels)
 
-    def open_file(
-        self, data: bytes, owner: str, where: str, pixels: _Left | None = None
-    ) -> ResolvedImage | ResolvedText:
+    async def _decode_new(
+        self, found: Sequence[ResolvedImage | Mark], places: Sequence[str], at_once: asyncio.Semaphore
+    ) -> dict[str, ResolvedImage]:
+        """By content the images that nobody has seen before, decoded; waits until there is memory for all of them."""
+        new: dict[str, tuple[ResolvedImage, str]] = {}
+        for one, where in zip(found, places, strict=True):
+            if isinstance(one, ResolvedImage) and one.content not in self._decoded:
+                new.setdefault(one.content, (one, where))
+
+        async def decode(image: ResolvedImage, where: str, share: Share) -> ResolvedImage:
+            async with at_once:
+                return await asyncio.to_thread(self._decode, image, where, share)
+
+        shares = await self._budget.take([image.pixels for image, _ in new.values()])
+        try:
+            calls = (decode(*one, share) for one, share in zip(new.values(), shares, strict=True))
+            return {image.content: image for image in await _together(calls)}
+        except BaseException:
+            for share in shares:
+                share.give()
+            raise
+
+    def open_file(self, data: bytes, owner: str, where: str) -> ResolvedImage | ResolvedText:
         """Check a file's bytes, an image or UTF-8 text, and name it for its owner.
 
         Raises:
             InvalidRequest: neither, or broken. TooLarge: more bytes or pixels than allowed.
         """
+        found = self._identify_file(data, owner, where)
+        return found if isinstance(found, ResolvedText) else self._decode(found, where)
+
+    def _identify_file(
+        self, data: bytes, owner: str, where: str, pixels: _Left | None = None
+    ) -> ResolvedImage | ResolvedText:
+        """As `open_file`, an image by its header alone."""
         text = None if self._documents is None else as_text(data)
         if text is None:
-            return self.open(data, owner, where, pixels, or_text=self._documents is not None)
+            return self._identify(data, owner, where, pixels, or_text=self._documents is not None)
         if len(data) > self._settings.max_document_bytes:
             limit = self._settings.max_document_bytes
             raise TooLarge(f"{where}: the document has {len(data)} bytes, at most {limit} are allowed")
@@ -197,16 +234,22 @@ class MediaResolver:
             )
         return self.open(data, owner, where)
 
-    def open(
-        self, data: bytes, owner: str, where: str, pixels: _Left | None = None, or_text: bool = False
-    ) -> ResolvedImage:
+    def open(self, data: bytes, owner: str, where: str) -> ResolvedImage:
         """Check an image's bytes and name it for its owner, a tenant or DYNAMIC_TENANT.
 
-        Pixels are decoded only the first time this content is seen, and counted against the request's `pixels`.
-        `or_text`: whether text would have done as well.
+        Pixels are decoded only the first time this content is seen.
 
         Raises:
             InvalidRequest: not an image, or broken. TooLarge: more bytes or pixels than allowed.
+        """
+        return self._decode(self._identify(data, owner, where), where)
+
+    def _identify(
+        self, data: bytes, owner: str, where: str, pixels: _Left | None = None, or_text: bool = False
+    ) -> ResolvedImage:
+        """As `open`, by the image's header alone; its pixels count against the request's.
+
+        `or_text`: whether text would have done as well.
         """
         limits = self._settings
         if not data:
@@ -230,16 +273,21 @@ class MediaResolver:
             )
         if pixels is not None:
             pixels.take(image.width * image.height, where)
-        content = owned_content_id(data, owner, self._secret)
+        return ResolvedImage(owned_content_id(data, owner, self._secret), image)
+
+    def _decode(self, found: ResolvedImage, where: str, share: Share | None = None) -> ResolvedImage:
+        """The image as vLLM takes it, which holds its share; as it is if its content has proved decodable."""
+        content, image = found.content, found.image
         if content in self._decoded:
             with suppress(KeyError):  # another thread may have let go of it just now
                 self._decoded.move_to_end(content)
-            return ResolvedImage(content, image)
+            return found
         try:
             image.load()  # first: what turns an image swallows every error
             image = convert_image_mode(normalize_image(image), "RGB")  # as vLLM does where it decodes itself
         except Exception as error:  # whatever decoding raises is the image's fault, and Pillow raises many things
             raise InvalidRequest(f"{where}: the image is truncated or broken: {error}", parameter=where) from error
+        image.orbit_share = share  # type: ignore[attr-defined]
         self._decoded[content] = None
         if len(self._decoded) > 65536:
             self._decoded.popitem(last=False)
@@ -304,6 +352,22 @@ class MediaResolver:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise InvalidRequest(f"{where}: the image could not be fetched: {error}", parameter=where) from error
         raise InvalidRequest(f"{where}: more than {_MAX_REDIRECTS} redirects", parameter=where)
+
+
+def give_back(image: Image.Image) -> None:
+    """Nobody needs this image's pixels any more."""
+    if (share := getattr(image, "orbit_share", None)) is not None:
+        share.give()
+
+
+async def _together(calls: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+    """What all of them return; the first error ends the others."""
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def as_text(data: bytes) -> str | None:

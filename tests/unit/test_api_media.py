@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import gc
 import gzip
 import http.server
 import io
@@ -27,7 +29,7 @@ from kvstore.settings import FileSettings
 from kvstore.vector_stores import VectorStores
 from serving.api import media
 from serving.api.errors import InvalidRequest, NotFound, TooLarge
-from serving.api.media import MediaResolver, pinned
+from serving.api.media import MediaResolver, give_back, pinned
 from serving.settings import HttpSettings
 
 
@@ -126,6 +128,31 @@ async def test_the_pixels_of_a_request_are_bounded_together(files: FileStore, mo
     assert len(loaded) <= 2, "only what fits is decoded"
 
 
+async def test_what_is_decoded_of_all_requests_is_bounded_together(files: FileStore):
+    images = resolver(files, max_decoded_pixels=25_000)
+    red, green, blue = (image_part(data_url(png(100, 100, colour))) for colour in ("red", "green", "blue"))
+    first = await images.resolve_messages(ask(red, green, red), "local")
+    assert images._budget.held == 20_000, "the one that comes twice is decoded once"
+    waiting = asyncio.create_task(images.resolve_messages(ask(blue), "local"))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    again = await images.resolve_messages(ask(red), "local")  # is not decoded any more
+    del first
+    gc.collect()
+    (message,) = await asyncio.wait_for(waiting, 10)
+    assert images._budget.held == 10_000
+    broken = image_part(data_url(png(90, 100)[:-40]))
+    with pytest.raises(InvalidRequest, match="truncated"):
+        await images.resolve_messages(ask(broken), "local")
+    await asyncio.sleep(0.01)
+    assert images._budget.held == 10_000, "what fails holds nothing"
+    for _ in range(2):  # the second time there is nothing to give
+        give_back(message["content"][0]["image_pil"])
+    await asyncio.sleep(0.01)
+    assert images._budget.held == 0
+    assert again
+
+
 async def test_a_file_of_another_tenant_does_not_exist(files: FileStore):
     made = files.create("one", "a.png", "vision", png(), None)
     part = {"type": "file", "file": {"file_id": made.id}}
@@ -161,7 +188,11 @@ async def test_a_data_url_is_measured_before_it_is_decoded(files: FileStore, mon
 
 
 async def test_an_inline_file_may_be_as_large_as_an_uploaded_one(files: FileStore):
-    documents: Any = SimpleNamespace(mark=lambda content, text: f"[{len(text)}]")
+
+    async def mark_soon(content: str, text: str) -> str:
+        return f"[{len(text)}]"
+
+    documents: Any = SimpleNamespace(mark_soon=mark_soon)
     settings = HttpSettings(max_image_bytes=100, max_document_bytes=5000, max_images_per_request=2)
     limited = MediaResolver(settings, files, VectorStores(files), documents)
     text, larger, blob = (
@@ -347,7 +378,12 @@ async def test_the_parts_of_a_request_are_fetched_beside_one_another(files: File
 
 async def test_documents_beyond_the_longest_prompt_are_refused_before_they_are_read(files: FileStore):
     marked: list[str] = []
-    documents: Any = SimpleNamespace(mark=lambda content, text: marked.append(text) or "[mark]")
+
+    async def mark_soon(content: str, text: str) -> str:
+        marked.append(text)
+        return "[mark]"
+
+    documents: Any = SimpleNamespace(mark_soon=mark_soon)
     bounded = MediaResolver(HttpSettings(), files, VectorStores(files), documents, max_characters=9)
     names = [files.create("local", "page.txt", "user_data", text).id for text in (b"four", b"fives", b"!")]
     parts = [{"type": "file", "file": {"file_id": name}} for name in names]

@@ -51,8 +51,9 @@ async def test_a_decode_worker_ends_with_its_engine(monkeypatch: pytest.MonkeyPa
     assert ends == [1]
 
 
-def prefill_worker(*, alive: bool = True, failing: int = 0) -> PrefillWorker:
+def prefill_worker(*, alive: bool = True, failing: int = 0, silent: bool = False) -> PrefillWorker:
     worker = object.__new__(PrefillWorker)
+    worker._engine = SimpleNamespace(silent=silent)
     worker._loop = SimpleNamespace(alive=lambda: alive, failing=failing, stop=lambda: None)
     worker._library = SimpleNamespace(close=lambda: None)
     return worker
@@ -67,6 +68,8 @@ async def test_a_prefill_worker_whose_every_forward_fails_is_not_healthy():
     await prefill_worker(failing=2).check_health()
     with pytest.raises(RuntimeError, match="failed 3 times in a row"):
         await prefill_worker(failing=3).check_health()
+    with pytest.raises(RuntimeError, match="does not answer any more"):
+        await prefill_worker(silent=True).check_health()
 
 
 async def test_the_keys_of_a_prefetch_are_made_beside_the_event_loop():
