@@ -287,7 +287,7 @@ class MediaResolver:
             image = convert_image_mode(normalize_image(image), "RGB")  # as vLLM does where it decodes itself
         except Exception as error:  # whatever decoding raises is the image's fault, and Pillow raises many things
             raise InvalidRequest(f"{where}: the image is truncated or broken: {error}", parameter=where) from error
-        image.orbit_share = share  # type: ignore[attr-defined]
+        image.orbit_share = share
         self._decoded[content] = None
         if len(self._decoded) > 65536:
             self._decoded.popitem(last=False)
