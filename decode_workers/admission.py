@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
 from typing import Any
+
+from infra.turns import Turns
 
 
 def blocks_needed(tokens: int, sequences: int, block_size: int) -> int:
@@ -21,40 +21,34 @@ class Room:
     until: Callable[[], Coroutine[Any, Any, None]] | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class _Waiting:
-    """Whoever waits for `blocks`, for so many sequences, until it is its `turn`."""
-
-    blocks: int
-    sequences: int
-    turn: asyncio.Future[None]
-
-
 class Admission:
     """Reserves KV blocks for whole sequences, first come first served."""
 
     def __init__(self, blocks: int, block_size: int) -> None:
-        self.total = blocks
         self.block_size = block_size
-        self.reserved = 0
-        self.running = 0  # sequences
-        self._queue: deque[_Waiting] = deque()
+        self.running = self.waiting = 0  # sequences
+        self._turns = Turns(blocks)
         self._leaving: set[asyncio.Task[None]] = set()
+
+    @property
+    def total(self) -> int:
+        """Blocks that there are."""
+        return self._turns.total
+
+    @property
+    def reserved(self) -> int:
+        """Blocks that are held."""
+        return self._turns.held
+
+    @property
+    def blocks_awaited(self) -> int:
+        """Blocks that waiting sequences need."""
+        return self._turns.awaited
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that is ever admitted (see `blocks_needed`)."""
         return (self.total - 1) * self.block_size
-
-    @property
-    def waiting(self) -> int:
-        """Sequences that wait for room."""
-        return sum(one.sequences for one in self._queue)
-
-    @property
-    def blocks_awaited(self) -> int:
-        """Blocks that these need."""
-        return sum(one.blocks for one in self._queue)
 
     @asynccontextmanager
     async def admit(self, tokens: int, sequences: int) -> AsyncGenerator[Room, None]:
@@ -69,22 +63,11 @@ class Admission:
                 f"the request may grow to {tokens} tokens in {sequences} sequence(s) and needs {blocks} KV blocks; the "
                 f"decode worker has {self.total}: lower max_tokens or n"
             )
-        if self._queue or self.reserved + blocks > self.total:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            entry = _Waiting(blocks, sequences, turn)
-            self._queue.append(entry)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
-                    self._release(blocks)
-                else:
-                    with suppress(ValueError):  # another that ended in the same turn has passed it over
-                        self._queue.remove(entry)
-                    self._grant()
-                raise
-        else:
-            self.reserved += blocks
+        self.waiting += sequences
+        try:
+            await self._turns.take(blocks)
+        finally:
+            self.waiting -= sequences
         self.running += sequences
         room = Room()
         try:
@@ -92,7 +75,7 @@ class Admission:
         finally:
             self.running -= sequences
             if room.until is None:
-                self._release(blocks)
+                self._turns.give(blocks)
             else:
                 leaving = asyncio.create_task(self._release_after(room.until(), blocks))
                 self._leaving.add(leaving)
@@ -102,16 +85,4 @@ class Admission:
         try:
             await until
         finally:
-            self._release(blocks)
-
-    def _release(self, blocks: int) -> None:
-        self.reserved -= blocks
-        self._grant()
-
-    def _grant(self) -> None:
-        while self._queue and self.reserved + self._queue[0].blocks <= self.total:
-            next_one = self._queue.popleft()
-            if next_one.turn.cancelled():
-                continue
-            self.reserved += next_one.blocks
-            next_one.turn.set_result(None)
+            self._turns.give(blocks)

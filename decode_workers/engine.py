@@ -35,8 +35,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from decode_workers.admission import Admission
 from infra.vllm_env import BLOCK_SIZE, cpu_engine_arguments, fitting, gpu_pool
 
-_PULL_SECONDS = 10.0  # longer than any pull takes, and
-_PULL_TOKENS = 1000  # a second: of the largest models a third of a GB
+_PULL_SECONDS = 10.0  # for pulls to begin, and for small ones to end
+_PULLED_A_SECOND = 1000  # tokens, at the least: of the largest models a third of a GB
 _LOOK_SECONDS = 2.0  # between looks whether it has ended
 
 
@@ -167,7 +167,7 @@ class DecodeEngine:
 
         That is until it holds none at all, or so long that every pull has ended.
         """
-        until = time.monotonic() + _PULL_SECONDS + tokens / _PULL_TOKENS
+        until = time.monotonic() + _PULL_SECONDS + tokens / _PULLED_A_SECOND
         while time.monotonic() < until:
             await asyncio.sleep(_LOOK_SECONDS)
             with suppress(EngineDeadError):

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from prefill_workers.ahead import CompileStats
 from prefill_workers.background import Background
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.handoff import BlockPool, LeaseState, PoolExhausted
+from prefill_workers.images import ImagesUnderWay
 from prefill_workers.job import LinkJob, LinkResult
 from prefill_workers.linker import Linker
 from prefill_workers.pace import Pace
@@ -70,24 +71,6 @@ class LoopStats:
     compiled: CompileStats
 
 
-@dataclass(eq=False)
-class _Images:
-    """One call's images. `left`: those still to be encoded, in handfuls; None: it has not begun."""
-
-    items: Sequence[Pixels]
-    done: Future[list[Tensor]]
-    left: deque[list[Pixels]] | None = None
-    found: list[Tensor] = field(default_factory=list)
-
-    def end(self, outcome: list[Tensor] | Exception) -> None:
-        """Answer who waits, if anybody does still."""
-        with suppress(InvalidStateError):
-            if isinstance(outcome, Exception):
-                self.done.set_exception(outcome)
-            else:
-                self.done.set_result(outcome)
-
-
 class PrefillLoop:
     """Owns the engine's thread.
 
@@ -125,10 +108,9 @@ class PrefillLoop:
         scratch = min(longest, (last - 1) // 4)
         self._pool = BlockPool(range(1, last - scratch), engine.block_size, lease_seconds, owner, clock)
         self._waiting: deque[LinkJob] = deque()
-        self._images: deque[_Images] = deque()
+        self._images = ImagesUnderWay(engine)
         self._pace = pace or Pace()
         self._links = LinksUnderWay(engine, linker, self._pace, budget, self._free)
-        self._failing = 0  # handfuls of images in a row, for want of a device
         spare = Scratch(range(last - scratch, last), engine.block_size, self._piece)
         rechecks = Rechecks(engine, linker.library, linker.fidelity, self._pool, spare)
         self._background = Background(
@@ -193,12 +175,10 @@ class PrefillLoop:
         Raises:
             Overloaded: too many calls wait already.
         """
-        done: Future[list[Tensor]] = Future()
         with self._wake:
             self._refuse_beyond(len(self._images))
-            self._images.append(_Images(items, done))
             self._wake.notify()
-        return done
+            return self._images.add(items)
 
     def _refuse_beyond(self, waiting: int) -> None:
         if self._stopping:
@@ -263,7 +243,7 @@ class PrefillLoop:
     @property
     def failing(self) -> int:
         """How often the engine failed since the last forward, of links or of images, that did not."""
-        return max(self._links.failing, self._failing)
+        return max(self._links.failing, self._images.failing)
 
     def alive(self) -> bool:
         """Whether the thread still turns."""
@@ -287,7 +267,7 @@ class PrefillLoop:
                 self._stopping = True
                 for job in [*self._links, *self._waiting]:
                     self._links.fail(job, error)
-                self._refuse_images(error)
+                self._images.refuse(error)
             raise
 
     def _turn_until_stopped(self) -> None:
@@ -301,13 +281,13 @@ class PrefillLoop:
                     for job in self._waiting:
                         with suppress(InvalidStateError):
                             job.done.set_exception(Overloaded("the prefill worker is shutting down"))
-                    self._refuse_images(Overloaded("the prefill worker is shutting down"))
+                    self._images.refuse(Overloaded("the prefill worker is shutting down"))
                     return
             self._heed()
             self._free_blocks()
             self._admit()
-            if self._images:
-                self._encode()
+            if self._images and self._images.turn():
+                self.expect()  # the link that they are for
             if not (gave_way and self._links) and self._background.is_overdue(time.perf_counter() - self._patience):
                 self._background.step_beside_links()
                 gave_way = True  # and then it is the links' turn
@@ -325,28 +305,6 @@ class PrefillLoop:
 
     def _has_work(self) -> bool:
         return bool(self._waiting or self._links or self._images or self._background.ready)
-
-    def _encode(self) -> None:
-        """A handful of images of the call that waits longest. Whatever is wrong with them concerns that call alone."""
-        call = self._images[0]
-        try:
-            if call.left is None:
-                call.left = deque(self._engine.handfuls(call.items))
-            if call.left:
-                call.found += self._engine.encode(call.left.popleft())
-                self._failing = 0
-            self.expect()  # the link that they are for
-            if call.left:
-                return
-            call.end(call.found)
-        except Exception as error:
-            self._failing += isinstance(error, torch.AcceleratorError)  # what else fails is those images' own
-            call.end(error)
-        self._images.popleft()
-
-    def _refuse_images(self, error: Exception) -> None:
-        while self._images:
-            self._images.popleft().end(error)
 
     def _gives_way(self) -> bool:
         """Whether background work should wait: a hand-off or a request is on its way, and no check is late."""
@@ -416,8 +374,7 @@ class PrefillLoop:
             gone = [job for job in self._waiting if job.done.cancelled()]
             for job in gone:
                 self._waiting.remove(job)
-            for call in [call for call in self._images if call.done.cancelled()]:
-                self._images.remove(call)
+            self._images.drop_cancelled()
         for job in gone:
             job.plan.unpin()
 

@@ -14,10 +14,11 @@ from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
 
+from serving.api.decoded import give_back
 from serving.api.errors import InvalidRequest
 from serving.api.extension import RequestTrace, parse_options, set_trace
 from serving.api.leaving import answering
-from serving.api.media import MediaResolver, give_back
+from serving.api.media import MediaResolver
 from serving.api.ordering import Ordering, ordered
 from serving.api.prefix import Prefixes, tools_text
 from serving.api.streams import opened

@@ -185,17 +185,18 @@ class MediaResolver:
             if isinstance(one, ResolvedImage) and one.content not in self._decoded:
                 new.setdefault(one.content, (one, where))
 
-        async def decode(image: ResolvedImage, where: str, share: Share) -> ResolvedImage:
+        if not new:
+            return {}
+        share = await self._budget.take(sum(image.pixels for image, _ in new.values()))
+
+        async def decode(image: ResolvedImage, where: str) -> ResolvedImage:
             async with at_once:
                 return await asyncio.to_thread(self._decode, image, where, share)
 
-        shares = await self._budget.take([image.pixels for image, _ in new.values()])
         try:
-            calls = (decode(*one, share) for one, share in zip(new.values(), shares, strict=True))
-            return {image.content: image for image in await _together(calls)}
+            return {image.content: image for image in await _together(decode(*one) for one in new.values())}
         except BaseException:
-            for share in shares:
-                share.give()
+            share.give()
             raise
 
     def open_file(self, data: bytes, owner: str, where: str) -> ResolvedImage | ResolvedText:
@@ -287,7 +288,8 @@ class MediaResolver:
             image = convert_image_mode(normalize_image(image), "RGB")  # as vLLM does where it decodes itself
         except Exception as error:  # whatever decoding raises is the image's fault, and Pillow raises many things
             raise InvalidRequest(f"{where}: the image is truncated or broken: {error}", parameter=where) from error
-        image.orbit_share = share
+        if share is not None:
+            share.held_by(image)
         self._decoded[content] = None
         if len(self._decoded) > 65536:
             self._decoded.popitem(last=False)
@@ -352,12 +354,6 @@ class MediaResolver:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise InvalidRequest(f"{where}: the image could not be fetched: {error}", parameter=where) from error
         raise InvalidRequest(f"{where}: more than {_MAX_REDIRECTS} redirects", parameter=where)
-
-
-def give_back(image: Image.Image) -> None:
-    """Nobody needs this image's pixels any more."""
-    if (share := getattr(image, "orbit_share", None)) is not None:
-        share.give()
 
 
 async def _together(calls: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:

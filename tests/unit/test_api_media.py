@@ -28,8 +28,9 @@ from kvstore.files import FileStore
 from kvstore.settings import FileSettings
 from kvstore.vector_stores import VectorStores
 from serving.api import media
+from serving.api.decoded import give_back
 from serving.api.errors import InvalidRequest, NotFound, TooLarge
-from serving.api.media import MediaResolver, give_back, pinned
+from serving.api.media import MediaResolver, pinned
 from serving.settings import HttpSettings
 
 
@@ -136,7 +137,9 @@ async def test_what_is_decoded_of_all_requests_is_bounded_together(files: FileSt
     waiting = asyncio.create_task(images.resolve_messages(ask(blue), "local"))
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    again = await images.resolve_messages(ask(red), "local")  # is not decoded any more
+    again = await asyncio.wait_for(
+        images.resolve_messages(ask(red), "local"), 5
+    )  # who decodes nothing waits for nobody
     del first
     gc.collect()
     (message,) = await asyncio.wait_for(waiting, 10)

@@ -92,7 +92,7 @@ async def test_room_is_held_while_what_nobody_waits_for_may_be_pulled(monkeypatc
 async def test_room_is_held_for_as_long_as_large_pulls_may_take(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(engine, "_PULL_SECONDS", 0.0)
-    monkeypatch.setattr(engine, "_PULL_TOKENS", 200)  # two choices of 20 tokens: a fifth of a second
+    monkeypatch.setattr(engine, "_PULLED_A_SECOND", 200)  # two choices of 20 tokens: a fifth of a second
     worker = decode(Vllm())
     reading = asyncio.create_task(read(worker, n=2))
     await asyncio.sleep(0.02)
