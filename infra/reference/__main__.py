@@ -14,7 +14,7 @@ from infra.reference import WEIGHTS
 def main(arguments: Sequence[str]) -> None:
     """Command line; see `--help`."""
     from infra.reference.families import FAMILIES
-    from infra.reference.making import average, make, refine
+    from infra.reference.making import average, evaluate, make, refine
 
     parser = argparse.ArgumentParser(prog="python -m infra.reference", description="Make the reference models.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -22,6 +22,7 @@ def main(arguments: Sequence[str]) -> None:
         make: "train a family's model, write and evaluate it; goes on where it stopped",
         refine: "train one that was made on the splits that came later; goes on where it stopped",
         average: "give one the mean of the weights that rounds of refining ended with",
+        evaluate: "evaluate one as it is and write the result into its card",
     }
     for command, text in helps.items():
         options = commands.add_parser(command.__name__, help=text)
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str]) -> None:
         options.add_argument("--device", default="cpu", help="or a GPU, such as cuda or cuda:1 (default: %(default)s)")
         if command is average:
             options.add_argument("--rounds", type=int, nargs="+", required=True, help="of refining, from 1 on")
+        if command in (average, evaluate):
             continue
         options.add_argument("--compiled", action="store_true", help="compile the language model's layers for training")
         if command is refine:
@@ -44,8 +46,8 @@ def main(arguments: Sequence[str]) -> None:
     import torch
 
     torch.set_num_threads(chosen.threads)
-    names = {average: ("rounds",), make: ("compiled",), refine: ("compiled", "again", "counting")}[chosen.run]
-    more = {name: getattr(chosen, name) for name in names}
+    own = {average: ("rounds",), make: ("compiled",), refine: ("compiled", "again", "counting"), evaluate: ()}
+    more = {name: getattr(chosen, name) for name in own[chosen.run]}
     more |= {"work": chosen.work, "out": chosen.out, "count": chosen.items, "device": torch.device(chosen.device)}
     for line in chosen.run(chosen.family, **more):
         print(json.dumps(line), flush=True)

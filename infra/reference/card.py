@@ -87,6 +87,11 @@ def average_card(before: str, family: str, rounds: Sequence[int], scores: Mappin
     return _continued(before, averaged, scores, items)
 
 
+def evaluated_card(before: str, scores: Mapping[str, float], items: int) -> str:
+    """The text of the card of a model that was evaluated again; else as `refined_card` has it."""
+    return _continued(before, "", scores, items)
+
+
 def _continued(before: str, more: str, scores: Mapping[str, float], items: int) -> str:
     template = _SCORES + _TEMPLATE.partition(_SCORES)[2]
     return before.partition(_SCORES)[0] + more + template.format(**_scored(scores, items))

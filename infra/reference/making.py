@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from infra.machine import processor
 from infra.reference import digest
-from infra.reference.card import Machine, average_card, card, curve_text, refined_card
+from infra.reference.card import Machine, average_card, card, curve_text, evaluated_card, refined_card
 from infra.reference.families import FAMILIES, ReferenceFamily
 from infra.reference.pictures import grid_picture, page_picture
 from infra.reference.prompts import Layout, Words, lay_out
@@ -60,6 +60,17 @@ class Model:
     file: Path
     state: dict[str, Any] | None
     progress: Progress
+
+    @classmethod
+    def shipped(cls, family: str, folder: Path, file: Path, device: torch.device = CPU, **more: Any) -> Self:
+        """The model that lies in `folder`, which goes on being trained in `file`; `more`: of a class below this one."""
+        kind = FAMILIES[family]
+        tokens = kind.recipe.tokenizer()
+        model = kind.recipe.load(tokens, folder).to(device)
+        return cls(
+            family, kind, tokens, model, kind.language(model), Words(tokens, kind.image, kind.cell_token),
+            file, None, Progress(curve=json.loads((folder / CURVE).read_text())), **more,
+        )  # fmt: skip
 
     def keep(self, optimiser: torch.optim.Optimizer | None, generator: torch.Generator | None, **more: Any) -> None:
         """Write what a later call goes on from."""
@@ -105,18 +116,22 @@ class Model:
             (folder / MEASURED).write_text(json.dumps({"compose_up_to": 0}))
 
     def finish(self, folder: Path, count: int, text: Callable[[Mapping[str, float]], str]) -> Iterator[dict[str, Any]]:
-        """Write the checkpoint, evaluate every split, write card and curve beside it; yields what there is to say.
+        """Write the checkpoint, `judge` it, write the curve beside it."""
+        self.export(folder)
+        yield from self.judge(folder, count, text)
+        (folder / CURVE).write_text(curve_text(self.progress.curve))
+
+    def judge(self, folder: Path, count: int, text: Callable[[Mapping[str, float]], str]) -> Iterator[dict[str, Any]]:
+        """Evaluate every split, write the card into `folder`; yields what there is to say.
 
         `text`: the card's, from the share of right answers by split.
         """
-        self.export(folder)
         scores: dict[str, float] = {}
         began = time.monotonic()
         for split in Split:
             scores[str(split)] = share = self.evaluate(split, count)
             yield {"split": str(split), "items": count, "right": share, "seconds": round(time.monotonic() - began)}
         (folder / CARD).write_text(text(scores))
-        (folder / CURVE).write_text(curve_text(self.progress.curve))
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")
@@ -220,22 +235,15 @@ class Refining(Model):
 
         Raises ValueError if what lies there was refined before, unless it is to be refined `again`.
         """
-        kind = FAMILIES[family]
         curve = json.loads((folder / CURVE).read_text())
         rounds = max((int(line.get("refined", 0)) for line in curve), default=0)
         if rounds and not again:
             raise ValueError(f"{folder} was refined before; make it anew first, or refine it again")
-        number = rounds + 1
-        file = _refined(work, family, number)
-        tokens = kind.recipe.tokenizer()
-        model = kind.recipe.load(tokens, folder).to(device)
-        found = cls(
-            family, kind, tokens, model, kind.language(model), Words(tokens, kind.image, kind.cell_token),
-            file, None, Progress(curve=curve), number, counting,
-        )  # fmt: skip
+        file = _refined(work, family, rounds + 1)
+        found = cls.shipped(family, folder, file, device, round=rounds + 1, counting=counting)
         if file.exists():
             state = torch.load(file, weights_only=False, map_location=CPU)
-            model.load_state_dict(state["model"])
+            found.model.load_state_dict(state["model"])
             found.state, found.progress = state, Progress(**state["progress"])
         return found
 
@@ -337,6 +345,14 @@ def average(
     model.model.load_state_dict({name: torch.stack([state[name] for state in states]).mean(0) for name in states[0]})
     before = (out / family / CARD).read_text()
     yield from model.finish(out / family, count, lambda scores: average_card(before, family, rounds, scores, count))
+
+
+def evaluate(family: str, work: Path, out: Path, count: int, device: torch.device = CPU) -> Iterator[dict[str, Any]]:
+    """Evaluate the model in `out` as it is and write the result into its card; yields what there is to say."""
+    folder = out / family
+    model = Model.shipped(family, folder, work / f"{family}.pt", device)
+    before = (folder / CARD).read_text()
+    yield from model.judge(folder, count, lambda scores: evaluated_card(before, scores, count))
 
 
 def _machine(device: torch.device, compiled: bool) -> Machine:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from infra.reference import WEIGHTS, making
 from infra.reference.families import FAMILIES
-from infra.reference.making import CARD, Refining, average, refine, written_codes
+from infra.reference.making import CARD, Refining, average, evaluate, refine, written_codes
 from infra.reference.pictures import page_picture
 from infra.reference.scenes import Form, Split, draw_items
 from infra.reference.training import COUNTING, REFINING
@@ -81,6 +81,22 @@ def test_a_mean_of_rounds_has_the_mean_of_their_weights_and_says_which_rounds(ou
 def test_a_mean_of_rounds_that_were_not_trained_here_names_what_is_missing(out):
     with pytest.raises(ValueError, match=f"{FAMILY}-refined-7.pt"):
         next(average(FAMILY, [7], out / "work", out, 4))
+
+
+def test_a_model_is_evaluated_as_it_lies_there_and_its_card_says_so(out):
+    folder = out / FAMILY
+    before, kept = (folder / CARD).read_text(), measured(folder)
+    weights = (folder / "model.safetensors").read_bytes()
+    scores = {line["split"]: line["right"] for line in evaluate(FAMILY, out / "work", out, 4)}
+    assert scores["single"] == scores["retrieval"] == 1.0
+    assert (folder / "model.safetensors").read_bytes() == weights
+    assert measured(folder) == kept
+    text = (folder / CARD).read_text()
+    training = text.partition("## Held-out")[0]
+    assert training == before.partition("## Held-out")[0]
+    assert "\n4 questions a split" in text
+    assert list(scores) == list(Split)
+    assert all(f"| {split} | {share:.3f} |" in text for split, share in scores.items())
 
 
 def test_it_is_refined_on_counted_questions_where_that_is_asked_for(out):
