@@ -133,8 +133,11 @@ class Linker:
         self._weights.forget(tenant)
         self._lookups.forget()
 
-    def prefetch(self, request: PrefetchRequest) -> dict[str, Future[bool]]:
+    def prefetch(self, request: PrefetchRequest, *, load: bool = True) -> dict[str, Future[bool]]:
         """Start loading for a prompt that is still being rendered, so that memory has it when the prompt comes.
+
+        Args:
+            load: False: only say what is lacking.
 
         Returns: of every image, by content id, whether it will have to be encoded; see `Lookup.lacks_pixels`.
         """
@@ -148,9 +151,10 @@ class Linker:
             keys = self._keys.of(
                 request.tenant, contents, delimiters, request.prefix, antecedents, embeds=not text, summed=summed
             )
-            lookup = self._lookups.start_ahead(keys, mode)
+            if load:
+                lookup = self._lookups.start_ahead(keys, mode)
             if not text:
-                lacking[content] = lookup.lacks_pixels()
+                lacking[content] = lookup.lacks_pixels() if load else self._lookups.lacks_pixels(keys, mode)
             antecedents.append(keys.canonical)
         return lacking
 

@@ -36,7 +36,7 @@ from kvstore.loading import Loading
 from kvstore.patch import Patch
 from prefill_workers.composing import can_be_weighed
 from prefill_workers.keys import ChunkKeys
-from prefill_workers.policies import Mode, ModeKind, looks_up_patch, uses_canonical_alone
+from prefill_workers.policies import Mode, looks_up_patch, uses_canonical_alone, uses_library
 
 _THREADS = 128  # they wait for tiers; the library bounds the reads themselves
 _KEPT_SECONDS = 5.0  # a prompt is rendered, and its new images are encoded, in less
@@ -168,6 +168,19 @@ class Lookups:
         while self._kept and (len(self._kept) > _MOST_KEPT or next(iter(self._kept.values()))[0] < oldest):
             del self._kept[next(iter(self._kept))]
 
+    def lacks_pixels(self, keys: ChunkKeys, mode: Mode) -> Future[bool]:
+        """As `Lookup.lacks_pixels`, where nothing is to be loaded yet."""
+        return self._threads.submit(self._lacks_pixels, keys, mode)
+
+    def _lacks_pixels(self, keys: ChunkKeys, mode: Mode) -> bool:
+        if not uses_library(mode):
+            return True
+        library = self._library
+        serves = bool(self._patches(keys).places) if looks_up_patch(mode) else uses_canonical_alone(mode)
+        if serves and library.stored("canonical", [(keys.canonical, keys.owner)]):
+            return False
+        return keys.embedding is None or not library.stored("embedding", [(keys.embedding, keys.owner)])
+
     def forget(self) -> None:
         """Keep nothing of what was looked up: it may be deleted now."""
         with self._lock:
@@ -176,7 +189,7 @@ class Lookups:
 
     def _start(self, keys: ChunkKeys, mode: Mode) -> Lookup:
         lookup = Lookup(self._epoch)
-        if mode.kind is ModeKind.OFF:
+        if not uses_library(mode):
             lookup._found.set_result(Found())
             lookup._decide(coming=False)
         else:

@@ -130,7 +130,13 @@ class PrefillSettings(BaseModel):
         None, description="Tokens per KV block, the same on decode workers. None: vLLM's choice for the platform."
     )
     max_batch_tokens: int = Field(4096, ge=64, description="Tokens of one forward; longer runs go on in the next one.")
-    max_queue: int = Field(256, ge=1, description="Links that may wait for blocks; further ones are answered 429.")
+    max_queue: int = Field(256, ge=1, description="Links that may wait; further ones are answered 429.")
+    loaded_bytes: int = Field(
+        8 << 30,
+        ge=1,
+        description="Memory for the stored KV of links that have not ended, by all of their chunks' tokens: further "
+        "links load when these have ended. One that has more goes by itself.",
+    )
     lease_seconds: float = Field(60.0, ge=5, description="How long linked KV waits for a decode engine to read it.")
     max_patch_queue: int = Field(64, ge=1, description="Deficits waiting to be compiled; further ones are dropped.")
     max_patch_queue_bytes: int = Field(

@@ -27,6 +27,7 @@ from prefill_workers.handoff import BlockPool, LeaseState, PoolExhausted
 from prefill_workers.images import ImagesUnderWay
 from prefill_workers.job import LinkJob, LinkResult
 from prefill_workers.linker import Linker
+from prefill_workers.loaded import LoadedKV
 from prefill_workers.pace import Pace
 from prefill_workers.pixels import Pixels
 from prefill_workers.plan import LinkPlan
@@ -63,7 +64,7 @@ class LoopStats:
     forwards_by_layer: int  # of these: beside loads that kept ahead of them
     forwards_partial: int  # besides these: to choose tokens by how far their KV deviates
     tokens_forwarded: int
-    tokens_queued: int  # that waiting and running links have still to compute
+    tokens_queued: int  # that waiting and running links have still to compute, of links not planned yet an estimate
     fixed_tokens: float  # that a forward costs besides, whatever it computes
     seconds_per_token: float | None  # that every token adds to a forward; None: not known yet
     leases_expired: int
@@ -82,6 +83,7 @@ class PrefillLoop:
             that are on their way.
         compiles: how much is compiled in the background ahead of requests; None: the defaults of `CompileLimits`.
         pace: what forwards take; None: it is learnt from them.
+        loaded: what links wait for before they are submitted, which counts as waiting here; None: for nothing.
         crowded: whether the patch compiler has enough to do: then nothing is compiled ahead.
     """
 
@@ -98,6 +100,7 @@ class PrefillLoop:
         compiles: CompileLimits | None = None,
         patience_seconds: float = 0.5,
         pace: Pace | None = None,
+        loaded: LoadedKV | None = None,
         crowded: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -108,6 +111,7 @@ class PrefillLoop:
         scratch = min(longest, (last - 1) // 4)
         self._pool = BlockPool(range(1, last - scratch), engine.block_size, lease_seconds, owner, clock)
         self._waiting: deque[LinkJob] = deque()
+        self._loaded = loaded or LoadedKV(0, 0)  # for which nobody waits
         self._images = ImagesUnderWay(engine)
         self._pace = pace or Pace()
         self._links = LinksUnderWay(engine, linker, self._pace, budget, self._free)
@@ -167,7 +171,7 @@ class PrefillLoop:
     def refuse_if_full(self) -> None:
         """Raises Overloaded where `submit` would: before a plan has begun to load what nobody will link."""
         with self._wake:
-            self._refuse_beyond(len(self._waiting))
+            self._refuse_beyond(len(self._waiting) + self._loaded.waiting)
 
     def encode(self, items: Sequence[Pixels]) -> Future[list[Tensor]]:
         """Embeddings [tokens, hidden] of each image, between two forwards. A cancelled future's are not computed.
@@ -217,7 +221,7 @@ class PrefillLoop:
     def stats(self) -> LoopStats:
         """Counters and queue lengths, without stopping the loop."""
         return LoopStats(
-            waiting=len(self._waiting),
+            waiting=len(self._waiting) + self._loaded.waiting,
             running=len(self._links),
             harvest=len(self._background),
             blocks_free=self._pool.free,
@@ -227,7 +231,7 @@ class PrefillLoop:
             forwards_by_layer=self._links.by_layer,
             forwards_partial=self._links.partial,
             tokens_forwarded=self._links.tokens,
-            tokens_queued=sum(job.left for job in [*self._waiting, *self._links]),
+            tokens_queued=sum(job.left for job in [*self._waiting, *self._links]) + self._loaded.tokens,
             fixed_tokens=self._pace.fixed,
             seconds_per_token=self._pace.seconds_per_token,
             leases_expired=self._expired,
@@ -365,7 +369,7 @@ class PrefillLoop:
                 return  # blocks come free when decode engines have read theirs
             self._waiting.popleft()
             job.plan.sequence.blocks = job.lease.blocks
-            job.plan.stages_ms["queue"] = (time.perf_counter() - job.submitted) * 1e3
+            job.plan.took("queue", time.perf_counter() - job.submitted)
             self._links.add(job)
 
     def _drop_cancelled(self) -> None:

@@ -24,6 +24,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +113,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
         from kvstore.library import Library
         from prefill_workers.engine import PrefillEngine, check_hand_off
         from prefill_workers.linker import Linker
+        from prefill_workers.loaded import LoadedKV
         from prefill_workers.pace import measure
         from prefill_workers.patch_compiler import load_form
         from prefill_workers.prefix_cache import PrefixCache
@@ -139,6 +141,8 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
             free_text=settings.free_text,
         )
         self._linker, self._log = linker, self.log_formed(patches=linker.patches, sums=linker.sums)
+        bytes_per_token = self._engine.layout.bytes_per_token(self._engine.dtype)
+        self._loaded = LoadedKV(settings.loaded_bytes, bytes_per_token)
         self._loop = PrefillLoop(
             self._engine,
             linker,
@@ -149,9 +153,9 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
             learns=settings.form_patches,
             compiles=settings.compile_limits(linker.compose_up_to),
             pace=measure(self._engine),
+            loaded=self._loaded,
             crowded=lambda: self._deficits.crowded,
         )
-        bytes_per_token = self._engine.layout.bytes_per_token(self._engine.dtype)
         self._reporter = PrefillReporter(self._loop, self._library, bytes_per_token, config.routing.hot_chunks)
         self._planners = ThreadPoolExecutor(32, thread_name_prefix="plan")  # a plan waits for look-ups
         await self.hear_fidelity()
@@ -164,8 +168,8 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
     async def prefetch(self, request: PrefetchRequest) -> list[str]:
         """Start loading what a prompt on its way will need; the images of which nothing is stored."""
         self._loop.expect()
-        loop = asyncio.get_running_loop()
-        lacking = await loop.run_in_executor(self._planners, self._linker.prefetch, request)
+        loop, prefetch = asyncio.get_running_loop(), partial(self._linker.prefetch, load=not self._loaded.waiting)
+        lacking = await loop.run_in_executor(self._planners, prefetch, request)
         return [content for content, lacks in lacking.items() if await asyncio.wrap_future(lacks)]
 
     async def link(
@@ -192,20 +196,22 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
             given |= zip(pixels, embeddings, strict=True)
         vision_ms = (time.perf_counter() - began) * 1e3
         loop = asyncio.get_running_loop()
-        plan = await loop.run_in_executor(self._planners, self._linker.plan, request, given)
-        if pixels:
-            plan.stages_ms["vision"] = vision_ms
-        try:
-            future = self._loop.submit(plan)
-        except BaseException:
-            plan.unpin()
-            raise
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled() and future.exception() is None:
-                self._loop.abandon(future.result().lease)
-            raise
+        async with self._loaded.room_for(request) as waited:
+            plan = await loop.run_in_executor(self._planners, self._linker.plan, request, given)
+            plan.took("queue", waited)
+            if pixels:
+                plan.stages_ms["vision"] = vision_ms
+            try:
+                future = self._loop.submit(plan)
+            except BaseException:
+                plan.unpin()
+                raise
+            try:
+                return await asyncio.wrap_future(future)
+            except asyncio.CancelledError:
+                if future.done() and not future.cancelled() and future.exception() is None:
+                    self._loop.abandon(future.result().lease)
+                raise
 
     async def longest(self) -> int:
         """Tokens of the longest prompt that finds room here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
@@ -15,6 +16,7 @@ from waiting import wait_for
 
 from prefill_workers.first_token import Sampling
 from prefill_workers.job import LinkResult
+from prefill_workers.loaded import LoadedKV
 from prefill_workers.pace import Pace
 from prefill_workers.plan import LinkPlan
 from prefill_workers.sequence import LinkSequence, Run
@@ -173,6 +175,25 @@ def test_more_links_than_the_queue_takes_are_refused(make_rig: Callable[..., Rig
     for future in futures:
         rig.loop.abandon(future.result(30).lease)
     wait_for(lambda: all_free(rig))
+
+
+async def test_links_that_wait_until_others_have_let_go_of_what_they_loaded_wait_too(make_rig: Callable[..., Rig]):
+    loaded = LoadedKV(1, bytes_per_token=1)
+    rig = make_rig(learns=False, max_queue=2, loaded=loaded)
+    request = rig.plan(MIXED[1], "exact").request
+    async with loaded.room_for(request):
+        rig.loop.refuse_if_full()
+        later = [asyncio.create_task(loaded.room_for(request).__aenter__()) for _ in range(2)]
+        await asyncio.sleep(0)
+        stats = rig.loop.stats()
+        assert stats.waiting == 2
+        assert stats.tokens_queued == loaded.tokens > 0
+        with pytest.raises(Overloaded, match="2 requests wait already"):
+            rig.loop.refuse_if_full()
+        for one in later:
+            one.cancel()
+        await asyncio.sleep(0)
+    assert rig.loop.stats().waiting == 0
 
 
 def test_cancelled_links_take_no_place_in_the_queue(make_rig: Callable[..., Rig]):

@@ -26,6 +26,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from kvstore.errors import TierUnavailable
 from prefill_workers.ahead import CompileStats
 from prefill_workers.handoff import LeaseState
+from prefill_workers.loaded import LoadedKV
+from prefill_workers.plan import ChunkSpan, LinkRequest, PixelsNeeded
 from prefill_workers.worker import LoopStats, Overloaded
 from serving.api.app import forget
 from serving.app import DecodeWorker, Ingress, PrefillWorker, VisionEncoder
@@ -56,6 +58,8 @@ def prefill_worker(*, alive: bool = True, failing: int = 0, silent: bool = False
     worker._engine = SimpleNamespace(silent=silent)
     worker._loop = SimpleNamespace(alive=lambda: alive, failing=failing, stop=lambda: None)
     worker._library = SimpleNamespace(close=lambda: None)
+    worker._loaded = LoadedKV(100, bytes_per_token=10)
+    worker._planners = ThreadPoolExecutor(1, thread_name_prefix="plan")
     return worker
 
 
@@ -75,9 +79,9 @@ async def test_a_prefill_worker_whose_every_forward_fails_is_not_healthy():
 async def test_the_keys_of_a_prefetch_are_made_beside_the_event_loop():
     worker, threads = prefill_worker(), list[str]()
     worker._loop.expect = lambda: None
-    worker._planners = ThreadPoolExecutor(1, thread_name_prefix="plan")
 
-    def prefetch(request: Any) -> dict[str, Future[bool]]:
+    def prefetch(request: Any, load: bool) -> dict[str, Future[bool]]:
+        assert load
         threads.append(threading.current_thread().name)
         answers = {"known": Future[bool](), "new": Future[bool]()}
         for content, answer in answers.items():
@@ -87,6 +91,50 @@ async def test_the_keys_of_a_prefetch_are_made_beside_the_event_loop():
     worker._linker = SimpleNamespace(prefetch=prefetch)
     assert await worker.prefetch(None) == ["new"]
     assert threads == ["plan_0"]
+
+
+async def test_a_link_is_planned_when_there_is_room_for_what_it_loads():
+    """Until then nothing is loaded for it, ahead neither."""
+    worker, planned, links, ahead = prefill_worker(), list[str](), list[Future[str]](), list[bool]()
+    worker._loop.expect = worker._loop.refuse_if_full = lambda: None
+
+    def plan(request: LinkRequest, given: Any) -> Any:
+        planned.append(request.request_id)
+        return SimpleNamespace(took=lambda stage, seconds: None, unpin=lambda: None)
+
+    def submit(plan: Any) -> Future[str]:
+        links.append(Future())
+        return links[-1]
+
+    async def until(count: int) -> None:
+        while len(links) < count:
+            await asyncio.sleep(0.001)
+
+    def prefetch(request: Any, load: bool) -> dict[str, Future[bool]]:
+        ahead.append(load)
+        return {}
+
+    worker._loop.submit, worker._linker = submit, SimpleNamespace(plan=plan, prefetch=prefetch)
+    chunk = ChunkSpan("page", "image", 0, 6, 0, 6)  # of 60 bytes
+    first, second, third = (
+        asyncio.create_task(worker.link(LinkRequest(name, [0] * 8, (chunk,)))) for name in ("first", "second", "third")
+    )
+    await until(1)
+    await worker.prefetch(None)
+    links[0].set_exception(PixelsNeeded([0]))
+    with pytest.raises(PixelsNeeded):
+        await first
+    await until(2)
+    assert planned == ["first", "second"]
+    second.cancel()
+    await until(3)
+    await worker.prefetch(None)
+    links[2].set_result("linked")
+    assert await third == "linked"
+    assert planned == ["first", "second", "third"]
+    assert links[1].cancelled()
+    assert worker._loaded.held == 0
+    assert ahead == [False, True]
 
 
 async def test_a_prefill_worker_counts_the_patches_that_were_dropped(monkeypatch: pytest.MonkeyPatch):

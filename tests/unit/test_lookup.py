@@ -318,6 +318,20 @@ def test_pixels_are_lacking_where_neither_kv_nor_embeddings_are_stored(
     tier.release.set()
 
 
+@pytest.mark.parametrize("mode", [Mode.AUTO, Mode.EXACT, Mode.FULL_REUSE, Mode.OFF])
+@pytest.mark.parametrize("without", ["", "canonical", "patch", "embedding", "canonical embedding", "patch embedding"])
+def test_what_is_lacking_is_told_without_loading_anything(
+    full: MemoryTier, mode: Mode, without: str, over: Over
+) -> None:
+    for key in list(full.keys()):
+        if key.split("/")[2] in without.split():
+            full.delete(key)
+    tier = KindTier(full)
+    told = over(tier).lacks_pixels(KEYS, mode).result(5)
+    assert not tier.read()
+    assert told == over(full).start(KEYS, mode).lacks_pixels().result(5)
+
+
 def test_the_frontier_is_where_the_first_load_is_waited_for() -> None:
     patched, encoded = OperatingPoint.PATCHED, OperatingPoint.ENCODED
     plan = plan_of(chunk(10, 20, patched), chunk(30, 40, encoded), chunk(50, 60, patched, True), chunk(70, 80, patched))
