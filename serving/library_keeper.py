@@ -30,8 +30,9 @@ class LibraryKeeper(KeeperReplica):
         from kvstore.vector_stores import VectorStores
         from prefill_workers.fingerprint import fingerprint
 
-        self._prefill, self._compiler = prefill, compiler
-        self._ingress = DeploymentHandle("Ingress", serve.get_replica_context().app_name)  # not deployed yet
+        ingress = DeploymentHandle("Ingress", serve.get_replica_context().app_name)  # not deployed yet
+        # Roles that remember what derives from content, each with its replicas that may have it on their node's disk.
+        self._holders = (prefill, config.prefill.replicas), (compiler, config.patch.replicas), (ingress, 0)
         self._files = FileStore(config.files_url, config.files)
         self._stores = VectorStores(self._files)
         self._undeleted: set[tuple[str, str]] = set()  # content ids and tenants
@@ -43,17 +44,23 @@ class LibraryKeeper(KeeperReplica):
         """Remove everything derived from a content id, in the tiers and in the memory of every replica that has any.
 
         Returns of how many records it knew. What cannot be reached now is raised, and tried again with every sweep
-        until it is gone; also by a later replica, if a file or a vector store held it (see `kvstore.owed`).
+        until it is gone; also by a later replica, if a file or a vector store held it (see `kvstore.owed`). So it is
+        while a replica is missing: on the disk of its node its successor would find what it kept.
         """
         self._undeleted.add((content, tenant))
-        roles = self._prefill, self._compiler, self._ingress
-        answers = [one for role in roles for one in await _forget(role, content, tenant)]
+        everywhere, failures = True, list[Exception]()
+        for role, replicas in self._holders:
+            answers = await _forget(role, content, tenant)
+            failed = [answer for answer in answers if isinstance(answer, Exception)]
+            everywhere &= len(answers) - len(failed) >= replicas
+            failures += failed
         went = await asyncio.to_thread(self._library.delete_content, content, tenant)
-        for answer in answers:
-            if isinstance(answer, Exception) and not _died(answer):
-                raise answer
-        await asyncio.to_thread(self._files.owed.settle, content, tenant)
-        self._undeleted.discard((content, tenant))
+        for failure in failures:
+            if not _died(failure):
+                raise failure
+        if everywhere:
+            await asyncio.to_thread(self._files.owed.settle, content, tenant)
+            self._undeleted.discard((content, tenant))
         return went
 
     async def _sweep(self, period_s: float) -> None:

@@ -171,53 +171,55 @@ class Workers:
         return SimpleNamespace(results_async=results_async)
 
 
-def keeper(prefill: Workers, deleted: list[str]) -> LibraryKeeper:
+def keeper(deleted: list[str], prefill: Workers, replicas: int = 1, *others: Workers) -> LibraryKeeper:
+    """Of so many prefill workers; of the other roles nobody has to answer."""
+
     def delete_content(content: str, tenant: str) -> int:
         deleted.append(content)
         return 2
 
     made = object.__new__(LibraryKeeper)
-    made._prefill, made._compiler, made._ingress, made._undeleted = prefill, Workers(), Workers(), set()
+    made._holders, made._undeleted = ((prefill, replicas), *((other, 0) for other in others)), set()
     made._library = SimpleNamespace(delete_content=delete_content)
-    made._files = SimpleNamespace(owed=SimpleNamespace(settle=lambda content, owner: None))
+    made._files = SimpleNamespace(
+        owed=SimpleNamespace(settle=lambda content, owner: deleted.append(f"{content} settled"))
+    )
     return made
 
 
 async def test_what_one_worker_cannot_delete_goes_everywhere_else_and_is_tried_again():
     deleted: list[str] = []
-    made = keeper(Workers([None, TierUnavailable("s3 hiccups")]), deleted)
+    made = keeper(deleted, Workers([None, TierUnavailable("s3 hiccups")], [None, None]))
     with pytest.raises(TierUnavailable, match="hiccups"):
         await made.delete_content("page", "acme")
     assert deleted == ["page"]
     assert made._undeleted == {("page", "acme")}
     assert await made.delete_content("page", "acme") == 2
+    assert deleted == ["page", "page", "page settled"]
     assert not made._undeleted
 
 
-async def test_a_worker_that_died_has_forgotten():
-    workers = Workers([RayActorError(), None])
-    made = keeper(workers, [])
+@pytest.mark.parametrize(
+    "answers", [[RayActorError(), None], [None], DeploymentUnavailableError(DeploymentID("p", "a"))]
+)
+async def test_what_a_worker_that_is_missing_keeps_on_its_disk_goes_when_there_is_another(answers: Any):
+    deleted: list[str] = []
+    workers, others = Workers(answers, [None, None]), (Workers([1], []), Workers([None], []))
+    made = keeper(deleted, workers, 2, *others)
+    assert await made.delete_content("page", "acme") == 2, "no error: its memory is gone with it"
+    assert deleted == ["page"]
+    assert made._undeleted == {("page", "acme")}
     assert await made.delete_content("page", "acme") == 2
-    assert workers.called == [("forget", "page", "acme")]
+    assert all(one.called == [("forget", "page", "acme")] * 2 for one in (workers, *others))
+    assert deleted == ["page", "page", "page settled"]
     assert not made._undeleted
 
 
 async def test_a_worker_that_cannot_be_reached_for_a_while_is_asked_again():
-    made = keeper(Workers([ActorUnavailableError("no answer", bytes(16))]), [])
+    made = keeper([], Workers([ActorUnavailableError("no answer", bytes(16))]))
     with pytest.raises(ActorUnavailableError):
         await made.delete_content("page", "acme")
     assert made._undeleted == {("page", "acme")}
-
-
-async def test_content_is_deleted_while_a_role_has_no_replica():
-    deleted: list[str] = []
-    made = keeper(Workers(DeploymentUnavailableError(DeploymentID("prefill", "app"))), deleted)
-    made._compiler = compiler = Workers([1])
-    made._ingress = ingress = Workers([None])
-    assert await made.delete_content("page", "acme") == 2
-    assert deleted == ["page"]
-    assert compiler.called == ingress.called == [("forget", "page", "acme")]
-    assert not made._undeleted
 
 
 async def test_what_is_deleted_leaves_the_front_ends_memory():
