@@ -137,9 +137,8 @@ async def test_what_is_decoded_of_all_requests_is_bounded_together(files: FileSt
     waiting = asyncio.create_task(images.resolve_messages(ask(blue), "local"))
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    again = await asyncio.wait_for(
-        images.resolve_messages(ask(red), "local"), 5
-    )  # who decodes nothing waits for nobody
+    decodes_nothing = images.resolve_messages(ask(red), "local")
+    again = await asyncio.wait_for(decodes_nothing, 5)  # and waits for nobody
     del first
     gc.collect()
     (message,) = await asyncio.wait_for(waiting, 10)
