@@ -10,17 +10,14 @@ from typing import Any
 
 _TEMPLATE = (Path(__file__).parent / "card.md").read_text()
 _SCORES = "## Held-out questions"  # where the card's second part begins
-_REFINED = """\
-Then `python -m infra.reference refine {command} {options}` trained the language model for {steps} further steps,
-{minutes:.0f} minutes by the clock on {machine}, at a learning rate of at most {rate:g}, over what the tower writes,
-embeddings and tower as they were: with pages beside whose things stand tally marks (`tally`), and with more questions
-about two things. Its lines in the curve say `refined`, and in which round.
+_ROUNDS = """\
+Rounds of `refine` then trained the language model further over what the tower writes, embeddings and tower as before:
+with pages beside whose things stand tally marks (`tally`), and with more questions about two things; `--counting` means
+mostly on colours counted across pages. Each round draws pages of its own; its lines in the curve say `refined`, and in
+which round. `average` gives it the mean of the weights that rounds ended with, and the next round goes on from there.
 
-"""
-_AVERAGED = """\
-Then `python -m infra.reference average {family} --rounds {rounds}` gave it the mean of the weights that these rounds of
-refining ended with.
-
+| round | `python -m infra.reference` | steps | rate, at most | minutes by the clock |
+|---|---|---|---|---|
 """
 
 
@@ -70,31 +67,36 @@ def refined_card(
     rate of its refining. Else as `card` has it.
     """
     last = [line for line in curve if "refined" in line][-1]
-    refined = _REFINED.format(
-        command=command,
-        steps=last["step"],
-        minutes=last["seconds"] / 60,
-        rate=rate,
-        machine=machine.name,
-        options=machine.options,
+    cells = (
+        last["refined"],
+        f"`refine {command} {machine.options}`",
+        last["step"],
+        f"{rate:g}",
+        f"{last['seconds'] / 60:.0f} on {machine.name}",
     )
-    return _continued(before, refined, scores, items)
+    return _continued(before, scores, items, cells)
 
 
 def average_card(before: str, family: str, rounds: Sequence[int], scores: Mapping[str, float], items: int) -> str:
     """The text of the card of a mean of `rounds`; else as `refined_card` has it."""
-    averaged = _AVERAGED.format(family=family, rounds=" ".join(map(str, rounds)))
-    return _continued(before, averaged, scores, items)
+    command = f"`average {family} --rounds {' '.join(map(str, rounds))}`"
+    return _continued(before, scores, items, ("", command, *[""] * 3))
 
 
 def evaluated_card(before: str, scores: Mapping[str, float], items: int) -> str:
     """The text of the card of a model that was evaluated again; else as `refined_card` has it."""
-    return _continued(before, "", scores, items)
+    return _continued(before, scores, items)
 
 
-def _continued(before: str, more: str, scores: Mapping[str, float], items: int) -> str:
+def _continued(before: str, scores: Mapping[str, float], items: int, cells: Sequence[object] = ()) -> str:
+    """A card with other scores, and with `cells` as one more line of its table of rounds."""
+    training = before.partition(_SCORES)[0].rstrip("\n")
+    if cells:
+        if "| round |" not in training:
+            training += "\n\n" + _ROUNDS.rstrip("\n")
+        training += "\n|" + "|".join(f" {cell} " if cell != "" else " " for cell in cells) + "|"
     template = _SCORES + _TEMPLATE.partition(_SCORES)[2]
-    return before.partition(_SCORES)[0] + more + template.format(**_scored(scores, items))
+    return training + "\n\n" + template.format(**_scored(scores, items))
 
 
 def _scored(scores: Mapping[str, float], items: int) -> dict[str, Any]:

@@ -43,8 +43,7 @@ def test_refining_leaves_tower_and_embeddings_alone_and_says_what_it_did(out):
     assert measured(out / FAMILY) == Measured(compose_up_to=0)  # of these weights nothing was measured
     text = (out / FAMILY / CARD).read_text()
     command = f"refine {FAMILY} --threads {torch.get_num_threads()}"
-    assert f"{command}` trained the language model for 2 further steps" in text
-    assert "at a learning rate of at most 0.001, " in text
+    assert f"| 1 | `{command}` | 2 | 0.001 | 0 on " in text
     assert text.count("| tally |") == text.count("| single |") == 1
 
 
@@ -60,7 +59,7 @@ def test_what_was_refined_is_refined_again_only_when_asked_to_and_on_other_pages
 
 
 def test_a_mean_of_rounds_has_the_mean_of_their_weights_and_says_which_rounds(out):
-    before, ends = (out / FAMILY / CARD).read_text().count("further steps"), []
+    before, ends = (out / FAMILY / CARD).read_text().count("| `refine"), []
     for again in (False, True):
         list(refine(FAMILY, out / "work", out, 4, again=again))
         ends.append(load_file(out / FAMILY / "model.safetensors"))
@@ -73,8 +72,9 @@ def test_a_mean_of_rounds_has_the_mean_of_their_weights_and_says_which_rounds(ou
         assert ((weight.float() - (first + second) / 2).abs() <= rounded).all()
     assert measured(out / FAMILY) == Measured(compose_up_to=0)
     text = (out / FAMILY / CARD).read_text()
-    assert f"average {FAMILY} --rounds 1 2` gave it the mean" in text
-    assert text.count("further steps") == before + 2
+    assert f"| `average {FAMILY} --rounds 1 2` |" in text
+    assert text.count("| `refine") == before + 2
+    assert text.count("| round |") == 1
     assert f"| tally | {scores['tally']:.3f} |" in text
 
 
@@ -103,8 +103,7 @@ def test_it_is_refined_on_counted_questions_where_that_is_asked_for(out):
     lines = list(refine(FAMILY, out / "work", out, 4, counting=True))
     assert [line["step"] for line in lines if "step" in line] == [1]
     text = (out / FAMILY / CARD).read_text()
-    assert f"refine {FAMILY} --counting --threads" in text
-    assert "for 1 further steps" in text
+    assert f"refine {FAMILY} --counting --threads {torch.get_num_threads()}` | 1 | " in text
 
 
 @pytest.mark.parametrize("family", FAMILIES)
