@@ -72,11 +72,11 @@ class Model:
             file, None, Progress(curve=json.loads((folder / CURVE).read_text())), **more,
         )  # fmt: skip
 
-    def keep(self, optimiser: torch.optim.Optimizer | None, generator: torch.Generator | None, **more: Any) -> None:
+    def keep(self, optimiser: torch.optim.Optimizer, generator: torch.Generator, **more: Any) -> None:
         """Write what a later call goes on from."""
         parts = {
             "model": self.model.state_dict(), "progress": asdict(self.progress),
-            "optimiser": optimiser and optimiser.state_dict(), "generator": generator and generator.get_state(), **more,
+            "optimiser": optimiser.state_dict(), "generator": generator.get_state(), **more,
         }  # fmt: skip
         self.file.parent.mkdir(parents=True, exist_ok=True)
         part = self.file.with_suffix(".part")
@@ -159,9 +159,10 @@ class Model:
 
 @dataclass
 class Making(Model):
-    """A model that is made from nothing."""
+    """A model that is made from nothing. `taught`: where its tower's training stands."""
 
     codes: Codes
+    taught: Progress
 
     @classmethod
     def begin(cls, family: str, work: Path, device: torch.device = CPU) -> Making:
@@ -178,18 +179,18 @@ class Making(Model):
         model.to(device)
         made = cls(
             family, kind, tokens, model, language, Words(tokens, kind.image, kind.cell_token), work / f"{family}.pt",
-            None, Progress(), codes,
+            None, Progress(), codes, Progress(),
         )  # fmt: skip
         if made.file.exists():
             state = torch.load(made.file, weights_only=False, map_location=CPU)
             model.load_state_dict(state["model"])
             made.codes.load_state_dict(state["codes"])
-            made.state, made.progress = state, Progress(**state["progress"])
+            made.state, made.progress, made.taught = state, Progress(**state["progress"]), Progress(**state["taught"])
         return made
 
-    def keep(self, optimiser: torch.optim.Optimizer | None, generator: torch.Generator | None, **more: Any) -> None:
+    def keep(self, optimiser: torch.optim.Optimizer, generator: torch.Generator, **more: Any) -> None:
         """Write what a later call goes on from."""
-        super().keep(optimiser, generator, codes=self.codes.state_dict(), **more)
+        super().keep(optimiser, generator, codes=self.codes.state_dict(), taught=asdict(self.taught), **more)
 
     def train_language(self) -> Iterator[dict[str, Any]]:
         """Train the language model from where it stands; yields the curve."""
@@ -203,16 +204,19 @@ class Making(Model):
             yield line
 
     def train_tower(self) -> Iterator[dict[str, Any]]:
-        """Teach the tower the codes of the trained language model; yields the curve."""
+        """Teach the tower the codes of the trained language model, from where it stands; yields the curve."""
+        if self.taught.step == TOWER_STEPS:
+            return
         embedding = self.language.embedding.weight.detach().float()
         parameters = list(self.kind.tower_module(self.model).parameters())
         forms = self.kind.forms or FORMS
+        state = self.state if self.taught.step else None  # else what is there is the language model's
         for line in train_tower(
-            self.tower(), parameters, self.codes, embedding, self.words, self.kind.cell, TOWER_STEPS, forms
-        ):
+            self.tower(), parameters, self.codes, embedding, self.words, self.kind.cell, TOWER_STEPS, forms,
+            self.taught, self.keep, state,
+        ):  # fmt: skip
             self.progress.curve.append({"tower": True, **line})
             yield line
-        self.keep(None, None)
 
 
 @dataclass
@@ -300,8 +304,7 @@ def make(
     if compiled:
         making.compile()
     yield from making.train_language()
-    if not any("tower" in line for line in making.progress.curve):
-        yield from making.train_tower()
+    yield from making.train_tower()
     parameters = sum(parameter.numel() for parameter in making.model.parameters())
     curve, machine = making.progress.curve, _machine(device, compiled)
     yield from making.finish(

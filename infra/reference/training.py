@@ -153,6 +153,9 @@ class Settings:
 
 REFINED = Settings(rate=1e-3, warm_up=40, seed=3)
 _EVERY = 25  # steps from one line of the curve to the next
+_KEPT_EVERY = 200  # steps from one checkpoint to the next
+
+Save = Callable[[torch.optim.Optimizer, torch.Generator], None]
 
 
 def train(
@@ -163,7 +166,7 @@ def train(
     stages: tuple[Stage, ...],
     settings: Settings,
     progress: Progress,
-    save: Callable[[torch.optim.Optimizer, torch.Generator], None],
+    save: Save,
     state: dict[str, Any] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Train, yielding a line of the curve every few steps; `save` is called with what a resumed training needs.
@@ -173,9 +176,7 @@ def train(
     """
     optimiser = torch.optim.AdamW(parameters, lr=settings.rate, weight_decay=0.01, betas=(0.9, 0.98))
     generator = torch.Generator().manual_seed(settings.seed)
-    if state is not None:
-        optimiser.load_state_dict(state["optimiser"])
-        generator.set_state(state["generator"])
+    resume(optimiser, generator, state)
     total = sum(stage.steps for stage in stages)
     began = time.monotonic() - progress.seconds
     schedule = [stage for stage in stages for _ in range(stage.steps)]
@@ -209,8 +210,15 @@ def train(
                 "form": asdict(form), "two": two, **shares(scenes, questions, right),
             }  # fmt: skip
             yield line
-        if (step + 1) % (8 * _EVERY) == 0 or step + 1 == total:
+        if (step + 1) % _KEPT_EVERY == 0 or step + 1 == total:
             save(optimiser, generator)
+
+
+def resume(optimiser: torch.optim.Optimizer, generator: torch.Generator, state: dict[str, Any] | None) -> None:
+    """Put them where a checkpoint left them; `state` None: there is none, and they stay as they are."""
+    if state is not None:
+        optimiser.load_state_dict(state["optimiser"])
+        generator.set_state(state["generator"])
 
 
 def shares(scenes: Scenes, questions: Any, right: Tensor) -> dict[str, float]:

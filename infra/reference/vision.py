@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from infra.reference.pictures import grid_picture
 from infra.reference.prompts import Words
 from infra.reference.scenes import NOWHERE, Form
-from infra.reference.training import Codes
+from infra.reference.training import Codes, Progress, Save, resume
 from infra.reference.vocabulary import COLOURS, THINGS
 
 Tower = Callable[[Sequence[Image.Image]], list[Tensor]]
 FORMS = (Form(3, 8), Form(3, 12), Form(6, 6), Form(3, 12, 4), Form(10, 4, 9), Form(3, 12, 12))
 _CELLS = 768  # a step's, over as many pages of one form as hold them
 _RATE = 1e-3
-_EVERY = 100  # steps from one line of the curve to the next
+_EVERY = 100  # steps from one line of the curve, and one checkpoint, to the next
 
 
 def train_tower(
@@ -32,17 +32,22 @@ def train_tower(
     words: Words,
     cell: int,
     steps: int,
-    forms: Sequence[Form] = FORMS,
+    forms: Sequence[Form],
+    progress: Progress,
+    save: Save,
+    state: dict[str, Any] | None = None,
 ) -> Iterator[dict[str, float]]:
     """Train a tower to write the codes of random pages' cells, yielding a line of the curve every few steps.
 
+    It goes on from `progress` and `state`, and `save` is called with what that needs, as `training.train` has it.
     `error` of a line is the root mean square error as a share of the codes' own size; `right` the share of cells whose
     nearest code is their own, among those that differ from it in one respect.
     """
     generator = torch.Generator().manual_seed(2)
     optimiser = torch.optim.AdamW(parameters, lr=_RATE, weight_decay=0.01, betas=(0.9, 0.98))
-    began = time.monotonic()
-    for step in range(steps):
+    resume(optimiser, generator, state)
+    began = time.monotonic() - progress.seconds
+    for step in range(progress.step, steps):
         for group in optimiser.param_groups:
             group["lr"] = _RATE * min(1.0, (step + 1) / 50) * (0.02 + 0.49 * (1 + math.cos(math.pi * step / steps)))
         form = forms[int(torch.randint(len(forms), (1,), generator=generator))]
@@ -58,9 +63,11 @@ def train_tower(
         (loss / size).backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimiser.step()
+        progress.step, progress.seconds = step + 1, time.monotonic() - began
         if (step + 1) % _EVERY == 0 or step + 1 == steps:
-            error = float((loss / size).sqrt())
-            yield {"step": step + 1, "seconds": round(time.monotonic() - began), "error": round(error, 4)}
+            error = (loss / size).sqrt().item()
+            yield {"step": step + 1, "seconds": round(progress.seconds), "error": round(error, 4)}
+            save(optimiser, generator)
 
 
 def random_cells(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,17 +3,18 @@
 import json
 import shutil
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from infra.reference import WEIGHTS, making
+from infra.reference import WEIGHTS, making, training, vision
 from infra.reference.families import FAMILIES
-from infra.reference.making import CARD, Refining, average, evaluate, refine, written_codes
+from infra.reference.making import CARD, Refining, average, evaluate, make, refine, written_codes
 from infra.reference.pictures import page_picture
 from infra.reference.scenes import Form, Split, draw_items
-from infra.reference.training import COUNTING, REFINING
+from infra.reference.training import COUNTING, REFINING, Stage
 from prefill_workers.measured import Measured, measured
 
 FAMILY = "qwen3_vl"  # its tower writes codes of several levels
@@ -119,12 +120,41 @@ def test_a_family_is_trained_with_the_attention_that_it_is_made_of(family):
         torch.testing.assert_close(trained, language(*asked), atol=1e-4, rtol=1e-4)
 
 
-def test_a_training_that_was_cut_off_goes_on_from_where_it_stood(out):
-    first = Refining.begin(FAMILY, out / FAMILY, out / "work")
-    assert [line["step"] for line in first.train()] == [2]
+@pytest.fixture
+def every_step(monkeypatch):
+    """Every step is told of, and kept when the next one is asked for."""
+    for module, name in ((training, "_EVERY"), (training, "_KEPT_EVERY"), (vision, "_EVERY")):
+        monkeypatch.setattr(module, name, 1)
+
+
+def test_a_making_that_is_cut_off_again_and_again_makes_the_same_model(tmp_path, monkeypatch, every_step):
+    monkeypatch.setattr(making, "STAGES", (Stage(steps=4, sets=2, forms=(Form(3, 6),), short=True),))
+    monkeypatch.setattr(making, "TOWER_STEPS", 4)
+    monkeypatch.setattr(vision, "_CELLS", 48)
+
+    def made(name, lines=None):
+        return [line.get("step") for line in islice(make(FAMILY, tmp_path / name, tmp_path / name, 2), lines)]
+
+    assert made("whole") == [1, 2, 3, 4, 1, 2, 3, 4, *[None] * len(Split)]
+    parts = [made("cut", 3), made("cut", 4), made("cut", 3), made("cut")]
+    assert parts == [[1, 2, 3], [3, 4, 1, 2], [2, 3, 4], [4, *[None] * len(Split)]]
+    weights, again = (load_file(tmp_path / name / FAMILY / "model.safetensors") for name in ("whole", "cut"))
+    assert all(torch.equal(weight, again[name]) for name, weight in weights.items())
+    curves = [json.loads((tmp_path / name / FAMILY / making.CURVE).read_text()) for name in ("whole", "cut")]
+    whole, cut = ([line | {"seconds": 0} for line in curve] for curve in curves)
+    assert cut == whole
+
+
+def test_refining_that_was_cut_off_goes_on_from_where_it_stood(out, every_step):
+    whole = Refining.begin(FAMILY, out / FAMILY, out / "whole")
+    assert [line["step"] for line in whole.train()] == [1, 2]
+    cut = Refining.begin(FAMILY, out / FAMILY, out / "work").train()
+    assert [line["step"] for line in islice(cut, 2)] == [1, 2]
     again = Refining.begin(FAMILY, out / FAMILY, out / "work")
-    assert again.progress.step == 2
-    assert list(again.train()) == []
+    assert [line["step"] for line in again.train()] == [2]
+    weights = again.model.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in whole.model.state_dict().items())
+    assert list(Refining.begin(FAMILY, out / FAMILY, out / "work").train()) == []
 
 
 def test_a_round_that_was_cut_off_while_it_was_evaluated_is_that_round_again(out):
