@@ -59,7 +59,7 @@ def run_demo(console: Console, port: int, keep: bool = False, seed: int | None =
     try:
         with application(config, console) as url:
             console.print(f"ready after {time.monotonic() - began:.0f} s\n")
-            good = _converse(console, url, config.model.served_name, time.time_ns() if seed is None else seed)
+            good = converse(console, url, config.model.served_name, time.time_ns() if seed is None else seed)
             _how_to_go_on(console, url, config.model.served_name)
             if keep:
                 console.print("\nserving on; interrupt (Ctrl-C) to stop")
@@ -112,7 +112,8 @@ def _referring(scenes: Scenes) -> list[tuple[int, int, int]]:
     return [(thing, colour, beside) for thing, colour, beside in zip(*last, strict=True) if beside >= 0]
 
 
-def _converse(console: Console, url: str, model: str, seed: int) -> bool:
+def converse(console: Console, url: str, model: str, seed: int) -> bool:
+    """Ask a service that this process started; returns whether it reused every page and its answers are right."""
     past_proxies = DefaultHttpxClient(trust_env=False)
     client = OpenAI(base_url=f"{url}/v1", api_key="none", http_client=past_proxies)
     # new pages in every run: the first request must not profit from the last demo

@@ -30,6 +30,7 @@ from serving.launch import APPLICATION, application
 
 CHECKPOINT = "qwen2_5_vl-tiny"
 MAX_MODEL_LEN = 2048
+RANK = 16  # of the patches of the bundled model
 MAX_IMAGE_PIXELS = 1_000_000
 MAX_IMAGE_BYTES = 6 << 20
 MAX_BODY_BYTES = 12 << 20

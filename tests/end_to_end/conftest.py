@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from client import Reference, Service, running
+from client import MAX_MODEL_LEN, RANK, Reference, Service, running
+
+from infra.reference import DEFAULT_MODEL, weights
 
 KEYS = {"key-of-one": "one", "key-of-two": "two", "key-of-ops": {"tenant": "ops", "admin": True}}
 
@@ -80,6 +82,17 @@ def guarded(only_service: Callable[..., Service]) -> Service:
         prefill={"max_queue": 1, "max_batch_tokens": 64},
         decode={"health_check_period_s": 1},
     )
+
+
+@pytest.fixture
+def bundled(only_service: Callable[..., Service]) -> Service:
+    """The bundled model, which answers; all orders of small sets are compiled, no pairs.
+
+    Sums are weighed as `serving.bench.fidelity.masses.FirstLayer` has it.
+    """
+    model = {"path": weights(DEFAULT_MODEL), "dtype": "float32", "max_model_len": MAX_MODEL_LEN}
+    composing = {"fidelity": {"share": 0}, "compose_up_to": 2, "weigh_by": "attention", "pair_forwards": 0}
+    return only_service("bundled", "float32", model=model, patch={"rank": RANK}, prefill=composing)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import io
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from client import Service, inline, text, user
+from client import RANK, Service, inline, text, user
 
 from infra.reference import DEFAULT_MODEL, weights
 from infra.reference.families import FAMILIES
@@ -44,7 +44,7 @@ from serving.bench.fidelity.study import Study
 
 pytestmark = pytest.mark.service
 
-RANK, ITEMS, FORM, LONGER = 16, 5, Form(3, 8, 6), Form(4, 8, 6)
+ITEMS, FORM, LONGER = 5, Form(3, 8, 6), Form(4, 8, 6)
 KIND = FAMILIES[DEFAULT_MODEL]
 MODES = ("exact", "full-reuse", "auto", "mpic-32", "cacheblend-15")
 LOGPROBS = {"logprobs": True, "top_logprobs": 20, "return_tokens_as_token_ids": True}
@@ -97,14 +97,6 @@ COMPOSITION = [
     Asked(LAST, ALL, "auto", {"patched", "composed"}, "weighted sum"),
 ]
 SAMPLE = [*ARMS, *ORDER, *DRIFT, *PAGES, *COMPOSITION]
-
-
-@pytest.fixture
-def service(only_service: Callable[..., Service]) -> Service:
-    model = {"path": weights(DEFAULT_MODEL), "dtype": "float32", "max_model_len": 2048}
-    # All orders of small sets are compiled, no pairs; sums are weighed as `masses.FirstLayer` has it.
-    composing = {"fidelity": {"share": 0}, "compose_up_to": 2, "weigh_by": "attention", "pair_forwards": 0}
-    return only_service("reference model", "float32", model=model, patch={"rank": RANK}, prefill=composing)
 
 
 def pictures(form: Form) -> list[list[dict[str, Any]]]:
@@ -224,7 +216,7 @@ def bare(reader: Reader, pages: Sequence[Page]) -> Prompt:
     return Prompt(torch.tensor(tokens, dtype=torch.int32), positions, places, (0,))
 
 
-def test_the_service_answers_as_the_offline_arms(service: Service):
+def test_the_service_answers_as_the_offline_arms(bundled: Service):
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         sample = pool.submit(offline).result()
     drawn = {False: pictures(FORM), True: pictures(LONGER)}
@@ -237,8 +229,8 @@ def test_the_service_answers_as_the_offline_arms(service: Service):
         messages = user(*([asked.before] if asked.before else []), *parts, text(question))
         if asked.system:
             messages = [{"role": "system", "content": asked.system}, *messages]
-        answer = service.chat(messages, mode=asked.mode, max_tokens=4, **LOGPROBS)
-        service.settle()
+        answer = bundled.chat(messages, mode=asked.mode, max_tokens=4, **LOGPROBS)
+        bundled.settle()
         chunks = answer["orbit"]["chunks"]
         assert {chunk["operating_point"] for chunk in chunks} <= asked.points, asked.name
         assert asked.reason in chunks[-1]["reason"], asked.name

@@ -123,6 +123,11 @@ def test_only_reuses_that_the_rule_allows_can_be_false():
         assert found == {"own": 0.5 if wrong is allowed else 0.0, "orbit": 0.0}
 
 
+def test_answers_are_right_or_wrong_only_where_the_pages_that_tell_them_are_there():
+    gone = [one.name for one in envelope.SITUATIONS if not one.answered]
+    assert gone == ["one dropped", "one replaced", "all replaced"]
+
+
 def test_the_rule_of_the_table_is_the_linkers():
     """What text a situation has where, and what it had when the patch was formed, decides in both alike."""
     tokens = FAMILIES["qwen2_5_vl"].recipe.tokenizer()

@@ -65,6 +65,10 @@ def test_an_exact_forward_that_gives_no_numbers_judges_nobody():
         compare(torch.full((1, 4), math.nan), torch.zeros(1, 4))
 
 
+def test_one_request_of_a_hundred_is_checked_by_default():
+    assert FidelitySettings().share == 0.01
+
+
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 def test_the_configured_share_of_reused_requests_is_drawn(share: float):
     draws = itertools.cycle([0.1, 0.3, 0.6, 0.9])

@@ -87,9 +87,9 @@ def holds_up_to(accuracies: Mapping[str, Mapping[str, Mapping[str, float]]], by:
 
     A split holds up to the largest |S| that it was measured behind, if there and behind every smaller one that arm is
     at most MOST_LOST less accurate than `own`. The model's sums hold as far as all splits do that it answers behind
-    some |S| (ANSWERED): what lies beyond a split's measurements is not claimed, and of questions that it cannot answer
-    either way it loses nothing. A model that answers chains sums nothing: what comes through a page between is in no
-    pair.
+    some |S| (ANSWERED): what lies beyond a split's measurements is not claimed, and of questions that it mostly guesses
+    at the tables tell what it loses. A model that answers chains sums nothing: what comes through a page between is in
+    no pair.
 
     Args:
         accuracies: by split the table of `|S| = n`, by arm.

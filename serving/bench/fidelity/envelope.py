@@ -27,7 +27,7 @@ from infra.reference.scenes import Form, Split
 from kvstore.patch import Patch, PatchKind, compose, mean_deficit, orderings, remainder
 from serving.bench.fidelity.items import items
 from serving.bench.fidelity.probe import Behind, Probe
-from serving.bench.fidelity.reader import Page, Prompt
+from serving.bench.fidelity.reader import Prompt
 from serving.bench.fidelity.scores import Scores, changed, share
 from serving.bench.fidelity.study import Study
 
@@ -48,10 +48,15 @@ class Situation:
     """
 
     name: str
-    pages: Callable[[Sequence[Page], Sequence[Page]], Sequence[Page]] = lambda ours, others: ours
+    pages: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]] = lambda ours, others: ours
     text: dict[str, Any] = field(default_factory=dict)
     served: tuple[str, ...] = _BOTH
     taught: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def answered(self) -> bool:
+        """Whether all pages are there from which the item's answer comes: else none can be right."""
+        return set("123") <= set(self.pages("123", "456"))
 
 
 SITUATIONS = (

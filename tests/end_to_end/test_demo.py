@@ -1,0 +1,38 @@
+"""The demo asks the bundled model, and says so where an answer is wrong."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from client import Service
+from rich.console import Console
+
+from serving.demo import Story, converse
+
+pytestmark = pytest.mark.service
+
+SEED = 7
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(record=True, width=200, file=io.StringIO())
+
+
+def test_the_demo_asks_what_the_model_answers_from_reused_pages(bundled: Service, console: Console):
+    assert converse(console, bundled.url, bundled.model, SEED)
+    said = console.export_text()
+    assert said.count(", right\n") == 2
+    assert "wrong: it is" not in said
+    assert ", 0 vision tokens encoded" in said
+
+
+def test_the_demo_fails_where_an_answer_is_not_what_the_pages_say(
+    bundled: Service, console: Console, monkeypatch: pytest.MonkeyPatch
+):
+    drawn = Story.drawn
+    monkeypatch.setattr(Story, "drawn", lambda seed: replace(drawn(seed), answers=["plaid", drawn(seed).answers[1]]))
+    assert not converse(console, bundled.url, bundled.model, SEED + 2)
+    assert "wrong: it is plaid" in console.export_text()
