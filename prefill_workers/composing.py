@@ -100,7 +100,7 @@ class KnownWeights:
         return len(self._known)
 
     def get(self, tenant: str, patch_key: str) -> Tensor | None:
-        """`measured_weights`; None: not known."""
+        """The weights of a sum; None: not known."""
         with self._lock:
             weights = self._known.pop((tenant, patch_key), None)
             if weights is not None:

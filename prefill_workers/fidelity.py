@@ -49,11 +49,11 @@ def compare(exact: Tensor, served: Tensor) -> Comparison:
     """Compare logits [tokens, vocabulary] of a prompt's last tokens.
 
     Raises:
-        RuntimeError: the exact logits are no numbers: there is nothing to compare with.
+        RuntimeError: the exact logits make no distribution: there is nothing to compare with.
     """
-    if exact.isnan().any():
-        raise RuntimeError("the exact forward gave NaN")
     p, q = exact.double().log_softmax(-1), served.double().log_softmax(-1)
+    if p.isnan().any():
+        raise RuntimeError("the exact forward gave no distribution")
     terms = torch.where(p > -torch.inf, p.exp() * (p - q), 0.0)
     kl = terms.sum(-1).mean().nan_to_num(MAX_KL, posinf=MAX_KL).clamp(0.0, MAX_KL)
     return Comparison(float(kl), bool(exact[-1].argmax() == served[-1].argmax()))
@@ -107,7 +107,8 @@ class Fidelity:
     """Rolling fidelity of every approximate operating point. Thread-safe.
 
     Args:
-        on_switch_off: called with a point that its rolling KL has just switched off, on the recording thread.
+        on_switch_off: called with a point that its rolling KL has just switched off, and when that was (Unix seconds),
+            on the recording thread.
         kept: where it is kept which points are switched off; those that are there already are.
         chance: draws from [0, 1); a request below `share` is checked.
     """
@@ -115,7 +116,7 @@ class Fidelity:
     def __init__(
         self,
         settings: FidelitySettings,
-        on_switch_off: Callable[[OperatingPoint], object] = lambda point: None,
+        on_switch_off: Callable[[OperatingPoint, float], object] = lambda point, since: None,
         chance: Callable[[], float] = random.random,
         kept: SwitchedOff | None = None,
     ) -> None:
@@ -149,7 +150,7 @@ class Fidelity:
         `served_at` (`time.perf_counter`): when its request was served. A point that an operator allowed after that is
         not judged by it: it tells of what was wrong then.
         """
-        failed: list[OperatingPoint] = []
+        failed: list[tuple[OperatingPoint, float]] = []
         for point in points:
             with self._lock:
                 record, bound = self._records[point], self.settings.bounds.get(point)
@@ -162,16 +163,16 @@ class Fidelity:
                 if not (passes and count >= self.settings.minimum and record.allowed):
                     continue
                 record.allowed, record.changed = False, time.time()
-            failed.append(point)
-            reason = f"its rolling KL is {rolling:.3g} nats over the last {count} checks, its bound is {bound:.3g}"
+                reason = f"its rolling KL is {rolling:.3g} nats over the last {count} checks, its bound is {bound:.3g}"
+                self._kept.add(point, reason, record.changed)
+                failed.append((point, record.changed))
             logger.warning(
                 "operating point %s is switched off: %s. Its chunks are computed exactly until an operator allows it: "
                 "orbitserve fidelity allow %s",
                 *(point, reason, point),
             )
-            self._kept.add(point, reason, record.changed)
-        for point in failed:
-            self._on_switch_off(point)
+        for point, since in failed:
+            self._on_switch_off(point, since)
 
     def skip(self, points: Iterable[OperatingPoint], reason: str) -> None:
         """Count a check that was drawn and could not be made."""

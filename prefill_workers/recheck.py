@@ -128,7 +128,7 @@ class Rechecks:
             self._queue.popleft()
 
     def make_room(self) -> bool:
-        """Give up checks that alone hold blocks somebody waits for. Returns whether any block came free."""
+        """Give up checks until a block comes free that somebody waits for. Returns whether any did."""
         before = self._pool.free
         for check in list(self._queue):
             if check.lease is None or self._pool.waits_for_readers(check.lease):
@@ -219,13 +219,13 @@ def compared(plan: LinkPlan, tokens: int) -> list[Run]:
 
 
 def _embedded(check: _Check) -> tuple[Embedded, ...] | None:
-    """The embeddings of all chunks, in prompt order; None when some are not to be had."""
+    """The embeddings of all chunks, in prompt order; None when some are not to be had, or do not fit."""
     embedded = []
     for i, chunk in enumerate(check.plan.chunks):
         embeddings, load = chunk.embeddings, check.loads.get(i)
         if load is not None:
             record = load.result() if load.done() else None
-            if not isinstance(record, EmbeddingRecord):
+            if not isinstance(record, EmbeddingRecord) or len(record.embeddings) != chunk.span.embedded:
                 return None
             embeddings = record.embeddings
         if embeddings is not None:

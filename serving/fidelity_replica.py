@@ -77,9 +77,9 @@ class FidelityReplica:
         """This replica's name, and what it measured of every approximate operating point."""
         return self._name, self._fidelity.status()
 
-    async def switch_off(self, point: OperatingPoint, reason: str) -> None:
-        """Serve at an operating point no more until it is allowed again."""
-        self._fidelity.switch_off(point, reason)
+    async def switch_off(self, point: OperatingPoint, reason: str, since: float | None = None) -> None:
+        """Serve at an operating point no more until it is allowed again; `since`: see `Fidelity.switch_off`."""
+        self._fidelity.switch_off(point, reason, since)
 
     async def announced(self) -> None:
         """Wait until the other replicas have heard of every point that this one switched off."""
@@ -98,15 +98,15 @@ class FidelityReplica:
         context = serve.get_replica_context()
         return serve.get_deployment_handle(context.deployment, context.app_name)
 
-    def _switched_off(self, point: OperatingPoint) -> None:
+    def _switched_off(self, point: OperatingPoint, since: float) -> None:
         """Called on the prefill loop's thread: what spoils one replica's answers spoils those of all, as a rule."""
-        announcing = asyncio.run_coroutine_threadsafe(self._tell_replicas(point), self._replica_loop)
+        announcing = asyncio.run_coroutine_threadsafe(self._tell_replicas(point, since), self._replica_loop)
         self._announcing.add(announcing)
         announcing.add_done_callback(self._announcing.discard)
 
-    async def _tell_replicas(self, point: OperatingPoint) -> None:
+    async def _tell_replicas(self, point: OperatingPoint, since: float) -> None:
         reason = f"its rolling KL passed its bound on prefill replica {self._name}"
         try:
-            await answered_by_all(self._replicas(), "switch_off", point, reason)
+            await answered_by_all(self._replicas(), "switch_off", point, reason, since)
         except RoleUnavailable as error:
             logger.warning("not every prefill replica has switched operating point %s off: %s", point, error)

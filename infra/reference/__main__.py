@@ -30,8 +30,8 @@ def main(arguments: Sequence[str]) -> None:
         options.add_argument("family", choices=FAMILIES)
         options.add_argument("--work", type=Path, default=Path(".orbitserve/reference"), help="default: %(default)s")
         options.add_argument("--out", type=Path, default=WEIGHTS, help="default: beside this package")
-        options.add_argument("--items", type=int, default=500, help="evaluated per split (default: %(default)s)")
-        options.add_argument("--threads", type=int, default=2, help="of the processor (default: %(default)s)")
+        options.add_argument("--items", type=_positive, default=500, help="evaluated per split (default: %(default)s)")
+        options.add_argument("--threads", type=_positive, default=2, help="of the processor (default: %(default)s)")
         options.add_argument("--device", default="cpu", help="or a GPU, such as cuda or cuda:1 (default: %(default)s)")
         if command is average:
             options.add_argument("--rounds", type=int, nargs="+", required=True, help="of refining, from 1 on")
@@ -49,8 +49,17 @@ def main(arguments: Sequence[str]) -> None:
     own = {average: ("rounds",), make: ("compiled",), refine: ("compiled", "again", "counting"), evaluate: ()}
     more = {name: getattr(chosen, name) for name in own[chosen.run]}
     more |= {"work": chosen.work, "out": chosen.out, "count": chosen.items, "device": torch.device(chosen.device)}
-    for line in chosen.run(chosen.family, **more):
-        print(json.dumps(line), flush=True)
+    try:
+        for line in chosen.run(chosen.family, **more):
+            print(json.dumps(line), flush=True)
+    except ValueError as error:
+        parser.exit(1, f"error: {error}\n")
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
 
 
 if __name__ == "__main__":

@@ -105,5 +105,5 @@ def _scored(scores: Mapping[str, float], items: int) -> dict[str, Any]:
 
 def curve_text(curve: list[dict[str, Any]]) -> str:
     """The curve as JSON, a line a measurement."""
-    lines = ",\n".join(json.dumps(line) for line in curve)
+    lines = ",\n".join(json.dumps(line, allow_nan=False) for line in curve)
     return f"[\n{lines}\n]\n"

@@ -109,11 +109,13 @@ class Model:
         theirs are summed.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        before = digest(folder)
+        before, file = digest(folder), folder / MEASURED
+        known = file.read_text() if file.exists() else None
+        file.write_text(json.dumps({"compose_up_to": 0}))  # first: a call that is cut off claims nothing of the weights
         self.kind.recipe.save(self.model, self.tokens, folder)
         self.model.float()
-        if digest(folder) != before:
-            (folder / MEASURED).write_text(json.dumps({"compose_up_to": 0}))
+        if known is not None and digest(folder) == before:
+            file.write_text(known)
 
     def finish(self, folder: Path, count: int, text: Callable[[Mapping[str, float]], str]) -> Iterator[dict[str, Any]]:
         """Write the checkpoint, `judge` it, write the curve beside it."""
@@ -185,6 +187,8 @@ class Making(Model):
             state = torch.load(made.file, weights_only=False, map_location=CPU)
             model.load_state_dict(state["model"])
             made.codes.load_state_dict(state["codes"])
+            if "taught" not in state:
+                raise ValueError(f"{made.file} is of another version; remove it, and {family} is made anew")
             made.state, made.progress, made.taught = state, Progress(**state["progress"]), Progress(**state["taught"])
         return made
 
@@ -237,19 +241,25 @@ class Refining(Model):
     ) -> Refining:  # fmt: skip
         """The model as `work` has it, or as it lies in `folder`.
 
-        Raises ValueError if what lies there was refined before, unless it is to be refined `again`.
+        Raises ValueError if what lies there was refined before, unless it is to be refined `again`, or if the round was
+        begun on other questions.
         """
-        curve = json.loads((folder / CURVE).read_text())
-        rounds = max((int(line.get("refined", 0)) for line in curve), default=0)
+        rounds = _rounds(json.loads((folder / CURVE).read_text()))
         if rounds and not again:
             raise ValueError(f"{folder} was refined before; make it anew first, or refine it again")
         file = _refined(work, family, rounds + 1)
         found = cls.shipped(family, folder, file, device, round=rounds + 1, counting=counting)
         if file.exists():
             state = torch.load(file, weights_only=False, map_location=CPU)
+            if state["counting"] != counting:
+                raise ValueError(f"{file} was begun {'with' if state['counting'] else 'without'} --counting")
             found.model.load_state_dict(state["model"])
             found.state, found.progress = state, Progress(**state["progress"])
         return found
+
+    def keep(self, optimiser: torch.optim.Optimizer, generator: torch.Generator, **more: Any) -> None:
+        """Write what a later call goes on from."""
+        super().keep(optimiser, generator, counting=self.counting, **more)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -338,12 +348,14 @@ def average(
     """Give the model in `out` the mean of the weights that some rounds of its refining ended with, and evaluate it.
 
     Rounds that end at different strengths meet in between ("model soups", Wortsman et al. 2022). Yields what there is
-    to say. Raises ValueError if `work` has not all of these rounds.
+    to say. Raises ValueError if `work` has not all of these rounds, or a later one that began from other weights.
     """
     files = [_refined(work, family, number) for number in rounds]
     if missing := [str(file) for file in files if not file.exists()]:
         raise ValueError(f"there is no round of refining in {', '.join(missing)}; refine {family} first")
-    model = Refining.begin(family, out / family, work, device, again=True)
+    model = Model.shipped(family, out / family, work / f"{family}.pt", device)
+    if (begun := _refined(work, family, _rounds(model.progress.curve) + 1)).exists():
+        raise ValueError(f"{begun} was begun from other weights: finish that round first, or remove it")
     states = [torch.load(file, weights_only=False, map_location=CPU)["model"] for file in files]
     model.model.load_state_dict({name: torch.stack([state[name] for state in states]).mean(0) for name in states[0]})
     before = (out / family / CARD).read_text()
@@ -364,6 +376,11 @@ def _machine(device: torch.device, compiled: bool) -> Machine:
         return Machine(f"one {torch.cuda.get_device_name(device)}", f"--device {device}{more}")
     threads = torch.get_num_threads()
     return Machine(f"{threads} core{'s' * (threads > 1)} of {processor()}", f"--threads {threads}{more}")
+
+
+def _rounds(curve: Sequence[Mapping[str, Any]]) -> int:
+    """How often a language model was refined, as its curve says."""
+    return max((int(line.get("refined", 0)) for line in curve), default=0)
 
 
 def _refined(work: Path, family: str, number: int) -> Path:

@@ -18,7 +18,7 @@ pencilled things therefore stands on earlier pages only, and its own KV has to t
 | control | two coloured things on two pages: reading each page is enough | 3 |
 
 `legend` and `frames` spread what is lost over most tokens of a page (kamera.md §4): 0.9 of it is in 0.75 to 0.88 of
-them, in the others in 0.35 to 0.87, by model (`orbitserve bench fidelity`, deficit spread).
+them, in the others in 0.34 to 0.87, by model (`orbitserve bench fidelity`, deficit spread).
 """
 
 from __future__ import annotations
@@ -276,13 +276,20 @@ def draw_questions(scenes: Scenes, count: int, two: bool, on_last: float, genera
     return Questions(thing, colour, page, last.all(-1) & ((thing[..., 0] != thing[..., -1]) | (not two)))
 
 
+_LEAST = {  # pages and things on each
+    Split.single: (1, 1), Split.retrieval: (1, 1), Split.multi: (2, 1), Split.frames: (2, 1), Split.control: (2, 1),
+    Split.legend: (3, 2), Split.chain: (3, 2), Split.tally: (3, 2),
+}  # fmt: skip
+
+
 def draw_items(split: Split, count: int, form: Form, generator: torch.Generator) -> tuple[Scenes, Questions]:
     """`count` sets of pages with one question of `split` each, for evaluation.
 
     Raises ValueError if the split cannot be drawn in that form.
     """
-    if split in (Split.chain, Split.legend, Split.tally) and (form.pages < 3 or form.things < 2):
-        raise ValueError(f"{split} needs three pages of two things, not {form}")
+    pages, things = _LEAST[split]
+    if form.pages < pages or form.things < things:
+        raise ValueError(f"{split} needs {pages} pages of {things} things, not {form}")
     kept: list[tuple[Scenes, Questions]] = []
     found = 0
     while found < count:

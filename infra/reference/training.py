@@ -222,12 +222,13 @@ def resume(optimiser: torch.optim.Optimizer, generator: torch.Generator, state: 
 
 
 def shares(scenes: Scenes, questions: Any, right: Tensor) -> dict[str, float]:
-    """Shares of right answers on coloured and on pencilled things."""
+    """Shares of right first colours, of questions on coloured things alone and of those on any pencilled one."""
     pencilled = (scenes.sources_of(questions) != NOWHERE).any(-1)
     found = {}
     for name, which in (("coloured", ~pencilled), ("pencilled", pencilled)):
         which = which & questions.asked
-        found[name] = round(right[which].float().mean().item(), 3) if which.any() else math.nan
+        if which.any():
+            found[name] = round(right[which].float().mean().item(), 3)
     return found
 
 

@@ -40,8 +40,7 @@ def train_tower(
     """Train a tower to write the codes of random pages' cells, yielding a line of the curve every few steps.
 
     It goes on from `progress` and `state`, and `save` is called with what that needs, as `training.train` has it.
-    `error` of a line is the root mean square error as a share of the codes' own size; `right` the share of cells whose
-    nearest code is their own, among those that differ from it in one respect.
+    `error` of a line is the root mean square error as a share of the codes' own size.
     """
     generator = torch.Generator().manual_seed(2)
     optimiser = torch.optim.AdamW(parameters, lr=_RATE, weight_decay=0.01, betas=(0.9, 0.98))

@@ -12,20 +12,25 @@ from typing import TypeVar, cast
 Part = TypeVar("Part")
 
 
+def digest_of(code: Sequence[Path]) -> bytes:
+    """What these folders and files of code hold now: to be asked before any of it is imported that may change."""
+    known = hashlib.sha256()
+    for path in sorted(path for part in code for path in (part.glob("*.py") if part.is_dir() else [part])):
+        known.update(path.read_bytes())
+    return known.digest()
+
+
 class Kept:
     """Parts in a folder, each under its name and what it was measured with; None: nothing is kept.
 
     Args:
         of: what a part depends on besides the code.
-        code: folders and files of the code that measures and is measured. What other code measured is measured again.
+        code: `digest_of` the code that measures and is measured. What other code measured is measured again.
     """
 
-    def __init__(self, folder: Path | None, of: object = (), code: Sequence[Path] = ()) -> None:
+    def __init__(self, folder: Path | None, of: object = (), code: bytes = b"") -> None:
         self._folder = folder
-        known = hashlib.sha256(repr(of).encode())
-        for path in sorted(path for part in code for path in (part.glob("*.py") if part.is_dir() else [part])):
-            known.update(path.read_bytes())
-        self._known = known.digest()
+        self._known = hashlib.sha256(repr(of).encode() + code).digest()
 
     def once(self, name: str, measure: Callable[[], Part]) -> Part:
         """What `measure` returned when this part was measured, be it now."""

@@ -79,6 +79,24 @@ def test_a_mean_of_rounds_has_the_mean_of_their_weights_and_says_which_rounds(ou
     assert f"| tally | {scores['tally']:.3f} |" in text
 
 
+def test_a_mean_of_rounds_is_not_taken_while_a_later_one_is_under_way(out):
+    for again in (False, True):
+        list(refine(FAMILY, out / "work", out, 4, again=again))
+    rounds = Refining.begin(FAMILY, out / FAMILY, out / "work", again=True)
+    list(rounds.train())
+    before = load_file(out / FAMILY / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{FAMILY}-refined-3.pt was begun from other weights"):
+        next(average(FAMILY, [1, 2], out / "work", out, 4))
+    after = load_file(out / FAMILY / "model.safetensors")
+    assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+
+
+def test_a_round_goes_on_with_the_questions_that_it_was_begun_with(out):
+    list(Refining.begin(FAMILY, out / FAMILY, out / "work", counting=True).train())
+    with pytest.raises(ValueError, match="was begun with --counting"):
+        next(refine(FAMILY, out / "work", out, 4))
+
+
 def test_a_mean_of_rounds_that_were_not_trained_here_names_what_is_missing(out):
     with pytest.raises(ValueError, match=f"{FAMILY}-refined-7.pt"):
         next(average(FAMILY, [7], out / "work", out, 4))

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from infra import cpu_kernels, openmp, vllm_env, vllm_plugin
+from infra import cpu_kernels, cpu_latent, openmp, vllm_env, vllm_plugin
 from prefill_workers import engine
 from serving.bench.fidelity import bench
-from serving.bench.kept import Kept
+from serving.bench.kept import Kept, digest_of
 
 
 def counted(calls: list[str], name: str) -> Callable[[], dict[str, float]]:
@@ -36,10 +36,10 @@ def test_what_was_measured_of_something_else_or_by_other_code_is_measured_again(
     code.mkdir()
     (code / "a.py").write_text("1")
     for of in ("a model", "another", "a model"):
-        Kept(tmp_path, of, [code]).once("single", counted(calls, of))
+        Kept(tmp_path, of, digest_of([code])).once("single", counted(calls, of))
     assert calls == ["a model", "another"]
     (code / "a.py").write_text("2")
-    Kept(tmp_path, "a model", [code]).once("single", counted(calls, "again"))
+    Kept(tmp_path, "a model", digest_of([code])).once("single", counted(calls, "again"))
     assert calls[2:] == ["again"]
 
 
@@ -50,14 +50,16 @@ def test_tables_are_measured_again_with_other_packages_and_of_other_weights(
     vllm = "1"
     monkeypatch.setattr(bench, "versions", lambda: {"vllm": vllm})
     for fingerprint, vllm in (("a", "1"), ("a", "1"), ("b", "1"), ("a", "2"), ("b", "1")):
-        bench.kept_parts(tmp_path, "qwen2_5_vl", fingerprint, 24).once("split", counted(calls, fingerprint + vllm))
+        kept = bench.kept_parts(tmp_path, "qwen2_5_vl", fingerprint, 24, b"code")
+        kept.once("split", counted(calls, fingerprint + vllm))
     assert calls == ["a1", "b1", "a2"]
 
 
 def test_the_code_whose_tables_are_kept_is_there_and_what_runs_the_engine_is_of_it():
     files = {path for part in bench._CODE for path in (part.glob("*.py") if part.is_dir() else [part])}
     assert all(path.exists() for path in files)
-    assert {Path(module.__file__) for module in (cpu_kernels, openmp, vllm_env, vllm_plugin, engine)} <= files
+    modules = (cpu_kernels, cpu_latent, openmp, vllm_env, vllm_plugin, engine)
+    assert {Path(module.__file__) for module in modules} <= files
 
 
 def test_a_part_that_failed_is_not_kept(tmp_path: Path):

@@ -6,7 +6,9 @@ import asyncio
 import itertools
 import logging
 import math
+import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from prefill_workers.fidelity import KL_BUCKETS, MAX_KL, Comparison, Fidelity, compare
 from prefill_workers.policies import OperatingPoint
 from prefill_workers.settings import FidelitySettings
+from prefill_workers.switched_off import SwitchedOff
 from serving import fidelity_replica
 from serving.fidelity_replica import FidelityReplica
 
@@ -60,9 +63,10 @@ def test_served_numbers_that_are_none_count_as_the_worst(poison: float):
     assert compare(exact, served).kl == MAX_KL
 
 
-def test_an_exact_forward_that_gives_no_numbers_judges_nobody():
-    with pytest.raises(RuntimeError, match="NaN"):
-        compare(torch.full((1, 4), math.nan), torch.zeros(1, 4))
+@pytest.mark.parametrize("exact", [[math.nan, 0.0], [math.inf, 0.0], [-math.inf, -math.inf]])
+def test_an_exact_forward_that_gives_no_distribution_judges_nobody(exact: list[float]):
+    with pytest.raises(RuntimeError, match="no distribution"):
+        compare(torch.tensor([exact]), torch.zeros(1, 2))
 
 
 def test_one_request_of_a_hundred_is_checked_by_default():
@@ -103,8 +107,9 @@ def test_requests_that_reused_nothing_are_not_drawn():
 
 
 def test_a_point_is_switched_off_once_its_rolling_kl_passes_its_bound(caplog: pytest.LogCaptureFixture):
-    told: list[OperatingPoint] = []
-    watched = Fidelity(FidelitySettings(window=4, minimum=2, bounds={PATCHED: 0.05}), on_switch_off=told.append)
+    told: list[tuple[OperatingPoint, float]] = []
+    settings = FidelitySettings(window=4, minimum=2, bounds={PATCHED: 0.05})
+    watched = Fidelity(settings, on_switch_off=lambda *which: told.append(which))
     with caplog.at_level(logging.WARNING, logger="prefill_workers.fidelity"):
         for _ in range(4):
             watched.record([PATCHED], GOOD)
@@ -112,12 +117,31 @@ def test_a_point_is_switched_off_once_its_rolling_kl_passes_its_bound(caplog: py
         watched.record([PATCHED], BAD)
         watched.record([PATCHED], BAD)  # for the others, and for the log, it went off with the first
     assert not watched.allows(PATCHED)
-    assert told == [PATCHED]
+    assert told == [(PATCHED, status(watched, PATCHED).changed)]
     (line,) = [record.getMessage() for record in caplog.records]
     assert "operating point patched is switched off" in line
     assert "rolling KL is 0.251 nats over the last 4 checks" in line
     assert "bound is 0.05" in line
     assert "orbitserve fidelity allow patched" in line
+
+
+def test_what_an_operator_allows_just_then_is_kept_as_allowed():
+    class Slow(SwitchedOff):
+        def add(self, *which: Any) -> None:
+            allowing.start()
+            allowing.join(0.2)
+            kept.append("off")
+
+        def remove(self, point: OperatingPoint) -> None:
+            kept.append("allowed")
+
+    kept: list[str] = []
+    watched = Fidelity(FidelitySettings(window=4, minimum=1, bounds={PATCHED: 0.05}), kept=Slow(None, ""))
+    allowing = threading.Thread(target=watched.allow, args=(PATCHED,))
+    watched.record([PATCHED], BAD)
+    allowing.join()
+    assert watched.allows(PATCHED)
+    assert kept == ["off", "allowed"]
 
 
 def test_too_few_checks_judge_nobody():
@@ -190,11 +214,11 @@ async def test_a_replica_waits_until_what_it_switched_off_is_announced():
         """Whose word takes its time."""
 
         def __init__(self) -> None:
-            self.let_go, self.told = asyncio.Event(), list[OperatingPoint]()
+            self.let_go, self.told = asyncio.Event(), list[tuple[OperatingPoint, float]]()
 
-        async def _tell_replicas(self, point: OperatingPoint) -> None:
+        async def _tell_replicas(self, point: OperatingPoint, since: float) -> None:
             await self.let_go.wait()
-            self.told.append(point)
+            self.told.append((point, since))
 
     replica = Slow()
     watched = replica.watch_fidelity(fidelity().settings)
@@ -206,7 +230,7 @@ async def test_a_replica_waits_until_what_it_switched_off_is_announced():
     assert not waits.done()
     replica.let_go.set()
     await waits
-    assert replica.told == [PATCHED]
+    assert replica.told == [(PATCHED, status(watched, PATCHED).changed)]
 
 
 class Listed(FidelityReplica):

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -113,9 +114,11 @@ def test_what_needs_two_pages_refers_to_an_earlier_one(split: Split):
 def test_a_thing_that_comes_again_is_not_asked_about():
     scenes = draw_scenes(50, Form(3, 12), STYLES[Split.frames], generator())
     questions = draw_questions(scenes, 8, False, 0.3, generator())
-    for index, number in (~questions.asked).nonzero().tolist():
+    assert not questions.asked.all()
+    for index, number in product(range(50), range(8)):
         thing, page = int(questions.things[index, number, 0]), int(questions.pages[index, number, 0])
-        assert any(thing in scenes.things[index, later].tolist() for later in range(page + 1, 3))
+        again = any(thing in scenes.things[index, later].tolist() for later in range(page + 1, 3))
+        assert bool(questions.asked[index, number]) is not again
 
 
 def test_the_same_seed_draws_the_same_pages():
@@ -124,10 +127,12 @@ def test_the_same_seed_draws_the_same_pages():
     assert torch.equal(one[1].things, two[1].things)
 
 
-@pytest.mark.parametrize("split", [Split.chain, Split.tally])
-def test_what_two_earlier_pages_tell_needs_three(split: Split):
-    with pytest.raises(ValueError, match="three pages"):
-        draw_items(split, 1, Form(2, 8), generator())
+@pytest.mark.parametrize(
+    ("split", "pages"), [(Split.multi, 2), (Split.frames, 2), (Split.control, 2), (Split.chain, 3), (Split.tally, 3)]
+)
+def test_what_earlier_pages_tell_needs_them(split: Split, pages: int):
+    with pytest.raises(ValueError, match=f"{split} needs {pages} pages"):
+        draw_items(split, 1, Form(pages - 1, 8), generator())
 
 
 def test_a_style_names_the_nearest_form_in_which_it_can_be_drawn():

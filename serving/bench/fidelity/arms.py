@@ -261,13 +261,12 @@ class Arms:
 
         return arm
 
-    def standard(self, basis: SharedBasis | None) -> Mapping[str, Arm]:
+    def standard(self, basis: SharedBasis) -> Mapping[str, Arm]:
         """The arms of the main tables, by name."""
         found: dict[str, Arm] = {"blind": lambda page: Repaired(page.canonical)}
         found |= {f"patch_{rank}": self.patch(rank) for rank in RANKS}
         found |= {"orbit": self.orbit(COMMON), "deep": self.deep(COMMON), "composed": self.composed(COMMON)}
-        if basis is not None:
-            found["shared"] = self.shared(COMMON, basis)
+        found |= {"shared": self.shared(COMMON, basis)}
         found |= {f"mpic_{k}": self.mpic(k) for k in (8, 32)}
         found |= {f"cacheblend_{percent}": self.cacheblend(percent / 100) for percent in (15, 30, 50)}
         found |= {"first_32": self.first(32)}

@@ -31,7 +31,7 @@ from serving.bench.fidelity.tables import (
     tables,
 )
 from serving.bench.harness import UNCERTAINTY, Benchmark, Outcome, versions
-from serving.bench.kept import Kept
+from serving.bench.kept import Kept, digest_of
 
 ITEMS = 500
 KINDS = {"gqa": "qwen2_5_vl", "deepstack": "qwen3_vl", "mla": "kimi_vl", "mha": "llava"}
@@ -43,7 +43,8 @@ _CODE = [
     _ROOT / name
     for name in (
         "serving/bench/fidelity", "serving/segments.py", "prefill_workers", "kvstore", "infra/reference",
-        "infra/checkpoints", "infra/cpu_kernels.py", "infra/openmp.py", "infra/vllm_env.py", "infra/vllm_plugin.py",
+        "infra/checkpoints", "infra/cpu_kernels.py", "infra/cpu_latent.py", "infra/openmp.py", "infra/vllm_env.py",
+        "infra/vllm_plugin.py",
     )
 ]  # fmt: skip
 
@@ -61,15 +62,18 @@ def run(
     Finished parts are kept in `work`, from where a run that was cut off goes on. `only`: some sections of the tables.
     """
     sections = only or tuple(Section)
+    code = digest_of(_CODE)
     os.environ.update(vllm_environment(kv_cache_gib=1, threads=len(os.sched_getaffinity(0))))
     shipped = {kind: WEIGHTS / family for kind, family in KINDS.items() if (WEIGHTS / family).exists()}
     if model is not None:
         shipped = {kind: model for kind, family in KINDS.items() if family == model.name}
+    if not shipped:
+        raise FileNotFoundError(f"none of {', '.join(KINDS.values())} is in {model or WEIGHTS}")
     figures: dict[str, float] = {}
     found: Tables = {}
     items = items or (24 if quick else ITEMS)
     for kind, folder in shipped.items():
-        for name, table in tables_of(kind, folder, items, console, work, sections):
+        for name, table in tables_of(kind, folder, items, console, work, sections, code):
             found[f"{kind}: {name}"] = table
         figures |= figures_of(kind, found)
         if Section.composition in sections:
@@ -91,7 +95,7 @@ def _pages(kind: ReferenceFamily) -> dict[str, str]:
 
 
 def tables_of(
-    kind: str, folder: Path, items: int, console: Console, work: Path | None, sections: Collection[str]
+    kind: str, folder: Path, items: int, console: Console, work: Path | None, sections: Collection[str], code: bytes
 ) -> Iterator[tuple[str, Table]]:
     """One model's tables of these sections, as they come."""
     from serving.bench.fidelity.reader import Reader
@@ -104,7 +108,7 @@ def tables_of(
     try:
         with torch.inference_mode():
             study = Study(reader, FAMILIES[folder.name])
-            kept = kept_parts(work, folder.name, reader.engine.fingerprint, items)
+            kept = kept_parts(work, folder.name, reader.engine.fingerprint, items, code)
             for name, table in tables(study, items, kept, console, sections):
                 console.print(f"  {kind}: {name}")
                 yield name, table
@@ -112,9 +116,9 @@ def tables_of(
         reader.close()
 
 
-def kept_parts(work: Path | None, family: str, fingerprint: str, items: int) -> Kept:
+def kept_parts(work: Path | None, family: str, fingerprint: str, items: int, code: bytes) -> Kept:
     """The finished parts of a model's tables: what the same code measured with the same packages."""
-    return Kept(work, (family, fingerprint, items, versions()), _CODE)
+    return Kept(work, (family, fingerprint, items, versions()), code)
 
 
 def figures_of(kind: str, whole: Tables) -> dict[str, float]:

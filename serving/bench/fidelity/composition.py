@@ -205,7 +205,7 @@ def _parts_of(study: Study, first: FirstLayer, group: Sequence[Item], predecesso
     reader, probe = study.reader, Probe(study.reader)
     canonical = probe.canonical([item.pages[-1] for item in group])
     cases = probe.behind([item.prompt(reader) for item in group], canonical)
-    others = orderings(range(predecessors), _ORDERS)[1:]
+    others = [order for order in orderings(range(predecessors), _ORDERS)[1:] if order != tuple(range(predecessors))]
     behind = [(), *((i,) for i in range(predecessors)), *others]
     prompts = [item.prompt(reader, (*order, predecessors)) for item in group for order in behind]
     found = iter(probe.behind(prompts, [kv for kv in canonical for _ in behind]))

@@ -55,7 +55,7 @@ class Situation:
 
     @property
     def answered(self) -> bool:
-        """Whether all pages are there from which the item's answer comes: else none can be right."""
+        """Whether all pages are there from which the item's answer comes: else it may have gone with one."""
         return set("123") <= set(self.pages("123", "456"))
 
 

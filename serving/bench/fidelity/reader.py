@@ -56,7 +56,10 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """A prompt with its answer behind it: the last `answers` tokens but one predict the answer, token by token."""
+    """A prompt with its answer behind it, but for the answer's last token.
+
+    Its last `len(answer)` tokens predict the answer, token by token.
+    """
 
     token_ids: Tensor
     positions: Tensor
@@ -100,11 +103,15 @@ class Reader:
         )  # fmt: skip
         self.checkpoint = checkpoint
         self.engine: PrefillEngine = PrefillEngine(spec)
-        self._renderer: Any = renderer_from_config(self.engine.config)
-        self._tokens = self._renderer.get_tokenizer()
-        self._delimiters = Delimiters.of(self.engine.config.model_config, self._tokens)
-        layout = self.engine.layout  # memory that is kept: fresh pages of it cost more than what is done in them
-        self._moved = torch.empty(layout.layers, _HELD, layout.features, dtype=self.engine.dtype)
+        try:
+            self._renderer: Any = renderer_from_config(self.engine.config)
+            self._tokens = self._renderer.get_tokenizer()
+            self._delimiters = Delimiters.of(self.engine.config.model_config, self._tokens)
+            layout = self.engine.layout  # memory that is kept: fresh pages of it cost more than what is done in them
+            self._moved = torch.empty(layout.layers, _HELD, layout.features, dtype=self.engine.dtype)
+        except BaseException:
+            self.engine.shutdown()
+            raise
 
     def close(self) -> None:
         """Stop the engine."""
@@ -169,10 +176,6 @@ class Reader:
     def ids(self, text: str) -> list[int]:
         """Token ids of text, with no special tokens added."""
         return list(self._tokens(text, add_special_tokens=False)["input_ids"]) if text else []
-
-    def text(self, token: int) -> str:
-        """What a token reads as."""
-        return str(self._tokens.decode([token]))
 
     # -- KV -----------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from itertools import islice
 
 from infra.reference.scenes import Form, Split
 from kvstore.patch import Patch, PatchKind, mean_deficit, orderings
@@ -27,7 +26,7 @@ def reorder(study: Study, predecessors: int, count: int) -> tuple[dict[str, Scor
     scores: dict[str, Scores] = defaultdict(Scores)
     apart: list[float] = []
     drawn = items(reader, study.kind, Split.multi, count, FORMS[predecessors])
-    for item in islice(drawn, count):
+    for item in drawn:
         orders = orderings(range(predecessors))
         (canonical,) = probe.canonical(item.pages[-1:])
         prompts = [item.prompt(reader, (*order, predecessors)) for order in orders]
