@@ -176,9 +176,8 @@ def _blend(study: Study, scores: dict[str, Scores], cases: Sequence[Behind]) -> 
             [[*exact, page.kv] for exact, page in zip(before, repaired, strict=True)],
             [[*(None for _ in exact), page.again] for exact, page in zip(before, repaired, strict=True)],
         )
-        first = _first_layers(study)
-        computed = first + (1 - first) * percent / 100
-        for case, read in zip(cases, reads, strict=True):
+        for case, page, read in zip(cases, repaired, reads, strict=True):
+            computed = page.computed(page.measured)
             scores[f"cacheblend_{percent}"].add(read.answers, case.exact.answers, case.prompt.answer, computed=computed)
 
 

@@ -18,7 +18,10 @@ RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure with its 95% bootstrap interval over items."""
+    """A figure with its 95% bootstrap interval over items.
+
+    Where all items agree it has no width: of 500 of them the true share is then within 0.006 of theirs, 19 times of 20.
+    """
 
     value: float
     low: float
