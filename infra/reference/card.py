@@ -94,7 +94,7 @@ def _continued(before: str, scores: Mapping[str, float], items: int, cells: Sequ
     if cells:
         if "| round |" not in training:
             training += "\n\n" + _ROUNDS.rstrip("\n")
-        training += "\n|" + "|".join(f" {cell} " if cell != "" else " " for cell in cells) + "|"
+        training += "\n| " + " | ".join(map(str, cells)) + " |"
     template = _SCORES + _TEMPLATE.partition(_SCORES)[2]
     return training + "\n\n" + template.format(**_scored(scores, items))
 

@@ -114,8 +114,8 @@ class Model:
         file.write_text(json.dumps({"compose_up_to": 0}))  # first: a call that is cut off claims nothing of the weights
         self.kind.recipe.save(self.model, self.tokens, folder)
         self.model.float()
-        if known is not None and digest(folder) == before:
-            file.write_text(known)
+        if digest(folder) == before:
+            file.unlink() if known is None else file.write_text(known)
 
     def finish(self, folder: Path, count: int, text: Callable[[Mapping[str, float]], str]) -> Iterator[dict[str, Any]]:
         """Write the checkpoint, `judge` it, write the curve beside it."""
@@ -251,7 +251,7 @@ class Refining(Model):
         found = cls.shipped(family, folder, file, device, round=rounds + 1, counting=counting)
         if file.exists():
             state = torch.load(file, weights_only=False, map_location=CPU)
-            if state["counting"] != counting:
+            if state.get("counting", counting) != counting:
                 raise ValueError(f"{file} was begun {'with' if state['counting'] else 'without'} --counting")
             found.model.load_state_dict(state["model"])
             found.state, found.progress = state, Progress(**state["progress"])

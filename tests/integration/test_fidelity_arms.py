@@ -326,7 +326,9 @@ def test_all_modes_are_asked_as_pages_grow_and_reuse_answers_as_exact_does(study
 
 
 def test_sections_of_the_tables_are_measured_by_themselves(study: Study):
-    asked = tables(study, 4, Kept(None), Console(), only=(Section.storage, Section.orders))
+    asked = tables(study, 4, Kept(None), Console(), only=(Section.storage, Section.orders, Section.shape))
     found = dict(asked)
-    assert list(found) == ["η by order", "accuracy by order", "equal bytes"]
+    shape = ["deficit norm by layer", "deficit spread", "energy by rank", "energy by tokens"]
+    assert list(found) == [*shape, "η by order", "accuracy by order", "equal bytes"]
+    assert found["deficit spread"].keys() == set(map(str, Split))
     assert {f"K = {predecessors}" for predecessors in reorder.FORMS} == found["η by order"].keys()

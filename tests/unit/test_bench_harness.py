@@ -96,7 +96,7 @@ def test_only_some_benchmarks_take_a_model(tmp_path: Path):
 
 
 def test_sections_are_those_of_the_benchmark():
-    for name, said in (("fidelity", "there are splits, orders, drift"), ("patch-form", "takes no --only")):
+    for name, said in (("fidelity", "there are splits, shape, orders, drift"), ("patch-form", "takes no --only")):
         refused = CliRunner().invoke(app, ["bench", name, "--only", "composition", "--only", "nothing"])
         assert refused.exit_code == 2
         assert said in " ".join(refused.output.split())

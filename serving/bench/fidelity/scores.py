@@ -105,9 +105,14 @@ def changed(scores: Mapping[str, Scores], arm: str) -> np.ndarray:
 
 def share(outcomes: np.ndarray) -> dict[str, float]:
     """The share of outcomes [items] or [items, situations] that are true, and half of its interval over items."""
-    by_item = outcomes.reshape(len(outcomes), -1).mean(1)
-    found = _interval(by_item.mean(), by_item[_drawn(len(by_item))].mean(1))
+    found = average(outcomes.reshape(len(outcomes), -1).mean(1))
     return {"share": found.value, f"share {UNCERTAINTY}": found.uncertainty}
+
+
+def average(by_item: Sequence[float] | np.ndarray) -> Interval:
+    """The mean of a value per item."""
+    values = np.asarray(by_item)
+    return _interval(values.mean(), values[_drawn(len(values))].mean(1))
 
 
 def median(values: Sequence[float]) -> dict[str, float]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from infra.reference.scenes import Form, Split
 from kvstore.layout import Layout
 from prefill_workers.selection import MEASURED_LAYER
 from serving.bench.fidelity.arms import PageKV
+from serving.bench.fidelity.scores import average
+from serving.bench.fidelity.study import Study
+from serving.bench.harness import UNCERTAINTY
 
 DIRECTIONS = (1, 2, 4, 8, 16, 32, 64)
 TOKENS = (5, 10, 25, 50, 75)  # % of a page's
@@ -55,26 +59,30 @@ class Shape:
 
     def tables(self) -> Mapping[str, Mapping[str, Mapping[str, float]]]:
         """Rows for the tables of all splits, by table and by what comes behind the split's name in the row's."""
+        spread = [*zip(self.tokens, self.ranks, strict=True)]
         return {
-            "deficit norm by layer": {"": {str(layer): norm for layer, norm in enumerate(_means(self.depth))}},
-            "deficit spread": {
-                "": {
-                    "tokens for 90%": statistics.mean(self.tokens),
-                    "directions for 90%": statistics.mean(self.ranks),
-                }
-            },
-            "energy by rank": {
-                f" {name}": dict(zip(map(str, DIRECTIONS), _means(held), strict=True))
-                for name, held in self.by_rank.items()
-            },
-            "energy by tokens": {
-                "": dict(zip((f"{percent}%" for percent in TOKENS), _means(self.by_tokens), strict=True))
-            },
+            "deficit norm by layer": {"": _means(range(self.layout.layers), self.depth)},
+            "deficit spread": {"": _means(("tokens for 90%", "directions for 90%"), spread)},
+            "energy by rank": {f" {name}": _means(DIRECTIONS, held) for name, held in self.by_rank.items()},
+            "energy by tokens": {"": _means((f"{percent}%" for percent in TOKENS), self.by_tokens)},
         }
 
 
-def _means(rows: list[list[float]]) -> list[float]:
-    return [statistics.mean(column) for column in zip(*rows, strict=True)]
+def shape_of(study: Study, split: Split, items: int, form: Form) -> Shape:
+    """The deficits of a split's items."""
+    found = Shape(study.arms.layout)
+    for one in chain.from_iterable(study.gathered(split, items, form)):
+        found.add(one.pages[-1])
+    return found
+
+
+def _means(columns: Iterable[object], items: Sequence[Sequence[float]]) -> dict[str, float]:
+    """By column the mean over `items` [items][columns], with its uncertainty."""
+    cells: dict[str, float] = {}
+    for name, values in zip(columns, zip(*items, strict=True), strict=True):
+        found = average(values)
+        cells |= {str(name): found.value, f"{name} {UNCERTAINTY}": found.uncertainty}
+    return cells
 
 
 def _spectrum(delta: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from serving.bench.fidelity import composition, envelope, growth, online, prefix
 from serving.bench.fidelity.arms import RANKS, TOKEN_ARMS, Arm
 from serving.bench.fidelity.reader import Prompt
 from serving.bench.fidelity.scores import Scores, changed, margin, median, share, summary
-from serving.bench.fidelity.shape import Shape
+from serving.bench.fidelity.shape import shape_of
 from serving.bench.fidelity.study import Study
 from serving.bench.harness import UNCERTAINTY, machine
 from serving.bench.kept import Kept
@@ -43,7 +43,13 @@ Rows = Mapping[str, Mapping[str, float]]  # arm and figure to a number
 class Section(StrEnum):
     """Tables that are measured together."""
 
-    splits, orders, drift, composition, growth, storage = auto(), auto(), auto(), auto(), auto(), auto()
+    splits = auto()
+    shape = auto()
+    orders = auto()
+    drift = auto()
+    composition = auto()
+    growth = auto()
+    storage = auto()
 
 
 def tables(
@@ -55,6 +61,7 @@ def tables(
     """
     made: dict[Section, Callable[[Study, int, Kept], Iterator[tuple[str, Table]]]] = {
         Section.splits: partial(_of_splits, console=console),
+        Section.shape: _of_shape,
         Section.orders: _of_orders,
         Section.drift: _of_drift,
         Section.composition: _of_composition,
@@ -70,11 +77,10 @@ def tables(
 class SplitResults:
     """What the items of every split gave.
 
-    `rows`: every arm's figures; `shapes`: deficits; `prompts`: one of each split.
+    `rows`: every arm's figures; `prompts`: one of each split.
     """
 
     rows: dict[Split, Rows] = field(default_factory=dict)
-    shapes: dict[Split, Shape] = field(default_factory=dict)
     prompts: dict[Split, Prompt] = field(default_factory=dict)
 
 
@@ -94,12 +100,11 @@ class Tried:
         partial = {f"{name}_{round(100 * n / layers)}": arm(n / layers) for name, arm in made for n in range(1, layers)}
         return cls(arms.standard(basis), partial, dict(chain(*(arms.within(p, basis).items() for p in BUDGETS))))
 
-    def measure(self, study: Study, split: Split, items: int) -> tuple[Rows, Shape, Prompt]:
-        """All arms' figures on `items` items of a split, their last pages' deficits, and the last one's prompt."""
+    def measure(self, study: Study, split: Split, items: int) -> tuple[Rows, Prompt]:
+        """All arms' figures on `items` items of a split, and the last one's prompt."""
         arms = {**self.standard, **self.partial, **self.within}
-        shape, scores = Shape(study.arms.layout), defaultdict[str, Scores](Scores)
+        scores = defaultdict[str, Scores](Scores)
         for one in chain.from_iterable(study.gathered(split, items, ASKED[split])):
-            shape.add(one.pages[-1])
             study.score(scores, one, arms)
         rows = summary(scores)
         for percent in BUDGETS:
@@ -107,7 +112,7 @@ class Tried:
             found = margin(scores[f"patch_within_{percent}"], tokens, scores["blind"])
             if found is not None:
                 rows[f"patch_within_{percent}"][f"margin {UNCERTAINTY}"] = found.uncertainty
-        return rows, shape, one.prompt
+        return rows, one.prompt
 
 
 def _measure_splits(study: Study, tried: Tried, items: int, kept: Kept, console: Console) -> SplitResults:
@@ -115,7 +120,7 @@ def _measure_splits(study: Study, tried: Tried, items: int, kept: Kept, console:
     for split in ASKED:
         console.print(f"  {split}: {items} items")
         parts = kept.once(f"split {split}", partial(tried.measure, study, split, items))
-        found.rows[split], found.shapes[split], found.prompts[split] = parts
+        found.rows[split], found.prompts[split] = parts
     return found
 
 
@@ -141,11 +146,6 @@ def _of_splits(study: Study, items: int, kept: Kept, console: Console) -> Iterat
             name, _, percent = arm.partition("_")
             by_layers[f"{split} {name}"] |= _with_uncertainty({f"{percent}%": rows[arm]}, "eta")
     yield BY_LAYERS, dict(by_layers)
-    shaped: dict[str, Table] = defaultdict(dict)
-    for split, shape in found.shapes.items():
-        for name, rows in shape.tables().items():
-            shaped[name] |= {f"{split}{row}": dict(cells) for row, cells in rows.items()}
-    yield from shaped.items()
     yield (
         "computed by prefix caching",
         {
@@ -153,6 +153,15 @@ def _of_splits(study: Study, items: int, kept: Kept, console: Console) -> Iterat
             for history in prefix.HISTORIES
         },
     )
+
+
+def _of_shape(study: Study, items: int, kept: Kept) -> Iterator[tuple[str, Table]]:
+    shaped: dict[str, Table] = defaultdict(dict)
+    for split, form in ASKED.items():
+        shape = kept.once(f"shape {split}", partial(shape_of, study, split, items, form))
+        for name, rows in shape.tables().items():
+            shaped[name] |= {f"{split}{row}": dict(cells) for row, cells in rows.items()}
+    yield from shaped.items()
 
 
 def _by_arm(found: Mapping[Split, Rows], figure: str, arms: Iterable[str]) -> Table:
