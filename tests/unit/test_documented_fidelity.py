@@ -65,7 +65,8 @@ def margin(family: str, split: str, percent: int) -> Value:
 
 def apart(family: str, split: str, percent: int) -> Value:
     """By how much patches and tokens differ at equal bytes."""
-    return over([margin(family, split, percent)], lambda more: abs(next(iter(more))))
+    more = margin(family, split, percent)
+    return lambda: abs(more())
 
 
 def below_own(family: str, split: str) -> Value:
