@@ -58,14 +58,17 @@ def lost_by_sums(family: str, split: str, behind: int, by: str = "measured") -> 
     return less(composed(family, split, behind, "own"), composed(family, split, behind, by))
 
 
-def margin(family: str, split: str, percent: int) -> Value:
-    """By how much tokens are ahead at equal bytes."""
-    return less(0.0, at(family, "eta of the patch over tokens at equal bytes", f"{percent}%", split))
+def patch_ahead(family: str, split: str, percent: int) -> Value:
+    """How much more of the loss a patch closes than the best token arm of as many bytes."""
+    return at(family, "eta of the patch over tokens at equal bytes", f"{percent}%", split)
+
+
+def tokens_ahead(family: str, split: str, percent: int) -> Value:
+    return less(0.0, patch_ahead(family, split, percent))
 
 
 def apart(family: str, split: str, percent: int) -> Value:
-    """By how much patches and tokens differ at equal bytes."""
-    more = margin(family, split, percent)
+    more = patch_ahead(family, split, percent)
     return lambda: abs(more())
 
 
@@ -81,8 +84,9 @@ def first_token(family: str, arm: str) -> Value:
     return at(family, "median TTFT by pages, ms", arm, "10")
 
 
-def of_others(situation: str, families: Iterable[str] = ("mla", "mha", "deepstack")) -> tuple[Value, Value]:
-    return span(at(family, CHANGED, situation, "stale") for family in families)
+def of_others(situation: str) -> tuple[Value, Value]:
+    """Shares of answers that own patches change there, of all models but the bundled one."""
+    return span(at(family, CHANGED, situation, "stale") for family in KINDS if family != "gqa")
 
 
 GQA = {
@@ -95,7 +99,7 @@ GQA = {
         at("gqa", "accuracy", "patch_16", "frames"), at("gqa", "accuracy", "orbit", "frames"),
     ),
     "at a quarter of the bytes the patch closes {} more of the loss than the best of them": (
-        less(0.0, margin("gqa", "tally", 25)),
+        patch_ahead("gqa", "tally", 25),
     ),
     "a word anywhere and a sentence before the pages (η {} and more)": (
         over(
@@ -131,8 +135,8 @@ GQA = {
     "behind another system prompt, or with a page twice in front, η is {}": (
         over((at("gqa", BY_DRIFT, one, "stale") for one in ("another system prompt", "one twice")), min),
     ),
-    "close {} of the loss on multi-hop, {} on legends, {} on frames and counted questions, and {} on chains": (
-        *(composed("gqa", split, 3, "measured", "eta") for split in ("multi", "legend", "frames", "chain")),
+    "close {} of the loss on multi-hop, {} on legends, {} on frames and counted questions, and {} on chains": tuple(
+        composed("gqa", split, 3, "measured", "eta") for split in ("multi", "legend", "frames", "chain")
     ),
     "of which the model answers few either way ({}; behind two {}, and sums {})": (
         composed("gqa", "chain", 3, "exact"), composed("gqa", "chain", 2, "exact"),
@@ -300,7 +304,7 @@ DIFFERS = {
         below_own(family, split) for family in KINDS for split in ("frames", "chain")
     ),
     "gqa's patch closes {} less than the best token arm at 6 % of the bytes, mla's {} at 12 %": (
-        margin("gqa", "multi", 6), margin("mla", "multi", 12),
+        tokens_ahead("gqa", "multi", 6), tokens_ahead("mla", "multi", 12),
     ),
     "gqa's closes {} of what the last page behind exact ones loses": (at("gqa", "equal bytes", "int8_spread", "eta"),),
     "rank 16, {} to {} of the bytes, closes {} to {} of the loss of the three splits and recovers {} to {} of the "
@@ -311,9 +315,9 @@ DIFFERS = {
     ),
     "On frames orbit patches are {} to {} below own ones, and tokens are ahead by {} at 6 % (gqa), {}, {} and {} at 6, "
     "12 and 25 % (mla), {} at 12 % and {} at 25 % (mha)": (
-        *span(below_own(family, "frames") for family in KINDS), margin("gqa", "frames", 6),
-        *(margin("mla", "frames", percent) for percent in (6, 12, 25)),
-        *(margin("mha", "frames", percent) for percent in (12, 25)),
+        *span(below_own(family, "frames") for family in KINDS), tokens_ahead("gqa", "frames", 6),
+        *(tokens_ahead("mla", "frames", percent) for percent in (6, 12, 25)),
+        *(tokens_ahead("mha", "frames", percent) for percent in (12, 25)),
     ),
     "Of counted questions mla answers {} by full prefill, and its orbit patches are {} below own ones there": (
         at("mla", "accuracy", "exact", "tally"), below_own("mla", "tally"),
