@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from itertools import chain
 from multiprocessing import get_context
 from typing import Any
@@ -20,7 +21,6 @@ from infra.reference.scenes import Form, Split, draw_items
 from kvstore.patch import Patch, PatchKind
 from kvstore.patch_form import PatchForm
 from prefill_workers.keys import ChunkKeys
-from prefill_workers.plan import LinkRequest
 from prefill_workers.policies import OperatingPoint
 from prefill_workers.settings import FidelitySettings
 from serving.bench.fidelity import composition, envelope, growth, online, prefix, reorder, storage
@@ -33,6 +33,7 @@ from serving.bench.fidelity.shape import Shape
 from serving.bench.fidelity.study import Study
 from serving.bench.fidelity.tables import Section, tables
 from serving.bench.kept import Kept
+from serving.bench.worker import Worker
 
 pytestmark = pytest.mark.engine
 SMALL = Form(3, 8, 6)
@@ -237,12 +238,11 @@ def test_the_envelope_says_of_every_situation_what_the_linkers_keys_say(study: S
     other, item = items(reader, study.kind, Split.multi, 2, envelope.FORM)
     *ours, page = item.pages
 
-    def keys(worker: growth.Modes, prompt: Prompt, text: dict[str, Any]) -> ChunkKeys:
-        chunks = tuple(place.page.chunk(place.start) for place in prompt.places)
+    def keys(worker: Worker, prompt: Prompt, text: dict[str, Any]) -> ChunkKeys:
         prefix = tuple(reader.ids(text.get("system", "")))
-        return worker.linker.keys(LinkRequest("test", prompt.token_ids.tolist(), chunks, prefix=prefix))[-1]
+        return worker.linker.keys(replace(growth.request(prompt), prefix=prefix))[-1]
 
-    with growth.modes(study) as worker:
+    with growth.worker(study) as worker:
         for one in envelope.SITUATIONS:
             before = one.pages(ours, other.pages[:-1])
             later = reader.prompt([*before, page], item.question, item.answer, **one.text)

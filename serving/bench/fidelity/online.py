@@ -42,7 +42,9 @@ from prefill_workers.settings import FidelitySettings
 from serving.bench.fidelity.composition import composed_patch
 from serving.bench.fidelity.items import Item, items
 from serving.bench.fidelity.reader import Prompt
+from serving.bench.fidelity.scores import average, median
 from serving.bench.fidelity.study import BATCH, Study
+from serving.bench.harness import UNCERTAINTY
 
 SPLITS = (Split.multi, Split.legend, Split.frames, Split.single)
 FORM = Form(3, 8, 6)
@@ -172,7 +174,11 @@ def table(checks: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """Rows of the table, by situation."""
     settings, rows = FidelitySettings(), {}
     for name, kls in checks.items():
-        row = {"mean": float(np.mean(kls)), "median": float(np.median(kls)), "p95": float(np.quantile(kls, 0.95))}
+        mean = average(kls)
+        row = {
+            "mean": mean.value, f"mean {UNCERTAINTY}": mean.uncertainty, **median(kls),
+            "p95": float(np.quantile(kls, 0.95)),
+        }  # fmt: skip
         for bound in BOUNDS:
             row[f"alarms at {bound}"], row[f"checks to {bound}"] = alarms(kls, settings, bound)
         rows[name] = row

@@ -18,6 +18,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from prefill_workers.engine import PrefillEngine
+    from prefill_workers.pixels import Pixels
     from prefill_workers.plan import ChunkSpan
     from prefill_workers.sequence import LinkSequence, Run
 
@@ -32,6 +33,7 @@ class Page:
 
     token_ids: tuple[int, ...]
     span: ChunkSpan  # as if the chunk began at token 0
+    pixels: Pixels
     embeddings: Tensor
 
     def chunk(self, start: int) -> ChunkSpan:
@@ -122,11 +124,11 @@ class Reader:
     def pages(self, pictures: Sequence[Image.Image]) -> list[Page]:
         """Pictures as chunks, with their embeddings."""
         segments = self.rendered(pictures, "?")
-        embeddings = self.engine.encode(segments.pixels(range(len(pictures))))
+        pixels = segments.pixels(range(len(pictures)))
         found = []
-        for span, rows in zip(segments.chunks, embeddings, strict=True):
+        for span, item, rows in zip(segments.chunks, pixels, self.engine.encode(pixels), strict=True):
             moved = replace(span, start=0, stop=len(span), first=span.first - span.start)
-            found.append(Page(tuple(segments.token_ids[span.start : span.stop]), moved, rows))
+            found.append(Page(tuple(segments.token_ids[span.start : span.stop]), moved, item, rows))
         return found
 
     def rendered(self, pictures: Sequence[Image.Image], text: str) -> Any:

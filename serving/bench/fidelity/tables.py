@@ -47,6 +47,7 @@ class Section(StrEnum):
     shape = auto()
     orders = auto()
     drift = auto()
+    online = auto()
     composition = auto()
     growth = auto()
     storage = auto()
@@ -57,13 +58,14 @@ def tables(
 ) -> Iterator[tuple[str, Table]]:
     """The tables of these sections, as they come.
 
-    Each cell is on `items` items; growth and `online` have as many between their cells.
+    Each cell is on `items` items, but for growth, which has as many between its numbers of pages.
     """
     made: dict[Section, Callable[[Study, int, Kept], Iterator[tuple[str, Table]]]] = {
         Section.splits: partial(_of_splits, console=console),
         Section.shape: _of_shape,
         Section.orders: _of_orders,
         Section.drift: _of_drift,
+        Section.online: _of_online,
         Section.composition: _of_composition,
         Section.growth: _of_growth,
         Section.storage: _of_storage,
@@ -219,6 +221,10 @@ def _of_drift(study: Study, items: int, kept: Kept) -> Iterator[tuple[str, Table
     yield "answers changed by drift", {name: _with_uncertainty(arms, "share") for name, arms in answers.items()}
     false = {f"false reuse, {name}": found for name, found in envelope.false_reuse(drifted)}
     yield "rule", {"linker's rule": _with_uncertainty(false, "share")}
+
+
+def _of_online(study: Study, items: int, kept: Kept) -> Iterator[tuple[str, Table]]:
+    """Each situation's items are of all splits alike."""
     checks = kept.once("situations", lambda: online.online(study, -(-items // len(online.SPLITS))))
     yield "rolling KL by situation", online.table(checks)
 
