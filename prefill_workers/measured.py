@@ -52,7 +52,7 @@ def measured(model: Path) -> Measured | None:
         raise BadMeasurements(f"{file}: " + "; ".join(problems)) from error
 
 
-def composing(model: Path, compose_up_to: int | None, weigh_by: Weighing | None) -> Measured:
+def composition_for(model: Path, compose_up_to: int | None, weigh_by: Weighing | None) -> Measured:
     """How pair patches are summed: as wanted; what is None as was measured of the model, else the general default.
 
     Raises:

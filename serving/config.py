@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, SecretStr, ValidationError, model_validat
 from pydantic_core import to_jsonable_python
 
 from kvstore.settings import FileSettings, LibrarySettings
-from prefill_workers.measured import BadMeasurements, Measured, composing
+from prefill_workers.measured import BadMeasurements, Measured, composition_for
 from prefill_workers.settings import Weighing
 from serving.settings import (
     AccessLogSettings,
@@ -96,7 +96,7 @@ class OrbitServeConfig(Settings):
         Raises:
             BadMeasurements: what lies beside the model's weights cannot be used.
         """
-        return composing(self.model.path, self.prefill.compose_up_to, self.prefill.weigh_by)
+        return composition_for(self.model.path, self.prefill.compose_up_to, self.prefill.weigh_by)
 
     @property
     def compose_up_to(self) -> int:

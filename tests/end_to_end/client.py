@@ -23,14 +23,20 @@ from rich.console import Console
 from vllm import LLM, SamplingParams
 
 from infra.checkpoints import checkpoint_path
+from infra.families import FAMILIES
 from infra.ports import free_port
+from infra.reference import weights
 from infra.vllm_env import cpu_engine_arguments
+from serving.bench.fidelity.storage import forms
+from serving.bench.fidelity.tables import STORED_RANK
 from serving.config import OrbitServeConfig
 from serving.launch import APPLICATION, application
 
 CHECKPOINT = "qwen2_5_vl-tiny"
 MAX_MODEL_LEN = 2048
 RANK = 16  # of the patches of the bundled model
+LATENT = "kimi_vl"  # another family's reference model, and the form of its patches: 8 bits too, but alike in all layers
+EQUAL_RANK = forms(STORED_RANK)["int8"]
 MAX_IMAGE_PIXELS = 1_000_000
 MAX_IMAGE_BYTES = 6 << 20
 MAX_BODY_BYTES = 12 << 20
@@ -42,6 +48,12 @@ LIMITS = {
     "max_body_bytes": MAX_BODY_BYTES,
     "max_images_per_request": 8,
 }
+
+
+def model(family: str) -> dict[str, Any]:
+    """A configuration's `model` for a reference model."""
+    path, own_code = weights(family), FAMILIES[family].trust_remote_code
+    return {"path": path, "dtype": "float32", "max_model_len": MAX_MODEL_LEN, "trust_remote_code": own_code}
 
 
 def png(number: int, width: int = 168, height: int = 224) -> bytes:
@@ -178,9 +190,9 @@ def running(dtype: str, root: Path, **sections: Any) -> Iterator[Service]:
 class Reference:
     """vLLM by itself: the model's vision tower and language model in one engine, nothing reused."""
 
-    def __init__(self, dtype: str, checkpoint: str = CHECKPOINT, trust_remote_code: bool = False) -> None:
+    def __init__(self, dtype: str, model: Path | None = None, trust_remote_code: bool = False) -> None:
         self._llm = LLM(
-            model=str(checkpoint_path(checkpoint)),
+            model=str(model or checkpoint_path(CHECKPOINT)),
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             max_model_len=MAX_MODEL_LEN,
@@ -200,14 +212,14 @@ class Reference:
         self._llm.llm_engine.engine_core.shutdown()
 
 
-def token_ids_alone(dtype: str, checkpoint: str, trust_remote_code: bool, messages: list[dict[str, Any]]) -> list[int]:
+def token_ids_alone(dtype: str, model: Path, trust_remote_code: bool, messages: list[dict[str, Any]]) -> list[int]:
     """What vLLM by itself answers, in a process of its own: beside a dense engine one of experts does not start."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_token_ids, dtype, checkpoint, trust_remote_code, messages).result()
+        return pool.submit(_token_ids, dtype, model, trust_remote_code, messages).result()
 
 
-def _token_ids(dtype: str, checkpoint: str, trust_remote_code: bool, messages: list[dict[str, Any]]) -> list[int]:
-    engine = Reference(dtype, checkpoint, trust_remote_code)
+def _token_ids(dtype: str, model: Path, trust_remote_code: bool, messages: list[dict[str, Any]]) -> list[int]:
+    engine = Reference(dtype, model, trust_remote_code)
     try:
         return list(engine.chat(messages).token_ids)
     finally:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from client import MAX_MODEL_LEN, RANK, Reference, Service, running
+from client import EQUAL_RANK, LATENT, RANK, Reference, Service, model, running
 
-from infra.reference import DEFAULT_MODEL, weights
+from infra.reference import DEFAULT_MODEL
 
 KEYS = {"key-of-one": "one", "key-of-two": "two", "key-of-ops": {"tenant": "ops", "admin": True}}
 
@@ -90,9 +90,16 @@ def bundled(only_service: Callable[..., Service]) -> Service:
 
     Sums are weighed as `serving.bench.fidelity.masses.FirstLayer` has it.
     """
-    model = {"path": weights(DEFAULT_MODEL), "dtype": "float32", "max_model_len": MAX_MODEL_LEN}
     composing = {"fidelity": {"share": 0}, "compose_up_to": 2, "weigh_by": "attention", "pair_forwards": 0}
-    return only_service("bundled", "float32", model=model, patch={"rank": RANK}, prefill=composing)
+    return only_service("bundled", "float32", model=model(DEFAULT_MODEL), patch={"rank": RANK}, prefill=composing)
+
+
+@pytest.fixture
+def latent(only_service: Callable[..., Service]) -> Service:
+    """A model of another attention, whose patches have another form; prefill workers encode."""
+    form = {"rank": EQUAL_RANK.rank, "spread": EQUAL_RANK.spread, "factors": EQUAL_RANK.factors}
+    quiet = {"fidelity": {"share": 0}}
+    return only_service("latent", "float32", model=model(LATENT), patch=form, prefill=quiet, vision={"replicas": 0})
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@
 | drift | a word in front, another system prompt, a page dropped |
 | pages | a fourth page, in the modes of that table |
 | composition | a set of which only the pairs were read |
+| ranks, equal bytes | the arms again by another family's model, with patches of another rank, alike in all layers |
 
-Stored patches are those of rank 16 of the rank sweep, in the default of the forms (int8, spread by energy). The other
-ranks and forms, the arms of the other tables and all other situations are research: no request asks for them.
+All but the last are of the bundled model, with patches of rank 16 of the rank sweep, in the default of the forms (int8,
+spread by energy). The arms of the other tables and all other situations are research: no request asks for them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from client import RANK, Service, inline, text, user
+from client import EQUAL_RANK, LATENT, RANK, Service, inline, text, user
 
 from infra.reference import DEFAULT_MODEL, weights
 from infra.reference.families import FAMILIES
@@ -45,7 +46,6 @@ from serving.bench.fidelity.study import Study
 pytestmark = pytest.mark.service
 
 ITEMS, FORM, LONGER = 5, Form(3, 8, 6), Form(4, 8, 6)
-KIND = FAMILIES[DEFAULT_MODEL]
 MODES = ("exact", "full-reuse", "auto", "mpic-32", "cacheblend-15")
 LOGPROBS = {"logprobs": True, "top_logprobs": 20, "return_tokens_as_token_ids": True}
 SYSTEM = "You are a helpful assistant."
@@ -99,7 +99,7 @@ COMPOSITION = [
 SAMPLE = [*ARMS, *ORDER, *DRIFT, *PAGES, *COMPOSITION]
 
 
-def pictures(form: Form) -> list[list[dict[str, Any]]]:
+def pictures(family: str, form: Form) -> list[list[dict[str, Any]]]:
     """The items' pages as parts of a message; the same as `items` draws."""
     scenes, questions = draw_items(Split.multi, ITEMS, form, torch.Generator().manual_seed(SEED))
     assert questions.asked.all()
@@ -108,7 +108,7 @@ def pictures(form: Form) -> list[list[dict[str, Any]]]:
         parts: list[Any] = []
         for page in range(form.pages):
             buffer = io.BytesIO()
-            page_picture(scenes, index, page, KIND.cell).save(buffer, "PNG")
+            page_picture(scenes, index, page, FAMILIES[family].cell).save(buffer, "PNG")
             parts.append(inline(buffer.getvalue()))
         found.append(parts)
     return found
@@ -130,37 +130,37 @@ class Expected(NamedTuple):
     wanted: int
 
 
-def offline() -> list[Expected | None]:
-    """The sample by the arms.
+def offline(family: str, sample: Sequence[Asked], form: PatchForm) -> list[Expected | None]:
+    """A sample by the arms, over patches of this form.
 
     Measured in a process of its own: ending this engine takes away what others in its process stand on.
     """
-    reader = Reader(weights(DEFAULT_MODEL))
+    reader, kind = Reader(weights(family), trust_remote_code=family == LATENT), FAMILIES[family]
     try:
         with torch.inference_mode():
-            study = Study(reader, KIND)
-            drawn, longer = (list(items(reader, KIND, Split.multi, ITEMS, form)) for form in (FORM, LONGER))
+            study = Study(reader, kind)
+            drawn, longer = (list(items(reader, kind, Split.multi, ITEMS, form)) for form in (FORM, LONGER))
             return [
-                expected(study, (longer if one.longer else drawn)[one.item], one) if one.answer else None
-                for one in SAMPLE
+                expected(study, (longer if one.longer else drawn)[one.item], one, form) if one.answer else None
+                for one in sample
             ]
     finally:
         reader.close()
 
 
-def expected(study: Study, item: Item, asked: Asked) -> Expected:
+def expected(study: Study, item: Item, asked: Asked, form: PatchForm) -> Expected:
     reader = study.reader
     prompt = item.prompt(reader, asked.order, before=[asked.before], system=asked.system)
     (exact,) = reader.exact([prompt])
     logprobs = exact.answers[0]
     if asked.mode != "exact" and not asked.system:
-        pages = repaired(study, item, asked, exact.pages)
+        pages = repaired(study, item, asked, form, exact.pages)
         (read,) = reader.over([prompt], [[page.kv for page in pages]], [[page.again for page in pages]])
         logprobs = read.answers[0]
     return Expected(logprobs.clone(), exact.answers[0].clone(), item.question, item.answer, prompt.answer[0])
 
 
-def repaired(study: Study, item: Item, asked: Asked, exact: Sequence[torch.Tensor]) -> list[Repaired]:
+def repaired(study: Study, item: Item, asked: Asked, form: PatchForm, exact: Sequence[torch.Tensor]) -> list[Repaired]:
     """The request's pages by the arm that its mode stands for."""
     arms, reader = study.arms, study.reader
     canonical = reader.alone([item.prompt(reader).places[i] for i in asked.order])
@@ -180,7 +180,7 @@ def repaired(study: Study, item: Item, asked: Asked, exact: Sequence[torch.Tenso
 
     def formed(delta: torch.Tensor) -> Patch:
         """The patch that the service forms of a deficit."""
-        return PatchForm(RANK).form(delta, arms.layout, PatchKind.own)
+        return form.form(delta, arms.layout, PatchKind.own)
 
     (taught,) = reader.exact([item.prompt(reader, asked.order)])
     own = [formed(kv.float() - stored.float()) for kv, stored in zip(taught.pages, canonical, strict=True)]
@@ -217,20 +217,29 @@ def bare(reader: Reader, pages: Sequence[Page]) -> Prompt:
 
 
 def test_the_service_answers_as_the_offline_arms(bundled: Service):
+    answers_as_offline(bundled, DEFAULT_MODEL, SAMPLE, PatchForm(RANK))
+
+
+def test_another_model_with_patches_of_another_form_answers_as_theirs(latent: Service):
+    answers_as_offline(latent, LATENT, ARMS, EQUAL_RANK)
+
+
+def answers_as_offline(service: Service, family: str, sample: Sequence[Asked], form: PatchForm) -> None:
+    """A service of a family's model and patches of this form answers a sample, which holds ARMS, as the arms do."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        sample = pool.submit(offline).result()
-    drawn = {False: pictures(FORM), True: pictures(LONGER)}
+        rows = pool.submit(offline, family, sample, form).result()
+    drawn = {False: pictures(family, FORM), True: pictures(family, LONGER)}
     heard: dict[tuple[int, str], dict[int, float]] = {}
     losses: dict[str, list[float]] = defaultdict(list)
     wrong = 0
-    for asked, row in zip(SAMPLE, sample, strict=True):
+    for asked, row in zip(sample, rows, strict=True):
         parts = [drawn[asked.longer][asked.item][i] for i in asked.order]
         question = row.question if row else "?"
         messages = user(*([asked.before] if asked.before else []), *parts, text(question))
         if asked.system:
             messages = [{"role": "system", "content": asked.system}, *messages]
-        answer = bundled.chat(messages, mode=asked.mode, max_tokens=4, **LOGPROBS)
-        bundled.settle()
+        answer = service.chat(messages, mode=asked.mode, max_tokens=4, **LOGPROBS)
+        service.settle()
         chunks = answer["orbit"]["chunks"]
         assert {chunk["operating_point"] for chunk in chunks} <= asked.points, asked.name
         assert asked.reason in chunks[-1]["reason"], asked.name

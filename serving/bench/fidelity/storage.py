@@ -44,19 +44,19 @@ def storage(study: Study, split: Split, rank: int, count: int, form: Form) -> di
         cases = probe.behind(prompts, probe.canonical([item.pages[-1] for item in group]))
         neutral = reader.alone([prompt.places[-1] for prompt in prompts], prefix)
         patches: dict[str, list[Patch | None]] = {"blind": [None] * len(cases)}
-        patches |= {arm: _formed(form, cases, layout) for arm, form in _forms(rank).items()}
+        patches |= {arm: _formed(form, cases, layout) for arm, form in forms(rank).items()}
         probe.score(scores, cases, patches, _beside_bf16)
         others = [replace(case, canonical=kv) for case, kv in zip(cases, neutral, strict=True)]
         behind: dict[str, list[Patch | None]] = {
             "neutral_blind": [None] * len(others),
-            "neutral": _formed(_forms(rank)["uniform"], others, layout),
-            "neutral_int8_spread": _formed(_forms(rank)["int8_spread"], others, layout),
+            "neutral": _formed(forms(rank)["uniform"], others, layout),
+            "neutral_int8_spread": _formed(forms(rank)["int8_spread"], others, layout),
         }
         _without_exact(probe, scores, others, behind)
     return dict(scores)
 
 
-def _forms(rank: int) -> dict[str, PatchForm]:
+def forms(rank: int) -> dict[str, PatchForm]:
     """Forms of patches that take the bytes of rank `rank` in bf16."""
     return {
         "uniform": PatchForm(rank, factors=FactorType.model, spread=False),
