@@ -148,6 +148,14 @@ def test_the_rule_of_the_table_is_the_linkers():
         assert ("stale" in one.served) == (context(one.text) == context(one.taught)), one.name
 
 
+def test_what_checks_see_is_told_with_intervals_over_them():
+    rows = online.table({"even": [0.2] * 100, "uneven": [0.1, 0.3] * 50})
+    assert rows["even"]["mean"] == pytest.approx(rows["uneven"]["mean"]) == pytest.approx(0.2)
+    assert rows["even"]["mean ±"] == pytest.approx(0.0)
+    assert rows["uneven"]["mean ±"] == pytest.approx(1.96 * 0.1 / 10, rel=0.2)
+    assert rows["uneven"]["median ±"] > rows["even"]["median ±"] == 0.0
+
+
 def test_alarms_follow_the_rolling_mean_of_the_check():
     settings = FidelitySettings(window=64, minimum=8)
     assert online.alarms([0.01, 0.02], settings, bound=0.05)[0] == 0.0
