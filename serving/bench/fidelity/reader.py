@@ -106,6 +106,8 @@ class Reader:
         self.checkpoint = checkpoint
         self.engine: PrefillEngine = PrefillEngine(spec)
         try:
+            pictures: Any = self.engine.config.model_config.multimodal_config
+            pictures.mm_processor_cache_gb = 0.0  # thousands are read, each once: gigabytes would be kept of them
             self._renderer: Any = renderer_from_config(self.engine.config)
             self._tokens = self._renderer.get_tokenizer()
             self._delimiters = Delimiters.of(self.engine.config.model_config, self._tokens)
