@@ -6,6 +6,7 @@ import pytest
 import torch
 from kvstore_support import GQA, MLA, random_kv
 from torch import Tensor
+from vllm.multimodal.inputs import MultiModalKwargsItem
 
 from kvstore.basis import pool_basis
 from kvstore.factor import SCALE_BYTES
@@ -121,7 +122,7 @@ def test_forms_that_are_compared_take_the_same_bytes(layout: Layout, page: PageK
     rank = 2
     sizes = {
         name: form.form(page.delta, layout, PatchKind.own, torch.bfloat16).nbytes
-        for name, form in storage._forms(rank).items()
+        for name, form in storage.forms(rank).items()
     }
     directions = rank * layout.layers * len(layout.segments)
     scales = SCALE_BYTES * directions
@@ -158,7 +159,7 @@ def test_energy_by_rank_and_by_tokens(layout: Layout):
 def prompt(pages: int = 3, cells: int = 20) -> Prompt:
     """Four tokens of text, pages of `cells` tokens between delimiters, six tokens of text, an answer of one."""
     span = ChunkSpan("page", "image", 0, cells + 2, 1, cells)
-    page = Page((7, *[8] * cells, 9), span, torch.zeros(cells, HIDDEN))
+    page = Page((7, *[8] * cells, 9), span, ("image", MultiModalKwargsItem()), torch.zeros(cells, HIDDEN))
     places = tuple(Place(page, 4 + (cells + 2) * i, 0) for i in range(pages))
     tokens = torch.zeros(4 + (cells + 2) * pages + 6, dtype=torch.int32)
     return Prompt(tokens, torch.arange(len(tokens)), places, (1,))
