@@ -37,7 +37,7 @@ doctor: setup ## Check this machine and say what to do about each problem
 	$(ORBITSERVE) doctor $(ARGS)
 
 bench: setup ## Run a benchmark: make bench NAME=ttft [ARGS="--quick --json out.json"]; without NAME, list them
-	$(ORBITSERVE) bench $(NAME) $(ARGS)
+	$(PYTHON) -m tests.benchmarks $(NAME) $(ARGS)
 
 checkpoints: setup ## Write the tests' random checkpoints to .orbitserve/checkpoints
 	@$(PYTHON) -m infra.checkpoints all

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from infra.turns import Turns
+from infra.cpu.turns import Turns
 
 
 def blocks_needed(tokens: int, sequences: int, block_size: int) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from infra import openmp
+from infra.cpu import openmp
 
 
 class SharingCPUWorker(CPUWorker):

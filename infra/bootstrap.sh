@@ -24,7 +24,7 @@ esac
 
 # The folder is part of the stamps: a virtual environment does not survive being moved.
 environment_stamp() { { pwd && echo "$REQUIREMENTS" && cat "$REQUIREMENTS" infra/bootstrap.sh; } | sha256sum; }
-project_stamp() { { pwd && cat pyproject.toml infra/torchvision_cpu.py; } | sha256sum; }
+project_stamp() { { pwd && cat pyproject.toml infra/cpu/torchvision_shim.py; } | sha256sum; }
 is_current() { [[ -x $VENV/bin/python && -f $VENV/$1.stamp && $(<"$VENV/$1.stamp") == "$2" ]]; }
 
 find_python() {
@@ -97,7 +97,7 @@ install_project() {
   pip install -qq --no-deps --no-build-isolation --editable .
   local packages
   packages=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-  cp infra/torchvision_cpu.py "$packages/orbitserve_torchvision_cpu.py"
+  cp infra/cpu/torchvision_shim.py "$packages/orbitserve_torchvision_cpu.py"
   echo "import orbitserve_torchvision_cpu" >"$packages/orbitserve_torchvision_cpu.pth"
 }
 

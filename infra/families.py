@@ -1,7 +1,8 @@
 """The model families that are tested: every test of the operator on real engines runs for each of them.
 
 A new family is a line here and a recipe in `infra.checkpoints`; if its attention keeps another kind of KV than the
-layouts of `kvstore.layout` describe, also a layout there and its facts in `prefill_workers.runs`.
+layouts of `kvstore.operator.layout` describe, also a layout there and its facts in
+`prefill_workers.engine.worker_extension`.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ def vllm_environment(
         # CPU the worker then lives in that core, instead of a further process that both spin on a queue to talk to;
         # with that process a token of a tiny model took 100 ms on two cores.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # The model runner that `prefill_workers.runs` is written for and tested on; CPUs have no other.
+        # The model runner that `prefill_workers.engine.worker_extension` is written for and tested on; CPUs have no
+        # other.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",

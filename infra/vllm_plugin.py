@@ -54,7 +54,7 @@ def register() -> None:
         torch.cpu._init_amx()
     from vllm.platforms import current_platform
 
-    from infra import cpu_kernels
+    from infra.cpu import kernels as cpu_kernels
 
     if current_platform.is_cpu():
         cpu_kernels.install()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
-from kvstore.chunk import is_shared, owner_of
-from kvstore.format import Record
+from kvstore.records.format import Record
+from kvstore.records.keys import is_shared, owner_of
 
 
 class Deletions:

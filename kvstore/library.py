@@ -35,17 +35,25 @@ from typing import cast
 import pyarrow as pa
 
 from kvstore.deletions import Deletions, derives
-from kvstore.disk_tier import DiskTier
 from kvstore.errors import StoreError
-from kvstore.eviction import HotCache
-from kvstore.format import BasisRecord, CanonicalRecord, EmbeddingRecord, PatchRecord, Record, RecordKind, encode_parts
-from kvstore.loading import Loading
-from kvstore.paths import path_of, record_path
 from kvstore.pins import Pins
+from kvstore.records.format import (
+    BasisRecord,
+    CanonicalRecord,
+    EmbeddingRecord,
+    PatchRecord,
+    Record,
+    RecordKind,
+    encode_parts,
+)
 from kvstore.settings import LibrarySettings
-from kvstore.tier_stack import Found, TierStack
-from kvstore.tiers import Tier
-from kvstore.write_behind import WriteBehind
+from kvstore.tiers.base import Tier
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.eviction import HotCache
+from kvstore.tiers.loading import Loading
+from kvstore.tiers.paths import path_of, record_path
+from kvstore.tiers.stack import Found, TierStack
+from kvstore.tiers.write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
 
@@ -290,7 +298,7 @@ class Library:
     def delete_content(self, content: str, tenant: str) -> int:
         """Removes whatever was derived from a content id or conditioned on it, in every tier and for every model.
 
-        A reference's content (see `kvstore.chunk.is_shared`) takes every tenant's records with it. For
+        A reference's content (see `kvstore.records.keys.is_shared`) takes every tenant's records with it. For
         `deletion_grace_s` this process keeps nothing that still derives from the content.
         Returns of how many records it knew. Memory of other processes is not reached: call it in each of them. Raises
         TierUnavailable if a tier cannot be reached, after all that can be are rid of them; call it again then.

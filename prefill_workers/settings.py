@@ -8,7 +8,7 @@ from enum import StrEnum
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvstore.settings import FactorType
-from prefill_workers.policies import EXACT_POINTS, OperatingPoint
+from prefill_workers.modes import EXACT_POINTS, OperatingPoint
 
 COMPOSE_UP_TO = 3  # of a model that was not measured: of the reference models two hold up to 5, two sum nothing
 FREE_TEXT = 8  # tokens between chunks: 7 cost a stored patch little of its worth, 63 much (`bench fidelity`, drift)

@@ -5,7 +5,7 @@ or showed: of a prompt neither texts nor their tokens, of an image its placehold
 
     v, time, model, tenant, mode, sample   `sample`: the share of requests that are logged
     text, between                          `orbit.text`, and the tokens of the longest text between two chunks
-    prefix, prefix_tokens                  digest of the fixed prefix (see `kvstore.index.prefix_key`) and its length
+    prefix, prefix_tokens                  digest of the fixed prefix (see `catalog.index.prefix_key`) and its length
     reused, computed, forward_ms, place_ms tokens of chunks that were linked, and of all that were computed; what
                                            that took (of a forward that others shared, its part)
     chunks: content, modality, tokens, point, group    in the order served; those of one group were free to trade places
@@ -43,17 +43,17 @@ from pydantic import (
     model_validator,
 )
 
-from kvstore.index import prefix_key
+from kvstore.catalog.index import prefix_key
 from serving.settings import AccessLogSettings
 
 if TYPE_CHECKING:
-    from prefill_workers.job import LinkResult
-    from prefill_workers.plan import ChunkSpan, LinkRequest
+    from prefill_workers.link.plan import ChunkSpan, LinkRequest
+    from prefill_workers.scheduler.link_job import LinkResult
 
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-TEXT = "text"  # as `prefill_workers.plan.TEXT`, which cannot be had without an engine's libraries
+TEXT = "text"  # as `prefill_workers.link.plan.TEXT`, which cannot be had without an engine's libraries
 _MOST_GRID_NUMBERS = 64  # a larger field is no grid, and is not logged
 _WARN_SECONDS = 60.0  # between two warnings that lines cannot be written
 _BLOCK = 1 << 16  # bytes in which the end of a file's last whole line is looked for

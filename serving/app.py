@@ -33,15 +33,15 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from serving.config import OrbitServeConfig
-from serving.deficits import Deficits
 from serving.errors import RoleUnavailable
-from serving.fidelity_replica import FidelityReplica
-from serving.formed import FormedReplica, follow
-from serving.library_keeper import LibraryKeeper
-from serving.patch_replica import PatchCompiler
-from serving.ray_roles import RayRoles, answered
-from serving.replica_process import enter_vllm
-from serving.routing_replica import DecodeReporter, PrefillReporter, ReportingReplica, router_config
+from serving.frontend.ray_roles import RayRoles, answered
+from serving.placement.patch_feed import FormedReplica, follow
+from serving.replicas.fidelity_mixin import FidelityReplica
+from serving.replicas.library_keeper import LibraryKeeper
+from serving.replicas.patch_compiler import PatchCompiler
+from serving.replicas.patch_queue import Deficits
+from serving.replicas.process import enter_vllm
+from serving.routing.reports import DecodeReporter, PrefillReporter, ReportingReplica, router_config
 from serving.settings import RoleSettings
 
 if TYPE_CHECKING:
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
 
-    from prefill_workers.engine import EngineSpec
-    from prefill_workers.handoff import LeaseState
-    from prefill_workers.job import LinkResult
-    from prefill_workers.patch_compiler import PatchJob
-    from prefill_workers.pixels import Pixels
-    from prefill_workers.plan import LinkRequest, PrefetchRequest
+    from prefill_workers.block_pool import LeaseState
+    from prefill_workers.engine.engine import EngineSpec
+    from prefill_workers.engine.image_batches import Pixels
+    from prefill_workers.link.plan import LinkRequest, PrefetchRequest
+    from prefill_workers.patches.patch_compiler import PatchJob
+    from prefill_workers.scheduler.link_job import LinkResult
     from serving.access_log import AccessLog
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class VisionEncoder:
     def __init__(self, config: OrbitServeConfig) -> None:
         settings = config.vision
         enter_vllm(settings, kv_cache_gib=None, nixl=False)
-        from prefill_workers.vision_encoder import VisionEncoder as Encoder
+        from prefill_workers.engine.vision_encoder import VisionEncoder as Encoder
 
         spec = engine_spec(config, tensor_parallel_size=1, hand_off=False)
         share = settings.gpu_memory_utilization
@@ -105,20 +105,20 @@ class VisionEncoder:
 
 
 class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
-    """Links requests; see `prefill_workers.linker`."""
+    """Links requests; see `prefill_workers.link.linker`."""
 
     async def __init__(self, config: OrbitServeConfig, compiler: DeploymentHandle) -> None:  # type: ignore[misc]
         settings = config.prefill
         enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, nixl=True)
         from kvstore.library import Library
-        from prefill_workers.engine import PrefillEngine, check_hand_off
-        from prefill_workers.linker import Linker
-        from prefill_workers.loaded import LoadedKV
-        from prefill_workers.pace import measure
-        from prefill_workers.patch_compiler import load_form
-        from prefill_workers.prefix_cache import PrefixCache
-        from prefill_workers.switched_off import SwitchedOff
-        from prefill_workers.worker import PrefillLoop
+        from prefill_workers.engine.engine import PrefillEngine, check_hand_off
+        from prefill_workers.fidelity.switch_file import SwitchedOff
+        from prefill_workers.link.linker import Linker
+        from prefill_workers.link.prefix_cache import PrefixCache
+        from prefill_workers.patches.patch_compiler import load_form
+        from prefill_workers.scheduler.cost_model import measure
+        from prefill_workers.scheduler.load_budget import LoadedKV
+        from prefill_workers.scheduler.prefill_loop import PrefillLoop
 
         self._engine = PrefillEngine(engine_spec(config, settings.tensor_parallel_size, hand_off=True))
         check_hand_off(self._engine.layout, settings.tensor_parallel_size, config.decode.tensor_parallel_size)
@@ -234,7 +234,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
 
     async def flush(self) -> None:
         """Wait until everything learnt so far is formed and stored (demo, tests)."""
-        from prefill_workers.worker import drain
+        from prefill_workers.scheduler.prefill_loop import drain
 
         await asyncio.to_thread(drain, self._loop)
         while self._deficits:
@@ -344,7 +344,7 @@ class Ingress:
         enter_vllm(config.ingress, kv_cache_gib=None, nixl=False)
         from serving.access_log import AccessLog as Log
         from serving.api.app import build_api
-        from serving.engine_client import LinkedEngineClient, front_end_config
+        from serving.frontend.engine_client import LinkedEngineClient, front_end_config
 
         threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="ingress")
         asyncio.get_running_loop().set_default_executor(threads)  # Serve's own is as small as `num_cpus`
@@ -440,7 +440,7 @@ def _deployment(role: type, settings: RoleSettings, router: RequestRouterConfig 
 
 def engine_spec(config: OrbitServeConfig, tensor_parallel_size: int, hand_off: bool) -> EngineSpec:
     """What a prefill or vision engine is built from."""
-    from prefill_workers.engine import EngineSpec
+    from prefill_workers.engine.engine import EngineSpec
 
     model, prefill = config.model, config.prefill
     return EngineSpec(

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, SecretStr, ValidationError, model_validat
 from pydantic_core import to_jsonable_python
 
 from kvstore.settings import FileSettings, LibrarySettings
-from prefill_workers.measured import BadMeasurements, Measured, composition_for
+from prefill_workers.model_card import BadMeasurements, Measured, composition_for
 from prefill_workers.settings import Weighing
 from serving.settings import (
     AccessLogSettings,

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from decode_workers.settings import DecodeSettings
 from infra.vllm_env import is_cpu_build
-from kvstore.chunk import DYNAMIC_TENANT
+from kvstore.records.keys import DYNAMIC_TENANT
 from prefill_workers.settings import PatchFormSettings, PrefillSettings
 
 MIB = 1 << 20

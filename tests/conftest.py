@@ -8,7 +8,7 @@ import pytest
 
 from infra.ray_exit import exit_with
 from infra.vllm_env import vllm_environment
-from serving.replica_process import SPIN
+from serving.replicas.process import SPIN
 
 os.environ.update(vllm_environment(kv_cache_gib=1))
 os.environ.setdefault(*SPIN)  # engines of a test share processors, as roles do

@@ -10,15 +10,15 @@ from typing import Any
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from prefill_workers.handoff import LeaseState
-from prefill_workers.job import LinkResult
-from prefill_workers.plan import ChunkOutcome, LinkRequest, PrefetchRequest
-from prefill_workers.policies import OperatingPoint
-from serving.api.extension import RequestTrace, set_trace
-from serving.arranger import Arranger
-from serving.encodings import Encodings
-from serving.engine_client import LinkedEngineClient
-from serving.segments import Delimiters
+from prefill_workers.block_pool import LeaseState
+from prefill_workers.link.plan import ChunkOutcome, LinkRequest, PrefetchRequest
+from prefill_workers.modes import OperatingPoint
+from prefill_workers.scheduler.link_job import LinkResult
+from serving.frontend.encode_once import Encodings
+from serving.frontend.engine_client import LinkedEngineClient
+from serving.frontend.prompt_segments import Delimiters
+from serving.frontend.report import RequestTrace, set_trace
+from serving.placement.arranger import Arranger
 
 OUTPUTS = 3
 EOS = 99

@@ -8,15 +8,15 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from kvstore.basis import pool_basis
-from kvstore.chunk import canonical_key, content_id, embedding_key, patch_key
-from kvstore.format import BasisRecord, CanonicalRecord, EmbeddingRecord, PatchRecord
-from kvstore.layout import Layout
 from kvstore.library import Library
-from kvstore.patch import PatchKind, form_patch
-from kvstore.rotary import RotaryScheme
-from kvstore.tier_faults import HeldTier
-from kvstore.tiers import Tier
+from kvstore.operator.basis import pool_basis
+from kvstore.operator.layout import Layout
+from kvstore.operator.patch import PatchKind, form_patch
+from kvstore.operator.rotary import RotaryScheme
+from kvstore.records.format import BasisRecord, CanonicalRecord, EmbeddingRecord, PatchRecord
+from kvstore.records.keys import canonical_key, content_id, embedding_key, patch_key
+from kvstore.tiers.base import Tier
+from kvstore.tiers.faults import HeldTier
 
 FINGERPRINT = "tiny-model@1"
 GQA = Layout.gqa(layers=3, kv_heads=2, head_size=8, rotary=RotaryScheme.from_base(8))

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 
 from kvstore.errors import InvalidKey
-from kvstore.tiers import Tier
+from kvstore.tiers.base import Tier
 
 
 def buffers(*parts: bytes) -> list[pa.Buffer]:

@@ -39,7 +39,7 @@ from infra.reference.vision import FORMS, Tower, train_tower
 from infra.reference.vocabulary import COLOURS, THINGS
 
 CURVE, CARD = "training.json", "README.md"
-MEASURED = "orbitserve.json"  # see `prefill_workers.measured`
+MEASURED = "orbitserve.json"  # see `prefill_workers.model_card`
 TOWER_STEPS = 1500
 CPU = torch.device("cpu")
 _EVALUATION_SEED = 1_000_003  # training draws from other seeds

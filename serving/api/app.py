@@ -39,13 +39,12 @@ from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.utils.async_utils import make_async
 
-from kvstore.files import FileStore
-from kvstore.vector_stores import VectorStores
+from kvstore.uploads.files import FileStore
+from kvstore.uploads.vector_stores import VectorStores
 from serving.api.auth import Authenticate, Limit
 from serving.api.chat import UNSUPPORTED, OrbitServingChat, fixed_prefix, readable, refuse_longer, refuse_unsupported
 from serving.api.compiling import compiling
 from serving.api.errors import InvalidRequest, answer_errors
-from serving.api.extension import RequestTrace, parse_options, set_trace
 from serving.api.fidelity import families, fidelity_router, scraped
 from serving.api.files import OnDelete, files_router
 from serving.api.leaving import CancelAnswers, answering
@@ -54,8 +53,9 @@ from serving.api.metrics import Metrics, exposition, in_time, labelled
 from serving.api.streams import opened
 from serving.api.vector_stores import vector_stores_router
 from serving.config import OrbitServeConfig
-from serving.documents import Documents
-from serving.engine_client import LinkedEngineClient
+from serving.frontend.documents import Documents
+from serving.frontend.engine_client import LinkedEngineClient
+from serving.frontend.report import RequestTrace, parse_options, set_trace
 
 _UNSUPPORTED_COMPLETION = {
     "prompt_logprobs": "prompt_logprobs is not supported",

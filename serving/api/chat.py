@@ -16,13 +16,13 @@ from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
 
 from serving.api.decoded import give_back
 from serving.api.errors import InvalidRequest
-from serving.api.extension import RequestTrace, parse_options, set_trace
 from serving.api.leaving import answering
 from serving.api.media import MediaResolver
 from serving.api.ordering import Ordering, ordered
 from serving.api.prefix import Prefixes, tools_text
 from serving.api.streams import opened
-from serving.documents import Documents
+from serving.frontend.documents import Documents
+from serving.frontend.report import RequestTrace, parse_options, set_trace
 
 # What needs the prompt in the engine that decodes, which never sees it; and what would need another engine.
 UNSUPPORTED = {

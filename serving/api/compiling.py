@@ -1,4 +1,4 @@
-"""What prefill replicas compile ahead of requests, for /metrics (see `prefill_workers.compiling`)."""
+"""What prefill replicas compile ahead of requests, for /metrics (see `prefill_workers.background.compile_queue`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from prefill_workers.ahead import CompileStats
+from prefill_workers.background.compile_ahead import CompileStats
 from serving.api.metrics import in_time
 
 

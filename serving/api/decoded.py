@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from PIL import Image
 
-from infra.turns import Turns
+from infra.cpu.turns import Turns
 
 
 class Share:

@@ -5,8 +5,8 @@
 | GET /v1/orbit/operating_points                 | any key        | every approximate point of every prefill replica |
 | POST /v1/orbit/operating_points/{point}/allow  | administrators | allow a point again, on all prefill replicas     |
 
-Prefill replicas keep what they measured (see `prefill_workers.fidelity`) and are asked at every scrape. Series carry
-the replica's name, so that one which ends takes its counters with it.
+Prefill replicas keep what they measured (see `prefill_workers.fidelity.monitor`) and are asked at every scrape. Series
+carry the replica's name, so that one which ends takes its counters with it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from vllm.exceptions import GracefulHTTPError
 
-from prefill_workers.fidelity import KL_BUCKETS, PointStatus
-from prefill_workers.policies import EXACT_POINTS, OperatingPoint
+from prefill_workers.fidelity.monitor import KL_BUCKETS, PointStatus
+from prefill_workers.modes import EXACT_POINTS, OperatingPoint
 from serving.api.errors import Forbidden, NotFound
 from serving.api.metrics import in_time
 from serving.errors import RoleUnavailable

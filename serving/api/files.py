@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, File, Form, Query, Request, Response, UploadFile
 
-from kvstore.chunk import DYNAMIC_TENANT
-from kvstore.files import FileStore
-from kvstore.vector_stores import VectorStores
+from kvstore.records.keys import DYNAMIC_TENANT
+from kvstore.uploads.files import FileStore
+from kvstore.uploads.vector_stores import VectorStores
 from serving.api.errors import Forbidden, InvalidRequest, TooLarge
 from serving.api.media import MediaResolver
 

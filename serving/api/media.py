@@ -5,7 +5,7 @@ library's, so that what is computed from a reference serves every tenant and not
 handed to vLLM as the item's uuid, so that the processor cache, the chunk's keys and the file store agree on it; a
 repeated image is opened lazily and never decoded.
 
-A file that is text and no image becomes a document: a text chunk (see `serving.documents`).
+A file that is text and no image becomes a document: a text chunk (see `serving.frontend.documents`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ import httpx
 from PIL import Image, UnidentifiedImageError
 from vllm.multimodal.image import convert_image_mode, normalize_image
 
-from kvstore.chunk import DYNAMIC_TENANT, owned_content_id
 from kvstore.errors import UnknownFile
-from kvstore.files import FileStore
-from kvstore.vector_stores import VectorStores
+from kvstore.records.keys import DYNAMIC_TENANT, owned_content_id
+from kvstore.uploads.files import FileStore
+from kvstore.uploads.vector_stores import VectorStores
 from serving.api.decoded import PixelBudget, Share
 from serving.api.errors import InvalidRequest, NotFound, TooLarge
-from serving.documents import Documents, Mark
+from serving.frontend.documents import Documents, Mark
 from serving.settings import HttpSettings
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")

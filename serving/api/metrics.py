@@ -14,9 +14,9 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
 
-from serving.api.extension import OrbitReport
 from serving.errors import RoleUnavailable
-from serving.routing import REGISTRY
+from serving.frontend.report import OrbitReport
+from serving.routing.policies import REGISTRY
 
 logger = logging.getLogger(__name__)
 

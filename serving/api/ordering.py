@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
-from prefill_workers.policies import Mode, Text, looks_up_patch
-from serving.api.extension import Alternative, ChunkCosts, OrderReport, RequestTrace
-from serving.arranger import Arranger
-from serving.documents import Documents
-from serving.placement import Edge, Placement, Problem, Rejected, place, rejected
+from prefill_workers.modes import Mode, Text, looks_up_patch
+from serving.frontend.documents import Documents
+from serving.frontend.report import Alternative, ChunkCosts, OrderReport, RequestTrace
+from serving.placement.arranger import Arranger
+from serving.placement.search import Edge, Placement, Problem, Rejected, place, rejected
 
 Found = TypeVar("Found")
 
@@ -107,7 +107,7 @@ class Ordering:
         self._gap += len(text.split())
 
     def before_text(self, text: Text, free_text: int) -> int:
-        """How many chunks there are before text that keys the patches of all behind it (`prefill_workers.keys`).
+        """How many chunks there are before text that keys the patches of all behind it (`prefill_workers.link.keys`).
 
         Words are counted: tokens are not known yet, and text has more of them.
         """

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from kvstore.chunk import DYNAMIC_TENANT
-from kvstore.vector_stores import Attributes, Batch, Reference, VectorStore, VectorStores
+from kvstore.records.keys import DYNAMIC_TENANT
+from kvstore.uploads.vector_stores import Attributes, Batch, Reference, VectorStore, VectorStores
 from serving.api.errors import Forbidden, InvalidRequest, NotAvailable
 from serving.api.files import OnDelete
 from serving.api.media import as_text

@@ -1,1 +1,1 @@
-"""Benchmarks: `orbitserve bench NAME`. Both arms of a comparison run in one session, in alternating turns."""
+"""Benchmarks for a model or machine of one's own (`orbitserve bench`), and what all benchmarks share."""

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 from infra.checkpoints import checkpoint_path
-from serving.replica_process import SPIN, enter
+from serving.replicas.process import SPIN, enter
 
 _READY_SECONDS = 300.0
 
@@ -101,7 +101,7 @@ def _forward(checkpoint: str, context: int) -> Any:
     """A forward over the last tokens of a prompt whose others are computed already."""
     import torch
 
-    from prefill_workers.engine import EngineSpec, PrefillEngine
+    from prefill_workers.engine.engine import EngineSpec, PrefillEngine
     from prefill_workers.sequence import LinkSequence, Run
 
     engine = PrefillEngine(EngineSpec(str(checkpoint_path(checkpoint)), hand_off=False, max_model_len=2048))

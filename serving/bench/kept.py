@@ -15,7 +15,7 @@ Part = TypeVar("Part")
 def digest_of(code: Sequence[Path]) -> bytes:
     """What these folders and files of code hold now: to be asked before any of it is imported that may change."""
     known = hashlib.sha256()
-    for path in sorted(path for part in code for path in (part.glob("*.py") if part.is_dir() else [part])):
+    for path in sorted(path for part in code for path in (part.rglob("*.py") if part.is_dir() else [part])):
         known.update(path.read_bytes())
     return known.digest()
 

@@ -25,12 +25,12 @@ from rich.console import Console
 from infra.checkpoints import checkpoint_path
 from serving.bench.engine_process import in_prefill_process
 from serving.bench.harness import Arm, Benchmark, Outcome, clock_ms, in_turns
-from serving.bench.requests import noise
-from serving.bench.servers import GPU_POOL_GIB, load_format, measured_model, on_gpu
+from serving.bench.models import GPU_POOL_GIB, load_format, measured_model, on_gpu
 from serving.bench.worker import Prompt, Worker, prompt_over, worker
+from serving.loadtest.images import noise
 
 if TYPE_CHECKING:
-    from prefill_workers.engine import PrefillEngine
+    from prefill_workers.engine.engine import PrefillEngine
 
 CASES = {"1 x 256": (1, 256), "1 x 1024": (1, 1024), "4 x 1024": (4, 1024)}  # pages x tokens
 GPU_CASES = CASES | {"8 x 1024": (8, 1024)}
@@ -61,11 +61,11 @@ def _measure(
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
     """Arm → case → milliseconds, and case → stage → median milliseconds of `patched`, by an engine in this process."""
     from kvstore.library import Library
-    from kvstore.patch_form import PatchForm
+    from kvstore.records.patch_form import PatchForm
     from kvstore.settings import LibrarySettings
-    from prefill_workers.engine import EngineSpec, PrefillEngine
-    from prefill_workers.pace import measure
-    from prefill_workers.patch_compiler import PatchCompiler
+    from prefill_workers.engine.engine import EngineSpec, PrefillEngine
+    from prefill_workers.patches.patch_compiler import PatchCompiler
+    from prefill_workers.scheduler.cost_model import measure
     from prefill_workers.settings import CompileLimits
 
     checkpoint = checkpoint_path(model)

@@ -13,13 +13,13 @@ from PIL import Image
 
 if TYPE_CHECKING:
     from kvstore.library import Library
-    from kvstore.patch_form import PatchForm
-    from prefill_workers.engine import PrefillEngine
-    from prefill_workers.job import LinkResult
-    from prefill_workers.linker import Linker
-    from prefill_workers.patch_compiler import PatchJob
-    from prefill_workers.plan import LinkRequest
-    from prefill_workers.worker import PrefillLoop
+    from kvstore.records.patch_form import PatchForm
+    from prefill_workers.engine.engine import PrefillEngine
+    from prefill_workers.link.linker import Linker
+    from prefill_workers.link.plan import LinkRequest
+    from prefill_workers.patches.patch_compiler import PatchJob
+    from prefill_workers.scheduler.link_job import LinkResult
+    from prefill_workers.scheduler.prefill_loop import PrefillLoop
 
 TENANT = "local"
 _SETTLE_SECONDS = 3600.0
@@ -34,7 +34,7 @@ class Prompt:
 
     def in_mode(self, mode: str) -> Prompt:
         """The same in another mode."""
-        from prefill_workers.policies import Mode
+        from prefill_workers.modes import Mode
 
         return replace(self, request=replace(self.request, mode=Mode.parse(mode)))
 
@@ -50,7 +50,7 @@ class Worker:
 
     def link(self, prompt: Prompt) -> LinkResult:
         """Link a prompt, encoding the pictures that the plan asks for, and let its blocks go."""
-        from prefill_workers.plan import PixelsNeeded
+        from prefill_workers.link.plan import PixelsNeeded
 
         try:
             plan = self.linker.plan(prompt.request)
@@ -63,7 +63,7 @@ class Worker:
 
     def settle(self) -> None:
         """Wait until everything that links have taught is stored."""
-        from prefill_workers.worker import drain
+        from prefill_workers.scheduler.prefill_loop import drain
 
         drain(self.loop, seconds=_SETTLE_SECONDS)
         self.library.flush()
@@ -83,8 +83,8 @@ def worker(
     `patches`: the form of those it finds and forms; `composing`: the linker's settings of sums; `options`: of
     `PrefillLoop`, whose queue is one link long.
     """
-    from prefill_workers.linker import Linker
-    from prefill_workers.worker import PrefillLoop
+    from prefill_workers.link.linker import Linker
+    from prefill_workers.scheduler.prefill_loop import PrefillLoop
 
     linker = Linker(engine, library, patches, submit_patch, **composing)
     usual: dict[str, Any] = {"budget": 4096, "max_queue": 1, "lease_seconds": 600, "owner": "bench"}
@@ -103,9 +103,9 @@ def prompt_over(engine: PrefillEngine, pictures: Sequence[Image.Image]) -> Promp
     """
     from vllm.renderers.inputs.preprocess import parse_model_prompt
 
-    from prefill_workers.first_token import Sampling
-    from prefill_workers.plan import LinkRequest
-    from serving.segments import Delimiters, segment
+    from prefill_workers.engine.sampling import Sampling
+    from prefill_workers.link.plan import LinkRequest
+    from serving.frontend.prompt_segments import Delimiters, segment
 
     model = engine.config.model_config
     place = "<|vision_start|><|image_pad|><|vision_end|>"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from serving.bench.requests import data_url, png
 from serving.loadtest.arrivals import Arrival
 from serving.loadtest.client import Client, Endpoint
+from serving.loadtest.images import data_url, png
 from serving.loadtest.workloads import Ask, Part, Picture, Workload
 
 _STREAMED: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from serving.written import unwritable
+from serving.output_files import unwritable
 
 app = typer.Typer(
     help="Offer requests to any OpenAI server at given rates, and say how it answered. `loadtest workloads` lists what "
@@ -114,7 +114,7 @@ def loadtest(
     )
     report.show(document, console)
     if json_file is not None:
-        from serving.bench.harness import write
+        from serving.loadtest.records import write
 
         write(document, json_file)
     if plot_file is not None:

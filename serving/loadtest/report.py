@@ -18,10 +18,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from serving.bench.harness import environment
-from serving.bench.picture import number_axis
 from serving.loadtest.client import Endpoint, Sample
 from serving.loadtest.measures import LAG_MS, LAG_SHARE, PERCENTILES, SATURATED, summary
+from serving.loadtest.plot import number_axis
+from serving.loadtest.records import environment
 from serving.loadtest.session import Plan, RateResult
 from serving.loadtest.workloads import Workload
 

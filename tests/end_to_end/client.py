@@ -30,7 +30,7 @@ from infra.vllm_env import cpu_engine_arguments
 from serving.bench.fidelity.storage import forms
 from serving.bench.fidelity.tables import STORED_RANK
 from serving.config import OrbitServeConfig
-from serving.launch import APPLICATION, application
+from serving.deploy.launch import APPLICATION, application
 
 CHECKPOINT = "qwen2_5_vl-tiny"
 MAX_MODEL_LEN = 2048

@@ -10,7 +10,7 @@ from client import LATENT, Service, picture, token_ids_alone, user
 from ray import serve
 
 from infra.reference import weights
-from serving.launch import APPLICATION
+from serving.deploy.launch import APPLICATION
 
 pytestmark = pytest.mark.service
 

@@ -13,7 +13,7 @@ from client import CHECKPOINT, Service, picture, png, user
 from typer.testing import CliRunner
 
 from infra.checkpoints import checkpoint_path
-from serving.cli import app as cli
+from serving.cli.main import app as cli
 
 pytestmark = pytest.mark.service
 

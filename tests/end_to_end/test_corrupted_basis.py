@@ -18,13 +18,13 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from infra.checkpoints import checkpoint_path
-from kvstore.disk_tier import DiskTier
-from kvstore.format import PatchRecord
-from kvstore.inventory import contents
+from kvstore.catalog.inventory import contents
 from kvstore.library import Library
+from kvstore.records.format import PatchRecord
 from kvstore.settings import LibrarySettings
-from prefill_workers.fingerprint import fingerprint
-from serving.cli import app as cli
+from kvstore.tiers.disk import DiskTier
+from prefill_workers.engine.fingerprint import fingerprint
+from serving.cli.main import app as cli
 
 pytestmark = pytest.mark.service
 

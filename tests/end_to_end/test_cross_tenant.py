@@ -10,8 +10,8 @@ import openai
 import pytest
 from client import Service, picture, png, user
 
-from kvstore.chunk import DYNAMIC_TENANT
-from kvstore.paths import tenant_digest
+from kvstore.records.keys import DYNAMIC_TENANT
+from kvstore.tiers.paths import tenant_digest
 
 pytestmark = pytest.mark.service
 

@@ -9,7 +9,7 @@ import pytest
 from client import Service
 from rich.console import Console
 
-from serving.demo import Story, converse
+from serving.cli.demo import Story, converse
 
 pytestmark = pytest.mark.service
 

@@ -33,10 +33,10 @@ from infra.reference import DEFAULT_MODEL, weights
 from infra.reference.families import FAMILIES
 from infra.reference.pictures import page_picture
 from infra.reference.scenes import Form, Split, draw_items
-from kvstore.patch import Patch, PatchKind, apply, mean_deficit
-from kvstore.patch_form import PatchForm
-from prefill_workers.composing import weighted_sum
-from prefill_workers.fidelity import compare
+from kvstore.operator.patch import Patch, PatchKind, apply, mean_deficit
+from kvstore.records.patch_form import PatchForm
+from prefill_workers.fidelity.monitor import compare
+from prefill_workers.link.compose import weighted_sum
 from serving.bench.fidelity import masses
 from serving.bench.fidelity.arms import PageKV, Repaired
 from serving.bench.fidelity.items import SEED, Item, items

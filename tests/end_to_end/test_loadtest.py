@@ -10,7 +10,7 @@ import pytest
 from client import Service
 from typer.testing import CliRunner
 
-from serving.cli import app
+from serving.cli.main import app
 
 pytestmark = pytest.mark.service
 SMALL = ("columns=6", "rows=8", "max_tokens=4")

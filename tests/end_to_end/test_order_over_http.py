@@ -10,12 +10,12 @@ import httpx
 import pytest
 from client import Service, picture, user
 
-from kvstore.chunk import antecedent_key
-from kvstore.format import PatchRecord, decode, read_metadata
-from kvstore.index import prefix_key
+from kvstore.catalog.index import prefix_key
 from kvstore.library import Library
-from kvstore.patch import PatchKind
-from kvstore.patch_form import PatchForm
+from kvstore.operator.patch import PatchKind
+from kvstore.records.format import PatchRecord, decode, read_metadata
+from kvstore.records.keys import antecedent_key
+from kvstore.records.patch_form import PatchForm
 from kvstore.settings import LibrarySettings
 from serving.access_log import read
 

@@ -11,7 +11,7 @@ import pytest
 from rig import QWEN2_5_VL, Rig, tiny_engine
 
 from infra.families import Family
-from prefill_workers.engine import PrefillEngine
+from prefill_workers.engine.engine import PrefillEngine
 
 
 class OnlyEngines:

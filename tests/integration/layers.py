@@ -11,13 +11,13 @@ from rig import Page, Part, Rig
 
 from infra.families import Family
 from kvstore.library import Library
-from kvstore.seal import find_seal
+from kvstore.records.seal import find_seal
 from kvstore.settings import LibrarySettings
-from kvstore.tier_faults import WrappedTier
-from kvstore.tiers import Blob, MemoryTier, Tier
-from prefill_workers.arriving import Arriving
-from prefill_workers.engine import PrefillEngine
-from prefill_workers.pace import Pace
+from kvstore.tiers.base import Blob, MemoryTier, Tier
+from kvstore.tiers.faults import WrappedTier
+from prefill_workers.engine.engine import PrefillEngine
+from prefill_workers.link.layerwise_load import Arriving
+from prefill_workers.scheduler.cost_model import Pace
 
 FIRST_LAYERS = 2  # are there at once
 _TEXT = "quite a few words that stand between two pictures, more than a forward takes along for nothing "

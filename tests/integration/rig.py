@@ -18,22 +18,22 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 from infra.checkpoints import checkpoint_path
 from infra.families import FAMILIES, Family
 from kvstore.library import Library
-from kvstore.patch_form import PatchForm
+from kvstore.records.patch_form import PatchForm
 from kvstore.settings import FactorType, LibrarySettings
-from prefill_workers.batch import Attending
-from prefill_workers.engine import EngineSpec, PrefillEngine
-from prefill_workers.fidelity import Fidelity
-from prefill_workers.job import LinkResult
-from prefill_workers.linker import Linker
-from prefill_workers.patch_compiler import PatchCompiler
-from prefill_workers.plan import LinkPlan, LinkRequest, PixelsNeeded
-from prefill_workers.policies import Mode
-from prefill_workers.prefix_cache import PrefixCache
+from prefill_workers.engine.batch import Attending
+from prefill_workers.engine.engine import EngineSpec, PrefillEngine
+from prefill_workers.fidelity.monitor import Fidelity
+from prefill_workers.link.linker import Linker
+from prefill_workers.link.plan import LinkPlan, LinkRequest, PixelsNeeded
+from prefill_workers.link.prefix_cache import PrefixCache
+from prefill_workers.modes import Mode
+from prefill_workers.patches.patch_compiler import PatchCompiler
+from prefill_workers.scheduler.link_job import LinkResult
+from prefill_workers.scheduler.prefill_loop import PrefillLoop, drain
 from prefill_workers.sequence import Embedded, LinkSequence, Run
 from prefill_workers.settings import CompileLimits, FidelitySettings, Weighing
-from prefill_workers.worker import PrefillLoop, drain
-from serving.documents import Document, Documents
-from serving.segments import Delimiters, Segments, segment
+from serving.frontend.documents import Document, Documents
+from serving.frontend.prompt_segments import Delimiters, Segments, segment
 
 BLOCK_SIZE = 32
 MAX_MODEL_LEN = 2048

@@ -8,9 +8,9 @@ import pytest
 import torch
 from rig import Linked, Rig, apart
 
-from prefill_workers.plan import LinkRequest
-from prefill_workers.policies import OperatingPoint
-from prefill_workers.prefix_cache import BLOCK
+from prefill_workers.link.plan import LinkRequest
+from prefill_workers.link.prefix_cache import BLOCK
+from prefill_workers.modes import OperatingPoint
 
 pytestmark = pytest.mark.engine
 

@@ -15,14 +15,14 @@ from rig import BLOCK_SIZE, MAX_MODEL_LEN, Linked, Page, Part, Rig
 
 from infra.checkpoints import checkpoint_path
 from kvstore.library import Library
-from kvstore.patch import PatchKind
-from prefill_workers.path_worker import Compiled, PathWorker
-from prefill_workers.path_worker import Path as PatchPath
-from prefill_workers.policies import Text
+from kvstore.operator.patch import PatchKind
+from prefill_workers.modes import Text
+from prefill_workers.patches.offline_paths import Compiled, PathWorker
+from prefill_workers.patches.offline_paths import Path as PatchPath
 from serving.access_log import AccessLog, read
-from serving.compile_plan import Kind
-from serving.compile_trace import Choice, Planner, Report, compile_paths, compile_trace
 from serving.config import OrbitServeConfig
+from serving.offline.compile_plan import Kind
+from serving.offline.compile_trace import Choice, Planner, Report, compile_paths, compile_trace
 from serving.settings import AccessLogSettings
 
 pytestmark = pytest.mark.engine
@@ -237,7 +237,7 @@ def test_patches_that_are_not_there_in_the_end_are_no_success(
         assert library.delete("patch", chunk.patch_key, "local")
 
     monkeypatch.setattr(
-        "serving.compile_trace._worker",
+        "serving.offline.compile_trace._worker",
         lambda planner: Evicting(rig.engine, planner.library, planner.form, budget=100),
     )
     json_file = tmp_path / "report.json"

@@ -12,17 +12,17 @@ import pytest
 from clock import Clock
 from rig import Page, Rig, apart
 
-from kvstore.catalogue import PatchCatalogue
+from kvstore.catalog.catalogue import PatchCatalogue
 from kvstore.library import Library
-from kvstore.patch import Patch
+from kvstore.operator.patch import Patch
 from kvstore.settings import LibrarySettings
-from prefill_workers.engine import PrefillEngine
-from prefill_workers.orbit import OrbitForming
-from prefill_workers.pace import Pace
-from prefill_workers.plan import LinkRequest
-from prefill_workers.policies import Mode, OperatingPoint
-from prefill_workers.scratch import Pieces
-from serving.arranger import Arranger
+from prefill_workers.engine.engine import PrefillEngine
+from prefill_workers.link.plan import LinkRequest
+from prefill_workers.modes import Mode, OperatingPoint
+from prefill_workers.patches.orbit_patches import OrbitForming
+from prefill_workers.patches.scratch import Pieces
+from prefill_workers.scheduler.cost_model import Pace
+from serving.placement.arranger import Arranger
 
 pytestmark = pytest.mark.engine
 

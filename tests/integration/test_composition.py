@@ -12,16 +12,16 @@ import torch
 from rig import Linked, Rig
 from torch import Tensor
 
-from kvstore.format import PatchRecord
-from kvstore.patch import Patch, PatchKind, relocate
-from kvstore.patch_form import PatchForm
-from prefill_workers.composing import attention_weights, measured_weights, weighted_sum
-from prefill_workers.keys import ChunkKeys
-from prefill_workers.linker import Linker
-from prefill_workers.measured import FILE
-from prefill_workers.plan import LinkRequest
-from prefill_workers.policies import Mode, OperatingPoint
-from prefill_workers.selection import MEASURED_LAYER
+from kvstore.operator.patch import Patch, PatchKind, relocate
+from kvstore.records.format import PatchRecord
+from kvstore.records.patch_form import PatchForm
+from prefill_workers.link.compose import attention_weights, measured_weights, weighted_sum
+from prefill_workers.link.keys import ChunkKeys
+from prefill_workers.link.linker import Linker
+from prefill_workers.link.plan import LinkRequest
+from prefill_workers.link.token_selection import MEASURED_LAYER
+from prefill_workers.model_card import FILE
+from prefill_workers.modes import Mode, OperatingPoint
 from prefill_workers.settings import FidelitySettings, Weighing
 from serving.config import OrbitServeConfig
 

@@ -11,10 +11,10 @@ import torch
 from rig import BLOCK_SIZE, Rig, apart, lone, unit_in_the_last_place
 from torch import Tensor
 
-from kvstore.patch import relocate
-from prefill_workers.attention import paid
-from prefill_workers.engine import PrefillEngine, SelfCheckError
-from prefill_workers.runs import RunsExtension, UnsupportedEngine
+from kvstore.operator.patch import relocate
+from prefill_workers.engine.attention import paid
+from prefill_workers.engine.engine import PrefillEngine, SelfCheckError
+from prefill_workers.engine.worker_extension import RunsExtension, UnsupportedEngine
 from prefill_workers.sequence import LinkSequence, Run
 
 pytestmark = pytest.mark.engine
@@ -26,7 +26,9 @@ def test_self_check_passes_in_both_precisions(fp32: PrefillEngine, bf16: Prefill
 
 
 def test_self_check_refuses_an_engine_whose_rotation_is_wrong(fp32: PrefillEngine, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("prefill_workers.engine.relocate", lambda kv, delta, layout: relocate(kv, delta + 1, layout))
+    monkeypatch.setattr(
+        "prefill_workers.engine.engine.relocate", lambda kv, delta, layout: relocate(kv, delta + 1, layout)
+    )
     with pytest.raises(SelfCheckError, match="relocated KV equals computed KV"):
         fp32.require_self_check()
 
@@ -58,7 +60,7 @@ def test_self_check_refuses_an_engine_whose_partial_forward_does_not_end(
 def test_self_check_refuses_an_engine_that_tells_another_attention_than_it_pays(
     fp32: PrefillEngine, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("prefill_workers.attention.paid", lambda queries, *others: paid(1.1 * queries, *others))
+    monkeypatch.setattr("prefill_workers.engine.attention.paid", lambda queries, *others: paid(1.1 * queries, *others))
     with pytest.raises(SelfCheckError, match="attention told equals the first layer's attention"):
         fp32.require_self_check()
 

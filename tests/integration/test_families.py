@@ -14,8 +14,8 @@ from rig import Page, Part, Rig, apart, lone, unit_in_the_last_place
 from torch import Tensor
 
 from infra.families import FAMILIES, Family
-from kvstore.patch import deficit, form_patch, relocate
-from prefill_workers.engine import PrefillEngine
+from kvstore.operator.patch import deficit, form_patch, relocate
+from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.sequence import LinkSequence, Run
 from prefill_workers.settings import FidelitySettings
 
@@ -210,7 +210,7 @@ def test_a_chunk_computed_once_serves_any_position(engines: Engines, rigs: dict[
     linked, exact = rig.link(far, "full-reuse"), rig.link(far, "exact")
     assert (linked.points, exact.points) == (["relocated"], ["recomputed"]), "from embeddings that are stored"
     ahead, wanted = (one.kv[:, : one.plan.chunks[0].span.start] for one in (linked, exact))
-    if engines.fp32.layout.family == "mla":  # its products over more rows at once round otherwise (infra.cpu_latent)
+    if engines.fp32.layout.family == "mla":  # its products over more rows at once round otherwise (infra.cpu.latent)
         assert apart(ahead, wanted) < 1e-5
     else:
         assert torch.equal(ahead, wanted)

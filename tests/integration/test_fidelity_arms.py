@@ -18,10 +18,10 @@ from infra.reference import DEFAULT_MODEL, weights
 from infra.reference.families import FAMILIES
 from infra.reference.pictures import page_picture
 from infra.reference.scenes import Form, Split, draw_items
-from kvstore.patch import Patch, PatchKind
-from kvstore.patch_form import PatchForm
-from prefill_workers.keys import ChunkKeys
-from prefill_workers.policies import OperatingPoint
+from kvstore.operator.patch import Patch, PatchKind
+from kvstore.records.patch_form import PatchForm
+from prefill_workers.link.keys import ChunkKeys
+from prefill_workers.modes import OperatingPoint
 from prefill_workers.settings import FidelitySettings
 from serving.bench.fidelity import composition, envelope, growth, online, prefix, reorder, storage
 from serving.bench.fidelity.arms import Repaired

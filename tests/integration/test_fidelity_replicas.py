@@ -9,9 +9,9 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from prefill_workers.policies import OperatingPoint
+from prefill_workers.modes import OperatingPoint
 from prefill_workers.settings import FidelitySettings
-from serving.fidelity_replica import FidelityReplica
+from serving.replicas.fidelity_mixin import FidelityReplica
 
 PATCHED, COMPOSED = OperatingPoint.PATCHED, OperatingPoint.COMPOSED
 

@@ -12,7 +12,7 @@ from rig import Rig
 
 from kvstore.library import Library
 from kvstore.settings import LibrarySettings
-from prefill_workers.engine import PrefillEngine
+from prefill_workers.engine.engine import PrefillEngine
 
 pytestmark = pytest.mark.engine
 

@@ -12,10 +12,10 @@ from layers import LayerTier, cold_rig, parts_of, teach
 from rig import QWEN2_5_VL, Linked, Rig
 from waiting import wait_for
 
-from kvstore.tiers import MemoryTier, Tier
-from prefill_workers.engine import PrefillEngine
-from prefill_workers.first_token import Sampling
-from prefill_workers.pace import Pace
+from kvstore.tiers.base import MemoryTier, Tier
+from prefill_workers.engine.engine import PrefillEngine
+from prefill_workers.engine.sampling import Sampling
+from prefill_workers.scheduler.cost_model import Pace
 
 pytestmark = pytest.mark.engine
 

@@ -13,16 +13,16 @@ from rig import Part, Rig, apart
 from torch import Tensor
 
 from kvstore.errors import TierUnavailable
-from kvstore.format import RecordKind
 from kvstore.library import Library
-from kvstore.loading import Loading
-from kvstore.patch import PatchKind
+from kvstore.operator.patch import PatchKind
+from kvstore.records.format import RecordKind
 from kvstore.settings import LibrarySettings
-from kvstore.tiers import MemoryTier
-from prefill_workers.engine import PrefillEngine
-from prefill_workers.lookup import Lookup
-from prefill_workers.plan import ChunkPlan, LinkPlan, LinkRequest, PixelsNeeded
-from prefill_workers.policies import Text
+from kvstore.tiers.base import MemoryTier
+from kvstore.tiers.loading import Loading
+from prefill_workers.engine.engine import PrefillEngine
+from prefill_workers.link.lookups import Lookup
+from prefill_workers.link.plan import ChunkPlan, LinkPlan, LinkRequest, PixelsNeeded
+from prefill_workers.modes import Text
 
 pytestmark = pytest.mark.engine
 

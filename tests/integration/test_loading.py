@@ -13,15 +13,15 @@ from waiting import wait_for
 
 from kvstore.errors import TierUnavailable
 from kvstore.library import Library
-from kvstore.paths import record_path
 from kvstore.settings import LibrarySettings
-from kvstore.tier_faults import WrappedTier
-from kvstore.tiers import MemoryTier, Tier
-from prefill_workers.engine import PrefillEngine
-from prefill_workers.keys import ChunkKeys
-from prefill_workers.lookup import Lookup
-from prefill_workers.plan import LinkPlan, LinkRequest, PixelsNeeded, PrefetchRequest
-from prefill_workers.policies import Text
+from kvstore.tiers.base import MemoryTier, Tier
+from kvstore.tiers.faults import WrappedTier
+from kvstore.tiers.paths import record_path
+from prefill_workers.engine.engine import PrefillEngine
+from prefill_workers.link.keys import ChunkKeys
+from prefill_workers.link.lookups import Lookup
+from prefill_workers.link.plan import LinkPlan, LinkRequest, PixelsNeeded, PrefetchRequest
+from prefill_workers.modes import Text
 
 pytestmark = pytest.mark.engine
 

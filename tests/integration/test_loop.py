@@ -14,13 +14,13 @@ import torch
 from rig import MAX_MODEL_LEN, MIXED, Rig, all_free, apart, fill
 from waiting import wait_for
 
-from prefill_workers.first_token import Sampling
-from prefill_workers.job import LinkResult
-from prefill_workers.loaded import LoadedKV
-from prefill_workers.pace import Pace
-from prefill_workers.plan import LinkPlan
+from prefill_workers.engine.sampling import Sampling
+from prefill_workers.link.plan import LinkPlan
+from prefill_workers.scheduler.cost_model import Pace
+from prefill_workers.scheduler.link_job import LinkResult
+from prefill_workers.scheduler.load_budget import LoadedKV
+from prefill_workers.scheduler.prefill_loop import Overloaded, PromptTooLarge, drain
 from prefill_workers.sequence import LinkSequence, Run
-from prefill_workers.worker import Overloaded, PromptTooLarge, drain
 
 pytestmark = pytest.mark.engine
 

@@ -12,10 +12,10 @@ import pytest
 from rig import MIXED, Rig, all_free, fill
 from waiting import wait_for
 
-from kvstore.format import RecordKind
-from prefill_workers.job import LinkResult
-from prefill_workers.policies import Text
-from prefill_workers.worker import drain
+from kvstore.records.format import RecordKind
+from prefill_workers.modes import Text
+from prefill_workers.scheduler.link_job import LinkResult
+from prefill_workers.scheduler.prefill_loop import drain
 
 pytestmark = pytest.mark.engine
 

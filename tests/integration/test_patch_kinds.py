@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from rig import Rig, apart
 
-from kvstore.basis import pool_basis
 from kvstore.library import Library
-from kvstore.patch import Patch
-from kvstore.patch_form import PatchForm
+from kvstore.operator.basis import pool_basis
+from kvstore.operator.patch import Patch
+from kvstore.records.patch_form import PatchForm
 from kvstore.settings import FactorType, LibrarySettings
-from prefill_workers.engine import PrefillEngine
+from prefill_workers.engine.engine import PrefillEngine
 
 pytestmark = pytest.mark.engine
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from prefill_workers.engine import PrefillEngine
-from serving.bench.patch_rank import Probe
+from prefill_workers.engine.engine import PrefillEngine
+from tests.benchmarks.patch_rank import Probe
 
 pytestmark = pytest.mark.engine
 

@@ -23,14 +23,14 @@ from vllm.outputs import CompletionOutput, RequestOutput
 
 from infra.checkpoints import checkpoint_path
 from kvstore.library import Library, LibrarySettings
-from prefill_workers.engine import PrefillEngine
-from prefill_workers.patch_compiler import load_form
+from prefill_workers.engine.engine import PrefillEngine
+from prefill_workers.patches.patch_compiler import load_form
 from serving.api.app import build_api
 from serving.config import OrbitServeConfig
-from serving.engine_client import LinkedEngineClient, front_end_config
-from serving.precompute import outcomes
-from serving.precompute_ledger import Outcome
-from serving.precompute_manifest import Manifest
+from serving.frontend.engine_client import LinkedEngineClient, front_end_config
+from serving.offline.precompute import outcomes
+from serving.offline.precompute_ledger import Outcome
+from serving.offline.precompute_manifest import Manifest
 from serving.settings import HttpSettings
 
 pytestmark = pytest.mark.engine
@@ -113,7 +113,7 @@ def kill_once_it_has_stored(patches: int, manifest: Path, config: Path, library:
 
     However that goes, nothing of it is left running.
     """
-    command = [sys.executable, "-c", "from serving.cli import main; main()", "precompute", str(manifest)]
+    command = [sys.executable, "-c", "from serving.cli.main import main; main()", "precompute", str(manifest)]
     process = subprocess.Popen([*command, "--config", str(config), "--workers", "1"])
     family: list[psutil.Process] = []
     deadline = time.monotonic() + STORED_WITHIN_SECONDS
@@ -168,7 +168,7 @@ def test_two_workers_compute_nothing_twice(job: Job):
 
 
 class RigRoles:
-    """`serving.engine_client.Roles` on a rig: real links, a canned answer."""
+    """`serving.frontend.engine_client.Roles` on a rig: real links, a canned answer."""
 
     def __init__(self, rig: Rig) -> None:
         self._rig = rig

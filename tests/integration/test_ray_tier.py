@@ -21,10 +21,10 @@ from waiting import wait_for
 
 from kvstore.errors import TierUnavailable
 from kvstore.library import Library
-from kvstore.paths import MARKERS
-from kvstore.ray_tier import NAMESPACE, RayTier, directory_name
 from kvstore.settings import LibrarySettings
-from kvstore.tiers import Tier
+from kvstore.tiers.base import Tier
+from kvstore.tiers.paths import MARKERS
+from kvstore.tiers.ray import NAMESPACE, RayTier, directory_name
 
 MIB = 1 << 20
 NODE = {"num_cpus": 1, "object_store_memory": 150 * MIB}

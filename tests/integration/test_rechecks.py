@@ -12,16 +12,16 @@ from rig import Page, Rig
 from test_loop import all_free, wait_for
 from torch import Tensor
 
-from kvstore.basis import SharedBasis, pool_basis
-from kvstore.format import PatchRecord
 from kvstore.library import Library
-from kvstore.patch_form import PatchForm
+from kvstore.operator.basis import SharedBasis, pool_basis
+from kvstore.records.format import PatchRecord
+from kvstore.records.patch_form import PatchForm
 from kvstore.settings import FactorType, LibrarySettings
-from prefill_workers import recheck
-from prefill_workers.engine import PrefillEngine
-from prefill_workers.fidelity import PointStatus
-from prefill_workers.pace import Pace
-from prefill_workers.policies import OperatingPoint
+from prefill_workers.background import exact_recheck as recheck
+from prefill_workers.engine.engine import PrefillEngine
+from prefill_workers.fidelity.monitor import PointStatus
+from prefill_workers.modes import OperatingPoint
+from prefill_workers.scheduler.cost_model import Pace
 from prefill_workers.settings import FidelitySettings
 
 pytestmark = pytest.mark.engine
@@ -76,13 +76,13 @@ def test_a_corrupted_patch_basis_is_switched_off_until_an_operator_allows_it(
     rig.link(PAGES)
     exact = rig.link(PAGES, "exact")
     honest = corrupt(rig)
-    with caplog.at_level(logging.WARNING, logger="prefill_workers.fidelity"):
+    with caplog.at_level(logging.WARNING, logger="prefill_workers.fidelity.monitor"):
         wrong = [rig.link(PAGES) for _ in range(2)]
     assert [linked.points for linked in wrong] == [["patched", "patched"]] * 2
     now = status(rig)
     assert now.rolling_kl > 10 * now.bound
     assert not now.allowed
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "prefill_workers.fidelity"]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "prefill_workers.fidelity.monitor"]
     assert "operating point patched is switched off" in line
     assert "orbitserve fidelity allow patched" in line
 

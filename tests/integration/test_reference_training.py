@@ -15,7 +15,7 @@ from infra.reference.making import CARD, Refining, average, evaluate, make, refi
 from infra.reference.pictures import page_picture
 from infra.reference.scenes import Form, Split, draw_items
 from infra.reference.training import COUNTING, REFINING, Stage
-from prefill_workers.measured import Measured, measured
+from prefill_workers.model_card import Measured, measured
 
 FAMILY = "qwen3_vl"  # its tower writes codes of several levels
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from rig import Part, Rig
 
-from kvstore.chunk import DYNAMIC_TENANT, owned_content_id
-from prefill_workers.plan import LinkRequest, PixelsNeeded
-from serving.segments import Segments
+from kvstore.records.keys import DYNAMIC_TENANT, owned_content_id
+from prefill_workers.link.plan import LinkRequest, PixelsNeeded
+from serving.frontend.prompt_segments import Segments
 
 pytestmark = pytest.mark.engine
 REFERENCES = (1, 2, 3)

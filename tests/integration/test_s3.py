@@ -20,12 +20,12 @@ from tier_conformance import TierConformance, buffers
 
 from infra.s3_server import S3Server, S3ServerUnavailable, install, s3_server
 from kvstore.errors import BlobReplaced, TierUnavailable
-from kvstore.format import CanonicalRecord, encode
 from kvstore.library import Library
-from kvstore.paths import path_of
+from kvstore.records.format import CanonicalRecord, encode
 from kvstore.settings import LibrarySettings
-from kvstore.tiers import Tier, tier_for_url
-from serving.doctor import check_library
+from kvstore.tiers.base import Tier, tier_for_url
+from kvstore.tiers.paths import path_of
+from serving.cli.doctor import check_library
 
 _buckets = (f"bucket-{number}" for number in itertools.count())
 OpenLibrary = Callable[..., Library]
@@ -150,7 +150,7 @@ def test_a_stalled_server_is_a_miss_now_and_a_hit_later(
 
 
 def test_many_blobs_are_deleted_batch_by_batch(server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.s3_tier._BATCH", 5)
+    monkeypatch.setattr("kvstore.tiers.s3._BATCH", 5)
     tier = tier_for_url(f"s3://{bucket}", server.storage_options())
     keys = [f"k{number}" for number in range(13)]
     for key in keys:
@@ -163,7 +163,7 @@ def test_many_blobs_are_deleted_batch_by_batch(server: S3Server, bucket: str, mo
 
 
 def test_a_read_that_drips_is_given_up(server: S3Server, bucket: str, proxy: TcpProxy) -> None:
-    from kvstore.s3_tier import S3Tier
+    from kvstore.tiers.s3 import S3Tier
 
     tier = S3Tier(f"s3://{bucket}", server.storage_options(proxy.url), timeout_s=0.3)
     proxy.flowing.clear()

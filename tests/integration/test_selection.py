@@ -14,11 +14,11 @@ from torch import Tensor
 
 from infra.families import FAMILIES, Family
 from kvstore.library import Library
-from kvstore.patch import relocate
+from kvstore.operator.patch import relocate
 from kvstore.settings import LibrarySettings
-from kvstore.tiers import MemoryTier
-from prefill_workers.engine import PrefillEngine
-from prefill_workers.pace import Pace
+from kvstore.tiers.base import MemoryTier
+from prefill_workers.engine.engine import PrefillEngine
+from prefill_workers.scheduler.cost_model import Pace
 from prefill_workers.sequence import LinkSequence, Run, complement
 
 pytestmark = pytest.mark.engine

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from kvstore_support import FINGERPRINT, MakeLibrary
 
-from kvstore import host_kernel
 from kvstore.library import Library
+from kvstore.operator import host_kernel
 from kvstore.settings import LibrarySettings
-from kvstore.tiers import Tier
+from kvstore.tiers.base import Tier
 
 
 @pytest.fixture

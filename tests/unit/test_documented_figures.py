@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from fidelity_records import recorded
 
-from serving.bench.catalogue import BENCHMARKS
 from serving.bench.fidelity.bench import KINDS
 from serving.loadtest.arrivals import poisson
 from serving.loadtest.measures import SATURATED
+from tests.benchmarks.catalogue import BENCHMARKS
 
 RESULTS = Path("tests/benchmarks/results")
 DOCUMENTS = (Path("README.md"), Path("tests/benchmarks/README.md"))

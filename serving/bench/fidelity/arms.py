@@ -46,12 +46,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvstore.basis import SharedBasis
-from kvstore.factor import Factors, factor
-from kvstore.layout import Layout
-from kvstore.patch import Patch, PatchKind, apply, deficit, form_patch
-from prefill_workers.composing import measured_weights, weighted_sum
-from prefill_workers.selection import MEASURED_LAYER, deviations
+from kvstore.operator.basis import SharedBasis
+from kvstore.operator.layout import Layout
+from kvstore.operator.patch import Patch, PatchKind, apply, deficit, form_patch
+from kvstore.operator.svd import Factors, factor
+from prefill_workers.link.compose import measured_weights, weighted_sum
+from prefill_workers.link.token_selection import MEASURED_LAYER, deviations
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from infra.reference import WEIGHTS, digest
 from infra.reference.families import FAMILIES, ReferenceFamily
 from infra.reference.scenes import ASKED, Split
 from infra.vllm_env import vllm_environment
-from prefill_workers.measured import FILE, Measured
+from prefill_workers.model_card import FILE, Measured
 from prefill_workers.settings import Weighing
 from serving.bench.fidelity.arms import COMMON
 from serving.bench.fidelity.composition import holds_up_to
@@ -30,8 +30,9 @@ from serving.bench.fidelity.tables import (
     loses,
     tables,
 )
-from serving.bench.harness import UNCERTAINTY, Benchmark, Outcome, versions
+from serving.bench.harness import UNCERTAINTY, Benchmark, Outcome
 from serving.bench.kept import Kept, digest_of
+from serving.loadtest.records import versions
 
 ITEMS = 500
 KINDS = {"gqa": "qwen2_5_vl", "deepstack": "qwen3_vl", "mla": "kimi_vl", "mha": "llava"}
@@ -42,9 +43,8 @@ _ROOT = Path(__file__).parents[3]
 _CODE = [
     _ROOT / name
     for name in (
-        "serving/bench/fidelity", "serving/segments.py", "prefill_workers", "kvstore", "infra/reference",
-        "infra/checkpoints", "infra/cpu_kernels.py", "infra/cpu_latent.py", "infra/openmp.py", "infra/vllm_env.py",
-        "infra/vllm_plugin.py",
+        "serving/bench/fidelity", "serving/frontend/prompt_segments.py", "prefill_workers", "kvstore",
+        "infra/reference", "infra/checkpoints", "infra/cpu", "infra/vllm_env.py", "infra/vllm_plugin.py",
     )
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Table 7: patches behind a set from patches behind each of its members (`prefill_workers.composing`).
+"""Table 7: patches behind a set from patches behind each of its members (`prefill_workers.link.compose`).
 
 Δ(B|S) ≈ Δ(B|∅) + Σ c_i (Δ(B|A_i) - Δ(B|∅)), where ∅ stands for the fixed text alone. Pair patches have rank m each; the
 own and orbit patches they are compared with have rank m, and `own_wide` the composed patch's rank m·|S|.
@@ -38,9 +38,9 @@ import torch
 from torch import Tensor
 
 from infra.reference.scenes import Form, Split
-from kvstore.patch import Patch, PatchKind, compose, deficit, mean_deficit, orderings
-from prefill_workers.composing import measured_weights, weighted_sum
-from prefill_workers.selection import MEASURED_LAYER
+from kvstore.operator.patch import Patch, PatchKind, compose, deficit, mean_deficit, orderings
+from prefill_workers.link.compose import measured_weights, weighted_sum
+from prefill_workers.link.token_selection import MEASURED_LAYER
 from serving.bench.fidelity.arms import PageKV
 from serving.bench.fidelity.items import SEED, Item, items
 from serving.bench.fidelity.masses import FirstLayer, relative_weights, weights

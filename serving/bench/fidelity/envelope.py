@@ -7,9 +7,9 @@ a patch of what it leaves, of the same rank.
 
 The linker's rule is its key: a patch serves behind the same pages (own: in the same order, orbit: in any) and the same
 system prompt, and whatever other text stands before the first page. Text between the pages does not matter either as
-long as it is short; where it is not, a patch serves behind the same text alone (`prefill_workers.keys.contexts`: what a
-sentence there costs is why). A situation that the rule lets pass and in which a stored patch changes the model's answer
-is a false reuse.
+long as it is short; where it is not, a patch serves behind the same text alone (`prefill_workers.link.keys.contexts`:
+what a sentence there costs is why). A situation that the rule lets pass and in which a stored patch changes the model's
+answer is a false reuse.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from torch import Tensor
 
 from infra.reference.scenes import Form, Split
-from kvstore.patch import Patch, PatchKind, compose, mean_deficit, orderings, remainder
+from kvstore.operator.patch import Patch, PatchKind, compose, mean_deficit, orderings, remainder
 from serving.bench.fidelity.items import items
 from serving.bench.fidelity.probe import Behind, Probe
 from serving.bench.fidelity.reader import Prompt

@@ -21,7 +21,7 @@ from serving.bench.fidelity.reader import Prompt
 from serving.bench.fidelity.study import Study
 
 if TYPE_CHECKING:
-    from prefill_workers.plan import LinkRequest
+    from prefill_workers.link.plan import LinkRequest
 
 PAGES = (2, 4, 6, 8, 10)
 MODES = ("off", "exact", "auto", "full-reuse", "mpic-32", "cacheblend-15")
@@ -37,9 +37,9 @@ def form(pages: int) -> Form:
 def worker(study: Study) -> Iterator[workers.Worker]:
     """A prefill worker in this process, with an empty library in memory."""
     from kvstore.library import Library
-    from kvstore.patch_form import PatchForm
+    from kvstore.records.patch_form import PatchForm
     from kvstore.settings import LibrarySettings
-    from prefill_workers.patch_compiler import PatchCompiler
+    from prefill_workers.patches.patch_compiler import PatchCompiler
     from prefill_workers.settings import CompileLimits
 
     engine, patches = study.reader.engine, PatchForm(RANK)
@@ -52,8 +52,8 @@ def worker(study: Study) -> Iterator[workers.Worker]:
 
 def request(prompt: Prompt) -> LinkRequest:
     """A reader's prompt, up to where its answer is predicted, as a request for the likeliest token."""
-    from prefill_workers.first_token import Sampling
-    from prefill_workers.plan import LinkRequest
+    from prefill_workers.engine.sampling import Sampling
+    from prefill_workers.link.plan import LinkRequest
 
     tokens = prompt.token_ids[: len(prompt) - len(prompt.answer) + 1]
     chunks = tuple(place.page.chunk(place.start) for place in prompt.places)

@@ -1,9 +1,9 @@
 """Table 9: what the online check sees of requests that patches served, and where its bound must lie.
 
 The check compares the next-token distributions of the last prompt tokens with exact ones and averages their KL over
-the last `window` checks of an operating point; beyond the bound the point is switched off (`prefill_workers.fidelity`).
-Here every page of a request is served by the stored orbit patches of the default rank (behind one page or none: its
-own), and the prompt differs from that which taught them, or the patches are broken:
+the last `window` checks of an operating point; beyond the bound the point is switched off
+(`prefill_workers.fidelity.monitor`). Here every page of a request is served by the stored orbit patches of the default
+rank (behind one page or none: its own), and the prompt differs from that which taught them, or the patches are broken:
 
 | situation | what serves | the rule (see `envelope`) |
 |---|---|---|
@@ -34,10 +34,10 @@ import numpy as np
 from torch import Tensor
 
 from infra.reference.scenes import Form, Split
-from kvstore.layout import Layout
-from kvstore.patch import Patch, PatchKind, apply, compose, deficit, mean_deficit
-from kvstore.patch_form import PatchForm
-from prefill_workers.fidelity import compare
+from kvstore.operator.layout import Layout
+from kvstore.operator.patch import Patch, PatchKind, apply, compose, deficit, mean_deficit
+from kvstore.records.patch_form import PatchForm
+from prefill_workers.fidelity.monitor import compare
 from prefill_workers.settings import FidelitySettings
 from serving.bench.fidelity.composition import composed_patch
 from serving.bench.fidelity.items import Item, items

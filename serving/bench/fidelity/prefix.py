@@ -18,7 +18,7 @@ import statistics
 from functools import lru_cache
 from itertools import takewhile
 
-from kvstore.patch import orderings
+from kvstore.operator.patch import orderings
 from serving.bench.fidelity.reader import Prompt
 
 HISTORIES = ("same", "another order", "other text")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvstore.patch import Patch, apply, deficit
+from kvstore.operator.patch import Patch, apply, deficit
 from serving.bench.fidelity.reader import Page, Prompt, Read, Reader
 from serving.bench.fidelity.scores import Scores
 

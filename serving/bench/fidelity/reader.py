@@ -1,7 +1,7 @@
 """Asking a model about pages whose KV was put together in any way: a real engine, driven by hand.
 
 A prompt is laid out as the server lays it out. Its pages' KV may be given; everything else is computed over it in one
-forward, as the linker computes the text of a request (`prefill_workers.runs`).
+forward, as the linker computes the text of a request (`prefill_workers.engine.worker_extension`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from PIL import Image
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from prefill_workers.engine import PrefillEngine
-    from prefill_workers.pixels import Pixels
-    from prefill_workers.plan import ChunkSpan
+    from prefill_workers.engine.engine import PrefillEngine
+    from prefill_workers.engine.image_batches import Pixels
+    from prefill_workers.link.plan import ChunkSpan
     from prefill_workers.sequence import LinkSequence, Run
 
 _HEAD, _TAIL = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
@@ -96,8 +96,8 @@ class Reader:
     def __init__(self, checkpoint: Path, trust_remote_code: bool = False) -> None:
         from vllm.renderers import renderer_from_config
 
-        from prefill_workers.engine import EngineSpec, PrefillEngine
-        from serving.segments import Delimiters
+        from prefill_workers.engine.engine import EngineSpec, PrefillEngine
+        from serving.frontend.prompt_segments import Delimiters
 
         spec = EngineSpec(
             model=str(checkpoint), dtype="float32", max_model_len=4096, max_batch_tokens=2 * _BUDGET, hand_off=False,
@@ -134,10 +134,10 @@ class Reader:
         return found
 
     def rendered(self, pictures: Sequence[Image.Image], text: str) -> Any:
-        """A chat turn of pictures and text as the server renders it (`serving.segments.Segments`)."""
+        """A chat turn of pictures and text as the server renders it (`serving.frontend.prompt_segments.Segments`)."""
         from vllm.renderers import ChatParams
 
-        from serving.segments import segment
+        from serving.frontend.prompt_segments import segment
 
         content = [
             *({"type": "image_pil", "image_pil": picture} for picture in pictures),
@@ -247,7 +247,7 @@ class Reader:
 
     def _write(self, batch: Sequence[tuple[Prompt, range]], pages: Sequence[Sequence[Tensor | None]]) -> None:
         """Store the given KV of every prompt's pages; pages at the same position are written together."""
-        from kvstore.patch import relocate
+        from kvstore.operator.patch import relocate
 
         together: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for (prompt, blocks), given in zip(batch, pages, strict=True):
@@ -263,7 +263,7 @@ class Reader:
 
     def _canonical(self, blocks: range, place: Place) -> Tensor:
         """The KV of a place as it is in the pool now, in the canonical frame."""
-        from kvstore.patch import relocate
+        from kvstore.operator.patch import relocate
 
         kv = self.engine.read_kv(blocks, place.start, place.stop - place.start)
         return relocate(kv, -place.position, self.engine.layout, out=kv)

@@ -10,7 +10,7 @@ import statistics
 from collections import defaultdict
 
 from infra.reference.scenes import Form, Split
-from kvstore.patch import Patch, PatchKind, mean_deficit, orderings
+from kvstore.operator.patch import Patch, PatchKind, mean_deficit, orderings
 from serving.bench.fidelity.items import items
 from serving.bench.fidelity.probe import Probe
 from serving.bench.fidelity.scores import Scores

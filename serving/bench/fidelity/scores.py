@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefill_workers.fidelity import compare
+from prefill_workers.fidelity.monitor import compare
 from serving.bench.harness import UNCERTAINTY
 
 RESAMPLES = 1000

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from infra.reference.scenes import Form, Split
-from kvstore.layout import Layout
-from prefill_workers.selection import MEASURED_LAYER
+from kvstore.operator.layout import Layout
+from prefill_workers.link.token_selection import MEASURED_LAYER
 from serving.bench.fidelity.arms import PageKV
 from serving.bench.fidelity.scores import average
 from serving.bench.fidelity.study import Study

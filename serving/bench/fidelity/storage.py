@@ -21,9 +21,9 @@ from itertools import islice
 import torch
 
 from infra.reference.scenes import Form, Split
-from kvstore.layout import Layout
-from kvstore.patch import Patch, PatchKind
-from kvstore.patch_form import PatchForm
+from kvstore.operator.layout import Layout
+from kvstore.operator.patch import Patch, PatchKind
+from kvstore.records.patch_form import PatchForm
 from kvstore.settings import FactorType
 from serving.bench.fidelity.items import items
 from serving.bench.fidelity.probe import Behind, Probe

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from infra.reference.families import ReferenceFamily
 from infra.reference.scenes import Form, Split
-from kvstore.basis import SharedBasis, pool_basis
-from kvstore.patch import deficit, mean_deficit, orderings
+from kvstore.operator.basis import SharedBasis, pool_basis
+from kvstore.operator.patch import deficit, mean_deficit, orderings
 from serving.bench.fidelity import prefix
 from serving.bench.fidelity.arms import RANKS, Arm, Arms, PageKV, computed_share
 from serving.bench.fidelity.items import SEED, Item, items

@@ -15,15 +15,16 @@ import numpy as np
 from rich.console import Console
 
 from infra.reference.scenes import ASKED, Split
-from kvstore.patch import orderings
+from kvstore.operator.patch import orderings
 from serving.bench.fidelity import composition, envelope, growth, online, prefix, reorder, storage
 from serving.bench.fidelity.arms import RANKS, TOKEN_ARMS, Arm
 from serving.bench.fidelity.reader import Prompt
 from serving.bench.fidelity.scores import Scores, changed, margin, median, share, summary
 from serving.bench.fidelity.shape import shape_of
 from serving.bench.fidelity.study import Study
-from serving.bench.harness import UNCERTAINTY, machine
+from serving.bench.harness import UNCERTAINTY
 from serving.bench.kept import Kept
+from serving.loadtest.records import machine
 
 MAIN = ("accuracy", "kl", "eta", "flip_recover", "bytes_fraction", "computed")
 EQUAL_BYTES = MAIN[:-1]

@@ -1,0 +1,1 @@
+"""Tuning of a CPU host: kernels, threads, shared cores."""

@@ -1,0 +1,1 @@
+"""What a library holds: the index of patches, popularity, inventory, archives."""

@@ -1,0 +1,118 @@
+"""The patches that lie in a directory, as an index lists them: those of earlier runs, and those of other processes.
+
+A look reads the headers of files that came since the one before, never their factors: a folder in which no name came or
+went since then, by its time of change, is not even listed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from kvstore.catalog.index import Entry, Scope
+from kvstore.errors import StoreError
+from kvstore.operator.patch import PatchKind
+from kvstore.records.format import read_metadata
+from kvstore.records.patch_form import PatchForm
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.paths import patches_prefix
+
+logger = logging.getLogger(__name__)
+
+_SETTLED_NS = 2_000_000_000  # a folder that changed later may change again within the clock tick that it was read in
+_SERVING = (PatchKind.own, PatchKind.orbit, PatchKind.pair)
+
+
+class _Folder(NamedTuple):
+    changed: int  # ns; 0: not settled yet
+    folders: tuple[str, ...]
+    files: frozenset[str]
+
+
+class PatchCatalogue:
+    """Looks at one directory, for patches of one model and form. Not thread-safe; reads files, so keep it off event
+    loops.
+
+    Args:
+        form: others are not found by linkers.
+        limit: headers read in one look.
+    """
+
+    def __init__(self, tier: DiskTier, fingerprint: str, form: PatchForm, limit: int = 1024) -> None:
+        self._tier, self._form, self._limit = tier, form, limit
+        self._top = patches_prefix(fingerprint).rstrip("/")
+        self._folders: dict[str, _Folder] = {}
+        self._unread: deque[str] = deque()
+
+    @property
+    def behind(self) -> bool:
+        """Whether the last look has left headers to be read by the next."""
+        return bool(self._unread)
+
+    def look(self) -> list[Entry]:
+        """The patches that came since the last look, or some of them (see `behind`)."""
+        if not self._unread:
+            self._unread.extend(self._news())
+        paths = [self._unread.popleft() for _ in range(min(self._limit, len(self._unread)))]
+        found = (self._entry(path) for path in paths)
+        return [entry for entry in found if entry is not None]
+
+    def _news(self) -> list[str]:
+        """Keys of files that were not there at the last look."""
+        waiting, found, news = [self._top], dict[str, _Folder](), list[str]()
+        while waiting:
+            name = waiting.pop()
+            before = self._folders.get(name)
+            now = self._listed(name, before)
+            if now is None:
+                continue
+            found[name] = now
+            waiting += now.folders
+            if before is not now:
+                news += [f"{name}/{file}" for file in now.files - (before.files if before else frozenset())]
+        self._folders = found
+        return news
+
+    def _listed(self, name: str, before: _Folder | None) -> _Folder | None:
+        """What a folder holds: `before` if it has not changed; None if it is gone."""
+        path = self._tier.root / name
+        try:
+            changed = path.stat().st_mtime_ns
+            if before is not None and before.changed == changed:
+                return before
+            settled = time.time_ns() - changed > _SETTLED_NS
+            with os.scandir(path) as found:
+                items = list(found)
+        except OSError:
+            return None
+        folders = tuple(f"{name}/{item.name}" for item in items if item.is_dir(follow_symlinks=False))
+        files = frozenset(item.name for item in items if item.is_file(follow_symlinks=False))
+        return _Folder(changed if settled else 0, folders, files)
+
+    def _entry(self, path: str) -> Entry | None:
+        """What an index says of the patch in a file; None if it can serve nobody, or is gone or damaged."""
+        with suppress(StoreError, KeyError, TypeError, ValueError):
+            buffer = self._tier.get(path)
+            return None if buffer is None else entry_of(read_metadata(buffer), self._form)
+        logger.debug("%s: no patch to be read", path)
+        return None
+
+
+def entry_of(document: Mapping[str, Any], form: PatchForm) -> Entry | None:
+    """What an index says of a patch, by what its record says of itself (see `kvstore.records.format`).
+
+    None for a patch of another form, one that linkers do not look for, and one that was stored before records named the
+    fixed prefix. Raises KeyError or ValueError where the document is not a patch's.
+    """
+    kind, prefix = PatchKind(document["patch"]["kind"]), document.get("prefix")
+    if not prefix or kind not in _SERVING:
+        return None
+    if form.key(document["canonical"], document["antecedent"], kind) != document["key"]:
+        return None
+    scope = Scope(document["tenant"], prefix)
+    return Entry(scope, document["content"], tuple(document["antecedents"]), ordered=kind is PatchKind.own)

@@ -1,0 +1,1 @@
+"""Records: keys, the file format, and its checksums."""

@@ -1,0 +1,1 @@
+"""Storage tiers: memory, local disk, S3 and other fsspec URLs, the Ray object store."""

@@ -1,0 +1,361 @@
+"""The library's tiers as one: read through, nearest first; write to all; survive any of them failing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from kvstore.errors import BlobReplaced, CorruptRecord, TierUnavailable
+from kvstore.records.format import Record, decode
+from kvstore.settings import LibrarySettings
+from kvstore.tiers.base import QUARANTINE, Blob, Entry, Tier, tier_for_url
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.eviction import Candidate, TierBudget
+from kvstore.tiers.health import Breaker, Health
+from kvstore.tiers.loading import Loading
+from kvstore.tiers.paths import ORPHAN_SECONDS, Marker, content_prefix, marker_paths, path_of, sorted_out, tenant_digest
+from kvstore.tiers.ray import RayTier, directory_name, ray_is_running
+
+logger = logging.getLogger(__name__)
+
+_MOST_QUESTIONS = 64  # to one tier at once: half of the threads that ask (see `prefill_workers.link.lookups`)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A record read from a tier, and its bytes."""
+
+    record: Record
+    encoded: pa.Buffer
+
+
+@dataclass(frozen=True)
+class Derived:
+    """What is derived from a content id: paths of records, each tier's markers of them, and why one was not listed."""
+
+    records: set[str]
+    markers: list[list[str]]
+    failure: TierUnavailable | None
+
+
+class TierStack:
+    """Thread-safe for reading; a tier is written to by one thread.
+
+    `pinned(key)`: whether a record is in use; `last_used()`: when memory answered for a path (a tier cannot see that).
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        settings: LibrarySettings,
+        pinned: Callable[[str], bool],
+        last_used: Callable[[], dict[str, float]],
+    ) -> None:
+        self.tiers = tuple(tiers)
+        self.counts: Counter[str] = Counter()
+        named = {"object-store": settings.object_store_bytes, "remote": settings.remote_bytes}
+        limits = [named.get(tier.name, settings.disk_bytes) for tier in self.tiers]
+        self.budgets = [
+            TierBudget(tier, limit, settings.tenant_bytes, self._survey, settings.writers)
+            for tier, limit in zip(self.tiers, limits, strict=True)
+        ]
+        self._health = [
+            Health(
+                settings.tier_failures,
+                settings.tier_cooldown_s,
+                reads=settings.load_threads,
+                questions=_MOST_QUESTIONS,
+                patience_s=settings.load_timeout_s,
+            )
+            for _ in self.tiers
+        ]
+        self._pinned = pinned
+        self._last_used = last_used
+        self._lock = threading.Lock()
+        self._readers, self._patience = settings.load_threads, settings.load_timeout_s
+        self._hung: set[Loading] = set()  # whose reads somebody gave up on, and that go on
+
+    @staticmethod
+    def tiers_of(settings: LibrarySettings) -> list[Tier]:
+        """The tiers that the settings describe, nearest first."""
+        tiers: list[Tier] = []
+        if settings.object_store_bytes and ray_is_running():
+            tiers.append(shared := RayTier(directory_name(settings), settings.object_store_bytes))
+            shared.start()
+        if settings.directory is not None:
+            tiers.append(DiskTier(settings.directory, durable=settings.durable))
+        if settings.url is not None:
+            remote = tier_for_url(settings.url, settings.storage_options, settings.durable)
+            remote.name = "remote"
+            tiers.append(remote)
+        return tiers
+
+    def working(self, index: int) -> int | None:
+        """This tier, or the next one that is not left alone because it fails; None: there is none."""
+        return next((i for i in range(index, len(self.tiers)) if not self._health[i].left_alone), None)
+
+    def is_stuck(self, loading: Loading) -> bool:
+        """Whether a load waits for a tier that is left alone."""
+        return loading.tier is not None and self._health[loading.tier].left_alone
+
+    def hangs(self, loading: Loading) -> bool:
+        """Whether a load is known to take too long: its read does already, or all those for whose threads it waits."""
+        with self._lock:
+            return loading in self._hung or sum(other.tier == loading.tier for other in self._hung) >= self._readers
+
+    def read(self, loading: Loading, key: str, fingerprint: str, tenant: str, verify: bool) -> Found | None:
+        """The record from the tier whose turn it is; None if that fails or has no sound copy, which is quarantined.
+
+        The load hears of layers as they come in (see `format.decode`), of an unsound copy's first ones too.
+        """
+        index, path = loading.begin(), loading.path
+
+        def decoded(blob: Blob) -> Record:
+            record = decode(
+                blob.buffer,
+                expect_key=key,
+                expect_fingerprint=fingerprint,
+                expect_tenant=tenant,
+                verify=verify,
+                read=blob.read,
+                arrived=loading.arrived,
+            )
+            if path_of(record) != path:
+                raise CorruptRecord("the record belongs in another place")
+            return record
+
+        tier = self.tiers[index]
+        try:
+            found = _read(tier, path, decoded)
+            if not loading.late:  # what came too late for somebody is no success
+                self._health[index].reads.succeeded()
+            if found is not None:
+                self.touch(index, path)
+            return found
+        except TierUnavailable as error:
+            self._failed(error, self._health[index].reads)
+        except CorruptRecord as error:
+            self._quarantine(tier, path, error)
+        finally:
+            with self._lock:
+                hung = loading.end()
+                self._hung.discard(loading)
+            if hung:
+                self._health[index].hung_read_ended()
+        return None
+
+    def touch(self, index: int, path: str) -> None:
+        """Tells a tier that a record was used."""
+        if self._health[index].left_alone:
+            return
+        try:
+            self.tiers[index].touch(path)
+        except TierUnavailable as error:
+            logger.debug("%s", error)
+
+    def blame(self, loading: Loading) -> None:
+        """Counts a load's time-out against the tier that reads it, once, whoever waits for it besides.
+
+        While it waited for its turn most of that time, against none.
+        """
+        with self._lock:
+            given_up = loading.give_up(self._patience / 2)
+            if given_up is None:
+                return
+            self._hung.add(loading)
+        index, first = given_up
+        if first:
+            self._health[index].read_hangs()
+            error = TierUnavailable(f"{self.tiers[index].name}: no answer in time for {loading.path}")
+            self._failed(error, self._health[index].reads)
+
+    def write(self, index: int, record: Record, pieces: Sequence[pa.Buffer]) -> None:
+        """Stores the encoded record and its markers in a tier, if that works and has room."""
+        if not self._health[index].takes_writes:
+            self._count("dropped_writes")
+            return
+        path, tenant = path_of(record), tenant_digest(record.tenant)
+        note, markers = pa.py_buffer(path.encode()), marker_paths(record)
+        size = sum(piece.size for piece in pieces) + len(markers) * note.size
+        tier, budget = self.tiers[index], self.budgets[index]
+        try:
+            if not budget.make_room(tenant, size):
+                logger.warning("%s: no room for %d bytes of %s", tier.name, size, path)
+                self._count("dropped_writes")
+                return
+            for marker in markers:
+                tier.put(marker, [note])
+            tier.put(path, pieces)
+            budget.wrote(tenant, size)
+            self._health[index].writes.succeeded()
+            self._count("writes")
+        except TierUnavailable as error:
+            self._count("dropped_writes")
+            self._failed(error, self._health[index].writes)
+
+    def stored(self, left: Callable[[set[str]], Collection[str]]) -> tuple[set[str], bool]:
+        """Which paths the tiers have, nearest first, each asked once; one that fails counts as having none.
+
+        `left`: of the paths that were found so far, which others are still wanted. Farther tiers are slower: they are
+        asked for nothing that what was found makes needless. Also whether all that were to be asked have answered.
+        """
+        found: set[str] = set()
+        certain = True
+        for index, tier in enumerate(self.tiers):
+            paths = left(found)
+            if not paths:
+                break
+            self._blame_silence(index)
+            health = self._health[index]
+            question = None if health.left_alone else health.questions.begin()
+            if question is None:
+                self._blame_silence(index)
+                certain = False
+                continue
+            failure: TierUnavailable | None = None
+            try:
+                found |= tier.stored(paths)
+            except TierUnavailable as error:
+                found |= error.found
+                certain, failure = False, error
+            finally:
+                in_time = health.questions.end(question)
+            if not in_time:
+                continue  # it was counted when it was late
+            if failure is None:
+                health.look_ups.succeeded()
+            else:
+                self._failed(failure, health.look_ups)
+        return found, certain
+
+    def _blame_silence(self, index: int) -> None:
+        """Counts look-ups that a tier has not answered in time against it, each once, whoever waits for them still."""
+        health = self._health[index]
+        for _ in range(health.questions.late()):
+            error = TierUnavailable(f"{self.tiers[index].name}: no answer in time to what it holds")
+            self._failed(error, health.look_ups)
+
+    def persisted(self, path: str) -> bool:
+        """Whether the farthest tier has the path; False if there is none, or it does not answer."""
+        if not self.tiers or self._health[-1].left_alone:
+            return False
+        try:
+            return self.tiers[-1].contains(path)
+        except TierUnavailable as error:
+            self._failed(error, self._health[-1].look_ups)
+            return False
+
+    def price(self, tenant: str) -> float:
+        """What a byte of a tenant's next record costs the farthest tier (see `TierBudget.price`)."""
+        return self.budgets[-1].price(tenant_digest(tenant)) if self.budgets else 0.0
+
+    def remove(self, path: str) -> bool:
+        """Deletes a record from every tier, quarantined copies too. Raises TierUnavailable after trying all."""
+        removed, failure = False, None
+        for tier in self.tiers:
+            try:
+                removed = _remove(tier, path) or removed
+            except TierUnavailable as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        return removed
+
+    def undo(self, index: int, path: str) -> None:
+        """Deletes a record from a tier as far as that works."""
+        try:
+            _remove(self.tiers[index], path)
+        except TierUnavailable as error:
+            logger.warning("could not undo the write of %s: %s", path, error)
+
+    def derived_from(self, content: str, tenant: str) -> Derived:
+        """What is derived from a content id, of those tiers that can be listed."""
+        markers: list[list[str]] = []
+        failure: TierUnavailable | None = None
+        for tier in self.tiers:
+            markers.append([])
+            try:
+                markers[-1] += tier.keys(content_prefix(content, tenant))
+            except TierUnavailable as error:
+                failure = error
+        parsed = (Marker.parse(key) for keys in markers for key in keys)
+        return Derived({marker.record for marker in parsed if marker is not None}, markers, failure)
+
+    def remove_derived(self, derived: Derived, paths: Collection[str]) -> None:
+        """Deletes records from every tier, quarantined copies too, then the markers that told of them.
+
+        Raises TierUnavailable after trying all tiers, also if one could not be listed: it may hold more.
+        """
+        failure = derived.failure
+        records = [*paths, *(QUARANTINE + path for path in paths)]
+        for tier, markers in zip(self.tiers, derived.markers, strict=True):
+            try:
+                tier.delete_all(records)
+                tier.delete_all(markers)
+            except TierUnavailable as error:
+                failure = error
+        if failure is not None:
+            raise failure
+
+    def count(self) -> Counter[str]:
+        with self._lock:
+            return Counter(self.counts)
+
+    def _quarantine(self, tier: Tier, path: str, error: CorruptRecord) -> None:
+        logger.warning("%s: quarantined %s: %s", tier.name, path, error)
+        self._count("corrupt")
+        try:
+            if tier.quarantine(path):
+                self._count("quarantined")
+        except TierUnavailable as failure:
+            logger.warning("could not quarantine: %s", failure)
+
+    def _failed(self, error: TierUnavailable, breaker: Breaker) -> None:
+        logger.warning("%s", error)
+        self._count("tier_errors")
+        breaker.failed()
+
+    def _count(self, name: str) -> None:
+        with self._lock:
+            self.counts[name] += 1
+
+    def _survey(self, tier: Tier, entries: Iterable[Entry]) -> list[Candidate]:
+        """What eviction may take: records with their cost from the markers; sweeps markers that lost their record."""
+        used = self._last_used()
+        records, orphans = sorted_out(entries)
+        deadline = time.time() - ORPHAN_SECONDS
+        tier.delete_all([orphan.key for orphan in orphans if orphan.used < deadline])
+        return [
+            Candidate(
+                path=entry.key,
+                tenant=path.tenant,
+                size=entry.size + len(markers) * len(entry.key.encode()),
+                used=max(entry.used, used.get(entry.key, 0.0)),
+                recompute_seconds=recompute_seconds,
+                pinned=self._pinned(path.key),
+                markers=markers,
+            )
+            for entry, path, markers, recompute_seconds in records
+        ]
+
+
+def _remove(tier: Tier, path: str) -> bool:
+    """Whether there was a record, or a quarantined copy."""
+    return any([tier.delete(key) for key in (path, QUARANTINE + path)])
+
+
+def _read(tier: Tier, path: str, decoded: Callable[[Blob], Record]) -> Found | None:
+    blob = tier.open(path)
+    if blob is None:
+        return None
+    try:
+        return Found(decoded(blob), blob.buffer)
+    except BlobReplaced:
+        whole = tier.get(path)
+        return None if whole is None else Found(decoded(Blob(whole)), whole)

@@ -1,0 +1,1 @@
+"""Uploaded files, vector stores, and deletions that are still to be carried out."""

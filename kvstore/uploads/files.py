@@ -1,0 +1,220 @@
+"""The static library: files that tenants upload, each visible to its tenant alone, with expiry (OpenAI's Files API).
+
+    files/<tenant>/<id>.json      the FileObject; a file exists from the moment this is written
+    files/<tenant>/<id>.blob      its bytes, written before and deleted after
+
+Another tenant's file, an expired one and one that never was raise the same UnknownFile: a tenant learns nothing about
+others. Ids are random, so they say nothing about content either.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from kvstore.errors import FileTooLarge, InvalidUpload, QuotaExceeded, UnknownFile
+from kvstore.records.keys import owned_content_id
+from kvstore.settings import FileSettings
+from kvstore.tiers.base import Tier, tier_for_url
+from kvstore.tiers.paths import ORPHAN_SECONDS, tenant_digest
+from kvstore.uploads.json_objects import JsonObjects
+from kvstore.uploads.pending_deletions import OwedDeletions
+
+_ID = re.compile(r"file-[0-9a-f]{32}")
+_ROOT = "files/"
+
+
+@dataclass(frozen=True)
+class FileObject:
+    """An uploaded file. Times are Unix seconds; `content` is the content id that chunks of this file carry."""
+
+    id: str
+    tenant: str
+    filename: str
+    purpose: str
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    content: str
+
+    def expired(self, now: float) -> bool:
+        return self.expires_at is not None and self.expires_at <= now
+
+    def to_openai(self) -> dict[str, Any]:
+        """The object as OpenAI's API shows it; `content` and `tenant` stay inside."""
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.bytes,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+        }
+
+
+class FileStore:
+    """Thread-safe; processes may share one location. Limits hold per process as of the last listing."""
+
+    def __init__(self, location: Tier | Path | str, settings: FileSettings | None = None) -> None:
+        """`location`: a directory, an fsspec URL, or a tier."""
+        self.settings = settings or FileSettings()
+        if isinstance(location, Tier):
+            self.tier = location
+        else:
+            self.tier = tier_for_url(str(location), self.settings.storage_options)
+        self.owed = OwedDeletions(self.tier)
+        self._objects = JsonObjects(self.tier, FileObject, immutable=True)
+        self._creating: dict[str, threading.Lock] = {}  # by tenant: a quota is checked and used up in one step
+
+    def create(
+        self, tenant: str, filename: str, purpose: str, data: bytes, expires_after: int | None = None
+    ) -> FileObject:
+        """Stores an upload; `expires_after` in seconds from now.
+
+        Raises InvalidUpload (empty, bad name or expiry), FileTooLarge, QuotaExceeded, TierUnavailable.
+        """
+        limits = self.settings
+        if not data:
+            raise InvalidUpload("the file is empty")
+        if len(data) > limits.max_file_bytes:
+            raise FileTooLarge(f"the file has {len(data)} bytes, the limit is {limits.max_file_bytes}")
+        if not filename or len(filename) > 255 or "\x00" in filename:
+            raise InvalidUpload("a file name has 1 to 255 characters")
+        if expires_after is not None and not 1 <= expires_after <= limits.max_expiry_s:
+            raise InvalidUpload(f"expires_after must lie between 1 and {limits.max_expiry_s} seconds")
+        lifetime = limits.default_expiry_s if expires_after is None else expires_after
+        now = int(time.time())
+        file = FileObject(
+            id=f"file-{secrets.token_hex(16)}",
+            tenant=tenant,
+            filename=filename,
+            purpose=purpose,
+            bytes=len(data),
+            created_at=now,
+            expires_at=None if lifetime is None else now + lifetime,
+            content=owned_content_id(data, tenant, limits.salt_secret.get_secret_value().encode()),
+        )
+        self._check_quota(tenant, len(data))
+        self.tier.put(_blob_key(file), [pa.py_buffer(data)])  # others need not wait for so many bytes
+        with self._creating.setdefault(tenant, threading.Lock()):
+            try:
+                self._check_quota(tenant)
+            except QuotaExceeded:
+                self.tier.delete(_blob_key(file))
+                raise
+            self._objects.write(_object_key(file), file)
+        return file
+
+    def get(self, tenant: str, file_id: str) -> FileObject:
+        """Raises UnknownFile if the tenant has no such file (any more)."""
+        if not _ID.fullmatch(file_id):
+            raise UnknownFile(file_id)
+        file = self._objects.read(_folder(tenant) + file_id + ".json")
+        if file is None or file.tenant != tenant or file.expired(time.time()):
+            raise UnknownFile(file_id)
+        return file
+
+    def content(self, tenant: str, file_id: str) -> bytes:
+        """The uploaded bytes. Raises UnknownFile."""
+        blob = self.tier.get(_blob_key(self.get(tenant, file_id)))
+        if blob is None:
+            raise UnknownFile(file_id)
+        return bytes(memoryview(blob))
+
+    def list(
+        self,
+        tenant: str,
+        purpose: str | None = None,
+        limit: int = 10_000,
+        after: str | None = None,
+        order: str = "desc",
+    ) -> tuple[list[FileObject], bool]:
+        """The tenant's files by creation time, and whether more follow. `after`: the id that ended the last page.
+
+        Raises UnknownFile if `after` names no file of the tenant, InvalidUpload for an unknown order.
+        """
+        if order not in ("asc", "desc"):
+            raise InvalidUpload("order must be asc or desc")
+        files = sorted(self._objects.find(_folder(tenant)), key=lambda f: (f.created_at, f.id), reverse=order == "desc")
+        now = time.time()
+        files = [f for f in files if not f.expired(now) and (purpose is None or f.purpose == purpose)]
+        if after is not None:
+            ids = [file.id for file in files]
+            if after not in ids:
+                raise UnknownFile(after)
+            files = files[ids.index(after) + 1 :]
+        return files[:limit], len(files) > limit
+
+    def delete(self, tenant: str, file_id: str) -> FileObject:
+        """Removes a file and returns what it was; what derives from its content is `owed` from before on."""
+        file = self.get(tenant, file_id)
+        self._remove(file)
+        return file
+
+    def has_content(self, tenant: str, content: str) -> bool:
+        """Whether some file of the tenant still holds this content."""
+        return content in self.contents(tenant)
+
+    def contents(self, tenant: str) -> set[str]:
+        """The content ids that files of the tenant hold."""
+        now = time.time()
+        return {file.content for file in self._objects.find(_folder(tenant)) if not file.expired(now)}
+
+    def ids(self) -> set[str]:
+        """Ids of the files of all tenants that have not expired."""
+        now = time.time()
+        return {file.id for file in self._objects.find(_ROOT) if not file.expired(now)}
+
+    def expired(self, now: float | None = None) -> tuple[FileObject, ...]:
+        """The files of all tenants that have expired and are still to be swept."""
+        now = time.time() if now is None else now
+        return tuple(file for file in self._objects.find(_ROOT) if file.expired(now))
+
+    def sweep(self, now: float | None = None) -> tuple[FileObject, ...]:
+        """Removes expired files of all tenants, and leftovers of uploads that never finished; returns the files."""
+        now = time.time() if now is None else now
+        entries = list(self.tier.entries(_ROOT))
+        kept = {entry.key.removesuffix(".json") for entry in entries if entry.key.endswith(".json")}
+        for entry in entries:
+            orphan = entry.key.endswith(".blob") and entry.key.removesuffix(".blob") not in kept
+            if orphan and entry.used < now - ORPHAN_SECONDS:
+                self.tier.delete(entry.key)
+        expired = self.expired(now)
+        for file in expired:
+            self._remove(file)
+        return expired
+
+    def _check_quota(self, tenant: str, *more: int) -> None:
+        """Of the tenant's blobs, and of `more` such sizes."""
+        sizes = [entry.size for entry in self.tier.entries(_folder(tenant)) if entry.key.endswith(".blob")]
+        sizes += more
+        if len(sizes) > self.settings.max_tenant_files:
+            raise QuotaExceeded(f"the limit is {self.settings.max_tenant_files} files")
+        if sum(sizes) > self.settings.max_tenant_bytes:
+            raise QuotaExceeded(f"the files would exceed {self.settings.max_tenant_bytes} bytes in all")
+
+    def _remove(self, file: FileObject) -> None:
+        self.owed.note(file.content, file.tenant)
+        self.tier.delete(_object_key(file))
+        self.tier.delete(_blob_key(file))
+
+
+def _folder(tenant: str) -> str:
+    return f"{_ROOT}{tenant_digest(tenant)}/"
+
+
+def _object_key(file: FileObject) -> str:
+    return f"{_folder(file.tenant)}{file.id}.json"
+
+
+def _blob_key(file: FileObject) -> str:
+    return f"{_folder(file.tenant)}{file.id}.blob"

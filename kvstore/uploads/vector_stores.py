@@ -1,0 +1,410 @@
+"""The dynamic library: reference sets that an administrator maintains for every tenant (OpenAI's vector stores).
+
+    stores/<store>.json                                       the VectorStore; written last, deleted first
+    store-activity/<store>.json                               when it was last used
+    store-files/<store>/<file>.<content id>.<bytes>.json      a Reference: one file in the store
+    store-batches/<store>/<batch>.json                        files that were added together
+    references/<file>/<store>.<content id>.<bytes>            which stores hold a file
+
+A reference is a file of the static library under a content id of the dynamic library: its bytes stay with the tenant
+that uploaded it, what is computed from it belongs to all. Listings answer counts and sizes without reads. There is no
+lock between processes: each file of a store has a key of its own, so that additions and removals cannot undo one
+another; of two simultaneous updates of a store's own fields the last one stands. An expired store is unknown at once.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import pyarrow as pa
+
+from kvstore.errors import TierUnavailable, UnknownFile, UnknownVectorStore
+from kvstore.records.keys import DYNAMIC_TENANT, owned_content_id
+from kvstore.tiers.base import Entry
+from kvstore.tiers.paths import ORPHAN_SECONDS
+from kvstore.uploads.files import FileStore
+from kvstore.uploads.json_objects import JsonObjects
+
+_STORES, _ACTIVITY, _FILES, _BATCHES = "stores/", "store-activity/", "store-files/", "store-batches/"
+_INDEX = "references/"
+_STORE = re.compile(r"vs_[0-9a-f]{32}")
+_BATCH = re.compile(r"vsfb_[0-9a-f]{32}")
+_FILE = re.compile(r"file-[0-9a-f]{32}")
+_FACTS = r"\.(?P<content>[a-z0-9-]+)\.(?P<bytes>\d+)"
+_REFERENCE = re.compile(rf"store-files/(?P<store>vs_[0-9a-f]{{32}})/(?P<file>file-[0-9a-f]{{32}}){_FACTS}\.json")
+_INDEXED = re.compile(rf"references/(?P<file>file-[0-9a-f]{{32}})/(?P<store>vs_[0-9a-f]{{32}}){_FACTS}")
+_DAY = 24 * 3600
+_HELD_SECONDS = 60.0  # after this what is held is taken to stay so: a deletion is noted before its file goes
+_ACTIVITY_SECONDS = 3600.0  # use in requests is noted this often at most
+
+Attributes = Mapping[str, str | float | bool]
+
+
+@dataclass(frozen=True)
+class VectorStore:
+    """A reference set. `created_at` in Unix seconds; `expires_days` counts from its last use."""
+
+    id: str
+    name: str
+    created_at: int
+    description: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    expires_days: int | None = None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One file of a store. `tenant` uploaded it; `content` is its content id in the dynamic library."""
+
+    file: str
+    store: str
+    tenant: str
+    content: str
+    bytes: int
+    created_at: int
+    attributes: Attributes = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Files that were added to a store in one call."""
+
+    id: str
+    store: str
+    created_at: int
+    files: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Activity:
+    """When a store was last used, Unix seconds."""
+
+    at: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a store's listing says, without reading any of its files."""
+
+    files: int
+    bytes: int
+    last_active_at: int
+    expires_at: int | None
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What the keys of a file in a store say."""
+
+    store: str
+    file: str
+    content: str
+    bytes: int
+    used: float = 0.0
+
+    @classmethod
+    def parse(cls, pattern: re.Pattern[str], entry: Entry) -> _Entry | None:
+        match = pattern.fullmatch(entry.key)
+        if match is None:
+            return None
+        return cls(match["store"], match["file"], match["content"], int(match["bytes"]), entry.used)
+
+    @property
+    def _facts(self) -> str:
+        return f"{self.content}.{self.bytes}"
+
+    @property
+    def key(self) -> str:
+        return f"{_FILES}{self.store}/{self.file}.{self._facts}.json"
+
+    @property
+    def index_key(self) -> str:
+        return f"{_INDEX}{self.file}/{self.store}.{self._facts}"
+
+
+class VectorStores:
+    """Thread-safe; processes may share one location. Methods that remove return the content ids that no store holds
+    any more: what was derived from them is owed from before on (`FileStore.owed`), and the caller's to delete
+    (`Library.delete_content` with DYNAMIC_TENANT).
+    """
+
+    def __init__(self, files: FileStore) -> None:
+        """The stores lie beside the files they refer to."""
+        self._files, self._tier = files, files.tier
+        self._secret = files.settings.salt_secret.get_secret_value().encode()
+        self._stores = JsonObjects(self._tier, VectorStore)
+        self._references = JsonObjects(self._tier, Reference)
+        self._batches = JsonObjects(self._tier, Batch)
+        self._activity = JsonObjects(self._tier, Activity)
+        self._changing = threading.RLock()  # a change looks at what is there and writes in one step
+
+    # Stores
+
+    def create(
+        self,
+        name: str = "",
+        description: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+        expires_days: int | None = None,
+    ) -> VectorStore:
+        """A new, empty store."""
+        store = VectorStore(
+            f"vs_{secrets.token_hex(16)}", name, int(time.time()), description, dict(metadata or {}), expires_days
+        )
+        self._note_use(store.id)
+        self._stores.write(_store_key(store.id), store)
+        return store
+
+    def get(self, store_id: str) -> VectorStore:
+        """Raises UnknownVectorStore."""
+        store = self._stores.read(_store_key(store_id)) if _STORE.fullmatch(store_id) else None
+        if store is None or self._expired(store):
+            raise UnknownVectorStore(f"No such vector store: {store_id}")
+        return store
+
+    def all(self) -> list[VectorStore]:
+        """All stores, oldest first."""
+        found = [store for store in self._stores.find(_STORES) if not self._expired(store)]
+        return sorted(found, key=lambda store: (store.created_at, store.id))
+
+    def summary(self, store: VectorStore) -> Summary:
+        """Counts, bytes and times of a store."""
+        entries = list(self._entries(store.id))
+        size, active = sum(entry.bytes for entry in entries), self._last_use(store)
+        expires = None if store.expires_days is None else int(active) + store.expires_days * _DAY
+        return Summary(len(entries), size, int(active), expires)
+
+    def update(self, store_id: str, change: Callable[[VectorStore], VectorStore]) -> VectorStore:
+        """Replaces a store by what `change` makes of it. Raises UnknownVectorStore."""
+        with self._changing:
+            changed = change(self.get(store_id))
+            self._note_use(store_id)  # first: by its last use, long ago, it may have expired as changed
+            self._stores.write(_store_key(store_id), changed)
+        return changed
+
+    def delete(self, store_id: str) -> set[str]:
+        """Removes a store, not the files in it. Raises UnknownVectorStore."""
+        with self._changing:
+            self.get(store_id)
+            return self._drop_store(store_id)
+
+    # Files of a store
+
+    def add(self, store_id: str, tenant: str, files: Mapping[str, Attributes]) -> list[Reference]:
+        """Puts files of a tenant, with their attributes, into a store; one that is there already gets the attributes.
+
+        Raises UnknownVectorStore; UnknownFile, and adds nothing, if the tenant lacks one of the files.
+        """
+        self.get(store_id)
+        now, added = int(time.time()), []
+        for file_id, attributes in files.items():
+            data = self._files.content(tenant, file_id)
+            content = owned_content_id(data, DYNAMIC_TENANT, self._secret)
+            added.append(Reference(file_id, store_id, tenant, content, len(data), now, dict(attributes)))
+        with self._changing:
+            for i, reference in enumerate(added):
+                entry = _entry_of(reference)
+                there = self._references.read(entry.key)
+                if there is not None:
+                    added[i] = reference = replace(reference, created_at=there.created_at)
+                self._tier.put(entry.index_key, [pa.py_buffer(b"")])
+                self._references.write(entry.key, reference)
+            self._note_use(store_id)
+            try:
+                self.get(store_id)
+            except UnknownVectorStore:  # deleted meanwhile: it must not leave files behind
+                self._drop_store(store_id)
+                raise
+        return added
+
+    def reference(self, store_id: str, file_id: str) -> Reference:
+        """Raises UnknownVectorStore if there is no such store, or no such file in it."""
+        self.get(store_id)
+        found = self._find(store_id, file_id)
+        reference = None if found is None else self._references.read(found.key)
+        if reference is None:
+            raise UnknownVectorStore(f"No such file in vector store {store_id}: {file_id}")
+        return reference
+
+    def references(self, store_id: str) -> list[Reference]:
+        """All files of a store, oldest first. Raises UnknownVectorStore."""
+        self.get(store_id)
+        found = self._references.find(f"{_FILES}{store_id}/")
+        return sorted(found, key=lambda reference: (reference.created_at, reference.file))
+
+    def set_attributes(self, store_id: str, file_id: str, attributes: Attributes) -> Reference:
+        """Replaces a reference's attributes. Raises UnknownVectorStore."""
+        with self._changing:
+            reference = replace(self.reference(store_id, file_id), attributes=dict(attributes))
+            self._references.write(_entry_of(reference).key, reference)
+        return reference
+
+    def remove(self, store_id: str, file_id: str) -> set[str]:
+        """Takes a file out of a store; the file itself stays. Raises UnknownVectorStore."""
+        with self._changing:
+            dropped = self._drop([_entry_of(self.reference(store_id, file_id))])
+            self._note_use(store_id)
+        return dropped
+
+    def remove_file(self, file_id: str) -> set[str]:
+        """Takes a file that was deleted or has expired out of every store."""
+        with self._changing:
+            return self._drop(list(self._holding(file_id)))
+
+    # Batches
+
+    def add_batch(self, store_id: str, tenant: str, files: Mapping[str, Attributes]) -> Batch:
+        """As `add`, and remembers which files came together."""
+        self.add(store_id, tenant, files)
+        batch = Batch(f"vsfb_{secrets.token_hex(16)}", store_id, int(time.time()), list(files))
+        self._batches.write(_batch_key(store_id, batch.id), batch)
+        return batch
+
+    def batch(self, store_id: str, batch_id: str) -> Batch:
+        """Raises UnknownVectorStore."""
+        self.get(store_id)
+        batch = self._batches.read(_batch_key(store_id, batch_id)) if _BATCH.fullmatch(batch_id) else None
+        if batch is None:
+            raise UnknownVectorStore(f"No such file batch in vector store {store_id}: {batch_id}")
+        return batch
+
+    # Use
+
+    def content(self, file_id: str) -> bytes:
+        """The bytes of a file that some living store holds, whoever asks. Raises UnknownFile."""
+        for entry in self._holding(file_id):
+            reading = self._references.later(entry.key), self._activity.later(_activity_key(entry.store))
+            store = self._stores.read(_store_key(entry.store))
+            reference, activity = reading[0].result(), reading[1].result()
+            if store is None or reference is None or _is_over(store, used := _last_use(store, activity)):
+                continue
+            if store.expires_days is not None and time.time() - used > _ACTIVITY_SECONDS:
+                with suppress(TierUnavailable):  # that it cannot be written keeps nobody from reading
+                    self._note_use(store.id)
+            return self._files.content(reference.tenant, file_id)
+        raise UnknownFile(file_id)
+
+    def holds(self, file_id: str) -> bool:
+        """Whether some store has this file, or is about to."""
+        return next(self._holding(file_id), None) is not None
+
+    def has_content(self, content: str) -> bool:
+        """Whether some store still holds this content."""
+        return content in self._contents()
+
+    def unheld(self) -> list[tuple[str, str]]:
+        """Content ids and owners whose derived records are owed deletion. What something holds still is settled."""
+        owed, held = self._files.owed.all(), {DYNAMIC_TENANT: self._contents()}
+        for owner in {one.owner for one in owed} - held.keys():
+            held[owner] = self._files.contents(owner)
+        settled_before = time.time() - _HELD_SECONDS
+        for one in owed:
+            if one.content in held[one.owner] and one.at < settled_before:
+                self._files.owed.settle_held(one)
+        return [(one.content, one.owner) for one in owed if one.content not in held[one.owner]]
+
+    def overdue(self) -> set[str]:
+        """The content ids that no store will hold after the next sweep."""
+        entries, unfounded = list(self._entries()), self._unfounded()
+        gone = {entry.key for entry in unfounded}
+        return {e.content for e in unfounded} - {e.content for e in entries if e.key not in gone}
+
+    def sweep(self) -> set[str]:
+        """Removes expired stores, references to files that are gone, and what half-finished changes have left."""
+        with self._changing:
+            dropped = self._drop(self._unfounded())
+            for store in self._stores.find(_STORES):
+                if self._expired(store):
+                    dropped |= self._drop_store(store.id)
+            held = {entry.index_key for entry in self._entries()}
+            deadline = time.time() - ORPHAN_SECONDS
+            for index in list(self._tier.entries(_INDEX)):
+                if index.key not in held and index.used < deadline:
+                    self._tier.delete(index.key)
+            return dropped
+
+    # Inside
+
+    def _entries(self, store_id: str = "") -> Iterator[_Entry]:
+        """The files of one store, or of all."""
+        prefix = f"{_FILES}{store_id}/" if store_id else _FILES
+        parsed = (_Entry.parse(_REFERENCE, entry) for entry in self._tier.entries(prefix))
+        return (entry for entry in parsed if entry is not None)
+
+    def _unfounded(self) -> list[_Entry]:
+        """Entries whose store or file has expired or is gone."""
+        entries = list(self._entries())
+        stores, files = {store.id for store in self.all()}, self._files.ids()
+        return [entry for entry in entries if entry.store not in stores or entry.file not in files]
+
+    def _holding(self, file_id: str) -> Iterator[_Entry]:
+        """The file in each store that holds it, or is about to."""
+        if not _FILE.fullmatch(file_id):
+            return iter(())
+        parsed = (_Entry.parse(_INDEXED, entry) for entry in self._tier.entries(f"{_INDEX}{file_id}/"))
+        return (entry for entry in parsed if entry is not None)
+
+    def _find(self, store_id: str, file_id: str) -> _Entry | None:
+        return next((entry for entry in self._holding(file_id) if entry.store == store_id), None)
+
+    def _contents(self) -> set[str]:
+        """The content ids that existing stores hold."""
+        stores = set(self._tier.keys(_STORES))
+        return {entry.content for entry in self._entries() if _store_key(entry.store) in stores}
+
+    def _drop_store(self, store_id: str) -> set[str]:
+        self._tier.delete(_store_key(store_id))
+        dropped = self._drop(list(self._entries(store_id)))
+        for key in [_activity_key(store_id), *self._tier.keys(f"{_BATCHES}{store_id}/")]:
+            self._tier.delete(key)
+        return dropped
+
+    def _drop(self, entries: Iterable[_Entry]) -> set[str]:
+        gone = list(entries)
+        contents = {entry.content for entry in gone}
+        for content in contents:
+            self._files.owed.note(content, DYNAMIC_TENANT)
+        for entry in gone:
+            self._tier.delete(entry.key)
+            self._tier.delete(entry.index_key)
+        return contents - self._contents() if contents else contents
+
+    def _last_use(self, store: VectorStore) -> float:
+        return _last_use(store, self._activity.read(_activity_key(store.id)))
+
+    def _expired(self, store: VectorStore) -> bool:
+        return store.expires_days is not None and _is_over(store, self._last_use(store))
+
+    def _note_use(self, store_id: str) -> None:
+        self._activity.write(_activity_key(store_id), Activity(time.time()))
+
+
+def _last_use(store: VectorStore, activity: Activity | None) -> float:
+    return store.created_at if activity is None else activity.at
+
+
+def _is_over(store: VectorStore, used: float) -> bool:
+    """Whether a store that was last used then has expired."""
+    return store.expires_days is not None and int(used) + store.expires_days * _DAY <= time.time()
+
+
+def _store_key(store_id: str) -> str:
+    return f"{_STORES}{store_id}.json"
+
+
+def _activity_key(store_id: str) -> str:
+    return f"{_ACTIVITY}{store_id}.json"
+
+
+def _batch_key(store_id: str, batch_id: str) -> str:
+    return f"{_BATCHES}{store_id}/{batch_id}.json"
+
+
+def _entry_of(reference: Reference) -> _Entry:
+    return _Entry(reference.store, reference.file, reference.content, reference.bytes)

@@ -1,0 +1,1 @@
+"""Work for idle time: compiling ahead and checks against exact prefill."""

@@ -1,0 +1,282 @@
+"""Background work of a prefill worker: the harvest of finished links and checks of them, in the engine's idle time.
+
+Harvests hold their sequence's blocks until the conditioned KV has been read out, checks (see `recheck`) until the
+served KV has been attended to; what is compiled besides (see `ahead`) needs none and comes last. Work goes on in pieces
+(see `scratch`), so that a link that arrives meanwhile waits for one of them at most.
+
+A busy worker learns too, but no more than is worth the waiting: chunks that were asked for more than once are harvested
+beside links, within a share of the time. What was seen once waits until no request has come for a while, the longer the
+fewer of the tenant's chunks come again: where none does, none is worth a request's waiting. It is the first to go when
+its blocks are needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from kvstore.deletions import reaches
+from kvstore.errors import StoreError
+from kvstore.records.keys import owner_of
+from prefill_workers import modes as policies
+from prefill_workers.background.compile_ahead import CompileAhead, CompileStats
+from prefill_workers.background.compile_queue import Clock, ComputeBudget
+from prefill_workers.background.exact_recheck import Rechecks
+from prefill_workers.block_pool import BlockPool
+from prefill_workers.link.plan import ChunkPlan, LinkPlan
+from prefill_workers.patches.harvester import Harvester
+from prefill_workers.patches.scratch import Pieces, Piecework, Scratch
+from prefill_workers.settings import CompileLimits
+
+logger = logging.getLogger(__name__)
+
+_LOAD_SECONDS = 0.0005  # between looks for the embeddings of a check
+_BUSY_SECONDS = 10.0  # over which `busy_share` is a share
+_LONGEST_REST = 30.0  # seconds without requests after which anything is harvested
+_MOST_DELETED = 4096  # contents that are remembered for links that began before their deletion
+
+
+@dataclass(eq=False)
+class _Harvest:
+    plan: LinkPlan
+    chunk: ChunkPlan
+    lease: str
+    since: float
+
+    @property
+    def asked(self) -> tuple[str, str]:
+        """Who asked for what."""
+        return self.plan.request.tenant, self.chunk.span.content
+
+
+class Background:
+    """Queues of what finished links can teach. Belongs to the prefill loop's thread.
+
+    Args:
+        scratch: where background sequences lie.
+        limits: how much is kept beside links, and compiled ahead of requests.
+        clock: monotonic seconds.
+        sums: whether sums of pair patches may be served now.
+        crowded: whether the patch compiler has enough to do.
+        disturbed: when a request came last, or got what it came for (`time.perf_counter`).
+        rest: seconds since then for which a harvest of what was seen once waits at even odds of its coming again.
+    """
+
+    def __init__(
+        self,
+        harvester: Harvester,
+        pool: BlockPool,
+        scratch: Scratch,
+        limits: CompileLimits,
+        rechecks: Rechecks,
+        clock: Clock,
+        sums: Callable[[], bool],
+        crowded: Callable[[], bool],
+        disturbed: Callable[[], float],
+        rest: float,
+    ) -> None:
+        self._harvester, self._pool, self._scratch = harvester, pool, scratch
+        self._harvests: list[_Harvest] = []
+        self._harvest: tuple[_Harvest, Piecework[None]] | None = None  # that uses the scratch blocks
+        self._busy = ComputeBudget(limits.busy_share, _BUSY_SECONDS, clock)
+        self._ahead = CompileAhead(harvester, scratch, limits, clock, sums, crowded)
+        self._rechecks = rechecks
+        self._disturbed, self._rest, self._hastened = disturbed, rest, -math.inf
+        self._deleted: dict[tuple[str, str], float] = {}  # contents and their owners, with when; latest last
+        self.failures = 0
+
+    def __len__(self) -> int:
+        """Pieces of work that are left; what waits for its compute budget is not among them."""
+        return (self._harvest is not None) + len(self._harvests) + len(self._rechecks) + len(self._ahead)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a piece of work may be done now."""
+        return bool(self._harvest or self._rechecks or self._may_compile or any(map(self._may_begin, self._harvests)))
+
+    def hasten(self, until: float) -> None:
+        """Somebody waits for all that is left: until then (`time.perf_counter`) it need not be quiet for it. From any
+        thread."""
+        self._hastened = until
+
+    def check(self, plan: LinkPlan, lease: str) -> None:
+        """Compare a finished link with an exact one, if it is drawn; its blocks stay until that has begun."""
+        self._rechecks.offer(plan, lease)
+
+    def add(self, plan: LinkPlan, lease: str) -> None:
+        """Take up a finished link; its blocks stay until its chunks have been read.
+
+        One that brought what was deleted since it began teaches nothing: it would be kept long after the deletion.
+        """
+        if self._outlived(plan):
+            return
+        chunks = self._harvester.harvestable(plan)
+        for chunk in chunks:
+            self._pool.hold(lease)
+            self._harvests.append(_Harvest(plan, chunk, lease, time.perf_counter()))
+            self._harvester.keep_embeddings(plan, chunk)  # now: whatever becomes of the harvest, they cost no more
+        mode = plan.request.mode
+        if policies.uses_library(mode):
+            of_use = not policies.uses_canonical_alone(mode)  # who asks like that would not look up what is compiled
+            self._ahead.offer(plan, missed=bool(chunks) and of_use)
+            for chunk in plan.chunks:
+                if chunk.reuses_kv:
+                    self._harvester.keep_embeddings(plan, chunk)
+
+    def forget(self, content: str, tenant: str) -> None:
+        """A content was deleted: keep nothing more of links that brought it, and compile nothing."""
+        deleted = content, owner_of(tenant, content)
+        self._deleted.pop(deleted, None)
+        self._deleted[deleted] = time.perf_counter()
+        if len(self._deleted) > _MOST_DELETED:
+            del self._deleted[next(iter(self._deleted))]
+
+        def brought(harvest: _Harvest) -> bool:
+            request = harvest.plan.request
+            return reaches(content, tenant, request.tenant) and any(span.content == content for span in request.chunks)
+
+        for harvest in [one for one in self._harvests if brought(one)]:
+            self._harvests.remove(harvest)
+            self._pool.unhold(harvest.lease)
+        if self._harvest and brought(self._harvest[0]):  # it has let go of its blocks
+            self._harvest = None
+        self._ahead.forget(content, tenant)
+
+    def _outlived(self, plan: LinkPlan) -> bool:
+        """Whether a content of a link was deleted after it began."""
+        tenant = plan.request.tenant
+        named = ((span.content, owner_of(tenant, span.content)) for span in plan.request.chunks)
+        return any(self._deleted.get(one, -math.inf) >= plan.began for one in named)
+
+    def compiled(self) -> CompileStats:
+        """What compiling ahead has come to."""
+        return self._ahead.stats()
+
+    def is_overdue(self, since: float) -> bool:
+        """Whether links must make way: for a harvest queued before `since` (`time.perf_counter`), of what was asked for
+        before, while the share of a busy time lasts."""
+        if not self._busy.open:
+            return False
+        begun = [self._harvest[0]] if self._harvest else []
+        again = filter(self._asked_again, [*begun, *self._harvests])
+        best = max(again, key=self._wanted, default=None)
+        return best is not None and best.since < since
+
+    def checks_since(self) -> float | None:
+        """When the oldest check was queued (`time.perf_counter`); None if there is none."""
+        return self._rechecks.waits_since()
+
+    def step_beside_links(self) -> None:
+        """Do a piece of a harvest beside links, or of what has begun and must end before it."""
+        began = time.perf_counter()
+        self.step()
+        self._busy.spend(time.perf_counter() - began)
+
+    def _wanted(self, harvest: _Harvest) -> float:
+        return self._ahead.demand.expected(*harvest.asked)
+
+    def _asked_again(self, harvest: _Harvest) -> bool:
+        return self._ahead.demand.asked_again(*harvest.asked)
+
+    def _may_begin(self, harvest: _Harvest) -> bool:
+        """Whether a harvest is worth doing already, when no link is under way."""
+        now, odds_against = time.perf_counter(), self._ahead.demand.odds_against(harvest.asked[0])
+        rested = now - self._disturbed() >= min(self._rest * odds_against, _LONGEST_REST)
+        return rested or now < self._hastened or self._asked_again(harvest)
+
+    @property
+    def _may_compile(self) -> bool:
+        """Whether a step ahead has begun or may begin: not over chunks whose canonical KV is still to be kept."""
+        return self._ahead.may_go_on(self._awaited())
+
+    def _awaited(self) -> set[tuple[str, str]]:
+        return {harvest.asked for harvest in self._harvests}
+
+    def step(self) -> None:
+        """Do one piece of work; what fails is counted and given up."""
+        if self._rechecks.running:  # what has begun may use the scratch blocks alone until it is over
+            self._rechecks.step()
+        elif self._ahead.running:
+            self._compile()
+        elif self._harvest or self._begin_harvest():
+            self._go_on_harvesting()
+        elif self._rechecks.ready:
+            self._rechecks.step()
+        elif self._may_compile:
+            self._compile()
+        else:
+            time.sleep(_LOAD_SECONDS)
+
+    def make_room(self) -> bool:
+        """Give up work that alone holds blocks somebody waits for. Returns whether any block came free."""
+        if self._rechecks.make_room():
+            return True
+        before = self._pool.free
+        for least in sorted(self._harvests, key=self._wanted):
+            if self._pool.waits_for_readers(least.lease):
+                continue
+            self._harvests.remove(least)
+            self._pool.unhold(least.lease)
+            if self._pool.free > before:
+                return True
+        return False
+
+    def drop(self, leases: Collection[str]) -> None:
+        """Give up the harvests and checks of leases that have ended."""
+        self._rechecks.drop(leases)
+        self._harvests = [harvest for harvest in self._harvests if harvest.lease not in leases]
+
+    def _begin_harvest(self) -> bool:
+        """Take up the harvest of what is asked for most, if any may begin."""
+        best = max(filter(self._may_begin, self._harvests), key=self._wanted, default=None)
+        if best is None:
+            return False
+        self._harvest = best, Piecework(self._keep(best))
+        self._harvests.remove(best)
+        return True
+
+    def _go_on_harvesting(self) -> None:
+        """Do a piece of the harvest that has begun."""
+        assert self._harvest is not None
+        item, piecework = self._harvest
+        over = True
+        try:
+            over = piecework.go_on()
+        except Exception as error:
+            self.failures += 1
+            logger.warning(
+                "chunk %s could not be kept: %s", item.chunk.span.content[:16], error, exc_info=_is_defect(error)
+            )
+        finally:
+            if over:
+                self._harvest = None  # only now: until then it counts as work to be done
+
+    def _keep(self, item: _Harvest) -> Pieces[None]:
+        """Harvest one chunk. The first piece reads what lies in the link's blocks, and lets go of them."""
+        try:
+            if self._harvester.is_resident(item.plan, item.chunk):
+                return
+            conditioned = self._harvester.conditioned(item.plan, item.chunk)
+        finally:
+            self._pool.unhold(item.lease)
+        if (yield from self._harvester.is_kept(item.plan, item.chunk)):
+            return
+        if len(item.chunk.span) > self._scratch.tokens:
+            logger.info("a chunk of %d tokens is too long for a background forward; not kept", len(item.chunk.span))
+            return
+        yield from self._harvester.harvest(item.plan, item.chunk, conditioned, self._scratch)
+
+    def _compile(self) -> None:
+        try:
+            self._ahead.step(self._awaited())
+        except Exception as error:
+            self.failures += 1
+            logger.warning("patches could not be compiled ahead: %s", error, exc_info=_is_defect(error))
+
+
+def _is_defect(error: Exception) -> bool:
+    """Whether an error is none of a store, a device or memory, and the log should say where it came from."""
+    return not isinstance(error, StoreError | RuntimeError | OSError)

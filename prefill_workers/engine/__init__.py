@@ -1,0 +1,1 @@
+"""The prefill engine: everything that knows vLLM's model runner."""

@@ -1,0 +1,496 @@
+"""The prefill engine: vLLM's executor with our worker extension, and the self-check that guards it.
+
+vLLM loads the model, sizes and registers the KV pool and runs the kernels; only the self-check uses its scheduler.
+Everything afterwards goes through `runs.RunsExtension`, on blocks that `handoff.BlockPool` owns.
+
+Checked on vLLM 0.32.0. Together with `runs.py` this is the only file that knows vLLM's internals.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
+
+from infra.cpu import openmp
+from infra.vllm_env import BLOCK_SIZE, cpu_engine_arguments, fitting, gpu_pool
+from kvstore.operator.layout import Layout
+from kvstore.operator.patch import relocate
+from kvstore.operator.rotary import RotaryScheme
+from kvstore.records.keys import embedding_key
+from prefill_workers.block_pool import ReadNotes
+from prefill_workers.engine.batch import Attending, assemble
+from prefill_workers.engine.fingerprint import fingerprint, precision
+from prefill_workers.engine.image_batches import Pixels, handfuls
+from prefill_workers.engine.rank_errors import Failure
+from prefill_workers.engine.worker_extension import ArrivingLayers, UnsupportedEngine
+from prefill_workers.sequence import LinkSequence, Run
+
+NULL_BLOCK = 0  # vLLM keeps block 0 as its null block
+
+_ANSWER_SECONDS = 600.0  # longer than any forward takes: a rank that is silent so long waits for one that failed
+_PIXELS_OF_TOKEN = 3 * 28 * 28  # numbers of an image behind one of its tokens: four patches of 14 x 14, as most have
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine of this model needs to know. On a CPU the KV pool's size comes from the environment
+    (`infra.vllm_env`)."""
+
+    model: str
+    dtype: str = "auto"
+    load_format: str = "auto"
+    max_model_len: int | None = None
+    block_size: int | None = None
+    tensor_parallel_size: int = 1
+    max_batch_tokens: int = 4096
+    gpu_memory_utilization: float = 0.9
+    kv_cache_gib: int | None = None
+    trust_remote_code: bool = False
+    hand_off: bool = True
+    encoder_only: bool = False
+    kv_cache_dtype: str = "auto"
+    seed: int = 0
+
+
+class CheckOutcome(NamedTuple):
+    """One self-check: its name, whether it passed, and what was measured."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+class SelfCheckError(RuntimeError):
+    """The engine does not compute what it must; it refuses to serve."""
+
+
+def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """vLLM engine arguments that prefill and vision engines share."""
+    arguments: dict[str, Any] = {
+        "model": spec.model,
+        "dtype": spec.dtype,
+        "load_format": spec.load_format,
+        "max_model_len": fitting(spec.max_model_len),
+        "tensor_parallel_size": spec.tensor_parallel_size,
+        "gpu_memory_utilization": spec.gpu_memory_utilization,
+        "trust_remote_code": spec.trust_remote_code,
+        "kv_cache_dtype": spec.kv_cache_dtype,
+        "seed": spec.seed,
+        "enforce_eager": True,  # forwards over runs have no fixed shape to capture
+        "enable_prefix_caching": False,  # the library and `prefix_cache` are the caches
+        "max_num_seqs": 2,  # vLLM's own scheduler only serves the self-check
+        "max_num_batched_tokens": max(spec.max_batch_tokens, 2048),
+        "disable_log_stats": True,
+        "worker_extension_cls": "prefill_workers.engine.worker_extension.RunsExtension",
+        **cpu_engine_arguments(),
+        **gpu_pool(spec.kv_cache_gib),
+    }
+    if spec.block_size is not None:
+        arguments["block_size"] = spec.block_size
+    return arguments
+
+
+def layout_of(facts: Mapping[str, Any]) -> Layout:
+    """The layout of the model that a worker described."""
+    rotary = RotaryScheme(tuple(facts["inverse_frequencies"]), facts["rotary_style"])
+    if facts["family"] == "mla":
+        return Layout.mla(facts["layers"], facts["latent"], facts["k_pe"], rotary)
+    return Layout.gqa(facts["layers"], facts["kv_heads"], facts["head_size"], rotary)
+
+
+def check_hand_off(layout: Layout, prefill_ranks: int, decode_ranks: int) -> None:
+    """Whether a decode engine of so many tensor-parallel ranks can tell every rank of a prefill engine what it read.
+
+    Of ranks that hold the same KV heads vLLM reads from one, and leaves the others without a word (but for MLA).
+
+    Raises:
+        UnsupportedEngine: it cannot.
+    """
+    heads = layout.segments[0].heads
+    if layout.family != "mla" and decode_ranks < prefill_ranks and prefill_ranks > heads:
+        raise UnsupportedEngine(
+            f"prefill.tensor_parallel_size: {prefill_ranks} ranks hold copies of {heads} KV heads, and "
+            f"decode.tensor_parallel_size: {decode_ranks} would read from some of them only; use at most {heads} for "
+            f"prefill, or at least {prefill_ranks} for decode"
+        )
+
+
+class _Known(NamedTuple):
+    """KV [layers, tokens, features] that comes in layer by layer at once (self-check)."""
+
+    slots: Tensor
+    kv: Tensor
+
+    def layer(self, index: int, deadline: float) -> Tensor:
+        return self.kv[index]
+
+
+class PrefillEngine:
+    """One model on one worker group. One thread drives it (see `worker.PrefillLoop`); any may ask for `positions`."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        arguments = engine_arguments(spec)
+        if spec.hand_off:
+            arguments["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="NixlConnector",
+                kv_role="kv_both",
+                kv_buffer_device="cuda" if torch.cuda.is_available() else "cpu",
+            )
+        if spec.encoder_only:
+            arguments["mm_encoder_only"] = True
+        self.spec = spec
+        self._llm = LLM(**arguments)
+        # vLLM's executor of several ranks matches answers to calls by their order; requests are planned on many threads
+        self._calls = threading.Lock() if spec.tensor_parallel_size > 1 else nullcontext()
+        self.silent = False  # for good: a rank does not answer
+        config = self._llm.llm_engine.vllm_config
+        self.config = config
+        self.max_model_len: int = config.model_config.max_model_len
+        self.fingerprint = fingerprint(Path(spec.model), spec.load_format)
+        if spec.encoder_only:
+            return
+        facts = self._call("describe")
+        self.block_size: int = facts["block_size"]
+        self.num_blocks: int = facts["blocks"]
+        self.dtype: torch.dtype = getattr(torch, facts["dtype"])
+        self.uses_mrope: bool = facts["uses_mrope"]
+        self.tells_attention: bool = facts["tells_attention"]  # whether `attend_first` can be asked
+        self._quantum: float = facts["quantum"]
+        self.layout = layout_of(facts)
+        self._ranks = [self.layout.share(rank, spec.tensor_parallel_size) for rank in range(spec.tensor_parallel_size)]
+        self._notes = ReadNotes(spec.tensor_parallel_size)
+        self._call("learn_pages", self.layout, self.num_blocks - 1)
+
+    @property
+    def precision(self) -> str:
+        """See `fingerprint.precision`."""
+        return precision(self._dtype_name, self.config.cache_config.cache_dtype)
+
+    def embedding_key(self, content: str) -> str:
+        """Key of a chunk's vision embeddings in this model's dtype."""
+        return embedding_key(self.fingerprint, content, self._dtype_name)
+
+    @property
+    def _dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def quantises(self) -> bool:
+        """Whether the pages hold KV in fewer bits than it is read in."""
+        return self._quantum > 0
+
+    # -- primitives ---------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        work: Sequence[tuple[LinkSequence, Sequence[Run]]],
+        arriving: Sequence[ArrivingLayers] = (),
+        deadline: float = 0.0,
+        ends: Sequence[int] = (),
+    ) -> Tensor | None:
+        """One forward over the runs of several sequences: computes and stores the KV of their tokens.
+
+        Args:
+            arriving: KV to be written by the same forward, each layer before it is attended to; only if
+                `takes_arriving`. `deadline` (monotonic seconds) is until when the forward waits for layers.
+            ends: sequences (indices into `work`, ascending) whose next token is asked for.
+
+        Returns:
+            Logits [len(ends), vocabulary] fp32 of the last tokens computed of these; None if there are none.
+        """
+        rows = [row - 1 for row in accumulate(len(runs) for _, runs in work)]
+        extra = (arriving, deadline) if arriving else ()
+        return self._call("forward_runs", assemble(work, self.block_size), [rows[i] for i in ends], *extra)
+
+    def forward_first(self, work: Sequence[tuple[LinkSequence, Sequence[Run]]], layers: int) -> None:
+        """`forward` through the first `layers` layers only: the others' KV stays what it was."""
+        self._call("forward_runs", assemble(work, self.block_size), (), (), 0.0, layers)
+
+    def attend_first(
+        self, work: Sequence[tuple[LinkSequence, Sequence[Run]]], asked: Sequence[Attending]
+    ) -> list[Tensor]:
+        """Compute and store the first layer's KV of the runs, and tell how those `asked` of their tokens attend there.
+
+        Returns:
+            `composing.attention_shares` over all heads, [2, others, tokens] fp32, of each that is asked.
+        """
+        ranks = self._call_all("attend_first", assemble(work, self.block_size), asked)
+        return [torch.stack(parts).sum(0) for parts in zip(*ranks, strict=True)]
+
+    @property
+    def takes_arriving(self) -> bool:
+        """Whether a forward can write KV that is still coming in: where it runs in this process."""
+        return self.spec.tensor_parallel_size == 1
+
+    def logits(
+        self,
+        work: Sequence[tuple[LinkSequence, Sequence[Run]]],
+        arriving: Sequence[ArrivingLayers] = (),
+        first: tuple[Sequence[tuple[LinkSequence, Sequence[Run]]], int] | None = None,
+    ) -> Tensor:
+        """`forward`, and the logits [runs, vocabulary] fp32 of each run's last token (self-check, tests, benchmarks).
+
+        Args:
+            first: in so many layers, the first, the same tokens in the same order are runs of these sequences instead.
+        """
+        shallow = None if first is None else (assemble(first[0], self.block_size), first[1])
+        batch = assemble(work, self.block_size)
+        rows = range(len(batch.rows.lengths))
+        return self._call("forward_runs", batch, rows, arriving, math.inf, None, shallow)
+
+    def slots(self, blocks: Sequence[int], start: int, stop: int) -> Tensor:
+        """Cache slots [stop - start] of the tokens `start` up to `stop` of a sequence."""
+        index = torch.arange(start, stop)
+        return torch.tensor(blocks)[index // self.block_size] * self.block_size + index % self.block_size
+
+    def write_kv(self, kv: Tensor, slots: Tensor) -> None:
+        """Store KV [layers, tokens, features] in `slots` [tokens]."""
+        self._call("write_kv", kv, slots)
+
+    def finish_writes(self) -> None:
+        """Wait until what was written is there for others to read; a forward waits by itself."""
+        self._call("finish_writes")
+
+    def read_kv(self, blocks: Sequence[int], start: int, count: int, layers: Sequence[int] | None = None) -> Tensor:
+        """KV [layers, count, features] of `count` tokens that begin at index `start` of the sequence in `blocks`.
+
+        Of the layers named, or of all.
+        """
+        parts = self._call_all("read_kv", list(blocks), start, count, layers)
+        if len(parts) == 1:
+            return parts[0]
+        whole = torch.empty(*parts[0].shape[:2], self.layout.features, dtype=parts[0].dtype)
+        for features, part in zip(self._ranks, parts, strict=True):
+            whole[..., features] = part
+        return whole
+
+    def handfuls(self, items: Sequence[Pixels]) -> Iterator[list[Pixels]]:
+        """Images in groups, in order, that the vision tower takes at once: each no more than a forward takes tokens."""
+        return handfuls(items, self.spec.max_batch_tokens * _PIXELS_OF_TOKEN)
+
+    def encode(self, items: Sequence[Pixels]) -> list[Tensor]:
+        """Embeddings [tokens, hidden] of each image, a handful at a time.
+
+        Often for another thread than the one that computes next: it keeps no threads of OpenMP.
+        """
+        embeddings = [rows for group in self.handfuls(items) for rows in self._call("encode", group)]
+        openmp.release()
+        return embeddings
+
+    def poll_handoffs(self, held: Container[str]) -> tuple[list[str], list[str]]:
+        """Of the leases `held`, those that decode engines have read since the last call (one entry per reader).
+
+        And ids of leases that they wait for.
+        """
+        return self._notes.take(self._call_all("poll_handoffs"), held)
+
+    def positions(
+        self, token_ids: Sequence[int], items: Sequence[tuple[str, MultiModalKwargsItem, int, int]] = ()
+    ) -> tuple[Tensor, int]:
+        """Positions of a prompt as the model counts them, and how far the last one lags its index.
+
+        Args:
+            items: (modality, item with its grid fields, first placeholder, placeholder count), in prompt order.
+
+        Returns:
+            positions [n] or [3, n] int64 and `lag` >= 0: `positions + lag` end on the last token's index.
+        """
+        if not self.uses_mrope:
+            return torch.arange(len(token_ids)), 0
+        features = [
+            MultiModalFeatureSpec(
+                data=item, modality=modality, identifier="", mm_position=PlaceholderRange(offset=offset, length=length)
+            )
+            for modality, item, offset, length in items
+        ]
+        positions, delta = self._call("multimodal_positions", list(token_ids), features)
+        return positions.long(), -delta
+
+    def transfer_parameters(self, lease: str, blocks: Sequence[int], tokens: int) -> dict[str, Any]:
+        """`kv_transfer_params` with which a stock decode engine pulls these blocks over NIXL; {} without hand-off."""
+        transfer = self.config.kv_transfer_config
+        if transfer is None:
+            return {}
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": (list(blocks),),
+            BLOCK_SIZE: self.block_size,
+            "remote_engine_id": transfer.engine_id,
+            "remote_request_id": lease,
+            "remote_host": os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"],
+            "remote_port": int(os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"]),
+            "tp_size": self.spec.tensor_parallel_size,
+            "dcp_size": 1,
+            "pp_size": 1,
+            "remote_num_tokens": tokens,
+            "remote_blocks_expiry_time": None,
+            "transfer_mode": "pull",
+            "remote_prefill_cached_tokens": 0,
+        }
+
+    def shutdown(self) -> None:
+        """Stop vLLM's executor and free the KV pool."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        return self._call_all(method, *arguments)[0]
+
+    def _call_all(self, method: str, *arguments: Any) -> list[Any]:
+        """What every rank answers. Raises what the first of those that failed raised, once all have answered.
+
+        TimeoutError: one does not answer, and never will; what it said later would be taken for another call's answer.
+        """
+        with self._calls:
+            if self.silent:
+                raise TimeoutError("a rank of the engine does not answer any more")
+            try:
+                answers = self._llm.collective_rpc("answer", timeout=_ANSWER_SECONDS, args=(method, *arguments))
+            except TimeoutError:
+                self.silent = True
+                raise
+        for answer in answers:
+            if isinstance(answer, Failure):
+                raise answer.error
+        return answers
+
+    # -- self-check ---------------------------------------------------------------------------------------------------
+
+    def self_check(self) -> list[CheckOutcome]:
+        """Compare this engine with vLLM's own prefill, and ways of writing KV with each other. Call before serving.
+
+        In fp32 agreement is held to 1e-4 in log-probability and 1e-4 in relocated KV of all layers. In fewer bits the
+        log-probability is held to what one more or one fewer split of a matrix product may change, and relocation to
+        rounding in the first layer: behind an attention, KV that was rounded elsewhere differs by more than that.
+        """
+        exact = self.dtype == torch.float32
+        generator = torch.Generator().manual_seed(7)
+        vocabulary = min(self.config.model_config.get_vocab_size(), 256)
+        n = min(3 * self.block_size + 5, self.max_model_len - 2)
+        tokens = torch.randint(0, vocabulary, (n,), generator=generator)
+        blocks = list(range(1, 2 + n // self.block_size))
+        sequence = LinkSequence(tokens.int(), self._text_positions(0, n), blocks)
+
+        reference = (
+            self._llm.generate(
+                [{"prompt_token_ids": tokens.tolist()}],
+                SamplingParams(max_tokens=1, temperature=0, logprobs=5, detokenize=False),
+                use_tqdm=False,
+            )[0]
+            .outputs[0]
+            .logprobs[0]
+        )
+        cuts = [0, n // 3, n // 2, n]
+        split = [Run(a, b) for a, b in pairwise(cuts)]
+        outcomes = []
+        for name, runs in (("forward equals vLLM's prefill", [Run(0, n)]), ("split runs equal one run", split)):
+            logprobs = self.logits([(sequence, runs)])[-1].log_softmax(-1)
+            worst = max(abs(float(logprobs[token]) - entry.logprob) for token, entry in reference.items())
+            outcomes.append(
+                CheckOutcome(name, worst <= (1e-4 if exact else 0.15), f"log-probability off by {worst:.2g}")
+            )
+
+        stored = self.read_kv(blocks, 3, n - 5)
+        spare = list(range(self.num_blocks - len(blocks), self.num_blocks))
+        self.write_kv(stored, self.slots(spare, 1, 1 + stored.shape[1]))
+        same = torch.equal(self.read_kv(spare, 1, stored.shape[1]), stored)
+        outcomes.append(CheckOutcome("KV written equals KV read", same, "bit for bit" if same else "they differ"))
+
+        ran = min(2, self.layout.layers)
+        self.forward_first([(LinkSequence(sequence.token_ids, sequence.positions, spare), split)], ran)
+        whole, partial = self.read_kv(blocks, 0, n), self.read_kv(spare, 0, n)
+        worst = float((partial[:ran] - whole[:ran]).float().abs().max() / whole[:ran].float().abs().max())
+        ended = torch.equal(partial[ran:, 1 : 1 + stored.shape[1]], stored[ran:])
+        outcomes.append(
+            CheckOutcome(
+                "a partial forward equals a forward's first layers",
+                worst <= (1e-4 if exact else 0.02) and ended,
+                f"KV off by {worst:.2g}; the layers behind {'were left alone' if ended else 'ran too'}",
+            )
+        )
+
+        if self.tells_attention and self.layout.layers > 1:
+            other = LinkSequence(sequence.token_ids, sequence.positions, spare)
+            batch = assemble([(other, [Run(0, n)])], self.block_size)
+            worst = max(self._call_all("first_attention_gap", batch))
+            outcomes.append(
+                CheckOutcome(
+                    "attention told equals the first layer's attention",
+                    worst <= (1e-4 if exact else 0.02),
+                    f"off by {worst:.2g}",
+                )
+            )
+
+        if self.takes_arriving:
+            half = n // 2
+            other = LinkSequence(sequence.token_ids, sequence.positions, spare)
+            known = _Known(self.slots(spare, 0, half), self.read_kv(blocks, 0, half))
+            logprobs = self.logits([(other, [Run(half, n)])], [known])[-1].log_softmax(-1)
+            worst = max(abs(float(logprobs[token]) - entry.logprob) for token, entry in reference.items())
+            outcomes.append(
+                CheckOutcome(
+                    "KV written by layer equals KV written before",
+                    worst <= (1e-4 if exact else 0.15),
+                    f"log-probability off by {worst:.2g}",
+                )
+            )
+
+        shift = 41
+        moved = LinkSequence(tokens.int(), self._text_positions(shift, n), spare)
+        self.forward([(moved, [Run(0, n)])])
+        layers = slice(None) if exact else slice(1)
+        computed = self.read_kv(spare, 3, n - 5)[layers].float()
+        apart = (relocate(stored, shift, self.layout)[layers].float() - computed).abs()
+        worst = float(apart.max() / computed.abs().max())
+        allowed = 1e-4 if exact else self._rounding_of_relocated_keys()
+        outcomes.append(CheckOutcome("relocated KV equals computed KV", worst <= allowed, f"off by {worst:.2g}"))
+        return outcomes
+
+    def _rounding_of_relocated_keys(self) -> float:
+        """How far relocated and computed keys of the first layer may be apart, relative to the largest.
+
+        With u half a unit in the last place: the engine's table of angles is rounded (u times a pair's length, so
+        sqrt(2) u) and so is its key (u), together e. Relocating turns a pair that is e off (sqrt(2) e) and rounds (u);
+        the key it is compared with is e off as well. Quantising adds its own u to both, the first of them turned.
+        """
+        u, root = torch.finfo(self.dtype).eps / 2, math.sqrt(2)
+        e = (1 + root) * u
+        return root * e + u + e + (root + 1) * self._quantum / 2
+
+    def require_self_check(self) -> list[CheckOutcome]:
+        """`self_check`, refusing to go on when anything failed.
+
+        Raises:
+            SelfCheckError: naming every failed check.
+        """
+        outcomes = self.self_check()
+        failed = [f"{o.name}: {o.detail}" for o in outcomes if not o.passed]
+        if failed:
+            raise SelfCheckError(f"engine self-check failed for {self.spec.model}: " + "; ".join(failed))
+        return outcomes
+
+    def _text_positions(self, first: int, count: int) -> Tensor:
+        index = torch.arange(first, first + count)
+        return index.expand(3, -1) if self.uses_mrope else index
+
+
+def self_check(spec: EngineSpec) -> list[CheckOutcome]:
+    """Build an engine, check it and tear it down (used by `orbitserve doctor`)."""
+    engine = PrefillEngine(spec)
+    try:
+        return engine.self_check()
+    finally:
+        engine.shutdown()

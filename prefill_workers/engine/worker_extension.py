@@ -1,0 +1,619 @@
+"""Forward over runs: the vLLM worker extension behind the linker.
+
+A *run* is a contiguous stretch of one sequence that has to be computed; what lies between runs is KV that already
+sits in the sequence's blocks. Every run becomes one row of the attention batch, all rows of a sequence share its block
+table, and a row's sequence length is its run's end. Each layer writes the keys and values of all runs before it
+attends, so one forward gives exactly what a full prefill would, with no kernel change.
+
+| primitive          | what it does                                                        |
+|--------------------|---------------------------------------------------------------------|
+| `answer`           | calls one of the others: what it gives, or the error that it raised  |
+| `describe`         | shapes, block size, rotary frequencies: plain values                 |
+| `learn_pages`      | takes this rank's share of the layout, finds how a block stores a token |
+| `forward_runs`     | one forward over several sequences' runs, all layers or the first    |
+| `attend_first`     | the first layer's KV of runs, and how some tokens attend there       |
+| `write_kv`         | a linked chunk into blocks, through the backend's own update op      |
+| `finish_writes`    | waits until what was written is there for others to read             |
+| `read_kv`          | a chunk's KV out of blocks, through the learned page layout          |
+| `encode`           | pixels to embeddings                                                 |
+| `poll_handoffs`    | leases that decode engines have read, or still wait for              |
+
+Checked on vLLM 0.32.0. Together with `engine.py` this is the only file that knows vLLM's internals.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.forward_context import set_forward_context
+from vllm.multimodal.inputs import MultiModalKwargsItem
+from vllm.multimodal.utils import group_and_batch_mm_kwargs
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from infra.cpu import openmp
+from kvstore.operator.layout import Layout
+from kvstore.operator.rotary import turns_evenly
+from prefill_workers.engine.attention import attended, paid_to
+from prefill_workers.engine.batch import Attending, Rows, RunBatch
+from prefill_workers.engine.pages import Pages, learnt
+from prefill_workers.engine.rank_errors import Failure, portable
+
+_QUANTISED = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}  # by vLLM's name of the cache dtype; vLLM keeps them as bytes
+
+
+_DTYPE_NAMES = ("float32", "float16", "bfloat16")
+
+logger = logging.getLogger(__name__)
+
+
+class ArrivingLayers(Protocol):
+    """KV of a chunk that comes in layer by layer (`arriving.Arriving`)."""
+
+    @property
+    def slots(self) -> Tensor:
+        """Where the chunk's KV goes: [tokens] int64."""
+
+    def layer(self, index: int, deadline: float) -> Tensor | None:
+        """Rows [tokens, features] of a layer, waited for; None if it is not there at `deadline`."""
+
+
+class UnsupportedEngine(RuntimeError):
+    """The model keeps or rotates its KV in a way that chunks cannot be relocated in."""
+
+
+class RunsExtension:
+    """Methods that vLLM adds to its worker (`worker_extension_cls`); `collective_rpc` calls them on every rank."""
+
+    model_runner: Any
+    _share: Tensor | None = None  # [local features] this rank's features; None: all of them
+    _pages: Pages | None = None
+
+    def answer(self, method: str, *arguments: Any) -> Any:
+        """What a method gives, or a `Failure`; raises nothing.
+
+        vLLM's executor of several ranks stops at the first that raises, and takes what the others answered for their
+        answers to the next call.
+        """
+        try:
+            return getattr(self, method)(*arguments)
+        except Exception as error:
+            if get_tensor_model_parallel_world_size() == 1:
+                return Failure(error)
+            logger.exception("%s failed on rank %d", method, get_tensor_model_parallel_rank())
+            return Failure(portable(error))
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values that fix the model's layout; equal on every rank.
+
+        Raises:
+            UnsupportedEngine: layers that keep KV in different ways, a rotary embedding that is no plain rotation, a
+                quantised cache of an unknown kind, images whose tokens attend to later ones, or blocks that the backend
+                cuts up.
+        """
+        runner, spec = self.model_runner, self._group.kv_cache_spec
+        model = runner.vllm_config.model_config
+        if model.is_mm_prefix_lm:
+            raise UnsupportedEngine("an image's tokens attend to the later ones of it: no run of them stands alone")
+        if self._group.kernel_block_size is not None:
+            raise UnsupportedEngine(
+                f"prefill.block_size: {spec.block_size}: {self._group.backend.get_name()} keeps blocks of "
+                f"{self._group.kernel_block_size} tokens; use that"
+            )
+        rotary, first = self._rotary(), self._layer(0)
+        facts = {
+            "family": "mla" if model.use_mla else "gqa",
+            "layers": len(self._group.layer_names),
+            "block_size": spec.block_size,
+            "blocks": self._cache(0).shape[0],
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "quantum": 0.0 if self._quantised is None else torch.finfo(self._quantised).eps,
+            "inverse_frequencies": self._inverse_frequencies(rotary),
+            "rotary_style": "neox" if rotary.is_neox_style else "interleaved",
+            "uses_mrope": bool(model.uses_mrope),
+            "tells_attention": self._tells_attention,
+        }
+        if model.use_mla:
+            return facts | {"latent": first.kv_lora_rank, "k_pe": first.qk_rope_head_dim}
+        return facts | {"kv_heads": model.get_total_num_kv_heads(), "head_size": spec.head_size}
+
+    @torch.inference_mode()
+    def learn_pages(self, layout: Layout, block: int) -> None:
+        """Take this rank's share of the layout, and find where a block keeps feature f of token t.
+
+        Backends differ (the CPU kernel transposes keys inside a block, and differently for each dtype), so the layout
+        is not assumed but read off, with the backend's own update op (`pages.learnt`).
+
+        Raises:
+            UnsupportedEngine: the backend's writes cannot be inverted.
+        """
+        ranks = get_tensor_model_parallel_world_size()
+        self._share = layout.share(get_tensor_model_parallel_rank(), ranks) if ranks > 1 else None
+        self._local = [segment.share(ranks) for segment in layout.segments]
+        size, features = self._group.kv_cache_spec.block_size, sum(segment.features for segment in self._local)
+        slots = (torch.arange(size) + block * size).to(self._device)
+
+        def through(numbers: Tensor) -> Tensor:
+            self._update(0, numbers.to(self._device, self.model_runner.vllm_config.model_config.dtype), slots)
+            page = self._elements(0)[block].flatten().float().cpu().round().long()
+            if page.numel() != numbers.numel():
+                raise UnsupportedEngine(f"a block holds {page.numel()} elements, expected {numbers.numel()}")
+            return page
+
+        whole = 128 if self._quantised is None else 8  # numbers below are exact in bfloat16, and in any fp8
+        elements = learnt(size, features, whole, through)
+        if elements is None:
+            cache = self.model_runner.vllm_config.cache_config.cache_dtype
+            raise UnsupportedEngine(
+                f"{self._group.backend.get_name()} with KV cache dtype {cache!r} does not give back what is written"
+            )
+        self._pages = Pages.of(elements, [segment.features for segment in self._local], self._device)
+
+    @torch.inference_mode()
+    def forward_runs(
+        self,
+        batch: RunBatch,
+        logits: Sequence[int] = (),
+        arriving: Sequence[ArrivingLayers] = (),
+        deadline: float = 0.0,
+        layers: int | None = None,
+        shallow: tuple[RunBatch, int] | None = None,
+    ) -> Tensor | None:
+        """Compute and store the KV of every token in `batch`.
+
+        Args:
+            logits: rows whose logits are wanted; only with all layers.
+            layers: how many layers run, the first; None: all of them.
+            arriving: KV that is stored meanwhile, each layer of it before that layer attends. A layer that is not there
+                at `deadline` is left out; whoever gave it knows.
+            shallow: the same tokens as other rows in other slots, and in how many layers, the first, they are these.
+
+        Returns:
+            Logits [len(logits), vocabulary] fp32 of these rows' last tokens; None without such rows, and on other
+            ranks than the first.
+        """
+        runner, to = self.model_runner, self._device
+        ends = None if logits else layers or len(self._group.layer_names)
+        with self._writing(arriving, deadline):
+            hidden = self._walk(batch, ends, shallow)
+        scores = None
+        if logits:
+            last = batch.rows.lengths.cumsum(0)[list(logits)] - 1
+            scores = runner.model.compute_logits(hidden[last.to(to)])  # by all ranks
+        if scores is None or get_tensor_model_parallel_rank() != 0:
+            self.finish_writes()
+            return None
+        return scores.float().cpu()
+
+    def _walk(
+        self,
+        batch: RunBatch,
+        ends: int | None,
+        shallow: tuple[RunBatch, int] | None = None,
+        queries: Callable[[Tensor], object] = lambda _: None,
+    ) -> Any:
+        """One forward of the model. `ends`: see `_ending_behind`, as for `queries`; None: it goes to its end."""
+        self._consider_others()
+        runner, names, to = self.model_runner, self._group.layer_names, self._device
+        slots = dict.fromkeys(names, batch.slots.to(to, non_blocking=True))
+        metadata = dict.fromkeys(names, self._metadata(self._builder, batch, slots[names[0]]))
+        if shallow is not None:
+            other, depth = shallow
+            slots |= dict.fromkeys(names[:depth], other.slots.to(to, non_blocking=True))
+            metadata |= dict.fromkeys(names[:depth], self._metadata(self._other_builder, other, slots[names[0]]))
+        context = set_forward_context(metadata, runner.vllm_config, num_tokens=len(batch.slots), slot_mapping=slots)
+        ending = nullcontext() if ends is None else self._ending_behind(ends, slots[names[ends - 1]], queries)
+        with self._leaving_nothing(), context, ending:
+            return runner.model(
+                input_ids=None,
+                positions=batch.positions.to(to, non_blocking=True),
+                intermediate_tensors=None,
+                inputs_embeds=self._embed(batch),
+            )
+
+    @contextmanager
+    def _leaving_nothing(self) -> Iterator[None]:
+        """A forward that fails leaves nothing to the next one of what models hand their layers beside the embeddings.
+
+        Qwen3-VL keeps deepstack features in buffers that only the end of its forward clears.
+        """
+        try:
+            yield
+        except BaseException:
+            model = self.model_runner.get_model()
+            if buffers := getattr(model, "deepstack_input_embeds", None):
+                for buffer in buffers:
+                    buffer.zero_()
+                model.deepstack_input_embeds_num_tokens = 0
+            raise
+
+    @torch.inference_mode()
+    def attend_first(self, batch: RunBatch, asked: Sequence[Attending]) -> list[Tensor]:
+        """Compute and store the first layer's KV of every token in `batch`, and tell how those `asked` attend there.
+
+        The keys of all tokens before them must be stored. There is no attention in it, and no feed-forward network.
+
+        Returns:
+            `composing.attention_shares` over this rank's heads, [2, others, tokens] fp32, of each that is asked.
+        """
+        seen: list[Tensor] = []
+        self._walk(batch, 1, queries=seen.append)
+        (queries,) = seen
+        found = []
+        for one in asked:
+            keys, _ = self._first_kv(one.blocks, one.first + len(one.tokens))
+            mine = queries[one.tokens.start : one.tokens.stop]
+            found.append(paid_to(one.others, mine, keys, one.first, self._scale).cpu())
+        return found
+
+    @torch.inference_mode()
+    def first_attention_gap(self, batch: RunBatch) -> float:
+        """How far the first layer's attention is from what its queries and stored keys and values say, relatively.
+
+        `batch`: one sequence from its first token on, in one run. Its KV is stored meanwhile, of two layers.
+        """
+        seen: list[tuple[Tensor, Tensor]] = []
+        hook = self._layer(0).register_forward_hook(lambda _, given, output: seen.append((given[0], output)))
+        try:
+            self._walk(batch, 2)
+        finally:
+            hook.remove()
+        ((queries, output),) = seen
+        size = self._group.kv_cache_spec.block_size
+        keys, values = self._first_kv((batch.slots[::size] // size).tolist(), len(batch.slots))
+        told, output = attended(queries, keys, values, self._scale), output.float().flatten(1)
+        return float((told - output).abs().max() / output.abs().max())
+
+    def _first_kv(self, blocks: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
+        """The first layer's keys and values of a sequence's first tokens, each [count, heads, width] fp32."""
+        (rows,) = self._stored(blocks, 0, count, [0])
+        keys, values = rows.float().split([segment.features for segment in self._local], dim=-1)
+        return tuple(
+            part.unflatten(1, (segment.heads, segment.width))
+            for part, segment in zip((keys, values), self._local, strict=True)
+        )
+
+    def _metadata(self, builder: Any, batch: RunBatch, slots: Tensor) -> Any:
+        """The attention backend's description of a batch, whose slots are on the device."""
+        to, rows = self._device, self._rows(batch)
+        start = torch.zeros(len(rows.lengths) + 1, dtype=torch.int32)
+        torch.cumsum(rows.lengths, 0, dtype=torch.int32, out=start[1:])
+        common = CommonAttentionMetadata(
+            query_start_loc=start.to(to, non_blocking=True),
+            query_start_loc_cpu=start,
+            seq_lens=rows.ends.to(to, non_blocking=True),
+            num_reqs=len(rows.ends),
+            num_actual_tokens=len(batch.slots),
+            max_query_len=int(rows.lengths.max()),
+            max_seq_len=int(rows.ends.max()),
+            block_table_tensor=rows.block_tables.to(to, non_blocking=True),
+            slot_mapping=slots,
+            causal=True,
+            positions=batch.index.to(to, non_blocking=True),
+            seq_lens_cpu_upper_bound=rows.ends,
+            is_prefilling=torch.zeros(len(rows.ends), dtype=torch.bool),
+        )
+        return builder.build(0, common)
+
+    @contextmanager
+    def _ending_behind(
+        self, layers: int, slots: Tensor, queries: Callable[[Tensor], object] = lambda _: None
+    ) -> Iterator[None]:
+        """The model ends behind its first `layers` layers, of whose last only the KV is wanted: no logits.
+
+        That layer's queries, [tokens, local features] and rotated, are given to `queries`, but for MLA.
+
+        vLLM's models walk `layers[start_layer:end_layer]`, which is how they are split into pipelines. Leaving the
+        forward by an exception instead would leave behind what models hand their layers (Qwen3-VL's deepstack features)
+        for the next forward to find. What the last layer makes of its KV goes nowhere: its feed-forward network is left
+        out, and, but for MLA, its attention, in whose place the KV is stored in the tokens' `slots`.
+        """
+        walker, whole = self._walker, self._walker.end_layer
+        end = walker.start_layer + layers
+        decoders = getattr(walker, "layers", None)  # few models have another name for them, or for what is in them
+        network = None if decoders is None else getattr(decoders[end - 1], "mlp", None)
+        latent = self.model_runner.vllm_config.model_config.use_mla  # its attention's output has another shape
+        attention = None if latent else self._layer(layers - 1)
+
+        def store(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+            self._update(layers - 1, torch.cat([key.flatten(1), value.flatten(1)], dim=-1), slots)
+            queries(query.flatten(1))
+            return query
+
+        try:
+            walker.end_layer = end
+            if network is not None:
+                network.forward = lambda hidden, *_, **__: hidden
+            if attention is not None:
+                attention.forward = store
+            yield
+        finally:
+            walker.end_layer = whole
+            for module in (network, attention):
+                if module is not None:
+                    del module.forward
+
+    @contextmanager
+    def _writing(self, arriving: Sequence[ArrivingLayers], deadline: float) -> Iterator[None]:
+        """Before each layer attends, its KV of what is `arriving` is written."""
+        if not arriving:
+            yield
+            return
+        slots = [chunk.slots.to(self._device, non_blocking=True) for chunk in arriving]
+        layers = range(len(self._group.layer_names))
+        reached: list[int] = []
+
+        def write(layer: int) -> None:
+            reached.append(layer)
+            found = [(chunk.layer(layer, deadline), place) for chunk, place in zip(arriving, slots, strict=True)]
+            there = [(rows, place) for rows, place in found if rows is not None]
+            if there:
+                rows = torch.cat([rows for rows, _ in there])
+                self._update(layer, rows.to(self._device, non_blocking=True), torch.cat([place for _, place in there]))
+
+        with ExitStack() as hooks:
+            for layer in layers:
+                hook = self._layer(layer).register_forward_pre_hook(lambda *_, layer=layer: write(layer))
+                hooks.callback(hook.remove)
+            yield
+        if reached != list(layers):
+            raise UnsupportedEngine(f"layers ran as {reached}: KV cannot be written while it comes in")
+
+    def _rows(self, batch: RunBatch) -> Rows:
+        """The attention batch: a row per run. CPU_MLA's prefill does not see paged context: there, a row per token.
+
+        `infra.cpu.latent` computes the rows of a sequence together.
+        """
+        if self._group.backend.get_name() != "CPU_MLA":
+            return batch.rows
+        tokens = len(batch.index)
+        tables = batch.rows.block_tables.repeat_interleave(batch.rows.lengths, dim=0)
+        return Rows(torch.ones(tokens, dtype=torch.int32), (batch.index + 1).int(), tables)
+
+    def _consider_others(self) -> None:
+        if self._device.type == "cpu":
+            openmp.consider_others()
+
+    def _embed(self, batch: RunBatch) -> Tensor:
+        model = self.model_runner.model
+        ids = batch.token_ids.to(self._device, non_blocking=True)
+        if batch.embeddings is None:
+            return model.embed_input_ids(ids)
+        # the model's own merge: it also takes deepstack features apart (Qwen3-VL) and hands them to the layers
+        return model.embed_input_ids(
+            ids,
+            multimodal_embeddings=[batch.embeddings.to(self._device, non_blocking=True)],
+            is_multimodal=batch.is_embedding.to(self._device, non_blocking=True),
+        )
+
+    @torch.inference_mode()
+    def write_kv(self, kv: Tensor, slots: Tensor) -> None:
+        """Store `kv` [layers, tokens, features] in the tokens' slots, through the backend's own update op."""
+        slots = slots.to(self._device, non_blocking=True)
+        mine = kv if self._share is None else kv[..., self._share]
+        for layer, rows in enumerate(mine.to(self._device, non_blocking=True).unbind(0)):
+            self._update(layer, rows, slots)
+
+    def finish_writes(self) -> None:
+        """Wait for the device: whoever is told of what was written may read it at once, past any stream."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    @torch.inference_mode()
+    def read_kv(self, blocks: Sequence[int], first: int, count: int, layers: Sequence[int] | None = None) -> Tensor:
+        """KV of `count` tokens that begin `first` tokens into `blocks`: [layers, count, local features], as stored.
+
+        Of the layers named, or of all.
+        """
+        read = range(len(self._group.layer_names)) if layers is None else layers
+        features = sum(segment.features for segment in self._local)
+        out = torch.empty(len(read), count, features, dtype=self.model_runner.vllm_config.model_config.dtype)
+        for rows, stored in zip(out, self._stored(blocks, first, count, read), strict=True):
+            rows.copy_(stored)
+        return out
+
+    def _stored(self, blocks: Sequence[int], first: int, count: int, layers: Sequence[int]) -> Iterator[Tensor]:
+        """`read_kv` layer by layer, [count, local features] on the device, each in the place of the one before."""
+        if self._pages is None:
+            raise RuntimeError("learn_pages has not run")
+        size, features = self._group.kv_cache_spec.block_size, sum(segment.features for segment in self._local)
+        used = torch.tensor(blocks, device=self._device)[first // size : -(-(first + count) // size)]
+        skip = first % size
+        whole = torch.empty(len(used), size, features, dtype=self._cache(0).dtype, device=self._device)
+        stored = whole if self._quantised is None else whole.view(self._quantised)
+        for layer in layers:
+            self._pages.read(self._cache(layer)[used].flatten(1), whole)
+            yield stored.view(-1, features)[skip : skip + count]
+
+    @torch.inference_mode()
+    def encode(self, items: Sequence[tuple[str, MultiModalKwargsItem]]) -> list[Tensor]:
+        """Embeddings [tokens, hidden] of each (modality, processed item), in order."""
+        self._consider_others()
+        model = self.model_runner.model
+        embeddings: list[Tensor] = []
+        for _, _, kwargs in group_and_batch_mm_kwargs(list(items), device=self._device):
+            # each by itself: those of one call are views of one tensor, which every copy of them would bring along
+            embeddings += [e.to("cpu", copy=True) for e in model.embed_multimodal(**kwargs)]
+        return embeddings
+
+    def multimodal_positions(self, token_ids: list[int], features: list[Any]) -> tuple[Tensor, int]:
+        """M-RoPE positions [3, n] of a prompt and what must be added to an index to continue behind it."""
+        positions, delta = self.model_runner.model.get_mrope_input_positions(token_ids, features)
+        return positions, int(delta)
+
+    def poll_handoffs(self) -> tuple[list[tuple[str, int]], list[str]]:
+        """What decode engines have told this rank since the last call.
+
+        Returns:
+            (lease, n) per notification, where n ranks of that decode engine read from this rank; and the leases that
+            are still wanted.
+        """
+        if not has_kv_transfer_group():
+            return [], []
+        notes = get_kv_transfer_group().connector_worker.nixl_wrapper.get_new_notifs()
+        read: list[tuple[str, int]] = []
+        wanted: list[str] = []
+        for message in (note.decode() for arrived in notes.values() for note in arrived):
+            if message.startswith("HB:"):
+                wanted += message[3:].split(",")
+            else:
+                lease, readers = message.rsplit(":", 1)
+                read.append((lease, int(readers)))
+        return read, wanted
+
+    # -- vLLM's inside ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _group(self) -> Any:
+        groups = [group for groups in self.model_runner.attn_groups for group in groups]
+        if len(groups) != 1:
+            kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+            raise UnsupportedEngine(f"the model's layers keep KV in {len(groups)} different ways ({kinds}), not in one")
+        return groups[0]
+
+    @cached_property
+    def _builder(self) -> Any:
+        """Describes batches to the backend."""
+        return self._new_builder()
+
+    @cached_property
+    def _other_builder(self) -> Any:
+        """For a second description in one forward: backends keep parts of the first one in its builder."""
+        return self._new_builder()
+
+    def _new_builder(self) -> Any:
+        """One with buffers for batches of which every token is a row; vLLM's own has them for `max_num_seqs` rows."""
+        config = copy.copy(self.model_runner.vllm_config)
+        scheduler = config.scheduler_config = copy.copy(config.scheduler_config)
+        scheduler.max_num_seqs = scheduler.max_num_batched_tokens
+        group = replace(self._group, metadata_builders=[])
+        group.create_metadata_builders(config, self._device)
+        return group.get_metadata_builder()
+
+    @cached_property
+    def _walker(self) -> Any:
+        """The module that runs the layers which keep KV, one after the other."""
+        named = self.model_runner.model.named_modules()
+        layers = self._group.layer_names[0]
+        walkers = [m for name, m in named if hasattr(m, "end_layer") and layers.startswith(f"{name}.")]
+        if len(walkers) != 1:
+            raise UnsupportedEngine(f"expected one module that walks the model's layers, found {len(walkers)}")
+        return walkers[0]
+
+    @property
+    def _scale(self) -> float:
+        """Of the products of the first layer's queries and keys."""
+        return float(self._layer(0).impl.scale)
+
+    @property
+    def _tells_attention(self) -> bool:
+        """Whether queries and keys alone say what a token of the first layer attends to.
+
+        MLA's are up-projected first; windows, sinks, caps, biases and scales of quantised ones would have to be known.
+        """
+        if self.model_runner.vllm_config.model_config.use_mla or self._quantised is not None:
+            return False
+        found = self._layer(0).impl
+        if getattr(found, "sinks", None) is not None or getattr(found, "alibi_slopes", None) is not None:
+            return False
+        unbounded = getattr(found, "sliding_window", None) in (None, -1, (-1, -1))
+        return unbounded and not getattr(found, "logits_soft_cap", None)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.model_runner.device
+
+    @cached_property
+    def _quantised(self) -> torch.dtype | None:
+        """What the cache's bytes are, if the KV cache is quantised."""
+        name = self.model_runner.vllm_config.cache_config.cache_dtype
+        if name in ("auto", *_DTYPE_NAMES):
+            return None
+        scales = {float(getattr(self._layer(0), scale)) for scale in ("_k_scale", "_v_scale")}
+        if name not in _QUANTISED or scales != {1.0}:
+            raise UnsupportedEngine(
+                f"KV cache dtype {name!r} with scales {sorted(scales)} is not supported; use one of "
+                f"{', '.join(_QUANTISED)} without calibrated scales, or auto"
+            )
+        return _QUANTISED[name]
+
+    def _layer(self, layer: int) -> Any:
+        context = self.model_runner.vllm_config.compilation_config.static_forward_context
+        return context[self._group.layer_names[layer]]
+
+    def _cache(self, layer: int) -> Tensor:
+        return self._layer(layer).kv_cache
+
+    def _elements(self, layer: int) -> Tensor:
+        cache = self._cache(layer)
+        return cache if self._quantised is None else cache.view(self._quantised)
+
+    def _update(self, layer: int, kv: Tensor, slots: Tensor) -> None:
+        """Write rows [tokens, local features] of one layer."""
+        attention = self._layer(layer)
+        parts = kv.split([segment.features for segment in self._local], dim=-1)
+        first, second = (
+            part.reshape(len(kv), segment.heads, segment.width)
+            for part, segment in zip(parts, self._local, strict=True)
+        )
+        update, cache = attention.impl.do_kv_cache_update, self._cache(layer)
+        if self.model_runner.vllm_config.model_config.use_mla:
+            update(first.squeeze(1), second, cache, slots, attention.kv_cache_dtype, attention._k_scale)
+        else:
+            update(attention, first, second, cache, slots)
+
+    def _rotary(self) -> Any:
+        blocks = tuple(name.rsplit(".", 1)[0] + "." for name in self._group.layer_names)
+        named = self.model_runner.model.named_modules(remove_duplicate=False)
+        rotary = [(name, m) for name, m in named if name.startswith(blocks) and hasattr(m, "cos_sin_cache")]
+        without = [block for block in blocks if not any(name.startswith(block) for name, _ in rotary)]
+        if rotary and without:
+            raise UnsupportedEngine(f"some layers have no rotary embedding: {', '.join(without)}")
+        modules = [m for _, m in rotary]
+        kinds = {(m.base, m.rotary_dim, type(m).__name__) for m in modules}
+        if len(kinds) != 1:
+            raise UnsupportedEngine(f"expected one rotary embedding for all layers, found {sorted(map(str, kinds))}")
+        return modules[0]
+
+    @staticmethod
+    def _inverse_frequencies(rotary: Any) -> list[float]:
+        """The engine's own fp32 frequencies, checked against the table that its kernels read.
+
+        They are what its table is computed from when that is done once more, where it was done: computed otherwise they
+        would differ in the last bits, which a shift of thousands of positions magnifies. Scaled variants (YaRN, linear,
+        Llama 3, NTK) change the frequencies and may multiply the table by a constant: keys still turn by a fixed angle
+        per position, so relocation stays exact. Whatever else a table holds is refused.
+        """
+        factors = getattr(rotary, "scaling_factors", None) or [1.0]
+        compute, computed = rotary._compute_inv_freq, list[Tensor]()
+
+        def noted(argument: Any) -> Tensor:
+            computed.append(compute(argument))
+            return computed[-1]
+
+        rotary._compute_inv_freq = noted
+        try:
+            with rotary.cos_sin_cache.device:
+                rotary._compute_cos_sin_cache()
+        finally:
+            del rotary._compute_inv_freq
+        if len(computed) == len(factors) == 1:
+            frequencies = computed[0].double().cpu() / factors[0]
+            if turns_evenly(rotary.cos_sin_cache.cpu(), frequencies):
+                return frequencies.tolist()
+        raise UnsupportedEngine(
+            f"{type(rotary).__name__} does not turn keys by a fixed angle per position: chunks cannot be relocated"
+        )

@@ -1,0 +1,1 @@
+"""Online fidelity: rolling KL by operating point, and what it switches off."""

@@ -1,0 +1,1 @@
+"""The linker: plans a prompt, loads and places KV, decides what is left to compute."""

@@ -1,0 +1,134 @@
+"""Under which names a request's chunks, and what is patched behind them, are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from blake3 import blake3
+
+from kvstore.operator.patch import PatchKind
+from kvstore.records.keys import DYNAMIC_TENANT, antecedent_key, canonical_key, owner_of
+from kvstore.records.patch_form import PatchForm
+from prefill_workers.modes import Text
+from prefill_workers.patches.orbit_patches import set_kind
+
+if TYPE_CHECKING:
+    from prefill_workers.engine.engine import PrefillEngine
+    from prefill_workers.link.plan import LinkRequest
+
+_TEXT = -1  # no token's id: what follows is a digest of text
+
+
+@dataclass(frozen=True)
+class ChunkKeys:
+    """Under which keys a chunk's records are stored, and whose they are."""
+
+    canonical: str
+    context: tuple[int, ...]  # what its patches are keyed by beside antecedents; see `contexts`
+    own_patch: str  # behind this list of antecedents
+    set_patch: str  # behind this set, in any order
+    embedding: str | None  # None: a text chunk
+    owner: str  # of canonical KV and embeddings: the request's tenant, or the dynamic library
+    patch_owners: tuple[str, ...]  # whose patches serve
+    parts: tuple[str, ...] = ()  # patches behind no antecedent and behind each alone; none where no sum may serve
+    teaches: bool = True  # whether what is learnt of the chunk where it stands may be kept under these keys
+
+    def all(self) -> list[str]:
+        """Every key."""
+        named = (self.canonical, self.own_patch, self.set_patch, self.embedding, *self.parts)
+        return [key for key in named if key is not None]
+
+
+def contexts(request: LinkRequest, free_text: int) -> list[tuple[int, ...]]:
+    """By chunk, what its patches are keyed by beside the chunks before it: token ids, and a digest of others.
+
+    That is the fixed prefix and, where `request.text` says so, the text before the chunk: a chunk takes up what stands
+    before it, and what a few words add is little, what sentences add is not (`orbitserve bench fidelity`, drift). The
+    text goes in as its digest, so that a long conversation is gone through once and not once a chunk.
+
+    | text   | with the fixed prefix                                                                              |
+    |--------|----------------------------------------------------------------------------------------------------|
+    | auto   | the text between the chunks up to this one, if some stretch of it is longer than `free_text` tokens |
+    | strict | all text up to this chunk                                                                          |
+    | free   | nothing                                                                                            |
+
+    What a request with `free` computes behind long text is not kept as if it were without (`teaches`).
+    """
+    found: list[tuple[int, ...]] = []
+    text, stop, longest = blake3(derive_key_context="orbitserve 2026 text between chunks v1"), 0, 0
+    for i, span in enumerate(request.chunks):
+        between = request.token_ids[stop : span.start]
+        if i or request.text is Text.STRICT:
+            text.update(np.array([len(between), *between], "<i8").tobytes())
+            longest = max(longest, len(between))
+        if request.text.keys(longest, free_text):
+            found.append((*request.prefix, _TEXT, *np.frombuffer(text.digest(), "<i8").tolist()))
+        else:
+            found.append(request.prefix)
+        stop = span.stop
+    return found
+
+
+def teaches(request: LinkRequest, free_text: int) -> list[bool]:
+    """By chunk, whether its context leaves out no text that would key it if the request did not say otherwise."""
+    if request.text is not Text.FREE:
+        return [True] * len(request.chunks)
+    otherwise = contexts(replace(request, text=Text.AUTO), free_text)
+    return [context == request.prefix for context in otherwise]
+
+
+class Keys:
+    """Makes the keys of a request's chunks, for one engine and one form of patches."""
+
+    def __init__(self, engine: PrefillEngine, form: PatchForm) -> None:
+        self._engine, self._form = engine, form
+
+    def of(
+        self,
+        tenant: str,
+        contents: Sequence[str],
+        delimiters: Sequence[int],
+        context: Sequence[int],
+        antecedents: Sequence[str],
+        *,
+        embeds: bool,
+        summed: bool,
+        teaches: bool = True,
+    ) -> ChunkKeys:
+        """Keys of the last of `contents` behind the others, whose canonical keys are `antecedents`.
+
+        Args:
+            context: see `contexts`.
+            embeds: whether the chunk has vision embeddings.
+            summed: whether pair patches behind so many antecedents are summed.
+            teaches: see `ChunkKeys`.
+        """
+        content = contents[-1]
+        canonical = canonical_key(self._engine.fingerprint, content, delimiters, self._engine.precision)
+        own, of_set = (
+            self._form.key(canonical, antecedent_key(context, antecedents, ordered=kind is PatchKind.own), kind)
+            for kind in (PatchKind.own, set_kind(len(antecedents)))
+        )
+        parts: tuple[str, ...] = ()
+        different = len({canonical, *antecedents}) > len(antecedents)
+        if different and summed:
+            alone = [(), *((antecedent,) for antecedent in antecedents)]
+            parts = tuple(
+                self._form.key(canonical, antecedent_key(context, one, ordered=False), set_kind(len(one)))
+                for one in alone
+            )  # fmt: skip
+        shared = owner_of(tenant, *contents) == DYNAMIC_TENANT
+        return ChunkKeys(
+            canonical,
+            tuple(context),
+            own,
+            of_set,
+            self._engine.embedding_key(content) if embeds else None,
+            owner=owner_of(tenant, content),
+            patch_owners=tuple(dict.fromkeys((tenant, DYNAMIC_TENANT))) if shared else (tenant,),
+            parts=parts,
+            teaches=teaches,
+        )

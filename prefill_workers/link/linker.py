@@ -1,0 +1,495 @@
+"""The linker: from a request's tokens and chunks to one sequence's finished KV.
+
+| call       | thread          | what it does                                                                         |
+|------------|-----------------|--------------------------------------------------------------------------------------|
+| `prefetch` | any             | starts loading what a prompt on its way will need                                    |
+| `plan`     | any             | starts all look-ups, waits until it is known which chunks miss, not for KV           |
+| `advance`  | the engine's    | writes what the prefix cache has; relocates, patches and writes every chunk whose    |
+|            |                 | load has ended (kamera.md eq. 1)                                                     |
+| `select`   | the engine's    | cacheblend: chooses which tokens of chunks with stored KV are computed all the same; |
+|            |                 | composed patches: weighs their parts                                                 |
+
+What is left are runs, which `worker.PrefillLoop` computes, several requests to a forward, up to the plan's frontier
+(see `plan`). Loads so run beside the vision encoder and beside forwards: the slower of the two bounds the time to the
+first token, not their sum (mpic.md §3.2). A load that fails leaves its chunk to be computed. What a forward computed
+for chunks that had no patch yet is taken up by `harvest`, off the request path.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvstore.errors import ShapeMismatch
+from kvstore.library import Library
+from kvstore.operator.patch import warm_up
+from kvstore.records.patch_form import PatchForm
+from prefill_workers import modes as policies
+from prefill_workers.engine.engine import PrefillEngine
+from prefill_workers.fidelity.monitor import Fidelity
+from prefill_workers.link import report_reasons as reasons
+from prefill_workers.link.attention_weights import weighed_by_attention
+from prefill_workers.link.compose import KnownWeights, measured_weights, weighted_sum
+from prefill_workers.link.keys import ChunkKeys, Keys, contexts, teaches
+from prefill_workers.link.layerwise_load import Arriving
+from prefill_workers.link.lookups import Found, Lookup, Lookups
+from prefill_workers.link.place_kv import Placed, place
+from prefill_workers.link.plan import (
+    ChunkOutcome,
+    ChunkPlan,
+    LinkPlan,
+    LinkRequest,
+    PixelsNeeded,
+    PrefetchRequest,
+)
+from prefill_workers.link.prefix_cache import Beginning, Block, PrefixCache, relocated
+from prefill_workers.link.token_selection import (
+    MEASURED_LAYER,
+    deviations,
+    measured_deficit,
+    selected_by_deviation,
+    selected_by_place,
+)
+from prefill_workers.modes import Mode, OperatingPoint
+from prefill_workers.patches.harvester import Harvester
+from prefill_workers.patches.patch_compiler import PatchJob
+from prefill_workers.sequence import LinkSequence, Run, forwards
+from prefill_workers.settings import COMPOSE_UP_TO, FREE_TEXT, FidelitySettings, Weighing
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUTS = 2  # of the library, until a request's chunks count as not stored: whether KV is there, and embeddings
+
+
+class Linker:
+    """Plans and places links for one engine.
+
+    Args:
+        form: of the patches that it looks for and asks for.
+        submit_patch: takes a deficit off the request path and stores its patch (see `patch_compiler`). False: it did
+            not, too many wait.
+        fidelity: says which operating points are switched off. None: nothing is checked, nothing switched off.
+        compose_up_to: antecedents that a chunk may stand behind to be linked by the weighted sum of its pair patches.
+            Where patches lack the layers by which they are weighed (see `composing`) none are summed.
+        prefixes: KV of the text before first chunks. None: it is always computed.
+        weigh_by: what weighs the parts of a sum.
+        free_text: see `keys.contexts`.
+
+    Raises:
+        ValueError: sums are to be weighed by an attention that the engine does not tell.
+    """
+
+    def __init__(
+        self,
+        engine: PrefillEngine,
+        library: Library,
+        form: PatchForm,
+        submit_patch: Callable[[PatchJob], object],
+        fidelity: Fidelity | None = None,
+        compose_up_to: int = COMPOSE_UP_TO,
+        prefixes: PrefixCache | None = None,
+        weigh_by: Weighing = Weighing.KV,
+        free_text: int = FREE_TEXT,
+    ) -> None:
+        if weigh_by is Weighing.ATTENTION and not engine.tells_attention:
+            raise ValueError(
+                f"prefill.weigh_by: attention: {engine.spec.model} does not attend by queries and keys alone (MLA, "
+                "windows, sinks, caps, biases, or a quantised KV cache); use kv"
+            )
+        self.engine = engine
+        self.library = library
+        self.form = form
+        self.fidelity = fidelity or Fidelity(FidelitySettings(share=0))
+        self.weigh_by = weigh_by
+        self._free_text = free_text
+        self.compose_up_to = compose_up_to if form.first_layer(engine.layout.layers) <= MEASURED_LAYER else 0
+        self.harvester = Harvester(engine, library, form, submit_patch)
+        self._keys, self._lookups = Keys(engine, form), Lookups(library, form.basis)
+        self._weights = KnownWeights()
+        self._prefixes = prefixes
+        self.fidelity.before_allowing(self._before_allowing)
+        self._delimiters: tuple[int, ...] = ()  # token ids around the placeholders of the image seen last
+        self._told_of_unfit = False
+        warm_up(engine.layout, engine.dtype)
+
+    def patches(self) -> bool:
+        """Whether patches may be served: they are not switched off."""
+        return self.fidelity.allows(OperatingPoint.PATCHED)
+
+    def sums(self) -> bool:
+        """Whether sums of pair patches may be served: neither they nor patches are switched off."""
+        return self.patches() and self.fidelity.allows(OperatingPoint.COMPOSED)
+
+    # -- plan ---------------------------------------------------------------------------------------------------------
+
+    def forget(self, tenant: str) -> None:
+        """A tenant deleted a content: keep nothing that was learnt of its chunks."""
+        self._weights.forget(tenant)
+        self._lookups.forget()
+
+    def prefetch(self, request: PrefetchRequest, *, load: bool = True) -> dict[str, Future[bool]]:
+        """Start loading for a prompt that is still being rendered, so that memory has it when the prompt comes.
+
+        Args:
+            load: False: only say what is lacking.
+
+        Returns: of every image, by content id, whether it will have to be encoded; see `Lookup.lacks_pixels`.
+        """
+        antecedents: list[str] = []
+        lacking: dict[str, Future[bool]] = {}
+        mode = Mode.EXACT if self._ruled_out(request.mode) else request.mode
+        for i, content in enumerate(request.contents):
+            text = content in request.documents
+            delimiters, contents = () if text else self._delimiters, request.contents[: i + 1]
+            summed = self._sums_behind(len(antecedents))
+            keys = self._keys.of(
+                request.tenant, contents, delimiters, request.prefix, antecedents, embeds=not text, summed=summed
+            )
+            if load:
+                lookup = self._lookups.start_ahead(keys, mode)
+            if not text:
+                lacking[content] = lookup.lacks_pixels() if load else self._lookups.lacks_pixels(keys, mode)
+            antecedents.append(keys.canonical)
+        return lacking
+
+    def plan(self, request: LinkRequest, embeddings: Mapping[int, Tensor] | None = None) -> LinkPlan:
+        """Choose every chunk's operating point. KV that is stored goes on loading behind the plan.
+
+        Args:
+            embeddings: freshly encoded embeddings by chunk index, for chunks that were sent with pixels.
+
+        Raises:
+            PixelsNeeded: a chunk must be computed and neither `embeddings` nor the library has its embeddings.
+        """
+        began = time.perf_counter()
+        tokens = torch.tensor(request.token_ids, dtype=torch.int32)
+        wanted = self.keys(request)
+        with ExitStack() as pins:
+            pins.enter_context(self.library.pin(key for keys in wanted for key in keys.all()))
+            ruled_out = self._ruled_out(request.mode)
+            mode = Mode.EXACT if ruled_out else request.mode
+            lookups = [self._lookups.start(keys, mode) for keys in wanted]
+            until = time.monotonic() + _TIMEOUTS * self.library.settings.load_timeout_s
+            positions, lag = self.engine.positions(
+                request.token_ids,
+                [(c.modality, c.grid, c.first, c.count) for c in request.chunks if c.needs_embeddings],
+            )
+            positions = positions + lag
+            chunks = [
+                self._chunk(request, i, wanted, lookup, positions, (embeddings or {}).get(i), ruled_out, until)
+                for i, lookup in enumerate(lookups)
+            ]
+            missing = [i for i, chunk in enumerate(chunks) if chunk.loading is None and chunk.lacks_embeddings]
+            if missing:
+                for keys, lookup in zip(wanted, lookups, strict=True):  # for the same request, with pixels
+                    self._lookups.keep(keys, mode, lookup)
+                raise PixelsNeeded(missing)
+            sequence = LinkSequence(tokens, positions, blocks=())
+            plan = LinkPlan(request, sequence, chunks, *self._beginning(request, lag), began=began)
+            plan.embed()
+            plan.stages_ms["plan"] = (time.perf_counter() - began) * 1e3
+            return plan.pinned_by(pins.pop_all().close)
+
+    def _beginning(self, request: LinkRequest, lag: int) -> tuple[Beginning | None, tuple[Block, ...]]:
+        """What the prefix cache has of a request's text before its first chunk, the prompt's last token excepted: a
+        forward ends every link that no chunk ends. In text positions begin with `lag`."""
+        if self._prefixes is None or not policies.uses_library(request.mode):
+            return None, ()
+        stop = request.chunks[0].start if request.chunks else len(request.token_ids) - 1
+        return self._prefixes.look_up(request.tenant, request.token_ids[:stop], lag)
+
+    def keys(self, request: LinkRequest) -> list[ChunkKeys]:
+        """Under which keys a request's chunks are stored, each behind those before it."""
+        wanted: list[ChunkKeys] = []
+        contents = [span.content for span in request.chunks]
+        found, kept = contexts(request, self._free_text), teaches(request, self._free_text)
+        for i, (span, context) in enumerate(zip(request.chunks, found, strict=True)):
+            before = request.token_ids[span.start : span.first]
+            delimiters = (*before, *request.token_ids[span.first + span.count : span.stop])
+            if span.needs_embeddings:
+                self._delimiters = delimiters
+            antecedents = [keys.canonical for keys in wanted]
+            behind, embeds = contents[: i + 1], span.needs_embeddings
+            summed = self._sums_behind(len(antecedents)) and context == request.prefix  # parts are without text
+            named = (request.tenant, behind, delimiters, context, antecedents)
+            wanted.append(self._keys.of(*named, embeds=embeds, summed=summed, teaches=kept[i]))
+        return wanted
+
+    def _chunk(
+        self,
+        request: LinkRequest,
+        index: int,
+        wanted: Sequence[ChunkKeys],
+        lookup: Lookup,
+        positions: Tensor,
+        fresh: Tensor | None,
+        ruled_out: OperatingPoint | None,
+        until: float,
+    ) -> ChunkPlan:
+        """How a chunk is to be linked, known by `until` (`time.monotonic`) at the latest."""
+        span, keys = request.chunks[index], wanted[index]
+        coming = lookup.is_coming(max(0.0, until - time.monotonic()))
+        chunk = ChunkPlan(
+            span=span,
+            canonical_key=keys.canonical,
+            patch_key=keys.own_patch,
+            context=keys.context,
+            start_position=int(positions[..., span.start].flatten()[0]),
+            outcome=ChunkOutcome(len(span), reasons.expected(request.mode), index, "stored KV is loading"),
+            loading=lookup if coming else None,
+            embeddings=fresh,
+            encoded=fresh is not None,
+            ruled_out=ruled_out or self._without_sums(request.mode, index),
+            weights_epoch=self._weights.epoch,
+            teaches=keys.teaches,
+        )
+        if not coming:
+            # the load may have ended only now, too late for the plan: its KV would never be written
+            late = replace(lookup.found(), canonical=None) if lookup.done() else Found(unsure=True)
+            self._settle(chunk, request, late)
+        return chunk
+
+    def _ruled_out(self, mode: Mode) -> OperatingPoint | None:
+        """The operating point that a mode looks for, if it is switched off: then its chunks are computed exactly."""
+        point = reasons.expected(mode)
+        return None if self.fidelity.allows(point) else point
+
+    def _without_sums(self, mode: Mode, antecedents: int) -> OperatingPoint | None:
+        """`composed`, where a chunk's pair patches would be summed if that were not switched off."""
+        would = policies.looks_up_patch(mode) and self._composes(antecedents)
+        return OperatingPoint.COMPOSED if would and not self.sums() else None
+
+    def _composes(self, antecedents: int) -> bool:
+        """Whether pair patches behind so many antecedents are summed."""
+        return 1 < antecedents <= self.compose_up_to
+
+    def _sums_behind(self, antecedents: int) -> bool:
+        """Whether pair patches behind so many antecedents are summed now: `_composes`, and not switched off."""
+        return self.sums() and self._composes(antecedents)
+
+    def _before_allowing(self, point: OperatingPoint) -> None:
+        self._lookups.forget()
+        if point in (OperatingPoint.PATCHED, OperatingPoint.COMPOSED):
+            self._weights.clear()  # they were measured on patches that may have been wrong, and may themselves be
+            if self._prefixes is not None:
+                self._prefixes.clear()  # or this
+
+    # -- advance ------------------------------------------------------------------------------------------------------
+
+    def advance(self, plan: LinkPlan) -> int | None:
+        """Settle every chunk whose load has ended: write its KV into the sequence's blocks, or leave it to a forward.
+
+        Returns:
+            The first token that must be computed again: what a forward took from an arriving chunk was not sound.
+
+        Raises:
+            PixelsNeeded: a load failed, and neither the request nor the library has the chunk's embeddings.
+        """
+        missing, spoiled = [], None
+        placed: list[Placed] = []
+        self._place_beginning(plan)
+        began = time.perf_counter()
+        ended = [
+            (i, chunk) for i, chunk in enumerate(plan.chunks) if chunk.loading is not None and chunk.loading.done()
+        ]
+        for i, chunk in ended:
+            assert chunk.loading is not None
+            found, chunk.loading = chunk.loading.found(), None
+            written, chunk.written = chunk.written, None
+            settled = self._settle(chunk, plan.request, found)
+            if written is not None:
+                if found.canonical is written.canonical and found.patch is written.patch:
+                    continue
+                spoiled = chunk.span.start if spoiled is None else spoiled
+            if chunk.reuses_kv and chunk.unmeasured is None:
+                placed.append(self._placed(chunk, settled))
+            elif chunk.lacks_embeddings:
+                missing.append(i)
+        if missing:
+            raise PixelsNeeded(missing)
+        place(self.engine, plan.sequence.blocks, placed)
+        if ended:
+            plan.embed()
+            plan.took("place", time.perf_counter() - began)
+        if plan.settled:
+            plan.fix()
+        return spoiled
+
+    def _place_beginning(self, plan: LinkPlan) -> None:
+        """Write what the prefix cache has of a plan's first tokens."""
+        if plan.beginning is None or not plan.found:
+            return
+        began = time.perf_counter()
+        for run, kv in relocated(plan.found, plan.beginning.at, self.engine.layout):
+            self.engine.write_kv(kv, self.engine.slots(plan.sequence.blocks, run.start, run.stop))
+        plan.found = ()
+        plan.took("prefix", time.perf_counter() - began)
+
+    def keep_beginning(self, plan: LinkPlan, *, busy: bool) -> None:
+        """Let the prefix cache have what it wants of the text that a finished link has computed before its first chunk.
+
+        `busy`: whether others wait for the engine. What cannot be read is not kept.
+        """
+        if self._prefixes is None or plan.beginning is None:
+            return
+        wanted = self._prefixes.wanted(plan.beginning, busy=busy)
+        if not wanted:
+            return
+        try:
+            kv = self.engine.read_kv(plan.sequence.blocks, wanted.start, len(wanted))
+            self._prefixes.keep(plan.beginning, kv)
+        except RuntimeError:  # memory, most likely: the link itself has ended well
+            logger.exception("the first %d tokens of a prompt could not be kept", wanted.stop)
+
+    def select(self, work: Sequence[tuple[LinkPlan, Sequence[Run]]], budget: int) -> int:
+        """Settle the chunks that plans left `unmeasured`, and write them.
+
+        Of a cacheblend chunk it chooses the tokens that the plan's forward computes; of a composed one it weighs the
+        parts of the patch. For that the links' tokens, chunks with stored KV included, run in context through the
+        model's first two layers, or only through the first one's queries and keys (`Weighing.ATTENTION`). The KV that
+        this leaves behind is overwritten, here or by the plan's forward.
+
+        Args:
+            work: plans, and what no forward has computed of each up to the last chunk that is measured.
+            budget: tokens of one partial forward at most.
+
+        Returns:
+            How many partial forwards it took.
+        """
+        began, taken = time.perf_counter(), 0
+        attend = self.weigh_by is Weighing.ATTENTION
+        by_kv = [(plan.sequence, runs) for plan, runs in work if not (attend and plan.composes)]
+        for part in forwards(by_kv, budget):
+            self.engine.forward_first(part, MEASURED_LAYER + 1)
+            taken += 1
+        by_attention = [(plan, runs) for plan, runs in work if attend and plan.composes]
+        weights, attended = weighed_by_attention(self.engine, by_attention, budget)
+        shared, whole = time.perf_counter() - began, sum(len(run) for _, runs in work for run in runs)
+        for plan, runs in work:
+            began = time.perf_counter()
+            measured = [(chunk, chunk.unmeasured) for chunk in plan.chunks if chunk.unmeasured is not None]
+            chosen = [
+                self._placed(chunk, self._selected(plan, chunk, found, weights.get(chunk))) for chunk, found in measured
+            ]
+            choosing = time.perf_counter() - began
+            plan.took("select", shared + choosing)
+            plan.select_ms += (shared * sum(map(len, runs)) / max(whole, 1) + choosing) * 1e3
+            place(self.engine, plan.sequence.blocks, chosen)
+            plan.took("place", time.perf_counter() - began - choosing)
+            plan.fix()
+        return taken + attended
+
+    def _selected(self, plan: LinkPlan, chunk: ChunkPlan, found: Found, weights: Tensor | None) -> Found:
+        """Choose a chunk's tokens, or weigh its patch's parts, by what a partial forward left; what to write of it.
+
+        `weights` of the parts, if attention has told them.
+        """
+        chunk.unmeasured = None
+        if weights is None:
+            mode, span = plan.request.mode, chunk.span
+            assert found.canonical is not None
+            in_context = self.engine.read_kv(plan.sequence.blocks, span.start, len(span), [MEASURED_LAYER])
+            both = in_context, found.canonical.kv[[MEASURED_LAYER]], chunk.start_position, self.engine.layout
+            if found.patch is None:
+                chunk.selected = selected_by_deviation(mode, deviations(*both), span.start)
+                chunk.outcome = replace(chunk.outcome, reason=reasons.selected(mode, chunk))
+                return found
+            base, *pairs = found.parts
+            weights = measured_weights(base, pairs, measured_deficit(*both))
+        if chunk.teaches:
+            self._weights.put(plan.request.tenant, chunk.patch_key, weights, chunk.weights_epoch)
+        return _summed(chunk, found, weights)
+
+    def arriving(self, plan: LinkPlan) -> list[Arriving]:
+        """All chunks on their way, for a forward that writes them as they come in; none if one has no layer yet."""
+        chunks: list[Arriving] = []
+        for chunk in plan.chunks:
+            if chunk.waits:
+                slots = self.engine.slots(plan.sequence.blocks, chunk.span.start, chunk.span.stop)
+                arriving = Arriving.of(chunk, slots, self.engine.layout, self.form.basis)
+                if arriving is None:
+                    return []
+                chunks.append(arriving)
+        return chunks
+
+    def _settle(self, chunk: ChunkPlan, request: LinkRequest, found: Found) -> Found:
+        """Fix a chunk's operating point by what was found for it. Embeddings that came with the request go first.
+
+        Returns what was found, with the patch that its parts sum up to if their weights are known.
+        """
+        found = self._fitting(chunk, found)
+        mode = Mode.EXACT if chunk.barred else request.mode
+        weights = self._weights.get(request.tenant, chunk.patch_key) if found.parts else None
+        to_weigh = bool(found.parts) and weights is None
+        fresh = chunk.embeddings is not None
+        if not fresh:
+            chunk.embeddings = found.embeddings
+        point = policies.operating_point(
+            mode,
+            canonical=found.canonical is not None,
+            patch=found.patch is not None and not (to_weigh and chunk.lacks_embeddings),
+            computable=not (fresh or chunk.lacks_embeddings),
+            parts=bool(found.parts),
+        )
+        patch = found.patch.patch if found.patch and point is OperatingPoint.PATCHED else None
+        if point is OperatingPoint.COMPOSED and weights is None:
+            chunk.unmeasured = found
+        elif point is OperatingPoint.SELECTED and mode.measures:
+            chunk.unmeasured = Found(found.canonical)
+        elif point is OperatingPoint.SELECTED:
+            chunk.selected = selected_by_place(mode, chunk.span.start, chunk.span.stop)
+        chunk.outcome = replace(
+            chunk.outcome,
+            operating_point=point,
+            reason=reasons.reason(mode, point, found, chunk),
+            rank=patch.rank if patch else None,
+            kind=patch.kind if patch else None,
+            missed=policies.looks_up_patch(mode) and found.patch is None and not found.unsure,
+            sums_off=chunk.ruled_out is OperatingPoint.COMPOSED,
+        )
+        return found if weights is None or point is not OperatingPoint.COMPOSED else _summed(chunk, found, weights)
+
+    def _fitting(self, chunk: ChunkPlan, found: Found) -> Found:
+        """What was found, less what does not fit the chunk.
+
+        Names tell models and contents apart, not the versions of what cuts an image into tokens.
+        """
+        try:
+            if found.canonical is not None:
+                found.check(len(chunk.span), self.engine.layout, self.form.basis)
+            if found.embeddings is not None and len(found.embeddings) != chunk.span.embedded:
+                raise ShapeMismatch(f"{len(found.embeddings)} embeddings for {chunk.span.embedded} placeholders")
+        except ShapeMismatch as error:
+            if not self._told_of_unfit:
+                self._told_of_unfit = True
+                logger.warning(
+                    "what is stored of chunk %s does not fit it: %s. Such chunks are computed and stored again; "
+                    "was vLLM or transformers replaced? This is said once",
+                    chunk.span.content[:16],
+                    error,
+                )
+            chunk.unfit = True
+            return Found(unsure=found.unsure, unfit=True)
+        return found
+
+    def _placed(self, chunk: ChunkPlan, found: Found) -> Placed:
+        """What is stored of a chunk, as it is to be placed."""
+        assert found.canonical is not None
+        patch = found.patch.patch.bind(self.form.basis) if found.patch else None
+        return Placed(found.canonical.kv, patch, chunk.start_position, Run(chunk.span.start, chunk.span.stop))
+
+
+def _summed(chunk: ChunkPlan, found: Found, weights: Tensor) -> Found:
+    """What was found, with the patch that its parts sum up to; the chunk's outcome says so."""
+    assert found.patch is not None
+    base, *pairs = found.parts
+    patch = weighted_sum(base, pairs, weights[:, None])
+    chunk.outcome = replace(chunk.outcome, rank=patch.rank, kind=patch.kind)
+    return replace(found, patch=replace(found.patch, patch=patch))

@@ -1,0 +1,51 @@
+"""Placing: stored KV relocated, patched and written into a sequence's blocks (kamera.md eq. 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvstore.operator.patch import Patch, apply
+from prefill_workers.engine.engine import PrefillEngine
+from prefill_workers.sequence import Run
+
+_BYTES = 64 << 20  # of KV that is handed to the engine at once, unless one chunk alone has more
+
+
+class Placed(NamedTuple):
+    """A chunk's stored KV, and where it goes.
+
+    `kv`: canonical, [layers, tokens, features]; `position`: of its first token, in the shifted frame; `run`: its tokens
+    in the sequence.
+    """
+
+    kv: Tensor
+    patch: Patch | None
+    position: int
+    run: Run
+
+
+def place(engine: PrefillEngine, blocks: Sequence[int], chunks: Sequence[Placed]) -> None:
+    """Relocate, patch and write chunks of the sequence in `blocks`, small ones together: a write walks all layers."""
+    layout = engine.layout
+    for group in _groups(chunks, _BYTES // layout.bytes_per_token(engine.dtype)):
+        ends = torch.tensor([len(chunk.run) for chunk in group]).cumsum(0).tolist()
+        kv = torch.empty(layout.layers, ends[-1], layout.features, dtype=engine.dtype)
+        for chunk, end in zip(group, ends, strict=True):
+            apply(chunk.kv, chunk.patch, chunk.position, layout, out=kv[:, end - len(chunk.run) : end])
+        engine.write_kv(kv, torch.cat([engine.slots(blocks, chunk.run.start, chunk.run.stop) for chunk in group]))
+
+
+def _groups(chunks: Sequence[Placed], tokens: int) -> Iterator[list[Placed]]:
+    """Chunks in order, in groups of up to so many tokens; a larger one is a group by itself."""
+    group: list[Placed] = []
+    for chunk in chunks:
+        if group and sum(len(one.run) for one in group) + len(chunk.run) > tokens:
+            yield group
+            group = []
+        group.append(chunk)
+    if group:
+        yield group

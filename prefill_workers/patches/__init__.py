@@ -1,0 +1,1 @@
+"""Harvest of canonical KV and deficits, and the patch compiler."""

@@ -1,0 +1,466 @@
+"""Harvest: what a forward computed for chunks becomes canonical KV, deficits and orbit patches, off the request path.
+
+The prefill loop calls it when no link waits (see `background`); every method that computes runs on the engine's thread,
+and goes on in pieces (see `scratch`). The library is asked by other threads meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from torch import Tensor
+
+from kvstore.catalog.index import prefix_key
+from kvstore.library import Library
+from kvstore.operator.patch import PatchKind, deficit, relocate
+from kvstore.records.format import CanonicalRecord, EmbeddingRecord, RecordKind
+from kvstore.records.keys import antecedent_key, owner_of
+from kvstore.records.patch_form import PatchForm
+from prefill_workers import modes as policies
+from prefill_workers.engine.engine import PrefillEngine
+from prefill_workers.link.plan import ChunkPlan, ChunkSpan, LinkPlan
+from prefill_workers.patches.orbit_patches import OrbitChunk, OrbitForming, Placed, arrange, set_kind
+from prefill_workers.patches.patch_compiler import PatchJob
+from prefill_workers.patches.scratch import Pieces, Scratch, aside
+from prefill_workers.sequence import Embedded, LinkSequence, complement
+
+_ASKING_THREADS = 2  # work that was given up may still keep one of them waiting
+_SENT_SECONDS = 60.0  # after which a patch that is not stored has been dropped, or deleted
+
+
+class Harvester:
+    """Keeps what links of one engine have computed. Arguments as `Linker`'s."""
+
+    def __init__(
+        self, engine: PrefillEngine, library: Library, form: PatchForm, submit_patch: Callable[[PatchJob], object]
+    ) -> None:
+        self.engine = engine
+        self.library = library
+        self.form = form
+        self._submit_patch = submit_patch
+        self._asking = ThreadPoolExecutor(_ASKING_THREADS, thread_name_prefix="harvest-ask")
+        self._dtype = str(engine.dtype).removeprefix("torch.")
+        self._sent: OrderedDict[tuple[str, str], float] = OrderedDict()  # when, by key and owner of the patch
+
+    def harvestable(self, plan: LinkPlan) -> list[ChunkPlan]:
+        """Chunks of a finished plan whose computed KV may be worth keeping: all of it must have been computed."""
+        if not policies.uses_library(plan.request.mode):
+            return []
+        return [c for c in plan.chunks if not c.reuses_kv]
+
+    def forms_patch(self, plan: LinkPlan, chunk: ChunkPlan) -> bool:
+        """Whether a computed chunk's KV is KV(B|A), which its patch is keyed by.
+
+        Not if some of A was linked without what its neighbours add, or text stands there that the key says nothing of.
+        """
+        before = plan.chunks[: plan.chunks.index(chunk)]
+        return chunk.teaches and all(c.outcome.operating_point.is_conditioned for c in before)
+
+    def is_kept(self, plan: LinkPlan, chunk: ChunkPlan) -> Pieces[bool]:
+        """Whether a computed chunk has taught the library all it can: its canonical KV and its patch are stored."""
+        if chunk.unfit:
+            return False
+        tenant, owner = plan.request.tenant, owner_of(plan.request.tenant, chunk.span.content)
+        if self.forms_patch(plan, chunk) and not (yield from self._has("patch", chunk.patch_key, tenant)):
+            return False
+        return (yield from self._has("canonical", chunk.canonical_key, owner))
+
+    def is_resident(self, plan: LinkPlan, chunk: ChunkPlan) -> bool:
+        """Whether memory says of a computed chunk that it `is_kept`; asks no tier."""
+        if chunk.unfit:
+            return False
+        tenant, owner = plan.request.tenant, owner_of(plan.request.tenant, chunk.span.content)
+        known = not self.forms_patch(plan, chunk) or self.library.is_resident("patch", chunk.patch_key, tenant)
+        return known and self.library.is_resident("canonical", chunk.canonical_key, owner)
+
+    def conditioned(self, plan: LinkPlan, chunk: ChunkPlan) -> Tensor:
+        """KV(B|A) of a computed chunk, moved to the canonical frame: [layers, tokens, features]."""
+        kv = self.engine.read_kv(plan.sequence.blocks, chunk.span.start, chunk.span.stop - chunk.span.start)
+        return relocate(kv, -chunk.start_position, self.engine.layout)
+
+    def canonical(self, plan: LinkPlan, chunk: ChunkPlan, scratch: Scratch) -> Pieces[CanonicalRecord]:
+        """KV(B|∅) of a chunk: from the library if it is of the same tokens, or computed alone and stored."""
+        tenant = owner_of(plan.request.tenant, chunk.span.content)
+        stored = yield from self._canonical(chunk.canonical_key, tenant)
+        if stored is not None and stored.kv.shape[1] == len(chunk.span):
+            return stored
+        lone = self.lone(plan, chunk, scratch.blocks)
+        seconds = yield from self._compute(lone, scratch)
+        kv = self.engine.read_kv(scratch.blocks, 0, len(lone))
+        return self.keep_canonical(plan, chunk, kv, seconds)
+
+    def lone(self, plan: LinkPlan, chunk: ChunkPlan, blocks: Sequence[int]) -> LinkSequence:
+        """The chunk as a sequence of its own, from position 0: its KV is KV(B|∅)."""
+        span, whole = chunk.span, plan.sequence
+        return LinkSequence(
+            token_ids=whole.token_ids[span.start : span.stop],
+            positions=whole.positions[..., span.start : span.stop] - chunk.start_position,
+            blocks=blocks,
+            embedded=()
+            if chunk.embeddings is None
+            else (Embedded(span.first - span.start, chunk.embeddings, span.is_embed),),
+        )
+
+    def keep_canonical(self, plan: LinkPlan, chunk: ChunkPlan, kv: Tensor, seconds: float) -> CanonicalRecord:
+        """Store KV(B|∅) [layers, tokens, features] of a chunk, which took `seconds` to compute."""
+        record = CanonicalRecord(
+            key=chunk.canonical_key,
+            fingerprint=self.engine.fingerprint,
+            tenant=owner_of(plan.request.tenant, chunk.span.content),
+            layout=self.engine.layout,
+            kv=kv,
+            content=chunk.span.content,
+            token_ids=self._text(plan, chunk.span),
+            recompute_seconds=seconds,
+            meta={"modality": chunk.span.modality},
+        )
+        self.library.put_canonical(record)
+        return record
+
+    def _text(self, plan: LinkPlan, span: ChunkSpan) -> tuple[int, ...] | None:
+        """A text chunk's tokens: what embeddings are to other chunks, when it is to be computed again."""
+        whole = plan.request.token_ids
+        return None if span.needs_embeddings else tuple(map(int, whole[span.start : span.stop]))
+
+    def keep_embeddings(self, plan: LinkPlan, chunk: ChunkPlan) -> None:
+        """Store a freshly encoded chunk's embeddings, so that nobody encodes these pixels again."""
+        if not chunk.encoded or chunk.embeddings is None:
+            return
+        self.library.put_embedding(
+            EmbeddingRecord(
+                key=self.engine.embedding_key(chunk.span.content),
+                fingerprint=self.engine.fingerprint,
+                tenant=owner_of(plan.request.tenant, chunk.span.content),
+                embeddings=chunk.embeddings,
+                content=chunk.span.content,
+                meta={"modality": chunk.span.modality},
+            )
+        )
+
+    def harvest(self, plan: LinkPlan, chunk: ChunkPlan, conditioned: Tensor, scratch: Scratch) -> Pieces[None]:
+        """Store a computed chunk's canonical KV and send its deficit (kamera.md eq. 2) to the patch compiler."""
+        canonical = yield from self.canonical(plan, chunk, scratch)
+        if not self.forms_patch(plan, chunk):
+            return
+        before = plan.chunks[: plan.chunks.index(chunk)]
+        tokens = chunk.span.stop - chunk.span.start
+        self._submit(
+            kind=PatchKind.own,
+            delta=deficit(conditioned, canonical.kv),
+            canonical=chunk.canonical_key,
+            content=chunk.span.content,
+            behind=[(c.canonical_key, c.span.content) for c in before],
+            prefix=chunk.context,
+            tenant=plan.request.tenant,
+            seconds=plan.compute_ms * 1e-3 * tokens / max(plan.tokens_computed, 1),
+        )
+
+    def _submit(
+        self,
+        *,
+        kind: PatchKind,
+        delta: Tensor,
+        canonical: str,
+        content: str,
+        behind: Sequence[tuple[str, str]],
+        prefix: Sequence[int],
+        tenant: str,
+        seconds: float = 0.0,
+    ) -> None:
+        """Hand a deficit over; `behind` are the antecedents' (canonical key, content id)."""
+        antecedent = antecedent_key(prefix, [key for key, _ in behind], ordered=kind is PatchKind.own)
+        key = self.form.key(canonical, antecedent, kind)
+        taken = self._submit_patch(
+            PatchJob(
+                key=key,
+                kind=kind,
+                delta=delta,
+                layout=self.engine.layout,
+                fingerprint=self.engine.fingerprint,
+                dtype=self._dtype,
+                tenant=tenant,
+                canonical=canonical,
+                antecedent=antecedent,
+                content=content,
+                antecedents=tuple(name for _, name in behind),
+                prefix=prefix_key(prefix),
+                recompute_seconds=seconds,
+            )
+        )
+        if taken is False:
+            return
+        now = self._sent[key, tenant] = time.monotonic()
+        self._sent.move_to_end((key, tenant))
+        while next(iter(self._sent.values())) < now - _SENT_SECONDS:
+            self._sent.popitem(last=False)
+
+    # -- orbit ---------------------------------------------------------------------------------------------------------
+
+    def unready(self, plan: LinkPlan) -> OrbitForming:
+        """The orders of a plan's chunks, which must be different ones, with the embeddings that the plan has."""
+        request, whole = plan.request, plan.sequence
+        chunks = tuple(
+            OrbitChunk(
+                key=chunk.canonical_key,
+                content=chunk.span.content,
+                token_ids=whole.token_ids[chunk.span.start : chunk.span.stop],
+                positions=whole.positions[..., chunk.span.start : chunk.span.stop] - chunk.start_position,
+                embeddings=chunk.embeddings,
+                first=chunk.span.first - chunk.span.start,
+                mask=chunk.span.is_embed,
+                needs_embeddings=chunk.span.needs_embeddings,
+            )
+            for chunk in plan.chunks
+        )
+        return OrbitForming(request.prefix, chunks, request.tenant)
+
+    def ready(self, forming: OrbitForming) -> Pieces[OrbitForming | None]:
+        """The same with all embeddings; None when some are missing."""
+        found: list[OrbitChunk] = []
+        for chunk in forming.chunks:
+            embedded = yield from self._embedded(chunk, forming.tenant)
+            if embedded is None:
+                return None
+            found.append(embedded)
+        return OrbitForming(forming.prefix, tuple(found), forming.tenant)
+
+    def _embedded(self, chunk: OrbitChunk, tenant: str) -> Pieces[OrbitChunk | None]:
+        """The chunk with its embeddings, if it needs any; None when they are missing."""
+        if not chunk.needs_embeddings or chunk.embeddings is not None:
+            return chunk
+        key = self.engine.embedding_key(chunk.content)
+        owner = owner_of(tenant, chunk.content)
+        stored = yield from aside(self._asking, self.library.get_embedding, key, owner)
+        return None if stored is None else replace(chunk, embeddings=stored.embeddings)
+
+    def forming(self, plan: LinkPlan) -> Pieces[OrbitForming | None]:
+        """The orders of a plan's chunks, which must be different ones; None when embeddings are missing."""
+        return self.ready(self.unready(plan))
+
+    def lacking(self, forming: OrbitForming) -> Pieces[OrbitForming | None]:
+        """The set's orders, `ready` to be run.
+
+        None if the patch behind all of it is stored, or on its way, or if embeddings are not stored.
+        """
+        keys = [chunk.key for chunk in forming.chunks]
+        if len(keys) < 2 or len(set(keys)) < len(keys):
+            return None
+        behind = antecedent_key(forming.prefix, keys[:-1], ordered=False)
+        whole_set = self.form.key(keys[-1], behind, set_kind(len(keys) - 1))
+        owner = _set_owner(forming.tenant, forming.prefix, *(chunk.content for chunk in forming.chunks))
+        if self._was_sent(whole_set, owner):
+            return None
+        stored = yield from aside(self._asking, self.library.get_patch, whole_set, owner)
+        return (yield from self.ready(forming)) if stored is None else None
+
+    def orbit_step(self, forming: OrbitForming, scratch: Scratch) -> Pieces[bool]:
+        """Run the next order of a forming set and send off the patches that it completes; False when all have run."""
+        order = next(forming.orders, None)
+        if order is None:
+            return False
+        placed, seconds = yield from self._forward(forming.prefix, order, scratch)
+        for i, place in enumerate(placed):
+            before = [(other.chunk.key, other.chunk.content) for other in placed[:i]]
+            if not forming.wants(place.chunk.key, [key for key, _ in before]):
+                continue
+            owner = owner_of(forming.tenant, place.chunk.content)
+            canonical = yield from self._canonical(place.chunk.key, owner)
+            if canonical is None:  # evicted meanwhile: nothing to measure the deficit against
+                return False
+            delta = self._deficit(place, canonical, scratch.blocks)
+            mean = forming.add(place.chunk.key, [key for key, _ in before], delta)
+            if mean is not None:
+                self._submit(
+                    kind=set_kind(len(before)),
+                    delta=mean,
+                    canonical=place.chunk.key,
+                    content=place.chunk.content,
+                    behind=sorted(before),
+                    prefix=forming.prefix,
+                    tenant=_set_owner(forming.tenant, forming.prefix, place.chunk.content, *(c for _, c in before)),
+                    seconds=seconds * len(place.chunk.token_ids),
+                )
+        return True
+
+    # -- parts and pairs -----------------------------------------------------------------------------------------------
+
+    def part_step(self, forming: OrbitForming, part: Sequence[int], scratch: Scratch) -> Pieces[bool]:
+        """Run some chunks of a set, in this order, and send off their own patches that are not stored.
+
+        Returns whether that took a forward: not if the last chunk's patch is stored, as the others' then are, and not
+        if canonical KV or embeddings are gone.
+        """
+        order, tenant = [forming.chunks[i] for i in part], forming.tenant
+        keys = []
+        for i, chunk in enumerate(order):
+            behind = antecedent_key(forming.prefix, [other.key for other in order[:i]], ordered=True)
+            keys.append(self.form.key(chunk.key, behind, PatchKind.own))
+        if (yield from self._has_or_sent(keys[-1], tenant)):
+            return False
+        for chunk in order:
+            if not (yield from self._may_condition(chunk, tenant)):
+                return False
+        ready = yield from self.ready(OrbitForming(forming.prefix, tuple(order), tenant))
+        if ready is None:
+            return False
+        placed, seconds = yield from self._forward(forming.prefix, ready.chunks, scratch)
+        for i, key in enumerate(keys, 1):
+            if not (yield from self._has_or_sent(key, tenant)):
+                yield from self._keep_if_known(
+                    placed[:i], PatchKind.own, forming.prefix, tenant, tenant, scratch.blocks, seconds
+                )
+        return True
+
+    def pairs_step(
+        self, forming: OrbitForming, fan: Sequence[int], limit: int, scratch: Scratch
+    ) -> Pieces[tuple[int, int]]:
+        """Run chunks of a set, each by itself behind the first, and send off their pair patches and its behind nothing.
+
+        The first one is computed once for all of them: their KV takes turns behind its own. Left out are those whose
+        pair patch is stored, or whose canonical KV or embeddings are gone. If that leaves none, the first one is run
+        alone where its patch behind nothing is not stored: no sum does without it. Returns how many were run, `limit`
+        at most, and the tokens that this took.
+        """
+        prefix, tenant = forming.prefix, forming.tenant
+        first, *others = (forming.chunks[i] for i in fan)
+
+        def lacks(*chunks: OrbitChunk) -> Pieces[bool]:
+            kind = set_kind(len(chunks) - 1)
+            key = antecedent_key(prefix, [chunk.key for chunk in chunks[:-1]], ordered=False)
+            owner = _set_owner(tenant, prefix, *(chunk.content for chunk in chunks))
+            return not (yield from self._has_or_sent(self.form.key(chunks[-1].key, key, kind), owner))
+
+        leading: OrbitChunk | None = None
+        ran = tokens = 0
+        for chunk in others:
+            if ran == limit or not (yield from lacks(first, chunk)):
+                continue
+            if not (yield from self._may_condition(first, tenant)):
+                continue
+            if not (yield from self._may_condition(chunk, tenant)):
+                continue
+            if ran:
+                yield
+            leading = leading or (yield from self._embedded(first, tenant))
+            second = yield from self._embedded(chunk, tenant)
+            if leading is None or second is None:
+                continue
+            sequence, placed = arrange(prefix, (leading, second), scratch.blocks)
+            start = placed[1].start if ran else 0
+            seconds = yield from self._compute(sequence, scratch, start)
+            alone = not ran and (yield from lacks(first))
+            for ends in [placed[:1], placed] if alone else [placed]:
+                owner = _set_owner(tenant, prefix, *(place.chunk.content for place in ends))
+                pace = seconds / (len(sequence) - start)
+                yield from self._keep_if_known(
+                    ends, set_kind(len(ends) - 1), prefix, tenant, owner, scratch.blocks, pace
+                )
+            ran, tokens = ran + 1, tokens + len(sequence) - start
+        if not ran and (yield from lacks(first)) and (yield from self._may_condition(first, tenant)):
+            leading = yield from self._embedded(first, tenant)
+            if leading is not None:
+                placed, pace = yield from self._forward(prefix, [leading], scratch)
+                owner, length = _set_owner(tenant, prefix, first.content), len(prefix) + len(first.token_ids)
+                yield from self._keep_if_known(placed, set_kind(0), prefix, tenant, owner, scratch.blocks, pace)
+                ran, tokens = 1, length
+        return ran, tokens
+
+    def _may_condition(self, chunk: OrbitChunk, tenant: str) -> Pieces[bool]:
+        """Whether a chunk may be read, and others behind it: not after its canonical KV was evicted, or deleted."""
+        return (yield from self._has("canonical", chunk.key, owner_of(tenant, chunk.content)))
+
+    def _keep_if_known(
+        self,
+        placed: Sequence[Placed],
+        kind: PatchKind,
+        prefix: Sequence[int],
+        tenant: str,
+        owner: str,
+        blocks: Sequence[int],
+        pace: float,
+    ) -> Pieces[None]:
+        """`keep_last`, unless its canonical KV is gone meanwhile; `owner`: of the patch; `pace`: seconds per token."""
+        chunk = placed[-1].chunk
+        canonical = yield from self._canonical(chunk.key, owner_of(tenant, chunk.content))
+        if canonical is not None:
+            self.keep_last(placed, canonical, kind, prefix, owner, blocks, pace * len(chunk.token_ids))
+
+    def _has_or_sent(self, key: str, owner: str) -> Pieces[bool]:
+        """Whether a patch is stored, or on its way: what a request computed must not be overwritten by what was read
+        without its text."""
+        return self._was_sent(key, owner) or (yield from self._has("patch", key, owner))
+
+    def _was_sent(self, key: str, owner: str) -> bool:
+        """Whether a patch went to the compiler a short while ago."""
+        return self._sent.get((key, owner), -math.inf) > time.monotonic() - _SENT_SECONDS
+
+    # -- all of them ---------------------------------------------------------------------------------------------------
+
+    def _has(self, kind: RecordKind, key: str, owner: str) -> Pieces[bool]:
+        return (yield from aside(self._asking, self.library.has, kind, key, owner))
+
+    def _canonical(self, key: str, owner: str) -> Pieces[CanonicalRecord | None]:
+        return (yield from aside(self._asking, self.library.get_canonical, key, owner))
+
+    def keep_last(
+        self,
+        placed: Sequence[Placed],
+        canonical: CanonicalRecord,
+        kind: PatchKind,
+        prefix: Sequence[int],
+        tenant: str,
+        blocks: Sequence[int],
+        seconds: float = 0.0,
+    ) -> None:
+        """Send off the patch of the last of some chunks that a forward has just run over in `blocks`, behind others.
+
+        `seconds`: what computing that chunk takes.
+        """
+        *before, last = placed
+        behind = [(other.chunk.key, other.chunk.content) for other in before]
+        self._submit(
+            kind=kind,
+            delta=self._deficit(last, canonical, blocks),
+            canonical=last.chunk.key,
+            content=last.chunk.content,
+            behind=behind if kind is PatchKind.own else sorted(behind),
+            prefix=prefix,
+            tenant=tenant,
+            seconds=seconds,
+        )
+
+    def _forward(
+        self, prefix: Sequence[int], order: Sequence[OrbitChunk], scratch: Scratch
+    ) -> Pieces[tuple[list[Placed], float]]:
+        """Run chunks behind one another; where each of them stands, and seconds per token."""
+        sequence, placed = arrange(prefix, order, scratch.blocks)
+        seconds = yield from self._compute(sequence, scratch)
+        return placed, seconds / len(sequence)
+
+    def _compute(self, sequence: LinkSequence, scratch: Scratch, start: int = 0) -> Pieces[float]:
+        """Compute a sequence's KV from a token on, what lies before being there; the seconds that its forwards take."""
+        seconds, left = 0.0, complement([], len(sequence), start)
+        while left:
+            runs, left = scratch.split(left)
+            began = time.perf_counter()
+            self.engine.forward([(sequence, runs)])
+            seconds += time.perf_counter() - began
+            if left:
+                yield
+        return seconds
+
+    def _deficit(self, place: Placed, canonical: CanonicalRecord, blocks: Sequence[int]) -> Tensor:
+        """What a chunk absorbed in the forward that has just run [layers, tokens, features], in position-free form."""
+        kv = self.engine.read_kv(blocks, place.start, len(place.chunk.token_ids))
+        return deficit(relocate(kv, -place.position, self.engine.layout), canonical.kv)
+
+
+def _set_owner(tenant: str, prefix: Sequence[int], *contents: str) -> str:
+    """Who owns a patch behind a set. It has seen the prefix and these chunks, nothing else of the request; the prefix
+    is the tenant's. (An own patch has also seen the tenant's text before the chunk: it is always the tenant's.)"""
+    return tenant if prefix else owner_of(tenant, *contents)

@@ -1,0 +1,1 @@
+"""The prefill loop, its scheduler, and the cost of a forward."""

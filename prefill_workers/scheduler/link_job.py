@@ -1,0 +1,103 @@
+"""A link on its way through the prefill loop, and what it ends in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from prefill_workers.block_pool import Lease
+from prefill_workers.link.layerwise_load import Arriving
+from prefill_workers.link.plan import ChunkOutcome, LinkPlan
+from prefill_workers.sequence import Run, complement, merge_runs
+
+# What a link that still waits for loads must have to compute for a forward of its own; fewer tokens wait for the next.
+# Whatever it computes, a forward has a fixed part (see `pace`).
+FORWARD_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class LinkResult:
+    """A linked sequence, ready to be pulled by a decode engine."""
+
+    lease: str
+    transfer: dict[str, Any]  # vLLM's kv_transfer_params
+    chunks: tuple[ChunkOutcome, ...]
+    tokens_reused: int
+    tokens_computed: int
+    stages_ms: dict[str, float]
+    prefix_tokens_reused: int = 0  # of those reused: text before the first chunk
+    first_token: int | None = None  # of the answer, if the request asked for it
+    compute_ms: float = 0.0  # of forwards that others may have shared: its part
+    select_ms: float = 0.0  # of choosing tokens and weighing parts, which others may have shared: its part
+
+    @property
+    def chunk_tokens_reused(self) -> int:
+        """Of those reused: tokens of chunks."""
+        return self.tokens_reused - self.prefix_tokens_reused
+
+
+@dataclass(eq=False)
+class LinkJob:
+    """A link from its submission (`time.perf_counter`) to its end."""
+
+    plan: LinkPlan
+    done: Future[LinkResult]
+    submitted: float
+    lease: Lease | None = None
+    reached: int = 0  # the frontier up to which runs are pending or computed
+    pending: list[Run] = field(default_factory=list)
+    arriving: list[Arriving] = field(default_factory=list)  # what the forward over `pending` writes as it comes in
+    by_layer: bool = True  # whether layers are worth waiting for: not again once some came too late
+    first_token: int | None = None  # of the answer, once the forward that ends the prompt has given it
+
+    @property
+    def computes(self) -> bool:
+        """Whether the link has enough to compute for a forward of its own."""
+        return self.tokens >= (FORWARD_TOKENS if self.reached < len(self.plan.sequence) else 1)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens to be computed."""
+        return sum(map(len, self.pending))
+
+    @property
+    def computed_in_all(self) -> int:
+        """Tokens that are computed by forwards of the link, as far as that is known."""
+        return self.plan.tokens_computed
+
+    @property
+    def left(self) -> int:
+        """Tokens that a forward has still to compute, pending ones included."""
+        return self.tokens + sum(map(len, self.plan.runs_between(self.reached, len(self.plan.sequence))))
+
+    @property
+    def room(self) -> int:
+        """Tokens that the link takes blocks for; a decode engine that goes on behind the first token pulls its slot."""
+        return len(self.plan.sequence) + (self.plan.request.sampling is not None)
+
+    def ends_with(self, runs: Sequence[Run]) -> bool:
+        """Whether the answer's first token is wanted, and comes from a forward over these runs."""
+        whole = len(self.plan.sequence)
+        return self.plan.request.sampling is not None and bool(runs) and runs[-1].stop == whole
+
+    @property
+    def to_measure(self) -> list[Run]:
+        """What no forward has computed and no load has written, up to the last chunk that is measured."""
+        chunks = self.plan.chunks
+        stop = max(c.span.stop for c in chunks if c.unmeasured is not None)
+        written = [self.plan.known, *(run for c in chunks if c.unmeasured is None for run in c.reused)]
+        inside = [run for run in written if self.reached <= run.start and run.stop <= stop]
+        return merge_runs([*self.pending, *complement(inside, stop, self.reached)])
+
+    def compute_up_to(self, frontier: int) -> None:
+        """Take up the runs before the frontier."""
+        self.pending = merge_runs([*self.pending, *self.plan.runs_between(self.reached, frontier)])
+        self.reached = frontier
+
+    def go_back_to(self, token: int) -> None:
+        """What was computed from this token on is worth nothing."""
+        if token < self.reached:
+            self.pending = [Run(run.start, min(run.stop, token)) for run in self.pending if run.start < token]
+            self.reached, self.first_token = token, None

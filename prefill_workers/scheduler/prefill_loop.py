@@ -1,0 +1,462 @@
+"""The prefill loop: one thread that drives the engine.
+
+Each turn it frees what decode engines have read, admits waiting links while blocks last, encodes a handful of images,
+if there is no vision encoder that does, and gives the links under way one forward (see `under_way`). When there is no
+link it works off the harvest and the checks of earlier ones (see `background`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from infra.cpu import openmp
+from prefill_workers.background.compile_ahead import CompileStats
+from prefill_workers.background.exact_recheck import Rechecks
+from prefill_workers.background.idle_work import Background
+from prefill_workers.block_pool import BlockPool, LeaseState, PoolExhausted
+from prefill_workers.engine.engine import PrefillEngine
+from prefill_workers.engine.image_batches import Pixels
+from prefill_workers.link.linker import Linker
+from prefill_workers.link.plan import LinkPlan
+from prefill_workers.patches.scratch import Scratch
+from prefill_workers.scheduler.cost_model import Pace
+from prefill_workers.scheduler.image_queue import ImagesUnderWay
+from prefill_workers.scheduler.link_job import LinkJob, LinkResult
+from prefill_workers.scheduler.load_budget import LoadedKV
+from prefill_workers.scheduler.scheduler import LinksUnderWay
+from prefill_workers.settings import CompileLimits
+
+logger = logging.getLogger(__name__)
+
+_STOP_SECONDS = 30.0  # that running links have to end
+_POLL_SECONDS = 0.002  # between looks for NIXL notifications while a lease is out
+
+
+class Overloaded(RuntimeError):
+    """The queue of waiting links is full."""
+
+
+class PromptTooLarge(ValueError):
+    """The prompt needs more KV blocks than the whole pool has."""
+
+
+@dataclass(frozen=True)
+class LoopStats:
+    """A snapshot of the loop, for health, metrics and tests."""
+
+    waiting: int
+    running: int
+    harvest: int
+    blocks_free: int
+    blocks_total: int
+    leases: int
+    forwards: int
+    forwards_by_layer: int  # of these: beside loads that kept ahead of them
+    forwards_partial: int  # besides these: to choose tokens by how far their KV deviates
+    tokens_forwarded: int
+    tokens_queued: int  # that waiting and running links have still to compute, of links not planned yet an estimate
+    fixed_tokens: float  # that a forward costs besides, whatever it computes
+    seconds_per_token: float | None  # that every token adds to a forward; None: not known yet
+    leases_expired: int
+    harvest_failures: int
+    compiled: CompileStats
+
+
+class PrefillLoop:
+    """Owns the engine's thread.
+
+    Args:
+        budget: tokens of one forward at most.
+        max_queue: links that may wait; more are refused with `Overloaded`.
+        learns: whether computed chunks are kept (canonical KV, patches) in the background.
+        patience_seconds: how long background work gives way to hand-offs of links that have finished, and to requests
+            that are on their way.
+        compiles: how much is compiled in the background ahead of requests; None: the defaults of `CompileLimits`.
+        pace: what forwards take; None: it is learnt from them.
+        loaded: what links wait for before they are submitted, which counts as waiting here; None: for nothing.
+        crowded: whether the patch compiler has enough to do: then nothing is compiled ahead.
+    """
+
+    def __init__(
+        self,
+        engine: PrefillEngine,
+        linker: Linker,
+        *,
+        budget: int,
+        max_queue: int,
+        lease_seconds: float,
+        owner: str,
+        learns: bool = True,
+        compiles: CompileLimits | None = None,
+        patience_seconds: float = 0.5,
+        pace: Pace | None = None,
+        loaded: LoadedKV | None = None,
+        crowded: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine, self._linker = engine, linker
+        self._budget, self._max_queue, self._learns = budget, max_queue, learns
+        last = engine.num_blocks
+        longest = -(-engine.max_model_len // engine.block_size)
+        scratch = min(longest, (last - 1) // 4)
+        self._pool = BlockPool(range(1, last - scratch), engine.block_size, lease_seconds, owner, clock)
+        self._waiting: deque[LinkJob] = deque()
+        self._loaded = loaded or LoadedKV(0, 0)  # for which nobody waits
+        self._images = ImagesUnderWay(engine)
+        self._pace = pace or Pace()
+        self._links = LinksUnderWay(engine, linker, self._pace, budget, self._free)
+        spare = Scratch(range(last - scratch, last), engine.block_size, self._piece)
+        rechecks = Rechecks(engine, linker.library, linker.fidelity, self._pool, spare)
+        self._background = Background(
+            linker.harvester,
+            self._pool,
+            spare,
+            compiles or CompileLimits(),
+            rechecks,
+            clock,
+            disturbed=self._disturbed,
+            sums=linker.sums,
+            crowded=crowded,
+            rest=patience_seconds,
+        )
+        self._patience = patience_seconds
+        self._last_finished = self._last_expected = -patience_seconds
+        self._abandoned: deque[str] = deque()
+        self._renewed: deque[str] = deque()
+        self._forgotten: deque[tuple[str, str]] = deque()  # content, tenant
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._expired = 0
+        self._thread = threading.Thread(target=self._run, name="prefill-loop", daemon=True)
+
+    # -- called from other threads ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread. From here on nobody else may touch the engine, the calling thread neither."""
+        openmp.release()  # the threads that took part in building the engine and measuring its pace
+        self._thread.start()
+
+    def submit(self, plan: LinkPlan) -> Future[LinkResult]:
+        """Queue a plan. Cancelling the future drops the link and frees its blocks.
+
+        The future raises PixelsNeeded when stored KV could not be loaded after all and must be computed instead.
+
+        Raises:
+            Overloaded: too many links wait already.
+            PromptTooLarge: the pool could never hold the prompt.
+        """
+        job = LinkJob(plan, Future(), time.perf_counter(), by_layer=not plan.request.mode.selects)
+        needed = self._pool.blocks_for(job.room)
+        if needed > self._pool.total:
+            raise PromptTooLarge(f"the prompt needs {needed} KV blocks, the prefill worker has {self._pool.total}")
+        with self._wake:
+            self._refuse_beyond(len(self._waiting))
+            self._waiting.append(job)
+            self._wake.notify()
+        for chunk in plan.chunks:
+            if chunk.loading is not None:
+                chunk.loading.when_done(self._notify)
+        return job.done
+
+    def refuse_if_full(self) -> None:
+        """Raises Overloaded where `submit` would: before a plan has begun to load what nobody will link."""
+        with self._wake:
+            self._refuse_beyond(len(self._waiting) + self._loaded.waiting)
+
+    def encode(self, items: Sequence[Pixels]) -> Future[list[Tensor]]:
+        """Embeddings [tokens, hidden] of each image, between two forwards. A cancelled future's are not computed.
+
+        Raises:
+            Overloaded: too many calls wait already.
+        """
+        with self._wake:
+            self._refuse_beyond(len(self._images))
+            self._wake.notify()
+            return self._images.add(items)
+
+    def _refuse_beyond(self, waiting: int) -> None:
+        if self._stopping:
+            raise Overloaded("the prefill worker is shutting down")
+        if waiting >= self._max_queue:
+            raise Overloaded(f"{waiting} requests wait already")
+
+    def expect(self) -> None:
+        """A request is on its way here, its images perhaps being encoded: leave it the machine."""
+        self._last_expected = time.perf_counter()
+
+    def hasten(self, seconds: float = 1.0) -> None:
+        """Somebody waits for what was learnt: for so long, keep what was seen once without waiting for a quiet time."""
+        self._background.hasten(time.perf_counter() + seconds)
+        self._notify()
+
+    def renew(self, lease: str) -> LeaseState:
+        """Whoever is to pull this lease's blocks has not come so far yet, as far as is known where this comes from."""
+        with self._wake:
+            self._renewed.append(lease)
+            self._wake.notify()
+        return self._pool.state(lease)
+
+    def abandon(self, lease: str) -> None:
+        """Nobody will pull this lease's blocks after all."""
+        with self._wake:
+            self._abandoned.append(lease)
+            self._wake.notify()
+
+    def forget(self, content: str, tenant: str) -> None:
+        """A content was deleted: keep and compile nothing more of it."""
+        with self._wake:
+            self._forgotten.append((content, tenant))
+            self._wake.notify()
+
+    def stats(self) -> LoopStats:
+        """Counters and queue lengths, without stopping the loop."""
+        return LoopStats(
+            waiting=len(self._waiting) + self._loaded.waiting,
+            running=len(self._links),
+            harvest=len(self._background),
+            blocks_free=self._pool.free,
+            blocks_total=self._pool.total,
+            leases=self._pool.leases,
+            forwards=self._links.forwards,
+            forwards_by_layer=self._links.by_layer,
+            forwards_partial=self._links.partial,
+            tokens_forwarded=self._links.tokens,
+            tokens_queued=sum(job.left for job in [*self._waiting, *self._links]) + self._loaded.tokens,
+            fixed_tokens=self._pace.fixed,
+            seconds_per_token=self._pace.seconds_per_token,
+            leases_expired=self._expired,
+            harvest_failures=self._background.failures,
+            compiled=self._background.compiled(),
+        )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt that finds room here."""
+        return min(self._engine.max_model_len, self._pool.total * self._pool.block_size)
+
+    @property
+    def failing(self) -> int:
+        """How often the engine failed since the last forward, of links or of images, that did not."""
+        return max(self._links.failing, self._images.failing)
+
+    def alive(self) -> bool:
+        """Whether the thread still turns."""
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Finish running links, refuse waiting ones, and end the thread."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join(_STOP_SECONDS)
+
+    # -- the loop's thread --------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        try:
+            self._turn_until_stopped()
+        except Exception as error:  # a defect: let nobody wait for ever, and let the health check see the thread end
+            with self._wake:
+                self._stopping = True
+                for job in [*self._links, *self._waiting]:
+                    self._links.fail(job, error)
+                self._images.refuse(error)
+            raise
+
+    def _turn_until_stopped(self) -> None:
+        gave_way = False
+        while True:
+            with self._wake:
+                if not (self._has_work() or self._abandoned or self._stopping):
+                    # leases are read by a NIXL notification, which has no descriptor to wait on: poll while any is not
+                    self._wake.wait(_POLL_SECONDS if self._pool.unread else 0.5)
+                if self._stopping and not self._links:
+                    for job in self._waiting:
+                        with suppress(InvalidStateError):
+                            job.done.set_exception(Overloaded("the prefill worker is shutting down"))
+                    self._images.refuse(Overloaded("the prefill worker is shutting down"))
+                    return
+            self._heed()
+            self._free_blocks()
+            self._admit()
+            if self._images and self._images.turn():
+                self.expect()  # the link that they are for
+            if not (gave_way and self._links) and self._background.is_overdue(time.perf_counter() - self._patience):
+                self._background.step_beside_links()
+                gave_way = True  # and then it is the links' turn
+            elif self._links:
+                self._turn()
+                gave_way = False
+            elif self._waiting:
+                time.sleep(0.0005)  # no block is free: wait for a decode engine to read, without spinning
+            elif self._gives_way():
+                with self._wake:  # leave the machine to somebody's first token
+                    if not self._waiting:
+                        self._wake.wait(_POLL_SECONDS)
+            elif self._background.ready:
+                self._background.step()
+
+    def _has_work(self) -> bool:
+        return bool(self._waiting or self._links or self._images or self._background.ready)
+
+    def _gives_way(self) -> bool:
+        """Whether background work should wait: a hand-off or a request is on its way, and no check is late."""
+        since, checks = time.perf_counter() - self._patience, self._background.checks_since()
+        if checks is not None and checks < since:
+            return False
+        return self._last_expected > since or (self._pool.unread and self._last_finished > since)
+
+    def _disturbed(self) -> float:
+        """When a request came last, or got what it came for (`time.perf_counter`)."""
+        return max(self._last_expected, self._last_finished)
+
+    def _piece(self, left: int) -> int:
+        """Of the tokens that background work has `left`, those that one forward may compute now."""
+        rested = 0.0 if self._links or self._waiting else time.perf_counter() - self._disturbed()
+        return min(self._pace.piece(left, rested), self._budget)
+
+    def _notify(self) -> None:
+        with self._wake:
+            self._wake.notify()
+
+    def _heed(self) -> None:
+        """What other threads have asked for since the last turn."""
+        while self._forgotten:
+            content, tenant = self._forgotten.popleft()
+            self._linker.forget(tenant)
+            self._background.forget(content, tenant)
+        while self._renewed:
+            self._pool.renew(self._renewed.popleft())
+        while self._abandoned:
+            self._pool.abandon(self._abandoned.popleft())
+
+    def _free_blocks(self) -> None:
+        if not self._pool.leases:
+            return
+        read, wanted = self._engine.poll_handoffs(self._pool)
+        for lease in read:
+            self._pool.read(lease)
+        for lease in [*wanted, *(job.lease.id for job in self._links if job.lease is not None)]:
+            self._pool.renew(lease)
+        expired = self._pool.expire()
+        if expired:
+            self._background.drop([lease.id for lease in expired])
+        unread = [lease.id for lease in expired if lease.readers]  # others waited for background work alone
+        if unread:
+            self._expired += len(unread)
+            logger.warning("leases expired unread, blocks freed: %s", ", ".join(unread))
+
+    def _admit(self) -> None:
+        self._drop_cancelled()
+        while self._waiting and not self._stopping:
+            job = self._waiting[0]
+            try:
+                job.lease = self._pool.allocate(job.room, job.plan.request.readers)
+            except PoolExhausted:
+                if self._background.make_room():
+                    continue
+                return  # blocks come free when decode engines have read theirs
+            self._waiting.popleft()
+            job.plan.sequence.blocks = job.lease.blocks
+            job.plan.took("queue", time.perf_counter() - job.submitted)
+            self._links.add(job)
+
+    def _drop_cancelled(self) -> None:
+        """Let go of links and images for which nobody waits any more, wherever they stand in the queue."""
+        with self._wake:  # others append
+            gone = [job for job in self._waiting if job.done.cancelled()]
+            for job in gone:
+                self._waiting.remove(job)
+            self._images.drop_cancelled()
+        for job in gone:
+            job.plan.unpin()
+
+    def _turn(self) -> None:
+        """One turn of the links under way."""
+        finished = self._links.turn()
+        if not finished:
+            self._wait_for_loads()
+        held = [job for job in finished if self._finish(job)]
+        for job in finished:  # whose blocks are freed on this thread alone
+            self._learn(job)
+        for job in finished:
+            if job not in held:  # cancelled: nobody will read these blocks
+                self._free(job)
+        self._links.remove(finished)  # only now: a defect fails these too
+        busy = bool(self._waiting or self._links)
+        for job in held:
+            self._linker.keep_beginning(job.plan, busy=busy)
+
+    def _wait_for_loads(self) -> None:
+        """Sleep until a load ends, if nothing can be computed before; not long, leases have no event to wait for."""
+        with self._wake:
+            if self._links and not self._links.go_on:
+                self._wake.wait(_POLL_SECONDS)
+
+    def _finish(self, job: LinkJob) -> bool:
+        """Tell who waits for a link that it has ended; whether anybody does, and will read its blocks."""
+        assert job.lease is not None
+        plan = job.plan
+        self._last_finished = time.perf_counter()
+        result = LinkResult(
+            lease=job.lease.id,
+            transfer=self._engine.transfer_parameters(job.lease.id, job.lease.blocks, job.room),
+            chunks=tuple(chunk.outcome for chunk in plan.chunks),
+            tokens_reused=plan.tokens_reused,
+            tokens_computed=plan.tokens_computed,
+            stages_ms=plan.stages_ms,
+            compute_ms=plan.compute_ms,
+            select_ms=plan.select_ms,
+            prefix_tokens_reused=len(plan.known),
+            first_token=job.first_token,
+        )
+        try:
+            job.done.set_result(result)
+        except InvalidStateError:  # cancelled meanwhile
+            return False
+        return True
+
+    def _learn(self, job: LinkJob) -> None:
+        """Take up in the background what a link that has ended can teach. What goes wrong costs that alone."""
+        assert job.lease is not None
+        try:
+            if self._learns:
+                self._background.add(job.plan, job.lease.id)
+            self._background.check(job.plan, job.lease.id)
+        except Exception:  # a defect; the link itself has ended well
+            self._background.failures += 1
+            logger.exception("nothing is kept of link %s", job.plan.request.request_id)
+
+    def _free(self, job: LinkJob) -> None:
+        job.plan.unpin()
+        if job.lease is not None:
+            self._pool.abandon(job.lease.id)
+
+
+def drain(loop: PrefillLoop, seconds: float = 60.0) -> LoopStats:
+    """Wait until the loop has nothing queued, running or to harvest (tests and orderly shutdown).
+
+    Raises:
+        TimeoutError: it still had work after `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        loop.hasten()
+        stats = loop.stats()
+        if not (stats.waiting or stats.running or stats.harvest):
+            loop.hasten(0)
+            return stats
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"prefill loop still busy after {seconds} s: {stats}")
+        time.sleep(0.01)

@@ -1,0 +1,28 @@
+"""The models whose times are measured, by what this machine computes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CHECKPOINT, LARGE_CHECKPOINT = "qwen2_5_vl-250m", "qwen2_5_vl-7b"
+GPU_POOL_GIB = 1  # of KV, as on a CPU
+
+
+def on_gpu() -> bool:
+    """Whether engines compute on a GPU here."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def measured_model() -> str:
+    """The model (of `infra.checkpoints`) whose times are measured.
+
+    On a GPU one of a size that is served there, on a CPU the largest whose prefill is still bearable.
+    """
+    return LARGE_CHECKPOINT if on_gpu() else CHECKPOINT
+
+
+def load_format(checkpoint: Path) -> str:
+    """vLLM's load format, of a checkpoint that may have no weights."""
+    return "auto" if any(checkpoint.glob("*.safetensors")) else "dummy"

@@ -1,0 +1,1 @@
+"""Ray clusters and the application on them."""

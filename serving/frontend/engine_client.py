@@ -1,0 +1,497 @@
+"""The engine that vLLM's OpenAI server talks to: ours.
+
+vLLM's serving code (chat templates, tools, logprobs, stop, n, structured output, streaming, usage) needs one thing from
+an engine: `generate`, from a rendered prompt to a stream of outputs. Here that is the way through the roles:
+
+    rendered prompt → segments → link on a prefill worker → NIXL → stock decode engine → outputs
+                          ├ pixels needed? → vision encoder → link again with embeddings
+                          └ first token → output (see `answers`)
+
+The prefill worker loads what is stored from the moment that the images are known (`prefetch`), while the prompt
+is rendered and its other images are encoded (mpic.md §3.2). It answers with the images that are not stored: those are
+encoded as soon as they are processed, and the link comes with them.
+
+The roles are reached through `Roles`: Ray Serve handles in the application, plain objects in tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import aclosing, closing
+from dataclasses import replace
+from typing import Any, Literal, Protocol
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.engine.protocol import EngineClient
+from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidationError
+from vllm.multimodal.inputs import MultiModalKwargsItem
+from vllm.outputs import RequestOutput
+from vllm.renderers import renderer_from_config
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.tasks import SupportedTask
+from vllm.v1.engine.input_processor import InputProcessor
+
+from prefill_workers.block_pool import LeaseState
+from prefill_workers.link.plan import LinkRequest, PixelsNeeded, PrefetchRequest
+from prefill_workers.modes import Mode
+from prefill_workers.scheduler.link_job import LinkResult
+from prefill_workers.scheduler.prefill_loop import Overloaded
+from prefill_workers.settings import PrefillSettings
+from serving.access_log import AccessLog
+from serving.api.compiling import CompilingRoles
+from serving.api.errors import OverloadedError
+from serving.api.fidelity import FidelityRoles
+from serving.errors import RoleUnavailable
+from serving.frontend.answer_stream import Answer, sampling_of
+from serving.frontend.encode_once import Encodings
+from serving.frontend.prompt_segments import Delimiters, Segments, segment
+from serving.frontend.report import ChunkReport, OrbitReport, RequestTrace, current_trace
+from serving.placement.arranger import Arranger
+from serving.settings import ModelSettings
+
+logger = logging.getLogger(__name__)
+
+MOST_CHOICES = 128  # of one request, OpenAI's limit: each pulls a prompt's KV for itself
+_ANSWER_SECONDS = 0.01  # an answer to `prefetch` was on its way while the prompt was rendered
+
+
+class Roles(FidelityRoles, CompilingRoles, Protocol):
+    """What the ingress needs of the other roles.
+
+    | primitive  | role           | raises                                        |
+    |------------|----------------|-----------------------------------------------|
+    | `prefetch` | prefill worker | nothing: best effort                          |
+    | `encode`   | vision encoder | RoleUnavailable                               |
+    | `link`     | prefill worker | PixelsNeeded, Overloaded, RoleUnavailable     |
+    | `generate` | decode worker  | ValueError (request too large), RoleUnavailable |
+    | `renew`    | prefill worker | nothing: unknown if nobody tells               |
+    | `abandon`  | decode worker  | nothing: best effort, leases end by time-out  |
+    | `fidelity`, `allow`, `compiled` | prefill workers, all of them | RoleUnavailable |
+    """
+
+    async def prefetch(self, request: PrefetchRequest) -> Collection[str]:
+        """Start loading what a prompt on its way will need; the images of which nothing is stored, as far as known."""
+
+    async def encode(self, items: Sequence[tuple[str, MultiModalKwargsItem]]) -> Sequence[Any]:
+        """Embeddings of each processed image, in whatever form `link` of the same object accepts.
+
+        Without vision encoders the images themselves: prefill workers encode what they link.
+        """
+
+    async def link(self, request: LinkRequest, indices: Sequence[int], embeddings: Sequence[Any]) -> LinkResult:
+        """Link a request; `embeddings` (from `encode`) belong to the chunks at `indices`."""
+
+    def generate(
+        self, token_ids: list[int], transfer: dict[str, Any], params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Stream a decode engine's outputs for a linked prompt."""
+
+    async def renew(self, lease: str) -> LeaseState:
+        """The linked KV is still wanted: its blocks must not be freed yet. What the worker knows of them."""
+
+    async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
+        """The linked KV will not be read: let the prefill worker free its blocks."""
+
+    async def check_health(self) -> None:
+        """Raises RoleUnavailable when a role has no healthy replica."""
+
+
+def _unsupported(name: str) -> Any:
+    async def method(self: EngineClient, *arguments: Any, **options: Any) -> Any:
+        raise VLLMValidationError(f"{name} is not available: the engines belong to the decode and prefill roles")
+
+    return method
+
+
+# What vLLM's protocol asks of an engine that owns its weights and cache; ours are spread over replicas.
+_NotOurs: Any = type(EngineClient)(
+    "_NotOurs",
+    (EngineClient,),
+    {
+        name: _unsupported(name)
+        for name in [
+            "encode",
+            "start_profile",
+            "stop_profile",
+            "reset_encoder_cache",
+            "reset_prefix_cache",
+            "sleep",
+            "wake_up",
+            "release_kv_cache_memory",
+            "is_sleeping",
+            "add_lora",
+            "pause_generation",
+            "resume_generation",
+            "is_paused",
+        ]
+    },
+)
+
+
+async def _lacking_by_now(lacking: asyncio.Future[Collection[str]] | None) -> Collection[str]:
+    """Images of which nothing is stored, if the worker tells that within a moment: a link would be told the same."""
+    if lacking is None:
+        return ()
+    await asyncio.wait([lacking], timeout=_ANSWER_SECONDS)
+    told = lacking.done() and not lacking.cancelled() and lacking.exception() is None
+    return lacking.result() if told else ()
+
+
+class _Lease:
+    """A link's blocks, held for `seconds` from when the link ended or a worker was last told that they are wanted."""
+
+    def __init__(self, name: str, seconds: float) -> None:
+        self._name, self._seconds = name, seconds
+        self._until = time.monotonic() + seconds
+
+    @property
+    def certain(self) -> bool:
+        """Whether the blocks are held, and were until now."""
+        return time.monotonic() < self._until
+
+    async def renew(self, roles: Roles) -> None:
+        """Go on telling the worker, until it says that they were read."""
+        state = LeaseState.HELD
+        while state is not LeaseState.READ:
+            await asyncio.sleep(self._seconds / 3)
+            began, state = time.monotonic(), await roles.renew(self._name)
+            if state is LeaseState.HELD:
+                self._until = began + self._seconds
+        self._until = math.inf
+
+
+class LinkedEngineClient(_NotOurs):
+    """vLLM's `EngineClient` over the roles."""
+
+    access_log: AccessLog | None = None  # where requests are logged, if they are
+    observe: Callable[[OrbitReport], None] | None = None  # told of every prompt's report at its end
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        roles: Roles,
+        compose_up_to: int = 0,
+        prefill: PrefillSettings | None = None,
+    ) -> None:
+        """`prefill`: what the prefill workers were told; None: the defaults."""
+        prefill = prefill or PrefillSettings()
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.renderer = renderer_from_config(vllm_config)
+        self.input_processor = InputProcessor(vllm_config, self.renderer)
+        self._roles = roles
+        self._encodings = Encodings(roles.encode)
+        self._delimiters = Delimiters.of(self.model_config, self.renderer.get_tokenizer())
+        self.arranger = Arranger(compose_up_to=compose_up_to, free_text=prefill.free_text)
+        self._first_tokens, self._vocabulary = prefill.first_token, vllm_config.model_config.get_vocab_size()
+        self._lease_seconds = prefill.lease_seconds
+
+    @property
+    def roles(self) -> Roles:
+        """The roles behind this client."""
+        return self._roles
+
+    # -- generate -----------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        prompt_text: str | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        kv_hints: Any = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Link and decode one rendered prompt. The request's trace is read now, not at the first output.
+
+        Raises VLLMValidationError at once for what no engine takes: it would fail there, with everybody's forward.
+        """
+        if lora_request is not None:
+            raise VLLMValidationError("LoRA adapters are not supported", parameter="model")
+        if (sampling_params.n or 1) > MOST_CHOICES:
+            raise VLLMValidationError(f"n must be at most {MOST_CHOICES}, not {sampling_params.n}", parameter="n")
+        self._check_tokens(prompt)
+        options = {
+            "priority": priority,
+            "reasoning_ended": reasoning_ended,
+            "reasoning_parser_kwargs": reasoning_parser_kwargs,
+        }
+        return self._observed(prompt, sampling_params, request_id, current_trace().of_prompt(), options)
+
+    def _check_tokens(self, prompt: Any) -> None:
+        """As vLLM checks what it is given itself; a prompt of text alone may name none but the model's own tokens.
+
+        A tokenizer may know more, which stand for images: in an image's place nothing looks them up.
+        """
+        token_ids = prompt["prompt_token_ids"]
+        self.input_processor._validate_prompt_len(len(token_ids), "decoder")
+        self.renderer.validate_token_ids(token_ids)
+        if prompt["type"] == "token" and (largest := max(token_ids)) >= self._vocabulary:
+            raise VLLMValidationError(f"Token id {largest} is out of vocabulary", parameter="prompt")
+
+    def prefetch(self, contents: Sequence[str], trace: RequestTrace) -> None:
+        """Let a prefill worker load what is stored for a prompt's chunks while the prompt is still being rendered."""
+        mode = Mode.parse(trace.options.mode)
+        if contents and mode != Mode.OFF:
+            request = PrefetchRequest(
+                tuple(contents),
+                documents=frozenset(document.content for document in trace.documents),
+                mode=mode,
+                tenant=trace.tenant,
+                prefix=trace.prefix_tokens,
+            )
+            trace.lacking = asyncio.ensure_future(self._roles.prefetch(request))
+
+    async def _observed(
+        self, prompt: Any, params: SamplingParams, request_id: str, trace: RequestTrace, options: dict[str, Any]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """One prompt's outputs, once it has a place among those of its request; its report is observed at the end."""
+        async with trace.places, aclosing(self._generate(prompt, params, request_id, trace, options)) as outputs:
+            try:
+                async for output in outputs:
+                    yield output
+            finally:
+                if self.observe is not None:
+                    self.observe(trace.report)
+
+    async def _generate(
+        self, prompt: Any, params: SamplingParams, request_id: str, trace: RequestTrace, options: dict[str, Any]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        segments = segment(prompt, self._delimiters, trace.documents)
+        mode = Mode.parse(trace.options.mode)
+        request = LinkRequest(
+            request_id=request_id,
+            token_ids=segments.token_ids,
+            chunks=segments.chunks,
+            mode=mode,
+            tenant=trace.tenant,
+            prefix=trace.prefix_tokens,
+            text=trace.options.text,
+            readers=params.n or 1,
+            sampling=sampling_of(params, self._vocabulary) if self._first_tokens else None,
+        )
+        request = replace(request, patched=self.arranger.patched(request))
+        trace.mark("rendered")
+        answer = Answer(segments.token_ids, params, self.input_processor)
+        told = ended = False
+        for attempt in (1, 2):
+            try:
+                linked = await self._link(request, segments, trace)
+                outputs = self._outputs(answer, linked, request, f"{request_id}-{attempt}", trace, options)
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        output.request_id = request_id
+                        output.prompt_token_ids = segments.token_ids
+                        output.num_cached_tokens = linked.tokens_reused
+                        told, ended = True, output.finished
+                        yield output
+                return
+            except RoleUnavailable as error:
+                if ended:
+                    return
+                if attempt == 2 or (answer.decoded and not answer.begun):
+                    lost = GenerationError if told else RetryableRequestError  # 503: another try is safe
+                    raise lost(f"a worker was lost: {error}") from error
+                if answer.decoded:
+                    answer.go_on()
+                    request = replace(request, token_ids=answer.prompt, sampling=None)
+                logger.warning("request %.100r: %s; trying another replica", request_id, error)
+            except Overloaded as error:
+                if told:
+                    raise GenerationError(f"a worker was lost, and the others are full: {error}") from error
+                raise OverloadedError(str(error)) from error
+
+    async def _outputs(
+        self,
+        answer: Answer,
+        linked: LinkResult,
+        request: LinkRequest,
+        decode_id: str,
+        trace: RequestTrace,
+        options: dict[str, Any],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """An answer's outputs, from its first token on; the lease is given back unless a decode engine takes it.
+
+        Until one has, the prefill worker is told that the KV is wanted: a decode worker may be long in letting the
+        sequence in, and blocks that were freed meanwhile would hold somebody else's KV. What was pulled when nobody had
+        said for too long that they were not is not believed.
+        """
+        lease = _Lease(linked.lease, self._lease_seconds)
+        waiting = asyncio.create_task(lease.renew(self._roles))
+        taken = False
+        try:
+            if linked.first_token is not None and not answer.begun:
+                answer.begin(linked.first_token)
+            if answer.begun:
+                self._served(request, trace, linked, "prefill")
+                if (first := answer.first()) is not None:
+                    yield first
+                if answer.finished:
+                    return
+            began = time.perf_counter()
+            outputs = self._roles.generate(answer.prompt, linked.transfer, answer.params, decode_id, **options)
+            pulled = set[int]()
+            async with aclosing(outputs):
+                async for output in outputs:
+                    if not taken and any(choice.finish_reason == "error" for choice in output.outputs):
+                        raise RoleUnavailable("the linked KV could not be pulled")
+                    taken = True
+                    choices = {choice.index for choice in output.outputs}
+                    if not choices <= pulled and not lease.certain:
+                        raise RoleUnavailable("the linked KV was not held until it was pulled")
+                    pulled |= choices
+                    if len(pulled) >= request.readers:
+                        waiting.cancel()
+                    if not answer.decoded:
+                        trace.decoding((time.perf_counter() - began) * 1e3)
+                        whole = answer.params.output_kind == RequestOutputKind.FINAL_ONLY
+                        self._served(request, trace, linked, "decode", alone=not whole)
+                    yield answer.joined(output)
+        finally:
+            waiting.cancel()
+            if not taken:  # perhaps no decode engine ever heard of the lease
+                await self._roles.abandon(linked.transfer, request.readers)
+
+    def _served(
+        self,
+        request: LinkRequest,
+        trace: RequestTrace,
+        linked: LinkResult,
+        by: Literal["prefill", "decode"],
+        alone: bool = True,
+    ) -> None:
+        """Note once that a request has its first token, and the role that gave it."""
+        if trace.report.first_token is not None:
+            return
+        trace.first_token(by, alone)
+        if self.access_log is not None:
+            self.access_log.offer(request, trace.groups, linked)
+
+    async def _link(self, request: LinkRequest, segments: Segments, trace: RequestTrace) -> LinkResult:
+        began = time.perf_counter()
+        vision_ms, embeddings = 0.0, dict[int, Any]()
+        contents = [chunk.content for chunk in segments.chunks]
+        pixels = {content: item for content, item in zip(contents, segments.items, strict=True) if item is not None}
+        lacking, trace.lacking = trace.lacking, None
+        known = pixels if request.mode == Mode.OFF else await _lacking_by_now(lacking if pixels else None)
+        needed = [i for i, content in enumerate(contents) if content in pixels and content in known]
+        with closing(self._encodings.of_request(request.tenant, pixels, lacking)) as encodings:
+            while True:
+                if needed:
+                    encoding = time.perf_counter()
+                    found = await encodings.get({contents[i] for i in needed})
+                    embeddings |= {i: found[contents[i]] for i in needed}
+                    vision_ms += (time.perf_counter() - encoding) * 1e3
+                try:
+                    result = await self._roles.link(request, tuple(embeddings), tuple(embeddings.values()))
+                    break
+                except PixelsNeeded as more:  # again if stored KV turns out to be unreadable only while it is loaded
+                    needed = list(more.chunks)
+                    if embeddings.keys() >= set(needed):
+                        raise RuntimeError(f"chunks {needed} were encoded, and asked for again") from more
+        vision_ms += result.stages_ms.get("vision", 0.0)
+        self.arranger.learn(request, result)
+        if trace.report.first_token is None:  # else the report is of the link that the answer began with
+            encoded = sum(segments.chunks[i].count for i in embeddings)
+            whole_ms = (time.perf_counter() - began) * 1e3
+            _report(trace, len(segments.token_ids), result, encoded, vision_ms, whole_ms)
+        return result
+
+    # -- the rest of vLLM's protocol ----------------------------------------------------------------------------------
+
+    async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
+        """This engine generates text."""
+        return ("generate",)
+
+    # No engine of its own could die: what fails is a role, and `check_health` tells of that.
+    is_running, is_stopped, errored = True, False, False
+
+    @property
+    def dead_error(self) -> BaseException:
+        """Nothing asks for it while `errored` is False."""
+        return RuntimeError("the engine is running")
+
+    async def check_health(self) -> None:
+        """Raises RoleUnavailable when a role has no healthy replica."""
+        await self._roles.check_health()
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Requests end when their output stream is closed; there is nothing else to abort."""
+
+    async def notify_kv_transfer_request_rejected(
+        self, request_id: str, kv_transfer_params: dict[str, Any], *, data_parallel_rank: int | None = None
+    ) -> None:
+        """Clients do not choose transfers here."""
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    async def do_log_stats(self) -> None:
+        """Workers report their own statistics."""
+
+    async def reset_mm_cache(self) -> None:
+        """Forget processed images."""
+        await self.renderer.clear_mm_cache_async()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stop the renderer's threads."""
+        self.renderer.shutdown()
+
+
+def _report(
+    trace: RequestTrace, prompt_tokens: int, result: LinkResult, encoded: int, vision_ms: float, whole_ms: float
+) -> None:
+    """Note in a request's report how it was linked. `encoded`: vision tokens; `whole_ms` with what encoding took."""
+    report = trace.report
+    report.chunks = [
+        ChunkReport(
+            index=i,
+            tokens=outcome.tokens,
+            operating_point=outcome.operating_point,
+            antecedents=outcome.antecedents,
+            reason=outcome.reason,
+            rank=outcome.rank,
+        )
+        for i, outcome in enumerate(result.chunks)
+    ]
+    if trace.costs:
+        report.chunks = [costs.of(chunk) for costs, chunk in zip(trace.costs, report.chunks, strict=True)]
+    report.prompt_tokens = prompt_tokens
+    report.tokens_reused = result.tokens_reused
+    report.tokens_computed = result.tokens_computed
+    report.prefix_tokens_reused = result.prefix_tokens_reused
+    report.vision_tokens_encoded = encoded
+    report.stages_ms |= result.stages_ms
+    report.stages_ms["link"] = whole_ms - vision_ms
+    if encoded:
+        report.stages_ms["vision"] = vision_ms
+
+
+def front_end_config(model: ModelSettings, processor_cache_gib: float, longest: int | None = None) -> VllmConfig:
+    """vLLM's configuration of a model for a process that renders prompts and holds no weights.
+
+    Args:
+        longest: most tokens of a prompt with its answer, where that is known better than by the model's settings.
+    """
+    return AsyncEngineArgs(
+        model=str(model.path),
+        served_model_name=[model.served_name],
+        dtype=model.dtype,
+        max_model_len=longest or model.max_model_len,
+        trust_remote_code=model.trust_remote_code,
+        seed=model.seed,
+        mm_processor_cache_gb=processor_cache_gib,
+    ).create_engine_config()

@@ -1,0 +1,104 @@
+"""Segments: a rendered prompt as text runs and chunks, in plain values a prefill worker understands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config import ModelConfig
+from vllm.multimodal.inputs import MultiModalKwargsItem
+
+from prefill_workers.link.plan import TEXT, ChunkSpan
+from serving.frontend.documents import Document, places
+
+_MODALITIES = ("image", "video")
+
+
+@dataclass(frozen=True)
+class Delimiters:
+    """What stands around a chunk's placeholders, and goes with them wherever the chunk goes.
+
+    `written`: by modality the token ids that the model's chat template writes for one item, its placeholder once.
+    """
+
+    written: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, model: ModelConfig, tokenizer: Any) -> Delimiters:
+        """What a model's family writes, as this tokenizer reads it."""
+        from vllm.model_executor.model_loader import get_model_cls
+
+        family = get_model_cls(model)
+        written = []
+        for modality in _MODALITIES:
+            try:
+                text = family.get_placeholder_str(modality, 1)
+            except (AttributeError, ValueError):  # it takes nothing but text, or nothing of this modality
+                text = None
+            if text:
+                written.append(tuple(tokenizer.encode(text, add_special_tokens=False)))
+        return cls(tuple(dict.fromkeys(written)))
+
+    def around(self, token_ids: Sequence[int], start: int, stop: int) -> tuple[int, int]:
+        """The span of placeholders with their delimiters; the same span where these do not stand around it."""
+        for one in self.written:
+            if token_ids[start] in one:
+                at = one.index(token_ids[start])
+                first, last = start - at, stop + len(one) - at - 1
+                if first >= 0 and (*token_ids[first:start], *token_ids[stop:last]) == (*one[:at], *one[at + 1 :]):
+                    return first, last
+        return start, stop
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A prompt cut into chunks and what lies between them, with the processed pixels of each (None: a text chunk)."""
+
+    token_ids: list[int]
+    chunks: tuple[ChunkSpan, ...]
+    items: tuple[tuple[str, MultiModalKwargsItem] | None, ...]
+
+    def pixels(self, chunks: Sequence[int]) -> list[tuple[str, MultiModalKwargsItem]]:
+        """What the vision encoder takes of these chunks, none of which may be a text chunk."""
+        return [item for i in chunks if (item := self.items[i]) is not None]
+
+
+def segment(engine_input: Any, delimiters: Delimiters, documents: Sequence[Document] = ()) -> Segments:
+    """Cut vLLM's rendered prompt (`vllm.inputs.EngineInput`) into segments.
+
+    vLLM's item hashes are our content ids: the API hands them to the renderer as the items' uuids. `documents` are the
+    text chunks that were spliced into the prompt, in order.
+    """
+    token_ids = list(engine_input["prompt_token_ids"])
+    found: list[tuple[ChunkSpan, tuple[str, MultiModalKwargsItem] | None]] = []
+    if engine_input.get("type") == "multimodal":
+        found += _multimodal(engine_input, token_ids, delimiters)
+    # A document may hold what stands around an image.
+    for document, start in places(token_ids, documents, [(span.start, span.stop) for span, _ in found]):
+        count = len(document.token_ids)
+        found.append((ChunkSpan(document.content, TEXT, start, start + count, start, count), None))
+    found.sort(key=lambda pair: pair[0].start)
+    return Segments(token_ids, tuple(span for span, _ in found), tuple(item for _, item in found))
+
+
+def _multimodal(
+    engine_input: Any, token_ids: Sequence[int], delimiters: Delimiters
+) -> Iterator[tuple[ChunkSpan, tuple[str, MultiModalKwargsItem]]]:
+    for modality, ranges in engine_input["mm_placeholders"].items():
+        hashes = engine_input["mm_hashes"][modality]
+        items = engine_input["mm_kwargs"][modality]
+        for place, content, item in zip(ranges, hashes, items, strict=True):
+            start, stop = delimiters.around(token_ids, place.offset, place.offset + place.length)
+            grid = MultiModalKwargsItem({k: v for k, v in item.items() if v.field.keep_on_cpu})
+            span = ChunkSpan(
+                content=content,
+                modality=modality,
+                start=start,
+                stop=stop,
+                first=place.offset,
+                count=place.length,
+                grid=grid,
+                is_embed=place.is_embed,
+            )
+            yield span, (modality, item)

@@ -1,0 +1,219 @@
+"""The roles as the ingress reaches them: Ray Serve handles, with Ray's errors in our words."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from contextvars import Context
+from typing import TYPE_CHECKING, Any
+
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from serving.config import OrbitServeConfig
+from serving.errors import RoleUnavailable
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+    from torch import Tensor
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams
+
+    from prefill_workers.background.compile_ahead import CompileStats
+    from prefill_workers.block_pool import LeaseState
+    from prefill_workers.engine.image_batches import Pixels
+    from prefill_workers.fidelity.monitor import PointStatus
+    from prefill_workers.link.plan import LinkRequest, PrefetchRequest
+    from prefill_workers.modes import OperatingPoint
+    from prefill_workers.scheduler.link_job import LinkResult
+    from serving.placement.patch_feed import Formed
+
+logger = logging.getLogger(__name__)
+
+_HEALTH_SECONDS = 5.0  # for a role to say that it is well
+_RENEWAL_SECONDS = 5.0  # for replicas to say that they have heard of a lease; one that hangs keeps nobody from the next
+
+
+class RayRoles:
+    """`serving.frontend.engine_client.Roles` over Ray Serve handles."""
+
+    def __init__(self, handles: dict[str, DeploymentHandle], ingress: DeploymentHandle) -> None:
+        self.ingress = ingress  # all its replicas, of which the caller is one
+        self.vision = handles.get("vision")  # without the role, prefill workers encode
+        self.prefill = handles["prefill"]
+        self.decode = handles["decode"].options(stream=True)
+        self._decode_once = handles["decode"]
+        self.library = handles["library"]
+
+    async def prefetch(self, request: PrefetchRequest) -> Collection[str]:
+        """Best effort. Another replica that links the prompt finds what was loaded in the tiers that they share."""
+        try:
+            return await answered(self.prefill.prefetch.remote(request))
+        except Exception as error:
+            logger.debug("nothing is loaded ahead: %s", error)
+            return ()
+
+    async def encode(self, items: Sequence[Pixels]) -> Sequence[Tensor | Pixels]:
+        """See `VisionEncoder.encode`; the items themselves where there is no such role."""
+        return items if self.vision is None else await answered(self.vision.encode.remote(items))
+
+    async def link(
+        self, request: LinkRequest, indices: Sequence[int], embeddings: Sequence[Tensor | Pixels]
+    ) -> LinkResult:
+        """See `PrefillWorker.link`."""
+        return await answered(self.prefill.link.remote(request, tuple(indices), tuple(embeddings)))
+
+    async def generate(
+        self, token_ids: list[int], transfer: dict[str, Any], params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """See `DecodeWorker.generate`. Closing the generator aborts the request on its replica."""
+        stream, ended = self.decode.generate.remote(token_ids, transfer, params, request_id, options), False
+        try:
+            async for output in _stream(stream):
+                yield output
+            ended = True
+        finally:
+            if not ended:
+                stream.cancel()
+
+    async def renew(self, lease: str) -> LeaseState:
+        """What its replica knows of a lease, if it tells in time. All are told, since none else knows whose it is."""
+        from prefill_workers.block_pool import LeaseState
+
+        try:
+            answers = self.prefill.broadcast("renew", lease)
+            states = await answers.results_async(timeout_s=_RENEWAL_SECONDS, return_exceptions=True)
+        except Exception as error:
+            logger.warning("nobody tells of lease %s: %s", lease, error)
+            return LeaseState.UNKNOWN
+        told = [state for state in states if isinstance(state, LeaseState) and state is not LeaseState.UNKNOWN]
+        return told[0] if told else LeaseState.UNKNOWN
+
+    async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
+        """Best effort; leases end by time-out.
+
+        Not sent as a part of the request: of one that is cancelled, as most are that abandon a lease, Serve cancels all
+        calls that no replica has been chosen for yet.
+        """
+        Context().run(self._decode_once.abandon.remote, transfer, readers)
+
+    async def longest(self) -> int:
+        """Most tokens of a prompt with its answer: what finds room on every prefill and every decode worker."""
+        roles = (self.prefill, self._decode_once)
+        await asyncio.gather(*(answered(role.longest.remote()) for role in roles))  # once each role has a replica
+        return min(itertools.chain(*await asyncio.gather(*(answered_by_all(role, "longest") for role in roles))))
+
+    async def fidelity(self) -> dict[str, list[PointStatus]]:
+        """See `PrefillWorker.fidelity`; of all replicas."""
+        return dict(await answered_by_all(self.prefill, "fidelity"))
+
+    async def allow(self, point: OperatingPoint) -> int:
+        """See `PrefillWorker.allow`; on all replicas, once none of them is still told to switch a point off.
+
+        Such a word that came later would switch off again, on one replica alone, what was allowed.
+        """
+        await answered_by_all(self.prefill, "announced")
+        return sum(await answered_by_all(self.prefill, "allow", point))
+
+    async def formed(self, cursors: Mapping[str, int]) -> list[Formed]:
+        """See `FormedReplica.formed`; of all replicas of both roles that have it."""
+        roles = (answered_by_all(role, "formed", dict(cursors)) for role in (self.prefill, self.library))
+        return [one for answers in await asyncio.gather(*roles) for one in answers]
+
+    async def compiled(self) -> dict[str, CompileStats]:
+        """What every prefill replica compiled ahead of requests, by its name."""
+        return {stats["name"]: stats["loop"].compiled for stats in await answered_by_all(self.prefill, "stats")}
+
+    async def counted(self) -> dict[str, list[Metric]]:
+        """See `Ingress.counted`; of all replicas."""
+        return dict(await answered_by_all(self.ingress, "counted"))
+
+    async def warm_up(self, config: OrbitServeConfig) -> None:
+        """Send a tiny prompt for every pair of prefill and decode replica: a pair's first transfer shakes hands."""
+        from vllm.sampling_params import SamplingParams
+
+        from prefill_workers.link.plan import LinkRequest
+        from prefill_workers.modes import Mode
+        from prefill_workers.scheduler.prefill_loop import Overloaded
+
+        async def one(number: int) -> None:
+            tokens = list(range(1, 9))
+            name = f"warm-up-{number}"
+            linked = await self.link(LinkRequest(name, tokens, mode=Mode.OFF), (), ())
+            params = SamplingParams(max_tokens=2, temperature=0, detokenize=False, ignore_eos=True)
+            async for _ in self.generate(tokens, linked.transfer, params, name):
+                pass
+
+        pairs = config.prefill.replicas * config.decode.replicas
+        for outcome in await asyncio.gather(*(one(number) for number in range(pairs)), return_exceptions=True):
+            if isinstance(outcome, (RoleUnavailable, Overloaded)):  # others are asking: they shake the hands
+                logger.warning("a pair of workers is not warmed up: %s", outcome)
+            elif outcome is not None:
+                raise outcome
+
+    async def check_health(self) -> None:
+        """Serve restarts unhealthy replicas; an unanswered call means that a role has none, or none with a free place.
+
+        Raises RoleUnavailable, naming the role.
+        """
+        roles = {"vision": self.vision, "prefill": self.prefill, "decode": self._decode_once, "library": self.library}
+        await asyncio.gather(*(_in_time(name, role.check_health.remote()) for name, role in roles.items() if role))
+
+
+async def _in_time(role: str, response: Any) -> None:
+    try:
+        async with asyncio.timeout(_HEALTH_SECONDS):
+            await answered(response)
+    except TimeoutError:
+        raise RoleUnavailable(f"{role} did not answer within {_HEALTH_SECONDS:g} s") from None
+
+
+def lost(error: Exception) -> RoleUnavailable:
+    """Ray's word for it without what follows: ids, processes and addresses are for the log."""
+    logger.warning("a role is not available: %s", error)
+    if isinstance(error, ActorUnavailableError):  # which names the replica's id before anything else
+        return RoleUnavailable("a replica does not answer")
+    return RoleUnavailable(str(error).partition("\n")[0])
+
+
+async def answered(response: Any) -> Any:
+    """What a call to a role gives. Raises what the role raised, or RoleUnavailable if it was lost."""
+    try:
+        return await response
+    except RayTaskError as error:
+        raise error.cause if isinstance(error.cause, Exception) else error from None
+    except (RayActorError, DeploymentUnavailableError) as error:
+        raise lost(error) from error
+    except asyncio.CancelledError:
+        response.cancel()
+        raise
+
+
+async def answered_by_all(role: DeploymentHandle, method: str, *arguments: Any) -> list[Any]:
+    """What a call to every replica of a role gives.
+
+    Raises RoleUnavailable if the role has none, or any was lost; the others were called.
+    """
+    try:
+        answers = await role.broadcast(method, *arguments).results_async(return_exceptions=True)
+    except (RayActorError, DeploymentUnavailableError) as error:
+        raise lost(error) from error
+    for answer in answers:
+        if isinstance(answer, RayActorError | DeploymentUnavailableError):
+            raise lost(answer) from answer
+        if isinstance(answer, BaseException):
+            raise answer
+    return list(answers)
+
+
+async def _stream(responses: Any) -> AsyncGenerator[Any, None]:
+    try:
+        async for item in responses:
+            yield item
+    except RayTaskError as error:
+        raise error.cause if isinstance(error.cause, Exception) else error from None
+    except (RayActorError, DeploymentUnavailableError) as error:
+        raise lost(error) from error

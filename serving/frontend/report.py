@@ -1,0 +1,205 @@
+"""The `orbit` object: what a request may ask for and what a response reports."""
+
+from __future__ import annotations
+
+import time
+from asyncio import Future, Semaphore
+from collections.abc import Collection
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from prefill_workers.modes import Mode, OperatingPoint, Text
+from serving.api.errors import InvalidRequest
+from serving.frontend.documents import Document
+
+PROMPTS_AT_ONCE = 32  # of one request: the others wait for a place, not in a worker's queue
+
+
+class OrbitOptions(BaseModel):
+    """`orbit` in a request."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: str = Field(
+        "auto",
+        description="auto: stored patches where they fit, exact otherwise. exact: every chunk computed in context. "
+        "full-reuse: canonical KV without patches (blind baseline). off: nothing looked up, nothing stored. "
+        "mpic-K (K from 0 to 4096): as full-reuse, but the first K tokens of every chunk are computed in context. "
+        "cacheblend-R (R from 0 to 100): as full-reuse, but those R per cent of every chunk's tokens are computed in "
+        "context whose KV deviates most from what is stored.",
+    )
+    order: Literal["fixed", "free"] = Field(
+        "fixed",
+        description="fixed: chunks keep the order in which they were sent. free: images and documents that follow one "
+        "another with no words between them are put in the order that stored patches fit, unless the request's text "
+        "names them by their place.",
+    )
+    explain: bool = Field(False, description="Report what every chunk costs, and the best order that was rejected.")
+    text: Text = Field(
+        Text.AUTO,
+        description="Whether text is part of what patches are keyed by, beside the system prompt. auto: text between "
+        "chunks is, where some of it is longer than `prefill.free_text` tokens. strict: all text before a chunk is. "
+        "free: none is.",
+    )
+
+    @field_validator("mode")
+    @classmethod
+    def _known_mode(cls, mode: str) -> str:
+        return str(Mode.parse(mode))
+
+
+def parse_options(value: Any) -> OrbitOptions:
+    """Validate a request's `orbit` object; None means all defaults.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    if value is None:
+        return OrbitOptions()
+    try:
+        return OrbitOptions.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(["orbit", *map(str, first["loc"])])
+        raise InvalidRequest(f"{where}: {first['msg']}", parameter=where) from error
+
+
+class Alternative(BaseModel):
+    """What the best rejected order has in a chunk's place. Costs are expected milliseconds.
+
+    Where no other chunk may stand it is the same chunk, computed instead of patched; a chunk that is computed there has
+    no alternative.
+    """
+
+    chunk: int  # as it was sent
+    operating_point: Literal["patched", "composed", "computed"]
+    cost_ms: float  # of the chunk there
+    order_ms: float  # of all chunks in that order
+
+
+class ChunkReport(BaseModel):
+    """How one chunk of the prompt was linked; `index` is its place in the prompt."""
+
+    index: int
+    tokens: int
+    operating_point: str
+    antecedents: int
+    reason: str
+    rank: int | None = None
+    cost_ms: float | None = None  # expected, where an explanation was asked for; None where tokens are selected
+    alternative: Alternative | None = None
+
+
+class OrderReport(BaseModel):
+    """The order of a request's chunks. `chunks[i]` is the chunk, as sent, that stands in the i-th place.
+
+    Costs are expected milliseconds of linking all chunks, where an explanation was asked for and patches are used.
+    """
+
+    chunks: list[int]
+    reason: str
+    cost_ms: float | None = None
+    arrival_ms: float | None = None  # in the order in which they were sent
+    plan_ms: float | None = None  # spent choosing
+
+
+class OrbitReport(BaseModel):
+    """`orbit` in a response. Times are milliseconds."""
+
+    mode: str
+    order: OrderReport | None = None
+    chunks: list[ChunkReport] = []
+    prompt_tokens: int = 0
+    tokens_reused: int = 0
+    tokens_computed: int = 0
+    prefix_tokens_reused: int = 0  # of those reused: text before the first chunk
+    vision_tokens_encoded: int = 0
+    ttft_ms: float | None = None  # None: a decode engine gave the whole answer at once
+    first_token: Literal["prefill", "decode"] | None = None  # the role that gave it
+    stages_ms: dict[str, float] = {}
+
+
+class ChunkCosts(NamedTuple):
+    """What a chunk's place in the order was expected to cost, in milliseconds."""
+
+    placed_ms: float
+    summed_ms: float
+    computed_ms: float
+    alternative: Alternative | None
+
+    def of(self, report: ChunkReport) -> ChunkReport:
+        """A chunk's report with what it cost."""
+        point = OperatingPoint(report.operating_point)
+        if point is OperatingPoint.SELECTED:
+            return report
+        placed = self.summed_ms if point is OperatingPoint.COMPOSED else self.placed_ms
+        cost = placed if point.reuses_kv else self.computed_ms
+        return report.model_copy(update={"cost_ms": round(cost, 3), "alternative": self.alternative})
+
+
+@dataclass
+class RequestTrace:
+    """One request on its way: what it asked for, whose it is, and its report in the making."""
+
+    options: OrbitOptions = field(default_factory=OrbitOptions)
+    tenant: str = "local"
+    prefix_tokens: tuple[int, ...] = ()
+    documents: list[Document] = field(default_factory=list)  # text chunks of the prompt, in order
+    groups: list[int | None] = field(default_factory=list)  # runs of chunks that could trade places, if any could
+    costs: list[ChunkCosts] = field(default_factory=list)  # of the prompt's chunks, where an explanation is wanted
+    lacking: Future[Collection[str]] | None = None  # images of which nothing is stored, once a prefill worker says
+    received: float = field(default_factory=time.perf_counter)
+    places: Semaphore = field(default_factory=lambda: Semaphore(PROMPTS_AT_ONCE))  # of a request with several prompts
+    report: OrbitReport = field(init=False)
+    _taken: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.report = OrbitReport(mode=self.options.mode)
+
+    def of_prompt(self) -> RequestTrace:
+        """The trace of the request's next prompt: itself, then others like it (a completion may have many prompts)."""
+        if self._taken:
+            return RequestTrace(self.options, self.tenant, received=self.received, places=self.places)
+        self._taken = True
+        return self
+
+    def mark(self, stage: str) -> None:
+        """Record the time since the request was received as `stage`."""
+        self.report.stages_ms[stage] = (time.perf_counter() - self.received) * 1e3
+
+    def first_token(self, by: Literal["prefill", "decode"], alone: bool = True) -> None:
+        """Record the first token's arrival, and the role that gave it.
+
+        Not `alone`: with the rest of an answer that is not streamed. When the first token was there, nobody knows then.
+        """
+        if alone:
+            self.report.ttft_ms = (time.perf_counter() - self.received) * 1e3
+        self.report.first_token = by
+
+    def decoding(self, ms: float) -> None:
+        """Record what hand-off and first decode step took, or, of an answer that is not streamed, all steps."""
+        self.report.stages_ms["decode"] = ms
+
+    def document(self) -> dict[str, Any]:
+        """The report as a response carries it; times rounded to a microsecond."""
+        report = self.report.model_dump(exclude_none=True)
+        report["stages_ms"] = {stage: round(ms, 3) for stage, ms in report["stages_ms"].items()}
+        if "ttft_ms" in report:
+            report["ttft_ms"] = round(report["ttft_ms"], 3)
+        return report
+
+
+_trace: ContextVar[RequestTrace | None] = ContextVar("orbit_trace", default=None)
+
+
+def current_trace() -> RequestTrace:
+    """The trace of the request that is being handled; a default one for requests without chunks."""
+    return _trace.get() or RequestTrace()
+
+
+def set_trace(trace: RequestTrace) -> None:
+    """Make `trace` the current one of this task."""
+    _trace.set(trace)

@@ -1,0 +1,1 @@
+"""Offline jobs: precompute, compile-trace, and their planning."""

@@ -1,0 +1,215 @@
+"""From a manifest entry to what the offline worker computes.
+
+    read        the bytes, from wherever fsspec finds them
+    named       content ids, and with them the keys of all records: is anything missing?
+    opened      checked and decoded                      by `api.media`, as a request's images are
+    rendered    to the prompt of a request               by vLLM's renderer and `segments`
+
+Content ids, keys and prompts come from the code that serves requests, so a request finds what is stored here. What is
+stored already is known from the bytes alone: a job that is resumed decodes nothing twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+from pydantic import ValidationError
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.renderers import renderer_from_config
+from vllm.renderers.chat_utils import load_chat_template
+from vllm.renderers.online_renderer import OnlineRenderer
+
+from kvstore.operator.patch import PatchKind
+from kvstore.records.keys import owned_content_id
+from kvstore.uploads.files import FileStore
+from kvstore.uploads.vector_stores import VectorStores
+from prefill_workers.link.plan import ChunkSpan, LinkRequest
+from prefill_workers.modes import Mode
+from prefill_workers.patches.offline import Name, OfflineTask, OfflineWorker
+from serving.api.chat import fixed_prefix
+from serving.api.errors import InvalidRequest, TooLarge
+from serving.api.media import MediaResolver, ResolvedImage
+from serving.config import OrbitServeConfig
+from serving.frontend.engine_client import front_end_config
+from serving.frontend.prompt_segments import Delimiters, Segments, segment
+from serving.offline.precompute_manifest import Entry, ImageSource, ManifestError, file_system
+
+MAX_ORBIT_IMAGES = 5  # of more, not all orders are run, and not every order would link
+
+
+class EntryError(ValueError):
+    """An entry that cannot be precomputed; the message says why."""
+
+
+class Preparer:
+    """Prepares entries, many at once. Build it with `await Preparer.create(...)`."""
+
+    def __init__(
+        self, config: OrbitServeConfig, offline: OfflineWorker, is_stored: Callable[[Sequence[Name], str], bool]
+    ) -> None:
+        self._config, self._offline, self._is_stored = config, offline, is_stored
+        self._secret = config.files.salt_secret.get_secret_value().encode()
+        files = FileStore(config.files_url, config.files)
+        self._media = MediaResolver(config.http, files, VectorStores(files))
+        self._prompts = Prompts(config)
+        self._delimiters: tuple[list[int], list[int]] = ([], [])  # what opens and closes an image's chunk
+
+    @classmethod
+    async def create(cls, *arguments: Any) -> Preparer:
+        """A preparer that has rendered one image, which shows the delimiters of them all and warms the processor."""
+        preparer = cls(*arguments)
+        sample = ResolvedImage("0" * 64, Image.new("RGB", (64, 64)))
+        segments = await preparer._prompts.render(Opening(), [sample])
+        (span,), tokens = segments.chunks, segments.token_ids
+        preparer._delimiters = (tokens[span.start : span.first], tokens[span.first + span.count : span.stop])
+        return preparer
+
+    async def task(self, entry: Entry) -> OfflineTask | None:
+        """What an entry asks for; None if all of it is stored. Raises EntryError."""
+        self._check(entry)
+        opening = Opening.of(entry)
+        data = await asyncio.gather(*(asyncio.to_thread(self._read, source) for source in entry.images))
+        kind = None if entry.patches == "none" else PatchKind(entry.patches)
+        if len(data) == 1 and kind is PatchKind.orbit:
+            kind = PatchKind.own  # one chunk has one order
+        contents = [await asyncio.to_thread(owned_content_id, image, entry.tenant, self._secret) for image in data]
+        if kind is PatchKind.orbit and len(set(contents)) < len(contents):
+            raise EntryError("orbit patches need images that differ from each other")
+        prefix = self._prompts.prefix_tokens(opening)
+        names = self._offline.wanted(self._outline(contents, entry.tenant, prefix), kind)
+        if await asyncio.to_thread(self._is_stored, names, entry.tenant):
+            return None
+        images = await asyncio.gather(
+            *(asyncio.to_thread(self._open, *pair, entry.tenant) for pair in zip(data, entry.images, strict=True))
+        )
+        segments = await self._prompts.render(opening, images)
+        if len(segments.token_ids) > self._offline.capacity:
+            raise EntryError(
+                f"the prompt has {len(segments.token_ids)} tokens, the KV pool holds {self._offline.capacity}; "
+                "raise prefill.kv_cache_gib"
+            )
+        request = LinkRequest(entry.name, segments.token_ids, segments.chunks, Mode.EXACT, entry.tenant, prefix)
+        return OfflineTask(request, segments.items, self._offline.wanted(request, kind))
+
+    def _check(self, entry: Entry) -> None:
+        if entry.error is not None:
+            raise EntryError(entry.error)
+        count, most = len(entry.images), self._config.http.max_images_per_request
+        if count > most:
+            raise EntryError(f"{count} images, a request may have at most {most}")
+        if entry.patches == "orbit" and count > MAX_ORBIT_IMAGES:
+            raise EntryError(
+                f"orbit patches of {count} images: at most {MAX_ORBIT_IMAGES}, for all orders are computed"
+            )
+
+    def _outline(self, contents: Sequence[str], tenant: str, prefix: tuple[int, ...]) -> LinkRequest:
+        """A prompt of these images without their placeholders, which no key depends on."""
+        opening, closing = self._delimiters
+        chunks: list[ChunkSpan] = []
+        tokens: list[int] = []
+        for content in contents:
+            start, first = len(tokens), len(tokens) + len(opening)
+            tokens += [*opening, *closing]
+            chunks.append(ChunkSpan(content, "image", start, len(tokens), first, 0))
+        return LinkRequest("outline", tokens, tuple(chunks), Mode.EXACT, tenant, prefix)
+
+    def _read(self, source: ImageSource) -> bytes:
+        """At most one byte more than an image may have, so that a huge file fails instead of filling the memory."""
+        if source.location is None:
+            return source.data or b""
+        try:
+            files, path = file_system(source.location, self._config.precompute.storage_options)
+            try:
+                return files.cat_file(path, end=self._config.http.max_image_bytes + 1)
+            except OSError as error:
+                if error.errno == errno.EINVAL and files.size(path) == 0:
+                    return b""  # S3 has no range of an empty object
+                raise
+        except FileNotFoundError as error:
+            raise EntryError(f"{_named(source)}: no such file") from error
+        except ManifestError as error:
+            raise EntryError(str(error)) from error
+        except Exception as error:  # file systems raise their own client's errors, which share no base class
+            raise EntryError(f"{_named(source)}: cannot be read: {error}") from error
+
+    def _open(self, data: bytes, source: ImageSource, tenant: str) -> ResolvedImage:
+        try:
+            return self._media.open(data, tenant, _named(source))
+        except (InvalidRequest, TooLarge) as error:
+            raise EntryError(str(error.args[0])) from error
+
+
+def _named(source: ImageSource) -> str:
+    return "inline image" if source.location is None else source.location[:200]  # a data URL is long
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What requests over an entry's images will begin with: tools, and a system message."""
+
+    tools: tuple[ChatCompletionToolsParam, ...] = ()
+    messages: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, entry: Entry) -> Opening:
+        """Raises EntryError unless its tools are such as a request may have."""
+        try:
+            tools = tuple(ChatCompletionToolsParam.model_validate(tool) for tool in json.loads(entry.tools or "[]"))
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise EntryError(f"tools: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        return cls(tools, ({"role": "system", "content": entry.prefix},) if entry.prefix else ())
+
+
+class Prompts:
+    """Renders images as the chat handler renders requests: the opening, then the images as a user's turn."""
+
+    def __init__(self, config: OrbitServeConfig) -> None:
+        vllm_config = front_end_config(config.model, processor_cache_gib=0)
+        self._model = config.model.served_name
+        self._renderer = renderer_from_config(vllm_config)
+        self._online = OnlineRenderer(
+            vllm_config.model_config,
+            self._renderer,
+            request_logger=None,
+            chat_template=load_chat_template(config.model.chat_template),
+            chat_template_content_format="auto",
+        )
+        self._delimiters = Delimiters.of(vllm_config.model_config, self._renderer.get_tokenizer())
+
+    def prefix_tokens(self, opening: Opening) -> tuple[int, ...]:
+        """Token ids of a fixed prefix, as patches are keyed by."""
+        text = fixed_prefix(list(opening.messages), self._request(opening))
+        return tuple(self._renderer.get_tokenizer().encode(text, add_special_tokens=False))
+
+    async def render(self, opening: Opening, images: Iterable[ResolvedImage]) -> Segments:
+        """The prompt in segments. Raises EntryError if it is too long, or an image too small for the processor."""
+        parts = [{"type": "image_pil", "image_pil": found.image, "uuid": found.content} for found in images]
+        try:
+            rendered = await self._online.render_chat(
+                self._request(opening, {"role": "user", "content": parts}), skip_mm_cache=True
+            )
+        except ValueError as error:
+            raise EntryError(str(error.args[0])) from error
+        if isinstance(rendered, ErrorResponse):
+            raise EntryError(rendered.error.message)
+        _, (engine_input,) = rendered
+        return segment(engine_input, self._delimiters)
+
+    def _request(self, opening: Opening, *turns: Any) -> ChatCompletionRequest:
+        # tool_choice: what the model may do, which no prompt says, but whether vLLM wants a parser for its answers
+        request = ChatCompletionRequest(
+            model=self._model,
+            messages=[{"role": "user", "content": ""}],
+            tools=list(opening.tools) or None,
+            tool_choice="none",
+        )
+        request.messages = [*opening.messages, *turns]  # not validated: images are here, as they are behind `api.media`
+        return request

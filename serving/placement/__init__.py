@@ -1,0 +1,1 @@
+"""The order of the chunks that a request leaves free."""

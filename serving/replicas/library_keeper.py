@@ -1,0 +1,104 @@
+"""The role that looks after the library: deletion, expiry, statistics, and a list of what it holds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from ray import serve
+from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from serving.config import OrbitServeConfig
+from serving.placement.patch_feed import KeeperReplica
+from serving.replicas.process import enter
+
+logger = logging.getLogger(__name__)
+
+
+class LibraryKeeper(KeeperReplica):
+    """What the library needs that is nobody's request: deletion, expiry, statistics, a list of what it holds."""
+
+    async def __init__(  # type: ignore[misc]
+        self, config: OrbitServeConfig, prefill: DeploymentHandle, compiler: DeploymentHandle
+    ) -> None:
+        enter(config.keeper)
+        from kvstore.library import Library
+        from kvstore.uploads.files import FileStore
+        from kvstore.uploads.vector_stores import VectorStores
+        from prefill_workers.engine.fingerprint import fingerprint
+
+        ingress = DeploymentHandle("Ingress", serve.get_replica_context().app_name)  # not deployed yet
+        # Roles that remember what derives from content, each with its replicas that may have it on their node's disk.
+        self._holders = (prefill, config.prefill.replicas), (compiler, config.patch.replicas), (ingress, 0)
+        self._files = FileStore(config.files_url, config.files)
+        self._stores = VectorStores(self._files)
+        self._undeleted: set[tuple[str, str]] = set()  # content ids and tenants
+        self._library = Library(config.library, fingerprint(config.model.path, config.model.load_format))
+        self._sweeping = asyncio.create_task(self._sweep(config.keeper.sweep_period_s))
+        self._looking = self.catalogue(self._library, config.patch, config.keeper.catalogue_period_s)
+
+    async def delete_content(self, content: str, tenant: str) -> int:
+        """Remove everything derived from a content id, in the tiers and in the memory of every replica that has any.
+
+        Returns of how many records it knew. What cannot be reached now is raised, and tried again with every sweep
+        until it is gone; also by a later replica, if a file or a vector store held it (see
+        `kvstore.uploads.pending_deletions`). So it is while a replica is missing: on the disk of its node its successor
+        would find what it kept.
+        """
+        self._undeleted.add((content, tenant))
+        everywhere, failures = True, list[Exception]()
+        for role, replicas in self._holders:
+            answers = await _forget(role, content, tenant)
+            failed = [answer for answer in answers if isinstance(answer, Exception)]
+            everywhere &= len(answers) - len(failed) >= replicas
+            failures += failed
+        went = await asyncio.to_thread(self._library.delete_content, content, tenant)
+        for failure in failures:
+            if not _died(failure):
+                raise failure
+        if everywhere:
+            await asyncio.to_thread(self._files.owed.settle, content, tenant)
+            self._undeleted.discard((content, tenant))
+        return went
+
+    async def _sweep(self, period_s: float) -> None:
+        """Delete expired files and vector stores, and what was derived from content that nothing holds any more."""
+        while True:
+            gone = list(self._undeleted)
+            try:
+                await asyncio.to_thread(self._files.sweep)
+                await asyncio.to_thread(self._stores.sweep)
+                gone += await asyncio.to_thread(self._stores.unheld)
+            except Exception:
+                logger.exception("expired files could not be swept; trying again in %s s", period_s)
+            for content, tenant in dict.fromkeys(gone):
+                try:
+                    await self.delete_content(content, tenant)
+                except Exception as error:
+                    logger.warning("%s is not deleted yet, trying again in %s s: %s", content[:16], period_s, error)
+            await asyncio.sleep(period_s)
+
+    async def stats(self) -> Any:
+        """The library's counters and bytes."""
+        return self._library.stats()
+
+    async def check_health(self) -> None:
+        """Raises when the sweep has ended."""
+        if self._sweeping.done():
+            raise RuntimeError("the sweep of expired files has ended")
+
+
+async def _forget(role: DeploymentHandle, content: str, tenant: str) -> list[Any]:
+    """What the replicas of a role say to a deletion; a role that has none remembers nothing."""
+    try:
+        return list(await role.broadcast("forget", content, tenant).results_async(return_exceptions=True))
+    except DeploymentUnavailableError:
+        return []
+
+
+def _died(error: Exception) -> bool:
+    """Whether a replica is gone, its memory with it. One that cannot be reached for a while remembers."""
+    return isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError)

@@ -1,0 +1,82 @@
+"""A replica's process: its threads, its memory, what it gives way to, and vLLM's switches."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import ray
+
+from infra.ports import free_port
+from infra.vllm_env import vllm_environment
+from serving.settings import RoleSettings
+
+# How often OpenMP's threads (libgomp) look for the next parallel region of a forward before they sleep: for half a
+# millisecond, which is longer than Python needs from one region to the next. libgomp's own is 13 ms, too long on
+# processors that others use. Engines have them sleep at once while others do (`infra.cpu.openmp`).
+SPIN = ("GOMP_SPINCOUNT", "10000")
+
+# malloc.h: M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD (32 MiB is its most), M_ARENA_MAX.
+_MALLOC = {-1: 512 << 20, -2: 64 << 20, -3: 32 << 20, -8: 1}
+
+
+def enter(settings: RoleSettings) -> None:
+    """Set this process up for a role. Must run before anything imports torch."""
+    os.environ.setdefault(*SPIN)
+    keep_freed_memory()
+    usable = len(os.sched_getaffinity(0))  # Ray would give an actor with part of a CPU one thread
+    os.environ["OMP_NUM_THREADS"] = str(settings.threads or int(settings.num_cpus) or usable)
+    give_way(0 if settings.gpus else settings.niceness)  # a GPU must not wait for its thread
+
+
+def enter_vllm(settings: RoleSettings, *, kv_cache_gib: int | None, nixl: bool) -> None:
+    """`enter`, with vLLM's environment. Must run before anything imports torch or vLLM."""
+    enter(settings)
+    keep_log_open()
+    os.environ.update(
+        vllm_environment(
+            kv_cache_gib=kv_cache_gib,
+            nixl_host=ray.util.get_node_ip_address(),
+            nixl_port=free_port() if nixl else None,
+        )
+    )
+
+
+def keep_log_open() -> None:
+    """Take what writes this process's log off the list of handlers that `logging.config.dictConfig` closes.
+
+    vLLM and NIXL call that as they are imported or make an engine. Ray Serve's handler has no target from then on, and
+    whatever is said in a replica, by us too, is lost.
+    """
+    logging._handlerList.clear()  # type: ignore[attr-defined]
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what this process frees, up to half a GiB, and threads that start from now on share it.
+
+    Else large tensors of any thread but the main one go back to the system as soon as they are freed, and come again
+    page by page: the prefill loop, which is such a thread, would do that with the activations of every long forward.
+
+    What the environment asks of the allocator stands. Other C libraries are left alone.
+    """
+    if any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for option, value in _MALLOC.items():
+            mallopt(option, value)
+
+
+def give_way(niceness: int) -> None:
+    """Let other processes go first, as far as `niceness` says: all threads of this one, and those that they start.
+
+    A thread that gives way further already, as Ray's workers may, goes on so. Linux counts niceness by thread; other
+    systems are left alone.
+    """
+    for task in Path("/proc/self/task").glob("*"):
+        with suppress(ProcessLookupError):
+            if os.getpriority(os.PRIO_PROCESS, thread := int(task.name)) < niceness:
+                os.setpriority(os.PRIO_PROCESS, thread, niceness)

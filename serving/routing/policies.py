@@ -1,0 +1,425 @@
+"""Which replica should serve a request: what replicas report, and what follows from it.
+
+Nothing here knows Ray: `router` asks these policies inside Ray Serve.
+
+    replica ── report, every period ──▶ Ledger ◀── sent, completed ── router
+                                          │
+    request ──▶ ask ──▶ rank: replicas by cost, the lowest first
+
+| policy  | the cost of a replica                                                                         |
+|---------|-----------------------------------------------------------------------------------------------|
+| prefill | seconds: queued tokens + tokens to compute at its pace, + bytes to load at its tiers' pace     |
+| decode  | share of its KV blocks, or of its sequences if that is more, in use with the request there     |
+
+Reports are about a period old. What this process has sent meanwhile it knows by itself, and adds: else all requests
+of a period would go to the replica that was the least busy at its beginning.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+from blake3 import blake3
+from prometheus_client import CollectorRegistry, Counter
+
+from decode_workers.admission import blocks_needed
+from prefill_workers.modes import looks_up_patch, uses_canonical_alone, uses_library
+from serving.routing.ledger import NOTHING, Ledger, Load
+
+if TYPE_CHECKING:
+    from prefill_workers.link.plan import LinkRequest
+
+MARK_BYTES = 8  # of a chunk's mark; among 10^5 chunks some two are taken for each other once in 10^9 deployments
+_CHUNK_TOKENS = 256  # what a chunk is taken for before it is rendered
+_REMEMBERED = 1 << 16  # chunks known to be stored
+# What a replica is taken for before it has measured: as `kvstore.tiers.eviction` and
+# `prefill_workers.scheduler.cost_model`, and a disk whose pages are cached.
+_SECONDS_PER_TOKEN, _FIXED_TOKENS, _BYTES_PER_SECOND = 8e-4, 16.0, float(1 << 30)
+
+REGISTRY = CollectorRegistry()  # of this process, which is one replica of the ingress
+CHOICES = Counter(
+    "orbitserve_routing_choices",
+    "Replicas chosen, by role and reason: hot (holds most of the chunks in memory), spread (another holds more, but is "
+    "busier), least_loaded (nobody holds any), least_pressure (KV is free), waits (it is not), only (there is one), "
+    "stale (no replica reported lately: power of two choices).",
+    ("role", "reason"),
+    registry=REGISTRY,
+)
+
+
+def mark_of(content: str) -> bytes:
+    """What stands for a content id in reports."""
+    return blake3(content.encode()).digest(MARK_BYTES)
+
+
+# -- reports ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PrefillReport:
+    """What a prefill worker says of itself. `hot` are marks of chunks in its memory, most recently used first."""
+
+    queued_tokens: int
+    requests: int
+    fixed_tokens: (
+        float  # what a forward costs besides, whatever it computes (see `prefill_workers.scheduler.cost_model`)
+    )
+    seconds_per_token: float | None
+    bytes_per_second: float | None  # of loads from its tiers; None: not measured yet
+    bytes_per_token: int  # of canonical KV
+    hot: bytes
+    hot_version: int  # changes with `hot`
+
+
+@dataclass(frozen=True)
+class DecodeReport:
+    """What a decode worker says of itself; blocks of requests that wait for room count as those that have it."""
+
+    blocks: int
+    blocks_total: int
+    sequences: int
+    max_sequences: int
+    block_size: int
+    max_model_len: int
+
+
+Report = TypeVar("Report", PrefillReport, DecodeReport)
+
+
+def parsed(kind: type[Report], stats: Mapping[str, Any]) -> Report | None:
+    """A report from what Ray Serve brought; None if it is none, or another version's."""
+    names = {field.name for field in fields(kind)}
+    return kind(**{name: stats[name] for name in names}) if names <= stats.keys() else None
+
+
+# -- policies ---------------------------------------------------------------------------------------------------------
+
+
+class Ranked(NamedTuple):
+    """A replica that could serve a request, why it would be chosen, and how many tokens it has in memory for it."""
+
+    replica: str
+    cost: float
+    reason: str
+    held: int = 0
+
+
+class Policy(ABC, Generic[Report]):
+    """Ranks the replicas of one role. Belongs to one thread."""
+
+    role: str
+    kind: type[Report]
+    resolution: float  # costs that differ by less count as equal
+
+    def __init__(self, period_s: float, **clock: Callable[[], float]) -> None:
+        self.ledger: Ledger[Report] = Ledger(period_s, **clock)
+
+    def reported(self, replica: str, stats: Mapping[str, Any]) -> None:
+        """Take up what Ray Serve brought of a replica."""
+        report = parsed(self.kind, stats)
+        if report is not None and self.ledger.is_news(replica, stats["sequence"]):
+            self.learn(replica, report, stats["sequence"])
+
+    def keep(self, replicas: Collection[str]) -> None:
+        """Forget all other replicas."""
+        self.ledger.keep(replicas)
+
+    @abstractmethod
+    def learn(self, replica: str, report: Report, sequence: int) -> None:
+        """A new report."""
+
+    @abstractmethod
+    def ask(self, method: str, arguments: Sequence[Any]) -> Any:
+        """What a call asks of a replica; None for calls that any replica answers as well."""
+
+    def rank(
+        self, ask: Any, replicas: Collection[str], distance: Callable[[str], int] = lambda replica: 0
+    ) -> list[Ranked] | None:
+        """Replicas by cost, the lowest first; None: no report is fresh.
+
+        Equal ones by what they hold, then by distance, else at random.
+        """
+        if len(replicas) > 1 and not any(self.ledger.fresh(replica) for replica in replicas):
+            return None
+        ranked = self.score(ask, replicas)
+        if len(ranked) == 1:
+            return [ranked[0]._replace(reason="only")]
+
+        def order(one: Ranked) -> tuple[bool, int, int, int, float]:
+            lost, cost = self.ledger.is_lost(one.replica), round(one.cost / self.resolution)
+            return lost, cost, -one.held, distance(one.replica), random.random()
+
+        return sorted(ranked, key=order)
+
+    @abstractmethod
+    def score(self, ask: Any, replicas: Collection[str]) -> list[Ranked]:
+        """The cost of every replica, in any order."""
+
+    @abstractmethod
+    def sent(self, replica: str, call: str, ask: Any) -> None:
+        """A call was sent; `call` names it until it is completed."""
+
+    def completed(self, replica: str, call: str) -> None:
+        """A call has ended, well or not."""
+        self.ledger.completed(replica, call)
+
+
+# -- prefill ----------------------------------------------------------------------------------------------------------
+
+
+class Chunk(NamedTuple):
+    """A chunk of a prompt, as far as routing minds.
+
+    `computed` tokens need a forward even where its KV is stored, all of them where no patch makes that fit (`patched`).
+    """
+
+    mark: bytes
+    tokens: int
+    computed: int
+    patched: bool = True
+
+
+@dataclass(frozen=True)
+class PrefillAsk:
+    """What linking a prompt takes. Its chunks are in the worker's memory afterwards."""
+
+    text: int  # tokens outside of chunks
+    chunks: tuple[Chunk, ...]
+    links: bool = True  # False: only loads
+
+    @property
+    def counts(self) -> bool:
+        """Whether the choice of its replica is counted."""
+        return self.links
+
+
+@dataclass(frozen=True)
+class PrefillView:
+    """What is known of a prefill replica at the moment."""
+
+    queued_tokens: float
+    hot: Collection[bytes] = ()  # marks of what its memory had, as it reported
+    expected: Collection[bytes] = ()  # and of what it should have by now
+    seconds_per_token: float = _SECONDS_PER_TOKEN
+    bytes_per_second: float = _BYTES_PER_SECOND
+    bytes_per_token: int = 0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a request would cost on a replica."""
+
+    queued: float  # tokens
+    computed: int  # tokens
+    loaded: int  # bytes
+    held: int  # tokens whose KV is in the replica's memory, but those that the mode computes all the same
+    seconds: float
+
+
+def estimate(ask: PrefillAsk, view: PrefillView, stored: Collection[bytes]) -> Estimate:
+    """Queued tokens + tokens to compute + bytes to load, in seconds.
+
+    Args:
+        stored: marks of chunks that some tier is known to have. Others must be computed, whoever does it.
+
+    A chunk that no patch fits counts as held all the same: by the next time one is formed, and then fits here.
+    """
+    computed, loaded, held = ask.text, 0, 0
+    for chunk in ask.chunks:
+        here, reused = chunk.mark in view.hot or chunk.mark in view.expected, chunk.tokens - chunk.computed
+        held += reused if here else 0
+        if not chunk.patched or not (here or chunk.mark in stored):
+            computed += chunk.tokens
+            continue
+        computed += chunk.computed
+        loaded += 0 if here else reused * view.bytes_per_token
+    seconds = (view.queued_tokens + computed) * view.seconds_per_token + loaded / view.bytes_per_second
+    return Estimate(view.queued_tokens, computed, loaded, held, seconds)
+
+
+def forwards(load: Load, fixed: float) -> float:
+    """Forwards that queued links will take, of about as many tokens each.
+
+    Those that compute little join others' (`prefill_workers.scheduler.cost_model.Pace.joins`): of n links of t tokens
+    each, one and those k join that have k·t <= (n - k)·fixed. So a forward takes n·s + 1/2 of those that are left, give
+    or take a half, with s = fixed / (t + fixed); the last 1 / 2s take one each.
+    """
+    if not load.work or load.sequences <= 1:
+        return min(load.sequences, 1.0)
+    joining = fixed * load.sequences / load.work  # fixed / t
+    alone = (1 + joining) / (2 * joining) if joining else math.inf
+    if load.sequences <= alone:
+        return load.sequences
+    shared = math.log((load.sequences / alone + 1) / 2) / math.log1p(joining)
+    return max(1.0, min(load.sequences, alone + shared))
+
+
+class PrefillPolicy(Policy[PrefillReport]):
+    """Sends a prompt where most of it is in memory, unless that replica's queue costs more than loading elsewhere."""
+
+    role, kind, resolution = "prefill", PrefillReport, 1e-3
+
+    def __init__(self, period_s: float, **clock: Callable[[], float]) -> None:
+        super().__init__(period_s, **clock)
+        self._hot: dict[str, tuple[int, frozenset[bytes]]] = {}  # by replica: version, marks
+        self._stored: dict[bytes, None] = {}  # oldest first
+
+    def learn(self, replica: str, report: PrefillReport, sequence: int) -> None:
+        """See `Policy`."""
+        self.ledger.report(replica, sequence, Load(report.queued_tokens, report.requests), report)
+        if self._hot.get(replica, (None,))[0] != report.hot_version:
+            packed = report.hot
+            marks = frozenset(packed[i : i + MARK_BYTES] for i in range(0, len(packed), MARK_BYTES))
+            self._hot[replica] = report.hot_version, marks
+            self._remember(marks)
+
+    def keep(self, replicas: Collection[str]) -> None:
+        """See `Policy`."""
+        super().keep(replicas)
+        self._hot = {replica: hot for replica, hot in self._hot.items() if replica in replicas}
+
+    def ask(self, method: str, arguments: Sequence[Any]) -> PrefillAsk | None:
+        """See `Policy`. Of `PrefillWorker.link` and `prefetch`, whose first argument says all."""
+        if method == "prefetch":
+            return PrefillAsk(
+                0, tuple(Chunk(mark_of(content), _CHUNK_TOKENS, 0) for content in arguments[0].contents), links=False
+            )
+        if method != "link":
+            return None
+        request: LinkRequest = arguments[0]
+        mode = request.mode
+        if not uses_library(mode):  # nothing is looked up either
+            return PrefillAsk(len(request.token_ids), ())
+        reuses = looks_up_patch(mode) or uses_canonical_alone(mode)
+        patched = request.patched or [True] * len(request.chunks)
+        chunks = tuple(
+            Chunk(mark_of(span.content), len(span), mode.selected(len(span)) if reuses else len(span), fits)
+            for span, fits in zip(request.chunks, patched, strict=True)
+        )
+        text = len(request.token_ids) - sum(chunk.tokens for chunk in chunks)
+        return PrefillAsk(text, chunks)
+
+    def score(self, ask: PrefillAsk, replicas: Collection[str]) -> list[Ranked]:
+        """See `Policy`."""
+        estimates = {replica: self._estimate(ask, replica) for replica in replicas}
+        most = max(each.held for each in estimates.values())
+
+        def reason(held: int) -> str:
+            if held < most:
+                return "spread"
+            return "hot" if held else "least_loaded"
+
+        return [Ranked(replica, each.seconds, reason(each.held), each.held) for replica, each in estimates.items()]
+
+    def sent(self, replica: str, call: str, ask: PrefillAsk | None) -> None:
+        """See `Policy`."""
+        if ask is None:
+            self.ledger.sent(replica, call)
+            return
+        marks = [chunk.mark for chunk in ask.chunks]
+        self.ledger.sent(
+            replica,
+            call,
+            Load(self._estimate(ask, replica).computed, 1) if ask.links else NOTHING,
+            coming=[mark for mark in marks if mark in self._stored],
+            kept=marks if ask.links else (),
+        )
+
+    def completed(self, replica: str, call: str) -> None:
+        """See `Policy`."""
+        self._remember(self.ledger.completed(replica, call))
+
+    def _estimate(self, ask: PrefillAsk, replica: str) -> Estimate:
+        return estimate(ask, self.view(replica), self._stored)
+
+    def view(self, replica: str) -> PrefillView:
+        """What is known of a replica; of one without a fresh report, what was sent from here (see `Ledger.load`)."""
+        report = self.ledger.fresh(replica)
+        measured = report or next(self.ledger.all_fresh(), None)
+        pace = (measured and measured.seconds_per_token) or _SECONDS_PER_TOKEN
+        fixed = measured.fixed_tokens if measured else _FIXED_TOKENS
+        load = self.ledger.load(replica, drained_per_s=1 / pace)
+        return PrefillView(
+            queued_tokens=load.work + fixed * forwards(load, fixed),
+            hot=self._hot[replica][1] if report else (),
+            expected=self.ledger.expected(replica),
+            seconds_per_token=pace,
+            bytes_per_second=(measured and measured.bytes_per_second) or _BYTES_PER_SECOND,
+            bytes_per_token=measured.bytes_per_token if measured else 0,
+        )
+
+    def _remember(self, marks: Collection[bytes]) -> None:
+        self._stored.update(dict.fromkeys(mark for mark in marks if mark not in self._stored))
+        for _ in range(len(self._stored) - _REMEMBERED):
+            del self._stored[next(iter(self._stored))]
+
+
+# -- decode -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DecodeAsk:
+    """What generating takes: `sequences` of a prompt and at most so many tokens more (None: as the model allows)."""
+
+    prompt: int
+    max_tokens: int | None
+    sequences: int
+    counts: bool = True  # see `PrefillAsk`
+
+    def load(self, report: DecodeReport) -> Load:
+        """KV blocks and sequences that a replica would reserve."""
+        longest = report.max_model_len if self.max_tokens is None else self.prompt + self.max_tokens
+        tokens = min(longest, report.max_model_len)
+        return Load(blocks_needed(tokens, self.sequences, report.block_size), self.sequences)
+
+
+def pressure(load: Load, report: DecodeReport) -> float:
+    """Share of a decode replica that so much load takes; beyond 1 some of it waits."""
+    return max(load.work / report.blocks_total, load.sequences / report.max_sequences)
+
+
+class DecodePolicy(Policy[DecodeReport]):
+    """Sends a sequence where the most KV is free for it, what already waits there being served first."""
+
+    role, kind, resolution = "decode", DecodeReport, 1e-6
+
+    def learn(self, replica: str, report: DecodeReport, sequence: int) -> None:
+        """See `Policy`."""
+        self.ledger.report(replica, sequence, Load(report.blocks, report.sequences), report)
+
+    def ask(self, method: str, arguments: Sequence[Any]) -> DecodeAsk | None:
+        """See `Policy`. Of `DecodeWorker.generate`."""
+        if method != "generate":
+            return None
+        token_ids, _, params = arguments[:3]
+        return DecodeAsk(len(token_ids), params.max_tokens, params.n or 1)
+
+    def score(self, ask: DecodeAsk, replicas: Collection[str]) -> list[Ranked]:
+        """See `Policy`."""
+        costs = {replica: self._pressure(ask, replica) for replica in replicas}
+        return [Ranked(replica, cost, "waits" if cost > 1 else "least_pressure") for replica, cost in costs.items()]
+
+    def _pressure(self, ask: DecodeAsk, replica: str) -> float:
+        report = self._measured(replica)
+        if report is None:  # only where there is one replica
+            return 0.0
+        return pressure(self.ledger.load(replica).plus(ask.load(report)), report)
+
+    def sent(self, replica: str, call: str, ask: DecodeAsk | None) -> None:
+        """See `Policy`."""
+        report = self._measured(replica)
+        self.ledger.sent(replica, call, NOTHING if ask is None or report is None else ask.load(report))
+
+    def _measured(self, replica: str) -> DecodeReport | None:
+        """The replica's report, or another's: replicas of a role are alike."""
+        return self.ledger.fresh(replica) or next(self.ledger.all_fresh(), None)
+
+
+POLICIES: dict[str, type[PrefillPolicy] | type[DecodePolicy]] = {
+    policy.role: policy for policy in (PrefillPolicy, DecodePolicy)
+}

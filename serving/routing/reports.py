@@ -1,0 +1,101 @@
+"""What prefill and decode replicas say of themselves to the routers (see `routing`), and how Serve is told of both."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import count
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ray.serve.config import RequestRouterConfig
+
+from serving.routing.policies import DecodeReport, PrefillReport, mark_of
+
+if TYPE_CHECKING:
+    from decode_workers.engine import DecodeEngine
+    from kvstore.library import Library
+    from prefill_workers.scheduler.prefill_loop import PrefillLoop
+    from serving.settings import RoutingSettings
+
+
+def router_config(role: str, settings: RoutingSettings) -> RequestRouterConfig:
+    """How Ray Serve routes to the deployment of a role."""
+    period = settings.report_period_s
+    if not settings.enabled:
+        return RequestRouterConfig(request_routing_stats_period_s=period)
+    return RequestRouterConfig(
+        request_router_class="serving.routing.ray_router.PolicyRouter",
+        request_router_kwargs={"role": role, "report_period_s": period},
+        request_routing_stats_period_s=period,
+    )
+
+
+class Reporter(Protocol):
+    """Makes a replica's reports."""
+
+    def stats(self) -> dict[str, Any]:
+        """The next report."""
+
+
+class ReportingReplica:
+    """A replica that reports; it sets `_reporter` when it starts."""
+
+    _reporter: Reporter
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Called by Serve, every `routing.report_period_s`."""
+        return self._reporter.stats()
+
+
+class PrefillReporter:
+    """Makes the reports of a prefill replica.
+
+    Args:
+        bytes_per_token: of canonical KV.
+        hot_chunks: chunks in memory that a report names at most.
+    """
+
+    def __init__(self, loop: PrefillLoop, library: Library, bytes_per_token: int, hot_chunks: int) -> None:
+        self._loop, self._library = loop, library
+        self._bytes_per_token, self._hot_chunks = bytes_per_token, hot_chunks
+        self._numbers = count()
+        self._version, self._hot = -1, b""
+
+    def stats(self) -> dict[str, Any]:
+        """The next report."""
+        loop, library = self._loop.stats(), self._library.stats()
+        version = self._library.hot_version
+        if version != self._version:
+            self._version = version
+            self._hot = b"".join(map(mark_of, self._library.hot(self._hot_chunks)))
+        report = PrefillReport(
+            queued_tokens=loop.tokens_queued,
+            requests=loop.waiting + loop.running,
+            fixed_tokens=loop.fixed_tokens,
+            seconds_per_token=loop.seconds_per_token,
+            bytes_per_second=library.loaded_bytes / library.load_ms * 1e3 if library.loaded_bytes else None,
+            bytes_per_token=self._bytes_per_token,
+            hot=self._hot,
+            hot_version=version,
+        )
+        return {**asdict(report), "sequence": next(self._numbers)}
+
+
+class DecodeReporter:
+    """Makes the reports of a decode replica."""
+
+    def __init__(self, engine: DecodeEngine, max_sequences: int) -> None:
+        self._engine, self._max_sequences = engine, max_sequences
+        self._numbers = count()
+
+    def stats(self) -> dict[str, Any]:
+        """The next report."""
+        stats, alive = self._engine.stats(), self._engine.alive
+        report = DecodeReport(  # a dead engine has no load, but no room either
+            blocks=stats.blocks_reserved + stats.blocks_awaited if alive else stats.blocks_total,
+            blocks_total=stats.blocks_total,
+            sequences=stats.running + stats.waiting if alive else self._max_sequences,
+            max_sequences=self._max_sequences,
+            block_size=self._engine.admission.block_size,
+            max_model_len=self._engine.max_model_len,
+        )
+        return {**asdict(report), "sequence": next(self._numbers)}

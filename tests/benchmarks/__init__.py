@@ -1,0 +1,1 @@
+"""Benchmarks of the project: `python -m tests.benchmarks NAME`."""

@@ -1,0 +1,59 @@
+"""All benchmarks by name: those of the project, and those that users have."""
+
+from __future__ import annotations
+
+from serving.bench import catalogue
+from serving.bench.harness import Benchmark
+from tests.benchmarks import (
+    break_even,
+    compile_trace,
+    cpu_kernels,
+    handoff,
+    idle,
+    one_shot,
+    overhead,
+    parallel_load,
+    patch_apply,
+    patch_form,
+    patch_rank,
+    placement,
+    precompute,
+    rates,
+    relocation,
+    routing,
+    shared_cores,
+    store,
+    sustained,
+    system_prompt,
+    ttft,
+    weighing,
+)
+
+_MODULES = (
+    ttft,
+    system_prompt,
+    break_even,
+    handoff,
+    overhead,
+    parallel_load,
+    patch_apply,
+    patch_form,
+    patch_rank,
+    placement,
+    compile_trace,
+    precompute,
+    relocation,
+    routing,
+    shared_cores,
+    idle,
+    cpu_kernels,
+    store,
+    rates,
+    sustained,
+    one_shot,
+    weighing,
+)
+
+BENCHMARKS: dict[str, Benchmark] = {
+    module.BENCHMARK.name: module.BENCHMARK for module in _MODULES
+} | catalogue.BENCHMARKS

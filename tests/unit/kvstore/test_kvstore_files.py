@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pydantic import SecretStr
+
+from kvstore.errors import FileTooLarge, InvalidUpload, QuotaExceeded, TierUnavailable, UnknownFile
+from kvstore.records.keys import content_id, tenant_salt
+from kvstore.settings import FileSettings
+from kvstore.tiers.base import MemoryTier
+from kvstore.tiers.faults import FaultyTier, HeldTier
+from kvstore.uploads.files import FileStore
+
+
+@pytest.fixture(params=["directory", "url"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path if request.param == "directory" else f"memory://{uuid.uuid4().hex}")
+
+
+def test_an_upload_comes_back(store: FileStore) -> None:
+    before = int(time.time())
+    file = store.create("acme", "page 1.png", "vision", b"\x89PNG data")
+    assert store.get("acme", file.id) == file
+    assert store.content("acme", file.id) == b"\x89PNG data"
+    assert before <= file.created_at <= time.time()
+    assert file.content == content_id(b"\x89PNG data", tenant_salt("acme"))
+
+
+def test_it_looks_like_openais_file_object(store: FileStore) -> None:
+    file = store.create("acme", "a.png", "vision", b"12345", expires_after=3600)
+    shown = file.to_openai()
+    assert shown == {
+        "id": file.id,
+        "object": "file",
+        "bytes": 5,
+        "created_at": file.created_at,
+        "expires_at": file.created_at + 3600,
+        "filename": "a.png",
+        "purpose": "vision",
+        "status": "processed",
+    }
+    assert file.id.startswith("file-")
+    assert file.content not in str(shown)
+
+
+def test_another_tenants_file_is_indistinguishable_from_a_missing_one(store: FileStore) -> None:
+    file = store.create("acme", "a.png", "vision", b"secret")
+    missing = "file-" + "0" * 32
+    for call in (store.get, store.content, store.delete):
+        with pytest.raises(UnknownFile) as other:
+            call("rival", file.id)
+        with pytest.raises(UnknownFile) as absent:
+            call("rival", missing)
+        assert str(other.value).replace(file.id, missing) == str(absent.value)
+        assert (other.value.code, other.value.status) == ("file_not_found", 404)
+    assert store.list("rival") == ([], False)
+    assert store.content("acme", file.id) == b"secret"
+
+
+def test_equal_bytes_of_two_tenants_share_no_content_id(store: FileStore) -> None:
+    ids = {store.create(tenant, "a", "vision", b"same").content for tenant in ("acme", "rival")}
+    assert len(ids) == 2
+    again = store.create("acme", "b", "vision", b"same").content
+    assert again in ids
+
+
+@pytest.mark.parametrize(
+    "file_id", ["", "file-", "../../x", "file-../x", "file-" + "0" * 31, "FILE-" + "0" * 32, "x\x00"]
+)
+def test_malformed_ids_are_unknown(store: FileStore, file_id: str) -> None:
+    with pytest.raises(UnknownFile):
+        store.get("acme", file_id)
+
+
+@pytest.mark.parametrize("tenant", ["", "../rival", "a/b", "ünï", "x" * 500, "file"])
+def test_tenant_names_may_be_anything(store: FileStore, tenant: str) -> None:
+    file = store.create(tenant, "a", "vision", b"x")
+    assert store.list(tenant) == ([file], False)
+    assert store.list(tenant + "x") == ([], False)
+
+
+def test_a_deleted_file_is_gone(store: FileStore) -> None:
+    file = store.create("acme", "a", "vision", b"x")
+    assert store.delete("acme", file.id) == file
+    with pytest.raises(UnknownFile):
+        store.content("acme", file.id)
+    with pytest.raises(UnknownFile):
+        store.delete("acme", file.id)
+
+
+def test_listing_pages_through_everything_once(store: FileStore) -> None:
+    files = {store.create("acme", f"{n}", "vision", b"x").id for n in range(7)}
+    store.create("acme", "other", "assistants", b"x")
+    for order in ("asc", "desc"):
+        seen: list[str] = []
+        more = True
+        while more:
+            page, more = store.list("acme", "vision", limit=3, after=seen[-1] if seen else None, order=order)
+            seen += [file.id for file in page]
+        assert len(seen) == 7
+        assert set(seen) == files
+    with pytest.raises(UnknownFile):
+        store.list("acme", after="file-" + "0" * 32)
+    with pytest.raises(InvalidUpload):
+        store.list("acme", order="sideways")
+
+
+def test_listing_is_by_creation_time(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time()
+    for offset in (5, 1, 3):
+        monkeypatch.setattr(time, "time", lambda offset=offset: now + offset)
+        store.create("acme", str(offset), "vision", b"x")
+    assert [file.filename for file in store.list("acme", order="asc")[0]] == ["1", "3", "5"]
+    assert [file.filename for file in store.list("acme")[0]] == ["5", "3", "1"]
+
+
+def test_an_expired_file_is_unknown_at_once_and_swept_later(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = store.create("acme", "short", "vision", b"x", expires_after=10)
+    long = store.create("acme", "long", "vision", b"y", expires_after=1000)
+    forever = store.create("rival", "forever", "vision", b"z")
+    later = time.time() + 100
+    monkeypatch.setattr(time, "time", lambda: later)
+    with pytest.raises(UnknownFile):
+        store.get("acme", short.id)
+    assert store.list("acme") == ([long], False)
+    assert store.sweep(later) == (short,)
+    assert store.sweep(later) == ()
+    assert store.content("acme", long.id) == b"y"
+    assert store.content("rival", forever.id) == b"z"
+    assert not store.has_content("acme", short.content)
+    assert store.has_content("acme", long.content)
+
+
+def test_default_expiry_applies_where_none_is_given(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, FileSettings(default_expiry_s=60))
+    file = store.create("acme", "a", "vision", b"x")
+    assert file.expires_at == file.created_at + 60
+
+
+def test_unusable_uploads_are_refused_and_store_nothing(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, FileSettings(max_file_bytes=10, max_expiry_s=100))
+    for arguments, error in (
+        (("a", "vision", b""), InvalidUpload),
+        (("", "vision", b"x"), InvalidUpload),
+        (("n" * 256, "vision", b"x"), InvalidUpload),
+        (("a\x00", "vision", b"x"), InvalidUpload),
+        (("a", "vision", b"x" * 11), FileTooLarge),
+        (("a", "vision", b"x", 0), InvalidUpload),
+        (("a", "vision", b"x", 101), InvalidUpload),
+    ):
+        with pytest.raises(error):
+            store.create("acme", *arguments)
+    assert store.list("acme") == ([], False)
+    assert not [name for _, _, names in os.walk(tmp_path) for name in names]
+
+
+def test_a_tenants_quota_is_its_own(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, FileSettings(max_tenant_bytes=10, max_tenant_files=3))
+    store.create("acme", "a", "vision", b"123456")
+    with pytest.raises(QuotaExceeded):
+        store.create("acme", "b", "vision", b"12345")
+    store.create("rival", "b", "vision", b"12345")
+    store.create("acme", "c", "vision", b"1")
+    store.create("acme", "d", "vision", b"1")
+    with pytest.raises(QuotaExceeded):
+        store.create("acme", "e", "vision", b"1")
+    store.delete("acme", store.list("acme")[0][0].id)
+    store.create("acme", "f", "vision", b"1")
+
+
+def test_simultaneous_uploads_cannot_exceed_the_quota(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, FileSettings(max_tenant_files=5))
+
+    def upload(_: int) -> bool:
+        try:
+            store.create("acme", "a", "vision", b"x")
+        except QuotaExceeded:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(upload, range(20))) == 5
+
+
+def test_a_tenant_does_not_wait_for_anothers_quota_to_be_checked() -> None:
+    class Slow(HeldTier):
+        """Once the first upload's bytes are there, its tenant's folder takes long to list."""
+
+        def put(self, key: str, buffers: Sequence[pa.Buffer]) -> None:
+            super().put(key, buffers)
+            if not self.entered.is_set():
+                self.held = {"entries"}
+
+    tier = Slow(MemoryTier())
+    store = FileStore(tier)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(store.create, "one", "a.png", "vision", b"a")
+        assert tier.entered.wait(10)
+        tier.held.clear()
+        store.create("two", "b.png", "vision", b"b")
+        assert not waiting.done()
+        tier.release.set()
+        waiting.result(10)
+    assert [len(store.list(tenant)[0]) for tenant in ("one", "two")] == [1, 1]
+
+
+def test_an_upload_that_never_finished_is_invisible_and_swept() -> None:
+    tier = FaultyTier(MemoryTier())
+    store = FileStore(tier)
+
+    def fail_on_json(action: str, key: str) -> None:
+        if action == "put" and key.endswith(".json"):
+            raise TierUnavailable("down")
+
+    tier.before = fail_on_json  # type: ignore[method-assign]
+    with pytest.raises(TierUnavailable):
+        store.create("acme", "a", "vision", b"x")
+    assert store.list("acme") == ([], False)
+    assert len(list(tier.inner.keys())) == 1
+    store.sweep()
+    assert len(list(tier.inner.keys())) == 1  # it may still be under way
+    store.sweep(time.time() + 7200)
+    assert list(tier.inner.keys()) == []
+
+
+def test_a_damaged_object_is_unknown(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    file = store.create("acme", "a", "vision", b"x")
+    (path,) = tmp_path.rglob("*.json")
+    path.write_text('{"id": ')
+    with pytest.raises(UnknownFile):
+        store.get("acme", file.id)
+    assert store.list("acme") == ([], False)
+
+
+def test_the_salt_secret_changes_content_ids(tmp_path: Path) -> None:
+    plain = FileStore(tmp_path).create("acme", "a", "vision", b"x")
+    salted = FileStore(tmp_path, FileSettings(salt_secret=SecretStr("s"))).create("acme", "a", "vision", b"x")
+    assert plain.content != salted.content

@@ -1,0 +1,358 @@
+from __future__ import annotations
+
+import json
+import random
+import tracemalloc
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvstore_support import FINGERPRINT, GQA, MLA, basis_record, canonical, embedding_of, patch_of, random_kv
+
+from kvstore.errors import CorruptRecord, ShapeMismatch
+from kvstore.operator.patch import PatchKind, form_patch
+from kvstore.records import format as record_format
+from kvstore.records.format import (
+    BasisRecord,
+    CanonicalRecord,
+    EmbeddingRecord,
+    PatchRecord,
+    Record,
+    decode,
+    encode,
+    kind_of,
+    read_metadata,
+)
+
+KINDS: dict[str, Callable[[], Record]] = {
+    "canonical": canonical,
+    "patch": lambda: patch_of(canonical(), ["before"]),
+    "int8 patch": lambda: replace(
+        patch_of(canonical(), ["before"]),
+        patch=form_patch(random_kv(GQA, 5, seed=9), GQA, 2, dtype=torch.int8, spread=True, depth=0.7),
+    ),
+    "embedding": lambda: embedding_of(canonical()),
+    "basis": basis_record,
+}
+NAMES = {"int8 patch": "patch"}  # the kinds of which there are several here
+RECORDS = Path(__file__).parent / "records"  # written by the first version
+kinds = pytest.mark.parametrize("kind", list(KINDS))
+
+
+def decoded(buffer: pa.Buffer | bytes, record: Record, **options: Any) -> Record:
+    return decode(
+        buffer,
+        expect_key=record.key,
+        expect_fingerprint=record.fingerprint,
+        expect_tenant=record.tenant,
+        **options,
+    )
+
+
+def tensors(record: Record) -> list[torch.Tensor]:
+    if isinstance(record, CanonicalRecord):
+        return [record.kv]
+    if isinstance(record, EmbeddingRecord):
+        return [record.embeddings]
+    if isinstance(record, BasisRecord):
+        return [*record.basis.directions]
+    factors = [(part.left, part.scale, part.right) for part in record.patch.segments]
+    return [factor for part in factors for factor in part if factor is not None]
+
+
+def same_bits(a: Record, b: Record) -> bool:
+    pairs = list(zip(tensors(a), tensors(b), strict=True))
+    return all(x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y) for x, y in pairs)
+
+
+@kinds
+def test_round_trip(kind: str) -> None:
+    record = KINDS[kind]()
+    back = decoded(encode(record), record)
+    assert kind_of(back) == NAMES.get(kind, kind)
+    assert same_bits(record, back)
+    for name in ("key", "fingerprint", "tenant", "content", "antecedents", "recompute_seconds", "created"):
+        assert getattr(back, name) == getattr(record, name), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layout", [GQA, MLA])
+@pytest.mark.parametrize("tokens", [1, 5, 33])
+def test_canonical_keeps_bits_layout_tokens_and_meta(dtype: torch.dtype, layout: Any, tokens: int) -> None:
+    kv = random_kv(layout, tokens, dtype)
+    record = canonical(
+        layout=layout, kv=kv, token_ids=tuple(range(tokens)), meta={"grid": [1, 4, 6]}, recompute_seconds=0.25
+    )
+    back = decoded(encode(record), record)
+    assert isinstance(back, CanonicalRecord)
+    assert torch.equal(back.kv.view(torch.uint8), kv.view(torch.uint8))
+    assert (back.layout, back.token_ids) == (layout, record.token_ids)
+    assert (back.meta, back.recompute_seconds) == ({"grid": [1, 4, 6]}, 0.25)
+
+
+@pytest.mark.parametrize("kind", list(PatchKind))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("spread", [False, True])
+def test_patch_keeps_everything(kind: PatchKind, dtype: torch.dtype, spread: bool) -> None:
+    patch = form_patch(random_kv(GQA, 7), GQA, rank=3, kind=kind, dtype=dtype, spread=spread)
+    record = PatchRecord(
+        key="k", fingerprint="f", tenant="t", layout=GQA, patch=patch, canonical="c", antecedent="a", prefix="p",
+        antecedents=("x",),
+    )  # fmt: skip
+    back = decoded(encode(record), record)
+    assert isinstance(back, PatchRecord)
+    assert same_bits(record, back)
+    restored = back.patch
+    assert (restored.kind, restored.rank, restored.first_layer) == (kind, patch.rank, patch.first_layer)
+    assert restored.energy == patch.energy
+    assert [part.ranks for part in restored.segments] == [part.ranks for part in patch.segments]
+    assert (back.canonical, back.antecedent, back.prefix, back.antecedents) == ("c", "a", "p", ("x",))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_patch_on_a_shared_basis_is_stored_without_it(dtype: torch.dtype) -> None:
+    basis = basis_record().basis
+    patch = form_patch(random_kv(GQA, 7), GQA, dtype=dtype, basis=basis)
+    record = PatchRecord(key="k", fingerprint="f", tenant="t", layout=GQA, patch=patch)
+    back = decoded(encode(record), record)
+    assert isinstance(back, PatchRecord)
+    assert back.patch.basis == basis.version
+    assert [part.right for part in back.patch.segments] == [None] * len(GQA.segments)
+    assert back.nbytes == record.nbytes == sum(part.left.nbytes + part.scale.nbytes for part in patch.segments)
+    assert torch.equal(back.patch.bind(basis).dense(), patch.dense())
+
+
+def test_basis_keeps_its_version() -> None:
+    record = basis_record()
+    back = decoded(encode(record), record)
+    assert isinstance(back, BasisRecord)
+    assert back.basis.version == record.key
+    assert back.layout == record.layout
+
+
+@settings(max_examples=40, deadline=None)
+@given(text=st.text(max_size=60), nested=st.dictionaries(st.text(max_size=8), st.text(max_size=30), max_size=3))
+def test_any_text_in_names_and_meta_survives(text: str, nested: dict[str, str]) -> None:
+    record = canonical(tenant=text, fingerprint=text, content=text, meta={"nested": nested, "text": text})
+    assert decoded(encode(record), record).meta == {"nested": nested, "text": text}
+
+
+@pytest.mark.parametrize("trap", ['"orbit-seal"="', "ARROW1", "orbitserve.seal", "\x00", '"orbit-seal"="' + "0" * 140])
+def test_text_that_looks_like_the_format_itself_survives(trap: str) -> None:
+    record = canonical(tenant=trap, fingerprint=trap, meta={trap: trap})
+    assert decoded(encode(record), record).meta == {trap: trap}
+
+
+@kinds
+def test_decoding_copies_nothing(kind: str) -> None:
+    record = KINDS[kind]()
+    buffer = encode(record)
+    for tensor in tensors(decoded(buffer, record)):
+        assert buffer.address <= tensor.data_ptr() < buffer.address + buffer.size
+
+
+def test_mapped_file_becomes_one_view_of_all_layers(tmp_path: Path) -> None:
+    record = canonical(tokens=17)
+    path = tmp_path / "record.arrow"
+    path.write_bytes(encode(record))
+    with pa.memory_map(str(path)) as file:
+        buffer = file.read_buffer()
+    tracemalloc.start()
+    back = decoded(buffer, record)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert isinstance(back, CanonicalRecord)
+    assert peak < 300_000
+    assert back.kv.stride()[1:] == (GQA.features, 1)
+    assert back.kv.stride(0) > 17 * GQA.features  # the layers are apart in the file, and one tensor nonetheless
+    del buffer
+    path.unlink()
+    assert torch.equal(back.kv, record.kv)  # the mapping lives as long as the tensor
+
+
+def test_any_arrow_reader_sees_one_batch_per_layer() -> None:
+    record = canonical(tokens=4)
+    reader = pa.ipc.open_file(encode(record))
+    assert reader.num_record_batches == GQA.layers
+    for layer in range(GQA.layers):
+        column = reader.get_batch(layer).column(0)
+        assert torch.equal(torch.tensor(column.to_pylist()), record.kv[layer].flatten())
+    document = json.loads(reader.schema.metadata[b"orbitserve.record"])
+    assert document["kind"] == "canonical"
+
+
+def test_strided_and_sliced_tensors_are_stored_by_value() -> None:
+    kv = random_kv(GQA, 10)[:, 2:7]
+    transposed = random_kv(GQA, 5).transpose(0, 1).contiguous().transpose(0, 1)
+    for tensor in (kv, transposed):
+        record = canonical(kv=tensor)
+        assert torch.equal(tensors(decoded(encode(record), record))[0], tensor)
+
+
+def test_equal_records_have_equal_bytes() -> None:
+    assert encode(canonical(created=1.0)) == encode(canonical(created=1.0))
+
+
+@kinds
+@pytest.mark.parametrize("wrong", ["expect_key", "expect_fingerprint", "expect_tenant"])
+def test_another_record_than_expected_is_corrupt(kind: str, wrong: str) -> None:
+    record = KINDS[kind]()
+    expected = {"expect_key": record.key, "expect_fingerprint": FINGERPRINT, "expect_tenant": "acme"}
+    with pytest.raises(CorruptRecord) as caught:
+        decode(encode(record), **(expected | {wrong: "other"}))
+    assert caught.value.code == "corrupt_record"
+    assert "acme" not in str(caught.value)
+
+
+def first_version(name: str, *, read: bool = False) -> tuple[Record, list[int]]:
+    """A record as the first version wrote it, and after how many of its layers it was told of."""
+    data, told = (RECORDS / f"{name}-v1.arrow").read_bytes(), list[int]()
+    document = read_metadata(data)
+    expected = {f"expect_{field}": document[field] for field in ("key", "fingerprint", "tenant")}
+    if not read:
+        return decode(data, **expected), told
+    memory = bytearray(len(data))
+    held = pa.py_buffer(memory)
+
+    def comes(start: int, end: int) -> Iterator[memoryview]:
+        """Bytes are there once they were asked for, and not before."""
+        memory[start:end] = data[start:end]
+        yield memoryview(held)[start:end]
+
+    return decode(held, **expected, read=comes, arrived=lambda _, layers, of: told.append(layers)), told
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_patches_of_the_first_version_are_read(read: bool) -> None:
+    basis = first_version("basis")[0].basis
+    delta = random_kv(GQA, 5, seed=9)
+    wanted = {
+        "patch-float32": form_patch(delta, GQA, 2),
+        "patch-bfloat16-deep": form_patch(delta, GQA, 3, dtype=torch.bfloat16, depth=0.5),
+        "patch-shared": form_patch(delta, GQA, 3, dtype=torch.bfloat16, basis=basis),
+    }
+    for name, expected in wanted.items():
+        record, told = first_version(name, read=read)
+        assert told == []  # it is no view of bytes that are still to come
+        patch = record.patch
+        assert (patch.kind, patch.rank, patch.first_layer) == (PatchKind.own, expected.rank, expected.first_layer)
+        assert patch.basis == expected.basis
+        torch.testing.assert_close(patch.bind(basis).dense(), expected.dense(), rtol=1e-2, atol=1e-2)
+        again = decoded(encode(record), record)
+        assert torch.equal(again.patch.bind(basis).dense(), patch.bind(basis).dense())
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_other_records_of_the_first_version_are_read(read: bool) -> None:
+    kept, told = first_version("canonical", read=read)
+    assert torch.equal(kept.kv, canonical().kv)
+    assert told == ([1, 2, 3] if read else [])
+    basis, _ = first_version("basis", read=read)
+    assert basis.basis.version == basis.key
+
+
+def test_a_patch_in_8_bits_takes_its_bytes_in_the_file_too() -> None:
+    deficit, record = random_kv(GQA, 400), patch_of(canonical(tokens=400))
+    sizes = {dtype: len(encode(replace(record, patch=form_patch(deficit, GQA, 4, dtype=dtype, spread=True))))
+             for dtype in (torch.int8, torch.bfloat16)}  # fmt: skip
+    around = 4096  # metadata, framing
+    assert sizes[torch.int8] < sizes[torch.bfloat16] / 2 + around
+
+
+def test_another_version_is_corrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = canonical()
+    with monkeypatch.context() as patched:
+        patched.setattr(record_format, "FORMAT_VERSION", 3)
+        newer = encode(record)
+    with pytest.raises(CorruptRecord, match="version"):
+        decoded(newer, record)
+
+
+@kinds
+def test_no_flipped_byte_goes_unnoticed(kind: str) -> None:
+    record = KINDS[kind]()
+    sound = bytes(encode(record))
+    rng = random.Random(0)
+    # Both ends in full (framing, metadata, footer), and samples of the middle.
+    places = {*range(0, 64), *range(len(sound) - 64, len(sound)), *rng.sample(range(len(sound)), 400)}
+    for place in places:
+        damaged = bytearray(sound)
+        damaged[place] ^= 1 << rng.randrange(8)
+        with pytest.raises(CorruptRecord):
+            decoded(bytes(damaged), record)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_no_overwritten_span_goes_unnoticed(data: st.DataObject) -> None:
+    record = canonical(created=1.0)
+    sound = bytes(encode(record))
+    start = data.draw(st.integers(0, len(sound) - 1))
+    span = data.draw(st.binary(min_size=1, max_size=min(64, len(sound) - start)))
+    damaged = sound[:start] + span + sound[start + len(span) :]
+    if damaged != sound:
+        with pytest.raises(CorruptRecord):
+            decoded(damaged, record)
+
+
+@kinds
+def test_truncated_padded_and_foreign_bytes_are_corrupt(kind: str) -> None:
+    record = KINDS[kind]()
+    sound = bytes(encode(record))
+    cuts = [sound[:size] for size in {0, 1, 8, 100, len(sound) // 2, len(sound) - 1, *range(0, len(sound), 997)}]
+    for wrong in [*cuts, sound + b"\x00", b"\x00" + sound, sound + sound, b"garbage" * 1000, sound[::-1]]:
+        with pytest.raises(CorruptRecord):
+            decoded(wrong, record)
+
+
+def test_unverified_decoding_still_checks_everything_but_the_numbers() -> None:
+    record = canonical()
+    sound = bytes(encode(record))
+    at = sound.find(record.kv[1].numpy().tobytes())
+    damaged = bytearray(sound)
+    damaged[at + 5] ^= 1
+    assert decoded(bytes(damaged), record, verify=False).key == record.key
+    with pytest.raises(CorruptRecord, match="layer 1"):
+        decoded(bytes(damaged), record)
+    damaged = bytearray(sound)
+    damaged[40] ^= 1
+    with pytest.raises(CorruptRecord):
+        decoded(bytes(damaged), record, verify=False)
+
+
+def test_a_record_is_checked_without_the_threads_that_end_with_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = ThreadPoolExecutor(1)
+    pool.shutdown()
+    monkeypatch.setattr(record_format, "_hashers", pool)
+    monkeypatch.setattr(record_format, "_THREADED_BYTES", 0)
+    record = canonical()
+    data = bytearray(encode(record))
+    assert same_bits(decoded(bytes(data), record), record)
+    data[bytes(data).find(record.kv[1].numpy().tobytes())] ^= 1
+    with pytest.raises(CorruptRecord, match="layer 1"):
+        decoded(bytes(data), record)
+
+
+def test_metadata_is_read_without_the_numbers() -> None:
+    record = patch_of(canonical(), ["before"])
+    document = read_metadata(encode(record))
+    assert (document["kind"], document["key"], document["antecedents"]) == ("patch", record.key, ["before"])
+    with pytest.raises(CorruptRecord):
+        read_metadata(b"")
+
+
+def test_dtypes_that_the_format_lacks_are_refused() -> None:
+    with pytest.raises(ShapeMismatch, match="float64"):
+        encode(canonical(kv=random_kv(GQA, 3, torch.float64)))
+
+
+def test_token_ids_must_match_the_tokens() -> None:
+    with pytest.raises(ShapeMismatch):
+        canonical(token_ids=(1, 2))

@@ -1,0 +1,37 @@
+"""What /metrics says of what prefill replicas compile ahead of requests."""
+
+from __future__ import annotations
+
+from prefill_workers.background.compile_ahead import CompileStats
+from serving.api.compiling import compiling
+from serving.api.metrics import exposition
+from serving.errors import RoleUnavailable
+
+
+class Roles:
+    def __init__(self, *replicas: CompileStats) -> None:
+        self.replicas = replicas
+
+    async def compiled(self) -> dict[str, CompileStats]:
+        if not self.replicas:
+            raise RoleUnavailable("gone")
+        return {f"r{i}": stats for i, stats in enumerate(self.replicas)}
+
+
+async def test_metrics_say_what_waits_was_compiled_and_took():
+    given_up = {"queue": 0, "bytes": 4}
+    stats = CompileStats(waiting=3, forwards={"orders": 6, "pairs": 2}, seconds=1.5, given_up=given_up, dropped=5)
+    lines = exposition(await compiling(Roles(stats))).decode().splitlines()
+    for line in (
+        'orbitserve_compile_waiting{replica="r0"} 3.0',
+        'orbitserve_compile_forwards_total{job="orders",replica="r0"} 6.0',
+        'orbitserve_compile_forwards_total{job="pairs",replica="r0"} 2.0',
+        'orbitserve_compile_seconds_total{replica="r0"} 1.5',
+        'orbitserve_compile_given_up_total{reason="bytes",replica="r0"} 4.0',
+        'orbitserve_patches_dropped_total{replica="r0"} 5.0',
+    ):
+        assert line in lines
+
+
+async def test_a_scrape_goes_without_replicas_that_do_not_answer():
+    assert await compiling(Roles()) == []

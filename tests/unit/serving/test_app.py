@@ -1,0 +1,364 @@
+"""The roles' replicas without Serve around them: what they answer when what they hold has failed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import AsyncGenerator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from fastapi import FastAPI
+from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.serve import context
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
+from vllm.multimodal.cache import MultiModalProcessorOnlyCache
+from vllm.multimodal.inputs import MultiModalKwargsItem
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from kvstore.errors import TierUnavailable
+from prefill_workers.background.compile_ahead import CompileStats
+from prefill_workers.block_pool import LeaseState
+from prefill_workers.link.plan import ChunkSpan, LinkRequest, PixelsNeeded
+from prefill_workers.scheduler.load_budget import LoadedKV
+from prefill_workers.scheduler.prefill_loop import LoopStats, Overloaded
+from serving.api.app import forget
+from serving.app import DecodeWorker, Ingress, PrefillWorker, VisionEncoder
+from serving.errors import RoleUnavailable
+from serving.frontend.documents import Documents
+from serving.frontend.ray_roles import RayRoles, answered, lost
+from serving.replicas.library_keeper import LibraryKeeper
+
+NOBODY: Any = None  # in place of the ingress' own handle
+
+
+async def test_a_decode_worker_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch):
+    ends: list[int] = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+
+    async def generate(*_: Any, **__: Any) -> AsyncGenerator[Any, None]:
+        raise EngineDeadError
+        yield
+
+    worker = object.__new__(DecodeWorker)
+    worker._engine = SimpleNamespace(generate=generate, shutdown=lambda: None)
+    assert [output async for output in worker.generate([1], {}, None, "request", {})] == []
+    assert ends == [1]
+
+
+def prefill_worker(*, alive: bool = True, failing: int = 0, silent: bool = False) -> PrefillWorker:
+    worker = object.__new__(PrefillWorker)
+    worker._engine = SimpleNamespace(silent=silent)
+    worker._loop = SimpleNamespace(alive=lambda: alive, failing=failing, stop=lambda: None)
+    worker._library = SimpleNamespace(close=lambda: None)
+    worker._loaded = LoadedKV(100, bytes_per_token=10)
+    worker._planners = ThreadPoolExecutor(1, thread_name_prefix="plan")
+    return worker
+
+
+async def test_a_prefill_loop_that_has_ended_is_a_role_that_is_not_available():
+    with pytest.raises(RoleUnavailable, match="loop has ended"):
+        await prefill_worker(alive=False).link(None)
+
+
+async def test_a_prefill_worker_whose_every_forward_fails_is_not_healthy():
+    await prefill_worker(failing=2).check_health()
+    with pytest.raises(RuntimeError, match="failed 3 times in a row"):
+        await prefill_worker(failing=3).check_health()
+    with pytest.raises(RuntimeError, match="does not answer any more"):
+        await prefill_worker(silent=True).check_health()
+
+
+async def test_the_keys_of_a_prefetch_are_made_beside_the_event_loop():
+    worker, threads = prefill_worker(), list[str]()
+    worker._loop.expect = lambda: None
+
+    def prefetch(request: Any, load: bool) -> dict[str, Future[bool]]:
+        assert load
+        threads.append(threading.current_thread().name)
+        answers = {"known": Future[bool](), "new": Future[bool]()}
+        for content, answer in answers.items():
+            answer.set_result(content == "new")
+        return answers
+
+    worker._linker = SimpleNamespace(prefetch=prefetch)
+    assert await worker.prefetch(None) == ["new"]
+    assert threads == ["plan_0"]
+
+
+async def test_a_link_is_planned_when_there_is_room_for_what_it_loads():
+    """Until then nothing is loaded for it, ahead neither."""
+    worker, planned, links, ahead = prefill_worker(), list[str](), list[Future[str]](), list[bool]()
+    worker._loop.expect = worker._loop.refuse_if_full = lambda: None
+
+    def plan(request: LinkRequest, given: Any) -> Any:
+        planned.append(request.request_id)
+        return SimpleNamespace(took=lambda stage, seconds: None, unpin=lambda: None)
+
+    def submit(plan: Any) -> Future[str]:
+        links.append(Future())
+        return links[-1]
+
+    async def until(count: int) -> None:
+        while len(links) < count:
+            await asyncio.sleep(0.001)
+
+    def prefetch(request: Any, load: bool) -> dict[str, Future[bool]]:
+        ahead.append(load)
+        return {}
+
+    worker._loop.submit, worker._linker = submit, SimpleNamespace(plan=plan, prefetch=prefetch)
+    chunk = ChunkSpan("page", "image", 0, 6, 0, 6)  # of 60 bytes
+    first, second, third = (
+        asyncio.create_task(worker.link(LinkRequest(name, [0] * 8, (chunk,)))) for name in ("first", "second", "third")
+    )
+    await until(1)
+    await worker.prefetch(None)
+    links[0].set_exception(PixelsNeeded([0]))
+    with pytest.raises(PixelsNeeded):
+        await first
+    await until(2)
+    assert planned == ["first", "second"]
+    second.cancel()
+    await until(3)
+    await worker.prefetch(None)
+    links[2].set_result("linked")
+    assert await third == "linked"
+    assert planned == ["first", "second", "third"]
+    assert links[1].cancelled()
+    assert worker._loaded.held == 0
+    assert ahead == [False, True]
+
+
+async def test_a_prefill_worker_counts_the_patches_that_were_dropped(monkeypatch: pytest.MonkeyPatch):
+    worker, dropped = prefill_worker(), MagicMock(dropped=3)
+    loop = LoopStats(*[0] * 15, compiled=CompileStats(1, {}, 0.0, {}))
+    monkeypatch.setattr(PrefillWorker, "_name", "r1")
+    worker._loop.stats = lambda: loop
+    worker._library.stats = lambda: None
+    worker._deficits = dropped
+    assert (await worker.stats())["loop"].compiled == CompileStats(1, {}, 0.0, {}, dropped=3)
+
+
+class Workers:
+    """A handle whose replicas answer as told, one list an attempt. As Serve's: nothing is called until answers are.
+
+    An attempt that is an error finds no replica.
+    """
+
+    def __init__(self, *attempts: list[Any] | Exception) -> None:
+        self._attempts = list(attempts)
+        self.called: list[tuple[Any, ...]] = []
+        self.patience: float | None = None
+
+    def broadcast(self, method: str, *arguments: Any) -> Any:
+        async def results_async(return_exceptions: bool, timeout_s: float | None = None) -> list[Any]:
+            assert return_exceptions
+            self.patience = timeout_s
+            self.called.append((method, *arguments))
+            answers = self._attempts.pop(0) if self._attempts else []
+            if isinstance(answers, Exception):
+                raise answers
+            return answers
+
+        return SimpleNamespace(results_async=results_async)
+
+
+def keeper(deleted: list[str], prefill: Workers, replicas: int = 1, *others: Workers) -> LibraryKeeper:
+    """Of so many prefill workers; of the other roles nobody has to answer."""
+
+    def delete_content(content: str, tenant: str) -> int:
+        deleted.append(content)
+        return 2
+
+    made = object.__new__(LibraryKeeper)
+    made._holders, made._undeleted = ((prefill, replicas), *((other, 0) for other in others)), set()
+    made._library = SimpleNamespace(delete_content=delete_content)
+    made._files = SimpleNamespace(
+        owed=SimpleNamespace(settle=lambda content, owner: deleted.append(f"{content} settled"))
+    )
+    return made
+
+
+async def test_what_one_worker_cannot_delete_goes_everywhere_else_and_is_tried_again():
+    deleted: list[str] = []
+    made = keeper(deleted, Workers([None, TierUnavailable("s3 hiccups")], [None, None]))
+    with pytest.raises(TierUnavailable, match="hiccups"):
+        await made.delete_content("page", "acme")
+    assert deleted == ["page"]
+    assert made._undeleted == {("page", "acme")}
+    assert await made.delete_content("page", "acme") == 2
+    assert deleted == ["page", "page", "page settled"]
+    assert not made._undeleted
+
+
+@pytest.mark.parametrize(
+    "answers", [[RayActorError(), None], [None], DeploymentUnavailableError(DeploymentID("p", "a"))]
+)
+async def test_what_a_worker_that_is_missing_keeps_on_its_disk_goes_when_there_is_another(answers: Any):
+    deleted: list[str] = []
+    workers, others = Workers(answers, [None, None]), (Workers([1], []), Workers([None], []))
+    made = keeper(deleted, workers, 2, *others)
+    assert await made.delete_content("page", "acme") == 2, "no error: its memory is gone with it"
+    assert deleted == ["page"]
+    assert made._undeleted == {("page", "acme")}
+    assert await made.delete_content("page", "acme") == 2
+    assert all(one.called == [("forget", "page", "acme")] * 2 for one in (workers, *others))
+    assert deleted == ["page", "page", "page settled"]
+    assert not made._undeleted
+
+
+async def test_a_worker_that_cannot_be_reached_for_a_while_is_asked_again():
+    made = keeper([], Workers([ActorUnavailableError("no answer", bytes(16))]))
+    with pytest.raises(ActorUnavailableError):
+        await made.delete_content("page", "acme")
+    assert made._undeleted == {("page", "acme")}
+
+
+async def test_what_is_deleted_leaves_the_front_ends_memory():
+    sized = SimpleNamespace(mm_processor_cache_gb=1)
+    cache = MultiModalProcessorOnlyCache(SimpleNamespace(get_multimodal_config=lambda: sized))
+    for name in ("page", "other"):
+        cache.get_and_update_item((MultiModalKwargsItem.dummy(), []), name)
+    documents = Documents(SimpleNamespace(encode=lambda text, **_: [1, 2]))
+    documents.mark("page", "words")
+    with ThreadPoolExecutor(1) as executor:
+        renderer: Any = SimpleNamespace(_mm_processor_only_cache=cache, _mm_executor=executor)
+        await forget(renderer, documents, "page")
+        await forget(renderer, documents, "unknown")
+    assert [cache.is_cached([name])[0] for name in ("page", "other")] == [False, True]
+    assert not documents._kept
+
+
+async def test_what_ray_knows_of_a_lost_worker_is_for_the_log(caplog: pytest.LogCaptureFixture):
+    async def response() -> None:
+        raise RayActorError
+
+    with caplog.at_level(logging.WARNING), pytest.raises(RoleUnavailable) as caught:
+        await answered(response())
+    assert "\n" not in str(caught.value)
+    details = "The actor died.\n\tpid: 17\n\tip: 10.0.0.1"
+    assert str(lost(ValueError(details))) == "The actor died."
+    assert "10.0.0.1" in caplog.text
+
+
+async def test_a_deletion_that_cannot_be_finished_now_is_owed_and_no_error(caplog: pytest.LogCaptureFixture):
+    async def gone() -> None:
+        raise TierUnavailable("disk: /srv/x")
+
+    async def forgets(content: str) -> None:
+        forgotten.append(content)
+
+    forgotten: list[str] = []
+    ingress = object.__new__(Ingress)
+    ingress._arranger = SimpleNamespace(forget=forgotten.append)
+    ingress._app = FastAPI()
+    ingress._app.state.forget = forgets
+    remote = SimpleNamespace(remote=lambda *_: gone())
+    ingress._roles = SimpleNamespace(library=SimpleNamespace(delete_content=remote))
+    with caplog.at_level(logging.WARNING):
+        await ingress._forget("content", "acme")
+    assert "is not deleted yet" in caplog.text
+    assert forgotten == ["content", "content"], "what this replica remembers, its names and its pixels or tokens"
+
+
+async def test_a_lease_is_renewed_on_all_prefill_workers_and_none_is_missed():
+    workers = Workers([LeaseState.UNKNOWN, LeaseState.READ, RayActorError()])
+    roles = RayRoles({"prefill": workers, "decode": SimpleNamespace(options=lambda **_: None), "library": None}, NOBODY)
+    assert await roles.renew("lease-1") is LeaseState.READ
+    assert workers.called == [("renew", "lease-1")]
+    assert workers.patience is not None, "one that hangs must not keep the next renewal from the others"
+    roles.prefill = Workers([LeaseState.UNKNOWN, RayActorError()])
+    assert await roles.renew("lease-1") is LeaseState.UNKNOWN, "the one that is gone may have held it"
+
+
+async def test_a_pair_that_is_busy_or_gone_is_not_warmed_up_and_the_others_are():
+    outcomes = [Overloaded("full"), RoleUnavailable("gone"), None, None]
+    warmed: list[str] = []
+
+    class Roles(RayRoles):
+        def __init__(self) -> None:
+            pass
+
+        async def link(self, request: Any, *_: Any) -> Any:
+            if (error := outcomes.pop(0)) is not None:
+                raise error
+            return SimpleNamespace(transfer={})
+
+        async def generate(self, token_ids: Any, transfer: Any, params: Any, request_id: str, **_: Any) -> Any:
+            warmed.append(request_id)
+            yield
+
+    two: Any = SimpleNamespace(replicas=2)
+    await Roles().warm_up(cast(Any, SimpleNamespace(prefill=two, decode=two)))
+    assert sorted(warmed) == ["warm-up-2", "warm-up-3"]
+    outcomes[:] = [None, ValueError("a defect"), None, None]
+    with pytest.raises(ValueError, match="a defect"):
+        await Roles().warm_up(cast(Any, SimpleNamespace(prefill=two, decode=two)))
+
+
+async def test_an_encoder_that_encodes_nothing_any_more_is_not_healthy():
+    lost = True
+
+    def encode(items: list[Any]) -> list[Any]:
+        if lost:
+            raise torch.AcceleratorError("CUDA error")
+        return items
+
+    with ThreadPoolExecutor(1) as thread:
+        worker = object.__new__(VisionEncoder)
+        worker._encoder, worker._thread, worker._failing = SimpleNamespace(encode=encode), thread, 0
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="CUDA"):
+                await worker.encode([])
+        await worker.check_health()
+        lost = False
+        await worker.encode([])
+        lost = True
+        for _ in range(3):
+            await worker.check_health()
+            with pytest.raises(RuntimeError, match="CUDA"):
+                await worker.encode([])
+        with pytest.raises(RuntimeError, match="failed 3 times in a row"):
+            await worker.check_health()
+
+
+async def test_a_lease_is_abandoned_outside_of_the_request_which_serve_may_be_cancelling():
+    """With a cancelled request go the calls in its name that have no replica yet; this one has to arrive."""
+    sent: list[tuple[Any, ...]] = []
+
+    def remote(*arguments: Any) -> None:
+        sent.append((*arguments, context._get_serve_request_context()._internal_request_id))
+
+    decode = SimpleNamespace(options=lambda **_: None, abandon=SimpleNamespace(remote=remote))
+    roles = RayRoles({"prefill": None, "decode": decode, "library": None}, NOBODY)
+    context._set_request_context(_internal_request_id="cancelled")
+    await roles.abandon({"remote_request_id": "lease-1"}, 2)
+    assert sent == [({"remote_request_id": "lease-1"}, 2, "")]
+
+
+async def test_a_role_that_does_not_answer_is_not_available_and_named(monkeypatch: pytest.MonkeyPatch):
+    def silent() -> Any:
+        return asyncio.get_running_loop().create_future()
+
+    def well() -> Any:
+        answer = silent()
+        answer.set_result(None)
+        return answer
+
+    def roles(prefill: Any, decode: Any) -> RayRoles:
+        prefill, decode = (SimpleNamespace(check_health=SimpleNamespace(remote=remote)) for remote in (prefill, decode))
+        decode.options = lambda **_: decode
+        return RayRoles({"prefill": prefill, "decode": decode, "library": None}, NOBODY)
+
+    monkeypatch.setattr("serving.frontend.ray_roles._HEALTH_SECONDS", 0.05)
+    await roles(well, well).check_health()
+    with pytest.raises(RoleUnavailable, match=r"decode did not answer within 0\.05 s"):
+        await roles(well, silent).check_health()

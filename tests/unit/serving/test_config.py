@@ -1,0 +1,282 @@
+"""The configuration: what is wrong is named, what is printed can be read back."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
+
+from infra.s3_server import S3Server
+from prefill_workers.model_card import FILE
+from prefill_workers.settings import COMPOSE_UP_TO, Weighing
+from serving.app import build_app
+from serving.config import ConfigError, OrbitServeConfig, documented
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return tmp_path / "model"
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "orbitserve.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_and_the_command_line_are_put_together(tmp_path: Path, checkpoint: Path):
+    path = written(tmp_path, "model: {path: /nowhere}\nhttp: {port: 1234}\nprefill: {replicas: 3}\n")
+    config = OrbitServeConfig.load(path, model=checkpoint, host="0.0.0.0", max_model_len=2048)
+    assert config.model.max_model_len == 2048
+    assert (config.model.path, config.model.served_name) == (checkpoint, "model")
+    assert (config.http.host, config.http.port, config.prefill.replicas) == ("0.0.0.0", 1234, 3)
+
+
+@pytest.mark.parametrize("path", [".", "../model", "../model/"])
+def test_a_model_is_named_after_its_directory_however_that_is_written(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, path: str
+):
+    monkeypatch.chdir(checkpoint)
+    assert OrbitServeConfig.load(None, model=Path(path)).model.served_name == "model"
+
+
+def test_a_path_that_is_none_is_named_in_the_error(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        OrbitServeConfig.load(written(tmp_path, "model: {path: 2024}\n"))
+
+
+def test_paths_are_those_of_the_working_directory_wherever_they_are_used(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(checkpoint.parent)
+    (checkpoint.parent / "template.jinja").write_text("{{ messages }}")
+    text = f"model: {{path: {checkpoint.name}, chat_template: template.jinja}}\naccess_log: {{directory: logs}}\n"
+    config = OrbitServeConfig.load(written(tmp_path, text + "library: {directory: kept, url: behind}\n"))
+    here = Path.cwd()
+    assert config.model.path == here / checkpoint.name
+    assert (config.model.chat_template, config.access_log.directory) == (str(here / "template.jinja"), here / "logs")
+    assert (config.library.directory, config.library.url) == (here / "kept", str(here / "behind"))
+    assert config.files_url == str(here / ".orbitserve" / "files"), "defaults too"
+    other = "library: {directory: null, url: 's3://bucket/x'}\nfiles_url: 'memory://files'\n"
+    config = OrbitServeConfig.load(written(tmp_path, f"model: {{path: {checkpoint.name}}}\n{other}"))
+    assert (config.library.directory, config.library.url) == (None, "s3://bucket/x")
+    assert (config.files_url, config.model.chat_template) == ("memory://files", None)
+    words = "{{ messages }}" * 1000
+    assert (
+        OrbitServeConfig.load(
+            written(tmp_path, f"model: {{path: {checkpoint.name}, chat_template: '{words}'}}\n")
+        ).model.chat_template
+        == words
+    )
+
+
+def test_a_path_may_begin_with_the_home_directory(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "template.jinja").write_text("{{ messages }}")
+    text = "model: {path: ~/model, chat_template: ~/template.jinja}\naccess_log: {directory: ~/logs}\n"
+    path = written(tmp_path, f"{text}library: {{directory: ~/kept, url: ~/behind}}\nfiles_url: ~/files\n")
+    config = OrbitServeConfig.load(path)
+    assert (config.model.path, config.model.served_name) == (checkpoint, "model")
+    assert config.model.chat_template == str(tmp_path / "template.jinja")
+    assert (config.access_log.directory, config.library.directory) == (tmp_path / "logs", tmp_path / "kept")
+    assert (config.library.url, config.files_url) == (str(tmp_path / "behind"), str(tmp_path / "files"))
+    text = "model: {path: ~/model, chat_template: '~{{ messages }}'}\nlibrary: {url: 's3://bucket/~'}\n"
+    config = OrbitServeConfig.load(written(tmp_path, text))
+    assert (config.model.chat_template, config.library.url) == ("~{{ messages }}", "s3://bucket/~")
+    with pytest.raises(ConfigError, match=r"model\.path: ~nobody-at-all/x holds no config\.json"):
+        OrbitServeConfig.load(None, model=Path("~nobody-at-all/x"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model: {path: MODEL}\nprefil: {}\n", "prefil: Extra inputs"),
+        ("model: {path: MODEL}\ndecode: {replicas: 0}\n", "decode.replicas"),
+        ("model: {path: MODEL}\nvision: {replicas: -1}\n", "vision.replicas"),
+        ("model: {path: MODEL}\nprefill: {max_ongoing_requests: 256}\n", r"prefill: .*must be more than max_queue"),
+        ("model: {path: MODEL}\nhttp: {port: often}\n", "http.port"),
+        ("model: {path: MODEL}\nhttp: {max_image_pixels: 200000000}\n", "http.max_image_pixels"),
+        (
+            "model: {path: MODEL}\nhttp: {max_concurrent_requests: 2000}\n",
+            r"ingress.max_ongoing_requests \(1024\) must be more than http.max_concurrent_requests \(2000\)",
+        ),
+        ("model: {path: MODEL, dtype: int4}\n", "model.dtype"),
+        ("model: {path: some-hub/model}\n", "holds no config.json; .*hf download NAME --local-dir DIR"),
+        ("model: {path: MODEL}\nhttp: {api_keys: {key: dynamic-library}}\n", "names the dynamic library"),
+        (
+            "model: {path: MODEL}\nhttp: {api_keys: {key: {admin: true}}}\n",
+            r"http\.api_keys\.\*\*\*\.tenant: Field required",
+        ),
+        *(
+            (
+                f"model: {{path: MODEL}}\nhttp: {{api_keys: {{{key}: acme}}}}\n",
+                "http.api_keys: .*a key is empty, or has",
+            )
+            for key in ('""', "schlüssel", "'a key'", r'"a\nkey"')
+        ),
+        ("http: {}\n", "no checkpoint is named"),
+        ("- a list\n", "expected sections"),
+        ("model: [\n", "is not YAML"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, checkpoint: Path, text: str, words: str):
+    path = written(tmp_path, text.replace("MODEL", str(checkpoint)))
+    with pytest.raises(ConfigError, match=words) as caught:
+        OrbitServeConfig.from_yaml(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("owner", ["{admin: true}", "dynamic-library", "{tenant: acme, admn: true}", "7"])
+def test_an_error_does_not_say_a_key(tmp_path: Path, checkpoint: Path, owner: str):
+    path = written(tmp_path, f"model: {{path: {checkpoint}}}\nhttp: {{api_keys: {{hush-hush: {owner}}}}}\n")
+    with pytest.raises(ConfigError, match=r"http\.api_keys\.\*\*\*") as caught:
+        OrbitServeConfig.from_yaml(path)
+    assert "hush" not in "".join(traceback.format_exception(caught.value)).replace(str(path), "")
+
+
+def test_a_missing_file_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"cannot read .*none.yaml"):
+        OrbitServeConfig.from_yaml(tmp_path / "none.yaml")
+
+
+def test_a_configuration_survives_being_written(tmp_path: Path, checkpoint: Path):
+    config = OrbitServeConfig.load(None, model=checkpoint)
+    assert OrbitServeConfig.from_yaml(written(tmp_path, config.to_yaml())) == config
+
+
+def test_secrets_are_not_written(checkpoint: Path):
+    config = OrbitServeConfig.model_validate(
+        {
+            "model": {"path": checkpoint},
+            "library": {"salt_secret": "hush-hush", "storage_options": {"secret": "hush"}},
+            "files": {"storage_options": {"secret": "hush"}},
+            "precompute": {"storage_options": {"s3": {"secret": "hush"}}},
+            "http": {"api_keys": {"hush": "acme"}},
+        }
+    )
+    assert "hush" not in config.to_yaml()
+    assert "hush-hush" not in repr(config)
+
+
+def test_every_setting_is_documented_and_its_default_is_true():
+    shown = yaml.safe_load(documented(OrbitServeConfig).replace("<required>", "somewhere"))
+    config = OrbitServeConfig.model_validate({"model": {"path": "somewhere"}})
+
+    def compare(shown: dict, settings: BaseModel, where: str) -> None:
+        for name, field in type(settings).model_fields.items():
+            value = getattr(settings, name)
+            if isinstance(value, BaseModel):
+                compare(shown[name], value, f"{where}{name}.")
+                continue
+            assert field.description, f"{where}{name} has no description"
+            if name not in ("path", "served_name", "salt_secret"):
+                assert str(shown[name]) == str(to_jsonable_python(value)), f"{where}{name}"
+
+    compare(shown, config, "")
+
+
+def test_the_serve_builder_says_what_it_needs():
+    with pytest.raises(ValueError, match="config=PATH"):
+        build_app({})
+
+
+def test_how_far_pairs_are_summed_is_what_was_measured_for_the_model_unless_configured(checkpoint: Path):
+    config = OrbitServeConfig.load(None, model=checkpoint)
+    assert config.compose_up_to == COMPOSE_UP_TO, "nothing was measured"
+    (checkpoint / FILE).write_text('{"compose_up_to": 1}')
+    assert (config.compose_up_to, config.sums_up_to) == (1, 1)
+    asked = config.model_copy(update={"prefill": config.prefill.model_copy(update={"compose_up_to": 2})})
+    assert asked.compose_up_to == 2
+    deep = asked.model_copy(update={"patch": config.patch.model_copy(update={"depth": 0.5})})
+    assert deep.sums_up_to == 0
+
+
+def test_what_weighs_sums_is_what_was_measured_for_the_model_unless_configured(checkpoint: Path):
+    config = OrbitServeConfig.load(None, model=checkpoint)
+    assert config.weigh_by is Weighing.KV, "nothing was measured"
+    (checkpoint / FILE).write_text('{"compose_up_to": 3}')
+    assert config.weigh_by is Weighing.KV, "nothing was measured of that"
+    (checkpoint / FILE).write_text('{"compose_up_to": 3, "weigh_by": "attention"}')
+    assert config.weigh_by is Weighing.ATTENTION
+    asked = config.model_copy(update={"prefill": config.prefill.model_copy(update={"weigh_by": Weighing.KV})})
+    assert asked.weigh_by is Weighing.KV
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"compose_up_to": 3, "weigh_by": "guess"}', "weigh_by: .*'kv' or 'attention'"),
+        ('{"compose_up_to": -1}', "compose_up_to: .*greater than or equal to 0"),
+        ('{"compose_up_to": "3"}', "compose_up_to: .*valid integer"),
+        ('{"compose_upto": 3}', "compose_up_to: Field required; compose_upto: Extra inputs"),
+        ("{", "Invalid JSON"),
+    ],
+)
+def test_what_is_wrong_with_a_models_measurements_is_named(checkpoint: Path, text: str, words: str):
+    (checkpoint / FILE).write_text(text)
+    with pytest.raises(ConfigError, match=words) as caught:
+        OrbitServeConfig.load(None, model=checkpoint)
+    assert str(checkpoint / FILE) in str(caught.value)
+
+
+def test_files_and_requests_have_one_secret(tmp_path: Path, checkpoint: Path):
+    def secret(library: str, files: str) -> str:
+        sections = (
+            f"model: {{path: {checkpoint}}}\nlibrary: {{salt_secret: {library}}}\nfiles: {{salt_secret: {files}}}"
+        )
+        return OrbitServeConfig.from_yaml(written(tmp_path, sections)).files.salt_secret.get_secret_value()
+
+    assert (secret("a", "''"), secret("''", "a"), secret("a", "a"), secret("''", "''")) == ("a", "a", "a", "")
+    with pytest.raises(ConfigError, match=r"library\.salt_secret and files\.salt_secret differ"):
+        secret("a", "b")
+
+
+def test_files_are_reached_as_a_library_behind_a_like_url_is():
+    def options(files_url: str, **own: str) -> dict[str, str]:
+        library = {"url": "s3://bucket/library", "storage_options": {"key": "library's"}}
+        files = {"storage_options": own}
+        values = {"model": {"path": "x"}, "library": library, "files": files, "files_url": files_url}
+        return OrbitServeConfig.model_validate(values).files.storage_options
+
+    assert options("s3://other/files") == {"key": "library's"}
+    assert options("s3://other/files", key="its own") == {"key": "its own"}
+    assert options("gs://other/files") == options("files") == {}
+
+
+def test_what_the_try_out_of_s3_prints_is_a_configuration():
+    server = object.__new__(S3Server)
+    server._ports = {"proxy": 1234}
+    config = OrbitServeConfig.model_validate({"model": {"path": "x"}, **yaml.safe_load(server.configuration("pages"))})
+    assert (config.library.url, config.files_url) == ("s3://pages/library", "s3://pages/files")
+    assert config.library.storage_options == config.files.storage_options == server.storage_options()
+
+
+@pytest.mark.parametrize(("cpu", "expected"), [(True, (0, 0, 0, 0, 0.5)), (False, (1, 2, 3, 0, 0.5))])
+def test_replicas_with_an_engine_get_a_gpu_a_rank_where_vllm_is_built_for_them(
+    monkeypatch: pytest.MonkeyPatch, cpu: bool, expected: tuple[float, ...]
+):
+    monkeypatch.setattr("serving.settings.is_cpu_build", lambda: cpu)
+    config = OrbitServeConfig.model_validate(
+        {
+            "model": {"path": "x"},
+            "prefill": {"tensor_parallel_size": 2},
+            "decode": {"tensor_parallel_size": 3},
+            "patch": {"num_gpus": 0.5},
+        }
+    )
+    roles = (config.vision, config.prefill, config.decode, config.ingress, config.patch)
+    assert tuple(role.gpus for role in roles) == expected
+
+
+def test_a_section_that_is_none_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"model: '/data/ckpt' should be settings, such as `path: ...`"):
+        OrbitServeConfig.load(written(tmp_path, "model: /data/ckpt"))
+    (tmp_path / "latin.yaml").write_bytes(b"model: {path: caf\xe9}")
+    with pytest.raises(ConfigError, match="not text in UTF-8"):
+        OrbitServeConfig.load(tmp_path / "latin.yaml")

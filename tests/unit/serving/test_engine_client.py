@@ -1,0 +1,402 @@
+"""The way through the roles when roles fail: a lost worker is tried once more, and no lease is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engine_client_support import EOS, OUTPUTS, Roles, ask, client_of, tokens_of
+from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidationError
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from kvstore.catalog.index import Entry, scopes_of
+from prefill_workers.block_pool import LeaseState
+from prefill_workers.link.plan import ChunkSpan
+from prefill_workers.modes import Mode
+from prefill_workers.scheduler.prefill_loop import Overloaded
+from serving.api.errors import OverloadedError
+from serving.errors import RoleUnavailable
+from serving.frontend.prompt_segments import Segments
+from serving.frontend.report import PROMPTS_AT_ONCE, OrbitOptions, RequestTrace, set_trace
+
+
+async def test_a_link_tells_which_chunks_have_a_known_patch_in_modes_that_use_any(monkeypatch: pytest.MonkeyPatch):
+    spans = tuple(ChunkSpan(content, "text", 5 * i, 5 * i + 5, 5 * i, 5) for i, content in enumerate("ab"))
+    monkeypatch.setattr(
+        "serving.frontend.engine_client.segment",
+        lambda prompt, *_: Segments(prompt["prompt_token_ids"], spans, (None, None)),
+    )
+    roles = Roles()
+    for mode in ("auto", "full-reuse"):
+        set_trace(RequestTrace(OrbitOptions(mode=mode)))
+        client = client_of(roles)
+        client.arranger.formed([Entry(scopes_of("local", (), "a")[0], "a", (), ordered=True)])
+        prompt = {"type": "token", "prompt_token_ids": list(range(12))}
+        assert [output async for output in client.generate(prompt, SamplingParams(), "request")]
+    assert [request.patched for request in roles.linked] == [(True, False), ()]
+
+
+async def test_outputs_carry_the_callers_id_the_prompt_and_what_was_reused():
+    trace = RequestTrace(OrbitOptions(mode="exact"), tenant="acme", prefix_tokens=(1, 2))
+    roles = Roles()
+    outputs = await ask(roles, n=2, trace=trace)
+    assert len(outputs) == OUTPUTS
+    assert (outputs[0].request_id, outputs[0].prompt_token_ids, outputs[0].num_cached_tokens) == (
+        "request",
+        list(range(12)),
+        5,
+    )
+    (request,) = roles.linked
+    assert (request.mode, request.tenant, request.prefix, request.readers) == (Mode.EXACT, "acme", (1, 2), 2)
+    assert trace.report.tokens_reused == 5
+    assert trace.report.ttft_ms is not None
+    assert roles.abandoned == []
+
+
+async def test_a_served_request_is_logged_once_with_the_chunks_that_could_trade_places():
+    offered: list[Any] = []
+    client = client_of(Roles(generate=[RoleUnavailable("gone")]))
+    client.access_log = SimpleNamespace(offer=lambda *arguments: offered.append(arguments))
+    trace = RequestTrace(tenant="acme")
+    trace.groups = [0, 0]
+    set_trace(trace)
+    prompt = {"type": "token", "prompt_token_ids": list(range(12))}
+    assert len([output async for output in client.generate(prompt, SamplingParams(), "request")]) == OUTPUTS
+    ((request, groups, result),) = offered
+    assert (request.tenant, groups, result.lease) == ("acme", [0, 0], "lease-2")
+
+
+async def test_a_prompt_counts_once_however_it_ends():
+    prompt, observed = {"type": "token", "prompt_token_ids": list(range(12))}, list[Any]()
+
+    def asked(roles: Roles) -> AsyncGenerator[Any, None]:
+        client = client_of(roles)
+        client.observe = observed.append
+        set_trace(RequestTrace())
+        return client.generate(prompt, SamplingParams(output_kind=RequestOutputKind.DELTA), "request")
+
+    assert len([output async for output in asked(Roles())]) == OUTPUTS
+    assert [report.tokens_reused for report in observed] == [5]
+    with pytest.raises(ValueError, match="too large"):
+        await anext(asked(Roles(link=[ValueError("too large")])))
+    assert len(observed) == 2
+    left = asked(Roles())
+    await anext(left)
+    await left.aclose()
+    assert len(observed) == 3
+
+
+async def test_every_prompt_of_a_completion_counts_and_has_a_place_for_itself():
+    """A worker's queue is not filled by one request, which could then never be answered."""
+    prompt, observed = {"type": "token", "prompt_token_ids": list(range(12))}, list[Any]()
+    roles = Roles()
+    roles.admits = asyncio.Event()
+    client = client_of(roles)
+    client.observe, client._lease_seconds = observed.append, 180
+    set_trace(RequestTrace(tenant="acme"))
+    streams = [client.generate(prompt, SamplingParams(), str(number)) for number in range(PROMPTS_AT_ONCE + 8)]
+
+    async def read(stream: AsyncGenerator[Any, None]) -> int:
+        return len([output async for output in stream])
+
+    reading = [asyncio.create_task(read(stream)) for stream in streams]
+    await asyncio.sleep(0.05)
+    assert len(roles.linked) == PROMPTS_AT_ONCE
+    roles.admits.set()
+    assert await asyncio.gather(*reading) == [OUTPUTS] * len(streams)
+    assert {request.tenant for request in roles.linked} == {"acme"}
+    assert [report.tokens_reused for report in observed] == [5] * len(streams)
+
+
+@pytest.mark.parametrize(
+    ("kind", "first_tokens", "known"),
+    [
+        (RequestOutputKind.FINAL_ONLY, [], False),
+        (RequestOutputKind.DELTA, [], True),
+        (RequestOutputKind.FINAL_ONLY, [7], True),
+    ],
+)
+async def test_a_whole_answers_time_is_not_taken_for_its_first_tokens(
+    kind: RequestOutputKind, first_tokens: list[int], known: bool
+):
+    trace = RequestTrace()
+    set_trace(trace)
+    prompt = {"type": "token", "prompt_token_ids": list(range(12))}
+    outputs = client_of(Roles(first_tokens)).generate(prompt, SamplingParams(output_kind=kind), "request")
+    assert [output async for output in outputs]
+    assert trace.report.first_token == ("prefill" if first_tokens else "decode")
+    assert (trace.report.ttft_ms is not None) == known
+
+
+@pytest.mark.parametrize("lost", ["link", "generate"])
+async def test_a_worker_lost_before_the_first_token_costs_a_second_attempt(lost: str):
+    roles = Roles(**{lost: [RoleUnavailable("gone")]})
+    assert len(await ask(roles)) == OUTPUTS
+    assert roles.calls.count(lost) == 2
+    assert roles.abandoned == ([("lease-1", 1)] if lost == "generate" else [])
+
+
+@pytest.mark.parametrize("first_tokens", [[], [7, 8]])
+async def test_kv_that_cannot_be_pulled_costs_a_second_attempt(first_tokens: list[int]):
+    roles = Roles(first_tokens)
+    roles.lost_pulls = 1
+    outputs = await ask(roles)
+    assert tokens_of(outputs) == [*first_tokens[:1], 100, 101, 102]
+    assert all(output.outputs[0].finish_reason is None for output in outputs)
+    assert roles.calls.count("link") == 2
+    assert roles.abandoned == [("lease-1", 1)]
+    roles.lost_pulls = 2
+    with pytest.raises(RetryableRequestError, match="could not be pulled"):
+        await ask(roles)
+
+
+async def test_a_second_loss_is_the_callers_to_know():
+    roles = Roles(generate=[RoleUnavailable("gone"), RoleUnavailable("gone again")])
+    with pytest.raises(RetryableRequestError, match="gone again"):
+        await ask(roles, n=3)
+    assert roles.abandoned == [("lease-1", 3), ("lease-2", 3)]
+
+
+async def test_an_answer_goes_on_with_another_worker_behind_what_was_said():
+    roles = Roles(first_tokens=[7], between=[None, RoleUnavailable("gone")])
+    assert tokens_of(await ask(roles, max_tokens=20, seed=3)) == [7, 100, 101, 100, 101, 102]
+    first, second = roles.linked
+    assert second.token_ids == [*first.token_ids, 7, 100, 101]
+    assert (second.chunks, second.mode, second.sampling) == (first.chunks, first.mode, None)
+    (_, before), (given, after) = roles.generated
+    assert given == second.token_ids
+    assert (before.max_tokens, after.max_tokens) == (19, 17)
+    assert (before.seed, after.seed) == (3, 5)
+    assert roles.abandoned == []
+
+
+async def test_a_second_loss_in_the_middle_of_an_answer_ends_it():
+    roles = Roles(first_tokens=[7], between=[RoleUnavailable("gone"), RoleUnavailable("gone again")])
+    with pytest.raises(GenerationError, match="gone again"):
+        await ask(roles)
+    assert roles.abandoned == []
+
+
+async def test_the_report_is_of_the_link_that_an_answer_began_with():
+    roles, trace = Roles(first_tokens=[7], between=[RoleUnavailable("gone")]), RequestTrace()
+    roles.tokens_computed = [7, 70]
+    await ask(roles, trace)
+    assert len(roles.linked) == 2
+    assert trace.report.tokens_computed == 7
+
+
+async def test_a_worker_lost_behind_the_end_of_an_answer_costs_nothing():
+    roles = Roles(first_tokens=[7], between=[None, None, RoleUnavailable("gone")])
+    assert tokens_of(await ask(roles)) == [7, 100, 101, 102]
+    assert roles.calls.count("link") == 1
+
+
+async def test_of_an_answer_that_comes_as_a_whole_nothing_was_said_before_it_is_there():
+    roles = Roles(first_tokens=[7], generate=[RoleUnavailable("gone"), RoleUnavailable("gone again")])
+    with pytest.raises(RetryableRequestError, match="gone again"):
+        await ask(roles, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+async def test_a_worker_lost_between_two_in_the_middle_of_an_answer_keeps_no_lease():
+    roles = Roles(
+        first_tokens=[7], between=[RoleUnavailable("gone")], generate=[None, RoleUnavailable("gone before it took KV")]
+    )
+    with pytest.raises(GenerationError, match="before it took KV"):
+        await ask(roles)
+    assert roles.abandoned == [("lease-2", 1)]
+
+
+async def test_an_answer_that_a_decode_engine_gave_from_the_start_ends_with_it():
+    """What else is asked for, constraints, penalties, several answers, another one would not know."""
+    roles = Roles(between=[RoleUnavailable("gone")])
+    with pytest.raises(GenerationError, match="gone") as caught:
+        await ask(roles)
+    assert not isinstance(caught.value, RetryableRequestError)
+    assert roles.calls.count("link") == 1
+    assert roles.abandoned == []
+
+
+# -- answers that begin on the prefill worker -------------------------------------------------------------------------
+
+
+async def test_the_first_token_comes_with_the_link_and_the_decode_engine_goes_on_behind_it():
+    roles, trace = Roles(first_tokens=[7]), RequestTrace()
+    outputs = await ask(roles, trace=trace, max_tokens=20)
+    assert tokens_of(outputs) == [7, 100, 101, 102]
+    assert {(o.request_id, tuple(o.prompt_token_ids), o.num_cached_tokens) for o in outputs} == {
+        ("request", tuple(range(12)), 5)
+    }
+    ((prompt, params),) = roles.generated
+    assert (prompt, params.max_tokens) == ([*range(12), 7], 19)
+    assert trace.report.first_token == "prefill"
+    assert "decode" in trace.report.stages_ms
+    assert roles.abandoned == []
+
+
+async def test_the_first_token_is_there_before_a_decode_engine_is_asked():
+    roles = Roles(first_tokens=[7], generate=[ValueError("the pool is too small")])
+    client = client_of(roles)
+    set_trace(RequestTrace())
+    outputs = client.generate(
+        {"type": "token", "prompt_token_ids": [1, 2]}, SamplingParams(output_kind=RequestOutputKind.DELTA), "request"
+    )
+    assert tokens_of([await anext(outputs)]) == [7]
+    assert roles.calls == ["link"]
+    with pytest.raises(ValueError, match="too small"):
+        await anext(outputs)
+    assert roles.abandoned == [("lease-1", 1)]
+
+
+@pytest.mark.parametrize(("token", "asked"), [(7, {"max_tokens": 1}), (EOS, {})])
+async def test_an_answer_of_one_token_gives_its_lease_back(token: int, asked: dict[str, Any]):
+    roles = Roles(first_tokens=[token])
+    outputs = await ask(roles, **asked)
+    assert tokens_of(outputs) == [token]
+    assert outputs[-1].finished
+    assert (roles.generated, roles.abandoned) == ([], [("lease-1", 1)])
+
+
+async def test_a_client_that_leaves_at_the_first_token_leaves_no_lease():
+    roles = Roles(first_tokens=[7])
+    set_trace(RequestTrace())
+    prompt = {"type": "token", "prompt_token_ids": [1, 2]}
+    outputs = client_of(roles).generate(prompt, SamplingParams(output_kind=RequestOutputKind.DELTA), "request")
+    await anext(outputs)
+    await outputs.aclose()
+    assert (roles.calls, roles.abandoned) == (["link"], [("lease-1", 1)])
+
+
+async def test_a_decode_worker_lost_behind_the_first_token_costs_a_second_link_and_no_token():
+    """What was said stands, whatever the second link would have said."""
+    offered: list[Any] = []
+    roles, trace = Roles(first_tokens=[7, 8], generate=[RoleUnavailable("gone")]), RequestTrace()
+    client = client_of(roles)
+    client.access_log = SimpleNamespace(offer=lambda *arguments: offered.append(arguments))
+    set_trace(trace)
+    prompt = {"type": "token", "prompt_token_ids": [1, 2]}
+    sampling = SamplingParams(output_kind=RequestOutputKind.DELTA)
+    assert tokens_of([output async for output in client.generate(prompt, sampling, "request")]) == [7, 100, 101, 102]
+    assert [prompt for prompt, _ in roles.generated] == [[1, 2, 7]] * 2
+    assert roles.abandoned == [("lease-1", 1)]
+    assert len(offered) == 1
+
+
+@pytest.mark.parametrize(("asked", "wanted"), [({}, True), ({"logprobs": 1}, False), ({"stop": ["x"]}, False)])
+async def test_only_what_the_prefill_worker_can_draw_is_asked_of_it(asked: dict[str, Any], wanted: bool):
+    roles, trace = Roles(first_tokens=[7]), RequestTrace()
+    outputs = await ask(roles, trace=trace, **asked)
+    (request,) = roles.linked
+    assert (request.sampling is not None) == wanted
+    assert tokens_of(outputs)[0] == (7 if wanted else 100)
+    assert trace.report.first_token == ("prefill" if wanted else "decode")
+
+
+async def test_first_tokens_may_be_switched_off():
+    roles = Roles(first_tokens=[7])
+    client = client_of(roles)
+    client._first_tokens = False
+    set_trace(RequestTrace())
+    prompt = {"type": "token", "prompt_token_ids": [1, 2]}
+    sampling = SamplingParams(output_kind=RequestOutputKind.DELTA)
+    assert tokens_of([output async for output in client.generate(prompt, sampling, "request")]) == [100, 101, 102]
+
+
+async def test_a_queue_that_is_full_behind_the_first_token_is_no_429():
+    """Which says that nothing was started."""
+    roles = Roles(first_tokens=[7], generate=[RoleUnavailable("gone")], link=[None, Overloaded("9 links wait already")])
+    with pytest.raises(GenerationError, match="9 links wait"):
+        await ask(roles)
+
+
+async def test_a_first_token_that_cannot_be_told_costs_no_lease():
+    roles = Roles(first_tokens=[7])
+    client = client_of(roles)
+    client.input_processor.renderer = None
+    set_trace(RequestTrace())
+    with pytest.raises(AttributeError):
+        await anext(client.generate({"type": "token", "prompt_token_ids": [1, 2]}, SamplingParams(), "request"))
+    assert roles.abandoned == [("lease-1", 1)]
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_refused_request_gives_its_lease_back():
+    roles = Roles(generate=[ValueError("needs 900 KV blocks")])
+    with pytest.raises(ValueError, match="900 KV blocks"):
+        await ask(roles)
+    assert roles.abandoned == [("lease-1", 1)]
+
+
+async def test_a_full_queue_is_a_429():
+    with pytest.raises(OverloadedError, match="9 links wait"):
+        await ask(Roles(link=[Overloaded("9 links wait already")]))
+
+
+async def test_an_answer_that_nobody_reads_to_its_end_is_closed():
+    roles = Roles()
+    set_trace(RequestTrace())
+    prompt = {"type": "token", "prompt_token_ids": [1, 2, 3]}
+    outputs = client_of(roles).generate(prompt, SamplingParams(), "request")
+    await anext(outputs)
+    await outputs.aclose()
+    assert roles.calls == ["link", "generate"]
+    assert roles.abandoned == [], "the decode engine had the lease already"
+
+
+async def test_while_a_decode_engine_lets_nobody_in_the_lease_is_renewed_and_no_longer():
+    roles = Roles()
+    roles.admits = asyncio.Event()
+    outputs = await ask(roles)
+    assert len(tokens_of(outputs)) == OUTPUTS
+    await asyncio.sleep(0.1)
+    assert roles.renewed == ["lease-1"] * 2
+
+
+@pytest.mark.parametrize(("lease", "links"), [(LeaseState.HELD, 1), (LeaseState.READ, 1), (LeaseState.UNKNOWN, 2)])
+async def test_what_is_pulled_after_a_lease_may_have_ended_is_not_believed(lease: LeaseState, links: int):
+    roles = Roles()
+    roles.admits, roles.lease = asyncio.Event(), lease
+    asyncio.get_running_loop().call_later(0.15, roles.admits.set)
+    roles.admits_after = math.inf
+    outputs = await ask(roles)
+    assert len(tokens_of(outputs)) == OUTPUTS
+    assert len(roles.linked) == links, "what is in the blocks may be another prompt's"
+    assert len(roles.renewed) == 1 or lease is not LeaseState.READ
+    assert roles.abandoned == [], "it was pulled"
+
+
+async def test_a_lease_is_renewed_until_every_choice_has_its_kv():
+    class OneByOne(Roles):
+        async def generate(self, token_ids: Any, transfer: Any, params: Any, request_id: str, **options: Any):
+            for index in range(2):
+                yield RequestOutput(request_id, None, None, None, [CompletionOutput(index, "", [1], None, None)], False)
+                seen = len(self.renewed)
+                await asyncio.sleep(0.1)
+                renewed.append(len(self.renewed) - seen)
+
+    roles, renewed = OneByOne(), list[int]()
+    assert len(await ask(roles, n=2, temperature=1.0)) == 2
+    assert renewed[0] > 0, "the second choice waits to be let in still"
+    assert renewed[1] == 0
+
+
+@pytest.mark.parametrize("tokens", [[5, 1000], [1000]])
+async def test_a_token_that_the_model_does_not_have_is_refused_before_anything_is_sent(tokens: list[int]):
+    roles = Roles()
+    prompt = {"type": "token", "prompt_token_ids": tokens}
+    with pytest.raises(VLLMValidationError, match="1000 is out of vocabulary"):
+        client_of(roles).generate(prompt, SamplingParams(), "request")
+    assert not roles.calls
+
+
+async def test_more_choices_than_are_answered_are_refused_before_anything_is_sent():
+    roles = Roles()
+    with pytest.raises(VLLMValidationError, match="at most 128, not 129"):
+        await ask(roles, n=129, temperature=1.0)
+    assert not roles.calls

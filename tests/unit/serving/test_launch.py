@@ -1,0 +1,109 @@
+"""Starting the application, where that cannot be: what is there already is left alone."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.serve.exceptions import RayServeException
+from rich.console import Console
+
+import infra
+from serving.config import OrbitServeConfig
+from serving.deploy import launch
+
+
+class Serve:
+    """Ray Serve as `launch` asks it: with these applications running, and a port that may be taken."""
+
+    RunTarget = staticmethod(lambda *_, **__: None)
+
+    def __init__(self, *applications: str, taken: bool = False, port: int = 8000, prefix_taken: bool = False) -> None:
+        self._prefix_taken = prefix_taken
+        self.applications = dict.fromkeys(applications)
+        self.http_config = SimpleNamespace(host="127.0.0.1", port=port)
+        self._taken = taken
+
+    def start(self, **_: Any) -> None:
+        if self._taken:
+            raise RuntimeError("Failed to bind to address")
+
+    def status(self) -> SimpleNamespace:
+        return SimpleNamespace(applications=self.applications)
+
+    def delete(self, name: str, _blocking: bool = True) -> None:
+        del self.applications[name]
+
+    def run_many(self, *_: Any, **__: Any) -> None:
+        if self._prefix_taken:
+            raise RayServeException("Prefix / is being used by application other")
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (Serve(launch.APPLICATION), "served on this Ray cluster already"),
+        (Serve(launch.APPLICATION, taken=True), r"cannot listen on 127\.0\.0\.1:8000: Failed to bind"),
+        (Serve(launch.APPLICATION, port=9000), r"listens on 127\.0\.0\.1:9000 already, not on 127\.0\.0\.1:8000"),
+    ],
+    ids=["served already", "port taken", "Serve listens elsewhere"],
+)
+def test_what_runs_already_is_left_alone(monkeypatch: pytest.MonkeyPatch, found: Serve, words: str):
+    patched(monkeypatch, found)
+    with pytest.raises(launch.StartUpError, match=words), launch.application(config_of("127.0.0.1"), Console()):
+        pass
+    assert launch.APPLICATION in found.applications
+
+
+@pytest.mark.parametrize(
+    ("host", "where", "url"),
+    [("127.0.0.1", "EveryNode", "127.0.0.1"), ("0.0.0.0", "EveryNode", "0.0.0.0"), ("10.1.2.3", "HeadOnly", "10.1.2.3"),
+     ("::1", "EveryNode", "[::1]")],
+)  # fmt: skip
+def test_a_proxy_is_started_where_it_can_listen(host: str, where: str, url: str, monkeypatch: pytest.MonkeyPatch):
+    found, given = Serve(), dict[str, Any]()
+    found.http_config.host = host
+    monkeypatch.setattr(found, "start", lambda **options: given.update(options))
+    monkeypatch.setattr(found, "get_app_handle", handle_that_knows(longest=10), raising=False)
+    monkeypatch.setattr(found, "run_many", lambda *_, **__: found.applications.update({launch.APPLICATION: None}))
+    patched(monkeypatch, found)
+    with launch.application(config_of(host), Console(quiet=True)) as served:
+        assert served == f"http://{url}:8000"
+    assert given["proxy_location"] == where
+    assert not found.applications
+
+
+def test_a_prefix_that_another_application_has_is_told(monkeypatch: pytest.MonkeyPatch):
+    found = Serve("other", prefix_taken=True)
+    patched(monkeypatch, found)
+    with (
+        pytest.raises(launch.StartUpError, match="Prefix / is being used"),
+        launch.application(config_of("127.0.0.1"), Console()),
+    ):
+        pass
+    assert [*found.applications] == ["other"]
+
+
+def patched(monkeypatch: pytest.MonkeyPatch, found: Serve) -> None:
+    monkeypatch.setattr(launch, "serve", found)
+    monkeypatch.setattr(launch, "_get_global_client", lambda: found)
+    monkeypatch.setattr(launch, "ray_cluster", lambda **_: nullcontext())
+    for name in ("_end_by_signal", "_warn_of_apart", "_wait_until_ready", "build"):
+        monkeypatch.setattr(launch, name, lambda *_: None)
+
+
+def handle_that_knows(**facts: int) -> Any:
+    answer = {name: SimpleNamespace(remote=lambda: SimpleNamespace(result=lambda: 10)) for name in facts}
+    return lambda name: SimpleNamespace(**answer)
+
+
+def config_of(host: str) -> OrbitServeConfig:
+    return OrbitServeConfig.model_validate({"model": {"path": Path("somewhere")}, "http": {"host": host, "port": 8000}})
+
+
+def test_a_cluster_of_ones_own_is_told_the_same():
+    lines = (Path(infra.__path__[0]) / "cluster.env").read_text().splitlines()
+    assert dict(line.split("=") for line in lines if not line.startswith("#")) == launch.FAST_REQUEST_PATH
