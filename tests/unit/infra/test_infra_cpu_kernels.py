@@ -49,7 +49,9 @@ def normalised(x: Tensor, weight: Tensor) -> Tensor:
 def test_norms_are_rounded_once(dtype: torch.dtype, width: int) -> None:
     x, residual = (numbers(2, 5, width, dtype=dtype) * size for size in (1, 2))
     weight = numbers(width, dtype=dtype)
-    most = 0.55 if dtype is torch.bfloat16 else 2  # of the rounding: in fp32 the sum of squares has its own
+    # Of the rounding: where the CPU has no instruction for it, vLLM cuts bfloat16 off instead of rounding to the
+    # nearest; in fp32 the sum of squares has roundings of its own.
+    most = 2.0 if dtype is not torch.bfloat16 else 0.55 if torch.cpu._is_avx512_bf16_supported() else 1.0
     assert off(cpu_kernels.rms_norm(x, weight, 1e-6), normalised(x, weight)) < most
     heads = x.unflatten(-1, (-1, 16))[:, :, ::2]  # as a model takes them out of queries, keys and values
     assert off(cpu_kernels.rms_norm(heads, weight[:16], 1e-6), normalised(heads, weight[:16])) < most

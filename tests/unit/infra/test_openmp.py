@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="OpenMP is libgomp on Linux")
 
-_COMPUTE = "import os, torch; from infra import openmp; torch.zeros(1 << 20); "
+_COMPUTE = "import os, torch; from infra.cpu import openmp; torch.zeros(1 << 20); "
 _TASKS = "len(os.listdir('/proc/self/task'))"
 _SETTLED = f"""
 import time

@@ -59,7 +59,7 @@ def test_tables_are_measured_again_with_other_packages_and_of_other_weights(
 
 
 def test_the_code_whose_tables_are_kept_is_there_and_what_runs_the_engine_is_of_it():
-    files = {path for part in bench._CODE for path in (part.glob("*.py") if part.is_dir() else [part])}
+    files = {path for part in bench._CODE for path in (part.rglob("*.py") if part.is_dir() else [part])}
     assert all(path.exists() for path in files)
     modules = (cpu_kernels, cpu_latent, openmp, vllm_env, vllm_plugin, engine)
     assert {Path(module.__file__) for module in modules} <= files

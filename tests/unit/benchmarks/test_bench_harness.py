@@ -6,16 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
+import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from serving.bench import harness
+from serving.bench import harness, models
+from serving.bench.command import bench_command
 from serving.bench.harness import Arm, Benchmark, Outcome, in_turns
-from serving.cli.main import app
 from serving.loadtest import records
 from tests.benchmarks import servers
 from tests.benchmarks.catalogue import BENCHMARKS
 
+app = typer.Typer()
+app.command()(bench_command("python -m tests.benchmarks", "tests.benchmarks.catalogue"))
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json"))
 FIELDS = {"name", "command", "versions", "machine", "workload", "arms", "figures"}
 
@@ -61,13 +64,13 @@ def test_on_a_gpu_roles_share_it_and_what_a_benchmark_asks_for_is_added(
     assert (shared.prefill.max_queue, shared.prefill.fidelity.share) == (9, 0)
     for role in (shared.prefill, shared.decode, shared.vision):
         assert (role.gpus, role.gpu_memory_utilization) == (servers.GPU_PART,) * 2
-    assert shared.prefill.kv_cache_gib == shared.decode.kv_cache_gib == servers.GPU_POOL_GIB
+    assert shared.prefill.kv_cache_gib == shared.decode.kv_cache_gib == models.GPU_POOL_GIB
 
 
 def test_a_checkpoint_without_weights_is_given_some(tmp_path: Path):
-    assert servers.load_format(tmp_path) == "dummy"
+    assert models.load_format(tmp_path) == "dummy"
     (tmp_path / "model.safetensors").touch()
-    assert servers.load_format(tmp_path) == "auto"
+    assert models.load_format(tmp_path) == "auto"
 
 
 def test_tables_are_reported_shown_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -85,29 +88,29 @@ def test_tables_are_reported_shown_and_drawn(tmp_path: Path, capsys: pytest.Capt
 
 def test_only_some_benchmarks_take_a_model(tmp_path: Path):
     assert BENCHMARKS["patch-rank"].takes_model
-    refused = CliRunner().invoke(app, ["bench", "patch-form", "--model", str(tmp_path)])
+    refused = CliRunner().invoke(app, ["patch-form", "--model", str(tmp_path)])
     assert refused.exit_code == 2
     assert "takes no --model" in refused.output
-    missing = CliRunner().invoke(app, ["bench", "patch-rank", "--model", str(tmp_path)])
+    missing = CliRunner().invoke(app, ["patch-rank", "--model", str(tmp_path)])
     assert missing.exit_code == 2
     assert "config.json" in missing.output
     (tmp_path / "config.json").touch()
-    another = CliRunner().invoke(app, ["bench", "fidelity", "--model", str(tmp_path)])
+    another = CliRunner().invoke(app, ["fidelity", "--model", str(tmp_path)])
     assert another.exit_code == 2
     assert "qwen2_5_vl or qwen3_vl" in " ".join(another.output.split())
 
 
 def test_sections_are_those_of_the_benchmark():
     for name, said in (("fidelity", "there are splits, shape, orders, drift"), ("patch-form", "takes no --only")):
-        refused = CliRunner().invoke(app, ["bench", name, "--only", "composition", "--only", "nothing"])
+        refused = CliRunner().invoke(app, [name, "--only", "composition", "--only", "nothing"])
         assert refused.exit_code == 2
         assert said in " ".join(refused.output.split())
 
 
 def test_the_command_lists_benchmarks_and_refuses_unknown_ones():
-    listed = CliRunner().invoke(app, ["bench", "list"])
+    listed = CliRunner().invoke(app, ["list"])
     assert listed.exit_code == 0
-    unknown = CliRunner().invoke(app, ["bench", "nonsense"])
+    unknown = CliRunner().invoke(app, ["nonsense"])
     assert unknown.exit_code == 2
 
 
