@@ -36,6 +36,7 @@ import pyarrow as pa
 
 from kvstore.deletions import Deletions, derives
 from kvstore.errors import StoreError
+from kvstore.memory_cache import HotCache
 from kvstore.pins import Pins
 from kvstore.records.format import (
     BasisRecord,
@@ -49,7 +50,6 @@ from kvstore.records.format import (
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk import DiskTier
-from kvstore.tiers.eviction import HotCache
 from kvstore.tiers.loading import Loading
 from kvstore.tiers.paths import path_of, record_path
 from kvstore.tiers.stack import Found, TierStack

@@ -8,22 +8,15 @@ renews ends by time-out, so that a decode replica that died cannot keep blocks f
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Container, Sequence
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import count
+
+from prefill_workers.protocol import LeaseState
 
 _ABOUT_SECONDS = 1.0  # a lease that ends within this time may have ended
 _MOST_READ = 4096  # leases that are remembered to have been read
-
-
-class LeaseState(StrEnum):
-    """What a worker knows of a lease's blocks."""
-
-    HELD = "held"  # they are nobody else's, and will not be just now
-    READ = "read"  # they were, until all had pulled them that were to
-    UNKNOWN = "unknown"  # it is another worker's lease, has expired, or is about to
 
 
 class PoolExhausted(RuntimeError):
@@ -167,34 +160,3 @@ class BlockPool:
     def _drop(self, lease: Lease) -> None:
         del self._leases[lease.id]
         self._free.extend(lease.blocks)
-
-
-class ReadNotes:
-    """Joins what the ranks of a worker are told: a sequence is read when every rank has heard of all its readers."""
-
-    def __init__(self, ranks: int) -> None:
-        self._heard: list[Counter[str]] = [Counter() for _ in range(ranks)]
-
-    def take(
-        self, told: Sequence[tuple[list[tuple[str, int]], list[str]]], held: Container[str]
-    ) -> tuple[list[str], list[str]]:
-        """From each rank's `poll_handoffs`: leases read (one entry per decode sequence), and leases still wanted.
-
-        What was heard of leases that are not `held` any more is forgotten.
-        """
-        for heard in self._heard:
-            for lease in [lease for lease in heard if lease not in held]:
-                del heard[lease]
-        readers: dict[str, int] = {}
-        for heard, (read, _) in zip(self._heard, told, strict=True):
-            heard.update(lease for lease, _ in read if lease in held)
-            readers |= {lease: each for lease, each in read if lease in held}
-        done: list[str] = []
-        for lease, each in readers.items():
-            complete = min(heard[lease] for heard in self._heard) // each
-            for heard in self._heard:
-                heard[lease] -= complete * each
-                if not heard[lease]:
-                    del heard[lease]
-            done += [lease] * complete
-        return done, [lease for _, wanted in told for lease in wanted]

@@ -47,13 +47,12 @@ from kvstore.catalog.index import prefix_key
 from serving.settings import AccessLogSettings
 
 if TYPE_CHECKING:
-    from prefill_workers.link.plan import ChunkSpan, LinkRequest
-    from prefill_workers.scheduler.link_job import LinkResult
+    from prefill_workers.protocol import ChunkSpan, LinkRequest, LinkResult
 
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-TEXT = "text"  # as `prefill_workers.link.plan.TEXT`, which cannot be had without an engine's libraries
+TEXT = "text"  # as `prefill_workers.protocol.TEXT`, which cannot be had without an engine's libraries
 _MOST_GRID_NUMBERS = 64  # a larger field is no grid, and is not logged
 _WARN_SECONDS = 60.0  # between two warnings that lines cannot be written
 _BLOCK = 1 << 16  # bytes in which the end of a file's last whole line is looked for

@@ -10,10 +10,8 @@ from typing import Any
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from prefill_workers.block_pool import LeaseState
-from prefill_workers.link.plan import ChunkOutcome, LinkRequest, PrefetchRequest
 from prefill_workers.modes import OperatingPoint
-from prefill_workers.scheduler.link_job import LinkResult
+from prefill_workers.protocol import ChunkOutcome, LeaseState, LinkRequest, LinkResult, PrefetchRequest
 from serving.frontend.encode_once import Encodings
 from serving.frontend.engine_client import LinkedEngineClient
 from serving.frontend.prompt_segments import Delimiters

@@ -2,7 +2,7 @@
 
 The plain torch version (`kvstore.operator.patch`) passes over an fp32 copy several times. Compiled by numba on first
 use (some seconds, then cached on disk), once for int8 factors and for no patch, once for all others:
-`kvstore.operator.patch.warm_up` has that done before a request needs it. `apply` declines whatever it does not cover,
+`kvstore.operator.apply.warm_up` has that done before a request needs it. `apply` declines whatever it does not cover,
 and everything where numba is missing, so callers keep the torch version; a kernel for device memory fits beside it.
 """
 
@@ -64,7 +64,7 @@ def _refuse_special_names(handle: Any) -> None:
 
 
 def apply(kv: Tensor, patch: Patch | None, delta: int | float, layout: Layout, out: Tensor) -> bool:
-    """`kvstore.operator.patch.apply` for checked arguments. False, with nothing written, if not covered.
+    """`kvstore.operator.apply.apply` for checked arguments. False, with nothing written, if not covered.
 
     Covers bf16 and fp32 in host memory whose features lie side by side.
     """

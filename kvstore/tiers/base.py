@@ -13,18 +13,11 @@ A key is a relative path of plain names joined by "/". Every tier passes `tests/
 from __future__ import annotations
 
 import re
-import threading
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, NamedTuple
-from urllib.parse import unquote, urlsplit
+from typing import NamedTuple
 
-import fsspec
 import pyarrow as pa
 
 from kvstore.errors import InvalidKey, TierUnavailable
@@ -147,148 +140,6 @@ class Tier(ABC):
             return False
         self.put(QUARANTINE + check_key(key), [buffer])
         return self.delete(key)
-
-
-class MemoryTier(Tier):
-    """Blobs in this process, for tests and for hosts without a disk."""
-
-    def __init__(self, name: str = "memory") -> None:
-        self.name = name
-        self._lock = threading.Lock()
-        self._blobs: dict[str, tuple[pa.Buffer, float]] = {}
-
-    def get(self, key: str) -> pa.Buffer | None:
-        with self._lock:
-            found = self._blobs.get(check_key(key))
-        return None if found is None else found[0]
-
-    def put(self, key: str, buffers: Sequence[pa.Buffer]) -> None:
-        check_key(key)
-        blob = buffers[0] if len(buffers) == 1 else pa.py_buffer(b"".join(memoryview(part) for part in buffers))
-        with self._lock:
-            self._blobs[key] = (blob, time.time())
-
-    def delete(self, key: str) -> bool:
-        with self._lock:
-            return self._blobs.pop(check_key(key), None) is not None
-
-    def contains(self, key: str) -> bool:
-        return check_key(key) in self._blobs
-
-    def entries(self, prefix: str = "") -> Iterator[Entry]:
-        with self._lock:
-            found = [Entry(key, blob.size, used) for key, (blob, used) in self._blobs.items() if key.startswith(prefix)]
-        return iter(found)
-
-    def touch(self, key: str) -> None:
-        with self._lock:
-            if key in self._blobs:
-                self._blobs[key] = (self._blobs[key][0], time.time())
-
-
-class FsspecTier(Tier):
-    """Blobs on any fsspec file system; `url` names the root, such as `gs://bucket/prefix`. One PUT per blob.
-
-    Local paths belong to `DiskTier` (see `tier_for_url`): fsspec does not write them atomically.
-    """
-
-    tells_use = False
-
-    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None, name: str = "remote") -> None:
-        self.name = name
-        # Listings must be fresh: other processes write to the same store.
-        options = {"use_listings_cache": False, **(storage_options or {})}
-        with self._guarded("open", url):
-            self._fs, root = fsspec.core.url_to_fs(url, **options)
-        self._root = root.rstrip("/")
-        self._asking = ThreadPoolExecutor(_ASKING, thread_name_prefix="kvstore-look-up")
-
-    def get(self, key: str) -> pa.Buffer | None:
-        path = self._path(key)
-        with self._guarded("read", key):
-            try:
-                return pa.py_buffer(self._fs.cat_file(path))
-            except (FileNotFoundError, IsADirectoryError):
-                return None
-
-    def put(self, key: str, buffers: Sequence[pa.Buffer]) -> None:
-        path = self._path(key)
-        with self._guarded("write", key):
-            self._fs.pipe_file(path, b"".join(memoryview(part) for part in buffers))
-
-    def delete(self, key: str) -> bool:
-        path = self._path(key)
-        with self._guarded("delete", key):
-            if not self._is_blob(path):
-                return False
-            with suppress(FileNotFoundError):
-                self._fs.rm_file(path)
-            return True
-
-    def contains(self, key: str) -> bool:
-        path = self._path(key)
-        with self._guarded("look up", key):
-            return self._is_blob(path)
-
-    def _ask_each(self, keys: Collection[str]) -> Iterable[bool | TierUnavailable]:
-        return self._asking.map(self._ask, keys)
-
-    def entries(self, prefix: str = "") -> Iterator[Entry]:
-        folder, _, _ = prefix.rpartition("/")
-        base = f"{self._root}/{folder}" if folder else self._root
-        with self._guarded("list", prefix):
-            try:
-                found = self._fs.find(base, detail=True)
-            except FileNotFoundError:
-                return
-            for path, info in found.items():
-                key = path[len(self._root) + 1 :]
-                if key.startswith(prefix):
-                    yield Entry(key, int(info.get("size") or 0), _modified(info))
-
-    def _is_blob(self, path: str) -> bool:
-        """fsspec's own `isfile` answers False when it could not look."""
-        try:
-            return bool(self._fs.info(path)["type"] == "file")
-        except FileNotFoundError:
-            return False
-
-    def _path(self, key: str) -> str:
-        return f"{self._root}/{check_key(key)}"
-
-    def _reason(self, error: BaseException) -> str:
-        """Why the backend failed, in words for the log."""
-        return f"{type(error).__name__}: {error}"
-
-    def _guarded(self, action: str, key: str) -> Guard:
-        # Backends raise their own client's errors (botocore, aiohttp, ...), which share no base class.
-        return Guard(self.name, action, key, (Exception,), self._reason)
-
-
-def tier_for_url(url: str, storage_options: Mapping[str, Any] | None = None, durable: bool = True) -> Tier:
-    """The tier that fits a URL: DiskTier for `file:` and plain paths, S3Tier for `s3://`, else FsspecTier."""
-    from kvstore.tiers.disk import DiskTier  # these build on this module
-    from kvstore.tiers.s3 import S3Tier
-
-    if "://" not in url and not url.startswith("file:"):
-        return DiskTier(url, durable=durable)  # whatever its name has in it that would mean something in a URL
-    parts = urlsplit(url)
-    if parts.scheme == "file":
-        return DiskTier(unquote(parts.path), durable=durable)
-    if parts.scheme in ("s3", "s3a"):
-        return S3Tier(url, storage_options)
-    return FsspecTier(url, storage_options)
-
-
-def _modified(info: Mapping[str, Any]) -> float:
-    """Last modification in Unix seconds, however the file system calls it; 0 where it does not say."""
-    for name in ("LastModified", "mtime", "created", "last_modified", "updated"):
-        value = info.get(name)
-        if isinstance(value, int | float):
-            return float(value)
-        if isinstance(value, datetime):
-            return value.timestamp()
-    return 0.0
 
 
 class Guard:

@@ -18,7 +18,8 @@ from botocore.exceptions import BotoCoreError, ClientError
 from fsspec.asyn import sync
 
 from kvstore.errors import BlobReplaced, TierUnavailable
-from kvstore.tiers.base import QUARANTINE, Blob, FsspecTier, Guard, check_key
+from kvstore.tiers.base import QUARANTINE, Blob, Guard, check_key
+from kvstore.tiers.fsspec import FsspecTier
 
 _Answer = TypeVar("_Answer")
 _RANGE_BYTES = 16 << 20  # one range of a parallel read; smaller blobs take one request

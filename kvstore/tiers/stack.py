@@ -6,17 +6,20 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
 
 from kvstore.errors import BlobReplaced, CorruptRecord, TierUnavailable
 from kvstore.records.format import Record, decode
 from kvstore.settings import LibrarySettings
-from kvstore.tiers.base import QUARANTINE, Blob, Entry, Tier, tier_for_url
+from kvstore.tiers.base import QUARANTINE, Blob, Entry, Tier
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.eviction import Candidate, TierBudget
+from kvstore.tiers.fsspec import FsspecTier
 from kvstore.tiers.health import Breaker, Health
 from kvstore.tiers.loading import Loading
 from kvstore.tiers.paths import ORPHAN_SECONDS, Marker, content_prefix, marker_paths, path_of, sorted_out, tenant_digest
@@ -359,3 +362,18 @@ def _read(tier: Tier, path: str, decoded: Callable[[Blob], Record]) -> Found | N
     except BlobReplaced:
         whole = tier.get(path)
         return None if whole is None else Found(decoded(Blob(whole)), whole)
+
+
+def tier_for_url(url: str, storage_options: Mapping[str, Any] | None = None, durable: bool = True) -> Tier:
+    """The tier that fits a URL: DiskTier for `file:` and plain paths, S3Tier for `s3://`, else FsspecTier."""
+    from kvstore.tiers.disk import DiskTier  # these build on this module
+    from kvstore.tiers.s3 import S3Tier
+
+    if "://" not in url and not url.startswith("file:"):
+        return DiskTier(url, durable=durable)  # whatever its name has in it that would mean something in a URL
+    parts = urlsplit(url)
+    if parts.scheme == "file":
+        return DiskTier(unquote(parts.path), durable=durable)
+    if parts.scheme in ("s3", "s3a"):
+        return S3Tier(url, storage_options)
+    return FsspecTier(url, storage_options)

@@ -22,8 +22,9 @@ import pyarrow as pa
 from kvstore.errors import FileTooLarge, InvalidUpload, QuotaExceeded, UnknownFile
 from kvstore.records.keys import owned_content_id
 from kvstore.settings import FileSettings
-from kvstore.tiers.base import Tier, tier_for_url
+from kvstore.tiers.base import Tier
 from kvstore.tiers.paths import ORPHAN_SECONDS, tenant_digest
+from kvstore.tiers.stack import tier_for_url
 from kvstore.uploads.json_objects import JsonObjects
 from kvstore.uploads.pending_deletions import OwedDeletions
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from prefill_workers.link.compose import attention_shares
 from prefill_workers.sequence import Run
 
 _SCORES = 1 << 24  # that are held at once, 4 bytes each
@@ -50,3 +49,11 @@ def paid_to(others: Sequence[Run], queries: Tensor, keys: Tensor, first: int, sc
         masses = (attention @ member).flatten(0, 1).permute(2, 0, 1)
         shares.append(attention_shares(masses / (1 - masses.sum(0)).clamp_min(1e-6)))
     return torch.cat(shares, -1)
+
+
+def attention_shares(ratios: Tensor) -> Tensor:
+    """What antecedents take of the attention of some heads, and what each would take alone: [2, pairs, tokens], sums.
+
+    `ratios`: r_i = Z_i / Z_B of the first layer, [pairs, heads, tokens].
+    """
+    return torch.stack([ratios / (1 + ratios.sum(0)), ratios / (1 + ratios)]).sum(2)

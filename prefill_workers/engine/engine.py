@@ -26,15 +26,15 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, 
 
 from infra.cpu import openmp
 from infra.vllm_env import BLOCK_SIZE, cpu_engine_arguments, fitting, gpu_pool
+from kvstore.operator.apply import relocate
 from kvstore.operator.layout import Layout
-from kvstore.operator.patch import relocate
 from kvstore.operator.rotary import RotaryScheme
 from kvstore.records.keys import embedding_key
-from prefill_workers.block_pool import ReadNotes
 from prefill_workers.engine.batch import Attending, assemble
 from prefill_workers.engine.fingerprint import fingerprint, precision
 from prefill_workers.engine.image_batches import Pixels, handfuls
 from prefill_workers.engine.rank_errors import Failure
+from prefill_workers.engine.transfer_notes import ReadNotes
 from prefill_workers.engine.worker_extension import ArrivingLayers, UnsupportedEngine
 from prefill_workers.sequence import LinkSequence, Run
 

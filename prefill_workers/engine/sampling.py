@@ -6,25 +6,10 @@ client while the KV is still handed off; the decode engine is given it as the pr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a token is drawn from its logits. Names and meaning are those of vLLM's `SamplingParams`.
-
-    `temperature` 0 takes the likeliest, `top_k` 0 allows all.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
+from prefill_workers.protocol import Sampling
 
 
 def draw(logits: Tensor, sampling: Sampling, prompt: Tensor) -> int:

@@ -65,14 +65,6 @@ def weighted_sum(base: Patch, pairs: Sequence[Patch], weights: Tensor) -> Patch:
     return compose([*terms, _times(base, 1 - weights.sum(0))])
 
 
-def attention_shares(ratios: Tensor) -> Tensor:
-    """What antecedents take of the attention of some heads, and what each would take alone: [2, pairs, tokens], sums.
-
-    `ratios`: r_i = Z_i / Z_B of the first layer, [pairs, heads, tokens].
-    """
-    return torch.stack([ratios / (1 + ratios.sum(0)), ratios / (1 + ratios)]).sum(2)
-
-
 def attention_weights(shares: Tensor) -> Tensor:
     """c_i [pairs, tokens], 0 to 1, from the `attention_shares` of all heads: their mean, by what each pays to A_i."""
     taken, alone = shares

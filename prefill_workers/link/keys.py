@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from blake3 import blake3
 
-from kvstore.operator.patch import PatchKind
+from kvstore.operator.patch import PatchKind, set_kind
 from kvstore.records.keys import DYNAMIC_TENANT, antecedent_key, canonical_key, owner_of
 from kvstore.records.patch_form import PatchForm
 from prefill_workers.modes import Text
-from prefill_workers.patches.orbit_patches import set_kind
 
 if TYPE_CHECKING:
     from prefill_workers.engine.engine import PrefillEngine
-    from prefill_workers.link.plan import LinkRequest
+    from prefill_workers.protocol import LinkRequest
 
 _TEXT = -1  # no token's id: what follows is a digest of text
 

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvstore.errors import ShapeMismatch
+from kvstore.operator.apply import apply
 from kvstore.operator.basis import SharedBasis
 from kvstore.operator.layout import Layout
-from kvstore.operator.patch import Patch, apply
+from kvstore.operator.patch import Patch
 from kvstore.records.format import CanonicalRecord, PatchRecord
 from kvstore.tiers.loading import Loading
 from prefill_workers.link.plan import ChunkPlan

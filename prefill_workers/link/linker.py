@@ -29,7 +29,7 @@ from torch import Tensor
 
 from kvstore.errors import ShapeMismatch
 from kvstore.library import Library
-from kvstore.operator.patch import warm_up
+from kvstore.operator.apply import warm_up
 from kvstore.records.patch_form import PatchForm
 from prefill_workers import modes as policies
 from prefill_workers.engine.engine import PrefillEngine
@@ -41,14 +41,7 @@ from prefill_workers.link.keys import ChunkKeys, Keys, contexts, teaches
 from prefill_workers.link.layerwise_load import Arriving
 from prefill_workers.link.lookups import Found, Lookup, Lookups
 from prefill_workers.link.place_kv import Placed, place
-from prefill_workers.link.plan import (
-    ChunkOutcome,
-    ChunkPlan,
-    LinkPlan,
-    LinkRequest,
-    PixelsNeeded,
-    PrefetchRequest,
-)
+from prefill_workers.link.plan import ChunkPlan, LinkPlan
 from prefill_workers.link.prefix_cache import Beginning, Block, PrefixCache, relocated
 from prefill_workers.link.token_selection import (
     MEASURED_LAYER,
@@ -60,6 +53,7 @@ from prefill_workers.link.token_selection import (
 from prefill_workers.modes import Mode, OperatingPoint
 from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.patch_compiler import PatchJob
+from prefill_workers.protocol import ChunkOutcome, LinkRequest, PixelsNeeded, PrefetchRequest
 from prefill_workers.sequence import LinkSequence, Run, forwards
 from prefill_workers.settings import COMPOSE_UP_TO, FREE_TEXT, FidelitySettings, Weighing
 

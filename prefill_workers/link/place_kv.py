@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvstore.operator.patch import Patch, apply
+from kvstore.operator.apply import apply
+from kvstore.operator.patch import Patch
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.sequence import Run
 

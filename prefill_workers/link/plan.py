@@ -10,131 +10,20 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kvstore.operator.patch import PatchKind
-from prefill_workers.engine.sampling import Sampling
 from prefill_workers.link.lookups import Found, Lookup
 from prefill_workers.link.prefix_cache import Beginning, Block
-from prefill_workers.modes import Mode, OperatingPoint, Text
+from prefill_workers.modes import OperatingPoint
+from prefill_workers.protocol import ChunkOutcome, ChunkSpan, LinkRequest
 from prefill_workers.sequence import Embedded, LinkSequence, Run, complement
 
 if TYPE_CHECKING:
     from prefill_workers.link.layerwise_load import Arriving
-
-TEXT = "text"  # the modality of a document: its tokens are its content
-
-
-@dataclass(frozen=True)
-class ChunkSpan:
-    """One chunk of a prompt, as plain values.
-
-    The chunk is the tokens `start` up to `stop`, delimiters included; its placeholders are `first` up to
-    `first + count`. `grid` carries the processed fields that fix the positions (vLLM's item without pixels). In a text
-    chunk every token counts as a placeholder: its content id alone names it.
-    """
-
-    content: str
-    modality: str
-    start: int
-    stop: int
-    first: int
-    count: int
-    grid: Any = None
-    is_embed: Tensor | None = None
-
-    @property
-    def needs_embeddings(self) -> bool:
-        """Whether computing the chunk takes embeddings that its token ids do not give."""
-        return self.modality != TEXT
-
-    @property
-    def embedded(self) -> int:
-        """Placeholders that carry an embedding."""
-        return self.count if self.is_embed is None else int(self.is_embed.sum())
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(frozen=True)
-class LinkRequest:
-    """What a prefill worker is asked to link.
-
-    `prefix` are the token ids of the fixed prefix (system prompt and tools) that patches are keyed by, and `text` says
-    whether other text is, too; `readers` is how many decode sequences will pull the KV (`n` of the request). With
-    `sampling` the answer's first token is wanted too. `patched` says of each chunk whether its sender knows of a patch
-    for it where it stands, () where that does not matter or is not known: the choice of a worker minds it, no worker
-    does.
-
-    Raises:
-        ValueError: chunks overlap, or are not in the prompt's order.
-    """
-
-    request_id: str
-    token_ids: Sequence[int]
-    chunks: tuple[ChunkSpan, ...] = ()
-    mode: Mode = Mode.AUTO
-    tenant: str = "local"
-    prefix: tuple[int, ...] = ()
-    text: Text = Text.AUTO
-    readers: int = 1
-    sampling: Sampling | None = None
-    patched: tuple[bool, ...] = ()
-
-    def __post_init__(self) -> None:
-        stop = 0
-        for i, span in enumerate(self.chunks):
-            if not stop <= span.start <= span.stop:
-                raise ValueError(f"chunk {i + 1}, tokens {span.start} to {span.stop}, overlaps the one before it")
-            stop = span.stop
-
-
-@dataclass(frozen=True)
-class PrefetchRequest:
-    """Chunks that a prompt on its way will bring, in its order: content ids, and what their patches are keyed by.
-
-    `documents` are those of the contents that are text chunks.
-    """
-
-    contents: tuple[str, ...]
-    documents: frozenset[str] = frozenset()
-    mode: Mode = Mode.AUTO
-    tenant: str = "local"
-    prefix: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class ChunkOutcome:
-    """How one chunk was linked, for the request's report.
-
-    `rank` and `kind` are those of the patch, if one was used; `missed` says that one was looked for and none is stored,
-    `sums_off` that none was put together from parts, because sums are switched off.
-    """
-
-    tokens: int
-    operating_point: OperatingPoint
-    antecedents: int
-    reason: str
-    rank: int | None = None
-    kind: PatchKind | None = None
-    missed: bool = False
-    sums_off: bool = False
-
-
-class PixelsNeeded(Exception):
-    """Chunks must be computed whose embeddings are stored nowhere: send their pixels (indices into `chunks`)."""
-
-    def __init__(self, chunks: Sequence[int]) -> None:
-        super().__init__(f"pixels needed for chunks {list(chunks)}")
-        self.chunks = tuple(chunks)
-
-    def __reduce__(self) -> tuple[type[PixelsNeeded], tuple[tuple[int, ...]]]:
-        return PixelsNeeded, (self.chunks,)
 
 
 @dataclass(eq=False)

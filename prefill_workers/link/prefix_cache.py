@@ -26,8 +26,8 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from kvstore.operator.apply import relocate
 from kvstore.operator.layout import Layout
-from kvstore.operator.patch import relocate
 from prefill_workers.sequence import Run
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvstore.operator.apply import relocate
 from kvstore.operator.layout import Layout
-from kvstore.operator.patch import deficit, relocate
+from kvstore.operator.patch import deficit
 from prefill_workers.modes import Mode
 from prefill_workers.sequence import Run
 

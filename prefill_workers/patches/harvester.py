@@ -17,16 +17,18 @@ from torch import Tensor
 
 from kvstore.catalog.index import prefix_key
 from kvstore.library import Library
-from kvstore.operator.patch import PatchKind, deficit, relocate
+from kvstore.operator.apply import relocate
+from kvstore.operator.patch import PatchKind, deficit, set_kind
 from kvstore.records.format import CanonicalRecord, EmbeddingRecord, RecordKind
 from kvstore.records.keys import antecedent_key, owner_of
 from kvstore.records.patch_form import PatchForm
 from prefill_workers import modes as policies
 from prefill_workers.engine.engine import PrefillEngine
-from prefill_workers.link.plan import ChunkPlan, ChunkSpan, LinkPlan
-from prefill_workers.patches.orbit_patches import OrbitChunk, OrbitForming, Placed, arrange, set_kind
+from prefill_workers.link.plan import ChunkPlan, LinkPlan
+from prefill_workers.patches.orbit_patches import OrbitChunk, OrbitForming, Placed, arrange
 from prefill_workers.patches.patch_compiler import PatchJob
 from prefill_workers.patches.scratch import Pieces, Scratch, aside
+from prefill_workers.protocol import ChunkSpan
 from prefill_workers.sequence import Embedded, LinkSequence, complement
 
 _ASKING_THREADS = 2  # work that was given up may still keep one of them waiting

@@ -24,16 +24,17 @@ from torch import Tensor
 from vllm.multimodal.inputs import MultiModalKwargsItem
 
 from kvstore.library import Library
-from kvstore.operator.patch import PatchKind, relocate
+from kvstore.operator.apply import relocate
+from kvstore.operator.patch import PatchKind, set_kind
 from kvstore.records.format import RecordKind
 from kvstore.records.keys import antecedent_key
 from kvstore.records.patch_form import PatchForm
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.link.linker import Linker
-from prefill_workers.link.plan import ChunkPlan, LinkPlan, LinkRequest, PixelsNeeded
-from prefill_workers.patches.orbit_patches import set_kind
+from prefill_workers.link.plan import ChunkPlan, LinkPlan
 from prefill_workers.patches.patch_compiler import PatchCompiler
 from prefill_workers.patches.scratch import Scratch, at_once
+from prefill_workers.protocol import LinkRequest, PixelsNeeded
 from prefill_workers.sequence import LinkSequence, Run, forwards
 from prefill_workers.settings import FREE_TEXT
 

@@ -19,17 +19,17 @@ from torch import Tensor
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 
 from kvstore.library import Library
-from kvstore.operator.patch import PatchKind
+from kvstore.operator.patch import PatchKind, set_kind
 from kvstore.records.format import CanonicalRecord
 from kvstore.records.keys import antecedent_key, owner_of
 from kvstore.records.patch_form import PatchForm
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.link.linker import Linker
-from prefill_workers.link.plan import TEXT, ChunkSpan, LinkRequest, PixelsNeeded
 from prefill_workers.modes import Mode
-from prefill_workers.patches.orbit_patches import OrbitChunk, arrange, set_kind
+from prefill_workers.patches.orbit_patches import OrbitChunk, arrange
 from prefill_workers.patches.patch_compiler import PatchCompiler
 from prefill_workers.patches.scratch import Scratch, at_once
+from prefill_workers.protocol import TEXT, ChunkSpan, LinkRequest, PixelsNeeded
 from prefill_workers.sequence import Run, forwards
 
 _CHUNKS_AT_HAND = 64  # with their embeddings

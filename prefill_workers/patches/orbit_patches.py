@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvstore.operator.patch import ORBIT_ORDERINGS, PatchKind, orderings
+from kvstore.operator.patch import ORBIT_ORDERINGS, orderings
 from prefill_workers.sequence import Embedded, LinkSequence
 
 
@@ -70,11 +70,6 @@ def arrange(
         index += len(chunk.token_ids)
         position += chunk.span
     return LinkSequence(torch.cat(ids), torch.cat(positions, dim=-1), blocks, tuple(embedded)), placed
-
-
-def set_kind(predecessors: int) -> PatchKind:
-    """The kind of patch that serves a set of so many predecessors in any order: one predecessor makes a pair."""
-    return PatchKind.pair if predecessors == 1 else PatchKind.orbit
 
 
 @dataclass

@@ -5,37 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 from prefill_workers.block_pool import Lease
 from prefill_workers.link.layerwise_load import Arriving
-from prefill_workers.link.plan import ChunkOutcome, LinkPlan
+from prefill_workers.link.plan import LinkPlan
+from prefill_workers.protocol import LinkResult
 from prefill_workers.sequence import Run, complement, merge_runs
 
 # What a link that still waits for loads must have to compute for a forward of its own; fewer tokens wait for the next.
 # Whatever it computes, a forward has a fixed part (see `pace`).
 FORWARD_TOKENS = 64
-
-
-@dataclass(frozen=True)
-class LinkResult:
-    """A linked sequence, ready to be pulled by a decode engine."""
-
-    lease: str
-    transfer: dict[str, Any]  # vLLM's kv_transfer_params
-    chunks: tuple[ChunkOutcome, ...]
-    tokens_reused: int
-    tokens_computed: int
-    stages_ms: dict[str, float]
-    prefix_tokens_reused: int = 0  # of those reused: text before the first chunk
-    first_token: int | None = None  # of the answer, if the request asked for it
-    compute_ms: float = 0.0  # of forwards that others may have shared: its part
-    select_ms: float = 0.0  # of choosing tokens and weighing parts, which others may have shared: its part
-
-    @property
-    def chunk_tokens_reused(self) -> int:
-        """Of those reused: tokens of chunks."""
-        return self.tokens_reused - self.prefix_tokens_reused
 
 
 @dataclass(eq=False)

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from infra.cpu.turns import Turns
-from prefill_workers.link.plan import LinkRequest
 from prefill_workers.modes import uses_library
+from prefill_workers.protocol import LinkRequest
 
 
 class LoadedKV:

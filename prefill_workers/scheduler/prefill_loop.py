@@ -23,15 +23,16 @@ from infra.cpu import openmp
 from prefill_workers.background.compile_ahead import CompileStats
 from prefill_workers.background.exact_recheck import Rechecks
 from prefill_workers.background.idle_work import Background
-from prefill_workers.block_pool import BlockPool, LeaseState, PoolExhausted
+from prefill_workers.block_pool import BlockPool, PoolExhausted
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.engine.image_batches import Pixels
 from prefill_workers.link.linker import Linker
 from prefill_workers.link.plan import LinkPlan
 from prefill_workers.patches.scratch import Scratch
+from prefill_workers.protocol import LeaseState, LinkResult, Overloaded, PromptTooLarge
 from prefill_workers.scheduler.cost_model import Pace
 from prefill_workers.scheduler.image_queue import ImagesUnderWay
-from prefill_workers.scheduler.link_job import LinkJob, LinkResult
+from prefill_workers.scheduler.link_job import LinkJob
 from prefill_workers.scheduler.load_budget import LoadedKV
 from prefill_workers.scheduler.scheduler import LinksUnderWay
 from prefill_workers.settings import CompileLimits
@@ -40,14 +41,6 @@ logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 30.0  # that running links have to end
 _POLL_SECONDS = 0.002  # between looks for NIXL notifications while a lease is out
-
-
-class Overloaded(RuntimeError):
-    """The queue of waiting links is full."""
-
-
-class PromptTooLarge(ValueError):
-    """The prompt needs more KV blocks than the whole pool has."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.engine.sampling import draw
 from prefill_workers.link.layerwise_load import Arriving
 from prefill_workers.link.linker import Linker
-from prefill_workers.link.plan import PixelsNeeded
+from prefill_workers.protocol import PixelsNeeded
 from prefill_workers.scheduler.cost_model import Pace
 from prefill_workers.scheduler.link_job import FORWARD_TOKENS, LinkJob
 from prefill_workers.sequence import Run, split_runs

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from prefill_workers.background.compile_ahead import CompileStats
 from serving.api.metrics import in_time
-
-
-class CompilingRoles(Protocol):
-    """What this needs of the prefill role."""
-
-    async def compiled(self) -> Mapping[str, CompileStats]:
-        """What every prefill replica compiled, by its name. Raises RoleUnavailable when one does not answer."""
+from serving.frontend.roles import CompilingRoles
 
 
 async def compiling(roles: CompilingRoles) -> list[Metric]:

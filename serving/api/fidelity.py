@@ -11,10 +11,10 @@ carry the replica's name, so that one which ends takes its counters with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from http import HTTPStatus
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import APIRouter, Request
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -26,18 +26,7 @@ from prefill_workers.modes import EXACT_POINTS, OperatingPoint
 from serving.api.errors import Forbidden, NotFound
 from serving.api.metrics import in_time
 from serving.errors import RoleUnavailable
-
-ByReplica = Mapping[str, Sequence[PointStatus]]
-
-
-class FidelityRoles(Protocol):
-    """What these routes need of the prefill role. Both raise RoleUnavailable when a replica does not answer."""
-
-    async def fidelity(self) -> ByReplica:
-        """What every prefill replica measured, by its name."""
-
-    async def allow(self, point: OperatingPoint) -> int:
-        """Allow an operating point again on every prefill replica; returns on how many it was switched off."""
+from serving.frontend.roles import ByReplica, FidelityRoles
 
 
 async def scraped(roles: FidelityRoles) -> ByReplica:

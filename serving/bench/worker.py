@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from kvstore.records.patch_form import PatchForm
     from prefill_workers.engine.engine import PrefillEngine
     from prefill_workers.link.linker import Linker
-    from prefill_workers.link.plan import LinkRequest
     from prefill_workers.patches.patch_compiler import PatchJob
-    from prefill_workers.scheduler.link_job import LinkResult
+    from prefill_workers.protocol import LinkRequest, LinkResult
     from prefill_workers.scheduler.prefill_loop import PrefillLoop
 
 TENANT = "local"
@@ -50,7 +49,7 @@ class Worker:
 
     def link(self, prompt: Prompt) -> LinkResult:
         """Link a prompt, encoding the pictures that the plan asks for, and let its blocks go."""
-        from prefill_workers.link.plan import PixelsNeeded
+        from prefill_workers.protocol import PixelsNeeded
 
         try:
             plan = self.linker.plan(prompt.request)
@@ -103,8 +102,7 @@ def prompt_over(engine: PrefillEngine, pictures: Sequence[Image.Image]) -> Promp
     """
     from vllm.renderers.inputs.preprocess import parse_model_prompt
 
-    from prefill_workers.engine.sampling import Sampling
-    from prefill_workers.link.plan import LinkRequest
+    from prefill_workers.protocol import LinkRequest, Sampling
     from serving.frontend.prompt_segments import Delimiters, segment
 
     model = engine.config.model_config

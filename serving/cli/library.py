@@ -121,7 +121,7 @@ def _make(directory: Path) -> None:
 
 def _tier(location: str, library: LibrarySettings) -> Tier:
     """The tier at a directory or URL, reached with the library's storage options."""
-    from kvstore.tiers.base import tier_for_url
+    from kvstore.tiers.stack import tier_for_url
     from serving.config import ConfigError
 
     try:

@@ -100,7 +100,7 @@ def doctor(
     if settings is None:
         results = run_doctor(model)
     else:
-        from serving.app import engine_spec
+        from serving.engine_spec import engine_spec
 
         spec = engine_spec(settings, settings.prefill.tensor_parallel_size, hand_off=False)
         results = run_doctor(

@@ -17,7 +17,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.input_processor import InputProcessor
 
-from prefill_workers.engine.sampling import Sampling
+from prefill_workers.protocol import Sampling
 
 # What a first token drawn elsewhere heeds. Whatever else a request asks for (constraints, penalties on what was said,
 # log-probabilities, stop strings, several answers, what a later vLLM adds) is the decode engine's from the start.

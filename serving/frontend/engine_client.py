@@ -23,82 +23,34 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from vllm.config import VllmConfig
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidationError
-from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.outputs import RequestOutput
 from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tasks import SupportedTask
 from vllm.v1.engine.input_processor import InputProcessor
 
-from prefill_workers.block_pool import LeaseState
-from prefill_workers.link.plan import LinkRequest, PixelsNeeded, PrefetchRequest
 from prefill_workers.modes import Mode
-from prefill_workers.scheduler.link_job import LinkResult
-from prefill_workers.scheduler.prefill_loop import Overloaded
+from prefill_workers.protocol import LeaseState, LinkRequest, LinkResult, Overloaded, PixelsNeeded, PrefetchRequest
 from prefill_workers.settings import PrefillSettings
 from serving.access_log import AccessLog
-from serving.api.compiling import CompilingRoles
 from serving.api.errors import OverloadedError
-from serving.api.fidelity import FidelityRoles
 from serving.errors import RoleUnavailable
 from serving.frontend.answer_stream import Answer, sampling_of
 from serving.frontend.encode_once import Encodings
 from serving.frontend.prompt_segments import Delimiters, Segments, segment
 from serving.frontend.report import ChunkReport, OrbitReport, RequestTrace, current_trace
+from serving.frontend.roles import Roles
 from serving.placement.arranger import Arranger
-from serving.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 
 MOST_CHOICES = 128  # of one request, OpenAI's limit: each pulls a prompt's KV for itself
 _ANSWER_SECONDS = 0.01  # an answer to `prefetch` was on its way while the prompt was rendered
-
-
-class Roles(FidelityRoles, CompilingRoles, Protocol):
-    """What the ingress needs of the other roles.
-
-    | primitive  | role           | raises                                        |
-    |------------|----------------|-----------------------------------------------|
-    | `prefetch` | prefill worker | nothing: best effort                          |
-    | `encode`   | vision encoder | RoleUnavailable                               |
-    | `link`     | prefill worker | PixelsNeeded, Overloaded, RoleUnavailable     |
-    | `generate` | decode worker  | ValueError (request too large), RoleUnavailable |
-    | `renew`    | prefill worker | nothing: unknown if nobody tells               |
-    | `abandon`  | decode worker  | nothing: best effort, leases end by time-out  |
-    | `fidelity`, `allow`, `compiled` | prefill workers, all of them | RoleUnavailable |
-    """
-
-    async def prefetch(self, request: PrefetchRequest) -> Collection[str]:
-        """Start loading what a prompt on its way will need; the images of which nothing is stored, as far as known."""
-
-    async def encode(self, items: Sequence[tuple[str, MultiModalKwargsItem]]) -> Sequence[Any]:
-        """Embeddings of each processed image, in whatever form `link` of the same object accepts.
-
-        Without vision encoders the images themselves: prefill workers encode what they link.
-        """
-
-    async def link(self, request: LinkRequest, indices: Sequence[int], embeddings: Sequence[Any]) -> LinkResult:
-        """Link a request; `embeddings` (from `encode`) belong to the chunks at `indices`."""
-
-    def generate(
-        self, token_ids: list[int], transfer: dict[str, Any], params: SamplingParams, request_id: str, **options: Any
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream a decode engine's outputs for a linked prompt."""
-
-    async def renew(self, lease: str) -> LeaseState:
-        """The linked KV is still wanted: its blocks must not be freed yet. What the worker knows of them."""
-
-    async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
-        """The linked KV will not be read: let the prefill worker free its blocks."""
-
-    async def check_health(self) -> None:
-        """Raises RoleUnavailable when a role has no healthy replica."""
 
 
 def _unsupported(name: str) -> Any:
@@ -478,20 +430,3 @@ def _report(
     report.stages_ms["link"] = whole_ms - vision_ms
     if encoded:
         report.stages_ms["vision"] = vision_ms
-
-
-def front_end_config(model: ModelSettings, processor_cache_gib: float, longest: int | None = None) -> VllmConfig:
-    """vLLM's configuration of a model for a process that renders prompts and holds no weights.
-
-    Args:
-        longest: most tokens of a prompt with its answer, where that is known better than by the model's settings.
-    """
-    return AsyncEngineArgs(
-        model=str(model.path),
-        served_model_name=[model.served_name],
-        dtype=model.dtype,
-        max_model_len=longest or model.max_model_len,
-        trust_remote_code=model.trust_remote_code,
-        seed=model.seed,
-        mm_processor_cache_gb=processor_cache_gib,
-    ).create_engine_config()

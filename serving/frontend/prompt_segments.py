@@ -9,7 +9,7 @@ from typing import Any
 from vllm.config import ModelConfig
 from vllm.multimodal.inputs import MultiModalKwargsItem
 
-from prefill_workers.link.plan import TEXT, ChunkSpan
+from prefill_workers.protocol import TEXT, ChunkSpan
 from serving.frontend.documents import Document, places
 
 _MODALITIES = ("image", "video")

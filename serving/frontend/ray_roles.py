@@ -23,12 +23,10 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
     from prefill_workers.background.compile_ahead import CompileStats
-    from prefill_workers.block_pool import LeaseState
     from prefill_workers.engine.image_batches import Pixels
     from prefill_workers.fidelity.monitor import PointStatus
-    from prefill_workers.link.plan import LinkRequest, PrefetchRequest
     from prefill_workers.modes import OperatingPoint
-    from prefill_workers.scheduler.link_job import LinkResult
+    from prefill_workers.protocol import LeaseState, LinkRequest, LinkResult, PrefetchRequest
     from serving.placement.patch_feed import Formed
 
 logger = logging.getLogger(__name__)
@@ -38,7 +36,7 @@ _RENEWAL_SECONDS = 5.0  # for replicas to say that they have heard of a lease; o
 
 
 class RayRoles:
-    """`serving.frontend.engine_client.Roles` over Ray Serve handles."""
+    """`serving.frontend.roles.Roles` over Ray Serve handles."""
 
     def __init__(self, handles: dict[str, DeploymentHandle], ingress: DeploymentHandle) -> None:
         self.ingress = ingress  # all its replicas, of which the caller is one
@@ -81,7 +79,7 @@ class RayRoles:
 
     async def renew(self, lease: str) -> LeaseState:
         """What its replica knows of a lease, if it tells in time. All are told, since none else knows whose it is."""
-        from prefill_workers.block_pool import LeaseState
+        from prefill_workers.protocol import LeaseState
 
         try:
             answers = self.prefill.broadcast("renew", lease)
@@ -135,9 +133,8 @@ class RayRoles:
         """Send a tiny prompt for every pair of prefill and decode replica: a pair's first transfer shakes hands."""
         from vllm.sampling_params import SamplingParams
 
-        from prefill_workers.link.plan import LinkRequest
         from prefill_workers.modes import Mode
-        from prefill_workers.scheduler.prefill_loop import Overloaded
+        from prefill_workers.protocol import LinkRequest, Overloaded
 
         async def one(number: int) -> None:
             tokens = list(range(1, 9))

@@ -78,7 +78,7 @@ class Planner:
         from kvstore.library import Library
         from prefill_workers.engine.fingerprint import fingerprint
         from prefill_workers.patches.patch_compiler import UnknownBasis, load_form
-        from serving.frontend.engine_client import front_end_config
+        from serving.frontend.vllm_config import front_end_config
         from serving.placement.arranger import LinkCosts
 
         self.config, self.choice = config, choice
@@ -112,7 +112,7 @@ class Planner:
         return trace_of(self._learnt(requests), self.prefixes, self._unusable, self._why_not)
 
     def _learnt(self, requests: Iterable[LoggedRequest]) -> Iterator[LoggedRequest]:
-        from prefill_workers.scheduler.link_job import LinkResult
+        from prefill_workers.protocol import LinkResult
 
         for request in requests:
             if request.model == self.config.model.served_name:
@@ -139,9 +139,8 @@ class Planner:
 
     def stored(self, trace: Trace, wanted: Collection[Wanted]) -> set[Wanted]:
         """Those of some patches that the library has already."""
-        from kvstore.operator.patch import PatchKind
+        from kvstore.operator.patch import PatchKind, set_kind
         from kvstore.records.keys import antecedent_key
-        from prefill_workers.patches.orbit_patches import set_kind
 
         canonical = {content: self._canonical(shape) for content, shape in trace.shapes.items()}
 
@@ -375,7 +374,7 @@ def _compile(planner: Planner, trace: Trace, report: Report, console: Console) -
 def _worker(planner: Planner) -> PathWorker:
     from prefill_workers.engine.engine import PrefillEngine, SelfCheckError
     from prefill_workers.patches.offline_paths import PathWorker
-    from serving.app import engine_spec
+    from serving.engine_spec import engine_spec
 
     config = planner.config
     engine = PrefillEngine(engine_spec(config, config.prefill.tensor_parallel_size, hand_off=False))

@@ -30,15 +30,15 @@ from kvstore.operator.patch import PatchKind
 from kvstore.records.keys import owned_content_id
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
-from prefill_workers.link.plan import ChunkSpan, LinkRequest
 from prefill_workers.modes import Mode
 from prefill_workers.patches.offline import Name, OfflineTask, OfflineWorker
+from prefill_workers.protocol import ChunkSpan, LinkRequest
 from serving.api.chat import fixed_prefix
 from serving.api.errors import InvalidRequest, TooLarge
 from serving.api.media import MediaResolver, ResolvedImage
 from serving.config import OrbitServeConfig
-from serving.frontend.engine_client import front_end_config
 from serving.frontend.prompt_segments import Delimiters, Segments, segment
+from serving.frontend.vllm_config import front_end_config
 from serving.offline.precompute_manifest import Entry, ImageSource, ManifestError, file_system
 
 MAX_ORBIT_IMAGES = 5  # of more, not all orders are run, and not every order would link

@@ -23,8 +23,8 @@ import pyarrow as pa
 import ray
 
 from infra.vllm_env import vllm_environment
-from serving.app import engine_spec
 from serving.config import OrbitServeConfig
+from serving.engine_spec import engine_spec
 from serving.offline.precompute_ledger import Outcome, Status
 from serving.offline.precompute_manifest import Entry, from_table
 

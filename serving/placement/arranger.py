@@ -22,9 +22,8 @@ from kvstore.catalog.index import Entry, PatchIndex, Scope, scopes_of
 from kvstore.catalog.popularity import Popularity
 from kvstore.operator.patch import PatchKind
 from prefill_workers.link.keys import contexts
-from prefill_workers.link.plan import ChunkOutcome, LinkRequest
 from prefill_workers.modes import OperatingPoint, looks_up_patch
-from prefill_workers.scheduler.link_job import LinkResult
+from prefill_workers.protocol import ChunkOutcome, LinkRequest, LinkResult
 from prefill_workers.settings import FREE_TEXT
 from serving.placement.search import Chunk, Problem, Stored, sums_of
 

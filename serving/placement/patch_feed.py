@@ -37,7 +37,7 @@ class Formed(NamedTuple):
 
 
 class FormedReplica:
-    """A part of `serving.app.PrefillWorker`; `log_formed` comes first."""
+    """A part of `serving.replicas.prefill.PrefillWorker`; `log_formed` comes first."""
 
     def log_formed(
         self,

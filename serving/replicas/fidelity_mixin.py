@@ -1,4 +1,4 @@
-"""What a prefill replica says and hears about fidelity: a part of `serving.app.PrefillWorker`."""
+"""What a prefill replica says and hears about fidelity: a part of `serving.replicas.prefill.PrefillWorker`."""
 
 from __future__ import annotations
 

@@ -22,6 +22,8 @@ SPIN = ("GOMP_SPINCOUNT", "10000")
 # malloc.h: M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD (32 MiB is its most), M_ARENA_MAX.
 _MALLOC = {-1: 512 << 20, -2: 64 << 20, -3: 32 << 20, -8: 1}
 
+MOST_FAILURES = 3  # of an engine, one after another: then it is hardly the requests
+
 
 def enter(settings: RoleSettings) -> None:
     """Set this process up for a role. Must run before anything imports torch."""

@@ -32,7 +32,7 @@ from prefill_workers.modes import looks_up_patch, uses_canonical_alone, uses_lib
 from serving.routing.ledger import NOTHING, Ledger, Load
 
 if TYPE_CHECKING:
-    from prefill_workers.link.plan import LinkRequest
+    from prefill_workers.protocol import LinkRequest
 
 MARK_BYTES = 8  # of a chunk's mark; among 10^5 chunks some two are taken for each other once in 10^9 deployments
 _CHUNK_TOKENS = 256  # what a chunk is taken for before it is rendered

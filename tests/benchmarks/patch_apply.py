@@ -67,7 +67,8 @@ _DESCRIPTIONS = {
 
 def _measure(engine: PrefillEngine, directory: Path, turns: int) -> tuple[dict[str, list[float]], int, int]:
     from kvstore.library import Library
-    from kvstore.operator.patch import PatchKind, apply
+    from kvstore.operator.apply import apply
+    from kvstore.operator.patch import PatchKind
     from kvstore.records.format import CanonicalRecord, PatchRecord
     from kvstore.records.patch_form import PatchForm
     from kvstore.settings import LibrarySettings

@@ -246,8 +246,8 @@ class Probe:
         return pool_basis([form_patch(other.own, layout) for other in others], widest)
 
     def _plan(self, numbers: Sequence[int]) -> LinkPlan:
-        from prefill_workers.link.plan import LinkRequest, PixelsNeeded
         from prefill_workers.modes import Mode
+        from prefill_workers.protocol import LinkRequest, PixelsNeeded
 
         segments = self._pages.prompt(numbers)
         request = LinkRequest("bench", segments.token_ids, segments.chunks, Mode.EXACT)
@@ -277,7 +277,7 @@ class Probe:
 
     def _kl(self, item: Item, patch: Patch | None) -> Tensor:
         """KL(exact ‖ linked) of every question token, with B's KV relocated and patched."""
-        from kvstore.operator.patch import apply
+        from kvstore.operator.apply import apply
 
         span = item.target.span
         kv = apply(item.canonical, patch, item.target.start_position, self._engine.layout)

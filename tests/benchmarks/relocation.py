@@ -50,7 +50,7 @@ def run(quick: bool, console: Console) -> Outcome:
 
 
 def _errors(family: Family) -> dict[str, float]:
-    from kvstore.operator.patch import relocate
+    from kvstore.operator.apply import relocate
 
     fp32, layout = _compute(family, "float32")
     bf16, _ = _compute(family, "bfloat16")

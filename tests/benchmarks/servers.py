@@ -23,16 +23,16 @@ from rich.console import Console
 
 from infra.ports import free_port
 from infra.vllm_env import vllm_environment
-from serving.app import engine_spec
 from serving.bench.models import GPU_POOL_GIB, load_format, on_gpu
 from serving.config import OrbitServeConfig
+from serving.engine_spec import engine_spec
 
 if TYPE_CHECKING:
     from prefill_workers.background.compile_ahead import CompileStats
-    from prefill_workers.block_pool import LeaseState
     from prefill_workers.engine.engine import PrefillEngine
     from prefill_workers.fidelity.monitor import PointStatus
     from prefill_workers.modes import OperatingPoint
+    from prefill_workers.protocol import LeaseState
 
 _READY_SECONDS = 300.0
 GPU_PART = 0.2  # of a GPU's memory must be free for an engine beside others
@@ -213,7 +213,7 @@ class EmbeddedRoles:
         self._thread = ThreadPoolExecutor(1)
 
     async def prefetch(self, request: Any) -> Sequence[str]:
-        """See `serving.app.PrefillWorker.prefetch`; here nothing is encoded ahead."""
+        """See `serving.replicas.prefill.PrefillWorker.prefetch`; here nothing is encoded ahead."""
         self._linker.prefetch(request)
         return ()
 
@@ -222,7 +222,7 @@ class EmbeddedRoles:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.engine.encode, list(items))
 
     async def link(self, request: Any, indices: Sequence[int], embeddings: Any) -> Any:
-        """See `serving.app.PrefillWorker.link`."""
+        """See `serving.replicas.prefill.PrefillWorker.link`."""
         given = dict(zip(indices, embeddings, strict=True))
         plan = await asyncio.get_running_loop().run_in_executor(self._thread, self._linker.plan, request, given)
         return await asyncio.wrap_future(self._loop.submit(plan))
@@ -284,7 +284,8 @@ def embedded(config: OrbitServeConfig) -> Iterator[Server]:
     import uvicorn
 
     from serving.api.app import build_api
-    from serving.frontend.engine_client import LinkedEngineClient, front_end_config
+    from serving.frontend.engine_client import LinkedEngineClient
+    from serving.frontend.vllm_config import front_end_config
 
     started: dict[str, Any] = {}
     ready = threading.Event()

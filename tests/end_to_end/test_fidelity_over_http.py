@@ -33,7 +33,8 @@ from infra.reference import DEFAULT_MODEL, weights
 from infra.reference.families import FAMILIES
 from infra.reference.pictures import page_picture
 from infra.reference.scenes import Form, Split, draw_items
-from kvstore.operator.patch import Patch, PatchKind, apply, mean_deficit
+from kvstore.operator.apply import apply
+from kvstore.operator.patch import Patch, PatchKind, mean_deficit
 from kvstore.records.patch_form import PatchForm
 from prefill_workers.fidelity.monitor import compare
 from prefill_workers.link.compose import weighted_sum

@@ -149,7 +149,7 @@ def prefill(name: str, dtype: str, ranks: int, decoding: Decoding) -> dict[str, 
     from rig import Page, Rig, tiny_engine, vllm_prompt
     from vllm import SamplingParams
 
-    from prefill_workers.engine.sampling import Sampling
+    from prefill_workers.protocol import Sampling
 
     family = FAMILIES[name]
     enter_vllm()

@@ -13,8 +13,9 @@ from infra.families import Family
 from kvstore.library import Library
 from kvstore.records.seal import find_seal
 from kvstore.settings import LibrarySettings
-from kvstore.tiers.base import Blob, MemoryTier, Tier
+from kvstore.tiers.base import Blob, Tier
 from kvstore.tiers.faults import WrappedTier
+from kvstore.tiers.memory import MemoryTier
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.link.layerwise_load import Arriving
 from prefill_workers.scheduler.cost_model import Pace

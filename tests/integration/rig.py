@@ -24,11 +24,11 @@ from prefill_workers.engine.batch import Attending
 from prefill_workers.engine.engine import EngineSpec, PrefillEngine
 from prefill_workers.fidelity.monitor import Fidelity
 from prefill_workers.link.linker import Linker
-from prefill_workers.link.plan import LinkPlan, LinkRequest, PixelsNeeded
+from prefill_workers.link.plan import LinkPlan
 from prefill_workers.link.prefix_cache import PrefixCache
 from prefill_workers.modes import Mode
 from prefill_workers.patches.patch_compiler import PatchCompiler
-from prefill_workers.scheduler.link_job import LinkResult
+from prefill_workers.protocol import LinkRequest, LinkResult, PixelsNeeded
 from prefill_workers.scheduler.prefill_loop import PrefillLoop, drain
 from prefill_workers.sequence import Embedded, LinkSequence, Run
 from prefill_workers.settings import CompileLimits, FidelitySettings, Weighing

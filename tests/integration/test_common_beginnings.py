@@ -8,9 +8,9 @@ import pytest
 import torch
 from rig import Linked, Rig, apart
 
-from prefill_workers.link.plan import LinkRequest
 from prefill_workers.link.prefix_cache import BLOCK
 from prefill_workers.modes import OperatingPoint
+from prefill_workers.protocol import LinkRequest
 
 pytestmark = pytest.mark.engine
 

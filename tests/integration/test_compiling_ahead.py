@@ -17,10 +17,10 @@ from kvstore.library import Library
 from kvstore.operator.patch import Patch
 from kvstore.settings import LibrarySettings
 from prefill_workers.engine.engine import PrefillEngine
-from prefill_workers.link.plan import LinkRequest
 from prefill_workers.modes import Mode, OperatingPoint
 from prefill_workers.patches.orbit_patches import OrbitForming
 from prefill_workers.patches.scratch import Pieces
+from prefill_workers.protocol import LinkRequest
 from prefill_workers.scheduler.cost_model import Pace
 from serving.placement.arranger import Arranger
 

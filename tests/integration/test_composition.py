@@ -12,16 +12,17 @@ import torch
 from rig import Linked, Rig
 from torch import Tensor
 
-from kvstore.operator.patch import Patch, PatchKind, relocate
+from kvstore.operator.apply import relocate
+from kvstore.operator.patch import Patch, PatchKind
 from kvstore.records.format import PatchRecord
 from kvstore.records.patch_form import PatchForm
 from prefill_workers.link.compose import attention_weights, measured_weights, weighted_sum
 from prefill_workers.link.keys import ChunkKeys
 from prefill_workers.link.linker import Linker
-from prefill_workers.link.plan import LinkRequest
 from prefill_workers.link.token_selection import MEASURED_LAYER
 from prefill_workers.model_card import FILE
 from prefill_workers.modes import Mode, OperatingPoint
+from prefill_workers.protocol import LinkRequest
 from prefill_workers.settings import FidelitySettings, Weighing
 from serving.config import OrbitServeConfig
 

@@ -11,7 +11,7 @@ import torch
 from rig import BLOCK_SIZE, Rig, apart, lone, unit_in_the_last_place
 from torch import Tensor
 
-from kvstore.operator.patch import relocate
+from kvstore.operator.apply import relocate
 from prefill_workers.engine.attention import paid
 from prefill_workers.engine.engine import PrefillEngine, SelfCheckError
 from prefill_workers.engine.worker_extension import RunsExtension, UnsupportedEngine

@@ -14,7 +14,8 @@ from rig import Page, Part, Rig, apart, lone, unit_in_the_last_place
 from torch import Tensor
 
 from infra.families import FAMILIES, Family
-from kvstore.operator.patch import deficit, form_patch, relocate
+from kvstore.operator.apply import relocate
+from kvstore.operator.patch import deficit, form_patch
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.sequence import LinkSequence, Run
 from prefill_workers.settings import FidelitySettings

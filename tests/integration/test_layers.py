@@ -12,9 +12,10 @@ from layers import LayerTier, cold_rig, parts_of, teach
 from rig import QWEN2_5_VL, Linked, Rig
 from waiting import wait_for
 
-from kvstore.tiers.base import MemoryTier, Tier
+from kvstore.tiers.base import Tier
+from kvstore.tiers.memory import MemoryTier
 from prefill_workers.engine.engine import PrefillEngine
-from prefill_workers.engine.sampling import Sampling
+from prefill_workers.protocol import Sampling
 from prefill_workers.scheduler.cost_model import Pace
 
 pytestmark = pytest.mark.engine

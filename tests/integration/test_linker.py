@@ -17,12 +17,13 @@ from kvstore.library import Library
 from kvstore.operator.patch import PatchKind
 from kvstore.records.format import RecordKind
 from kvstore.settings import LibrarySettings
-from kvstore.tiers.base import MemoryTier
 from kvstore.tiers.loading import Loading
+from kvstore.tiers.memory import MemoryTier
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.link.lookups import Lookup
-from prefill_workers.link.plan import ChunkPlan, LinkPlan, LinkRequest, PixelsNeeded
+from prefill_workers.link.plan import ChunkPlan, LinkPlan
 from prefill_workers.modes import Text
+from prefill_workers.protocol import LinkRequest, PixelsNeeded
 
 pytestmark = pytest.mark.engine
 

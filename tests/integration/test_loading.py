@@ -14,14 +14,16 @@ from waiting import wait_for
 from kvstore.errors import TierUnavailable
 from kvstore.library import Library
 from kvstore.settings import LibrarySettings
-from kvstore.tiers.base import MemoryTier, Tier
+from kvstore.tiers.base import Tier
 from kvstore.tiers.faults import WrappedTier
+from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.paths import record_path
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.link.keys import ChunkKeys
 from prefill_workers.link.lookups import Lookup
-from prefill_workers.link.plan import LinkPlan, LinkRequest, PixelsNeeded, PrefetchRequest
+from prefill_workers.link.plan import LinkPlan
 from prefill_workers.modes import Text
+from prefill_workers.protocol import LinkRequest, PixelsNeeded, PrefetchRequest
 
 pytestmark = pytest.mark.engine
 

@@ -14,12 +14,11 @@ import torch
 from rig import MAX_MODEL_LEN, MIXED, Rig, all_free, apart, fill
 from waiting import wait_for
 
-from prefill_workers.engine.sampling import Sampling
 from prefill_workers.link.plan import LinkPlan
+from prefill_workers.protocol import LinkResult, Overloaded, PromptTooLarge, Sampling
 from prefill_workers.scheduler.cost_model import Pace
-from prefill_workers.scheduler.link_job import LinkResult
 from prefill_workers.scheduler.load_budget import LoadedKV
-from prefill_workers.scheduler.prefill_loop import Overloaded, PromptTooLarge, drain
+from prefill_workers.scheduler.prefill_loop import drain
 from prefill_workers.sequence import LinkSequence, Run
 
 pytestmark = pytest.mark.engine

@@ -14,7 +14,7 @@ from waiting import wait_for
 
 from kvstore.records.format import RecordKind
 from prefill_workers.modes import Text
-from prefill_workers.scheduler.link_job import LinkResult
+from prefill_workers.protocol import LinkResult
 from prefill_workers.scheduler.prefill_loop import drain
 
 pytestmark = pytest.mark.engine

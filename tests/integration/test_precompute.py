@@ -27,7 +27,8 @@ from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.patches.patch_compiler import load_form
 from serving.api.app import build_api
 from serving.config import OrbitServeConfig
-from serving.frontend.engine_client import LinkedEngineClient, front_end_config
+from serving.frontend.engine_client import LinkedEngineClient
+from serving.frontend.vllm_config import front_end_config
 from serving.offline.precompute import outcomes
 from serving.offline.precompute_ledger import Outcome
 from serving.offline.precompute_manifest import Manifest
@@ -168,7 +169,7 @@ def test_two_workers_compute_nothing_twice(job: Job):
 
 
 class RigRoles:
-    """`serving.frontend.engine_client.Roles` on a rig: real links, a canned answer."""
+    """`serving.frontend.roles.Roles` on a rig: real links, a canned answer."""
 
     def __init__(self, rig: Rig) -> None:
         self._rig = rig

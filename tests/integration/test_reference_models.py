@@ -11,8 +11,8 @@ import torch
 from infra.reference import DEFAULT_MODEL, WEIGHTS, weights
 from infra.reference.families import FAMILIES
 from infra.reference.scenes import ASKED, Form, Split
+from prefill_workers.engine.attention import attention_shares
 from prefill_workers.engine.batch import Attending
-from prefill_workers.link.compose import attention_shares
 from prefill_workers.sequence import Run
 from serving.bench.fidelity.arms import Repaired
 from serving.bench.fidelity.bench import ITEMS as TABLES

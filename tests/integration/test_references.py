@@ -9,7 +9,7 @@ import pytest
 from rig import Part, Rig
 
 from kvstore.records.keys import DYNAMIC_TENANT, owned_content_id
-from prefill_workers.link.plan import LinkRequest, PixelsNeeded
+from prefill_workers.protocol import LinkRequest, PixelsNeeded
 from serving.frontend.prompt_segments import Segments
 
 pytestmark = pytest.mark.engine

@@ -23,8 +23,9 @@ from kvstore.errors import BlobReplaced, TierUnavailable
 from kvstore.library import Library
 from kvstore.records.format import CanonicalRecord, encode
 from kvstore.settings import LibrarySettings
-from kvstore.tiers.base import Tier, tier_for_url
+from kvstore.tiers.base import Tier
 from kvstore.tiers.paths import path_of
+from kvstore.tiers.stack import tier_for_url
 from serving.cli.doctor import check_library
 
 _buckets = (f"bucket-{number}" for number in itertools.count())

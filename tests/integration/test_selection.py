@@ -14,9 +14,9 @@ from torch import Tensor
 
 from infra.families import FAMILIES, Family
 from kvstore.library import Library
-from kvstore.operator.patch import relocate
+from kvstore.operator.apply import relocate
 from kvstore.settings import LibrarySettings
-from kvstore.tiers.base import MemoryTier
+from kvstore.tiers.memory import MemoryTier
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.scheduler.cost_model import Pace
 from prefill_workers.sequence import LinkSequence, Run, complement

@@ -46,9 +46,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kvstore.operator.apply import apply
 from kvstore.operator.basis import SharedBasis
 from kvstore.operator.layout import Layout
-from kvstore.operator.patch import Patch, PatchKind, apply, deficit, form_patch
+from kvstore.operator.patch import Patch, PatchKind, deficit, form_patch
 from kvstore.operator.svd import Factors, factor
 from prefill_workers.link.compose import measured_weights, weighted_sum
 from prefill_workers.link.token_selection import MEASURED_LAYER, deviations

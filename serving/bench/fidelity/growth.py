@@ -21,7 +21,7 @@ from serving.bench.fidelity.reader import Prompt
 from serving.bench.fidelity.study import Study
 
 if TYPE_CHECKING:
-    from prefill_workers.link.plan import LinkRequest
+    from prefill_workers.protocol import LinkRequest
 
 PAGES = (2, 4, 6, 8, 10)
 MODES = ("off", "exact", "auto", "full-reuse", "mpic-32", "cacheblend-15")
@@ -52,8 +52,7 @@ def worker(study: Study) -> Iterator[workers.Worker]:
 
 def request(prompt: Prompt) -> LinkRequest:
     """A reader's prompt, up to where its answer is predicted, as a request for the likeliest token."""
-    from prefill_workers.engine.sampling import Sampling
-    from prefill_workers.link.plan import LinkRequest
+    from prefill_workers.protocol import LinkRequest, Sampling
 
     tokens = prompt.token_ids[: len(prompt) - len(prompt.answer) + 1]
     chunks = tuple(place.page.chunk(place.start) for place in prompt.places)

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from prefill_workers.link.compose import attention_shares, attention_weights
+from prefill_workers.engine.attention import attention_shares
+from prefill_workers.link.compose import attention_weights
 
 if TYPE_CHECKING:
     from serving.bench.fidelity.reader import Prompt

@@ -34,8 +34,9 @@ import numpy as np
 from torch import Tensor
 
 from infra.reference.scenes import Form, Split
+from kvstore.operator.apply import apply
 from kvstore.operator.layout import Layout
-from kvstore.operator.patch import Patch, PatchKind, apply, compose, deficit, mean_deficit
+from kvstore.operator.patch import Patch, PatchKind, compose, deficit, mean_deficit
 from kvstore.records.patch_form import PatchForm
 from prefill_workers.fidelity.monitor import compare
 from prefill_workers.settings import FidelitySettings

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvstore.operator.patch import Patch, apply, deficit
+from kvstore.operator.apply import apply
+from kvstore.operator.patch import Patch, deficit
 from serving.bench.fidelity.reader import Page, Prompt, Read, Reader
 from serving.bench.fidelity.scores import Scores
 

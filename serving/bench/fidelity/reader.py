@@ -19,7 +19,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from prefill_workers.engine.engine import PrefillEngine
     from prefill_workers.engine.image_batches import Pixels
-    from prefill_workers.link.plan import ChunkSpan
+    from prefill_workers.protocol import ChunkSpan
     from prefill_workers.sequence import LinkSequence, Run
 
 _HEAD, _TAIL = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
@@ -247,7 +247,7 @@ class Reader:
 
     def _write(self, batch: Sequence[tuple[Prompt, range]], pages: Sequence[Sequence[Tensor | None]]) -> None:
         """Store the given KV of every prompt's pages; pages at the same position are written together."""
-        from kvstore.operator.patch import relocate
+        from kvstore.operator.apply import relocate
 
         together: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for (prompt, blocks), given in zip(batch, pages, strict=True):
@@ -263,7 +263,7 @@ class Reader:
 
     def _canonical(self, blocks: range, place: Place) -> Tensor:
         """The KV of a place as it is in the pool now, in the canonical frame."""
-        from kvstore.operator.patch import relocate
+        from kvstore.operator.apply import relocate
 
         kv = self.engine.read_kv(blocks, place.start, place.stop - place.start)
         return relocate(kv, -place.position, self.engine.layout, out=kv)

@@ -16,9 +16,10 @@ from kvstore.library import Library
 from kvstore.records.format import CanonicalRecord, decode, encode
 from kvstore.records.seal import find_seal
 from kvstore.settings import LibrarySettings
-from kvstore.tiers.base import Blob, MemoryTier, Tier
+from kvstore.tiers.base import Blob, Tier
 from kvstore.tiers.faults import WrappedTier
 from kvstore.tiers.loading import Loading
+from kvstore.tiers.memory import MemoryTier
 
 
 class SteppedTier(WrappedTier):

@@ -16,9 +16,9 @@ from kvstore.errors import TierUnavailable
 from kvstore.library import Library
 from kvstore.records.format import Record
 from kvstore.settings import LibrarySettings
-from kvstore.tiers.base import MemoryTier
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.faults import FaultyTier, HeldTier
+from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.paths import MARKERS, path_of, sorted_out
 
 

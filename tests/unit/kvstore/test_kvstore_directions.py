@@ -13,10 +13,11 @@ from torch import Tensor
 
 from kvstore.errors import ShapeMismatch
 from kvstore.operator import host_kernel
+from kvstore.operator.apply import apply, relocate, relocate_patch
 from kvstore.operator.basis import pool_basis
 from kvstore.operator.directions import Directions, joined
 from kvstore.operator.layout import Layout
-from kvstore.operator.patch import Patch, PatchKind, apply, compose, form_patch, relocate, relocate_patch, remainder
+from kvstore.operator.patch import Patch, PatchKind, compose, form_patch, remainder
 from kvstore.operator.rotary import RotaryScheme
 
 WIDE = Layout.gqa(5, 4, 16, RotaryScheme.from_base(8, 1e6))  # rotates half of each head

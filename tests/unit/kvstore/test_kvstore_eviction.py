@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from kvstore_support import FINGERPRINT, SIZE, MakeLibrary, canonical, stored
 
 from kvstore.library import Library
+from kvstore.memory_cache import HotCache
 from kvstore.settings import LibrarySettings
-from kvstore.tiers.base import Entry, MemoryTier, Tier
-from kvstore.tiers.eviction import Candidate, HotCache, TierBudget, delete_records, worth
+from kvstore.tiers.base import Entry, Tier
+from kvstore.tiers.eviction import Candidate, TierBudget, delete_records, worth
+from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.paths import path_of
 
 

@@ -14,8 +14,8 @@ from pydantic import SecretStr
 from kvstore.errors import FileTooLarge, InvalidUpload, QuotaExceeded, TierUnavailable, UnknownFile
 from kvstore.records.keys import content_id, tenant_salt
 from kvstore.settings import FileSettings
-from kvstore.tiers.base import MemoryTier
 from kvstore.tiers.faults import FaultyTier, HeldTier
+from kvstore.tiers.memory import MemoryTier
 from kvstore.uploads.files import FileStore
 
 

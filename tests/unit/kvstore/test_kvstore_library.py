@@ -19,8 +19,8 @@ from kvstore.errors import InvalidKey, StoreError
 from kvstore.library import Library
 from kvstore.records.format import CanonicalRecord
 from kvstore.settings import LibrarySettings
-from kvstore.tiers.base import MemoryTier
 from kvstore.tiers.faults import FaultyTier, HeldTier
+from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.paths import path_of
 from kvstore.tiers.write_behind import WriteBehind
 

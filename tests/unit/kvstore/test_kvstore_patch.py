@@ -12,19 +12,10 @@ from kvstore_support import GQA, MLA, random_kv
 from torch import Tensor
 
 from kvstore.errors import ShapeMismatch
+from kvstore.operator.apply import apply, relocate, relocate_patch
 from kvstore.operator.directions import Directions
 from kvstore.operator.layout import Layout
-from kvstore.operator.patch import (
-    Patch,
-    PatchKind,
-    apply,
-    compose,
-    deficit,
-    form_patch,
-    mean_deficit,
-    relocate,
-    relocate_patch,
-)
+from kvstore.operator.patch import Patch, PatchKind, compose, deficit, form_patch, mean_deficit
 from kvstore.operator.rotary import RotaryScheme
 from kvstore.operator.svd import factor
 

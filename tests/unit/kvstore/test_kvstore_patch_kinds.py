@@ -15,13 +15,13 @@ from torch import Tensor
 
 from kvstore.errors import ShapeMismatch
 from kvstore.operator import host_kernel
+from kvstore.operator.apply import apply, warm_up
 from kvstore.operator.basis import SharedBasis, pool_basis
 from kvstore.operator.layout import Layout
 from kvstore.operator.patch import (
     ORBIT_ORDERINGS,
     Patch,
     PatchKind,
-    apply,
     compose,
     deficit,
     first_patched_layer,
@@ -29,7 +29,6 @@ from kvstore.operator.patch import (
     mean_deficit,
     orderings,
     remainder,
-    warm_up,
 )
 from kvstore.operator.rotary import RotaryScheme
 from kvstore.records.keys import patch_key

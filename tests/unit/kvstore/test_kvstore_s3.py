@@ -18,8 +18,9 @@ from tier_conformance import TierConformance, buffers
 
 from kvstore.errors import BlobReplaced, TierUnavailable
 from kvstore.tiers import s3 as s3_tier
-from kvstore.tiers.base import Tier, tier_for_url
+from kvstore.tiers.base import Tier
 from kvstore.tiers.s3 import S3Tier
+from kvstore.tiers.stack import tier_for_url
 
 _buckets = (f"bucket-{number}" for number in itertools.count())
 

@@ -14,11 +14,11 @@ from kvstore_support import FINGERPRINT, SIZE, HoldsWhatItRead, MakeLibrary, can
 from kvstore.errors import TierUnavailable
 from kvstore.library import Library
 from kvstore.settings import LibrarySettings
-from kvstore.tiers.base import MemoryTier
 from kvstore.tiers.eviction import delete_records
 from kvstore.tiers.faults import FaultyTier, HeldTier, SlowTier
 from kvstore.tiers.health import Breaker
 from kvstore.tiers.loading import Loading
+from kvstore.tiers.memory import MemoryTier
 
 
 def test_a_failing_tier_costs_a_miss_and_the_next_one_answers(make_library: MakeLibrary) -> None:

@@ -13,9 +13,12 @@ from tier_conformance import TierConformance, buffers
 
 from kvstore.errors import TierUnavailable
 from kvstore.tiers import disk as disk_tier
-from kvstore.tiers.base import FsspecTier, MemoryTier, Tier, tier_for_url
+from kvstore.tiers.base import Tier
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.faults import FaultyTier, HeldTier, SlowTier
+from kvstore.tiers.fsspec import FsspecTier
+from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.stack import tier_for_url
 
 
 class TestMemoryTier(TierConformance):

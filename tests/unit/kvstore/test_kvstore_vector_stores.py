@@ -23,9 +23,9 @@ from kvstore.records.keys import (
     tenant_salt,
 )
 from kvstore.settings import LibrarySettings
-from kvstore.tiers.base import MemoryTier
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.faults import FaultyTier, WrappedTier
+from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.paths import Marker, marker_paths, path_of
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores

@@ -9,7 +9,8 @@ import torch
 from vllm.model_executor.layers.utils import apply_penalties
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
-from prefill_workers.engine.sampling import Sampling, draw
+from prefill_workers.engine.sampling import draw
+from prefill_workers.protocol import Sampling
 
 VOCABULARY = 40
 DRAWS = 4000

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefill_workers.link.keys import contexts, teaches
-from prefill_workers.link.plan import ChunkSpan, LinkRequest
 from prefill_workers.modes import Text
+from prefill_workers.protocol import ChunkSpan, LinkRequest
 
 PREFIX = (7, 8)
 PAGE = [99] * 3

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from prefill_workers.link.plan import ChunkSpan, LinkRequest
 from prefill_workers.modes import Mode
+from prefill_workers.protocol import ChunkSpan, LinkRequest
 from prefill_workers.scheduler.load_budget import LoadedKV
 
 BYTES = 10  # of a token's KV

@@ -17,12 +17,14 @@ from kvstore.library import Library
 from kvstore.records.format import CanonicalRecord, PatchRecord
 from kvstore.records.keys import DYNAMIC_TENANT
 from kvstore.settings import LibrarySettings
-from kvstore.tiers.base import MemoryTier, Tier
+from kvstore.tiers.base import Tier
 from kvstore.tiers.faults import FaultyTier, HeldTier
+from kvstore.tiers.memory import MemoryTier
 from prefill_workers.link.keys import ChunkKeys
 from prefill_workers.link.lookups import Lookup, Lookups
-from prefill_workers.link.plan import ChunkOutcome, ChunkPlan, ChunkSpan, LinkPlan, LinkRequest
+from prefill_workers.link.plan import ChunkPlan, LinkPlan
 from prefill_workers.modes import Mode, OperatingPoint
+from prefill_workers.protocol import ChunkOutcome, ChunkSpan, LinkRequest
 from prefill_workers.sequence import LinkSequence, Run
 
 Over = Callable[..., Lookups]

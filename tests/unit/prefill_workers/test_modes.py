@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.operator.apply import relocate
 from kvstore.operator.layout import Layout
-from kvstore.operator.patch import relocate
 from kvstore.operator.rotary import RotaryScheme
 from prefill_workers.link.token_selection import deviations, runs_of, selected_by_deviation, selected_by_place
 from prefill_workers.modes import Mode, ModeKind, OperatingPoint, Text, operating_point

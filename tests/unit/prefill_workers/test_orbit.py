@@ -8,8 +8,8 @@ from itertools import combinations, permutations
 import pytest
 import torch
 
-from kvstore.operator.patch import ORBIT_ORDERINGS, PatchKind
-from prefill_workers.patches.orbit_patches import OrbitChunk, OrbitForming, arrange, set_kind
+from kvstore.operator.patch import ORBIT_ORDERINGS, PatchKind, set_kind
+from prefill_workers.patches.orbit_patches import OrbitChunk, OrbitForming, arrange
 
 
 def chunk(name: str, tokens: int = 3) -> OrbitChunk:

@@ -12,7 +12,8 @@ import torch
 from kvstore_support import FINGERPRINT, GQA, random_kv
 
 from kvstore.library import Library
-from kvstore.operator.patch import PatchKind, apply, form_patch
+from kvstore.operator.apply import apply
+from kvstore.operator.patch import PatchKind, form_patch
 from kvstore.records.patch_form import PatchForm
 from kvstore.settings import FactorType, LibrarySettings
 from prefill_workers.patches.patch_compiler import PatchCompiler, PatchJob, UnknownBasis, load_form

@@ -14,10 +14,10 @@ from kvstore_support import MLA
 from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem, MultiModalSharedField
 
 from kvstore.operator.layout import Layout
-from prefill_workers.block_pool import ReadNotes
 from prefill_workers.engine import worker_extension as runs
 from prefill_workers.engine.engine import PrefillEngine, check_hand_off
 from prefill_workers.engine.image_batches import handfuls
+from prefill_workers.engine.transfer_notes import ReadNotes
 from prefill_workers.engine.worker_extension import RunsExtension, UnsupportedEngine
 
 # Calls

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvstore_support import GQA, random_kv
 from torch import Tensor
 
-from kvstore.operator.patch import relocate
+from kvstore.operator.apply import relocate
 from prefill_workers.link.prefix_cache import AT_ONCE, BLOCK, Beginning, PrefixCache, relocated
 from prefill_workers.sequence import Run
 

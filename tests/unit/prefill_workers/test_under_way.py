@@ -12,8 +12,9 @@ import torch
 
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.link.linker import Linker
-from prefill_workers.link.plan import ChunkOutcome, ChunkPlan, ChunkSpan, LinkPlan, LinkRequest
+from prefill_workers.link.plan import ChunkPlan, LinkPlan
 from prefill_workers.modes import OperatingPoint
+from prefill_workers.protocol import ChunkOutcome, ChunkSpan, LinkRequest
 from prefill_workers.scheduler.cost_model import Pace
 from prefill_workers.scheduler.link_job import LinkJob
 from prefill_workers.scheduler.scheduler import LinksUnderWay

@@ -19,9 +19,8 @@ import torch
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 
 from kvstore.catalog.index import prefix_key
-from prefill_workers.link.plan import TEXT, ChunkOutcome, ChunkSpan, LinkRequest
 from prefill_workers.modes import OperatingPoint, Text
-from prefill_workers.scheduler.link_job import LinkResult
+from prefill_workers.protocol import TEXT, ChunkOutcome, ChunkSpan, LinkRequest, LinkResult
 from serving.access_log import AccessLog, BadLog, LoggedRequest, _File, expanded, log_files, read, runs_of
 from serving.frontend.engine_client import LinkedEngineClient
 from serving.settings import AccessLogSettings

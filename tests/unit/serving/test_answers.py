@@ -14,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from infra.checkpoints import checkpoint_path
-from prefill_workers.engine.sampling import Sampling
+from prefill_workers.protocol import Sampling
 from serving.frontend.answer_stream import Answer, sampling_of
 
 DELTA, CUMULATIVE, FINAL = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY

@@ -15,8 +15,8 @@ from openai import AsyncOpenAI
 from PIL import Image
 
 from kvstore.records.keys import DYNAMIC_TENANT, is_shared
-from kvstore.tiers.base import MemoryTier
 from kvstore.tiers.faults import FaultyTier
+from kvstore.tiers.memory import MemoryTier
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
 from serving.api.auth import Authenticate

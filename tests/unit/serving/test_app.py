@@ -25,16 +25,18 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvstore.errors import TierUnavailable
 from prefill_workers.background.compile_ahead import CompileStats
-from prefill_workers.block_pool import LeaseState
-from prefill_workers.link.plan import ChunkSpan, LinkRequest, PixelsNeeded
+from prefill_workers.protocol import ChunkSpan, LeaseState, LinkRequest, Overloaded, PixelsNeeded
 from prefill_workers.scheduler.load_budget import LoadedKV
-from prefill_workers.scheduler.prefill_loop import LoopStats, Overloaded
+from prefill_workers.scheduler.prefill_loop import LoopStats
 from serving.api.app import forget
-from serving.app import DecodeWorker, Ingress, PrefillWorker, VisionEncoder
 from serving.errors import RoleUnavailable
 from serving.frontend.documents import Documents
 from serving.frontend.ray_roles import RayRoles, answered, lost
+from serving.replicas.decode import DecodeWorker
+from serving.replicas.ingress import Ingress
 from serving.replicas.library_keeper import LibraryKeeper
+from serving.replicas.prefill import PrefillWorker
+from serving.replicas.vision import VisionEncoder
 
 NOBODY: Any = None  # in place of the ingress' own handle
 

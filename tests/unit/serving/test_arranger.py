@@ -13,9 +13,8 @@ from kvstore.catalog.index import Entry, Scope, prefix_key
 from kvstore.catalog.popularity import Popularity
 from kvstore.operator.patch import PatchKind
 from kvstore.records.keys import DYNAMIC_TENANT
-from prefill_workers.link.plan import ChunkOutcome, ChunkSpan, LinkRequest
 from prefill_workers.modes import Mode, OperatingPoint, Text
-from prefill_workers.scheduler.link_job import LinkResult
+from prefill_workers.protocol import ChunkOutcome, ChunkSpan, LinkRequest, LinkResult
 from serving.errors import RoleUnavailable
 from serving.placement.arranger import Arranger, LinkCosts
 from serving.placement.patch_feed import Formed, follow

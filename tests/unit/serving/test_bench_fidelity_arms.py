@@ -13,8 +13,8 @@ from kvstore.operator.layout import Layout
 from kvstore.operator.patch import PatchKind, compose
 from kvstore.operator.svd import SCALE_BYTES
 from prefill_workers.link.compose import measured_weights, weighted_sum
-from prefill_workers.link.plan import ChunkSpan
 from prefill_workers.link.token_selection import MEASURED_LAYER
+from prefill_workers.protocol import ChunkSpan
 from serving.bench.fidelity import masses, prefix, storage
 from serving.bench.fidelity.arms import TOKEN_ARMS, Arms, PageKV, Repaired, computed_share
 from serving.bench.fidelity.reader import Page, Place, Prompt, _kept

@@ -13,7 +13,7 @@ from torch import Tensor
 from infra.reference.families import FAMILIES
 from infra.reference.scenes import Split
 from prefill_workers.link.keys import contexts
-from prefill_workers.link.plan import ChunkSpan, LinkRequest
+from prefill_workers.protocol import ChunkSpan, LinkRequest
 from prefill_workers.settings import FREE_TEXT, FidelitySettings
 from serving.bench.fidelity import envelope, online
 from serving.bench.fidelity.arms import TOKEN_ARMS

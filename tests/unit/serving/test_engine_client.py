@@ -15,10 +15,8 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from kvstore.catalog.index import Entry, scopes_of
-from prefill_workers.block_pool import LeaseState
-from prefill_workers.link.plan import ChunkSpan
 from prefill_workers.modes import Mode
-from prefill_workers.scheduler.prefill_loop import Overloaded
+from prefill_workers.protocol import ChunkSpan, LeaseState, Overloaded
 from serving.api.errors import OverloadedError
 from serving.errors import RoleUnavailable
 from serving.frontend.prompt_segments import Segments

@@ -11,9 +11,8 @@ from unittest.mock import Mock
 import pytest
 from engine_client_support import Roles, client_of
 
-from prefill_workers.link.plan import LinkRequest, PixelsNeeded, PrefetchRequest
 from prefill_workers.modes import Mode, OperatingPoint
-from prefill_workers.scheduler.link_job import LinkResult
+from prefill_workers.protocol import LinkRequest, LinkResult, PixelsNeeded, PrefetchRequest
 from serving.api.chat import contents_of
 from serving.frontend.documents import Documents
 from serving.frontend.prompt_segments import Segments

@@ -21,8 +21,9 @@ from kvstore.library import Library
 from kvstore.records.format import Record
 from kvstore.records.keys import DYNAMIC_TENANT
 from kvstore.settings import LibrarySettings
-from kvstore.tiers.base import Tier, tier_for_url
+from kvstore.tiers.base import Tier
 from kvstore.tiers.paths import fingerprint_digest, path_of, tenant_digest
+from kvstore.tiers.stack import tier_for_url
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
 from prefill_workers.engine.fingerprint import fingerprint

@@ -13,7 +13,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from prefill_workers.scheduler.prefill_loop import Overloaded
+from prefill_workers.protocol import Overloaded
 from serving.errors import RoleUnavailable
 from serving.frontend.ray_roles import RayRoles, answered, answered_by_all
 

@@ -11,8 +11,8 @@ from ray.exceptions import ActorDiedError
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
 from ray.serve.request_router import PendingRequest, ReplicaID
 
-from prefill_workers.link.plan import ChunkSpan, LinkRequest
 from prefill_workers.modes import Mode
+from prefill_workers.protocol import ChunkSpan, LinkRequest
 from serving.routing.policies import CHOICES, mark_of
 from serving.routing.ray_router import PolicyRouter
 

@@ -14,8 +14,8 @@ from clock import Clock
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from prefill_workers.link.plan import ChunkSpan, LinkRequest, PrefetchRequest
 from prefill_workers.modes import Mode
+from prefill_workers.protocol import ChunkSpan, LinkRequest, PrefetchRequest
 from prefill_workers.scheduler.cost_model import Pace
 from serving.routing.ledger import STALE_PERIODS, Load
 from serving.routing.policies import (

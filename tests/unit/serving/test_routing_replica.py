@@ -9,7 +9,7 @@ import pytest
 from kvstore_support import MakeLibrary, canonical
 
 from decode_workers.admission import Admission
-from kvstore.tiers.base import MemoryTier
+from kvstore.tiers.memory import MemoryTier
 from serving.routing.policies import MARK_BYTES, DecodeReport, PrefillReport, mark_of, parsed
 from serving.routing.reports import DecodeReporter, PrefillReporter
 

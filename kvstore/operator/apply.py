@@ -1,0 +1,85 @@
+"""The operator applied: R(δ)·(KV + U Vᵀ), on the host kernel where it covers the case (kamera.md eq. 1)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvstore.errors import ShapeMismatch
+from kvstore.operator import host_kernel
+from kvstore.operator.directions import Directions
+from kvstore.operator.layout import Layout
+from kvstore.operator.patch import Patch, PatchKind
+from kvstore.operator.rotary import rotate, rotate_
+
+
+def relocate(kv: Tensor, delta: int | float, layout: Layout, out: Tensor | None = None) -> Tensor:
+    """R(delta) · KV, [layers, tokens, features]: exact relocation (kamera.md §3). `out` may be `kv` itself."""
+    return apply(kv, None, delta, layout, out)
+
+
+def relocate_patch(patch: Patch, delta: int | float, layout: Layout) -> Patch:
+    """The patch in the frame moved by delta: R(delta)(U Vᵀ) = U (R(delta) V)ᵀ, so only V's columns rotate.
+
+    For KV that was relocated before; `apply` rotates the sum instead, which costs nothing more.
+    """
+    patch.check_bound()
+    moved = []
+    for segment, part in zip(layout.segments, patch.segments, strict=True):
+        if not segment.rotary:
+            moved.append(part)
+            continue
+        assert part.right is not None
+        heads = part.right.float().unflatten(-1, (segment.heads, segment.width))
+        moved.append(replace(part, right=rotate(heads, delta, layout.rotary).flatten(-2)))
+    return replace(patch, segments=tuple(moved), basis=None)
+
+
+def apply(kv: Tensor, patch: Patch | None, delta: int | float, layout: Layout, out: Tensor | None = None) -> Tensor:
+    """R(delta) · (KV + U Vᵀ), [layers, tokens, features], summed and rotated in fp32, rounded once to kv.dtype.
+
+    `patch` None only relocates. `out`: any tensor of kv's shape and dtype, strided as the caller likes; it may be
+    `kv` itself but must not otherwise overlap it. With no patch and delta = 0 the values are kv's, bit for bit.
+    """
+    layout.check(kv)
+    if patch is not None:
+        patch.check(kv, layout)
+    if out is None:
+        out = torch.empty_like(kv)
+    elif out.shape != kv.shape or out.dtype != kv.dtype:
+        raise ShapeMismatch(f"out is {out.dtype} {list(out.shape)}, expected {kv.dtype} {list(kv.shape)}")
+    if patch is None and delta == 0:
+        return out if out is kv else out.copy_(kv)
+    if not host_kernel.apply(kv, patch, delta, layout, out):
+        _apply_by_layer(kv, patch, delta, layout, out)
+    return out
+
+
+def warm_up(layout: Layout, dtype: torch.dtype) -> None:
+    """Have `apply` ready for KV of this layout and dtype on the host: compiling it takes seconds, once per machine."""
+    kv = torch.zeros(layout.layers, 1, layout.features, dtype=dtype)
+    nothing = [
+        Directions.of(torch.zeros(layout.layers, 1, 1), torch.zeros(layout.layers, segment.features, 1))
+        for segment in layout.segments
+    ]
+    for factors in (torch.int8, torch.float32):  # compiled by themselves; no patch at all counts as int8
+        segments = tuple(part.to(factors) for part in nothing)
+        apply(kv, Patch(PatchKind.own, 1, segments, (0.0,) * len(segments)), 1, layout, out=kv)
+
+
+def _apply_by_layer(kv: Tensor, patch: Patch | None, delta: int | float, layout: Layout, out: Tensor) -> None:
+    """`apply` in plain torch, for any device: one layer's fp32 copy at a time stays in cache."""
+    total = torch.empty(kv.shape[1:], dtype=torch.float32, device=kv.device)
+    places = layout.slices()
+    for layer in range(layout.layers):
+        total.copy_(kv[layer])
+        for index, segment in enumerate(layout.segments):
+            part = total[:, places[segment.name]]
+            if patch is not None and layer >= patch.first_layer:
+                left, right = patch.segments[index].factors_of(layer - patch.first_layer)
+                part.addmm_(left.t(), right)
+            if segment.rotary:
+                rotate_(part.unflatten(-1, (segment.heads, segment.width)), delta, layout.rotary)
+        out[layer].copy_(total)

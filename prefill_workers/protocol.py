@@ -1,0 +1,178 @@
+"""Messages between the ingress and prefill workers: plain values, importable without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from prefill_workers.modes import Mode, OperatingPoint, Text
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvstore.operator.patch import PatchKind
+
+
+TEXT = "text"  # the modality of a document: its tokens are its content
+
+
+@dataclass(frozen=True)
+class ChunkSpan:
+    """One chunk of a prompt, as plain values.
+
+    The chunk is the tokens `start` up to `stop`, delimiters included; its placeholders are `first` up to
+    `first + count`. `grid` carries the processed fields that fix the positions (vLLM's item without pixels). In a text
+    chunk every token counts as a placeholder: its content id alone names it.
+    """
+
+    content: str
+    modality: str
+    start: int
+    stop: int
+    first: int
+    count: int
+    grid: Any = None
+    is_embed: Tensor | None = None
+
+    @property
+    def needs_embeddings(self) -> bool:
+        """Whether computing the chunk takes embeddings that its token ids do not give."""
+        return self.modality != TEXT
+
+    @property
+    def embedded(self) -> int:
+        """Placeholders that carry an embedding."""
+        return self.count if self.is_embed is None else int(self.is_embed.sum())
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class LinkRequest:
+    """What a prefill worker is asked to link.
+
+    `prefix` are the token ids of the fixed prefix (system prompt and tools) that patches are keyed by, and `text` says
+    whether other text is, too; `readers` is how many decode sequences will pull the KV (`n` of the request). With
+    `sampling` the answer's first token is wanted too. `patched` says of each chunk whether its sender knows of a patch
+    for it where it stands, () where that does not matter or is not known: the choice of a worker minds it, no worker
+    does.
+
+    Raises:
+        ValueError: chunks overlap, or are not in the prompt's order.
+    """
+
+    request_id: str
+    token_ids: Sequence[int]
+    chunks: tuple[ChunkSpan, ...] = ()
+    mode: Mode = Mode.AUTO
+    tenant: str = "local"
+    prefix: tuple[int, ...] = ()
+    text: Text = Text.AUTO
+    readers: int = 1
+    sampling: Sampling | None = None
+    patched: tuple[bool, ...] = ()
+
+    def __post_init__(self) -> None:
+        stop = 0
+        for i, span in enumerate(self.chunks):
+            if not stop <= span.start <= span.stop:
+                raise ValueError(f"chunk {i + 1}, tokens {span.start} to {span.stop}, overlaps the one before it")
+            stop = span.stop
+
+
+@dataclass(frozen=True)
+class PrefetchRequest:
+    """Chunks that a prompt on its way will bring, in its order: content ids, and what their patches are keyed by.
+
+    `documents` are those of the contents that are text chunks.
+    """
+
+    contents: tuple[str, ...]
+    documents: frozenset[str] = frozenset()
+    mode: Mode = Mode.AUTO
+    tenant: str = "local"
+    prefix: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ChunkOutcome:
+    """How one chunk was linked, for the request's report.
+
+    `rank` and `kind` are those of the patch, if one was used; `missed` says that one was looked for and none is stored,
+    `sums_off` that none was put together from parts, because sums are switched off.
+    """
+
+    tokens: int
+    operating_point: OperatingPoint
+    antecedents: int
+    reason: str
+    rank: int | None = None
+    kind: PatchKind | None = None
+    missed: bool = False
+    sums_off: bool = False
+
+
+class PixelsNeeded(Exception):
+    """Chunks must be computed whose embeddings are stored nowhere: send their pixels (indices into `chunks`)."""
+
+    def __init__(self, chunks: Sequence[int]) -> None:
+        super().__init__(f"pixels needed for chunks {list(chunks)}")
+        self.chunks = tuple(chunks)
+
+    def __reduce__(self) -> tuple[type[PixelsNeeded], tuple[tuple[int, ...]]]:
+        return PixelsNeeded, (self.chunks,)
+
+
+@dataclass(frozen=True)
+class LinkResult:
+    """A linked sequence, ready to be pulled by a decode engine."""
+
+    lease: str
+    transfer: dict[str, Any]  # vLLM's kv_transfer_params
+    chunks: tuple[ChunkOutcome, ...]
+    tokens_reused: int
+    tokens_computed: int
+    stages_ms: dict[str, float]
+    prefix_tokens_reused: int = 0  # of those reused: text before the first chunk
+    first_token: int | None = None  # of the answer, if the request asked for it
+    compute_ms: float = 0.0  # of forwards that others may have shared: its part
+    select_ms: float = 0.0  # of choosing tokens and weighing parts, which others may have shared: its part
+
+    @property
+    def chunk_tokens_reused(self) -> int:
+        """Of those reused: tokens of chunks."""
+        return self.tokens_reused - self.prefix_tokens_reused
+
+
+class Overloaded(RuntimeError):
+    """The queue of waiting links is full."""
+
+
+class PromptTooLarge(ValueError):
+    """The prompt needs more KV blocks than the whole pool has."""
+
+
+class LeaseState(StrEnum):
+    """What a worker knows of a lease's blocks."""
+
+    HELD = "held"  # they are nobody else's, and will not be just now
+    READ = "read"  # they were, until all had pulled them that were to
+    UNKNOWN = "unknown"  # it is another worker's lease, has expired, or is about to
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn from its logits. Names and meaning are those of vLLM's `SamplingParams`.
+
+    `temperature` 0 takes the likeliest, `top_k` 0 allows all.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None

@@ -1,0 +1,94 @@
+"""Decode worker replicas: stock, text-only vLLM."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Any
+
+from serving.config import OrbitServeConfig
+from serving.replicas.process import enter_vllm
+from serving.routing.reports import DecodeReporter, ReportingReplica
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams
+
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeWorker(ReportingReplica):
+    """Stock vLLM; see `decode_workers.engine`."""
+
+    def __init__(self, config: OrbitServeConfig) -> None:
+        settings = config.decode
+        enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, nixl=True)
+        from decode_workers.engine import DecodeEngine, DecodeSpec
+
+        model = config.model
+        self._engine = DecodeEngine(
+            DecodeSpec(
+                model=str(model.path),
+                dtype=model.dtype,
+                load_format=model.load_format,
+                max_model_len=model.max_model_len,
+                block_size=config.prefill.block_size,
+                tensor_parallel_size=settings.tensor_parallel_size,
+                max_num_seqs=settings.max_num_seqs,
+                gpu_memory_utilization=settings.gpu_memory_utilization,
+                kv_cache_gib=settings.kv_cache_gib,
+                trust_remote_code=model.trust_remote_code,
+                kv_cache_dtype=model.kv_cache_dtype,
+                reasoning_parser=model.reasoning_parser or "",
+                seed=model.seed,
+            )
+        )
+        self._reporter = DecodeReporter(self._engine, settings.max_num_seqs)
+
+    async def generate(
+        self,
+        token_ids: list[int],
+        transfer: dict[str, Any],
+        params: SamplingParams,
+        request_id: str,
+        options: dict[str, Any],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Stream outputs; the prompt's token ids stay here, the caller has them.
+
+        With the engine core this process ends: Serve then asks it no more, and callers hear of a lost worker.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            async for output in self._engine.generate(token_ids, transfer, params, request_id, **options):
+                output.prompt_token_ids = None
+                yield output
+        except EngineDeadError:
+            logger.exception("the decode engine died, and this worker ends")
+            os._exit(1)
+
+    async def longest(self) -> int:
+        """Most tokens of a prompt with its answer."""
+        return self._engine.max_model_len
+
+    async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
+        """Tell the prefill worker that nobody will read this lease."""
+        await self._engine.abandon(transfer, readers)
+
+    async def stats(self) -> Any:
+        """Queue lengths and reserved blocks."""
+        return self._engine.stats()
+
+    async def all_blocks_free(self) -> bool:
+        """Whether vLLM's own pool holds no KV block."""
+        return await self._engine.all_blocks_free()
+
+    async def check_health(self) -> None:
+        """Raises when the engine core died."""
+        await self._engine.check_health()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_engine"):
+            self._engine.shutdown()

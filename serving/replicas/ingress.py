@@ -1,0 +1,84 @@
+"""Ingress replicas: the HTTP front end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from serving.config import OrbitServeConfig
+from serving.frontend.ray_roles import RayRoles, answered
+from serving.placement.patch_feed import follow
+from serving.replicas.process import enter_vllm
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+    from serving.access_log import AccessLog
+
+logger = logging.getLogger(__name__)
+
+_THREADS = 32  # of an ingress: images, documents, files and vector stores
+
+
+_CLOSE_SECONDS = 5.0  # for the access log's last lines
+
+
+@serve.ingress()
+class Ingress:
+    """The HTTP front end; see `serving.api.app`."""
+
+    async def __init__(self, config: OrbitServeConfig, **handles: DeploymentHandle) -> None:  # type: ignore[misc]
+        enter_vllm(config.ingress, kv_cache_gib=None, nixl=False)
+        from serving.access_log import AccessLog as Log
+        from serving.api.app import build_api
+        from serving.frontend.engine_client import LinkedEngineClient
+        from serving.frontend.vllm_config import front_end_config
+
+        threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="ingress")
+        asyncio.get_running_loop().set_default_executor(threads)  # Serve's own is as small as `num_cpus`
+        context = serve.get_replica_context()
+        self._name = str(context.replica_id.unique_id)
+        self._roles = RayRoles(handles, serve.get_deployment_handle(type(self).__name__, context.app_name))
+        self._longest = await self._roles.longest()
+        front_end = front_end_config(config.model, config.ingress.processor_cache_gib, self._longest)
+        client = LinkedEngineClient(front_end, self._roles, config.sums_up_to, config.prefill)
+        self._log: AccessLog | None = None
+        if config.access_log.directory is not None:
+            self._log = client.access_log = Log(config.access_log, self._name, config.model.served_name)
+        await self._roles.warm_up(config)
+        self._arranger = client.arranger
+        self._following = asyncio.create_task(follow(self._roles, client.arranger, config.ingress.index_period_s))
+        self._app = await build_api(client, config, self._forget, self._name, self._roles.counted)
+
+    async def longest(self) -> int:
+        """Most tokens of a prompt with its answer."""
+        return self._longest
+
+    async def counted(self) -> tuple[str, list[Metric]]:
+        """This replica's name, and what it counted."""
+        return self._name, self._app.state.metrics.collect()
+
+    async def forget(self, content: str, tenant: str) -> None:
+        """Drop what this replica remembers of a deleted content: its patches' names, its tokens or processed pixels."""
+        self._arranger.forget(content)
+        await self._app.state.forget(content)
+
+    async def _forget(self, content: str, tenant: str) -> None:
+        await self.forget(content, tenant)
+        try:
+            await answered(self._roles.library.delete_content.remote(content, tenant))
+        except Exception as error:  # the file is gone, and this is owed: the keeper tries again with every sweep
+            logger.warning("what derives from %s is not deleted yet: %s", content[:16], error)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self._app
+
+    def __del__(self) -> None:
+        log: AccessLog | None = getattr(self, "_log", None)
+        if log is not None:
+            log.close(_CLOSE_SECONDS)

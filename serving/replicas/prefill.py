@@ -1,0 +1,192 @@
+"""Prefill worker replicas: an engine over runs, and the linker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from serving.config import OrbitServeConfig
+from serving.engine_spec import engine_spec
+from serving.errors import RoleUnavailable
+from serving.frontend.ray_roles import answered
+from serving.placement.patch_feed import FormedReplica
+from serving.replicas.fidelity_mixin import FidelityReplica
+from serving.replicas.patch_queue import Deficits
+from serving.replicas.process import MOST_FAILURES, enter_vllm
+from serving.routing.reports import PrefillReporter, ReportingReplica
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from prefill_workers.engine.image_batches import Pixels
+    from prefill_workers.patches.patch_compiler import PatchJob
+    from prefill_workers.protocol import LeaseState, LinkRequest, LinkResult, PrefetchRequest
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
+    """Links requests; see `prefill_workers.link.linker`."""
+
+    async def __init__(self, config: OrbitServeConfig, compiler: DeploymentHandle) -> None:  # type: ignore[misc]
+        settings = config.prefill
+        enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, nixl=True)
+        from kvstore.library import Library
+        from prefill_workers.engine.engine import PrefillEngine, check_hand_off
+        from prefill_workers.fidelity.switch_file import SwitchedOff
+        from prefill_workers.link.linker import Linker
+        from prefill_workers.link.prefix_cache import PrefixCache
+        from prefill_workers.patches.patch_compiler import load_form
+        from prefill_workers.scheduler.cost_model import measure
+        from prefill_workers.scheduler.load_budget import LoadedKV
+        from prefill_workers.scheduler.prefill_loop import PrefillLoop
+
+        self._engine = PrefillEngine(engine_spec(config, settings.tensor_parallel_size, hand_off=True))
+        check_hand_off(self._engine.layout, settings.tensor_parallel_size, config.decode.tensor_parallel_size)
+        if settings.self_check:
+            for outcome in self._engine.require_self_check():
+                logger.info("self-check passed: %s (%s)", outcome.name, outcome.detail)
+        self._library = Library(config.library, self._engine.fingerprint)
+        self._compiler = compiler
+        self._deficits = Deficits(self._compile, settings.max_patch_queue, settings.max_patch_queue_bytes)
+        form = load_form(config.patch, self._library)
+        linker = Linker(
+            self._engine,
+            self._library,
+            form,
+            self._deficits.submit,
+            self.watch_fidelity(settings.fidelity, SwitchedOff(config.library.directory, self._engine.fingerprint)),
+            compose_up_to=config.compose_up_to,
+            prefixes=PrefixCache.of(self._engine, settings.prefix_cache_bytes),
+            weigh_by=config.weigh_by,
+            free_text=settings.free_text,
+        )
+        self._linker, self._log = linker, self.log_formed(patches=linker.patches, sums=linker.sums)
+        bytes_per_token = self._engine.layout.bytes_per_token(self._engine.dtype)
+        self._loaded = LoadedKV(settings.loaded_bytes, bytes_per_token)
+        self._loop = PrefillLoop(
+            self._engine,
+            linker,
+            budget=settings.max_batch_tokens,
+            max_queue=settings.max_queue,
+            lease_seconds=settings.lease_seconds,
+            owner=f"prefill-{os.getpid()}-{serve.get_replica_context().replica_id.unique_id}",
+            learns=settings.form_patches,
+            compiles=settings.compile_limits(linker.compose_up_to),
+            pace=measure(self._engine),
+            loaded=self._loaded,
+            crowded=lambda: self._deficits.crowded,
+        )
+        self._reporter = PrefillReporter(self._loop, self._library, bytes_per_token, config.routing.hot_chunks)
+        self._planners = ThreadPoolExecutor(32, thread_name_prefix="plan")  # a plan waits for look-ups
+        await self.hear_fidelity()
+        self._loop.start()
+
+    async def _compile(self, job: PatchJob) -> None:
+        await answered(self._compiler.compile.remote(job))
+        self._log.add(job.entry)
+
+    async def prefetch(self, request: PrefetchRequest) -> list[str]:
+        """Start loading what a prompt on its way will need; the images of which nothing is stored."""
+        self._loop.expect()
+        loop, prefetch = asyncio.get_running_loop(), partial(self._linker.prefetch, load=not self._loaded.waiting)
+        lacking = await loop.run_in_executor(self._planners, prefetch, request)
+        return [content for content, lacks in lacking.items() if await asyncio.wrap_future(lacks)]
+
+    async def link(
+        self, request: LinkRequest, indices: Sequence[int] = (), images: Sequence[Tensor | Pixels] = ()
+    ) -> LinkResult:
+        """Link one request. Cancelling the call frees what it holds.
+
+        Args:
+            images: of the chunks at `indices`: embeddings, or without vision encoders pixels, to be encoded here.
+
+        Raises:
+            PixelsNeeded: images are missing; the caller calls again with them.
+            Overloaded: the queue is full.
+            RoleUnavailable: the loop's thread died.
+        """
+        if not self._loop.alive():
+            raise RoleUnavailable("the prefill loop has ended")
+        self._loop.refuse_if_full()
+        began = time.perf_counter()
+        pixels = {i: image for i, image in zip(indices, images, strict=True) if isinstance(image, tuple)}
+        given = {i: image for i, image in zip(indices, images, strict=True) if not isinstance(image, tuple)}
+        if pixels:
+            embeddings = await asyncio.wrap_future(self._loop.encode(list(pixels.values())))
+            given |= zip(pixels, embeddings, strict=True)
+        vision_ms = (time.perf_counter() - began) * 1e3
+        loop = asyncio.get_running_loop()
+        async with self._loaded.room_for(request) as waited:
+            plan = await loop.run_in_executor(self._planners, self._linker.plan, request, given)
+            plan.took("queue", waited)
+            if pixels:
+                plan.stages_ms["vision"] = vision_ms
+            try:
+                future = self._loop.submit(plan)
+            except BaseException:
+                plan.unpin()
+                raise
+            try:
+                return await asyncio.wrap_future(future)
+            except asyncio.CancelledError:
+                if future.done() and not future.cancelled() and future.exception() is None:
+                    self._loop.abandon(future.result().lease)
+                raise
+
+    async def longest(self) -> int:
+        """Tokens of the longest prompt that finds room here."""
+        return self._loop.longest
+
+    async def renew(self, lease: str) -> LeaseState:
+        """Whoever waits for a link's KV still wants it. Returns what this replica knows of it."""
+        return self._loop.renew(lease)
+
+    async def stats(self) -> dict[str, Any]:
+        """This replica's name, loop and library counters."""
+        loop = self._loop.stats()
+        return {
+            "name": self._name,
+            "loop": replace(loop, compiled=replace(loop.compiled, dropped=self._deficits.dropped)),
+            "library": self._library.stats(),
+            "patches_queued": len(self._deficits),
+            "patches_dropped": self._deficits.dropped,
+        }
+
+    async def flush(self) -> None:
+        """Wait until everything learnt so far is formed and stored (demo, tests)."""
+        from prefill_workers.scheduler.prefill_loop import drain
+
+        await asyncio.to_thread(drain, self._loop)
+        while self._deficits:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(self._library.flush)
+
+    async def forget(self, content: str, tenant: str) -> None:
+        """Drop what this worker's memory still holds of deleted content."""
+        self._loop.forget(content, tenant)
+        await asyncio.to_thread(self._library.delete_content, content, tenant)
+
+    async def check_health(self) -> None:
+        """Raises when the loop's thread died, or the engine answers no forward any more (a GPU's lost context)."""
+        if not self._loop.alive():
+            raise RuntimeError("the prefill loop has ended")
+        if self._engine.silent:
+            raise RuntimeError("a rank of the engine does not answer any more")
+        if self._loop.failing >= MOST_FAILURES:
+            raise RuntimeError(f"the engine failed {self._loop.failing} times in a row")
+
+    def __del__(self) -> None:
+        if hasattr(self, "_loop"):
+            self._loop.stop()
+            self._library.close()

@@ -1,0 +1,55 @@
+"""Vision encoder replicas: pixels to embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from serving.config import OrbitServeConfig
+from serving.engine_spec import engine_spec
+from serving.replicas.process import MOST_FAILURES, enter_vllm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+_UNUSED_GIB = 1  # of KV, which a vision encoder has no use for
+
+
+class VisionEncoder:
+    """Pixels to embeddings, for chunks that nobody has seen yet."""
+
+    def __init__(self, config: OrbitServeConfig) -> None:
+        settings = config.vision
+        enter_vllm(settings, kv_cache_gib=None, nixl=False)
+        from prefill_workers.engine.vision_encoder import VisionEncoder as Encoder
+
+        spec = engine_spec(config, tensor_parallel_size=1, hand_off=False)
+        share = settings.gpu_memory_utilization
+        self._encoder = Encoder(replace(spec, gpu_memory_utilization=share, kv_cache_gib=_UNUSED_GIB))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vision")
+        self._failing = 0
+
+    async def encode(self, items: Sequence[tuple[str, Any]]) -> list[Tensor]:
+        """Embeddings [tokens, hidden] of (modality, processed item) pairs."""
+        import torch
+
+        try:
+            found = await asyncio.get_running_loop().run_in_executor(self._thread, self._encoder.encode, list(items))
+        except torch.AcceleratorError:  # what else fails, as for want of memory, is its request's
+            self._failing += 1
+            raise
+        self._failing = 0
+        return found
+
+    async def stats(self) -> dict[str, Any]:
+        """How many images were encoded."""
+        return {"images": self._encoder.images}
+
+    async def check_health(self) -> None:
+        """Raises when the engine encodes nothing any more (a GPU's lost context)."""
+        if self._failing >= MOST_FAILURES:
+            raise RuntimeError(f"the encoder failed {self._failing} times in a row")
