@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from infra.cpu.turns import Turns
+from infra.cpu.fair_semaphore import FairSemaphore
 
 
 def blocks_needed(tokens: int, sequences: int, block_size: int) -> int:
@@ -27,7 +27,7 @@ class Admission:
     def __init__(self, blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.running = self.waiting = 0  # sequences
-        self._turns = Turns(blocks)
+        self._turns = FairSemaphore(blocks)
         self._leaving: set[asyncio.Task[None]] = set()
 
     @property

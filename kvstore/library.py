@@ -36,7 +36,7 @@ import pyarrow as pa
 
 from kvstore.deletions import Deletions, derives
 from kvstore.errors import StoreError
-from kvstore.memory_cache import HotCache
+from kvstore.memory_cache import MemoryCache
 from kvstore.pins import Pins
 from kvstore.records.format import (
     BasisRecord,
@@ -116,7 +116,7 @@ class Library:
         self._pins = Pins()
         self._deletions = Deletions(settings.deletion_grace_s) if deletions is None else deletions
         self._loading: dict[str, list[Loading]] = {}  # under way, the latest last
-        self._hot = HotCache(settings.memory_bytes, settings.tenant_memory_bytes, self._is_pinned, self._announce)
+        self._hot = MemoryCache(settings.memory_bytes, settings.tenant_memory_bytes, self._is_pinned, self._announce)
         tiers = TierStack.tiers_of(settings) if tiers is None else tiers
         self._stack = TierStack(tiers, settings, self._is_pinned, self._hot.last_used)
         self._queues = [  # of each tier by itself: what waits for a slow one keeps nothing from the others

@@ -19,7 +19,7 @@ class _Resident:
     announced: float  # when the tiers were last told of a use
 
 
-class HotCache:
+class MemoryCache:
     """Decoded records of one process, bounded in bytes, in all and per tenant. Thread-safe.
 
     `announce(path)` is called now and then for a record that goes on being used, and must not block: a tier that other

@@ -21,11 +21,11 @@ from prefill_workers.settings import COMPOSE_UP_TO, Weighing
 FILE = "orbitserve.json"
 
 
-class BadMeasurements(ValueError):
+class BadModelCard(ValueError):
     """A model's `orbitserve.json` that cannot be used; the message names file and key."""
 
 
-class Measured(BaseModel):
+class ModelCard(BaseModel):
     """The file's content."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -34,32 +34,32 @@ class Measured(BaseModel):
     weigh_by: Weighing = Weighing.KV
 
 
-def measured(model: Path) -> Measured | None:
+def measured(model: Path) -> ModelCard | None:
     """What lies beside a checkpoint's weights; None: nothing does.
 
     Raises:
-        BadMeasurements: it cannot be read, is no such JSON, or a key is unknown, missing or wrong.
+        BadModelCard: it cannot be read, is no such JSON, or a key is unknown, missing or wrong.
     """
     file = model / FILE
     try:
-        return Measured.model_validate_json(file.read_bytes())
+        return ModelCard.model_validate_json(file.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise BadMeasurements(f"cannot read {file}: {error.strerror}") from error
+        raise BadModelCard(f"cannot read {file}: {error.strerror}") from error
     except ValidationError as error:
         problems = ("".join(f"{key}: " for key in each["loc"]) + each["msg"] for each in error.errors())
-        raise BadMeasurements(f"{file}: " + "; ".join(problems)) from error
+        raise BadModelCard(f"{file}: " + "; ".join(problems)) from error
 
 
-def composition_for(model: Path, compose_up_to: int | None, weigh_by: Weighing | None) -> Measured:
+def composition_for(model: Path, compose_up_to: int | None, weigh_by: Weighing | None) -> ModelCard:
     """How pair patches are summed: as wanted; what is None as was measured of the model, else the general default.
 
     Raises:
-        BadMeasurements: see `measured`; only where something is None.
+        BadModelCard: see `measured`; only where something is None.
     """
     if compose_up_to is not None and weigh_by is not None:
-        return Measured(compose_up_to=compose_up_to, weigh_by=weigh_by)
-    found = measured(model) or Measured(compose_up_to=COMPOSE_UP_TO)
+        return ModelCard(compose_up_to=compose_up_to, weigh_by=weigh_by)
+    found = measured(model) or ModelCard(compose_up_to=COMPOSE_UP_TO)
     wanted = {"compose_up_to": compose_up_to, "weigh_by": weigh_by}
     return found.model_copy(update={key: value for key, value in wanted.items() if value is not None})

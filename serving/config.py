@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, SecretStr, ValidationError, model_validat
 from pydantic_core import to_jsonable_python
 
 from kvstore.settings import FileSettings, LibrarySettings
-from prefill_workers.model_card import BadMeasurements, Measured, composition_for
+from prefill_workers.model_card import BadModelCard, ModelCard, composition_for
 from prefill_workers.settings import Weighing
 from serving.settings import (
     AccessLogSettings,
@@ -90,11 +90,11 @@ class OrbitServeConfig(Settings):
         return self
 
     @property
-    def composing(self) -> Measured:
+    def composing(self) -> ModelCard:
         """How pair patches are summed: as configured, or as was measured for the model.
 
         Raises:
-            BadMeasurements: what lies beside the model's weights cannot be used.
+            BadModelCard: what lies beside the model's weights cannot be used.
         """
         return composition_for(self.model.path, self.prefill.compose_up_to, self.prefill.weigh_by)
 
@@ -165,7 +165,7 @@ class OrbitServeConfig(Settings):
         config = config._anchored()
         try:
             _ = config.composing
-        except BadMeasurements as error:
+        except BadModelCard as error:
             raise ConfigError(f"{source}: model.path: {error}") from error
         return config
 

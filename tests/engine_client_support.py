@@ -12,11 +12,11 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from prefill_workers.modes import OperatingPoint
 from prefill_workers.protocol import ChunkOutcome, LeaseState, LinkRequest, LinkResult, PrefetchRequest
-from serving.frontend.encode_once import Encodings
 from serving.frontend.engine_client import LinkedEngineClient
 from serving.frontend.prompt_segments import Delimiters
 from serving.frontend.report import RequestTrace, set_trace
-from serving.placement.arranger import Arranger
+from serving.frontend.single_flight_encoder import SingleFlightEncoder
+from serving.placement.orderer import PatchAwareOrderer
 
 OUTPUTS = 3
 EOS = 99
@@ -105,9 +105,9 @@ def client_of(roles: Roles) -> LinkedEngineClient:
     """A client without vLLM's renderer, which none of these tests reaches."""
     client = object.__new__(LinkedEngineClient)
     client._roles = roles
-    client._encodings = Encodings(roles.encode)
+    client._encodings = SingleFlightEncoder(roles.encode)
     client._delimiters = Delimiters()
-    client.arranger = Arranger()
+    client.arranger = PatchAwareOrderer()
     client._first_tokens, client._vocabulary = True, 1000
     client._lease_seconds = 0.06
     client.renderer = SimpleNamespace(validate_token_ids=lambda ids: None)

@@ -26,7 +26,7 @@ from kvstore.tiers.base import Tier
 from kvstore.tiers.paths import ORPHAN_SECONDS, tenant_digest
 from kvstore.tiers.stack import tier_for_url
 from kvstore.uploads.json_objects import JsonObjects
-from kvstore.uploads.pending_deletions import OwedDeletions
+from kvstore.uploads.pending_deletions import PendingDeletions
 
 _ID = re.compile(r"file-[0-9a-f]{32}")
 _ROOT = "files/"
@@ -72,7 +72,7 @@ class FileStore:
             self.tier = location
         else:
             self.tier = tier_for_url(str(location), self.settings.storage_options)
-        self.owed = OwedDeletions(self.tier)
+        self.owed = PendingDeletions(self.tier)
         self._objects = JsonObjects(self.tier, FileObject, immutable=True)
         self._creating: dict[str, threading.Lock] = {}  # by tenant: a quota is checked and used up in one step
 

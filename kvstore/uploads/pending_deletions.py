@@ -18,7 +18,7 @@ _ROOT = "owed/"
 
 
 @dataclass(frozen=True)
-class OwedDeletion:
+class PendingDeletion:
     """Of a content id and its owner, a tenant or DYNAMIC_TENANT; noted `at`, Unix seconds."""
 
     content: str
@@ -26,27 +26,27 @@ class OwedDeletion:
     at: float
 
 
-class OwedDeletions:
+class PendingDeletions:
     """Thread-safe; processes may share the tier. All methods raise TierUnavailable."""
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
-        self._objects = JsonObjects(tier, OwedDeletion)
+        self._objects = JsonObjects(tier, PendingDeletion)
 
     def note(self, content: str, owner: str) -> None:
         """Before the last holder of the content goes, or one that may be the last."""
-        self._objects.write(_key(content, owner), OwedDeletion(content, owner, time.time()))
+        self._objects.write(_key(content, owner), PendingDeletion(content, owner, time.time()))
 
     def settle(self, content: str, owner: str) -> None:
         """Nothing that derives from the content is left."""
         self._tier.delete(_key(content, owner))
 
-    def settle_held(self, one: OwedDeletion) -> None:
+    def settle_held(self, one: PendingDeletion) -> None:
         """Something holds the content still; unless it was noted again since, because that goes as well."""
         if self._objects.read(_key(one.content, one.owner)) == one:
             self.settle(one.content, one.owner)
 
-    def all(self) -> list[OwedDeletion]:
+    def all(self) -> list[PendingDeletion]:
         """What is owed, in no order."""
         return self._objects.find(_ROOT)
 

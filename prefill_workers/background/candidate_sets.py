@@ -27,14 +27,14 @@ _BEHIND = 4  # chunks at most that are compiled together behind another one
 
 
 @dataclass(frozen=True)
-class Part:
+class PrefixSubset:
     """Some chunks of a request, by index, in its order. `value`: tokens that a later request is expected to save."""
 
     value: float
     chunks: tuple[int, ...]
 
 
-def parts(shares: Sequence[float], tokens: Sequence[int]) -> list[Part]:
+def parts(shares: Sequence[float], tokens: Sequence[int]) -> list[PrefixSubset]:
     """The parts of a request's set, the most valuable first.
 
     A part's patches are those of its beginnings, each worth its last chunk's tokens wherever all of its chunks are
@@ -42,14 +42,14 @@ def parts(shares: Sequence[float], tokens: Sequence[int]) -> list[Part]:
     """
     popular = sorted(range(len(shares)), key=lambda i: -shares[i])[:_MOST_CHUNKS]
     order = sorted(popular)
-    found: list[Part] = []
+    found: list[PrefixSubset] = []
 
     def longer(start: tuple[int, ...], likely: float, value: float, rest: int) -> None:
         for place in range(rest, len(order)):
             chunk = order[place]
             both = likely * shares[chunk]
             worth = value + both * tokens[chunk]
-            found.append(Part(worth, (*start, chunk)))
+            found.append(PrefixSubset(worth, (*start, chunk)))
             longer((*start, chunk), both, worth, place + 1)
 
     longer((), 1.0, 0.0, 0)
@@ -57,7 +57,7 @@ def parts(shares: Sequence[float], tokens: Sequence[int]) -> list[Part]:
 
 
 @dataclass(frozen=True)
-class Fan:
+class PairBatch:
     """Pairs with the same first chunk, by index: that one, and those behind it, each by itself.
 
     `value`: tokens that a later request is expected to save, per token that compiling takes.
@@ -67,7 +67,7 @@ class Fan:
     chunks: tuple[int, ...]
 
 
-def pairs(shares: Sequence[float], tokens: Sequence[int], limit: int) -> list[Fan]:
+def pairs(shares: Sequence[float], tokens: Sequence[int], limit: int) -> list[PairBatch]:
     """The pairs of a request's chunks, each in both orders, the most valuable first.
 
     But those of as many popular chunks first as have no more than `limit` pairs: a sum needs all pairs of its set.
@@ -79,7 +79,9 @@ def pairs(shares: Sequence[float], tokens: Sequence[int], limit: int) -> list[Fa
     return [*_fans(sorted(first), shares, tokens), *_fans(sorted(others), shares, tokens)]
 
 
-def meetings(own: Sequence[int], others: Sequence[int], shares: Sequence[float], tokens: Sequence[int]) -> list[Fan]:
+def meetings(
+    own: Sequence[int], others: Sequence[int], shares: Sequence[float], tokens: Sequence[int]
+) -> list[PairBatch]:
     """The pairs of a chunk of a request with one that it did not bring; as `pairs`."""
     return _fans((pair for a in own for b in others for pair in ((a, b), (b, a))), shares, tokens)
 
@@ -89,7 +91,7 @@ def pair_value(first: int, second: int, shares: Sequence[float], tokens: Sequenc
     return shares[first] * shares[second] * (tokens[first] + tokens[second]) / 2
 
 
-def _fans(chosen: Iterable[tuple[int, int]], shares: Sequence[float], tokens: Sequence[int]) -> list[Fan]:
+def _fans(chosen: Iterable[tuple[int, int]], shares: Sequence[float], tokens: Sequence[int]) -> list[PairBatch]:
     behind: dict[int, list[int]] = {}
     for first, second in chosen:
         behind.setdefault(first, []).append(second)
@@ -99,5 +101,5 @@ def _fans(chosen: Iterable[tuple[int, int]], shares: Sequence[float], tokens: Se
         for begin in range(0, len(best), _BEHIND):
             some = best[begin : begin + _BEHIND]
             saved = sum(pair_value(first, second, shares, tokens) for second in some)
-            found.append(Fan(saved / (tokens[first] + sum(tokens[i] for i in some)), (first, *some)))
+            found.append(PairBatch(saved / (tokens[first] + sum(tokens[i] for i in some)), (first, *some)))
     return sorted(found, key=attrgetter("value"), reverse=True)

@@ -22,13 +22,13 @@ from kvstore.deletions import reaches
 from kvstore.errors import StoreError
 from kvstore.records.keys import owner_of
 from prefill_workers import modes as policies
-from prefill_workers.background.compile_ahead import CompileAhead, CompileStats
 from prefill_workers.background.compile_queue import Clock, ComputeBudget
-from prefill_workers.background.exact_recheck import Rechecks
+from prefill_workers.background.patch_precompiler import CompileStats, PatchPrecompiler
+from prefill_workers.background.shadow_check import ShadowChecks
 from prefill_workers.block_pool import BlockPool
 from prefill_workers.link.plan import ChunkPlan, LinkPlan
 from prefill_workers.patches.harvester import Harvester
-from prefill_workers.patches.scratch import Pieces, Piecework, Scratch
+from prefill_workers.patches.scratch import Pieces, ResumableTask, Scratch
 from prefill_workers.settings import CompileLimits
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class _Harvest:
         return self.plan.request.tenant, self.chunk.span.content
 
 
-class Background:
+class IdleWork:
     """Queues of what finished links can teach. Belongs to the prefill loop's thread.
 
     Args:
@@ -71,7 +71,7 @@ class Background:
         pool: BlockPool,
         scratch: Scratch,
         limits: CompileLimits,
-        rechecks: Rechecks,
+        rechecks: ShadowChecks,
         clock: Clock,
         sums: Callable[[], bool],
         crowded: Callable[[], bool],
@@ -80,9 +80,9 @@ class Background:
     ) -> None:
         self._harvester, self._pool, self._scratch = harvester, pool, scratch
         self._harvests: list[_Harvest] = []
-        self._harvest: tuple[_Harvest, Piecework[None]] | None = None  # that uses the scratch blocks
+        self._harvest: tuple[_Harvest, ResumableTask[None]] | None = None  # that uses the scratch blocks
         self._busy = ComputeBudget(limits.busy_share, _BUSY_SECONDS, clock)
-        self._ahead = CompileAhead(harvester, scratch, limits, clock, sums, crowded)
+        self._ahead = PatchPrecompiler(harvester, scratch, limits, clock, sums, crowded)
         self._rechecks = rechecks
         self._disturbed, self._rest, self._hastened = disturbed, rest, -math.inf
         self._deleted: dict[tuple[str, str], float] = {}  # contents and their owners, with when; latest last
@@ -234,7 +234,7 @@ class Background:
         best = max(filter(self._may_begin, self._harvests), key=self._wanted, default=None)
         if best is None:
             return False
-        self._harvest = best, Piecework(self._keep(best))
+        self._harvest = best, ResumableTask(self._keep(best))
         self._harvests.remove(best)
         return True
 

@@ -11,7 +11,7 @@ from kvstore.deletions import reaches
 from prefill_workers.patches.orbit_patches import OrbitChunk, OrbitForming
 
 
-class KnownChunks:
+class RecentChunks:
     """The chunks that prompts brought last, without their embeddings. Not thread-safe.
 
     Args:

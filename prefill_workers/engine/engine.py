@@ -1,7 +1,7 @@
 """The prefill engine: vLLM's executor with our worker extension, and the self-check that guards it.
 
 vLLM loads the model, sizes and registers the KV pool and runs the kernels; only the self-check uses its scheduler.
-Everything afterwards goes through `runs.RunsExtension`, on blocks that `handoff.BlockPool` owns.
+Everything afterwards goes through `runs.WorkerExtension`, on blocks that `handoff.BlockPool` owns.
 
 Checked on vLLM 0.32.0. Together with `runs.py` this is the only file that knows vLLM's internals.
 """
@@ -35,7 +35,7 @@ from prefill_workers.engine.fingerprint import fingerprint, precision
 from prefill_workers.engine.image_batches import Pixels, handfuls
 from prefill_workers.engine.rank_errors import Failure
 from prefill_workers.engine.transfer_notes import ReadNotes
-from prefill_workers.engine.worker_extension import ArrivingLayers, UnsupportedEngine
+from prefill_workers.engine.worker_extension import LayerSource, UnsupportedEngine
 from prefill_workers.sequence import LinkSequence, Run
 
 NULL_BLOCK = 0  # vLLM keeps block 0 as its null block
@@ -94,7 +94,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "max_num_seqs": 2,  # vLLM's own scheduler only serves the self-check
         "max_num_batched_tokens": max(spec.max_batch_tokens, 2048),
         "disable_log_stats": True,
-        "worker_extension_cls": "prefill_workers.engine.worker_extension.RunsExtension",
+        "worker_extension_cls": "prefill_workers.engine.worker_extension.WorkerExtension",
         **cpu_engine_arguments(),
         **gpu_pool(spec.kv_cache_gib),
     }
@@ -197,7 +197,7 @@ class PrefillEngine:
     def forward(
         self,
         work: Sequence[tuple[LinkSequence, Sequence[Run]]],
-        arriving: Sequence[ArrivingLayers] = (),
+        arriving: Sequence[LayerSource] = (),
         deadline: float = 0.0,
         ends: Sequence[int] = (),
     ) -> Tensor | None:
@@ -238,7 +238,7 @@ class PrefillEngine:
     def logits(
         self,
         work: Sequence[tuple[LinkSequence, Sequence[Run]]],
-        arriving: Sequence[ArrivingLayers] = (),
+        arriving: Sequence[LayerSource] = (),
         first: tuple[Sequence[tuple[LinkSequence, Sequence[Run]]], int] | None = None,
     ) -> Tensor:
         """`forward`, and the logits [runs, vocabulary] fp32 of each run's last token (self-check, tests, benchmarks).

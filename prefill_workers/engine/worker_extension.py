@@ -60,8 +60,8 @@ _DTYPE_NAMES = ("float32", "float16", "bfloat16")
 logger = logging.getLogger(__name__)
 
 
-class ArrivingLayers(Protocol):
-    """KV of a chunk that comes in layer by layer (`arriving.Arriving`)."""
+class LayerSource(Protocol):
+    """KV of a chunk that comes in layer by layer (`arriving.LayerwiseLoad`)."""
 
     @property
     def slots(self) -> Tensor:
@@ -75,7 +75,7 @@ class UnsupportedEngine(RuntimeError):
     """The model keeps or rotates its KV in a way that chunks cannot be relocated in."""
 
 
-class RunsExtension:
+class WorkerExtension:
     """Methods that vLLM adds to its worker (`worker_extension_cls`); `collective_rpc` calls them on every rank."""
 
     model_runner: Any
@@ -167,7 +167,7 @@ class RunsExtension:
         self,
         batch: RunBatch,
         logits: Sequence[int] = (),
-        arriving: Sequence[ArrivingLayers] = (),
+        arriving: Sequence[LayerSource] = (),
         deadline: float = 0.0,
         layers: int | None = None,
         shallow: tuple[RunBatch, int] | None = None,
@@ -347,7 +347,7 @@ class RunsExtension:
                     del module.forward
 
     @contextmanager
-    def _writing(self, arriving: Sequence[ArrivingLayers], deadline: float) -> Iterator[None]:
+    def _writing(self, arriving: Sequence[LayerSource], deadline: float) -> Iterator[None]:
         """Before each layer attends, its KV of what is `arriving` is written."""
         if not arriving:
             yield

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prefill_workers.fidelity.switch_file import SwitchedOff
+from prefill_workers.fidelity.disabled_points import DisabledPoints
 from prefill_workers.modes import EXACT_POINTS, OperatingPoint
 from prefill_workers.settings import FidelitySettings
 
@@ -118,7 +118,7 @@ class Fidelity:
         settings: FidelitySettings,
         on_switch_off: Callable[[OperatingPoint, float], object] = lambda point, since: None,
         chance: Callable[[], float] = random.random,
-        kept: SwitchedOff | None = None,
+        kept: DisabledPoints | None = None,
     ) -> None:
         self.settings = settings
         self._on_switch_off, self._chance = on_switch_off, chance
@@ -127,7 +127,7 @@ class Fidelity:
         self._records = {
             point: _Record(deque(maxlen=settings.window)) for point in OperatingPoint if point not in EXACT_POINTS
         }
-        self._kept = kept or SwitchedOff(None, "")
+        self._kept = kept or DisabledPoints(None, "")
         for point, (reason, since) in self._kept.read().items():
             self._records[point].allowed, self._records[point].changed = False, since
             logger.warning("operating point %s is switched off, and was before this process started: %s", point, reason)

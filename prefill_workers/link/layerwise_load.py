@@ -27,7 +27,7 @@ from prefill_workers.link.plan import ChunkPlan
 
 
 @dataclass(eq=False)
-class Arriving:
+class LayerwiseLoad:
     """One chunk on its way: `layer` gives its KV, relocated and patched, in the order of the layers.
 
     `late` once a layer did not come in time: from then on there are none.
@@ -43,7 +43,7 @@ class Arriving:
     waited: float = 0.0  # seconds
 
     @classmethod
-    def of(cls, chunk: ChunkPlan, slots: Tensor, layout: Layout, basis: SharedBasis | None) -> Arriving | None:
+    def of(cls, chunk: ChunkPlan, slots: Tensor, layout: Layout, basis: SharedBasis | None) -> LayerwiseLoad | None:
         """None before the first layer of both canonical KV and patch is there.
 
         Nor if they do not fit the chunk: what a record says of itself is not checked yet either.

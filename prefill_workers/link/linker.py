@@ -38,9 +38,9 @@ from prefill_workers.link import report_reasons as reasons
 from prefill_workers.link.attention_weights import weighed_by_attention
 from prefill_workers.link.compose import KnownWeights, measured_weights, weighted_sum
 from prefill_workers.link.keys import ChunkKeys, Keys, contexts, teaches
-from prefill_workers.link.layerwise_load import Arriving
+from prefill_workers.link.layerwise_load import LayerwiseLoad
 from prefill_workers.link.lookups import Found, Lookup, Lookups
-from prefill_workers.link.place_kv import Placed, place
+from prefill_workers.link.place_kv import Placed, write_chunks
 from prefill_workers.link.plan import ChunkPlan, LinkPlan
 from prefill_workers.link.prefix_cache import Beginning, Block, PrefixCache, relocated
 from prefill_workers.link.token_selection import (
@@ -308,7 +308,7 @@ class Linker:
                 missing.append(i)
         if missing:
             raise PixelsNeeded(missing)
-        place(self.engine, plan.sequence.blocks, placed)
+        write_chunks(self.engine, plan.sequence.blocks, placed)
         if ended:
             plan.embed()
             plan.took("place", time.perf_counter() - began)
@@ -375,7 +375,7 @@ class Linker:
             choosing = time.perf_counter() - began
             plan.took("select", shared + choosing)
             plan.select_ms += (shared * sum(map(len, runs)) / max(whole, 1) + choosing) * 1e3
-            place(self.engine, plan.sequence.blocks, chosen)
+            write_chunks(self.engine, plan.sequence.blocks, chosen)
             plan.took("place", time.perf_counter() - began - choosing)
             plan.fix()
         return taken + attended
@@ -401,13 +401,13 @@ class Linker:
             self._weights.put(plan.request.tenant, chunk.patch_key, weights, chunk.weights_epoch)
         return _summed(chunk, found, weights)
 
-    def arriving(self, plan: LinkPlan) -> list[Arriving]:
+    def arriving(self, plan: LinkPlan) -> list[LayerwiseLoad]:
         """All chunks on their way, for a forward that writes them as they come in; none if one has no layer yet."""
-        chunks: list[Arriving] = []
+        chunks: list[LayerwiseLoad] = []
         for chunk in plan.chunks:
             if chunk.waits:
                 slots = self.engine.slots(plan.sequence.blocks, chunk.span.start, chunk.span.stop)
-                arriving = Arriving.of(chunk, slots, self.engine.layout, self.form.basis)
+                arriving = LayerwiseLoad.of(chunk, slots, self.engine.layout, self.form.basis)
                 if arriving is None:
                     return []
                 chunks.append(arriving)

@@ -29,7 +29,7 @@ class Placed(NamedTuple):
     run: Run
 
 
-def place(engine: PrefillEngine, blocks: Sequence[int], chunks: Sequence[Placed]) -> None:
+def write_chunks(engine: PrefillEngine, blocks: Sequence[int], chunks: Sequence[Placed]) -> None:
     """Relocate, patch and write chunks of the sequence in `blocks`, small ones together: a write walks all layers."""
     layout = engine.layout
     for group in _groups(chunks, _BYTES // layout.bytes_per_token(engine.dtype)):

@@ -23,7 +23,7 @@ from prefill_workers.protocol import ChunkOutcome, ChunkSpan, LinkRequest
 from prefill_workers.sequence import Embedded, LinkSequence, Run, complement
 
 if TYPE_CHECKING:
-    from prefill_workers.link.layerwise_load import Arriving
+    from prefill_workers.link.layerwise_load import LayerwiseLoad
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class ChunkPlan:
     loading: Lookup | None = None
     embeddings: Tensor | None = None  # [placeholders that carry one, hidden]
     encoded: bool = False  # these were encoded for this request
-    written: Arriving | None = None
+    written: LayerwiseLoad | None = None
     selected: tuple[Run, ...] = ()
     unmeasured: Found | None = None
     ruled_out: OperatingPoint | None = None

@@ -358,17 +358,19 @@ class Harvester:
             alone = not ran and (yield from lacks(first))
             for ends in [placed[:1], placed] if alone else [placed]:
                 owner = _set_owner(tenant, prefix, *(place.chunk.content for place in ends))
-                pace = seconds / (len(sequence) - start)
+                seconds_per_token = seconds / (len(sequence) - start)
                 yield from self._keep_if_known(
-                    ends, set_kind(len(ends) - 1), prefix, tenant, owner, scratch.blocks, pace
+                    ends, set_kind(len(ends) - 1), prefix, tenant, owner, scratch.blocks, seconds_per_token
                 )
             ran, tokens = ran + 1, tokens + len(sequence) - start
         if not ran and (yield from lacks(first)) and (yield from self._may_condition(first, tenant)):
             leading = yield from self._embedded(first, tenant)
             if leading is not None:
-                placed, pace = yield from self._forward(prefix, [leading], scratch)
+                placed, seconds_per_token = yield from self._forward(prefix, [leading], scratch)
                 owner, length = _set_owner(tenant, prefix, first.content), len(prefix) + len(first.token_ids)
-                yield from self._keep_if_known(placed, set_kind(0), prefix, tenant, owner, scratch.blocks, pace)
+                yield from self._keep_if_known(
+                    placed, set_kind(0), prefix, tenant, owner, scratch.blocks, seconds_per_token
+                )
                 ran, tokens = 1, length
         return ran, tokens
 
@@ -384,13 +386,13 @@ class Harvester:
         tenant: str,
         owner: str,
         blocks: Sequence[int],
-        pace: float,
+        seconds_per_token: float,
     ) -> Pieces[None]:
-        """`keep_last`, unless its canonical KV is gone meanwhile; `owner`: of the patch; `pace`: seconds per token."""
+        """`keep_last`, unless the canonical KV is gone meanwhile; `owner`: the patch's."""
         chunk = placed[-1].chunk
         canonical = yield from self._canonical(chunk.key, owner_of(tenant, chunk.content))
         if canonical is not None:
-            self.keep_last(placed, canonical, kind, prefix, owner, blocks, pace * len(chunk.token_ids))
+            self.keep_last(placed, canonical, kind, prefix, owner, blocks, seconds_per_token * len(chunk.token_ids))
 
     def _has_or_sent(self, key: str, owner: str) -> Pieces[bool]:
         """Whether a patch is stored, or on its way: what a request computed must not be overwritten by what was read

@@ -41,7 +41,7 @@ class Scratch:
         return split_runs(runs, self.piece(sum(map(len, runs))))
 
 
-class Piecework(Generic[Result]):
+class ResumableTask(Generic[Result]):
     """Work under way: `seconds` that it has taken, pauses left out, and its `result` once it is over."""
 
     result: Result

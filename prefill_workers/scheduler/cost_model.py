@@ -19,7 +19,7 @@ from prefill_workers.sequence import LinkSequence, Run
 
 if TYPE_CHECKING:
     from prefill_workers.engine.engine import PrefillEngine
-    from prefill_workers.link.layerwise_load import Arriving
+    from prefill_workers.link.layerwise_load import LayerwiseLoad
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _MOST_FIXED = 2048.0  # tokens: where the longest forward does not tell, on a mo
 _TURNS = 4
 
 
-class Pace:
+class ForwardCostModel:
     """What a forward of so many tokens takes, as learnt from the ones before.
 
     Args:
@@ -81,7 +81,7 @@ class Pace:
             most = max(most, int(seconds / self._seconds_per_token))
         return math.ceil(left / max(1, math.ceil((left - self.fixed) / most)))
 
-    def keeps_ahead(self, arriving: Sequence[Arriving], tokens: int) -> bool:
+    def keeps_ahead(self, arriving: Sequence[LayerwiseLoad], tokens: int) -> bool:
         """Whether all layers will be there about when a forward over so many tokens, begun now, needs them."""
         if self._seconds_per_token is None:
             return False
@@ -93,7 +93,7 @@ class Pace:
 
 
 @torch.inference_mode()
-def measure(engine: PrefillEngine) -> Pace:
+def measure_forward_cost(engine: PrefillEngine) -> ForwardCostModel:
     """The pace of an engine that nobody uses yet, whose KV this overwrites.
 
     By the shortest forward, and by one that is long enough to take several times as long.
@@ -118,4 +118,4 @@ def measure(engine: PrefillEngine) -> Pace:
         tokens *= 2
     per_token = max((longer - shortest) / max(min(tokens, most) - 1, 1), shortest / _MOST_FIXED)
     logger.info("a forward takes %.3g ms, and %.3g ms more for every further token", 1e3 * shortest, 1e3 * per_token)
-    return Pace(max(shortest / per_token - 1, 1.0), per_token)
+    return ForwardCostModel(max(shortest / per_token - 1, 1.0), per_token)

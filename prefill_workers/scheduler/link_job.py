@@ -7,13 +7,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from prefill_workers.block_pool import Lease
-from prefill_workers.link.layerwise_load import Arriving
+from prefill_workers.link.layerwise_load import LayerwiseLoad
 from prefill_workers.link.plan import LinkPlan
 from prefill_workers.protocol import LinkResult
 from prefill_workers.sequence import Run, complement, merge_runs
 
 # What a link that still waits for loads must have to compute for a forward of its own; fewer tokens wait for the next.
-# Whatever it computes, a forward has a fixed part (see `pace`).
+# Whatever it computes, a forward has a fixed part (see `cost_model`).
 FORWARD_TOKENS = 64
 
 
@@ -27,7 +27,7 @@ class LinkJob:
     lease: Lease | None = None
     reached: int = 0  # the frontier up to which runs are pending or computed
     pending: list[Run] = field(default_factory=list)
-    arriving: list[Arriving] = field(default_factory=list)  # what the forward over `pending` writes as it comes in
+    arriving: list[LayerwiseLoad] = field(default_factory=list)  # what the forward over `pending` writes as it comes in
     by_layer: bool = True  # whether layers are worth waiting for: not again once some came too late
     first_token: int | None = None  # of the answer, once the forward that ends the prompt has given it
 

@@ -6,12 +6,12 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from infra.cpu.turns import Turns
+from infra.cpu.fair_semaphore import FairSemaphore
 from prefill_workers.modes import uses_library
 from prefill_workers.protocol import LinkRequest
 
 
-class LoadedKV:
+class KVLoadBudget:
     """Room for stored KV. A link loads as soon as it is planned, long before it is computed: what a whole queue loads
     from an object store would not fit into memory.
 
@@ -27,7 +27,7 @@ class LoadedKV:
     """
 
     def __init__(self, most: int, bytes_per_token: int) -> None:
-        self._turns, self._bytes_per_token = Turns(most), bytes_per_token
+        self._turns, self._bytes_per_token = FairSemaphore(most), bytes_per_token
         self.waiting = self.tokens = 0
 
     @property

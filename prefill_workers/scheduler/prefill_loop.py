@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from infra.cpu import openmp
-from prefill_workers.background.compile_ahead import CompileStats
-from prefill_workers.background.exact_recheck import Rechecks
-from prefill_workers.background.idle_work import Background
+from prefill_workers.background.idle_work import IdleWork
+from prefill_workers.background.patch_precompiler import CompileStats
+from prefill_workers.background.shadow_check import ShadowChecks
 from prefill_workers.block_pool import BlockPool, PoolExhausted
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.engine.image_batches import Pixels
@@ -30,10 +30,10 @@ from prefill_workers.link.linker import Linker
 from prefill_workers.link.plan import LinkPlan
 from prefill_workers.patches.scratch import Scratch
 from prefill_workers.protocol import LeaseState, LinkResult, Overloaded, PromptTooLarge
-from prefill_workers.scheduler.cost_model import Pace
-from prefill_workers.scheduler.image_queue import ImagesUnderWay
+from prefill_workers.scheduler.cost_model import ForwardCostModel
+from prefill_workers.scheduler.encode_queue import EncodeQueue
 from prefill_workers.scheduler.link_job import LinkJob
-from prefill_workers.scheduler.load_budget import LoadedKV
+from prefill_workers.scheduler.load_budget import KVLoadBudget
 from prefill_workers.scheduler.scheduler import LinksUnderWay
 from prefill_workers.settings import CompileLimits
 
@@ -75,7 +75,7 @@ class PrefillLoop:
         patience_seconds: how long background work gives way to hand-offs of links that have finished, and to requests
             that are on their way.
         compiles: how much is compiled in the background ahead of requests; None: the defaults of `CompileLimits`.
-        pace: what forwards take; None: it is learnt from them.
+        cost_model: what forwards take; None: it is learnt from them.
         loaded: what links wait for before they are submitted, which counts as waiting here; None: for nothing.
         crowded: whether the patch compiler has enough to do: then nothing is compiled ahead.
     """
@@ -92,8 +92,8 @@ class PrefillLoop:
         learns: bool = True,
         compiles: CompileLimits | None = None,
         patience_seconds: float = 0.5,
-        pace: Pace | None = None,
-        loaded: LoadedKV | None = None,
+        cost_model: ForwardCostModel | None = None,
+        loaded: KVLoadBudget | None = None,
         crowded: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -104,13 +104,13 @@ class PrefillLoop:
         scratch = min(longest, (last - 1) // 4)
         self._pool = BlockPool(range(1, last - scratch), engine.block_size, lease_seconds, owner, clock)
         self._waiting: deque[LinkJob] = deque()
-        self._loaded = loaded or LoadedKV(0, 0)  # for which nobody waits
-        self._images = ImagesUnderWay(engine)
-        self._pace = pace or Pace()
-        self._links = LinksUnderWay(engine, linker, self._pace, budget, self._free)
+        self._loaded = loaded or KVLoadBudget(0, 0)  # for which nobody waits
+        self._images = EncodeQueue(engine)
+        self._cost_model = cost_model or ForwardCostModel()
+        self._links = LinksUnderWay(engine, linker, self._cost_model, budget, self._free)
         spare = Scratch(range(last - scratch, last), engine.block_size, self._piece)
-        rechecks = Rechecks(engine, linker.library, linker.fidelity, self._pool, spare)
-        self._background = Background(
+        rechecks = ShadowChecks(engine, linker.library, linker.fidelity, self._pool, spare)
+        self._background = IdleWork(
             linker.harvester,
             self._pool,
             spare,
@@ -225,8 +225,8 @@ class PrefillLoop:
             forwards_partial=self._links.partial,
             tokens_forwarded=self._links.tokens,
             tokens_queued=sum(job.left for job in [*self._waiting, *self._links]) + self._loaded.tokens,
-            fixed_tokens=self._pace.fixed,
-            seconds_per_token=self._pace.seconds_per_token,
+            fixed_tokens=self._cost_model.fixed,
+            seconds_per_token=self._cost_model.seconds_per_token,
             leases_expired=self._expired,
             harvest_failures=self._background.failures,
             compiled=self._background.compiled(),
@@ -317,7 +317,7 @@ class PrefillLoop:
     def _piece(self, left: int) -> int:
         """Of the tokens that background work has `left`, those that one forward may compute now."""
         rested = 0.0 if self._links or self._waiting else time.perf_counter() - self._disturbed()
-        return min(self._pace.piece(left, rested), self._budget)
+        return min(self._cost_model.piece(left, rested), self._budget)
 
     def _notify(self) -> None:
         with self._wake:

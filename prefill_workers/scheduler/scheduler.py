@@ -3,7 +3,7 @@
 A turn places the chunks whose loads have ended, and runs ONE forward, up to a token budget; a long run goes on in the
 next turn. Links are computed in the order in which they are due, each some times what it takes to compute after it
 came: one that links nearly all does not wait for one that computes everything, nor that one for ever. Others join the
-forward of the first where that saves more waiting than it causes (see `pace`).
+forward of the first where that saves more waiting than it causes (see `cost_model`).
 
 A link computes while its later chunks still load (mpic.md §3.2): up to its frontier, the first token that waits for
 one, and beyond it where layers come in faster than they are needed (see `arriving`). Which tokens a link chooses by
@@ -21,10 +21,10 @@ from itertools import takewhile
 
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.engine.sampling import draw
-from prefill_workers.link.layerwise_load import Arriving
+from prefill_workers.link.layerwise_load import LayerwiseLoad
 from prefill_workers.link.linker import Linker
 from prefill_workers.protocol import PixelsNeeded
-from prefill_workers.scheduler.cost_model import Pace
+from prefill_workers.scheduler.cost_model import ForwardCostModel
 from prefill_workers.scheduler.link_job import FORWARD_TOKENS, LinkJob
 from prefill_workers.sequence import Run, split_runs
 
@@ -37,7 +37,7 @@ class LinksUnderWay:
     """Links that have blocks, in the order in which they are due after a turn. Belongs to the loop's thread.
 
     Args:
-        pace: what forwards take; every forward teaches it.
+        cost_model: what forwards take; every forward teaches it.
         budget: tokens of one forward at most.
         free: lets go of what a link holds that ends without a result.
 
@@ -47,9 +47,20 @@ class LinksUnderWay:
     """
 
     def __init__(
-        self, engine: PrefillEngine, linker: Linker, pace: Pace, budget: int, free: Callable[[LinkJob], None]
+        self,
+        engine: PrefillEngine,
+        linker: Linker,
+        cost_model: ForwardCostModel,
+        budget: int,
+        free: Callable[[LinkJob], None],
     ) -> None:
-        self._engine, self._linker, self._pace, self._budget, self._free = engine, linker, pace, budget, free
+        self._engine, self._linker, self._cost_model, self._budget, self._free = (
+            engine,
+            linker,
+            cost_model,
+            budget,
+            free,
+        )
         self._jobs: list[LinkJob] = []
         self.forwards = self.by_layer = self.partial = self.tokens = self.failing = 0
 
@@ -110,7 +121,7 @@ class LinksUnderWay:
 
     def _due(self, job: LinkJob) -> float:
         """When a link should have been computed (`time.perf_counter`); later, if its chunks turn out not to load."""
-        return job.submitted + _STRETCH * self._pace.seconds(job.computed_in_all)
+        return job.submitted + _STRETCH * self._cost_model.seconds(job.computed_in_all)
 
     def _advance(self, job: LinkJob) -> bool:
         """Place what has been loaded for a link, and take up the runs that may be computed then. False if it ends."""
@@ -143,7 +154,7 @@ class LinksUnderWay:
         able, turn = [job for job in self._jobs if job.computes or job.plan.measures], list[LinkJob]()
         for behind, job in zip(reversed(range(len(able))), able, strict=True):
             tokens = sum(map(len, job.to_measure)) if job.plan.measures else job.tokens
-            if not turn or self._pace.joins(tokens, len(turn), behind):
+            if not turn or self._cost_model.joins(tokens, len(turn), behind):
                 turn.append(job)
         ready = [job for job in turn if job.plan.measures]
         if not ready:
@@ -165,9 +176,9 @@ class LinksUnderWay:
         tokens = job.tokens + sum(map(len, job.plan.runs_between(job.reached, whole)))
         earlier = takewhile(lambda other: other is not job, self._jobs)
         ahead = [other.tokens for other in earlier if other.computes]
-        this_turn = not ahead or self._pace.joins(tokens, len(ahead), 0)
+        this_turn = not ahead or self._cost_model.joins(tokens, len(ahead), 0)
         worth_it = tokens >= FORWARD_TOKENS and this_turn and sum(ahead) + tokens <= self._budget
-        if worth_it and self._pace.keeps_ahead(arriving, tokens):
+        if worth_it and self._cost_model.keeps_ahead(arriving, tokens):
             for coming in arriving:
                 coming.chunk.written = coming
             job.arriving = arriving
@@ -180,12 +191,12 @@ class LinksUnderWay:
         """
         began, budget = time.perf_counter(), self._budget
         work: list[tuple[LinkJob, list[Run]]] = []
-        arriving: list[tuple[LinkJob, Arriving]] = []
+        arriving: list[tuple[LinkJob, LayerwiseLoad]] = []
         # those that are not worth a forward of their own yet may only join
         ready = sorted((job for job in self._jobs if job.pending), key=lambda job: not job.computes)
         for behind, job in zip(reversed(range(len(ready))), ready, strict=True):
             # what a forward writes as it comes in must be in the forward that was chosen for it
-            if work and not job.arriving and not self._pace.joins(job.tokens, len(work), behind):
+            if work and not job.arriving and not self._cost_model.joins(job.tokens, len(work), behind):
                 continue
             now, job.pending = split_runs(job.pending, budget)
             if now:
@@ -199,7 +210,7 @@ class LinksUnderWay:
             logits = self._engine.forward(
                 [(job.plan.sequence, runs) for job, runs in work],
                 [coming for _, coming in arriving],
-                self._pace.deadline(tokens),
+                self._cost_model.deadline(tokens),
                 ending,
             )
         except Exception as error:
@@ -212,7 +223,7 @@ class LinksUnderWay:
         spent = time.perf_counter() - began
         computing = spent - sum(coming.waited for _, coming in arriving)
         if tokens >= FORWARD_TOKENS:
-            self._pace.learn(tokens, computing)
+            self._cost_model.learn(tokens, computing)
         for job, now in work:
             job.plan.took("forward", spent)
             job.plan.compute_ms += computing * 1e3 * sum(map(len, now)) / tokens

@@ -43,11 +43,11 @@ from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
 from serving.api.auth import Authenticate, Limit
 from serving.api.chat import UNSUPPORTED, OrbitServingChat, fixed_prefix, readable, refuse_longer, refuse_unsupported
+from serving.api.client_disconnect import CancelOnDisconnect, answering
 from serving.api.compiling import compiling
 from serving.api.errors import InvalidRequest, answer_errors
 from serving.api.fidelity import families, fidelity_router, scraped
 from serving.api.files import OnDelete, files_router
-from serving.api.leaving import CancelAnswers, answering
 from serving.api.media import MediaResolver
 from serving.api.metrics import Metrics, exposition, in_time, labelled
 from serving.api.streams import opened
@@ -156,7 +156,7 @@ async def build_api(
     app.include_router(fidelity_router(client.roles))
     _add_operations(app, client, metrics, replica, counted)
     answer_errors(app)
-    app.add_middleware(CancelAnswers)
+    app.add_middleware(CancelOnDisconnect)
     app.add_middleware(Limit, http, metrics)
     app.add_middleware(Authenticate, http.api_keys)
     if http.cors_origins:  # before keys are asked for: a browser's question whether it may call carries none

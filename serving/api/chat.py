@@ -14,11 +14,11 @@ from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
 
-from serving.api.decoded import give_back
+from serving.api.client_disconnect import answering
 from serving.api.errors import InvalidRequest
-from serving.api.leaving import answering
 from serving.api.media import MediaResolver
 from serving.api.ordering import Ordering, ordered
+from serving.api.pixel_budget import give_back
 from serving.api.prefix import Prefixes, tools_text
 from serving.api.streams import opened
 from serving.frontend.documents import Documents

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from prefill_workers.background.compile_ahead import CompileStats
+from prefill_workers.background.patch_precompiler import CompileStats
 from serving.api.metrics import in_time
 from serving.frontend.roles import CompilingRoles
 

@@ -34,8 +34,8 @@ from kvstore.errors import UnknownFile
 from kvstore.records.keys import DYNAMIC_TENANT, owned_content_id
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
-from serving.api.decoded import PixelBudget, Share
 from serving.api.errors import InvalidRequest, NotFound, TooLarge
+from serving.api.pixel_budget import PixelBudget, PixelReservation
 from serving.frontend.documents import Documents, Mark
 from serving.settings import HttpSettings
 
@@ -68,7 +68,7 @@ class ResolvedText:
     text: str
 
 
-class _Left:
+class _RequestBudget:
     """What the images or the documents of one request may still have. Thread-safe.
 
     `most`: None bounds nothing; `of`: "images have {} pixels".
@@ -138,8 +138,10 @@ class MediaResolver:
                     )
             resolved.append({**message, "content": parts})
         at_once = asyncio.Semaphore(_AT_ONCE)
-        pixels = _Left(self._settings.max_request_pixels, "images have {} pixels")
-        characters = _Left(self._max_characters, "documents have {} characters, the most that a prompt can hold,")
+        pixels = _RequestBudget(self._settings.max_request_pixels, "images have {} pixels")
+        characters = _RequestBudget(
+            self._max_characters, "documents have {} characters, the most that a prompt can hold,"
+        )
 
         async def resolve(part: dict[str, Any], where: str) -> ResolvedImage | Mark:
             async with at_once:
@@ -156,7 +158,7 @@ class MediaResolver:
         return resolved
 
     async def _resolve(
-        self, part: dict[str, Any], tenant: str, where: str, pixels: _Left, characters: _Left
+        self, part: dict[str, Any], tenant: str, where: str, pixels: _RequestBudget, characters: _RequestBudget
     ) -> ResolvedImage | Mark:
         """An image, not decoded yet, or what stands for a document."""
         if part["type"] == "file":
@@ -209,7 +211,7 @@ class MediaResolver:
         return found if isinstance(found, ResolvedText) else self._decode(found, where)
 
     def _identify_file(
-        self, data: bytes, owner: str, where: str, pixels: _Left | None = None
+        self, data: bytes, owner: str, where: str, pixels: _RequestBudget | None = None
     ) -> ResolvedImage | ResolvedText:
         """As `open_file`, an image by its header alone."""
         text = None if self._documents is None else as_text(data)
@@ -246,7 +248,7 @@ class MediaResolver:
         return self._decode(self._identify(data, owner, where), where)
 
     def _identify(
-        self, data: bytes, owner: str, where: str, pixels: _Left | None = None, or_text: bool = False
+        self, data: bytes, owner: str, where: str, pixels: _RequestBudget | None = None, or_text: bool = False
     ) -> ResolvedImage:
         """As `open`, by the image's header alone; its pixels count against the request's.
 
@@ -276,7 +278,7 @@ class MediaResolver:
             pixels.take(image.width * image.height, where)
         return ResolvedImage(owned_content_id(data, owner, self._secret), image)
 
-    def _decode(self, found: ResolvedImage, where: str, share: Share | None = None) -> ResolvedImage:
+    def _decode(self, found: ResolvedImage, where: str, share: PixelReservation | None = None) -> ResolvedImage:
         """The image as vLLM takes it, which holds its share; as it is if its content has proved decodable."""
         content, image = found.content, found.image
         if content in self._decoded:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from prefill_workers.modes import Mode, Text, looks_up_patch
 from serving.frontend.documents import Documents
 from serving.frontend.report import Alternative, ChunkCosts, OrderReport, RequestTrace
-from serving.placement.arranger import Arranger
+from serving.placement.orderer import PatchAwareOrderer
 from serving.placement.search import Edge, Placement, Problem, Rejected, place, rejected
 
 Found = TypeVar("Found")
@@ -132,7 +132,7 @@ class Ordering:
         return moved
 
 
-async def ordered(request: Ordering, trace: RequestTrace, arranger: Arranger) -> list[Any]:
+async def ordered(request: Ordering, trace: RequestTrace, arranger: PatchAwareOrderer) -> list[Any]:
     """A request's messages in the order that placement chooses, which the request's report says.
 
     Placement is asked where it may choose, and where its costs are to be explained.

@@ -65,7 +65,7 @@ def _measure(
     from kvstore.settings import LibrarySettings
     from prefill_workers.engine.engine import EngineSpec, PrefillEngine
     from prefill_workers.patches.patch_compiler import PatchCompiler
-    from prefill_workers.scheduler.cost_model import measure
+    from prefill_workers.scheduler.cost_model import measure_forward_cost
     from prefill_workers.settings import CompileLimits
 
     checkpoint = checkpoint_path(model)
@@ -81,12 +81,12 @@ def _measure(
     form = PatchForm()
     try:
         engine.require_self_check()
-        pace = measure(engine)
+        cost_model = measure_forward_cost(engine)
         for case, (pages, tokens) in cases.items():
             prompt = prompt_over(engine, [noise(tokens, number) for number in range(pages)])
             with Library(LibrarySettings(directory=None, memory_bytes=16 << 30), engine.fingerprint) as library:
                 compiler = PatchCompiler(library, form)
-                options: dict[str, Any] = {"compiles": CompileLimits(share=0), "pace": pace}
+                options: dict[str, Any] = {"compiles": CompileLimits(share=0), "cost_model": cost_model}
                 with worker(engine, library, form, compiler.compile, **options) as opened:
                     arms = _Arms(opened, prompt)
                     in_turns(arms.timed, 1)  # warm

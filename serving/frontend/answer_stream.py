@@ -70,7 +70,7 @@ def _asks(value: Any, plain: Any) -> bool:
     return bool(value != plain)
 
 
-class Answer:
+class AnswerStream:
     """An answer on its way, which a decode engine gives from the start or, once it has `begun`, goes on with.
 
     Attributes:

@@ -40,12 +40,12 @@ from prefill_workers.settings import PrefillSettings
 from serving.access_log import AccessLog
 from serving.api.errors import OverloadedError
 from serving.errors import RoleUnavailable
-from serving.frontend.answer_stream import Answer, sampling_of
-from serving.frontend.encode_once import Encodings
+from serving.frontend.answer_stream import AnswerStream, sampling_of
 from serving.frontend.prompt_segments import Delimiters, Segments, segment
 from serving.frontend.report import ChunkReport, OrbitReport, RequestTrace, current_trace
 from serving.frontend.roles import Roles
-from serving.placement.arranger import Arranger
+from serving.frontend.single_flight_encoder import SingleFlightEncoder
+from serving.placement.orderer import PatchAwareOrderer
 
 logger = logging.getLogger(__name__)
 
@@ -137,9 +137,9 @@ class LinkedEngineClient(_NotOurs):
         self.renderer = renderer_from_config(vllm_config)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
         self._roles = roles
-        self._encodings = Encodings(roles.encode)
+        self._encodings = SingleFlightEncoder(roles.encode)
         self._delimiters = Delimiters.of(self.model_config, self.renderer.get_tokenizer())
-        self.arranger = Arranger(compose_up_to=compose_up_to, free_text=prefill.free_text)
+        self.arranger = PatchAwareOrderer(compose_up_to=compose_up_to, free_text=prefill.free_text)
         self._first_tokens, self._vocabulary = prefill.first_token, vllm_config.model_config.get_vocab_size()
         self._lease_seconds = prefill.lease_seconds
 
@@ -237,7 +237,7 @@ class LinkedEngineClient(_NotOurs):
         )
         request = replace(request, patched=self.arranger.patched(request))
         trace.mark("rendered")
-        answer = Answer(segments.token_ids, params, self.input_processor)
+        answer = AnswerStream(segments.token_ids, params, self.input_processor)
         told = ended = False
         for attempt in (1, 2):
             try:
@@ -268,7 +268,7 @@ class LinkedEngineClient(_NotOurs):
 
     async def _outputs(
         self,
-        answer: Answer,
+        answer: AnswerStream,
         linked: LinkResult,
         request: LinkRequest,
         decode_id: str,

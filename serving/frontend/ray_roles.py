@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
 
-    from prefill_workers.background.compile_ahead import CompileStats
+    from prefill_workers.background.patch_precompiler import CompileStats
     from prefill_workers.engine.image_batches import Pixels
     from prefill_workers.fidelity.monitor import PointStatus
     from prefill_workers.modes import OperatingPoint
     from prefill_workers.protocol import LeaseState, LinkRequest, LinkResult, PrefetchRequest
-    from serving.placement.patch_feed import Formed
+    from serving.placement.patch_feed import PatchFeed
 
 logger = logging.getLogger(__name__)
 
@@ -116,8 +116,8 @@ class RayRoles:
         await answered_by_all(self.prefill, "announced")
         return sum(await answered_by_all(self.prefill, "allow", point))
 
-    async def formed(self, cursors: Mapping[str, int]) -> list[Formed]:
-        """See `FormedReplica.formed`; of all replicas of both roles that have it."""
+    async def formed(self, cursors: Mapping[str, int]) -> list[PatchFeed]:
+        """See `PatchFeedReplica.formed`; of all replicas of both roles that have it."""
         roles = (answered_by_all(role, "formed", dict(cursors)) for role in (self.prefill, self.library))
         return [one for answers in await asyncio.gather(*roles) for one in answers]
 

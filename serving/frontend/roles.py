@@ -9,7 +9,7 @@ from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
-from prefill_workers.background.compile_ahead import CompileStats
+from prefill_workers.background.patch_precompiler import CompileStats
 from prefill_workers.fidelity.monitor import PointStatus
 from prefill_workers.modes import OperatingPoint
 from prefill_workers.protocol import LeaseState, LinkRequest, LinkResult, PrefetchRequest

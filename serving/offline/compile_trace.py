@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from kvstore.operator.layout import Layout
     from prefill_workers.patches.offline_paths import ChunkShape, Compiled, PathWorker
     from prefill_workers.patches.offline_paths import Path as PatchPath
-    from serving.placement.arranger import LinkCosts
+    from serving.placement.orderer import LinkCosts
 
 _LOOKS = 16  # chunks that are looked for at once
 _PATHS_PER_FLUSH = 32  # bounds what waits to be written
@@ -79,7 +79,7 @@ class Planner:
         from prefill_workers.engine.fingerprint import fingerprint
         from prefill_workers.patches.patch_compiler import UnknownBasis, load_form
         from serving.frontend.vllm_config import front_end_config
-        from serving.placement.arranger import LinkCosts
+        from serving.placement.orderer import LinkCosts
 
         self.config, self.choice = config, choice
         self.model = front_end_config(config.model, processor_cache_gib=0).model_config

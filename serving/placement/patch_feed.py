@@ -16,14 +16,14 @@ from serving.errors import RoleUnavailable
 if TYPE_CHECKING:
     from kvstore.library import Library
     from prefill_workers.settings import PatchFormSettings
-    from serving.placement.arranger import Arranger
+    from serving.placement.orderer import PatchAwareOrderer
 
 logger = logging.getLogger(__name__)
 
 _CATALOGUED = 1 << 18  # patches that a keeper remembers for ingress replicas: as many as their indices hold
 
 
-class Formed(NamedTuple):
+class PatchFeed(NamedTuple):
     """What one replica has formed or found since it was last asked; `cursor` is what to ask with next.
 
     `patches`, `sums`: whether it links chunks by patches and by sums of them, as far as it has a say in that.
@@ -36,7 +36,7 @@ class Formed(NamedTuple):
     sums: bool = True
 
 
-class FormedReplica:
+class PatchFeedReplica:
     """A part of `serving.replicas.prefill.PrefillWorker`; `log_formed` comes first."""
 
     def log_formed(
@@ -49,14 +49,14 @@ class FormedReplica:
         self._formed, self._patches, self._sums = FormedLog(limit), patches, sums
         return self._formed
 
-    async def formed(self, cursors: Mapping[str, int]) -> Formed:
+    async def formed(self, cursors: Mapping[str, int]) -> PatchFeed:
         """What was formed since these cursors, of which this replica knows its own by its name."""
         name = str(serve.get_replica_context().replica_id.unique_id)
         news = self._formed.since(cursors.get(name, 0))
-        return Formed(name, *news, patches=self._patches(), sums=self._sums())
+        return PatchFeed(name, *news, patches=self._patches(), sums=self._sums())
 
 
-class KeeperReplica(FormedReplica):
+class KeeperReplica(PatchFeedReplica):
     """A part of `serving.app.LibraryKeeper`: what lies in the library's directory, whoever put it there."""
 
     def catalogue(self, library: Library, patch: PatchFormSettings, period_s: float) -> asyncio.Task[None]:
@@ -83,17 +83,17 @@ class KeeperReplica(FormedReplica):
             await asyncio.sleep(period_s)
 
 
-class FormedRoles(Protocol):
+class PatchFeedRoles(Protocol):
     """What `follow` needs of the roles."""
 
-    async def formed(self, cursors: Mapping[str, int]) -> list[Formed]:
+    async def formed(self, cursors: Mapping[str, int]) -> list[PatchFeed]:
         """What every prefill replica has formed since, and what the library's keeper has found.
 
         Raises RoleUnavailable when one does not answer.
         """
 
 
-async def follow(roles: FormedRoles, arranger: Arranger, period_s: float) -> None:
+async def follow(roles: PatchFeedRoles, arranger: PatchAwareOrderer, period_s: float) -> None:
     """Tell an arranger, every so many seconds and for ever, which patches are stored besides, and what uses them."""
     cursors: dict[str, int] = {}
     while True:

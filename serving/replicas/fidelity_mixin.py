@@ -16,8 +16,8 @@ from serving.frontend.ray_roles import answered_by_all
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
+    from prefill_workers.fidelity.disabled_points import DisabledPoints
     from prefill_workers.fidelity.monitor import Fidelity, PointStatus
-    from prefill_workers.fidelity.switch_file import SwitchedOff
     from prefill_workers.modes import OperatingPoint
     from prefill_workers.settings import FidelitySettings
 
@@ -30,7 +30,7 @@ _AGAIN_SECONDS = 5.0  # until they are asked again
 class FidelityReplica:
     """Methods that every prefill replica answers; `watch_fidelity` comes first."""
 
-    def watch_fidelity(self, settings: FidelitySettings, kept: SwitchedOff | None = None) -> Fidelity:
+    def watch_fidelity(self, settings: FidelitySettings, kept: DisabledPoints | None = None) -> Fidelity:
         """This replica's `Fidelity`. Must be called on the replica's event loop."""
         from prefill_workers.fidelity.monitor import Fidelity
 
@@ -42,9 +42,9 @@ class FidelityReplica:
     async def hear_fidelity(self) -> None:
         """Take over what the other replicas have switched off; to be called before this one serves.
 
-        One that starts where the library's directory is another one (see `prefill_workers.fidelity.switch_file`) would
-        serve at a point that no operator allowed again. Nobody tells it what changes before Serve lists it: so it goes
-        on asking until it is listed.
+        One that starts where the library's directory is another one (see `prefill_workers.fidelity.disabled_points`)
+        would serve at a point that no operator allowed again. Nobody tells it what changes before Serve lists it: so it
+        goes on asking until it is listed.
         """
         if not await self._hear():
             self._hearing = asyncio.create_task(self._keep_hearing())

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Deficits:
+class PatchQueue:
     """Deficits sent to the patch compiler and not yet answered: one that cannot keep up costs patches, never memory.
 
     Belongs to the event loop that it is made on; `submit` may be called from any thread.

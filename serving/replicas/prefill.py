@@ -19,9 +19,9 @@ from serving.config import OrbitServeConfig
 from serving.engine_spec import engine_spec
 from serving.errors import RoleUnavailable
 from serving.frontend.ray_roles import answered
-from serving.placement.patch_feed import FormedReplica
+from serving.placement.patch_feed import PatchFeedReplica
 from serving.replicas.fidelity_mixin import FidelityReplica
-from serving.replicas.patch_queue import Deficits
+from serving.replicas.patch_queue import PatchQueue
 from serving.replicas.process import MOST_FAILURES, enter_vllm
 from serving.routing.reports import PrefillReporter, ReportingReplica
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
+class PrefillWorker(FidelityReplica, PatchFeedReplica, ReportingReplica):
     """Links requests; see `prefill_workers.link.linker`."""
 
     async def __init__(self, config: OrbitServeConfig, compiler: DeploymentHandle) -> None:  # type: ignore[misc]
@@ -43,12 +43,12 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
         enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, nixl=True)
         from kvstore.library import Library
         from prefill_workers.engine.engine import PrefillEngine, check_hand_off
-        from prefill_workers.fidelity.switch_file import SwitchedOff
+        from prefill_workers.fidelity.disabled_points import DisabledPoints
         from prefill_workers.link.linker import Linker
         from prefill_workers.link.prefix_cache import PrefixCache
         from prefill_workers.patches.patch_compiler import load_form
-        from prefill_workers.scheduler.cost_model import measure
-        from prefill_workers.scheduler.load_budget import LoadedKV
+        from prefill_workers.scheduler.cost_model import measure_forward_cost
+        from prefill_workers.scheduler.load_budget import KVLoadBudget
         from prefill_workers.scheduler.prefill_loop import PrefillLoop
 
         self._engine = PrefillEngine(engine_spec(config, settings.tensor_parallel_size, hand_off=True))
@@ -58,14 +58,14 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
                 logger.info("self-check passed: %s (%s)", outcome.name, outcome.detail)
         self._library = Library(config.library, self._engine.fingerprint)
         self._compiler = compiler
-        self._deficits = Deficits(self._compile, settings.max_patch_queue, settings.max_patch_queue_bytes)
+        self._deficits = PatchQueue(self._compile, settings.max_patch_queue, settings.max_patch_queue_bytes)
         form = load_form(config.patch, self._library)
         linker = Linker(
             self._engine,
             self._library,
             form,
             self._deficits.submit,
-            self.watch_fidelity(settings.fidelity, SwitchedOff(config.library.directory, self._engine.fingerprint)),
+            self.watch_fidelity(settings.fidelity, DisabledPoints(config.library.directory, self._engine.fingerprint)),
             compose_up_to=config.compose_up_to,
             prefixes=PrefixCache.of(self._engine, settings.prefix_cache_bytes),
             weigh_by=config.weigh_by,
@@ -73,7 +73,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
         )
         self._linker, self._log = linker, self.log_formed(patches=linker.patches, sums=linker.sums)
         bytes_per_token = self._engine.layout.bytes_per_token(self._engine.dtype)
-        self._loaded = LoadedKV(settings.loaded_bytes, bytes_per_token)
+        self._loaded = KVLoadBudget(settings.loaded_bytes, bytes_per_token)
         self._loop = PrefillLoop(
             self._engine,
             linker,
@@ -83,7 +83,7 @@ class PrefillWorker(FidelityReplica, FormedReplica, ReportingReplica):
             owner=f"prefill-{os.getpid()}-{serve.get_replica_context().replica_id.unique_id}",
             learns=settings.form_patches,
             compiles=settings.compile_limits(linker.compose_up_to),
-            pace=measure(self._engine),
+            cost_model=measure_forward_cost(self._engine),
             loaded=self._loaded,
             crowded=lambda: self._deficits.crowded,
         )

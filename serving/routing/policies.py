@@ -245,9 +245,9 @@ def estimate(ask: PrefillAsk, view: PrefillView, stored: Collection[bytes]) -> E
 def forwards(load: Load, fixed: float) -> float:
     """Forwards that queued links will take, of about as many tokens each.
 
-    Those that compute little join others' (`prefill_workers.scheduler.cost_model.Pace.joins`): of n links of t tokens
-    each, one and those k join that have k·t <= (n - k)·fixed. So a forward takes n·s + 1/2 of those that are left, give
-    or take a half, with s = fixed / (t + fixed); the last 1 / 2s take one each.
+    Those that compute little join others' (`prefill_workers.scheduler.cost_model.ForwardCostModel.joins`): of n links
+    of t tokens each, one and those k join that have k·t <= (n - k)·fixed. So a forward takes n·s + 1/2 of those that
+    are left, give or take a half, with s = fixed / (t + fixed); the last 1 / 2s take one each.
     """
     if not load.work or load.sequences <= 1:
         return min(load.sequences, 1.0)
@@ -341,14 +341,14 @@ class PrefillPolicy(Policy[PrefillReport]):
         """What is known of a replica; of one without a fresh report, what was sent from here (see `Ledger.load`)."""
         report = self.ledger.fresh(replica)
         measured = report or next(self.ledger.all_fresh(), None)
-        pace = (measured and measured.seconds_per_token) or _SECONDS_PER_TOKEN
+        seconds_per_token = (measured and measured.seconds_per_token) or _SECONDS_PER_TOKEN
         fixed = measured.fixed_tokens if measured else _FIXED_TOKENS
-        load = self.ledger.load(replica, drained_per_s=1 / pace)
+        load = self.ledger.load(replica, drained_per_s=1 / seconds_per_token)
         return PrefillView(
             queued_tokens=load.work + fixed * forwards(load, fixed),
             hot=self._hot[replica][1] if report else (),
             expected=self.ledger.expected(replica),
-            seconds_per_token=pace,
+            seconds_per_token=seconds_per_token,
             bytes_per_second=(measured and measured.bytes_per_second) or _BYTES_PER_SECOND,
             bytes_per_token=measured.bytes_per_token if measured else 0,
         )

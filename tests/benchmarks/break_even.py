@@ -102,10 +102,10 @@ class _Arms:
     """
 
     def __init__(self, engine: PrefillEngine) -> None:
-        from prefill_workers.scheduler.cost_model import measure
+        from prefill_workers.scheduler.cost_model import measure_forward_cost
 
         self._engine = engine
-        self._pace = measure(engine)  # as a service does before it takes requests
+        self._cost_model = measure_forward_cost(engine)  # as a service does before it takes requests
         self.parts: dict[str, list[float]] = {}
 
     def over(self, prompt: Prompt) -> dict[str, Callable[[], float]]:
@@ -123,7 +123,7 @@ class _Arms:
         from kvstore.records.patch_form import PatchForm
         from kvstore.settings import LibrarySettings
         from prefill_workers.patches.patch_compiler import PatchCompiler, PatchJob
-        from prefill_workers.scheduler.cost_model import Pace
+        from prefill_workers.scheduler.cost_model import ForwardCostModel
         from prefill_workers.settings import CompileLimits
 
         form, factoring = PatchForm(), 0.0
@@ -139,7 +139,7 @@ class _Arms:
 
             options: dict[str, Any] = {
                 "compiles": CompileLimits(share=0),
-                "pace": Pace(self._pace.fixed, self._pace.seconds_per_token),
+                "cost_model": ForwardCostModel(self._cost_model.fixed, self._cost_model.seconds_per_token),
             }
             with worker(self._engine, library, form, compile_patch, **options) as opened:
                 if taught:

@@ -32,7 +32,7 @@ from serving.access_log import VERSION, LoggedChunk, LoggedRequest
 from serving.bench.harness import Arm, Benchmark, Outcome
 from serving.offline.compile_plan import Kind, Plan, Terms, plan, trace_of
 from serving.offline.knapsack import Cost
-from serving.placement.arranger import Arranger, LinkCosts
+from serving.placement.orderer import LinkCosts, PatchAwareOrderer
 from serving.placement.search import place
 from tests.benchmarks.placement import PAGES, REQUESTS, RETRIEVED, ZIPF, trace
 
@@ -116,7 +116,7 @@ def _logged(requests: Sequence[Sequence[str]], placed: bool) -> list[LoggedReque
 
 def patched_share(compiled: Plan, requests: Sequence[Sequence[str]], *, placed: bool) -> float:
     """Share of the requests' chunks that a plan's patches serve, in placement's order or as sent."""
-    arranger = Arranger(compose_up_to=COMPOSE_UP_TO)
+    arranger = PatchAwareOrderer(compose_up_to=COMPOSE_UP_TO)
     stored = {
         Entry(IndexScope(*wanted.scope), wanted.contents[-1], wanted.contents[:-1], wanted.ordered)
         for wanted in compiled.patches

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kvstore.library import Library
     from kvstore.tiers.base import Tier
     from prefill_workers.engine.engine import PrefillEngine
-    from prefill_workers.scheduler.cost_model import Pace
+    from prefill_workers.scheduler.cost_model import ForwardCostModel
 
 TOKENS, RANK = 256, 32
 LATENCY_S, BYTES_PER_S = 0.005, 48 * (1 << 20)
@@ -114,9 +114,9 @@ class _Measurement:
     def __init__(self, engine: PrefillEngine, case: Case, directory: Path) -> None:
         from kvstore.tiers.disk import DiskTier
         from kvstore.tiers.faults import SlowTier
-        from prefill_workers.scheduler.cost_model import Pace
+        from prefill_workers.scheduler.cost_model import ForwardCostModel
 
-        self._pace = Pace()
+        self._cost_model = ForwardCostModel()
         self._engine, self._directory = engine, directory
         disk = DiskTier(directory)
         self._prompt = prompt_over(engine, [_picture(i) for i in range(case.images)])
@@ -136,7 +136,7 @@ class _Measurement:
         return in_turns(arms, turns)
 
     def _link(self, warm: bool, by_layer: bool = True) -> float:
-        with self._opened(self._tier, self._pace if by_layer else None) as opened:
+        with self._opened(self._tier, self._cost_model if by_layer else None) as opened:
             if warm:
                 self._load_all(opened.library)
             return clock_ms(lambda: self._link_once(opened))
@@ -158,10 +158,10 @@ class _Measurement:
             raise RuntimeError("a record that was stored could not be loaded")
 
     @contextmanager
-    def _opened(self, tier: Tier, pace: Pace | None = None) -> Iterator[Worker]:
+    def _opened(self, tier: Tier, cost_model: ForwardCostModel | None = None) -> Iterator[Worker]:
         """A worker whose memory is empty, and whose files the system has not cached either.
 
-        `pace`: what it knows of its forwards, and goes on learning; None: nothing, so that it loads by chunk.
+        `cost_model`: what it knows of its forwards, and goes on learning; None: nothing, so that it loads by chunk.
         """
         from kvstore.library import Library
         from kvstore.records.patch_form import PatchForm
@@ -175,7 +175,7 @@ class _Measurement:
         settings = LibrarySettings(directory=None, load_timeout_s=60)
         with (
             Library(settings, self._engine.fingerprint, [tier]) as library,
-            worker(self._engine, library, PatchForm(RANK), learns=False, pace=pace) as opened,
+            worker(self._engine, library, PatchForm(RANK), learns=False, cost_model=cost_model) as opened,
         ):
             yield opened
 

@@ -45,7 +45,7 @@ from kvstore.catalog.index import Entry, PatchIndex, Scope, prefix_key
 from prefill_workers.background.compile_queue import STRANGERS, Demand, JobKind, jobs, meetings
 from prefill_workers.settings import COMPOSE_UP_TO, CompileLimits, PrefillSettings
 from serving.bench.harness import Arm, Benchmark, Outcome
-from serving.placement.arranger import Arranger
+from serving.placement.orderer import PatchAwareOrderer
 from serving.placement.search import place
 
 PAGES, RETRIEVED, REQUESTS, ZIPF, BUDGET = 100, 5, 2000, 1.0, 5000
@@ -201,7 +201,7 @@ class Library:
         self._demand = Demand(clock=lambda: 0.0)  # all of a trace comes within the hour
         self._known: dict[str, None] = {}  # what requests brought
         self.forwards = 0  # that compiling took
-        self.arranger = Arranger(index, compose_up_to=limits.compose_up_to if limits.pair_forwards else 0)
+        self.arranger = PatchAwareOrderer(index, compose_up_to=limits.compose_up_to if limits.pair_forwards else 0)
 
     def serve(self, order: Sequence[str]) -> Served:
         """Link chunks in this order, and compile what the product would."""
@@ -230,7 +230,7 @@ class Library:
         return parts if len(self._stored(parts)) == len(parts) else []
 
     def _compile(self, order: Sequence[str]) -> None:
-        """As `prefill_workers.background.compile_ahead`, but at once."""
+        """As `prefill_workers.background.patch_precompiler`, but at once."""
         limits, demand, tokens = self._limits, self._demand, [_TOKENS] * (len(order) + STRANGERS)
         found = jobs(None, _TENANT, (), order, tokens[: len(order)], limits, demand)
         if limits.pair_forwards:

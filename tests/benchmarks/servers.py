@@ -28,7 +28,7 @@ from serving.config import OrbitServeConfig
 from serving.engine_spec import engine_spec
 
 if TYPE_CHECKING:
-    from prefill_workers.background.compile_ahead import CompileStats
+    from prefill_workers.background.patch_precompiler import CompileStats
     from prefill_workers.engine.engine import PrefillEngine
     from prefill_workers.fidelity.monitor import PointStatus
     from prefill_workers.modes import OperatingPoint
@@ -177,7 +177,7 @@ class EmbeddedRoles:
         from prefill_workers.link.linker import Linker
         from prefill_workers.link.prefix_cache import PrefixCache
         from prefill_workers.patches.patch_compiler import PatchCompiler, load_form
-        from prefill_workers.scheduler.cost_model import measure
+        from prefill_workers.scheduler.cost_model import measure_forward_cost
         from prefill_workers.scheduler.prefill_loop import PrefillLoop
 
         spec = engine_spec(config, 1, hand_off=True)
@@ -207,7 +207,7 @@ class EmbeddedRoles:
             max_queue=settings.max_queue,
             lease_seconds=settings.lease_seconds,
             owner="embedded",
-            pace=measure(self.engine),
+            cost_model=measure_forward_cost(self.engine),
         )
         self._loop.start()
         self._thread = ThreadPoolExecutor(1)
@@ -254,7 +254,7 @@ class EmbeddedRoles:
         return int(self._linker.fidelity.allow(point))
 
     async def compiled(self) -> dict[str, CompileStats]:
-        """See `prefill_workers.background.compile_ahead`."""
+        """See `prefill_workers.background.patch_precompiler`."""
         return {"embedded": self._loop.stats().compiled}
 
     async def forget(self, content: str, tenant: str) -> None:

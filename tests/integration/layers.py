@@ -17,8 +17,8 @@ from kvstore.tiers.base import Blob, Tier
 from kvstore.tiers.faults import WrappedTier
 from kvstore.tiers.memory import MemoryTier
 from prefill_workers.engine.engine import PrefillEngine
-from prefill_workers.link.layerwise_load import Arriving
-from prefill_workers.scheduler.cost_model import Pace
+from prefill_workers.link.layerwise_load import LayerwiseLoad
+from prefill_workers.scheduler.cost_model import ForwardCostModel
 
 FIRST_LAYERS = 2  # are there at once
 _TEXT = "quite a few words that stand between two pictures, more than a forward takes along for nothing "
@@ -53,14 +53,14 @@ class LayerTier(WrappedTier):
         return Blob(buffer, read)
 
 
-class Eager(Pace):
+class Eager(ForwardCostModel):
     """Begins a forward when the first layers of all chunks are there, and lets the tier go on if it has patience."""
 
     def __init__(self, tier: LayerTier, patience: float) -> None:
         super().__init__()
         self._tier, self._patience = tier, patience
 
-    def keeps_ahead(self, arriving: Sequence[Arriving], tokens: int) -> bool:
+    def keeps_ahead(self, arriving: Sequence[LayerwiseLoad], tokens: int) -> bool:
         arrivals = [chunk.loads[0].arrival for chunk in arriving]
         begins = len(arriving) == 3 and all(arrival and arrival.layers == FIRST_LAYERS for arrival in arrivals)
         if begins and self._patience:
@@ -99,4 +99,4 @@ def cold_rig(
     """
     settings = LibrarySettings(directory=None, tier_failures=1000, load_timeout_s=30)
     library = Library(settings, engine.fingerprint, [tier])
-    return make_rig(engine, library=library, learns=False, pace=Eager(tier, patience), family=family)
+    return make_rig(engine, library=library, learns=False, cost_model=Eager(tier, patience), family=family)

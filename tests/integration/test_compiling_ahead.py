@@ -21,8 +21,8 @@ from prefill_workers.modes import Mode, OperatingPoint
 from prefill_workers.patches.orbit_patches import OrbitForming
 from prefill_workers.patches.scratch import Pieces
 from prefill_workers.protocol import LinkRequest
-from prefill_workers.scheduler.cost_model import Pace
-from serving.placement.arranger import Arranger
+from prefill_workers.scheduler.cost_model import ForwardCostModel
+from serving.placement.orderer import PatchAwareOrderer
 
 pytestmark = pytest.mark.engine
 
@@ -97,7 +97,9 @@ def test_no_pairs_are_compiled_while_sums_are_switched_off(make_rig: Callable[..
 @pytest.mark.parametrize("piece", [4096, 48])
 def test_pairs_behind_the_same_chunk_are_what_each_is_by_itself(make_rig: Callable[..., Rig], piece: int):
     """The first chunk is computed once for all of them, and what stood behind it before leaves no trace."""
-    together = make_rig(orbit_chunks=0, pair_forwards=12, pace=Pace(fixed=piece / 4, seconds_per_token=1.0))
+    together = make_rig(
+        orbit_chunks=0, pair_forwards=12, cost_model=ForwardCostModel(fixed=piece / 4, seconds_per_token=1.0)
+    )
     together.link([1, 2, 3, "What?"])
     assert together.loop.stats().compiled.forwards == {"pairs": 6}
     for pair in combinations([1, 2, 3], 2):
@@ -140,7 +142,9 @@ def test_nothing_is_conditioned_on_a_chunk_that_was_deleted(
 
 
 def test_a_deletion_ends_a_step_that_has_begun(make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
-    rig = make_rig(orbit_chunks=0, pair_forwards=12, pace=Pace(fixed=4.0, seconds_per_token=1.0))  # pieces of 16 tokens
+    rig = make_rig(
+        orbit_chunks=0, pair_forwards=12, cost_model=ForwardCostModel(fixed=4.0, seconds_per_token=1.0)
+    )  # pieces of 16 tokens
     step, begun = rig.linker.harvester.pairs_step, []
 
     def meanwhile(forming: OrbitForming, *more: Any) -> Pieces[tuple[int, int]]:
@@ -222,7 +226,7 @@ def test_an_ingress_that_starts_later_finds_on_disk_what_this_worker_compiled(ma
     prefix = (5, 6, 7)
     rig.link([1, 2, 3, "What?"], prefix=prefix)
     assert rig.library.disk is not None
-    arranger = Arranger()
+    arranger = PatchAwareOrderer()
     arranger.formed(PatchCatalogue(rig.library.disk, rig.engine.fingerprint, rig.linker.form).look())
     assert len(arranger.index) == 3 + 12
     contents = [span.content for span in rig.render([3, 1, 2, "?"]).chunks]

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvstore.operator.apply import relocate
 from prefill_workers.engine.attention import paid
 from prefill_workers.engine.engine import PrefillEngine, SelfCheckError
-from prefill_workers.engine.worker_extension import RunsExtension, UnsupportedEngine
+from prefill_workers.engine.worker_extension import UnsupportedEngine, WorkerExtension
 from prefill_workers.sequence import LinkSequence, Run
 
 pytestmark = pytest.mark.engine
@@ -44,7 +44,7 @@ def test_self_check_refuses_an_engine_that_reads_other_than_it_wrote(
 def test_self_check_refuses_an_engine_whose_forward_does_not_write_what_comes_in(
     fp32: PrefillEngine, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(RunsExtension, "_writing", lambda self, arriving, deadline: nullcontext())
+    monkeypatch.setattr(WorkerExtension, "_writing", lambda self, arriving, deadline: nullcontext())
     with pytest.raises(SelfCheckError, match="KV written by layer equals KV written before"):
         fp32.require_self_check()
 
@@ -52,7 +52,7 @@ def test_self_check_refuses_an_engine_whose_forward_does_not_write_what_comes_in
 def test_self_check_refuses_an_engine_whose_partial_forward_does_not_end(
     fp32: PrefillEngine, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(RunsExtension, "_ending_behind", lambda self, layers, slots, queries: nullcontext())
+    monkeypatch.setattr(WorkerExtension, "_ending_behind", lambda self, layers, slots, queries: nullcontext())
     with pytest.raises(SelfCheckError, match="a partial forward equals a forward's first layers"):
         fp32.require_self_check()
 

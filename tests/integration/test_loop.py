@@ -16,8 +16,8 @@ from waiting import wait_for
 
 from prefill_workers.link.plan import LinkPlan
 from prefill_workers.protocol import LinkResult, Overloaded, PromptTooLarge, Sampling
-from prefill_workers.scheduler.cost_model import Pace
-from prefill_workers.scheduler.load_budget import LoadedKV
+from prefill_workers.scheduler.cost_model import ForwardCostModel
+from prefill_workers.scheduler.load_budget import KVLoadBudget
 from prefill_workers.scheduler.prefill_loop import drain
 from prefill_workers.sequence import LinkSequence, Run
 
@@ -25,7 +25,9 @@ pytestmark = pytest.mark.engine
 
 
 def test_links_batched_into_one_forward_equal_serial_ones(make_rig: Callable[..., Rig]):
-    rig = make_rig(learns=False, pace=Pace(fixed=10_000.0))  # a forward of one's own is dear: all join
+    rig = make_rig(
+        learns=False, cost_model=ForwardCostModel(fixed=10_000.0)
+    )  # a forward of one's own is dear: all join
     serial = [rig.link(parts, "exact").kv for parts in MIXED]
     wanted = [None if i == 1 else Sampling() for i in range(len(MIXED))]
     plans = [rig.plan(parts, "exact", sampling=one) for parts, one in zip(MIXED, wanted, strict=True)]
@@ -57,7 +59,7 @@ def forwarded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[Link
 def test_links_go_in_the_order_in_which_they_are_due_and_join_where_that_saves_waiting(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ):
-    rig = make_rig(learns=False, pace=Pace(fixed=16.0, seconds_per_token=1.0))
+    rig = make_rig(learns=False, cost_model=ForwardCostModel(fixed=16.0, seconds_per_token=1.0))
     long, short, tiny = rig.plan(MIXED[4], "exact"), rig.plan(MIXED[1], "exact"), rig.plan(["?"], "off")
     assert len(long.sequence) > 100 > len(short.sequence) > len(tiny.sequence)
     assert len(tiny.sequence) <= 2 * 16 < len(short.sequence)
@@ -74,7 +76,7 @@ def test_each_link_is_computed_as_soon_as_its_deviations_are_measured(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ):
     """A partial forward for everybody would come before anybody's first token."""
-    rig = make_rig(pace=Pace(fixed=4.0, seconds_per_token=1.0))
+    rig = make_rig(cost_model=ForwardCostModel(fixed=4.0, seconds_per_token=1.0))
     rig.link(MIXED[4], "exact")
     rig.link(MIXED[2], "exact")
     long, short = rig.plan(MIXED[4], "cacheblend-40"), rig.plan(MIXED[2], "cacheblend-40")
@@ -103,7 +105,9 @@ def test_each_link_is_computed_as_soon_as_its_deviations_are_measured(
 def test_a_link_that_arrives_waits_for_one_piece_of_the_background_work(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ):
-    rig = make_rig(pace=Pace(fixed=2.0, seconds_per_token=1.0))  # pieces of 8 tokens, 9 where they come out even
+    rig = make_rig(
+        cost_model=ForwardCostModel(fixed=2.0, seconds_per_token=1.0)
+    )  # pieces of 8 tokens, 9 where they come out even
     asked = rig.plan(MIXED[0], "off")
     whole = rig.plan(MIXED[4], "auto")
     seen = forwarded(rig, monkeypatch)
@@ -177,7 +181,7 @@ def test_more_links_than_the_queue_takes_are_refused(make_rig: Callable[..., Rig
 
 
 async def test_links_that_wait_until_others_have_let_go_of_what_they_loaded_wait_too(make_rig: Callable[..., Rig]):
-    loaded = LoadedKV(1, bytes_per_token=1)
+    loaded = KVLoadBudget(1, bytes_per_token=1)
     rig = make_rig(learns=False, max_queue=2, loaded=loaded)
     request = rig.plan(MIXED[1], "exact").request
     async with loaded.room_for(request):

@@ -15,7 +15,7 @@ from infra.reference.making import CARD, Refining, average, evaluate, make, refi
 from infra.reference.pictures import page_picture
 from infra.reference.scenes import Form, Split, draw_items
 from infra.reference.training import COUNTING, REFINING, Stage
-from prefill_workers.model_card import Measured, measured
+from prefill_workers.model_card import ModelCard, measured
 
 FAMILY = "qwen3_vl"  # its tower writes codes of several levels
 
@@ -41,7 +41,7 @@ def test_refining_leaves_tower_and_embeddings_alone_and_says_what_it_did(out):
     assert not any(name.endswith(("q_proj.weight", "down_proj.weight")) for name in same)
     assert [line["split"] for line in lines if "split" in line] == list(Split)
     assert (out / FAMILY / "config.json").read_text() == config
-    assert measured(out / FAMILY) == Measured(compose_up_to=0)  # of these weights nothing was measured
+    assert measured(out / FAMILY) == ModelCard(compose_up_to=0)  # of these weights nothing was measured
     text = (out / FAMILY / CARD).read_text()
     command = f"refine {FAMILY} --threads {torch.get_num_threads()}"
     assert f"| 1 | `{command}` | 2 | 0.001 | 0 on " in text
@@ -71,7 +71,7 @@ def test_a_mean_of_rounds_has_the_mean_of_their_weights_and_says_which_rounds(ou
         first, second = (end[name].float() for end in ends)
         rounded = 2 * 2**-8 * (first.abs() + second.abs()) / 2  # bf16's half unit, of both ends and of their mean
         assert ((weight.float() - (first + second) / 2).abs() <= rounded).all()
-    assert measured(out / FAMILY) == Measured(compose_up_to=0)
+    assert measured(out / FAMILY) == ModelCard(compose_up_to=0)
     text = (out / FAMILY / CARD).read_text()
     assert f"| `average {FAMILY} --rounds 1 2` |" in text
     assert text.count("| `refine") == before + 2

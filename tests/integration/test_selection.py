@@ -18,7 +18,7 @@ from kvstore.operator.apply import relocate
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.memory import MemoryTier
 from prefill_workers.engine.engine import PrefillEngine
-from prefill_workers.scheduler.cost_model import Pace
+from prefill_workers.scheduler.cost_model import ForwardCostModel
 from prefill_workers.sequence import LinkSequence, Run, complement
 
 pytestmark = pytest.mark.engine
@@ -167,7 +167,9 @@ def test_a_new_chunk_is_kept_but_forms_no_patch_behind_one_that_is_not_exact(wor
 
 
 def test_links_of_all_modes_share_one_forward(worker: Rig, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(worker.loop._links, "_pace", Pace(fixed=10_000.0))  # a forward of one's own is dear: all join
+    monkeypatch.setattr(
+        worker.loop._links, "_cost_model", ForwardCostModel(fixed=10_000.0)
+    )  # a forward of one's own is dear: all join
     modes = ["auto", "mpic-20", "cacheblend-15", "exact", "cacheblend-60", "full-reuse", "mpic-0", "off"]
     worker.link(MORE)  # whatever there is to learn
     serial = [worker.link(MORE, mode) for mode in modes]

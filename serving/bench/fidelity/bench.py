@@ -14,7 +14,7 @@ from infra.reference import WEIGHTS, digest
 from infra.reference.families import FAMILIES, ReferenceFamily
 from infra.reference.scenes import ASKED, Split
 from infra.vllm_env import vllm_environment
-from prefill_workers.model_card import FILE, Measured
+from prefill_workers.model_card import FILE, ModelCard
 from prefill_workers.settings import Weighing
 from serving.bench.fidelity.arms import COMMON
 from serving.bench.fidelity.composition import holds_up_to
@@ -158,12 +158,12 @@ def _defined(cells: Mapping[str, float]) -> list[tuple[str, float]]:
     return [(name, value) for name, value in cells.items() if not name.endswith(UNCERTAINTY) and value == value]
 
 
-def to_be_kept(kind: str, figures: Mapping[str, float]) -> Measured:
+def to_be_kept(kind: str, figures: Mapping[str, float]) -> ModelCard:
     """What is to be kept beside a model's weights: sums are weighed by attention where that holds as far as by KV."""
     by_kv, by_attention = (int(figures[f"{kind}.{name}"]) for name in (COMPOSE_UP_TO, BY_ATTENTION))
     if kind != LATENT and by_attention >= max(by_kv, 2):
-        return Measured(compose_up_to=by_attention, weigh_by=Weighing.ATTENTION)
-    return Measured(compose_up_to=by_kv)
+        return ModelCard(compose_up_to=by_attention, weigh_by=Weighing.ATTENTION)
+    return ModelCard(compose_up_to=by_kv)
 
 
 def _less(found: Mapping[str, float], name: str, more: str, less: str) -> dict[str, float]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvstore_support import FINGERPRINT, SIZE, MakeLibrary, canonical, stored
 
 from kvstore.library import Library
-from kvstore.memory_cache import HotCache
+from kvstore.memory_cache import MemoryCache
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.base import Entry, Tier
 from kvstore.tiers.eviction import Candidate, TierBudget, delete_records, worth
@@ -108,7 +108,7 @@ def test_one_tenant_cannot_crowd_out_another(make_library: MakeLibrary) -> None:
 @pytest.mark.parametrize("share", [None, 100])
 def test_memory_evicts_once_for_a_record_that_passes_both_limits(share: int | None) -> None:
     unit = canonical(tokens=1).nbytes
-    cache = HotCache(100 * unit, share and share * unit, lambda key: False)
+    cache = MemoryCache(100 * unit, share and share * unit, lambda key: False)
     for record in (canonical("a", tokens=45), canonical("b", tokens=45)):
         assert cache.put(path_of(record), record)
     large = canonical("large", tokens=56)
@@ -121,7 +121,7 @@ def test_memory_evicts_once_for_a_record_that_passes_both_limits(share: int | No
 
 
 def test_what_a_tenant_must_give_up_is_room_in_memory_that_no_other_tenant_pays() -> None:
-    cache = HotCache(10 * SIZE, 5 * SIZE, lambda key: False)
+    cache = MemoryCache(10 * SIZE, 5 * SIZE, lambda key: False)
     quiet = [canonical(f"q{number}", tenant="quiet") for number in range(5)]
     for record in (*quiet, *(canonical(f"g{number}", tenant="greedy") for number in range(6))):
         assert cache.put(path_of(record), record)
@@ -229,7 +229,7 @@ def test_quarantined_records_go_before_sound_ones(make_library: MakeLibrary) -> 
 )
 def test_hot_cache_is_always_within_its_bounds(steps: list[tuple[str, int]], limit: int, share: int | None) -> None:
     pinned: set[str] = set()
-    cache = HotCache(limit * SIZE, None if share is None else share * SIZE, pinned.__contains__)
+    cache = MemoryCache(limit * SIZE, None if share is None else share * SIZE, pinned.__contains__)
     for action, number in steps:
         record = canonical(f"n{number}", tenant=f"t{number % 2}")
         path = path_of(record)

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
+from prefill_workers.fidelity.disabled_points import DisabledPoints
 from prefill_workers.fidelity.monitor import KL_BUCKETS, MAX_KL, Comparison, Fidelity, compare
-from prefill_workers.fidelity.switch_file import SwitchedOff
 from prefill_workers.modes import OperatingPoint
 from prefill_workers.settings import FidelitySettings
 from serving.replicas import fidelity_mixin as fidelity_replica
@@ -126,7 +126,7 @@ def test_a_point_is_switched_off_once_its_rolling_kl_passes_its_bound(caplog: py
 
 
 def test_what_an_operator_allows_just_then_is_kept_as_allowed():
-    class Slow(SwitchedOff):
+    class Slow(DisabledPoints):
         def add(self, *which: Any) -> None:
             allowing.start()
             allowing.join(0.2)

@@ -18,7 +18,7 @@ from prefill_workers.engine import worker_extension as runs
 from prefill_workers.engine.engine import PrefillEngine, check_hand_off
 from prefill_workers.engine.image_batches import handfuls
 from prefill_workers.engine.transfer_notes import ReadNotes
-from prefill_workers.engine.worker_extension import RunsExtension, UnsupportedEngine
+from prefill_workers.engine.worker_extension import UnsupportedEngine, WorkerExtension
 
 # Calls
 
@@ -30,7 +30,7 @@ class OddError(Exception):
         super().__init__(f"{one} {two}")
 
 
-class Rank(RunsExtension):
+class Rank(WorkerExtension):
     def __init__(self, number: int, errors: dict[int, Exception]) -> None:
         self.number, self.errors = number, errors
 
@@ -172,9 +172,9 @@ def test_images_go_to_the_tower_in_order_a_handful_at_a_time():
 # What is refused
 
 
-def worker(**model: bool) -> RunsExtension:
+def worker(**model: bool) -> WorkerExtension:
     """A worker whose layers keep KV in one way; `model`: of vLLM's configuration."""
-    made = object.__new__(RunsExtension)
+    made = object.__new__(WorkerExtension)
     facts = {"is_mm_prefix_lm": False, **model}
     made.model_runner = SimpleNamespace(vllm_config=SimpleNamespace(model_config=SimpleNamespace(**facts)))
     backend = SimpleNamespace(get_name=lambda: "FLASHMLA")

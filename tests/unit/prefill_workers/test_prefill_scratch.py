@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prefill_workers.patches.scratch import Pieces, Piecework, Scratch, aside, at_once
+from prefill_workers.patches.scratch import Pieces, ResumableTask, Scratch, aside, at_once
 
 
 def counted(seen: list[int], pieces: int) -> Pieces[str]:
@@ -23,7 +23,7 @@ def counted(seen: list[int], pieces: int) -> Pieces[str]:
 
 def test_work_goes_on_a_piece_at_a_time_and_its_seconds_leave_out_the_pauses():
     seen: list[int] = []
-    work = Piecework(counted(seen, 3))
+    work = ResumableTask(counted(seen, 3))
     overs = []
     for _ in range(3):
         overs.append(work.go_on())
@@ -43,7 +43,7 @@ def test_what_a_piece_raises_comes_out_of_the_step_that_took_it():
         yield
         raise OSError("injected")
 
-    work = Piecework(broken())
+    work = ResumableTask(broken())
     assert not work.go_on()
     with pytest.raises(OSError, match="injected"):
         work.go_on()
@@ -61,7 +61,7 @@ def others() -> Iterator[Executor]:
 
 def test_an_answer_that_takes_long_is_waited_for_in_short_pieces(others: Executor):
     answers = threading.Event()
-    work = Piecework(aside(others, lambda name: answers.wait(30) and name, "it"))
+    work = ResumableTask(aside(others, lambda name: answers.wait(30) and name, "it"))
     try:
         assert not any(work.go_on() for _ in range(5))
         assert work.seconds < 5
@@ -79,7 +79,7 @@ def test_an_answer_that_is_there_ends_no_piece():
             answer.set_result(call(*arguments, **more))
             return answer
 
-    assert Piecework(aside(AtOnce(), abs, -1)).go_on()
+    assert ResumableTask(aside(AtOnce(), abs, -1)).go_on()
 
 
 def test_what_the_other_thread_raises_comes_out_of_the_piece(others: Executor):

@@ -28,7 +28,7 @@ from serving.api.errors import answer_errors
 from serving.api.media import MediaResolver
 from serving.api.prefix import Prefixes
 from serving.frontend.documents import Documents
-from serving.placement.arranger import Arranger
+from serving.placement.orderer import PatchAwareOrderer
 from serving.settings import HttpSettings
 
 SYSTEM = "You read pages."
@@ -45,7 +45,7 @@ class Chat(OrbitServingChat):
     def __init__(self, media: MediaResolver, documents: Documents) -> None:
         self._media, self._documents = media, documents
         self._prefixes, self._max_characters = Prefixes(Tokenizer()), 1000
-        self.engine_client: Any = SimpleNamespace(arranger=Arranger(), prefetch=lambda *_: None)
+        self.engine_client: Any = SimpleNamespace(arranger=PatchAwareOrderer(), prefetch=lambda *_: None)
         self.asked: list[Any] = []
 
 

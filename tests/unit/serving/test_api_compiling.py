@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefill_workers.background.compile_ahead import CompileStats
+from prefill_workers.background.patch_precompiler import CompileStats
 from serving.api.compiling import compiling
 from serving.api.metrics import exposition
 from serving.errors import RoleUnavailable

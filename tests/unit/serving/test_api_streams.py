@@ -29,7 +29,7 @@ from serving.api.chat import OrbitServingChat
 from serving.api.errors import OverloadedError, answer_errors
 from serving.api.prefix import Prefixes
 from serving.api.streams import opened
-from serving.placement.arranger import Arranger
+from serving.placement.orderer import PatchAwareOrderer
 
 EVENTS = ['data: {"id":"1"}\n\n', 'data: {"id":"2","choices":[{"finish_reason":"stop"}]}\n\n', "data: [DONE]\n\n"]
 
@@ -105,7 +105,7 @@ class Chat(OrbitServingChat):
         self._prefixes, self._max_characters = Prefixes(SimpleNamespace(encode=lambda text, **_: [])), 1000
         self._media: Any = SimpleNamespace(resolve_messages=self._resolved)
         self._documents: Any = SimpleNamespace(marked=lambda _: [])
-        self.engine_client: Any = SimpleNamespace(arranger=Arranger(), prefetch=lambda *_: None)
+        self.engine_client: Any = SimpleNamespace(arranger=PatchAwareOrderer(), prefetch=lambda *_: None)
 
     async def _resolved(self, messages: list[Any], _: str) -> list[Any]:
         return messages

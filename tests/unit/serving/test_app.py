@@ -24,9 +24,9 @@ from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvstore.errors import TierUnavailable
-from prefill_workers.background.compile_ahead import CompileStats
+from prefill_workers.background.patch_precompiler import CompileStats
 from prefill_workers.protocol import ChunkSpan, LeaseState, LinkRequest, Overloaded, PixelsNeeded
-from prefill_workers.scheduler.load_budget import LoadedKV
+from prefill_workers.scheduler.load_budget import KVLoadBudget
 from prefill_workers.scheduler.prefill_loop import LoopStats
 from serving.api.app import forget
 from serving.errors import RoleUnavailable
@@ -60,7 +60,7 @@ def prefill_worker(*, alive: bool = True, failing: int = 0, silent: bool = False
     worker._engine = SimpleNamespace(silent=silent)
     worker._loop = SimpleNamespace(alive=lambda: alive, failing=failing, stop=lambda: None)
     worker._library = SimpleNamespace(close=lambda: None)
-    worker._loaded = LoadedKV(100, bytes_per_token=10)
+    worker._loaded = KVLoadBudget(100, bytes_per_token=10)
     worker._planners = ThreadPoolExecutor(1, thread_name_prefix="plan")
     return worker
 

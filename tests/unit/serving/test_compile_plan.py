@@ -17,7 +17,7 @@ from kvstore.records.keys import DYNAMIC_TENANT
 from serving.access_log import LoggedChunk, LoggedRequest
 from serving.offline.compile_plan import Kind, Plan, Terms, Trace, plan, trace_of
 from serving.offline.knapsack import UNBOUNDED, Cost, Demand, bound, pick
-from serving.placement.arranger import Arranger, LinkCosts
+from serving.placement.orderer import LinkCosts, PatchAwareOrderer
 from serving.placement.search import place
 
 NO_PREFIX = prefix_key(())
@@ -190,7 +190,7 @@ def test_placement_saves_at_least_what_the_plan_counts():
     requests = [request(draw.sample(pages, draw.randint(1, 4)), free=draw.random() < 0.7) for _ in range(200)]
     found = plan(traced(*requests), Kind.sets, replace(TERMS, min_uses=3), Cost(30_000, math.inf))
     assert 0 < found.saves < found.possible
-    arranger = Arranger(costs=LinkCosts(compute=TERMS.compute, place=TERMS.place))
+    arranger = PatchAwareOrderer(costs=LinkCosts(compute=TERMS.compute, place=TERMS.place))
     arranger.formed(
         Entry(Scope(wanted.scope.owner, wanted.scope.prefix), wanted.contents[-1], wanted.contents[:-1], ordered=True)
         for wanted in found.patches

@@ -15,7 +15,7 @@ from serving.api.ordering import Ordering, ordered, words_by_place
 from serving.frontend.documents import Documents
 from serving.frontend.report import ChunkReport, OrbitOptions, RequestTrace
 from serving.placement import search as placement
-from serving.placement.arranger import Arranger
+from serving.placement.orderer import PatchAwareOrderer
 from serving.placement.search import Placement, Problem
 
 
@@ -51,7 +51,7 @@ def test_text_is_looked_through_as_far_as_that_takes_no_time(monkeypatch: pytest
     monkeypatch.setattr("serving.api.ordering._MOST_TEXT", 100)
     for words, reason in (("Well?", "the cheapest order found"), ("x" * 101, "more than 100 characters of text")):
         trace = RequestTrace(OrbitOptions(order="free"))
-        asyncio.run(ordered(read(message(image("a"), image("b"), said(words))), trace, Arranger()))
+        asyncio.run(ordered(read(message(image("a"), image("b"), said(words))), trace, PatchAwareOrderer()))
         assert trace.report.order is not None
         assert trace.report.order.reason.startswith(reason)
 
@@ -172,14 +172,14 @@ def test_long_text_costs_no_time(words: str):
     assert time.process_time() - began < 1
 
 
-def asked(arranger: Arranger, *messages: Any, **options: Any) -> tuple[list[str], RequestTrace]:
+def asked(arranger: PatchAwareOrderer, *messages: Any, **options: Any) -> tuple[list[str], RequestTrace]:
     trace = RequestTrace(OrbitOptions(**options))
     moved = asyncio.run(ordered(read(*messages), trace, arranger))
     return read(*moved).contents, trace
 
 
-def arranger_with(*entries: tuple[str, tuple[str, ...]]) -> Arranger:
-    arranger = Arranger()
+def arranger_with(*entries: tuple[str, tuple[str, ...]]) -> PatchAwareOrderer:
+    arranger = PatchAwareOrderer()
     arranger.formed(Entry(Scope("local", prefix_key(())), *entry, ordered=True) for entry in entries)
     return arranger
 
@@ -194,7 +194,7 @@ def test_a_long_search_leaves_the_event_loop_alone(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ordering, "place", place)
     for pages in (placement.EXACT, placement.EXACT + 1):
         many = message(*(image(str(page)) for page in range(pages)), said("What?"))
-        order, trace = asked(Arranger(), many, order="free", explain=True)
+        order, trace = asked(PatchAwareOrderer(), many, order="free", explain=True)
         assert len(order) == len(trace.costs) == pages
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
@@ -234,7 +234,7 @@ def test_why_an_order_was_kept_is_said(messages: list[Any], options: dict[str, A
 
 
 def test_every_request_counts_for_popularity():
-    arranger = Arranger()
+    arranger = PatchAwareOrderer()
     asked(arranger, message(image("b"), said("?")))
     assert asked(arranger, PAGES, order="free")[0] == ["b", "a"]
     assert arranger.popularity.asked("local", "a") == pytest.approx(1), "once"

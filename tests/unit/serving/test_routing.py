@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from prefill_workers.modes import Mode
 from prefill_workers.protocol import ChunkSpan, LinkRequest, PrefetchRequest
-from prefill_workers.scheduler.cost_model import Pace
+from prefill_workers.scheduler.cost_model import ForwardCostModel
 from serving.routing.ledger import STALE_PERIODS, Load
 from serving.routing.policies import (
     Chunk,
@@ -117,10 +117,10 @@ def test_links_that_compute_little_share_forwards_and_long_ones_have_their_own()
 @example(61, 62, 4.4375)
 @given(st.integers(1, 200), st.integers(1, 600), st.floats(1, 300))
 def test_about_as_many_forwards_are_expected_as_the_loop_makes_of_links_that_wait(links, tokens, fixed):
-    pace, left, made = Pace(fixed), links, 0
+    cost_model, left, made = ForwardCostModel(fixed), links, 0
     while left:
         joined = 1
-        while joined < left and pace.joins(tokens, joined, left - joined - 1):
+        while joined < left and cost_model.joins(tokens, joined, left - joined - 1):
             joined += 1
         left, made = left - joined, made + 1
     expected = forwards(Load(links * tokens, links), fixed)

@@ -15,7 +15,7 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from infra.checkpoints import checkpoint_path
 from prefill_workers.protocol import Sampling
-from serving.frontend.answer_stream import Answer, sampling_of
+from serving.frontend.answer_stream import AnswerStream, sampling_of
 
 DELTA, CUMULATIVE, FINAL = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY
 TEXT = "né 星, two words 🚀 done"
@@ -34,8 +34,8 @@ def processor() -> Any:
     )
 
 
-def begun(processor: Any, token: int, prompt: int = 3, **params: Any) -> Answer:
-    answer = Answer([40] * prompt, SamplingParams(**params), processor)
+def begun(processor: Any, token: int, prompt: int = 3, **params: Any) -> AnswerStream:
+    answer = AnswerStream([40] * prompt, SamplingParams(**params), processor)
     answer.begin(token)
     return answer
 
@@ -53,7 +53,7 @@ def outputs(processor: Any, ids: list[int], kind: RequestOutputKind, reason: str
     return [output for output in given if output is not None]
 
 
-def going_on(answer: Answer, rest: list[int], kind: RequestOutputKind, reason: str | None) -> list[RequestOutput]:
+def going_on(answer: AnswerStream, rest: list[int], kind: RequestOutputKind, reason: str | None) -> list[RequestOutput]:
     """What becomes of all that a decode engine gives; `reason`: why it ends, None: it is lost."""
     given = []
     for i in range(1, len(rest) + 1):
@@ -158,7 +158,7 @@ def test_the_decode_engine_is_given_the_first_token_and_asked_for_the_rest(proce
 
 def test_without_a_first_token_nothing_is_changed(processor: Any):
     params = SamplingParams()
-    answer = Answer([1, 2], params, processor)
+    answer = AnswerStream([1, 2], params, processor)
     assert (answer.prompt, answer.params, answer.begun, answer.finished) == ([1, 2], params, False, False)
     choices = [CompletionOutput(index, f"choice {index}", [5 + index], None, None) for index in range(2)]
     output = RequestOutput("x", None, None, None, choices, False)

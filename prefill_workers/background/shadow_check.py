@@ -60,7 +60,7 @@ class _Check:
     pending: list[Run] = field(default_factory=list)  # what the exact prefill has yet to compute before the tail
 
 
-class Rechecks:
+class ShadowChecks:
     """Checks that wait or are under way. Belongs to the prefill loop's thread.
 
     Args:

@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI, Request
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 
-from serving.api.leaving import CancelAnswers, answering
+from serving.api.client_disconnect import CancelOnDisconnect, answering
 
 
 class Answers:
@@ -32,7 +32,7 @@ class Answers:
                 raise
             return {"said": name}
 
-        self.app.add_middleware(CancelAnswers)
+        self.app.add_middleware(CancelOnDisconnect)
 
     def ask(self, sent: list[Any]) -> asyncio.Task[None]:
         """A request whose client says no more than that."""
@@ -70,7 +70,7 @@ async def test_an_answer_that_is_waited_for_is_given():
 
 
 async def test_vllm_alone_goes_on_answering():
-    """Should this fail, `CancelAnswers` is not needed any more."""
+    """Should this fail, `CancelOnDisconnect` is not needed any more."""
     answers = Answers(noted=False)
     request = answers.ask([])
     await answers.began.wait()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from serving.errors import RoleUnavailable
-from serving.frontend.encode_once import Encodings, RequestEncodings
+from serving.frontend.single_flight_encoder import RequestEncoder, SingleFlightEncoder
 
 
 class Encoder:
@@ -34,13 +34,13 @@ class Encoder:
         return [f"embedding of {item}" for item in items]
 
 
-def start(encodings: Encodings, tenant: str, *names: str) -> asyncio.Task[dict[str, Any]]:
+def start(encodings: SingleFlightEncoder, tenant: str, *names: str) -> asyncio.Task[dict[str, Any]]:
     return asyncio.create_task(encodings.get(tenant, {name: name.upper() for name in names}))
 
 
 async def test_requests_that_overlap_share_calls_and_each_gets_its_own():
     encoder = Encoder()
-    encodings = Encodings(encoder.encode)
+    encodings = SingleFlightEncoder(encoder.encode)
     one, two, three = start(encodings, "t", "a", "b"), start(encodings, "t", "c", "b"), start(encodings, "t", "a")
     await asyncio.sleep(0)
     encoder.release.set()
@@ -53,7 +53,7 @@ async def test_requests_that_overlap_share_calls_and_each_gets_its_own():
 async def test_what_has_ended_is_encoded_again():
     encoder = Encoder()
     encoder.release.set()
-    encodings = Encodings(encoder.encode)
+    encodings = SingleFlightEncoder(encoder.encode)
     for _ in range(2):
         await start(encodings, "t", "a")
     assert encoder.calls == [["A"], ["A"]]
@@ -61,7 +61,7 @@ async def test_what_has_ended_is_encoded_again():
 
 async def test_tenants_share_nothing():
     encoder = Encoder()
-    encodings = Encodings(encoder.encode)
+    encodings = SingleFlightEncoder(encoder.encode)
     tasks = [start(encodings, tenant, "a") for tenant in ("one", "two")]
     await asyncio.sleep(0)
     encoder.release.set()
@@ -71,7 +71,7 @@ async def test_tenants_share_nothing():
 
 async def test_a_call_goes_on_while_somebody_waits_and_ends_when_nobody_does():
     encoder = Encoder()
-    encodings = Encodings(encoder.encode)
+    encodings = SingleFlightEncoder(encoder.encode)
     one, two = start(encodings, "t", "a"), start(encodings, "t", "a")
     await asyncio.sleep(0)
     one.cancel()
@@ -90,7 +90,7 @@ async def test_a_call_goes_on_while_somebody_waits_and_ends_when_nobody_does():
 async def test_a_failure_reaches_all_who_wait_and_is_not_kept():
     encoder = Encoder()
     encoder.error = RoleUnavailable("gone")
-    encodings = Encodings(encoder.encode)
+    encodings = SingleFlightEncoder(encoder.encode)
     tasks = [start(encodings, "t", "a") for _ in range(2)]
     await asyncio.sleep(0)
     encoder.release.set()
@@ -112,12 +112,12 @@ async def test_a_call_is_nobodys_own_and_who_did_not_cancel_it_may_try_again():
 
     mine.set("a request's")
     with pytest.raises(RoleUnavailable, match="cancelled"):
-        await start(Encodings(encode), "t", "a")
+        await start(SingleFlightEncoder(encode), "t", "a")
     assert seen == ["nobody's"]
 
 
-def of_request(encoder: Encoder, lacking: Awaitable[list[str]]) -> RequestEncodings:
-    return Encodings(encoder.encode).of_request("t", {name: name.upper() for name in "abc"}, lacking)
+def of_request(encoder: Encoder, lacking: Awaitable[list[str]]) -> RequestEncoder:
+    return SingleFlightEncoder(encoder.encode).of_request("t", {name: name.upper() for name in "abc"}, lacking)
 
 
 async def told(*contents: str) -> list[str]:

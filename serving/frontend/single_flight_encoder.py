@@ -1,6 +1,6 @@
-"""Encodings under way: an image that several requests wait for at the same time is encoded once.
+"""SingleFlightEncoder under way: an image that several requests wait for at the same time is encoded once.
 
-What is known to be lacking is encoded before a link asks for it (`RequestEncodings`).
+What is known to be lacking is encoded before a link asks for it (`RequestEncoder`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Batch:
     waiting: int = 0
 
 
-class Encodings:
+class SingleFlightEncoder:
     """Shares the calls of `encode` between requests of one tenant: another tenant must not learn of them by their time.
 
     A call goes on for as long as any request waits for it. Belongs to one event loop.
@@ -64,9 +64,9 @@ class Encodings:
 
     def of_request(
         self, tenant: str, items: Mapping[str, Any], lacking: Awaitable[Collection[str]] | None = None
-    ) -> RequestEncodings:
+    ) -> RequestEncoder:
         """The encodings of one request's `items`, its processed images by content id; `lacking` ones begin at once."""
-        return RequestEncodings(self, tenant, items, lacking)
+        return RequestEncoder(self, tenant, items, lacking)
 
     def _begin(self, items: Sequence[Any]) -> asyncio.Task[Sequence[Any]]:
         """One call, which is nobody's own: with a cancelled request Serve cancels the calls in its name that have no
@@ -81,12 +81,12 @@ class Encodings:
         self._running = {key: place for key, place in self._running.items() if place[0] is not batch}
 
 
-class RequestEncodings:
+class RequestEncoder:
     """The encodings that one request may need, of which some begin before it is known that it does."""
 
     def __init__(
         self,
-        encodings: Encodings,
+        encodings: SingleFlightEncoder,
         tenant: str,
         items: Mapping[str, Any],
         lacking: Awaitable[Collection[str]] | None,

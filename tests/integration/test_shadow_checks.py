@@ -17,11 +17,11 @@ from kvstore.operator.basis import SharedBasis, pool_basis
 from kvstore.records.format import PatchRecord
 from kvstore.records.patch_form import PatchForm
 from kvstore.settings import FactorType, LibrarySettings
-from prefill_workers.background import exact_recheck as recheck
+from prefill_workers.background import shadow_check as recheck
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.fidelity.monitor import PointStatus
 from prefill_workers.modes import OperatingPoint
-from prefill_workers.scheduler.cost_model import Pace
+from prefill_workers.scheduler.cost_model import ForwardCostModel
 from prefill_workers.settings import FidelitySettings
 
 pytestmark = pytest.mark.engine
@@ -173,7 +173,7 @@ def test_wherever_the_compared_tokens_lie_in_their_blocks_nothing_but_the_patch_
 
 
 def test_documents_and_a_prompt_that_ends_in_a_chunk_are_checked_a_piece_at_a_time(make_rig: Callable[..., Rig]):
-    rig = make_rig(fidelity=ALL, pace=Pace(fixed=12.5, seconds_per_token=1.0))  # pieces of 50 tokens
+    rig = make_rig(fidelity=ALL, cost_model=ForwardCostModel(fixed=12.5, seconds_per_token=1.0))  # pieces of 50 tokens
     for parts in ([Page(1), "then ", Page(2)], [2, " beside ", Page(3)]):
         rig.link(parts)
         assert set(rig.link(parts).points) == {"patched"}
@@ -187,13 +187,13 @@ def test_checks_wait_for_links_and_links_never_for_checks(make_rig: Callable[...
     rig = make_rig(fidelity=NEVER_OFF)
     rig.link(PAGES)
     stepped: list[int] = []
-    step = recheck.Rechecks.step
+    step = recheck.ShadowChecks.step
 
-    def watched(self: recheck.Rechecks) -> None:
+    def watched(self: recheck.ShadowChecks) -> None:
         stepped.append(rig.loop.stats().waiting + rig.loop.stats().running)
         step(self)
 
-    monkeypatch.setattr(recheck.Rechecks, "step", watched)
+    monkeypatch.setattr(recheck.ShadowChecks, "step", watched)
     plans = [rig.plan(PAGES) for _ in range(6)]
     with rig.loop._wake:
         futures = [rig.loop.submit(plan) for plan in plans]
@@ -269,7 +269,7 @@ def test_a_check_that_fails_costs_nothing_but_itself(
 
 
 def test_without_a_share_nothing_is_checked(make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(recheck.Rechecks, "step", pytest.fail)
+    monkeypatch.setattr(recheck.ShadowChecks, "step", pytest.fail)
     rig = make_rig()
     rig.link(PAGES)
     rig.link(PAGES)

@@ -20,11 +20,11 @@ from prefill_workers.background.compile_queue import (
     jobs,
     meetings,
 )
-from prefill_workers.background.recent_chunks import KnownChunks
+from prefill_workers.background.recent_chunks import RecentChunks
 from prefill_workers.link.plan import LinkPlan
 from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.orbit_patches import OrbitForming
-from prefill_workers.patches.scratch import Pieces, Piecework, Scratch
+from prefill_workers.patches.scratch import Pieces, ResumableTask, Scratch
 from prefill_workers.settings import CompileLimits
 
 _MAX_JOBS = 64  # that wait; the least valuable give way
@@ -48,7 +48,7 @@ class CompileStats:
     dropped: int = 0
 
 
-class CompileAhead:
+class PatchPrecompiler:
     """The queue of one prefill loop, whose thread it belongs to.
 
     Args:
@@ -71,12 +71,12 @@ class CompileAhead:
         self._crowded = crowded
         self.demand = Demand(clock)
         self._queue = CompileQueue[OrbitForming](_MAX_JOBS, self.demand)
-        self._known = KnownChunks(_KNOWN_CHUNKS)
+        self._known = RecentChunks(_KNOWN_CHUNKS)
         self._budget = ComputeBudget(limits.share, clock=clock)
         self._job: CompileJob[OrbitForming] | None = None
         self._forming: OrbitForming | None = None  # of the job, if it runs orders and has begun to
         self._fresh = False  # whether the job has been taken up and has not done a step yet
-        self._step: Piecework[tuple[int, int]] | None = None  # of the job, while it uses the scratch blocks
+        self._step: ResumableTask[tuple[int, int]] | None = None  # of the job, while it uses the scratch blocks
         self._forwards, self._given_up = Counter[str](), Counter[str]()
         self._tokens, self._seconds = 0, 0.0
 
@@ -175,7 +175,7 @@ class CompileAhead:
                 self._given_up[reason] += 1
                 self._end()
                 return
-            self._step = Piecework(self._take(job))
+            self._step = ResumableTask(self._take(job))
         if not self._step.go_on():
             return
         (ran, tokens), seconds = self._step.result, self._step.seconds

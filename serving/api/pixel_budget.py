@@ -9,10 +9,10 @@ from contextlib import suppress
 
 from PIL import Image
 
-from infra.cpu.turns import Turns
+from infra.cpu.fair_semaphore import FairSemaphore
 
 
-class Share:
+class PixelReservation:
     """Pixels that a request's images take, until they are given back or nothing refers to this any more."""
 
     def __init__(self, give: Callable[[], None]) -> None:
@@ -28,14 +28,14 @@ class PixelBudget:
     """At most `most` pixels decoded at once, but for a request that has more by itself: that goes alone."""
 
     def __init__(self, most: int) -> None:
-        self._turns = Turns(most)
+        self._turns = FairSemaphore(most)
 
     @property
     def held(self) -> int:
         """Pixels that are taken."""
         return self._turns.held
 
-    async def take(self, pixels: int) -> Share:
+    async def take(self, pixels: int) -> PixelReservation:
         """Wait for all that a request is to decode, once: who holds some and waits for more would wait for ever."""
         amount, loop = min(pixels, self._turns.total), asyncio.get_running_loop()
         await self._turns.take(amount)
@@ -44,7 +44,7 @@ class PixelBudget:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._turns.give, amount)
 
-        return Share(give)
+        return PixelReservation(give)
 
 
 def give_back(image: Image.Image | None) -> None:

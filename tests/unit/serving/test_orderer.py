@@ -16,8 +16,8 @@ from kvstore.records.keys import DYNAMIC_TENANT
 from prefill_workers.modes import Mode, OperatingPoint, Text
 from prefill_workers.protocol import ChunkOutcome, ChunkSpan, LinkRequest, LinkResult
 from serving.errors import RoleUnavailable
-from serving.placement.arranger import Arranger, LinkCosts
-from serving.placement.patch_feed import Formed, follow
+from serving.placement.orderer import LinkCosts, PatchAwareOrderer
+from serving.placement.patch_feed import PatchFeed, follow
 from serving.placement.search import Problem, place
 
 PREFIX = (7, 8)
@@ -42,7 +42,7 @@ def result(*outcomes: ChunkOutcome, reused: int = 0, computed: int = 0, **stages
 
 
 def problem(
-    arranger: Arranger,
+    arranger: PatchAwareOrderer,
     contents: Sequence[str],
     groups: Sequence[int | None] | None = None,
     tenant: str = "acme",
@@ -53,13 +53,15 @@ def problem(
     return arranger.problem(list(contents), groups or [0] * len(contents), tenant, prefix)
 
 
-def order(arranger: Arranger, contents: str, tenant: str = "acme", groups: list[int | None] | None = None) -> str:
+def order(
+    arranger: PatchAwareOrderer, contents: str, tenant: str = "acme", groups: list[int | None] | None = None
+) -> str:
     found = place(problem(arranger, contents, groups, tenant)).order
     return "".join(contents[chunk] for chunk in found)
 
 
 def test_a_link_teaches_which_own_patches_are_stored():
-    arranger = Arranger()
+    arranger = PatchAwareOrderer()
     arranger.learn(request("cab"), result(*[outcome(PatchKind.own)] * 3))
     assert order(arranger, "abc") == "cab"
     assert order(arranger, "abc", tenant="another") == "abc"
@@ -67,7 +69,7 @@ def test_a_link_teaches_which_own_patches_are_stored():
 
 
 def test_what_is_keyed_by_text_is_learnt_of_that_text_alone():
-    arranger = Arranger(free_text=2)
+    arranger = PatchAwareOrderer(free_text=2)
 
     def between(words: list[int], text: Text = Text.AUTO) -> LinkRequest:
         first, second = (ChunkSpan(name, "image", at, at + 1, at, 1) for name, at in (("a", 0), ("b", 1 + len(words))))
@@ -84,7 +86,7 @@ def test_what_is_keyed_by_text_is_learnt_of_that_text_alone():
 
 
 def test_a_link_that_misses_a_patch_takes_it_out_of_the_index():
-    arranger = Arranger()
+    arranger = PatchAwareOrderer()
     entry = Entry(SCOPE, "b", ("a",), ordered=True)
     arranger.formed([entry, Entry(SCOPE, "b", ("a",), ordered=False)])
     switched_off = result(outcome(missed=False), outcome(missed=False))
@@ -95,7 +97,7 @@ def test_a_link_that_misses_a_patch_takes_it_out_of_the_index():
 
 
 def test_a_sum_of_pairs_is_no_stored_patch():
-    arranger = Arranger()
+    arranger = PatchAwareOrderer()
     arranger.learn(request("ab"), result(outcome(PatchKind.orbit), outcome(PatchKind.composed)))
     assert len(arranger.index) == 1
 
@@ -103,7 +105,7 @@ def test_a_sum_of_pairs_is_no_stored_patch():
 def test_sums_of_known_pairs_are_counted_where_they_are_used():
     pairs = [Entry(SCOPE, content, before, ordered=False) for content in "abc" for before in ((), *zip("abc"))]
     pairs = [entry for entry in pairs if entry.content not in entry.antecedents]
-    arranger, without = Arranger(compose_up_to=2), Arranger()
+    arranger, without = PatchAwareOrderer(compose_up_to=2), PatchAwareOrderer()
     for each in (arranger, without):
         each.formed(pairs)
     summed, plain = (place(problem(each, "abc")) for each in (arranger, without))
@@ -114,7 +116,7 @@ def test_sums_of_known_pairs_are_counted_where_they_are_used():
 
 
 def test_a_sum_that_was_missed_takes_its_pairs_out_of_the_index():
-    arranger = Arranger(compose_up_to=2)
+    arranger = PatchAwareOrderer(compose_up_to=2)
     pairs = [Entry(SCOPE, "c", before, ordered=False) for before in ((), ("a",), ("b",))]
     arranger.formed([*pairs, Entry(SCOPE, "b", ("a",), ordered=False)])
     found = [outcome(PatchKind.own), outcome(PatchKind.pair)]
@@ -126,7 +128,7 @@ def test_a_sum_that_was_missed_takes_its_pairs_out_of_the_index():
 
 
 def test_while_sums_are_switched_off_no_order_counts_on_them_and_none_that_is_missed_costs_its_pairs():
-    arranger = Arranger(compose_up_to=2)
+    arranger = PatchAwareOrderer(compose_up_to=2)
     pairs = [Entry(SCOPE, "c", before, ordered=False) for before in ((), ("a",), ("b",))]
     arranger.formed(pairs)
     arranger.sums_allowed = False
@@ -143,7 +145,7 @@ def test_while_sums_are_switched_off_no_order_counts_on_them_and_none_that_is_mi
 
 
 def test_while_patches_are_switched_off_no_order_and_no_worker_is_chosen_for_any():
-    arranger = Arranger(compose_up_to=2)
+    arranger = PatchAwareOrderer(compose_up_to=2)
     arranger.learn(request("ab"), result(*[outcome(PatchKind.own)] * 2))
     for arranger.patches_allowed, patched in ((False, (False, False)), (True, (True, True))):
         assert arranger.patched(request("ab")) == patched
@@ -152,7 +154,7 @@ def test_while_patches_are_switched_off_no_order_and_no_worker_is_chosen_for_any
 
 def test_no_sum_serves_a_list_in_which_a_chunk_comes_twice():
     """The linker sums none there: no pair was read behind the same page twice."""
-    arranger = Arranger(compose_up_to=3)
+    arranger = PatchAwareOrderer(compose_up_to=3)
     arranger.formed([Entry(SCOPE, "c", before, ordered=False) for before in ((), ("a",), ("b",))])
     assert arranger.patched(request("abc"))[-1]
     assert not arranger.patched(request("aabc"))[-1]
@@ -160,7 +162,7 @@ def test_no_sum_serves_a_list_in_which_a_chunk_comes_twice():
 
 
 def test_parts_of_a_sum_may_lie_with_the_tenant_and_with_everybody():
-    arranger = Arranger(compose_up_to=2)
+    arranger = PatchAwareOrderer(compose_up_to=2)
     everybody = Scope(DYNAMIC_TENANT, SCOPE.prefix)
     contents = ["shared-a", "b", "shared-c"]
     parts = [Entry(everybody, "shared-c", part, ordered=False) for part in ((), ("shared-a",))]
@@ -172,7 +174,7 @@ def test_parts_of_a_sum_may_lie_with_the_tenant_and_with_everybody():
 
 
 def test_a_patch_is_known_for_this_order_for_the_set_or_by_a_sum_of_parts():
-    arranger = Arranger(compose_up_to=2)
+    arranger = PatchAwareOrderer(compose_up_to=2)
 
     def known(contents: str) -> str:
         patched = arranger.patched(request(contents))
@@ -192,7 +194,7 @@ def test_a_patch_is_known_for_this_order_for_the_set_or_by_a_sum_of_parts():
 
 
 def test_patches_of_references_serve_every_tenant():
-    arranger = Arranger()
+    arranger = PatchAwareOrderer()
     shared = ["shared-a", "shared-b"]
     arranger.formed([Entry(Scope(DYNAMIC_TENANT, SCOPE.prefix), content, (), ordered=False) for content in shared[1:]])
     arranger.formed([Entry(Scope(DYNAMIC_TENANT, SCOPE.prefix), "shared-a", ("shared-b",), ordered=False)])
@@ -200,7 +202,7 @@ def test_patches_of_references_serve_every_tenant():
 
 
 def test_what_a_tenant_often_asks_for_comes_first_for_that_tenant():
-    arranger = Arranger()
+    arranger = PatchAwareOrderer()
     for _ in range(3):
         order(arranger, "ab", groups=[None, None])
         order(arranger, "b", groups=[None])
@@ -209,7 +211,7 @@ def test_what_a_tenant_often_asks_for_comes_first_for_that_tenant():
 
 
 def test_chunks_that_came_together_only_have_one_order_however_they_are_sent():
-    arranger = Arranger()
+    arranger = PatchAwareOrderer()
     assert {order(arranger, "".join(sent)) for sent in permutations("cab")} == {"abc"}
 
 
@@ -256,14 +258,14 @@ def test_a_tiny_forward_says_nothing_of_the_cost_of_a_token():
 
 
 def test_chunks_cost_by_the_tokens_that_were_linked():
-    arranger = Arranger()
+    arranger = PatchAwareOrderer()
     arranger.learn(request("ab"), result(outcome(tokens=300), outcome(tokens=100)))
     large, small = problem(arranger, "ab").chunks
     assert large.computed == pytest.approx(3 * small.computed)
 
 
 def test_deleted_content_is_forgotten():
-    arranger = Arranger()
+    arranger = PatchAwareOrderer()
     arranger.learn(request("ab"), result(*[outcome(PatchKind.own)] * 2))
     arranger.forget("a")
     assert len(arranger.index) == 0
@@ -275,7 +277,7 @@ class Roles:
     def __init__(self) -> None:
         self.asked: list[dict[str, int]] = []
 
-    async def formed(self, cursors: Any) -> list[Formed]:
+    async def formed(self, cursors: Any) -> list[PatchFeed]:
         self.asked.append(dict(cursors))
         if len(self.asked) == 1:
             raise RoleUnavailable("starting")
@@ -283,13 +285,13 @@ class Roles:
             raise KeyboardInterrupt  # ends `follow`
         entry = Entry(SCOPE, f"page {len(self.asked)}", (), ordered=True)
         return [
-            Formed("one", len(self.asked), [entry]),
-            Formed("two", 0, [], len(self.asked) == 3, len(self.asked) == 3),
+            PatchFeed("one", len(self.asked), [entry]),
+            PatchFeed("two", 0, [], len(self.asked) == 3, len(self.asked) == 3),
         ]
 
 
 async def test_what_replicas_formed_is_asked_for_again_and_again():
-    arranger, roles = Arranger(), Roles()
+    arranger, roles = PatchAwareOrderer(), Roles()
     heard: list[bool] = []
     formed = arranger.formed
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.tiers.disk import DiskTier
+from prefill_workers.fidelity.disabled_points import DisabledPoints
 from prefill_workers.fidelity.monitor import Comparison, Fidelity
-from prefill_workers.fidelity.switch_file import SwitchedOff
 from prefill_workers.modes import OperatingPoint
 from prefill_workers.settings import FidelitySettings
 
@@ -19,13 +19,13 @@ OFF = '{"reason": "why", "since": 1.0}'
 SETTINGS = FidelitySettings(share=1.0, window=2, minimum=1, bounds={PATCHED: 0.05})
 
 
-_KEPT: list[SwitchedOff] = []
+_KEPT: list[DisabledPoints] = []
 
 
 def started(folder: Path | None, fingerprint: str = "model") -> Fidelity:
     """What a worker that starts knows, once those before it have written."""
     written()
-    _KEPT.append(SwitchedOff(folder, fingerprint))
+    _KEPT.append(DisabledPoints(folder, fingerprint))
     return Fidelity(SETTINGS, kept=_KEPT[-1])
 
 
@@ -91,7 +91,7 @@ def test_what_cannot_be_kept_is_switched_off_all_the_same(tmp_path: Path, caplog
 
 
 def _switch_off(folder: Path, point: OperatingPoint) -> None:
-    kept = SwitchedOff(folder, "model")
+    kept = DisabledPoints(folder, "model")
     for _ in range(50):
         kept.add(point, str(point), 1.0)
         kept.remove(point)
@@ -107,4 +107,4 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path):
     for process in writing:
         process.join(60)
         assert process.exitcode == 0
-    assert SwitchedOff(tmp_path, "model").read() == {point: (str(point), 2.0) for point in points}
+    assert DisabledPoints(tmp_path, "model").read() == {point: (str(point), 2.0) for point in points}

@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 _FOLDER = ".operating-points"  # the library looks into no folder whose name begins with a dot
 
 
-class Off(NamedTuple):
+class DisabledPoint(NamedTuple):
     """Why and since when (Unix seconds) a point is switched off."""
 
     reason: str
     since: float
 
 
-class SwitchedOff:
+class DisabledPoints:
     """The points of one model that are switched off. Thread-safe.
 
     A file that cannot be read or written costs a warning, never a request: then only this process knows of them. A
@@ -45,7 +45,7 @@ class SwitchedOff:
         self._file = None if directory is None else directory / _FOLDER / f"{fingerprint}.json"
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="switched-off")
 
-    def read(self) -> dict[OperatingPoint, Off]:
+    def read(self) -> dict[OperatingPoint, DisabledPoint]:
         """The points, as the file has them."""
         if self._file is None:
             return {}
@@ -57,7 +57,7 @@ class SwitchedOff:
 
     def add(self, point: OperatingPoint, reason: str, since: float) -> None:
         """Keep that a point is switched off, soon; the first reason stays."""
-        self._change(lambda points: points.setdefault(point, Off(reason, since)))
+        self._change(lambda points: points.setdefault(point, DisabledPoint(reason, since)))
 
     def remove(self, point: OperatingPoint) -> None:
         """Keep that an operator allowed a point, soon."""
@@ -67,11 +67,11 @@ class SwitchedOff:
         """Wait until everything that changed before is written."""
         self._writing.submit(lambda: None).result()
 
-    def _change(self, change: Callable[[dict[OperatingPoint, Off]], object]) -> None:
+    def _change(self, change: Callable[[dict[OperatingPoint, DisabledPoint]], object]) -> None:
         if self._file is not None:
             self._writing.submit(self._write, self._file, change)
 
-    def _write(self, file: Path, change: Callable[[dict[OperatingPoint, Off]], object]) -> None:
+    def _write(self, file: Path, change: Callable[[dict[OperatingPoint, DisabledPoint]], object]) -> None:
         """Write what is kept anew, one process at a time."""
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -89,14 +89,16 @@ class SwitchedOff:
             logger.warning("%s: which operating points are switched off cannot be kept: %s", file, error)
 
 
-def _read(file: Path) -> dict[OperatingPoint, Off]:
+def _read(file: Path) -> dict[OperatingPoint, DisabledPoint]:
     """Raises OSError, and ValueError if the file does not say of approximate points why and since when."""
     try:
         found = json.loads(file.read_text())
     except FileNotFoundError:
         return {}
     try:
-        points = {OperatingPoint(name): Off(str(off["reason"]), float(off["since"])) for name, off in found.items()}
+        points = {
+            OperatingPoint(name): DisabledPoint(str(off["reason"]), float(off["since"])) for name, off in found.items()
+        }
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError("it does not say of operating points why and since when") from error
     if wrong := points.keys() & EXACT_POINTS:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from prefill_workers.background.compile_ahead import CompileAhead
+from prefill_workers.background.patch_precompiler import PatchPrecompiler
 from prefill_workers.link.plan import LinkPlan
 from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.orbit_patches import OrbitChunk, OrbitForming
@@ -95,13 +95,13 @@ def crowd() -> Crowd:
 
 
 @pytest.fixture
-def ahead(forwards: Forwards, sums: Sums, crowd: Crowd) -> CompileAhead:
+def ahead(forwards: Forwards, sums: Sums, crowd: Crowd) -> PatchPrecompiler:
     limits = CompileLimits(orbit_chunks=0, part_forwards=0, pair_forwards=12)
     scratch = Scratch(range(8), 16, lambda left: 64)
-    return CompileAhead(cast(Harvester, forwards), scratch, limits, TickingClock(), sums, crowd)
+    return PatchPrecompiler(cast(Harvester, forwards), scratch, limits, TickingClock(), sums, crowd)
 
 
-def test_jobs_of_the_same_worth_do_not_swap_for_ever(ahead: CompileAhead, forwards: Forwards):
+def test_jobs_of_the_same_worth_do_not_swap_for_ever(ahead: PatchPrecompiler, forwards: Forwards):
     """What requests are worth decays while jobs are compared: of two equal ones that which is looked at first wins."""
     for contents in ("abx", "aby", "abz"):
         ahead.offer(served(contents), missed=True)
@@ -113,14 +113,14 @@ def test_jobs_of_the_same_worth_do_not_swap_for_ever(ahead: CompileAhead, forwar
     assert {"ab", "ba", "ax", "xa", "by", "yb", "az", "zb"} <= set(forwards.ran)
 
 
-def test_what_text_keys_is_not_compiled_in_other_orders_which_are_without_it(ahead: CompileAhead):
+def test_what_text_keys_is_not_compiled_in_other_orders_which_are_without_it(ahead: PatchPrecompiler):
     ahead.offer(served("abx", keyed_by=(1, 2)), missed=True)
     assert not ahead
     ahead.offer(served("abx"), missed=True)
     assert ahead
 
 
-def test_what_waits_keeps_no_embeddings(ahead: CompileAhead, forwards: Forwards):
+def test_what_waits_keeps_no_embeddings(ahead: PatchPrecompiler, forwards: Forwards):
     plan = served("abx")
     chunks = tuple(replace(chunk, embeddings=torch.ones(10, 4)) for chunk in forwards.unready(plan).chunks)
     forwards.unready = lambda plan: OrbitForming((), chunks, "acme")  # type: ignore[method-assign]
@@ -130,7 +130,7 @@ def test_what_waits_keeps_no_embeddings(ahead: CompileAhead, forwards: Forwards)
     assert all(chunk.embeddings is None for job in jobs for chunk in job.item.chunks)
 
 
-def test_a_job_gives_way_to_a_better_one_between_its_forwards(ahead: CompileAhead, forwards: Forwards):
+def test_a_job_gives_way_to_a_better_one_between_its_forwards(ahead: PatchPrecompiler, forwards: Forwards):
     ahead.offer(served("abx"), missed=True)
     while not forwards.ran:
         ahead.step()
@@ -143,7 +143,7 @@ def test_a_job_gives_way_to_a_better_one_between_its_forwards(ahead: CompileAhea
 
 
 def test_a_job_waits_for_what_is_still_to_be_kept_and_others_do_not_wait_for_it(
-    ahead: CompileAhead, forwards: Forwards
+    ahead: PatchPrecompiler, forwards: Forwards
 ):
     for contents in ("ab", "ab", "cd"):
         ahead.offer(served(contents), missed=True)
@@ -156,7 +156,7 @@ def test_a_job_waits_for_what_is_still_to_be_kept_and_others_do_not_wait_for_it(
     assert set(forwards.ran) == {"cd", "dc", "ab", "ba"}
 
 
-def test_no_step_begins_while_the_compiler_has_enough_to_do(ahead: CompileAhead, forwards: Forwards, crowd: Crowd):
+def test_no_step_begins_while_the_compiler_has_enough_to_do(ahead: PatchPrecompiler, forwards: Forwards, crowd: Crowd):
     ahead.offer(served("abx"), missed=True)
     while not ahead.running:
         ahead.step()
@@ -171,7 +171,7 @@ def test_no_step_begins_while_the_compiler_has_enough_to_do(ahead: CompileAhead,
     assert {"ab", "ba", "ax", "xa", "bx", "xb"} <= set(forwards.ran)
 
 
-def test_a_job_ends_where_the_library_holds_what_is_worth_more(ahead: CompileAhead, forwards: Forwards):
+def test_a_job_ends_where_the_library_holds_what_is_worth_more(ahead: PatchPrecompiler, forwards: Forwards):
     """It was worth its bytes when it was begun: what it is about to displace may be dearer by now."""
     ahead.offer(served("abxy"), missed=True)
     while not forwards.ran or ahead.running:
@@ -183,7 +183,9 @@ def test_a_job_ends_where_the_library_holds_what_is_worth_more(ahead: CompileAhe
     assert ahead.stats().given_up["bytes"] == 1
 
 
-def test_no_pair_is_worth_a_forward_while_sums_are_switched_off(ahead: CompileAhead, forwards: Forwards, sums: Sums):
+def test_no_pair_is_worth_a_forward_while_sums_are_switched_off(
+    ahead: PatchPrecompiler, forwards: Forwards, sums: Sums
+):
     for contents in ("abx", "cdy"):
         ahead.offer(served(contents), missed=True)
     while not forwards.ran or ahead.running:

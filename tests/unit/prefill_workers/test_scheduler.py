@@ -15,7 +15,7 @@ from prefill_workers.link.linker import Linker
 from prefill_workers.link.plan import ChunkPlan, LinkPlan
 from prefill_workers.modes import OperatingPoint
 from prefill_workers.protocol import ChunkOutcome, ChunkSpan, LinkRequest
-from prefill_workers.scheduler.cost_model import Pace
+from prefill_workers.scheduler.cost_model import ForwardCostModel
 from prefill_workers.scheduler.link_job import LinkJob
 from prefill_workers.scheduler.scheduler import LinksUnderWay
 from prefill_workers.sequence import LinkSequence, Run
@@ -63,8 +63,8 @@ def freed() -> list[LinkJob]:
 @pytest.fixture
 def links(engine: Engine, freed: list[LinkJob]) -> LinksUnderWay:
     linker = cast(Linker, SimpleNamespace(advance=lambda plan: None))
-    pace = Pace(fixed=0.0, seconds_per_token=1e-6)  # nobody joins another's forward
-    return LinksUnderWay(cast(PrefillEngine, engine), linker, pace, 4096, freed.append)
+    cost_model = ForwardCostModel(fixed=0.0, seconds_per_token=1e-6)  # nobody joins another's forward
+    return LinksUnderWay(cast(PrefillEngine, engine), linker, cost_model, 4096, freed.append)
 
 
 def test_a_forward_that_fails_fails_the_links_in_it_alone(links: LinksUnderWay, engine: Engine, freed: list[LinkJob]):

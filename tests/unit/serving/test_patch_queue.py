@@ -6,7 +6,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from serving.replicas.patch_queue import Deficits
+from serving.replicas.patch_queue import PatchQueue
 
 
 def job(nbytes: int, key: str = "key") -> Any:
@@ -26,7 +26,7 @@ class Compiler:
         self.formed.append(job.key)
 
 
-async def until_empty(deficits: Deficits) -> None:
+async def until_empty(deficits: PatchQueue) -> None:
     async with asyncio.timeout(10):
         while deficits:
             await asyncio.sleep(0)
@@ -35,7 +35,7 @@ async def until_empty(deficits: Deficits) -> None:
 async def test_no_more_wait_than_may_by_number_and_by_bytes():
     for most, most_bytes in ((2, 1000), (10, 25)):
         compiler = Compiler()
-        deficits = Deficits(compiler.compile, most, most_bytes)
+        deficits = PatchQueue(compiler.compile, most, most_bytes)
         assert [deficits.submit(job(10, key)) for key in "abc"] == [True, True, False]
         assert (len(deficits), deficits.dropped) == (2, 1)
         compiler.go_on.set()
@@ -48,7 +48,7 @@ async def test_no_more_wait_than_may_by_number_and_by_bytes():
 async def test_it_is_crowded_when_more_than_half_of_the_room_is_taken():
     for most, most_bytes in ((4, 1000), (100, 40)):
         compiler = Compiler()
-        deficits, crowded = Deficits(compiler.compile, most, most_bytes), []
+        deficits, crowded = PatchQueue(compiler.compile, most, most_bytes), []
         for key in "abc":
             deficits.submit(job(10, key))
             crowded.append(deficits.crowded)
@@ -60,7 +60,7 @@ async def test_it_is_crowded_when_more_than_half_of_the_room_is_taken():
 
 async def test_one_may_wait_however_large():
     compiler = Compiler()
-    deficits = Deficits(compiler.compile, 10, 25)
+    deficits = PatchQueue(compiler.compile, 10, 25)
     deficits.submit(job(100, "large"))
     deficits.submit(job(1, "small"))
     compiler.go_on.set()
@@ -71,7 +71,7 @@ async def test_one_may_wait_however_large():
 async def test_one_that_cannot_be_formed_is_dropped_and_gives_its_place_back():
     compiler = Compiler()
     compiler.go_on.set()
-    deficits = Deficits(compiler.compile, 1, 10)
+    deficits = PatchQueue(compiler.compile, 1, 10)
     for key in ("wrong", "right"):
         deficits.submit(job(10, key))
         await until_empty(deficits)

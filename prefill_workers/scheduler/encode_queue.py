@@ -33,7 +33,7 @@ class _Call:
                 self.done.set_result(outcome)
 
 
-class ImagesUnderWay:
+class EncodeQueue:
     """Calls in the order in which they came. The loop's own thread takes from them; others `add` under its lock.
 
     Attributes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from prefill_workers.background.recent_chunks import KnownChunks
+from prefill_workers.background.recent_chunks import RecentChunks
 from prefill_workers.patches.orbit_patches import OrbitChunk, OrbitForming
 
 
@@ -17,13 +17,13 @@ def served(names: str, tenant: str = "acme", prefix: tuple[int, ...] = (7,)) -> 
     return OrbitForming(prefix, tuple(chunks), tenant)
 
 
-def beside(known: KnownChunks, prompt: OrbitForming, count: int = 9) -> str:
+def beside(known: RecentChunks, prompt: OrbitForming, count: int = 9) -> str:
     """Contents, those that come later in the alphabet being worth more."""
     return "".join(chunk.content for chunk in known.beside(prompt, count, lambda content: float(ord(content))))
 
 
 def test_a_prompt_meets_the_others_of_its_tenant_and_prefix_those_worth_most_first():
-    known = KnownChunks(100)
+    known = RecentChunks(100)
     for prompt in (served("abc"), served("cd"), served("x", tenant="other"), served("y", prefix=())):
         known.add(prompt)
     assert beside(known, served("b")) == "dca"
@@ -45,21 +45,21 @@ def test_prefixes_are_not_compared_token_by_token_with_every_chunk():
     def prefix() -> tuple[int, ...]:
         return tuple(map(Token, range(1000)))
 
-    known = KnownChunks(100)
+    known = RecentChunks(100)
     known.add(served("abcdefghijklmnop", prefix=prefix()))
     assert beside(known, served("abcdefghijklmn", prefix=prefix())) == "po"
     assert compared <= 3 * 1000
 
 
 def test_those_that_came_longest_ago_are_forgotten():
-    known = KnownChunks(3)
+    known = RecentChunks(3)
     for names in ("a", "b", "c", "a", "d"):
         known.add(served(names))
     assert beside(known, served("z")) == "dca"
 
 
 def test_neither_embeddings_nor_whole_prompts_are_kept():
-    known = KnownChunks(3)
+    known = RecentChunks(3)
     known.add(served("a"))
     (chunk,) = known.beside(served("z"), 1, lambda content: 1.0)
     assert chunk.embeddings is None
@@ -69,7 +69,7 @@ def test_neither_embeddings_nor_whole_prompts_are_kept():
 
 
 def test_what_was_deleted_is_forgotten_for_its_owner_alone():
-    known = KnownChunks(9)
+    known = RecentChunks(9)
     for tenant in ("acme", "other"):
         known.add(served("ab", tenant))
     known.forget("a", "acme")

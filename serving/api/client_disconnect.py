@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 _STATE = "answering"
 
 
-class CancelAnswers:
+class CancelOnDisconnect:
     """Middleware: with a request the task is cancelled that `answering` noted of it."""
 
     def __init__(self, app: ASGIApp) -> None:

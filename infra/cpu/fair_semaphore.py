@@ -7,7 +7,7 @@ from collections import deque
 from contextlib import suppress
 
 
-class Turns:
+class FairSemaphore:
     """Of one event loop. A large amount is waited for in its turn, and smaller ones behind it do not pass it.
 
     Attributes:

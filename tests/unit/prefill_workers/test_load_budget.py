@@ -9,7 +9,7 @@ import pytest
 
 from prefill_workers.modes import Mode
 from prefill_workers.protocol import ChunkSpan, LinkRequest
-from prefill_workers.scheduler.load_budget import LoadedKV
+from prefill_workers.scheduler.load_budget import KVLoadBudget
 
 BYTES = 10  # of a token's KV
 
@@ -20,7 +20,7 @@ def request(chunks: int, mode: Mode = Mode.AUTO, patched: tuple[bool, ...] = ())
     return LinkRequest("r", [0] * (4 * chunks + 5), spans, mode, patched=patched)
 
 
-async def hold(loaded: LoadedKV, chunks: int, release: asyncio.Event, log: list[int]) -> None:
+async def hold(loaded: KVLoadBudget, chunks: int, release: asyncio.Event, log: list[int]) -> None:
     async with loaded.room_for(request(chunks)):
         log.append(chunks)
         await release.wait()
@@ -33,14 +33,14 @@ async def turns() -> None:
 
 @pytest.mark.parametrize(("mode", "held"), [(Mode.AUTO, 80), (Mode.FULL_REUSE, 80), (Mode.EXACT, 80), (Mode.OFF, 0)])
 async def test_room_is_held_for_all_of_a_links_chunks_where_anything_is_looked_up(mode: Mode, held: int):
-    loaded = LoadedKV(100, BYTES)
+    loaded = KVLoadBudget(100, BYTES)
     async with loaded.room_for(request(2, mode)):
         assert loaded.held == held
     assert loaded.held == 0
 
 
 async def test_room_comes_back_from_a_link_that_fails():
-    loaded = LoadedKV(100, BYTES)
+    loaded = KVLoadBudget(100, BYTES)
     with pytest.raises(RuntimeError):
         async with loaded.room_for(request(2)):
             raise RuntimeError
@@ -48,7 +48,7 @@ async def test_room_comes_back_from_a_link_that_fails():
 
 
 async def test_links_wait_in_their_order_and_one_that_has_more_goes_alone():
-    loaded, release, log = LoadedKV(100, BYTES), asyncio.Event(), list[int]()
+    loaded, release, log = KVLoadBudget(100, BYTES), asyncio.Event(), list[int]()
     first = asyncio.create_task(hold(loaded, 2, release, log))
     await turns()
     large, small = (asyncio.create_task(hold(loaded, chunks, release, log)) for chunks in (7, 1))
@@ -62,7 +62,7 @@ async def test_links_wait_in_their_order_and_one_that_has_more_goes_alone():
 
 
 async def test_a_link_without_chunks_waits_for_nobody():
-    loaded, release, log = LoadedKV(100, BYTES), asyncio.Event(), list[int]()
+    loaded, release, log = KVLoadBudget(100, BYTES), asyncio.Event(), list[int]()
     tasks = [asyncio.create_task(hold(loaded, chunks, release, log)) for chunks in (2, 2, 0)]
     await turns()
     assert log == [2, 0]
@@ -71,7 +71,7 @@ async def test_a_link_without_chunks_waits_for_nobody():
 
 
 async def test_who_leaves_while_it_waits_leaves_no_trace():
-    loaded, release, log = LoadedKV(100, BYTES), asyncio.Event(), list[int]()
+    loaded, release, log = KVLoadBudget(100, BYTES), asyncio.Event(), list[int]()
     tasks = [asyncio.create_task(hold(loaded, chunks, release, log)) for chunks in (1, 2, 1)]
     await turns()
     assert log == [1], "the last one waits behind one that was there before"
@@ -84,7 +84,7 @@ async def test_who_leaves_while_it_waits_leaves_no_trace():
 
 
 async def test_what_waits_counts_with_the_chunks_that_no_patch_is_known_for():
-    loaded = LoadedKV(100, BYTES)
+    loaded = KVLoadBudget(100, BYTES)
     async with loaded.room_for(request(2)):
         waits = asyncio.create_task(loaded.room_for(request(2, patched=(False, True))).__aenter__())
         await turns()
@@ -97,7 +97,7 @@ async def test_what_waits_counts_with_the_chunks_that_no_patch_is_known_for():
 async def test_how_long_it_was_waited_is_told(monkeypatch: pytest.MonkeyPatch):
     now = 100.0
     monkeypatch.setattr("prefill_workers.scheduler.load_budget.time", SimpleNamespace(perf_counter=lambda: now))
-    loaded = LoadedKV(100, BYTES)
+    loaded = KVLoadBudget(100, BYTES)
     async with loaded.room_for(request(2)) as waited:
         assert waited == 0
         later = asyncio.create_task(loaded.room_for(request(2)).__aenter__())

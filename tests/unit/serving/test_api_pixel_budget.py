@@ -7,13 +7,13 @@ import threading
 
 import pytest
 
-from serving.api.decoded import PixelBudget, Share
+from serving.api.pixel_budget import PixelBudget, PixelReservation
 
 
 async def test_who_waits_goes_in_the_order_of_coming_and_what_ends_anywhere_is_given_back():
     budget = PixelBudget(10)
     first = [await budget.take(pixels) for pixels in (3, 5)]
-    order, held = list[str](), list[Share]()
+    order, held = list[str](), list[PixelReservation]()
 
     async def asked(name: str, pixels: int) -> None:
         held.append(await budget.take(pixels))

@@ -114,7 +114,7 @@ class _Fitting(NamedTuple):
 
 
 @dataclass
-class Arranger:
+class PatchAwareOrderer:
     """Not thread-safe: belongs to an ingress' event loop.
 
     `compose_up_to`: chunks behind which pair patches are summed; 0: never. `free_text`: see
