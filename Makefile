@@ -5,7 +5,7 @@ ORBITSERVE := .venv/bin/orbitserve
 NAME ?= list
 ARGS ?=
 
-.PHONY: help setup demo serve test check lint types format doctor bench checkpoints tiny-checkpoint lock clean
+.PHONY: help setup demo serve test check lint types format doctor bench figures checkpoints tiny-checkpoint lock clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ doctor: setup ## Check this machine and say what to do about each problem
 
 bench: setup ## Run a benchmark: make bench NAME=ttft [ARGS="--quick --json out.json"]; without NAME, list them
 	$(PYTHON) -m tests.benchmarks $(NAME) $(ARGS)
+
+figures: setup ## Write the figures and tables in the documents anew, from records and code
+	$(PYTHON) -m tests.benchmarks.render
 
 checkpoints: setup ## Write the tests' random checkpoints to .orbitserve/checkpoints
 	@$(PYTHON) -m infra.checkpoints all

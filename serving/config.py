@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import yaml
 from fsspec.core import split_protocol
 from pydantic import BaseModel, Field, SecretStr, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from kvstore.settings import FileSettings, LibrarySettings
@@ -235,16 +237,16 @@ def documented(model: type[BaseModel], indent: int = 0) -> str:
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             lines += [f"{pad}{name}:  # {(kind.__doc__ or '').strip().splitlines()[0]}", documented(kind, indent + 2)]
             continue
-        default = field.get_default(call_default_factory=True)
-        if field.is_required():
-            shown = "<required>"
-        elif isinstance(default, SecretStr):
-            shown = '""'
-        else:
-            shown = re.sub(
-                r"\n\.\.\.$",
-                "",
-                yaml.safe_dump(to_jsonable_python(default), default_flow_style=True, sort_keys=False).strip(),
-            )
-        lines.append(f"{pad}{name}: {shown}  # {field.description}")
+        lines.append(f"{pad}{name}: {shown_default(field)}  # {field.description}")
     return "\n".join(lines)
+
+
+def shown_default(field: FieldInfo) -> str:
+    """A setting's default as YAML in one line; no secret is shown."""
+    if field.is_required():
+        return "<required>"
+    default = field.get_default(call_default_factory=True)
+    if isinstance(default, SecretStr):
+        return '""'
+    shown = yaml.safe_dump(to_jsonable_python(default), default_flow_style=True, sort_keys=False, width=math.inf)
+    return re.sub(r"\n\.\.\.$", "", shown.strip())

@@ -17,8 +17,8 @@ pencilled things therefore stands on earlier pages only, and its own KV has to t
 | retrieval | a coloured thing, on one of many pages | 6 |
 | control | two coloured things on two pages: reading each page is enough | 3 |
 
-`legend` and `frames` spread what is lost over most tokens of a page (kamera.md §4): 0.9 of it is in 0.75 to 0.88 of
-them, in the others in 0.34 to 0.87, by model (`orbitserve bench fidelity`, deficit spread).
+`legend` and `frames` spread what is lost over most tokens of a page (kamera.md §4), the others over fewer in most models
+(`orbitserve bench fidelity`, deficit spread).
 """
 
 from __future__ import annotations

@@ -15,10 +15,11 @@ from serving.frontend.roles import CompilingRoles
 async def compiling(roles: CompilingRoles) -> list[Metric]:
     """The metrics of all replicas; none when they do not answer in time."""
     compiled = await in_time(roles.compiled(), None, "prefill workers")
-    return [] if compiled is None else list(_families(compiled))
+    return [] if compiled is None else list(families(compiled))
 
 
-def _families(compiled: Mapping[str, CompileStats]) -> Iterator[Metric]:
+def families(compiled: Mapping[str, CompileStats]) -> Iterator[Metric]:
+    """The metrics of all replicas' compiling."""
     waiting = GaugeMetricFamily(
         "orbitserve_compile_waiting", "Sets of which something waits to be compiled.", labels=["replica"]
     )

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from fidelity_records import recorded
 
 from infra.reference import DEFAULT_MODEL, digest, weights
 from prefill_workers.model_card import measured
@@ -22,6 +21,7 @@ from serving.bench.fidelity.bench import (
 )
 from serving.bench.fidelity.composition import BEHIND, holds_up_to
 from serving.bench.fidelity.tables import BUDGETS, BY_LAYERS
+from tests.benchmarks.documents.records import fidelity as recorded
 
 
 def test_figures_are_named_by_family_split_arm_and_kind():
@@ -77,9 +77,9 @@ def test_what_lies_beside_the_models_weights_is_what_the_recorded_table_says(kin
     shipped, document = measured(weights(family)), recorded(kind)
     assert (shipped is None) == (document is None)
     if shipped is not None and document is not None:
-        found = figures_of(kind, document["tables"])
+        found = figures_of(kind, document.document["tables"])
         assert to_be_kept(kind, found) == shipped
-        told = {name: value for name, value in document["figures"].items() if f".{COMPOSE_UP_TO}" in name}
+        told = {name: value for name, value in document.figures.items() if f".{COMPOSE_UP_TO}" in name}
         assert told
         assert told.items() <= found.items(), "by an older rule"
 
@@ -88,8 +88,18 @@ def test_what_lies_beside_the_models_weights_is_what_the_recorded_table_says(kin
 def test_a_recorded_table_is_of_the_weights_that_are_shipped(kind: str, family: str):
     document = recorded(kind)
     assert document is not None
-    for of in document["weights"]:
+    for of in document.workload["weights"]:
         assert of == {kind: digest(weights(family))}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_family_that_ships_answers_its_questions_by_full_prefill(kind: str):
+    document = recorded(kind)
+    assert document is not None
+    exact = document.table(f"{kind}: accuracy")["exact"]
+    assert exact["single"] >= 0.95
+    assert exact["multi"] >= 0.90
+    assert sum(exact[split] for split in MULTI_HOP) / len(MULTI_HOP) >= 0.90
 
 
 def test_the_bundled_model_ships_what_was_measured_of_it():

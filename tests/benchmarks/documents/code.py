@@ -1,0 +1,86 @@
+"""Blocks that are made from declarations: settings and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from serving.api import compiling, fidelity
+from serving.api.metrics import Metrics
+from serving.config import OrbitServeConfig, shown_default
+from serving.routing.policies import CHOICES
+from serving.settings import MIB, RoleSettings
+from tests.benchmarks.documents.records import markdown
+
+ROLES = "roles"  # heads what the sections of all roles have
+
+
+def settings() -> str:
+    """Every setting with its default and meaning, as `orbitserve config` prints them, a table a section."""
+    parts = [_section(ROLES, RoleSettings, "What every role's section below has, with these defaults unless it says otherwise.")]
+    alone = []
+    for name, field in OrbitServeConfig.model_fields.items():
+        model = _model_of(field)
+        if model is None:
+            alone.append((f"`{name}`", *_told(field)))
+        else:
+            parts.append(_section(name, model))
+    parts.append("#### At the top level\n\n" + markdown(("setting", "default", "meaning"), alone))
+    return "\n\n".join(parts)  # fmt: skip
+
+
+def _section(name: str, model: type[BaseModel], words: str = "") -> str:
+    text = words or _first_line(model)
+    rows = [(f"`{path}`", *_told(field)) for path, field in _fields(model, name) if not _same_in_all_roles(model, field, path)]
+    return f"#### {name}\n\n{text}\n\n" + markdown(("setting", "default", "meaning"), rows)  # fmt: skip
+
+
+def _fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in model.model_fields.items():
+        path = name if prefix == ROLES else f"{prefix}.{name}"
+        inner = _model_of(field)
+        if inner is None:
+            yield path, field
+        else:
+            yield from _fields(inner, path)
+
+
+def _same_in_all_roles(model: type[BaseModel], field: FieldInfo, path: str) -> bool:
+    shared = RoleSettings.model_fields.get(path.rpartition(".")[2])
+    return shared is not None and model is not RoleSettings and issubclass(model, RoleSettings) and (
+        _told(shared) == _told(field)
+    )  # fmt: skip
+
+
+def _model_of(field: FieldInfo) -> type[BaseModel] | None:
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _told(field: FieldInfo) -> tuple[str, str]:
+    default = shown_default(field)
+    size = f" ({int(default) // MIB} MiB)" if default.isdigit() and int(default) >= MIB and not int(default) % MIB else ""
+    return f"`{default}`{size}", (field.description or "").replace("|", "\\|")
+
+
+def _first_line(documented: Any) -> str:
+    return (documented.__doc__ or "").strip().splitlines()[0]
+
+
+def metrics() -> str:
+    """Every series of `/metrics` that is ours, from where it is declared."""
+    rows = []
+    for declared in [*vars(Metrics()).values(), CHOICES, *fidelity.families({}), *compiling.families({})]:
+        if not hasattr(declared, "_labelnames"):  # the registry
+            continue
+        (described,) = declared.describe() if hasattr(declared, "describe") else [declared]
+        name = described.name + ("_total" if described.type == "counter" else "")
+        labels = (f"`{label}`" for label in declared._labelnames if label != "replica")  # no public way to ask
+        rows.append((f"`{name}`", described.type, ", ".join(labels), described.documentation))
+    return markdown(("series", "type", "labels beside `replica`", "meaning"), rows)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {"settings": settings, "metrics": metrics}

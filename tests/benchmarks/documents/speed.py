@@ -1,0 +1,329 @@
+"""Blocks about time, throughput and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from serving.loadtest.arrivals import poisson
+from serving.loadtest.measures import SATURATED
+from tests.benchmarks.catalogue import BENCHMARKS
+from tests.benchmarks.documents.records import MACHINES, RESULTS, Record, aim, cell, judged, markdown, measured, number, record
+
+FIRST = "B"  # the machine of the first page: the faster one, where the margins are smaller
+RAG_ARMS = {
+    "prefix": "vLLM, prefix caching",
+    "auto-placed": "`auto`, pages ordered by the service",
+    "auto": "`auto`, pages as sent",
+    "mpic-32": "`mpic-32`, as sent",
+    "cacheblend-15": "`cacheblend-15`, as sent",
+    "full-reuse": "`full-reuse`, as sent",
+}
+ONE_SHOT_ARMS = {"prefix": "vLLM, prefix caching", "off": "`off`", "auto": "`auto`"}
+TTFT_ARMS = {
+    "vllm": "vLLM, prefix caching",
+    "compiled": "vLLM, compiled",
+    "exact": "`exact`",
+    "patched": "`auto`, patched",
+    "limit": "only the text",
+}
+
+# What is told of a benchmark, beside its target: (benchmark, figure, what it is).
+FIGURES = (
+    ("ttft", "patched_speedup_1024", "vLLM's time over ours, patched: an image of 1,024 tokens"),
+    ("ttft", "patched_speedup_2048", "the same, 2,048 tokens"),
+    ("ttft", "limit_over_patched_2048", "an engine that computes only the text, over ours"),
+    ("ttft", "exact_over_vllm_1024", "ours in mode `exact` over vLLM's, 1,024 tokens"),
+    ("rates", "ttft_over_prefix", "time to first token over vLLM's where vLLM saturates; pages ordered by the service"),
+    ("rates", "throughput_over_prefix", "most requests completed a second, over vLLM's"),
+    ("rates", "throughput_over_cacheblend15", "the same over `cacheblend-15`"),
+    ("sustained", "last_over_best", "last 50 queries over the best 50 before"),
+    ("sustained", "last_over_off", "last 50 queries over 50 with reuse switched off"),
+    ("sustained", "max_library_bytes_over_bound", "most bytes in the library over its bound"),
+    ("sustained", "memory_end_over_middle", "memory of all processes: last sixth of the run over the third"),
+    ("one-shot", "ttft_over_vllm", "images that never come again: over vLLM's"),
+    ("one-shot", "ttft_over_off", "the same over ours with reuse switched off"),
+    ("system-prompt", "cached_over_vllm_3072", "3,072 tokens of text that came before: ours over vLLM's"),
+    ("system-prompt", "off_over_cached_3072", "nothing reused, over ours"),
+    ("routing", "hit_rate_over_default", "found in memory, over Ray Serve's default router; four workers"),
+    ("routing", "imbalance", "the busiest worker's work over the mean, the worst turn"),
+    ("routing", "ttft_over_default_1", "time to first token over the default's, one worker"),
+    ("break-even", "reuses", "reuses until KV and patch have paid, against reuse off; the worst case"),
+    ("break-even", "reuses_exact", "the same against mode `exact`"),
+    ("placement", "hit_rate_over_arrival", "pages that find a patch: ordered by the service over as sent"),
+    ("placement", "hit_rate_over_optimum", "the same over the best order with hindsight"),
+    ("placement", "hit_rate_pairs_over_arrival_pairs", "with sums of pairs: ordered by the service over as sent"),
+    ("placement", "plan_ms_8", "ms to order 8 pages"),
+    ("placement", "plan_ms_12", "ms to order 12 pages"),
+    ("compile-trace", "patched_afterwards_sets", "pages served by 1 GiB of patches of whole sets"),
+    ("compile-trace", "patched_afterwards_pairs", "the same by patches of pairs"),
+    ("compile-trace", "share_of_optimum_sets", "saved, over a bound of the offline optimum; sets"),
+    ("compile-trace", "share_of_optimum_pairs", "the same; pairs"),
+    ("handoff", "ms_per_mib", "ms per MiB of KV over NIXL"),
+    ("handoff", "fixed_ms", "ms whatever the size"),
+    ("overhead", "median_ms", "ms of a text request that are not engine time"),
+    ("patch-apply", "gib_per_second", "GiB a second: load, relocate, patch, write 1,024 tokens"),
+    ("patch-apply", "fraction_of_copy", "the same over a plain copy"),
+    ("patch-apply", "patch_share_of_kv", "bytes of a patch over those of the KV"),
+    ("patch-form", "speedup_krylov", "SVD's time over that of the block Krylov method"),
+    ("patch-form", "loss_krylov", "share of the energy that it loses"),
+    ("relocation", "max_ulp_bf16", "largest error of relocation in bf16, in units of the last place"),
+    ("store", "disk_read_fraction", "cold reads over the raw disk"),
+    ("store", "disk_write_fraction", "durable writes over the raw disk"),
+    ("store", "s3_read_fraction", "reads from S3 over a raw s3fs transfer"),
+    ("store", "s3_write_fraction", "writes to S3 over a raw s3fs transfer"),
+    ("parallel-load", "over_max", "loading beside computing, over the longer of the two"),
+    ("parallel-load", "over_sum", "the same over their sum"),
+    ("weighing", "weighing_over_kv_256", "weighing sums by attention over by KV, pages of 256 tokens"),
+    ("weighing", "attention_over_known_256", "the whole link, weighed by attention, over one whose weights are known"),
+    ("weighing", "kv_over_known_256", "the same, weighed by KV"),
+    ("precompute", "chunks_per_s_1", "chunks of 256 tokens a second, one worker"),
+    ("precompute", "gain", "two workers over one"),
+    ("link-time", "exact_over_patched 1 x 1024", "in one prefill worker: computed over linked, 1,024 tokens"),
+    ("link-time", "exact_over_patched 4 x 1024", "the same, four pages"),
+    ("patch-rank", "eta_own_32", "η of a patch of rank 32, random weights"),
+    ("patch-rank", "eta_stale_32", "the same behind other predecessors than it was formed behind"),
+)  # fmt: skip
+
+
+def benchmarks() -> str:
+    """All benchmarks: what each answers, and its records."""
+    rows = []
+    for name, benchmark in BENCHMARKS.items():
+        records = [
+            f"[{machine}](results/{name}-{suffix}.json)"
+            for machine, suffix in MACHINES.items()
+            if (RESULTS / f"{name}-{suffix}.json").exists()
+        ]
+        rows.append((f"`{name}`", benchmark.description, ", ".join(records) or "[below](#what-reuse-answers)"))
+    return markdown(("name", "what it answers", "records"), rows)
+
+
+def figures() -> str:
+    """The figures of all benchmarks but fidelity beside what is aimed at; what misses it is in bold."""
+    rows, last = [], ""
+    for benchmark, figure, words in FIGURES:
+        target = BENCHMARKS[benchmark].targets.get(figure)
+        row = ["" if benchmark == last else f"`{benchmark}`", words]
+        for machine in MACHINES:
+            found = record(benchmark, machine)
+            value = found.figures.get(figure) if found else None
+            row.append("" if value is None else judged(value, target))
+        rows.append([*row, aim(target)])
+        last = benchmark
+    return markdown(("benchmark", "figure", *MACHINES, "aimed at"), rows)
+
+
+def ttft() -> str:
+    """Time to first token with one image behind text that is new."""
+    rows = []
+    for machine in MACHINES:
+        found = measured("ttft", machine)
+        for tokens in found.workload["image_tokens"]:
+            medians = [found.medians(arm).get(str(tokens)) for arm in TTFT_ARMS]
+            rows.append((machine, f"{tokens:,}", *("" if ms is None else f"{ms:.0f}" for ms in medians)))
+    return markdown(("", "image tokens", *TTFT_ARMS.values()), rows)
+
+
+def offered(found: Record) -> dict[str, float]:
+    """Requests a second that came on average at each nominal rate: arrivals are drawn, and the draws are few."""
+    workload, by_rate = found.workload, {}
+    for rate, count in zip(workload["rates"], workload["requests_of_a_turn"], strict=True):
+        turns = [poisson(rate, count, seed) for seed in range(workload["turns"])]
+        spans = [(due[-1].at - due[0].at) / (count - 1) for due in turns]
+        by_rate[f"{rate:g}"] = len(spans) / sum(spans)
+    return by_rate
+
+
+def rates() -> str:
+    """Retrieval under load: time to first token and completed requests at every rate, by arm."""
+    parts = []
+    for machine in MACHINES:
+        found = measured("rates", machine)
+        came, completed, late = offered(found), found.table("completed a second"), found.table("TTFT p90, ms")
+        rows = []
+        for arm, words in RAG_ARMS.items():
+            cells = []
+            for rate, offer in came.items():
+                done = completed[arm].get(rate)
+                saturated = "*" if done is not None and done < SATURATED * offer else ""
+                median = found.medians(arm).get(rate)
+                cells.append("" if done is None else f"{median:.0f} ({late[arm][rate]:.0f}), {done:.2f}{saturated}")
+            rows.append((words, *cells))
+        parts.append(markdown((f"{machine}: requests a second", *came), rows))
+    return "\n\n".join(parts)
+
+
+def sustained() -> str:
+    """Sets that never came together before: time to first token by window of queries."""
+    rows = []
+    for machine in MACHINES:
+        found = measured("sustained", machine)
+        windows = found.table("median TTFT of a window, ms")["auto"]
+        off = found.medians("off")
+        rows.append((machine, *(f"{ms:.0f}" for ms in windows.values()), f"{off['before']:.0f}, {off['after']:.0f}"))
+    width = measured("sustained", FIRST).workload["window"]
+    header = (f"{int(first) + 1} to {int(first) + width}" for first in windows)
+    return markdown(("queries", *header, "50 with reuse off, before and after"), rows)
+
+
+def one_shot() -> str:
+    """Images that never come again: median time to first token and its 90th percentile."""
+    rows = []
+    for machine in MACHINES:
+        found = measured("one-shot", machine)
+        (rate,) = found.medians("auto")
+        late = found.table("TTFT p90, ms")
+        cells = (f"{found.median(arm, rate):.0f} ({late[arm][rate]:.0f})" for arm in ONE_SHOT_ARMS)
+        rows.append((machine, rate, *cells))
+    return markdown(("", "requests a second", *ONE_SHOT_ARMS.values()), rows)
+
+
+def stages() -> str:
+    """Where a request's time goes on machine B, as responses report it."""
+    retrieval, alone = measured("rates", FIRST), measured("one-shot", FIRST)
+    rate, (single,) = retrieval.workload["vllm_saturates_at"], alone.medians("auto")
+    names = ("media", "rendered", "plan", "vision", "queue", "select", "place", "forward", "link", "decode")
+    rows = []
+    for words, found, arm, at in (
+        (f"`rates`, {rate} a second", retrieval, "auto-placed", rate),
+        (f"`one-shot`, {single} a second", alone, "auto", single),
+    ):
+        tables = found.document["tables"]
+        cells = (tables.get(f"stage {name}, median ms", {}).get(arm, {}).get(at) for name in names)
+        first = f"{found.median(arm, at):.0f}"
+        rows.append((words, *("" if ms is None else f"{ms:.0f}" for ms in cells), first))
+    return markdown(("median ms", *names, "first token at the client"), rows)
+
+
+def system_prompt() -> str:
+    """Time to first token of text behind a system prompt that came before."""
+    rows = []
+    for machine in MACHINES:
+        found = measured("system-prompt", machine)
+        for tokens in found.workload["system_tokens"]:
+            cells = (f"{found.median(arm, str(tokens)):.0f}" for arm in ("vllm", "cached", "off"))
+            rows.append((machine, f"{tokens:,}", *cells))
+    return markdown(("", "tokens of text", "vLLM, prefix caching", "ours", "ours, nothing reused"), rows)
+
+
+def break_even() -> str:
+    """Processor seconds of a prefill worker: what reuse costs, and after how many reuses it has paid."""
+    rows = []
+    for machine in MACHINES:
+        found = measured("break-even", machine)
+        paid = found.table("reuses until it has paid")
+        for pages in found.workload["pages x tokens"]:
+            cells = (f"{found.median(arm, pages) / 1e3:.2f}" for arm in ("off", "exact", "first", "again"))
+            rows.append((machine, pages, *cells, *(f"{paid[arm][pages]:.1f}" for arm in ("off", "exact"))))
+    header = ("", "pages x tokens", "`off`, s", "`exact`, s", "first time, s", "again, s")
+    return markdown((*header, "pays after, against `off`", "against `exact`"), rows)
+
+
+def placement() -> str:
+    """Simulated retrieval: share of pages that find a patch, by order."""
+    found = measured("placement", "A")
+    by_pages = found.table("hit rate by pages retrieved")
+    known = found.table("chunks behind two or more whose very order came before")
+    words = {
+        "placed, pairs": "ordered by the service, pairs summed (the default)",
+        "arrival, pairs": "as sent, pairs summed",
+        "placed": "ordered by the service, no sums",
+        "arrival": "as sent, no sums",
+        "optimum": "best order with hindsight, no sums",
+    }
+    rows = [
+        (text, *(f"{value:.2f}" for value in by_pages[arm].values()), _share(known.get(arm, {}), "5 pages"))
+        for arm, text in words.items()
+    ]
+    header = (f"of {pages}" for pages in by_pages["placed"])
+    return markdown(("pages that find a patch", *header, "order seen before, of 5 pages"), rows)
+
+
+def _share(cells: Mapping[str, float], column: str) -> str:
+    return f"{cells[column]:.2f}" if column in cells else ""
+
+
+def shared_processors() -> str:
+    """What surrounds a forward on a processor that roles share."""
+    cores, idle, kernels = (measured(name, FIRST) for name in ("shared-cores", "idle", "cpu-kernels"))
+    link, decode = "link_{}_over_{}".format, "decode_{}_over_{}".format
+    beside = "beside_the_other"
+    rows = [
+        ("a link's forward alone, over OpenMP's default", cores.figures[link("alone", "spinning")], "shared-cores"),
+        ("a link's forward alone, over threads that sleep", cores.figures[link("alone", "waiting")], "shared-cores"),
+        ("a link's forward beside a decode step, over the default", cores.figures[link(beside, "spinning")], "shared-cores"),
+        ("a decode step beside a link, over the default", cores.figures[decode(beside, "spinning")], "shared-cores"),
+        ("a forward of 290 tokens beside an idle service, over alone", idle.figures["forward_over_alone"], "idle"),
+        ("processor cores that the idle service takes", idle.figures["cores"], "idle"),
+        ("times a second that it wakes up", idle.figures["wakes_per_s"], "idle"),
+        *(
+            (f"a forward with fused kernels over one without, tokens computed: {tokens:,}", kernels.figures[f"time_{tokens}"], "cpu-kernels")
+            for tokens in kernels.workload["computed"]
+        ),
+    ]  # fmt: skip
+    return markdown(("", FIRST, "benchmark"), ((words, number(value), f"`{name}`") for words, value, name in rows))
+
+
+def headline() -> str:
+    """Three figures for the first page: what is gained, how right it is, and what it costs."""
+    retrieval, alone = measured("rates", FIRST), measured("one-shot", FIRST)
+    low = f"{retrieval.workload['rates'][0]:g}"
+    (rate,) = alone.medians("auto")
+    exact, own, sums, blind = (
+        cell("gqa", "accuracy", arm, "multi") for arm in ("exact", "patch_8", "composed", "blind")
+    )
+    low_vllm, low_ours = retrieval.median("prefix", low), retrieval.median("auto-placed", low)
+    return "\n".join(
+        (
+            f"- **Sooner**: questions over 4 of 12 retrieved pages, {float(low):.2f} a second, nothing saturated: "
+            f"first token after {low_ours:.0f} ms; {retrieval.median('auto', low):.0f} ms if the order is kept; vLLM with prefix "
+            f"caching {low_vllm:.0f} ms.",
+            f"- **As right**: questions that need several pages, answered by a small model trained for them: {exact:.2f} "
+            f"computed, {own:.2f} patched, {sums:.2f} in sets that never came before, {blind:.2f} without patches.",
+            f"- **The price**: an image that never comes again: {alone.median('auto', rate):.0f} ms, vLLM "
+            f"{alone.median('prefix', rate):.0f} ms.",
+        )
+    )
+
+
+def first_page() -> str:
+    """Four workloads on the first page: median milliseconds to the first token, and what beats us beside it."""
+    image, retrieval, alone, sets = (measured(name, FIRST) for name in ("ttft", "rates", "one-shot", "sustained"))
+    low, full = f"{retrieval.workload['rates'][0]:g}", retrieval.workload["vllm_saturates_at"]
+    (rate,) = alone.medians("auto")
+    arms = ("prefix", "auto-placed", "auto", "mpic-32")
+
+    def at(offer: str) -> list[str]:
+        return [f"{retrieval.median(arm, offer):,.0f}" for arm in arms]
+
+    single = f"{image.median('patched', '1024'):.0f}"
+    once = f"{alone.median('auto', rate):.0f}"
+    off = sets.figures["last_over_off"]
+    last = [*sets.table("median TTFT of a window, ms")["auto"].values()][-1]
+    rows = [
+        ("one image of 1,024 tokens behind new text", f"{image.median('vllm', '1024'):.0f}", single, single, ""),
+        (f"4 of 12 pages, {float(low):.2f} requests a second", *at(low)),
+        (f"the same, {float(full):.1f} a second, where vLLM saturates", *at(full)),
+        ("an image that never comes again", f"{alone.median('prefix', rate):.0f}", once, once, ""),
+    ]
+    header = ("median ms to the first token", "vLLM, prefix caching", "`auto`, order free", "`auto`, as sent", "`mpic-32`")
+    return markdown(header, rows) + (
+        f"\n\nSets of known pages that never came together: {last:.0f} ms, {off:.2f} of what it is with reuse switched off."
+    )  # fmt: skip
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "headline": headline,
+    "first-page": first_page,
+    "benchmarks": benchmarks,
+    "figures": figures,
+    "ttft": ttft,
+    "rates": rates,
+    "sustained": sustained,
+    "one-shot": one_shot,
+    "stages": stages,
+    "system-prompt": system_prompt,
+    "break-even": break_even,
+    "placement": placement,
+    "shared-processors": shared_processors,
+}
