@@ -17,7 +17,7 @@ pencilled things therefore stands on earlier pages only, and its own KV has to t
 | retrieval | a coloured thing, on one of many pages | 6 |
 | control | two coloured things on two pages: reading each page is enough | 3 |
 
-`legend` and `frames` spread what is lost over most tokens of a page (kamera.md §4), the others over fewer in most models
+`legend` and `frames` spread what is lost over most tokens of a page (kamera.md §4), in most models more than the others
 (`orbitserve bench fidelity`, deficit spread).
 """
 

@@ -16,26 +16,26 @@ from serving.settings import MIB, RoleSettings
 from tests.benchmarks.documents.records import markdown
 
 ROLES = "roles"  # heads what the sections of all roles have
+HEADER = ("setting", "default", "meaning")
 
 
 def settings() -> str:
     """Every setting with its default and meaning, as `orbitserve config` prints them, a table a section."""
-    parts = [_section(ROLES, RoleSettings, "What every role's section below has, with these defaults unless it says otherwise.")]
+    parts = [_section(ROLES, RoleSettings, "In every role's section below, with these defaults unless it has others.")]
     alone = []
     for name, field in OrbitServeConfig.model_fields.items():
         model = _model_of(field)
         if model is None:
             alone.append((f"`{name}`", *_told(field)))
         else:
-            parts.append(_section(name, model))
-    parts.append("#### At the top level\n\n" + markdown(("setting", "default", "meaning"), alone))
-    return "\n\n".join(parts)  # fmt: skip
+            parts.append(_section(name, model, _first_line(model)))
+    parts.append(f"#### At the top level\n\n{markdown(HEADER, alone)}")
+    return "\n\n".join(parts)
 
 
-def _section(name: str, model: type[BaseModel], words: str = "") -> str:
-    text = words or _first_line(model)
-    rows = [(f"`{path}`", *_told(field)) for path, field in _fields(model, name) if not _same_in_all_roles(model, field, path)]
-    return f"#### {name}\n\n{text}\n\n" + markdown(("setting", "default", "meaning"), rows)  # fmt: skip
+def _section(name: str, model: type[BaseModel], words: str) -> str:
+    fields = ((path, field) for path, field in _fields(model, name) if not _same_in_all_roles(model, field, path))
+    return f"#### {name}\n\n{words}\n\n" + markdown(HEADER, ((f"`{path}`", *_told(field)) for path, field in fields))
 
 
 def _fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
@@ -49,10 +49,10 @@ def _fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInf
 
 
 def _same_in_all_roles(model: type[BaseModel], field: FieldInfo, path: str) -> bool:
+    if model is RoleSettings or not issubclass(model, RoleSettings):
+        return False
     shared = RoleSettings.model_fields.get(path.rpartition(".")[2])
-    return shared is not None and model is not RoleSettings and issubclass(model, RoleSettings) and (
-        _told(shared) == _told(field)
-    )  # fmt: skip
+    return shared is not None and _told(shared) == _told(field)
 
 
 def _model_of(field: FieldInfo) -> type[BaseModel] | None:
@@ -62,7 +62,8 @@ def _model_of(field: FieldInfo) -> type[BaseModel] | None:
 
 def _told(field: FieldInfo) -> tuple[str, str]:
     default = shown_default(field)
-    size = f" ({int(default) // MIB} MiB)" if default.isdigit() and int(default) >= MIB and not int(default) % MIB else ""
+    is_size = default.isdigit() and int(default) >= MIB and int(default) % MIB == 0
+    size = f" ({int(default) // MIB} MiB)" if is_size else ""
     return f"`{default}`{size}", (field.description or "").replace("|", "\\|")
 
 

@@ -90,11 +90,11 @@ PAPERS = (
     ("eta", "lowrank_k_16", "multi", "η of low-rank keys (ShadowKV), several pages"),
     ("eta at equal bytes", "shared_within_6", "multi", "η of a shared basis at 6 % of the bytes, several pages"),
     ("eta at equal bytes", "patch_within_6", "multi", "η of a patch with directions of its own at 6 %"),
-    ("deficit spread", "multi", "tokens for 90%", "share of a page's tokens that hold 0.9 of the deficit, several pages"),
+    ("deficit spread", "multi", "tokens for 90%", "tokens of a page that hold 0.9 of the deficit, several pages"),
     ("deficit spread", "frames", "tokens for 90%", "the same, frames"),
     ("deficit spread", "multi", "directions for 90%", "directions that hold 0.9 of it, several pages"),
     ("deficit spread", "frames", "directions for 90%", "the same, frames"),
-)  # fmt: skip
+)
 
 
 def family(kind: str) -> Record:
@@ -125,9 +125,11 @@ def sources() -> str:
     rows = []
     for kind, folder in KINDS.items():
         names = sorted(path.name for path in RESULTS.glob(f"fidelity-{kind}-*.json"))
-        links = (f"[{name.removeprefix(f'fidelity-{kind}-').removesuffix('-cpu2.json')}](results/{name})" for name in names)
+        links = (
+            f"[{name.removeprefix(f'fidelity-{kind}-').removesuffix('-cpu2.json')}](results/{name})" for name in names
+        )
         rows.append((kind, f"[`{folder}`](../../infra/reference/weights/{folder})", ", ".join(links)))
-    return markdown(("family", "model", "records"), rows)  # fmt: skip
+    return markdown(("family", "model", "records"), rows)
 
 
 def answers() -> str:
@@ -154,9 +156,11 @@ def pages() -> str:
         for mode in ("exact", "auto", "mpic-32", "cacheblend-15", "full-reuse", "off"):
             right = family(kind).table(f"{kind}: accuracy by pages")[mode]
             ms = family(kind).table(f"{kind}: median TTFT by pages, ms")[mode]
-            rows.append((kind, f"`{mode}`", *(with_interval(right, count) for count in ("2", "6", "10")), f"{ms['10']:.0f}"))
+            rows.append(
+                (kind, f"`{mode}`", *(with_interval(right, count) for count in ("2", "6", "10")), f"{ms['10']:.0f}")
+            )
     header = ("", "mode", "2 pages", "6 pages", "10 pages", "first token behind 10, ms")
-    return markdown(header, rows)  # fmt: skip
+    return markdown(header, rows)
 
 
 def sums() -> str:
@@ -219,14 +223,15 @@ def rolling_kl() -> str:
 
 def equal_bytes() -> str:
     """How much more of the loss a patch closes than the best arm that keeps tokens of as many bytes."""
+    splits = ("multi", "legend", "frames", "tally")
     rows = []
     for kind in KINDS:
         margins = family(kind).table(f"{kind}: eta of the patch over tokens at equal bytes")
         for share, cells in margins.items():
-            shown = (f"{cells[split]:+.3f}" if split in cells else "" for split in ("multi", "legend", "frames", "tally"))
+            shown = (f"{cells[split]:+.3f}" if split in cells else "" for split in splits)
             rows.append((kind, share, *shown))
-    header = ("", "of the KV's bytes", *(SPLITS[split] for split in ("multi", "legend", "frames", "tally")))
-    return markdown(header, rows)  # fmt: skip
+    header = ("", "of the KV's bytes", *(SPLITS[split] for split in splits))
+    return markdown(header, rows)
 
 
 def storage() -> str:

@@ -7,7 +7,18 @@ from collections.abc import Callable, Mapping
 from serving.loadtest.arrivals import poisson
 from serving.loadtest.measures import SATURATED
 from tests.benchmarks.catalogue import BENCHMARKS
-from tests.benchmarks.documents.records import MACHINES, RESULTS, Record, aim, cell, judged, markdown, measured, number, record
+from tests.benchmarks.documents.records import (
+    MACHINES,
+    RESULTS,
+    Record,
+    aim,
+    cell,
+    judged,
+    markdown,
+    measured,
+    number,
+    record,
+)
 
 FIRST = "B"  # the machine of the first page: the faster one, where the margins are smaller
 RAG_ARMS = {
@@ -246,22 +257,21 @@ def _share(cells: Mapping[str, float], column: str) -> str:
 def shared_processors() -> str:
     """What surrounds a forward on a processor that roles share."""
     cores, idle, kernels = (measured(name, FIRST) for name in ("shared-cores", "idle", "cpu-kernels"))
-    link, decode = "link_{}_over_{}".format, "decode_{}_over_{}".format
-    beside = "beside_the_other"
-    rows = [
-        ("a link's forward alone, over OpenMP's default", cores.figures[link("alone", "spinning")], "shared-cores"),
-        ("a link's forward alone, over threads that sleep", cores.figures[link("alone", "waiting")], "shared-cores"),
-        ("a link's forward beside a decode step, over the default", cores.figures[link(beside, "spinning")], "shared-cores"),
-        ("a decode step beside a link, over the default", cores.figures[decode(beside, "spinning")], "shared-cores"),
-        ("a forward of 290 tokens beside an idle service, over alone", idle.figures["forward_over_alone"], "idle"),
-        ("processor cores that the idle service takes", idle.figures["cores"], "idle"),
-        ("times a second that it wakes up", idle.figures["wakes_per_s"], "idle"),
-        *(
-            (f"a forward with fused kernels over one without, tokens computed: {tokens:,}", kernels.figures[f"time_{tokens}"], "cpu-kernels")
-            for tokens in kernels.workload["computed"]
-        ),
-    ]  # fmt: skip
-    return markdown(("", FIRST, "benchmark"), ((words, number(value), f"`{name}`") for words, value, name in rows))
+    told = [
+        (cores, "link_alone_over_spinning", "a link's forward alone, over OpenMP's default"),
+        (cores, "link_alone_over_waiting", "the same over threads that always sleep"),
+        (cores, "link_beside_the_other_over_spinning", "a link's forward beside a decode step, over OpenMP's default"),
+        (cores, "decode_beside_the_other_over_spinning", "a decode step beside a link, over OpenMP's default"),
+        (idle, "forward_over_alone", "a forward beside a service that is asked for nothing, over alone"),
+        (idle, "cores", "processor cores that such a service takes"),
+        (idle, "wakes_per_s", "times a second that it wakes up"),
+    ]
+    told += (
+        (kernels, f"time_{tokens}", f"a forward with fused kernels over one without, tokens: {tokens:,}")
+        for tokens in kernels.workload["computed"]
+    )
+    rows = ((words, number(found.figures[name]), f"`{found.document['name']}`") for found, name, words in told)
+    return markdown(("on machine B", "", "benchmark"), rows)
 
 
 def headline() -> str:
@@ -269,19 +279,17 @@ def headline() -> str:
     retrieval, alone = measured("rates", FIRST), measured("one-shot", FIRST)
     low = f"{retrieval.workload['rates'][0]:g}"
     (rate,) = alone.medians("auto")
-    exact, own, sums, blind = (
-        cell("gqa", "accuracy", arm, "multi") for arm in ("exact", "patch_8", "composed", "blind")
-    )
-    low_vllm, low_ours = retrieval.median("prefix", low), retrieval.median("auto-placed", low)
+    vllm, free, sent = (f"{retrieval.median(arm, low):.0f} ms" for arm in ("prefix", "auto-placed", "auto"))
+    arms = ("exact", "patch_8", "composed", "blind")
+    exact, own, sums, blind = (f"{cell('gqa', 'accuracy', arm, 'multi'):.2f}" for arm in arms)
+    new, vllm_new = (f"{alone.median(arm, rate):.0f} ms" for arm in ("auto", "prefix"))
     return "\n".join(
         (
             f"- **Sooner**: questions over 4 of 12 retrieved pages, {float(low):.2f} a second, nothing saturated: "
-            f"first token after {low_ours:.0f} ms; {retrieval.median('auto', low):.0f} ms if the order is kept; vLLM with prefix "
-            f"caching {low_vllm:.0f} ms.",
-            f"- **As right**: questions that need several pages, answered by a small model trained for them: {exact:.2f} "
-            f"computed, {own:.2f} patched, {sums:.2f} in sets that never came before, {blind:.2f} without patches.",
-            f"- **The price**: an image that never comes again: {alone.median('auto', rate):.0f} ms, vLLM "
-            f"{alone.median('prefix', rate):.0f} ms.",
+            f"first token after {free}; {sent} if the order is kept; vLLM with prefix caching {vllm}.",
+            f"- **As right**: questions that need several pages, asked of a small model trained for them: {exact} "
+            f"computed, {own} patched, {sums} in sets that never came before, {blind} without patches.",
+            f"- **The price**: an image that never comes again: {new}, vLLM {vllm_new}.",
         )
     )
 
@@ -291,25 +299,23 @@ def first_page() -> str:
     image, retrieval, alone, sets = (measured(name, FIRST) for name in ("ttft", "rates", "one-shot", "sustained"))
     low, full = f"{retrieval.workload['rates'][0]:g}", retrieval.workload["vllm_saturates_at"]
     (rate,) = alone.medians("auto")
-    arms = ("prefix", "auto-placed", "auto", "mpic-32")
 
     def at(offer: str) -> list[str]:
-        return [f"{retrieval.median(arm, offer):,.0f}" for arm in arms]
+        return [f"{retrieval.median(arm, offer):,.0f}" for arm in ("prefix", "auto-placed", "auto", "mpic-32")]
 
-    single = f"{image.median('patched', '1024'):.0f}"
-    once = f"{alone.median('auto', rate):.0f}"
-    off = sets.figures["last_over_off"]
-    last = [*sets.table("median TTFT of a window, ms")["auto"].values()][-1]
+    reused, new = f"{image.median('patched', '1024'):.0f}", f"{alone.median('auto', rate):.0f}"
     rows = [
-        ("one image of 1,024 tokens behind new text", f"{image.median('vllm', '1024'):.0f}", single, single, ""),
+        ("one image of 1,024 tokens behind new text", f"{image.median('vllm', '1024'):.0f}", reused, reused, ""),
         (f"4 of 12 pages, {float(low):.2f} requests a second", *at(low)),
         (f"the same, {float(full):.1f} a second, where vLLM saturates", *at(full)),
-        ("an image that never comes again", f"{alone.median('prefix', rate):.0f}", once, once, ""),
+        ("an image that never comes again", f"{alone.median('prefix', rate):.0f}", new, new, ""),
     ]
-    header = ("median ms to the first token", "vLLM, prefix caching", "`auto`, order free", "`auto`, as sent", "`mpic-32`")
+    header = ("median ms to the first token", "vLLM, prefix caching", "`auto`, order free", "as sent", "`mpic-32`")
+    last = [*sets.table("median TTFT of a window, ms")["auto"].values()][-1]
     return markdown(header, rows) + (
-        f"\n\nSets of known pages that never came together: {last:.0f} ms, {off:.2f} of what it is with reuse switched off."
-    )  # fmt: skip
+        f"\n\nSets of known pages that never came together: {last:.0f} ms, "
+        f"{sets.figures['last_over_off']:.2f} of what it is with reuse switched off."
+    )
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
