@@ -205,7 +205,7 @@ class VisionSettings(RoleSettings):
     replicas: int = Field(
         1, ge=0, description="Replicas of the role. 0: prefill workers encode the images that they link themselves."
     )
-    niceness: int = Field(5, ge=0, le=19, description="As above: requests that came before are computed first.")
+    niceness: int = Field(5, ge=0, le=19, description="As for all roles: requests that came before are computed first.")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of GPU memory that vLLM may take.")
 
     @property
@@ -217,7 +217,9 @@ class PrefillRoleSettings(RoleSettings, PrefillSettings):
     """The prefill worker."""
 
     max_ongoing_requests: int = Field(
-        1024, ge=1, description="As above. More than `max_queue`, so that a full queue is told, not waited for."
+        1024,
+        ge=1,
+        description="As for all roles, and more than `max_queue`, so that a full queue is told, not waited for.",
     )
 
     @property
@@ -238,7 +240,7 @@ class PatchSettings(RoleSettings, PatchFormSettings):
     """The patch compiler."""
 
     threads: int | None = Field(1, ge=1, description="OpenMP threads; few, because it works beside serving.")
-    niceness: int = Field(15, ge=0, le=19, description="As above: no request waits for patches.")
+    niceness: int = Field(15, ge=0, le=19, description="As for all roles: no request waits for patches.")
 
 
 class DecodeRoleSettings(RoleSettings, DecodeSettings):
@@ -248,9 +250,11 @@ class DecodeRoleSettings(RoleSettings, DecodeSettings):
     """
 
     max_ongoing_requests: int = Field(
-        1024, ge=1, description="As above. More than what is generated at once, so that health checks find a place."
+        1024, ge=1, description="As for all roles, and more than what is generated at once: health checks find a place."
     )
-    niceness: int = Field(10, ge=0, le=19, description="As above: answers under way share steps between prompts.")
+    niceness: int = Field(
+        10, ge=0, le=19, description="As for all roles: answers under way share steps between prompts."
+    )
 
     @property
     def ranks(self) -> int:

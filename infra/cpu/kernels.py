@@ -2,7 +2,7 @@
 
 On a CPU vLLM leaves RMSNorm and the multimodal rotary embedding to torch, for a compiler to fuse. Engines that run
 eagerly, as ours do there, then walk over every layer's activations some forty times in operations too small for their
-threads. The kernels are in vLLM's library all the same (`orbitserve bench cpu-kernels` says what they save). What they
+threads. The kernels are in vLLM's library all the same (benchmark `cpu-kernels` says what they save). What they
 do not cover goes the way it went before; with ORBITSERVE_CPU_KERNELS=0 in an engine's environment everything does.
 """
 

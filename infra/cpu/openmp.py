@@ -1,7 +1,7 @@
 """OpenMP's threads on a CPU (libgomp): how those of a forward wait for each other, and when they end.
 
 An engine's forward is hundreds of parallel regions, some of them microseconds long. What it takes depends on how its
-threads wait between two of them, and both ways cost where they do not fit (`orbitserve bench shared-cores`):
+threads wait between two of them, and both ways cost where they do not fit (benchmark `shared-cores`):
 
 - threads that look for the next region keep a processor meanwhile. Where somebody else wants it, the very thread that
   they wait for may be the one that does not get it;

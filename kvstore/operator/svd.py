@@ -1,6 +1,6 @@
 """Low-rank factors of a deficit, all layers in one call.
 
-| way | when | cost against a full SVD (`orbitserve bench patch-form`) |
+| way | when | cost against a full SVD (benchmark `patch-form`) |
 |---|---|---|
 | identity | full rank | none: any complete basis is exact |
 | block Krylov | the Krylov space is at most two thirds as wide as the deficit | a tenth to a third |

@@ -16,7 +16,7 @@ the same weights (`orbitserve bench fidelity`, η by composition). There are two
 |           | would take there behind P alone                                 |                                    |
 
 They depend on what the patch of that very order would: where the same chunk comes behind the same others in the same
-order again, they are known (`KnownWeights`). Placement makes orders coincide (`orbitserve bench placement`).
+order again, they are known (`KnownWeights`). Placement makes orders coincide (benchmark `placement`).
 """
 
 from __future__ import annotations

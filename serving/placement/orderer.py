@@ -37,7 +37,7 @@ class LinkCosts:
     """Seconds per token of computing a chunk, of placing one, and of weighing a sum of patches: from links, as decayed
     sums, so that they follow the load.
 
-    They start with what `orbitserve bench ttft` measured (250M parameters, two CPU cores), and with two layers out of
+    They start with what benchmark `ttft` measured (250M parameters, two CPU cores), and with two layers out of
     16, one of them without its feed-forward network, for weighing. Embeddings are encoded wherever a new chunk stands,
     and a chunk's canonical KV is loaded wherever a patched one stands: neither tells one order from another.
     """

@@ -73,6 +73,12 @@ def test_links_between_documents_lead_somewhere(path: Path):
             assert anchor in anchors(document.read_text()), f"{target}#{anchor}"
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_python_files_that_a_document_names_are_there(path: Path):
+    named = re.findall(r"`([\w./-]+\.py)`", path.read_text())
+    assert not [name for name in named if not (path.parent / name).exists() and not (ROOT / name).exists()]
+
+
 def anchors(text: str) -> set[str]:
     """The anchors of a document's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
