@@ -106,13 +106,13 @@ class PatchCatalogue:
 def entry_of(document: Mapping[str, Any], form: PatchForm) -> Entry | None:
     """What an index says of a patch, by what its record says of itself (see `kvstore.records.format`).
 
-    None for a patch of another form, one that linkers do not look for, and one that was stored before records named the
-    fixed prefix. Raises KeyError or ValueError where the document is not a patch's.
+    None for a patch of another form, or of a kind that linkers do not look for. Raises KeyError or ValueError where the
+    document is not a patch's.
     """
-    kind, prefix = PatchKind(document["patch"]["kind"]), document.get("prefix")
-    if not prefix or kind not in _SERVING:
+    kind = PatchKind(document["patch"]["kind"])
+    if kind not in _SERVING:
         return None
     if form.key(document["canonical"], document["antecedent"], kind) != document["key"]:
         return None
-    scope = Scope(document["tenant"], prefix)
+    scope = Scope(document["tenant"], document["prefix"])
     return Entry(scope, document["content"], tuple(document["antecedents"]), ordered=kind is PatchKind.own)

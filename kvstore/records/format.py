@@ -41,8 +41,7 @@ from kvstore.operator.layout import Layout
 from kvstore.operator.patch import Patch, PatchKind
 from kvstore.records.seal import Frame, ReadThrough, Seal, blank_seal, check_frame, fill_seals, find_seal, read_all
 
-FORMAT_VERSION = 2
-_READABLE = (1, 2)  # version 1 has patches layer by layer, with the same rank in every layer
+FORMAT_VERSION = 2  # records of any other are corrupt
 RecordKind = Literal["canonical", "patch", "embedding", "basis"]
 # Told a record whose layers still come in, how many of them are there and checked, and how many it has.
 Arrived = Callable[["Record", int, int], object]
@@ -98,8 +97,8 @@ class CanonicalRecord(_Record):
 class PatchRecord(_Record):
     """A patch of the canonical with key `canonical`, formed behind the antecedents with key `antecedent`.
 
-    `prefix` names the fixed prefix among these (see `kvstore.catalog.index.prefix_key`); "" in records that do not say
-    so yet. A patch on a shared basis is stored without the basis' directions, and read back unbound (`Patch.bind`).
+    `prefix` names the fixed prefix among these (`kvstore.catalog.index.prefix_key`). A patch on a shared basis is
+    stored without the basis' directions, and read back unbound (`Patch.bind`).
     """
 
     layout: Layout
@@ -218,7 +217,7 @@ def decode(
         seal = find_seal(buffer, read)
         document = _read_document(buffer, expected, head=seal.first)
         views = _views(buffer, seal, document)
-        record = None if _is_copied(document) else _build(document, views)
+        record = _build(document, views)
         done = seal.first
         for layer, (start, end) in enumerate(seal.spans()):
             read_all(read, done, start)  # what Arrow writes between layers is part of the frame
@@ -227,11 +226,11 @@ def decode(
                 _compare([_digest(read(start, end))], document["digests"][layer : layer + 1], layer)
             else:
                 read_all(read, start, end)
-            if arrived is not None and record is not None:
+            if arrived is not None:
                 arrived(record, layer + 1, seal.layers)
         read_all(read, done, buffer.size)
         check_frame(buffer, seal)
-        return _build(document, views) if record is None else record
+        return record
     except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
         raise CorruptRecord(f"the record's metadata is inconsistent: {error}") from error
 
@@ -344,8 +343,10 @@ def _read_document(buffer: pa.Buffer, expected: Mapping[str, str], head: int | N
         document = json.loads(schema.metadata[_RECORD_KEY])
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         raise CorruptRecord(f"the record's metadata cannot be read: {error}") from error
-    if not isinstance(document, dict) or document.get("format") not in _READABLE:
-        raise CorruptRecord(f"the record is not of format version {' or '.join(map(str, _READABLE))}")
+    if not isinstance(document, dict):
+        raise CorruptRecord("the record's metadata is not a JSON object")
+    if document.get("format") != FORMAT_VERSION:
+        raise CorruptRecord(f"the record is of format version {document.get('format')!r}, not {FORMAT_VERSION}")
     for name, value in expected.items():
         if document.get(name) != value:
             raise CorruptRecord(f"the record's {name} is not the one expected")
@@ -380,9 +381,7 @@ def _compare(found: Sequence[str], listed: Sequence[str], first: int = 0) -> Non
 
 def _views(buffer: pa.Buffer, seal: Seal, document: Mapping[str, Any]) -> dict[str, Tensor]:
     """Every part as a view [layers, ...] of the buffer: one layer's numbers after another, at a constant stride."""
-    described = [
-        (name, tuple(map(int, shape)), _dtype_of(document, *dtype)) for name, shape, *dtype in document["parts"]
-    ]
+    described = [(name, tuple(map(int, shape)), _DTYPE_NAMES[dtype]) for name, shape, dtype in document["parts"]]
     sizes = [math.prod(shape) * dtype.itemsize for _, shape, dtype in described]
     if sum(sizes) != seal.size or seal.layers != document["layers"]:
         raise ValueError("the parts do not fill the layers")
@@ -399,16 +398,6 @@ def _views(buffer: pa.Buffer, seal: Seal, document: Mapping[str, Any]) -> dict[s
         parts[name] = typed.as_strided((seal.layers, *shape), (seal.stride // width, *inner), offset // width)
         offset += size
     return parts
-
-
-def _dtype_of(document: Mapping[str, Any], own: str | None = None) -> torch.dtype:
-    """Of a part: version 1 names one dtype for all."""
-    return _DTYPE_NAMES[document["dtype"] if own is None else own]
-
-
-def _is_copied(document: Mapping[str, Any]) -> bool:
-    """Whether the record is no view of its file's bytes: a patch of version 1, which must be read as a whole."""
-    return "patch" in document and "ranks" not in document["patch"]
 
 
 def _build(document: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Record:
@@ -443,17 +432,14 @@ def _build(document: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Record:
         segments=tuple(_directions(parts, name, index, described) for index, name in enumerate(names)),
         energy=tuple(float(share) for share in described["energy"]),
         first_layer=int(described["first_layer"]),
-        basis=described.get("basis"),
+        basis=described["basis"],
     )
-    keys = {"canonical": document["canonical"], "antecedent": document["antecedent"]}
-    keys["prefix"] = document.get("prefix", "")
+    keys = {name: document[name] for name in ("canonical", "antecedent", "prefix")}
     return PatchRecord(**common, layout=layout, patch=patch, **keys)
 
 
 def _directions(parts: Mapping[str, Tensor], name: str, index: int, patch: Mapping[str, Any]) -> Directions:
-    """A patch's directions of one segment: views of the parts, or copies of what version 1 has layer by layer."""
-    left, right = parts[f"left.{name}"], parts.get(f"right.{name}")
-    if "ranks" in patch:
-        ranks = tuple(int(count) for count in patch["ranks"][index])
-        return Directions(left[0], None if right is None else right[0], parts[f"scale.{name}"][0], ranks)
-    return Directions.of(left, right)
+    """A patch's directions of one segment, as views of the parts."""
+    right = parts.get(f"right.{name}")
+    ranks = tuple(int(count) for count in patch["ranks"][index])
+    return Directions(parts[f"left.{name}"][0], None if right is None else right[0], parts[f"scale.{name}"][0], ranks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -12,11 +11,11 @@ from pathlib import Path
 import pytest
 from kvstore_support import FINGERPRINT, GQA, random_kv
 
-from kvstore.catalog.catalogue import PatchCatalogue, entry_of
+from kvstore.catalog.catalogue import PatchCatalogue
 from kvstore.catalog.index import Entry, PatchIndex, Scope, prefix_key
 from kvstore.library import Library
 from kvstore.operator.patch import PatchKind
-from kvstore.records.format import PatchRecord, encode, read_metadata
+from kvstore.records.format import PatchRecord
 from kvstore.records.keys import antecedent_key, canonical_key
 from kvstore.records.patch_form import PatchForm
 from kvstore.settings import LibrarySettings
@@ -157,10 +156,3 @@ async def test_a_keeper_without_a_directory_has_nothing_to_log():
     with Library(LibrarySettings(directory=None), FINGERPRINT) as own:
         await keeper.catalogue(own, PatchFormSettings(), period_s=0.01)
     assert keeper._formed.since(0) == (0, [])
-
-
-def test_a_record_that_does_not_name_its_prefix_is_read_and_not_indexed():
-    document = read_metadata(encode(patch("a")))
-    assert entry_of(document, FORM) == entry("a")
-    del document["prefix"]
-    assert entry_of(json.loads(json.dumps(document)), FORM) is None

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import random
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +42,6 @@ KINDS: dict[str, Callable[[], Record]] = {
     "basis": basis_record,
 }
 NAMES = {"int8 patch": "patch"}  # the kinds of which there are several here
-RECORDS = Path(__file__).parent / "records"  # written by the first version
 kinds = pytest.mark.parametrize("kind", list(KINDS))
 
 
@@ -211,53 +210,6 @@ def test_another_record_than_expected_is_corrupt(kind: str, wrong: str) -> None:
     assert "acme" not in str(caught.value)
 
 
-def first_version(name: str, *, read: bool = False) -> tuple[Record, list[int]]:
-    """A record as the first version wrote it, and after how many of its layers it was told of."""
-    data, told = (RECORDS / f"{name}-v1.arrow").read_bytes(), list[int]()
-    document = read_metadata(data)
-    expected = {f"expect_{field}": document[field] for field in ("key", "fingerprint", "tenant")}
-    if not read:
-        return decode(data, **expected), told
-    memory = bytearray(len(data))
-    held = pa.py_buffer(memory)
-
-    def comes(start: int, end: int) -> Iterator[memoryview]:
-        """Bytes are there once they were asked for, and not before."""
-        memory[start:end] = data[start:end]
-        yield memoryview(held)[start:end]
-
-    return decode(held, **expected, read=comes, arrived=lambda _, layers, of: told.append(layers)), told
-
-
-@pytest.mark.parametrize("read", [False, True])
-def test_patches_of_the_first_version_are_read(read: bool) -> None:
-    basis = first_version("basis")[0].basis
-    delta = random_kv(GQA, 5, seed=9)
-    wanted = {
-        "patch-float32": form_patch(delta, GQA, 2),
-        "patch-bfloat16-deep": form_patch(delta, GQA, 3, dtype=torch.bfloat16, depth=0.5),
-        "patch-shared": form_patch(delta, GQA, 3, dtype=torch.bfloat16, basis=basis),
-    }
-    for name, expected in wanted.items():
-        record, told = first_version(name, read=read)
-        assert told == []  # it is no view of bytes that are still to come
-        patch = record.patch
-        assert (patch.kind, patch.rank, patch.first_layer) == (PatchKind.own, expected.rank, expected.first_layer)
-        assert patch.basis == expected.basis
-        torch.testing.assert_close(patch.bind(basis).dense(), expected.dense(), rtol=1e-2, atol=1e-2)
-        again = decoded(encode(record), record)
-        assert torch.equal(again.patch.bind(basis).dense(), patch.bind(basis).dense())
-
-
-@pytest.mark.parametrize("read", [False, True])
-def test_other_records_of_the_first_version_are_read(read: bool) -> None:
-    kept, told = first_version("canonical", read=read)
-    assert torch.equal(kept.kv, canonical().kv)
-    assert told == ([1, 2, 3] if read else [])
-    basis, _ = first_version("basis", read=read)
-    assert basis.basis.version == basis.key
-
-
 def test_a_patch_in_8_bits_takes_its_bytes_in_the_file_too() -> None:
     deficit, record = random_kv(GQA, 400), patch_of(canonical(tokens=400))
     sizes = {dtype: len(encode(replace(record, patch=form_patch(deficit, GQA, 4, dtype=dtype, spread=True))))
@@ -266,13 +218,18 @@ def test_a_patch_in_8_bits_takes_its_bytes_in_the_file_too() -> None:
     assert sizes[torch.int8] < sizes[torch.bfloat16] / 2 + around
 
 
-def test_another_version_is_corrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = canonical()
+@kinds
+@pytest.mark.parametrize("version", [1, 3])
+def test_another_version_is_corrupt(kind: str, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = KINDS[kind]()
     with monkeypatch.context() as patched:
-        patched.setattr(record_format, "FORMAT_VERSION", 3)
-        newer = encode(record)
-    with pytest.raises(CorruptRecord, match="version"):
-        decoded(newer, record)
+        patched.setattr(record_format, "FORMAT_VERSION", version)
+        foreign = encode(record)
+    for read in (None, lambda start, end: iter([memoryview(foreign)[start:end]])):
+        with pytest.raises(CorruptRecord, match=f"format version {version}, not 2"):
+            decoded(foreign, record, read=read)
+    with pytest.raises(CorruptRecord, match=f"format version {version}, not 2"):
+        read_metadata(foreign)
 
 
 @kinds
