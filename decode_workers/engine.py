@@ -42,8 +42,10 @@ _LOOK_SECONDS = 2.0  # between looks whether it has ended
 
 @dataclass(frozen=True)
 class DecodeSpec:
-    """What a decode engine needs to know. On a CPU the KV pool's size comes from the environment
-    (`infra.vllm_env`)."""
+    """What a decode engine needs to know.
+
+    On a CPU the KV pool's size comes from the environment (`infra.vllm_env`).
+    """
 
     model: str
     dtype: str = "auto"
@@ -181,11 +183,11 @@ class DecodeEngine:
             await self._engine.notify_kv_transfer_request_rejected(name, transfer)
 
     async def check_health(self) -> None:
-        """Raises when the engine core died."""
+        """Raise when the engine core died."""
         await self._engine.check_health()
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether the engine core runs."""
         return not self._engine.errored
 
@@ -213,7 +215,9 @@ def _joined(answer: RequestOutput | None, more: RequestOutput) -> RequestOutput:
 
 
 def _blocks_of(tokens: int, transfer: Mapping[str, Any]) -> tuple[list[int], ...]:
-    """Of each group's blocks those that hold a prompt's tokens. Of more than it needs vLLM takes the last ones.
+    """Of each group's blocks those that hold a prompt's tokens.
+
+    Of more than it needs vLLM takes the last ones.
 
     They are of the prefill worker's size, which may be another than this one's, as in a rolling update that changes it.
     """

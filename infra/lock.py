@@ -29,7 +29,10 @@ def installed() -> list[str]:
 
 
 def archive_hashes(pins: list[str]) -> dict[str, str]:
-    """Per pin, the SHA-256 (hex) of the archive that pip would install. Downloads metadata, installs nothing."""
+    """Per pin, the SHA-256 (hex) of the archive that pip would install.
+
+    Downloads metadata, installs nothing.
+    """
     local = [pin for pin in pins if "+" in pin]  # CPU builds, which lie in an index of their own
     index = ["--extra-index-url", cpu_index()]
     return _resolved([pin for pin in pins if pin not in local]) | (_resolved(local, index) if local else {})

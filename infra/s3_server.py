@@ -114,10 +114,13 @@ class S3ServerUnavailable(RuntimeError):
 
 
 class S3Server:
-    """A server over one directory; what was stored there before is served again. Not thread-safe."""
+    """A server over one directory; what was stored there before is served again.
+
+    Not thread-safe.
+    """
 
     def __init__(self, directory: Path) -> None:
-        """Raises S3ServerUnavailable if the server's software cannot be installed."""
+        """Raise S3ServerUnavailable if the server's software cannot be installed."""
         self.directory = directory.absolute()
         self._python = install()
         self._ports = {name: free_port() for name in ("proxy", *_STORAGE)}
@@ -147,7 +150,7 @@ class S3Server:
         } | changes
 
     def make_bucket(self, name: str) -> None:
-        """Makes a bucket, unless there is one of that name."""
+        """Make a bucket, unless there is one of that name."""
         import s3fs
 
         store = s3fs.S3FileSystem(**self.storage_options())
@@ -160,7 +163,10 @@ class S3Server:
         return yaml.safe_dump({"library": library, "files_url": f"s3://{bucket}/files"}, sort_keys=False)
 
     def start(self) -> None:
-        """Starts the processes and waits until they answer. Raises S3ServerUnavailable with the log's end if not."""
+        """Start the processes and wait until they answer.
+
+        Raises S3ServerUnavailable with the log's end if not.
+        """
         for role in self._ports:
             with self._log(role).open("ab") as log:
                 command = [str(self._python.with_name(f"swift-{role}-server")), str(self._config(role)), "-v"]
@@ -175,11 +181,11 @@ class S3Server:
             time.sleep(0.05)
 
     def stop(self) -> None:
-        """Ends the processes in good order."""
+        """End the processes in good order."""
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends the processes as a crash would, in the middle of whatever they do."""
+        """End the processes as a crash would, in the middle of whatever they do."""
         self._end(signal.SIGKILL)
 
     def _end(self, how: signal.Signals) -> None:
@@ -237,7 +243,10 @@ def s3_server() -> Iterator[S3Server]:
 
 
 def install(environment: Path = ENVIRONMENT) -> Path:
-    """The Python of the server's environment, made first unless it is current. Raises S3ServerUnavailable."""
+    """The Python of the server's environment, made first unless it is current.
+
+    Raises S3ServerUnavailable.
+    """
     environment.mkdir(parents=True, exist_ok=True)
     python, stamp = environment.absolute() / "bin" / "python", environment / "requirements.sha256"
     where = str(environment.absolute()).encode()  # scripts in it name their interpreter: it cannot be moved

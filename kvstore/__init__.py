@@ -1,1 +1,1 @@
-"""OrbitServe's canonical KV library: layouts, the operator, the file format and the storage tiers."""
+"""The canonical KV library: layouts, the operator, the file format and storage tiers."""

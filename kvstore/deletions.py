@@ -1,4 +1,4 @@
-"""What was deleted a moment ago: requests may still be at work on it, and must not bring it back."""
+"""Recently deleted contents, which requests still in flight must not bring back."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Deletions:
         self._until: dict[tuple[str, str], float] = {}  # by content id and its owner
 
     def note(self, content: str, tenant: str) -> None:
-        """A content id of a tenant is being deleted; a reference's is every tenant's."""
+        """Note that a content id of a tenant is being deleted; a reference's is every tenant's."""
         now = time.monotonic()
         with self._lock:
             self._until = {known: until for known, until in self._until.items() if until > now}
             self._until[content, owner_of(tenant, content)] = now + self._seconds
 
     def covers(self, record: Record) -> bool:
-        """Whether a record derives from deleted content, or was conditioned on it."""
+        """True if a record derives from deleted content, or was conditioned on it."""
         now = time.monotonic()
         return any(
             self._until.get((content, owner_of(record.tenant, content)), now) > now
@@ -34,10 +34,16 @@ class Deletions:
 
 
 def reaches(content: str, tenant: str, other: str) -> bool:
-    """Whether the deletion of a tenant's content is one for the tenant `other` too: a reference's is every tenant's."""
+    """True if deleting a tenant's content affects tenant `other`.
+
+    A reference belongs to every tenant.
+    """
     return other == tenant or is_shared(content)
 
 
 def derives(record: Record, content: str, tenant: str) -> bool:
-    """Whether a record goes when a tenant's content is deleted; a reference's takes every tenant's records along."""
+    """True if a record goes when a tenant's content is deleted.
+
+    A reference takes every tenant's records along.
+    """
     return reaches(content, tenant, record.tenant) and (record.content == content or content in record.antecedents)

@@ -1,4 +1,6 @@
-"""Errors of the library. Each carries a stable `code` and the HTTP status that a front end should answer with.
+"""Errors of the library, each with a stable `code` and the HTTP status to answer with.
+
+Each carries a stable `code` and the HTTP status that a front end should answer with.
 
 | error | code | status | raised when |
 |---|---|---|---|
@@ -34,7 +36,7 @@ class ShapeMismatch(StoreError, ValueError):
 
 
 class CorruptRecord(StoreError):
-    """A record's bytes cannot be trusted: truncated, altered, of another version, or not the record asked for."""
+    """A record that cannot be trusted: truncated, altered, of another version or key."""
 
     code = "corrupt_record"
 
@@ -47,7 +49,12 @@ class InvalidKey(StoreError, ValueError):
 
 
 class TierUnavailable(StoreError):
-    """A storage tier failed to answer. `found`: of many keys that were looked up, those that it said it has."""
+    """A storage tier failed to answer.
+
+    `found`: of many keys that were looked up, those known to exist.
+
+    `found`: of many keys that were looked up, those that it said it has.
+    """
 
     found: frozenset[str] = frozenset()
 
@@ -56,7 +63,7 @@ class TierUnavailable(StoreError):
 
 
 class BlobReplaced(TierUnavailable):
-    """A blob was written anew while it was read: the bytes so far belong to no blob that is there."""
+    """A blob was overwritten while it was read: the bytes so far are of no stored blob."""
 
 
 class UnknownFile(StoreError, KeyError):

@@ -1,4 +1,4 @@
-"""The library: canonicals, patches and embeddings of one model, in memory, on disk and behind a URL.
+"""The library: canonicals, patches and embeddings of one model, over memory and tiers.
 
 | call | blocks on | effect |
 |---|---|---|
@@ -92,12 +92,18 @@ class _Write:
     encoded: pa.Buffer | None = None
 
     def pieces(self) -> Sequence[pa.Buffer]:
-        """The encoded record, mostly views of its tensors. Not kept: a tier may be long in coming to it."""
+        """The encoded record, mostly views of its tensors.
+
+        Not kept: a tier may be long in coming to it.
+        """
         return encode_parts(self.record) if self.encoded is None else [self.encoded]
 
 
 class Library:
-    """Thread-safe. `fingerprint` names the model and its processor settings; records of another are never returned."""
+    """Records of one model, in memory and in tiers. Thread-safe.
+
+    `fingerprint` names the model and its processor settings; records of another are never returned.
+    """
 
     def __init__(
         self,
@@ -106,8 +112,11 @@ class Library:
         tiers: Sequence[Tier] | None = None,
         deletions: Deletions | None = None,
     ) -> None:
-        """`tiers`, nearest first, replaces the ones that the settings describe; `deletions`: known already, and shared
-        with whoever else keeps nothing that derives from them."""
+        """Open the library.
+
+        `tiers`, nearest first, replaces the ones that the settings describe; `deletions`: known already, and shared
+        with other caches of derived data.
+        """
         self.settings = settings
         self.fingerprint = fingerprint
         self._lock = threading.Lock()
@@ -150,12 +159,15 @@ class Library:
         return cast(EmbeddingRecord | None, self._get("embedding", key, tenant))
 
     def get_basis(self, version: str) -> BasisRecord | None:
-        """A shared basis of this model, or None, as `get_canonical`. It may take _BASIS_WAIT_S: no request waits."""
+        """A shared basis of this model, or None, as `get_canonical`.
+
+        It may take _BASIS_WAIT_S: no request waits.
+        """
         loading = self.load("basis", version, "")
         return cast(BasisRecord | None, self.wait(loading, time.monotonic() + _BASIS_WAIT_S))
 
     def load(self, kind: RecordKind, key: str, tenant: str) -> Loading:
-        """Starts loading and returns at once; loads of one record share one read."""
+        """Start loading and return at once; loads of one record share one read."""
         path = record_path(kind, key, self.fingerprint, tenant)
         with self._lock:
             if (resident := self._resident(path)) is not None:  # first: it may have been put while a tier hangs
@@ -190,11 +202,14 @@ class Library:
             return None
 
     def is_resident(self, kind: RecordKind, key: str, tenant: str) -> bool:
-        """Whether memory has a record; asks no tier."""
+        """True if a record is in memory; asks no tier."""
         return self._resident(record_path(kind, key, self.fingerprint, tenant)) is not None
 
     def has(self, kind: RecordKind, key: str, tenant: str) -> bool:
-        """Whether a record exists, without loading it. Of a tier that fails, or takes too long, none does."""
+        """True if a record exists; does not load it.
+
+        Of a tier that fails, or takes too long, none does.
+        """
         if self.is_resident(kind, key, tenant):
             return True
         looking = self._look_ups.submit(self.stored, kind, [(key, tenant)])
@@ -207,7 +222,7 @@ class Library:
             return False
 
     def stored(self, kind: RecordKind, places: Iterable[Place]) -> set[Place]:
-        """Those of the (key, tenant) under which a record exists, as `has`; every tier is asked at most once."""
+        """The (key, tenant) pairs under which a record exists; every tier is asked at most once."""
         return self.look_up(kind, places)[0]
 
     def look_up(
@@ -216,7 +231,7 @@ class Library:
         places: Iterable[Place],
         wanted: Callable[[set[Place]], Iterable[Place]] | None = None,
     ) -> tuple[set[Place], bool]:
-        """As `stored`, and whether every tier that was to be asked has answered: else others may be stored too.
+        """`stored`, and whether every tier concerned has answered: if not, more may be stored.
 
         `wanted`: of what was found so far, what is of interest still; None: all. Memory is asked first.
         """
@@ -234,33 +249,41 @@ class Library:
         return found(elsewhere), certain
 
     def persisted(self, kind: RecordKind, key: str, tenant: str) -> bool:
-        """Whether the farthest tier, the one that all nodes share, holds a record. False if it does not answer."""
+        """True if the farthest tier, the one that all nodes share, holds a record.
+
+        False if it does not answer.
+        """
         return self._stack.persisted(record_path(kind, key, self.fingerprint, tenant))
 
     def price(self, tenant: str) -> float:
-        """Seconds saved per second and byte (see `eviction.worth`) that a tenant's next record must be worth, so as not
-        to push out what is worth more; 0 while the farthest tier has room. As of what this process evicted."""
+        """Admission threshold [s saved / (s·byte)] of a tenant's next record.
+
+        The score (`eviction.worth`) of the best record that this process evicted from the farthest tier for lack of
+        room; 0 while there is room.
+        """
         return self._stack.price(tenant)
 
     def hot(self, limit: int) -> list[str]:
-        """Content ids of at most `limit` chunks whose canonical KV is in memory, most recently used first."""
+        """Content ids of at most `limit` chunks with canonical KV in memory, latest use first."""
         records = self._hot.latest(lambda record: isinstance(record, CanonicalRecord), limit)
         return list(dict.fromkeys(record.content for record in records))
 
     @property
     def disk(self) -> DiskTier | None:
-        """The tier that is a directory, if there is one."""
+        """The directory tier, if there is one."""
         return next((tier for tier in self._stack.tiers if isinstance(tier, DiskTier)), None)
 
     @property
     def hot_version(self) -> int:
-        """Changes whenever memory gains or loses a record."""
+        """Counter of changes: grows whenever memory gains or loses a record."""
         return self._hot.version
 
     # Writing
 
     def put_canonical(self, record: CanonicalRecord) -> None:
-        """Keeps a record in memory now and in the tiers soon. Its tensors must not change afterwards.
+        """Keep a record in memory now and in the tiers soon.
+
+        Its tensors must not change afterwards.
 
         Raises StoreError if the record is of another model than this library's, InvalidKey for a malformed key.
         """
@@ -280,7 +303,7 @@ class Library:
 
     @contextmanager
     def pin(self, keys: Iterable[str]) -> Iterator[None]:
-        """Keeps records, by key, from being evicted by this process while the block runs. Pins nest.
+        """Protect records, by key, from eviction by this process while the block runs. Pins nest.
 
         Leaving the block takes no lock: a finalizer may do it.
         """
@@ -292,11 +315,14 @@ class Library:
             self._pins.release(pinned)
 
     def delete(self, kind: RecordKind, key: str, tenant: str) -> bool:
-        """Removes a record everywhere. True if it was anywhere. Raises TierUnavailable if a tier cannot be reached."""
+        """Remove a record everywhere. True if it was anywhere.
+
+        Raises TierUnavailable if a tier cannot be reached.
+        """
         return self._delete(record_path(kind, key, self.fingerprint, tenant))
 
     def delete_content(self, content: str, tenant: str) -> int:
-        """Removes whatever was derived from a content id or conditioned on it, in every tier and for every model.
+        """Remove all records derived from a content id or conditioned on it, of every model.
 
         A reference's content (see `kvstore.records.keys.is_shared`) takes every tenant's records with it. For
         `deletion_grace_s` this process keeps nothing that still derives from the content.
@@ -323,12 +349,15 @@ class Library:
         return len(paths)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Waits until everything put so far is persisted. False if `timeout` seconds were not enough."""
+        """Wait until everything put so far is persisted.
+
+        False if `timeout` seconds were not enough.
+        """
         until = None if timeout is None else time.monotonic() + timeout
         return all([queue.flush(_left(until)) for queue in self._queues])
 
     def close(self, timeout: float | None = 30.0) -> None:
-        """Persists what is queued, as far as `timeout` seconds allow, and stops the threads."""
+        """Persist the queued writes, as far as `timeout` seconds allow, and stop the threads."""
         until = None if timeout is None else time.monotonic() + timeout
         for queue in self._queues:
             queue.end()
@@ -391,14 +420,14 @@ class Library:
         return record
 
     def _pending(self, path: str) -> _Write | None:
-        """What waits to be written to some tier."""
+        """The record if its write to some tier is queued or running."""
         return next((write for queue in self._queues if (write := queue.pending(path)) is not None), None)
 
     def _get(self, kind: RecordKind, key: str, tenant: str) -> Record | None:
         return self.wait(self.load(kind, key, tenant))
 
     def _joinable(self, path: str) -> Loading | None:
-        """The load under way that others may share: none that is stuck, or ever was; another goes past that tier."""
+        """The load under way to share; None if it is stuck, or ever was: read past that tier."""
         latest = self._loading[path][-1] if path in self._loading else None
         if latest is not None and not latest.passed:
             latest.passed = self._stack.is_stuck(latest)
@@ -409,7 +438,7 @@ class Library:
             self._counts["misses" if future.result() is None else "tier_hits"] += 1
 
     def _load_from(self, index: int, loading: Loading, key: str, tenant: str) -> None:
-        """Has the tier, or the next working one behind it, read by one of its threads. Without any it is a miss."""
+        """Queue the read with the first working tier from `index` on; a miss without any."""
         working = self._stack.working(index)
         if working is not None:
             with suppress(RuntimeError):  # the library is closed
@@ -419,7 +448,7 @@ class Library:
         self._loaded(loading, None, 0)
 
     def _load(self, index: int, loading: Loading, key: str, tenant: str) -> None:
-        """Reads from one tier, and on a miss from the next; runs in the tier's pool."""
+        """Read from one tier, and on a miss from the next; runs in the tier's pool."""
         if self._stack.is_stuck(loading):  # left alone since the load was queued
             self._load_from(index, loading, key, tenant)
             return
@@ -437,7 +466,7 @@ class Library:
         self._loaded(loading, found, index)
 
     def _loaded(self, loading: Loading, found: Found | None, index: int) -> None:
-        """Resolves the load; what a tier had goes to memory and to the tiers that are nearer."""
+        """Resolve the load; what a tier had goes to memory and to the tiers that are nearer."""
         path = loading.path
         with self._lock:
             self._counts["loads"] += 1
@@ -477,7 +506,7 @@ class Library:
             logger.warning("write queue full: %s is not written to %s", path, ", ".join(refused))
 
     def _submit(self, path: str, write: _Write, nbytes: int, tiers: int) -> list[str]:
-        """Queues a write to that many tiers, the nearest ones; names those whose queue is full."""
+        """Queue a write to that many tiers, nearest first; names those whose queue is full."""
         queues = zip(self._stack.tiers[:tiers], self._queues, strict=False)
         return [tier.name for tier, queue in queues if not queue.submit(path, write, nbytes)]
 
@@ -486,7 +515,7 @@ class Library:
             self._stack.write(index, write.record, pieces)
 
     def _forget(self, path: str) -> bool:
-        """Removes a record from memory and from the queues."""
+        """Remove a record from memory and from the queues."""
         with self._lock:
             for loading in self._loading.pop(path, ()):
                 loading.dropped = True
@@ -494,7 +523,7 @@ class Library:
         return any([queue.cancel(path) for queue in self._queues]) or in_memory
 
     def _settle(self, path: str) -> None:
-        """Waits while a record is written: what cannot be undone has to be removed afterwards."""
+        """Wait while a record is written: a write that cannot be undone is removed afterwards."""
         for queue in self._queues:
             queue.settle(path)
 

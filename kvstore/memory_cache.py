@@ -9,7 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.records.format import Record
-from kvstore.tiers.eviction import _ANNOUNCE_SECONDS, _LOW_WATER, worth
+from kvstore.tiers.eviction import LOW_WATER, worth
+
+_ANNOUNCE_SECONDS = 60.0  # a tier learns within this time that memory still answers for a record
 
 
 @dataclass
@@ -56,7 +58,7 @@ class MemoryCache:
             return resident.record
 
     def put(self, path: str, record: Record) -> bool:
-        """Keeps the record if room can be made without touching pinned ones. True if it is kept."""
+        """Keep the record if room can be made without touching pinned ones. True if it is kept."""
         with self._lock:
             self.remove(path)
             size, tenant, fits = record.nbytes, record.tenant, True
@@ -92,12 +94,15 @@ class MemoryCache:
         return [resident.record for resident in heapq.nlargest(limit, found, key=lambda resident: resident.used)]
 
     def last_used(self) -> dict[str, float]:
-        """When each record was last used, Unix seconds: a tier does not see hits that memory answered."""
+        """Last use of each record, Unix seconds.
+
+        A tier does not see hits that memory answered.
+        """
         with self._lock:
             return {path: resident.used for path, resident in self._residents.items()}
 
     def _make_room(self, excess: int, limit: int, tenant: str | None) -> bool:
-        """Evicts the least worthy until `excess` bytes are freed; evicts nothing if that cannot be reached."""
+        """Evict the least worthy until `excess` bytes are freed; nothing if that is impossible."""
         if excess <= 0:
             return True
         now = time.time()
@@ -108,7 +113,7 @@ class MemoryCache:
         ]
         if sum(size for _, _, size in candidates) < excess:
             return False
-        target, freed = excess + int(limit * (1 - _LOW_WATER)), 0
+        target, freed = excess + int(limit * (1 - LOW_WATER)), 0
         for _, path, size in sorted(candidates):
             if freed >= target:
                 break

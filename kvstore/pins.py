@@ -1,4 +1,4 @@
-"""Which keys are in use: what holds them must not be evicted."""
+"""Reference counts of keys in use: their holders must not be evicted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Pins:
                 self._held[key] = self._held.get(key, 0) + 1
 
     def release(self, keys: Sequence[str]) -> None:
-        """Undoes one `hold` of the same keys, which must not change afterwards."""
+        """Undo one `hold` of the same keys, which must not change afterwards."""
         self._released.append(keys)
 
     def __contains__(self, key: str) -> bool:

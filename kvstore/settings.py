@@ -1,4 +1,7 @@
-"""Settings of the library, of its patches and of the tenants' files. Loaded once at the edge and passed in."""
+"""Settings of the library, of its patches and of the tenants' files.
+
+Loaded once at the edge and passed in.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ MIB = 1 << 20
 
 
 class FactorType(StrEnum):
-    """What the numbers in a patch's factors are: 8 bits with one scale a direction, or of the model's dtype."""
+    """Number type of patch factors: int8 with one scale per direction, or the model's dtype."""
 
     int8 = "int8"
     model = "model"
 
 
 class LibrarySettings(BaseModel):
-    """Where canonicals, patches and embeddings are kept, and how much of each tier they may take."""
+    """Places of canonicals, patches and embeddings, and limits per tier."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

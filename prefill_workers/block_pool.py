@@ -76,7 +76,7 @@ class BlockPool:
         return lease_id in self._leases
 
     @property
-    def unread(self) -> bool:
+    def has_unread(self) -> bool:
         """Whether some decode sequence has yet to pull its blocks."""
         return any(lease.readers > 0 for lease in self._leases.values())
 

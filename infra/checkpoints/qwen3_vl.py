@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3VL(QwenVL):
-    """Sizes of a Qwen3-VL shaped model. Features of the vision layers `deepstack` enter the first language layers."""
+    """Sizes of a Qwen3-VL shaped model.
+
+    Features of the vision layers `deepstack` enter the first language layers.
+    """
 
     patch: ClassVar[int] = 16
 

@@ -21,7 +21,9 @@ MIN_IMAGE_TOKENS, MAX_IMAGE_TOKENS = 4, 2048
 
 @dataclass(frozen=True, kw_only=True)
 class QwenVL(Language):
-    """Sizes of a Qwen-VL shaped model. Its vision tower has 4 heads; `vision` overrides its configuration.
+    """Sizes of a Qwen-VL shaped model.
+
+    Its vision tower has 4 heads; `vision` overrides its configuration.
 
     `drawn`: with weights; without them vLLM's loader `dummy` makes some up.
     """

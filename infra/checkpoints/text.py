@@ -13,7 +13,10 @@ from infra.checkpoints.tokens import tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2(Language):
-    """Sizes of a Qwen2.5-shaped text model. `rope_scaling` joins its RoPE parameters, such as YaRN's."""
+    """Sizes of a Qwen2.5-shaped text model.
+
+    `rope_scaling` joins its RoPE parameters, such as YaRN's.
+    """
 
     context: int = 4096
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)
@@ -31,7 +34,10 @@ class Qwen2(Language):
 
 @dataclass(frozen=True)
 class DeepSeekV2:
-    """Sizes of a DeepSeek-V2-shaped text model. Latent and RoPE widths are those that vLLM's CPU kernel knows."""
+    """Sizes of a DeepSeek-V2-shaped text model.
+
+    Latent and RoPE widths are those that vLLM's CPU kernel knows.
+    """
 
     vocabulary: int = 512
     hidden: int = 256

@@ -56,7 +56,7 @@ def initialise(parameters: Iterable[tuple[str, torch.Tensor]], seed: int, answer
 
 
 def generation_config(tokens: PreTrainedTokenizerFast) -> GenerationConfig:
-    """Ends at the tokenizer's own ends, or after `DEFAULT_ANSWER_TOKENS`."""
+    """End at the tokenizer's own ends, or after `DEFAULT_ANSWER_TOKENS`."""
     from transformers import GenerationConfig
 
     ids: Callable[[str], Any] = tokens.convert_tokens_to_ids

@@ -8,7 +8,9 @@ from contextlib import suppress
 
 
 class FairSemaphore:
-    """Of one event loop. A large amount is waited for in its turn, and smaller ones behind it do not pass it.
+    """Of one event loop.
+
+    A large amount is waited for in its turn, and smaller ones behind it do not pass it.
 
     Attributes:
         total: how much there is. held: how much of it is taken.

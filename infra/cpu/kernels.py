@@ -21,7 +21,10 @@ _LANES = 16  # rows of so many numbers are whole vector registers on every CPU
 
 
 def install() -> None:
-    """Have engines of this process use them, and `cpu_latent`, unless the environment says no. Can be called again."""
+    """Have engines of this process use them, and `cpu_latent`, unless the environment says no.
+
+    Can be called again.
+    """
     if os.environ.get(SWITCH) == "0":
         return
     from vllm import ir

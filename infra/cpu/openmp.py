@@ -62,7 +62,10 @@ def alone() -> Iterator[None]:
 
 
 def release() -> None:
-    """End the threads that take part in what the calling thread computes. If it computes again, it gets new ones."""
+    """End the threads that take part in what the calling thread computes.
+
+    If it computes again, it gets new ones.
+    """
     _call("omp_pause_resource_all", _SOFT)
 
 
@@ -75,7 +78,7 @@ class _Brake:
         threading.Thread(target=self._run, name="openmp-brake", daemon=True).start()
 
     def set(self, wanted: bool) -> None:
-        """Returns at once."""
+        """Return at once."""
         if wanted != self._wanted:
             with self._changed:
                 self._wanted = wanted

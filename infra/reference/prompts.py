@@ -94,7 +94,10 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a prompt is laid out around its pages. `text`: tokens of other text before each page, [pages]."""
+    """How a prompt is laid out around its pages.
+
+    `text`: tokens of other text before each page, [pages].
+    """
 
     text: tuple[int, ...]
     axes: int

@@ -35,15 +35,20 @@ class Language(Protocol):
         """Input embeddings of tokens."""
 
     def __call__(self, embedded: Tensor, positions: Tensor, sees: Tensor, cells: Tensor, extra: list[Tensor]) -> Tensor:
-        """Hidden states [sets, length, width]. `extra`: further codes of the cells, one for each deepstack layer."""
+        """Hidden states [sets, length, width].
+
+        `extra`: further codes of the cells, one for each deepstack layer.
+        """
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of all tokens."""
 
 
 class Codes(nn.Module):
-    """Codes of cells. With `levels` above 1 (deepstack) each has as many: the first is the whole code, the second says
-    again how the thing is drawn, further ones nothing.
+    """Codes of cells.
+
+    With `levels` above 1 (deepstack) each has as many: the first is the whole code, the second says again how the thing
+    is drawn, further ones nothing.
     """
 
     def __init__(self, width: int, levels: int = 1) -> None:
@@ -137,7 +142,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class Settings:
-    """The optimiser's. `rate`: the highest; `warm_up`: steps in which it rises; `clip`: the gradient's norm, at most.
+    """The optimiser's.
+
+    `rate`: the highest; `warm_up`: steps in which it rises; `clip`: the gradient's norm, at most.
 
     `noise`: standard deviation added to codes, so that a tower's small errors do not matter; `hidden`: share of sets
     whose questions see only the pages that they ask about; `seed`: of all that is drawn.

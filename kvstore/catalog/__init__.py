@@ -1,1 +1,1 @@
-"""What a library holds: the index of patches, popularity, inventory, archives."""
+"""Contents of a library: patch index, popularity, inventory, archives."""

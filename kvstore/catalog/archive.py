@@ -1,4 +1,4 @@
-"""Records on the move: out of a tier into a tar file or another tier, and back in, checked on the way.
+"""Export and import of records: to a tar file or another tier, and back.
 
     records/...            the records, at the paths they have in every tier
     manifest.json          format, when it was written, and for each record its path, size and BLAKE3; written last
@@ -50,7 +50,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import did. `refused`: paths, and why."""
+    """Result of an import. `refused`: paths, and why."""
 
     added: int
     present: int
@@ -58,7 +58,7 @@ class Imported:
 
 
 class Archive(Protocol):
-    """Somewhere that named blobs are read from."""
+    """Source of named blobs for an import."""
 
     def get(self, key: str) -> pa.Buffer | None:
         """A blob; None if there is none of that name."""
@@ -67,7 +67,9 @@ class Archive(Protocol):
 def export(
     tier: Tier, items: Sequence[Item], put: Callable[[str, pa.Buffer], None], advance: Advance = lambda size: None
 ) -> list[Listed]:
-    """Copies sound records through `put`, then the manifest. Records that vanished meanwhile are left out.
+    """Copy sound records through `put`, then the manifest.
+
+    Records that vanished meanwhile are left out.
 
     Raises CorruptRecord, naming the record, and TierUnavailable.
     """
@@ -89,7 +91,7 @@ def export(
 
 @contextmanager
 def tar_writer(path: Path) -> Iterator[Callable[[str, pa.Buffer], None]]:
-    """A `put` into a tar file, which appears under its name when the block ends without an error.
+    """A `put` into a tar file, which is renamed into place when the block ends without an error.
 
     Raises BadArchive if it cannot be written.
     """
@@ -155,7 +157,7 @@ def take_in(
     fingerprint: str | None,
     advance: Advance = lambda size: None,
 ) -> Imported:
-    """Stores the listed records that a tier lacks; one that fails a check is refused, the others go on.
+    """Import the listed records that a tier lacks; damaged ones are refused, the others go on.
 
     What is there already is left as it is, so that an import that was interrupted is simply run again.
 

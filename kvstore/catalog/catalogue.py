@@ -1,4 +1,7 @@
-"""The patches that lie in a directory, as an index lists them: those of earlier runs, and those of other processes.
+"""Discovery of patches in a directory: those of earlier runs and of other processes.
+
+A look reads the headers of files that came since the one before, never their factors. Folders whose modification time
+has not changed are not listed again.
 
 A look reads the headers of files that came since the one before, never their factors: a folder in which no name came or
 went since then, by its time of change, is not even listed.
@@ -35,8 +38,9 @@ class _Folder(NamedTuple):
 
 
 class PatchCatalogue:
-    """Looks at one directory, for patches of one model and form. Not thread-safe; reads files, so keep it off event
-    loops.
+    """Finds new patches of one model and form in one directory.
+
+    Not thread-safe; reads files, so keep it off event loops.
 
     Args:
         form: others are not found by linkers.
@@ -50,12 +54,12 @@ class PatchCatalogue:
         self._unread: deque[str] = deque()
 
     @property
-    def behind(self) -> bool:
-        """Whether the last look has left headers to be read by the next."""
+    def is_behind(self) -> bool:
+        """True if the last look left headers for the next one."""
         return bool(self._unread)
 
     def look(self) -> list[Entry]:
-        """The patches that came since the last look, or some of them (see `behind`)."""
+        """The patches that came since the last look, or some of them (see `is_behind`)."""
         if not self._unread:
             self._unread.extend(self._news())
         paths = [self._unread.popleft() for _ in range(min(self._limit, len(self._unread)))]
@@ -79,7 +83,7 @@ class PatchCatalogue:
         return news
 
     def _listed(self, name: str, before: _Folder | None) -> _Folder | None:
-        """What a folder holds: `before` if it has not changed; None if it is gone."""
+        """A folder's content: `before` if it has not changed; None if it is gone."""
         path = self._tier.root / name
         try:
             changed = path.stat().st_mtime_ns
@@ -95,7 +99,7 @@ class PatchCatalogue:
         return _Folder(changed if settled else 0, folders, files)
 
     def _entry(self, path: str) -> Entry | None:
-        """What an index says of the patch in a file; None if it can serve nobody, or is gone or damaged."""
+        """Index entry of the patch in a file; None if it is gone, damaged or of no use to linkers."""
         with suppress(StoreError, KeyError, TypeError, ValueError):
             buffer = self._tier.get(path)
             return None if buffer is None else entry_of(read_metadata(buffer), self._form)
@@ -104,7 +108,7 @@ class PatchCatalogue:
 
 
 def entry_of(document: Mapping[str, Any], form: PatchForm) -> Entry | None:
-    """What an index says of a patch, by what its record says of itself (see `kvstore.records.format`).
+    """Index entry of a patch, from its record's metadata (see `kvstore.records.format`).
 
     None for a patch of another form, or of a kind that linkers do not look for. Raises KeyError or ValueError where the
     document is not a patch's.

@@ -1,4 +1,4 @@
-"""Which patches are stored behind which antecedents, in memory: what placement asks about every request.
+"""In-memory index of stored patches by antecedents, asked by placement for every request.
 
 The library finds a patch by its key, a digest: whether one exists for some order of some chunks is a question per
 order. The index keeps, per scope, the antecedents themselves as two trees, of sets (sorted) and of sequences, and walks
@@ -25,19 +25,22 @@ _MAX_BRANCHES = 1024  # of one tree that a look-up visits: bounds the time of an
 
 @dataclass(frozen=True)
 class Scope:
-    """Whose patches, and behind which fixed prefix (see `prefix_key`)."""
+    """Owner of patches and the fixed prefix they stand behind (see `prefix_key`)."""
 
     owner: str
     prefix: str
 
 
 def prefix_key(prefix: Sequence[int]) -> str:
-    """Names a fixed prefix by its token ids."""
+    """Name of a fixed prefix, derived from its token ids."""
     return antecedent_key(prefix, (), ordered=True)
 
 
 def scopes_of(tenant: str, prefix: Sequence[int], contents: Iterable[str]) -> list[Scope]:
-    """Where patches lie that may serve a request: its tenant's, and with any reference the dynamic library's."""
+    """Scopes of patches that may serve a request: its tenant's, and the dynamic library's.
+
+    The latter only if one of the contents is a reference.
+    """
     name = prefix_key(prefix)
     owners = (tenant, DYNAMIC_TENANT) if any(map(is_shared, contents)) else (tenant,)
     return [Scope(owner, name) for owner in owners]
@@ -45,7 +48,7 @@ def scopes_of(tenant: str, prefix: Sequence[int], contents: Iterable[str]) -> li
 
 @dataclass(frozen=True)
 class Entry:
-    """A stored patch: of a chunk behind others, all by content id; `ordered` if it serves this order only."""
+    """A stored patch, by content ids; `ordered` if it serves its antecedents in this order only."""
 
     scope: Scope
     content: str
@@ -58,20 +61,23 @@ class Entry:
 
     @property
     def names(self) -> set[str]:
-        """The content ids that it is about."""
+        """Content ids of the chunk and its antecedents."""
         return {self.content, *self.antecedents}
 
 
 @dataclass(slots=True)
 class _Branch:
-    """Some antecedents: the chunks that are patched behind them, and the longer lists that begin with them."""
+    """Tree node for a list of antecedents: chunks patched behind it, and longer lists."""
 
     patched: set[str] = field(default_factory=set)
     longer: dict[str, _Branch] = field(default_factory=dict)
 
 
 class PatchIndex:
-    """Not thread-safe. Holds `limit` entries; those that were added or confirmed longest ago go first."""
+    """Bounded LRU index of stored patches. Not thread-safe.
+
+    Holds `limit` entries; those that were added or confirmed longest ago go first.
+    """
 
     def __init__(self, limit: int = 1 << 18) -> None:
         self._limit = limit
@@ -86,7 +92,7 @@ class PatchIndex:
         return entry in self._entries
 
     def add(self, entry: Entry) -> None:
-        """A patch is stored, or was seen to be."""
+        """Note that a patch is stored."""
         if entry in self._entries:
             self._entries.move_to_end(entry)
             return
@@ -101,7 +107,7 @@ class PatchIndex:
             self.discard(next(iter(self._entries)))
 
     def discard(self, entry: Entry) -> None:
-        """A patch is not stored any more."""
+        """Note that a patch is not stored any more."""
         if entry not in self._entries:
             return
         del self._entries[entry]
@@ -129,7 +135,7 @@ class PatchIndex:
             self.discard(entry)
 
     def sets(self, scope: Scope, contents: Sequence[str]) -> dict[int, int]:
-        """By set of a request's chunks (a mask over `contents`) those that are patched behind it (a mask).
+        """Patched chunks (a mask) by antecedent set (a mask over `contents`), order irrelevant.
 
         Of chunks that a request brings twice the first stands for both.
         """
@@ -140,7 +146,10 @@ class PatchIndex:
         return found
 
     def sequences(self, scope: Scope, contents: Sequence[str]) -> dict[tuple[int, ...], int]:
-        """The same by sequence of chunks (indices into `contents`), every beginning of a sequence listed."""
+        """Patched chunks (a mask) by sequence of antecedents (indices into `contents`).
+
+        Every beginning of a sequence is listed.
+        """
         return dict(self._walk((scope, True), contents))
 
     def _walk(self, tree: tuple[Scope, bool], contents: Sequence[str]) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -161,7 +170,7 @@ class PatchIndex:
 
 
 def _common(some: Collection[str], others: Collection[str]) -> list[str]:
-    """What both have, by looking at the members of the smaller one."""
+    """Intersection of two collections, in time linear in the smaller one."""
     small, large = (some, others) if len(some) < len(others) else (others, some)
     return [content for content in small if content in large]
 
@@ -174,9 +183,9 @@ def _mask(chunks: Iterable[int]) -> int:
 
 
 class FormedLog:
-    """The patches that one process has formed or found, for those who keep an index elsewhere and ask now and then.
+    """Log of the patches one process has formed or found, for indexes elsewhere that poll it.
 
-    Not thread-safe. Keeps the last `limit`; who asks more seldom than that misses some.
+    Not thread-safe. Keeps the last `limit`; a reader that polls more seldom than that misses some.
     """
 
     def __init__(self, limit: int = 1 << 14) -> None:
@@ -184,12 +193,12 @@ class FormedLog:
         self._count = 0
 
     def add(self, entry: Entry) -> None:
-        """A patch is stored now."""
+        """Append a patch that is stored now."""
         self._entries.append(entry)
         self._count += 1
 
     def since(self, cursor: int, most: int = 1 << 12) -> tuple[int, list[Entry]]:
-        """What was added first since an answer gave this cursor (0: ever), so many at most, and the next cursor."""
+        """The oldest entries added since `cursor` (0: ever), `most` at most, and the next cursor."""
         oldest = self._count - len(self._entries)
         start = min(max(cursor, oldest), self._count)
         fresh = list(islice(self._entries, start - oldest, start - oldest + most))

@@ -1,4 +1,4 @@
-"""What one tier of the library holds, for operators: list, inspect, verify and tidy up.
+"""Operations on one tier's records for operators: list, inspect, verify, tidy up.
 
 Everything works from outside, on any tier, beside a running service: a record that is mapped stays readable after its
 file is gone, and one that vanishes while it is looked at was evicted.
@@ -28,7 +28,10 @@ Advance = Callable[[int], None]  # told the bytes of each record that is done wi
 
 @dataclass(frozen=True)
 class Item:
-    """A record as a listing shows it. `tenant` and `fingerprint` are digests, `used` is in Unix seconds."""
+    """A record as a listing shows it.
+
+    `tenant` and `fingerprint` are digests, `used` is in Unix seconds.
+    """
 
     path: str
     kind: str
@@ -52,7 +55,9 @@ class Contents:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which records are meant; None selects all. `fingerprint` is a digest, `key` a key's beginning.
+    """Filter of records; None selects all.
+
+    `fingerprint` is a digest, `key` a key's beginning.
 
     `tenants`: digests, any of which is meant.
     """
@@ -77,7 +82,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Verified:
-    """What reading everything showed. `vanished` records were deleted meanwhile."""
+    """Result of reading every record. `vanished` records were deleted meanwhile."""
 
     sound: int
     vanished: int
@@ -86,7 +91,7 @@ class Verified:
 
 @dataclass(frozen=True)
 class Removal:
-    """Something to delete, and why. `markers` go with it."""
+    """A record or marker to delete, and why. `markers` go with it."""
 
     path: str
     size: int
@@ -95,7 +100,7 @@ class Removal:
 
 
 def contents(tier: Tier) -> Contents:
-    """What a tier holds, from its listing alone. Raises TierUnavailable."""
+    """A tier's records and orphaned markers, from its listing alone. Raises TierUnavailable."""
     records, orphans = sorted_out(tier.entries())
     items = [
         Item(
@@ -116,7 +121,7 @@ def contents(tier: Tier) -> Contents:
 
 
 def inspect(tier: Tier, item: Item) -> dict[str, Any] | None:
-    """All that a record says of itself, and whether each layer matches its checksum; None if it vanished.
+    """A record's metadata and the state of each layer's checksum; None if it vanished.
 
     Raises CorruptRecord if its frame is damaged, so that nothing it says can be believed.
     """
@@ -130,7 +135,10 @@ def inspect(tier: Tier, item: Item) -> dict[str, Any] | None:
 
 
 def checked(buffer: pa.Buffer | bytes, path: str) -> Record:
-    """The record in `buffer`, every byte of it verified, and that `path` is its place. Raises CorruptRecord."""
+    """The record in `buffer`, every byte of it verified, and that `path` is its place.
+
+    Raises CorruptRecord.
+    """
     document = read_metadata(buffer)
     try:
         key, fingerprint, tenant = document["key"], document["fingerprint"], document["tenant"]
@@ -145,10 +153,13 @@ def checked(buffer: pa.Buffer | bytes, path: str) -> Record:
 def verify(
     tier: Tier, items: Sequence[Item], quarantine: bool = False, advance: Advance = lambda size: None
 ) -> Verified:
-    """Reads records and checks every byte; moves corrupt ones aside if told to. Raises TierUnavailable."""
+    """Read records and check every byte; quarantine corrupt ones if told to.
+
+    Raises TierUnavailable.
+    """
 
     def state(item: Item) -> str | None:
-        """What is wrong with a record; `_SOUND`; None if it has vanished."""
+        """The defect of a record; `_SOUND`; None if it has vanished."""
         buffer = tier.get(item.path)
         if buffer is None:
             return None
@@ -181,7 +192,7 @@ def garbage(
     unused_seconds: float | None = None,
     max_bytes: int | None = None,
 ) -> list[Removal]:
-    """What may go: quarantined records and orphaned markers always, the rest on request.
+    """Records to delete: quarantined ones and orphaned markers always, the rest on request.
 
     Args:
         fingerprint: digest of the model to keep; records of any other go.
@@ -218,7 +229,10 @@ def garbage(
 
 
 def derived_from(tier: Tier, found: Contents, content: str, owner: str, reason: str) -> list[Removal]:
-    """The records that were derived from a content id or conditioned on it. Raises TierUnavailable."""
+    """The records that were derived from a content id or conditioned on it.
+
+    Raises TierUnavailable.
+    """
     markers = (Marker.parse(key) for key in tier.keys(content_prefix(content, owner)))
     paths = {marker.record for marker in markers if marker is not None}
     paths |= {QUARANTINE + path for path in paths}
@@ -226,7 +240,7 @@ def derived_from(tier: Tier, found: Contents, content: str, owner: str, reason: 
 
 
 def remove(tier: Tier, removals: Iterable[Removal], advance: Advance = lambda size: None) -> None:
-    """Deletes records with their markers. Raises TierUnavailable."""
+    """Delete records with their markers. Raises TierUnavailable."""
     left = iter(removals)
     while batch := list(islice(left, AT_ONCE)):
         delete_records(tier, {removal.path: removal.markers for removal in batch})

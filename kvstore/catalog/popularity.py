@@ -1,4 +1,4 @@
-"""How often a tenant's requests bring a content: what placement orders by, and what is compiled ahead."""
+"""Decayed request counts per content, for placement and for compiling patches ahead."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Popularity:
         self._counts: OrderedDict[tuple[str, str], float] = OrderedDict()
 
     def observe(self, tenant: str, contents: Iterable[str]) -> None:
-        """A request brought these."""
+        """Count the contents of one request."""
         weight = self._weight.get(tenant, 1.0) * self._growth
         total = self._total.get(tenant, 0.0) + weight
         for content in set(contents):
@@ -35,11 +35,11 @@ class Popularity:
         self._weight[tenant], self._total[tenant] = weight, total
 
     def asked(self, tenant: str, content: str) -> float:
-        """How many of a tenant's requests brought a content, of late: the last one counts 1."""
+        """Decayed number of a tenant's requests that brought a content; the last one counts 1."""
         count = self._counts.get((tenant, content), 0.0)
         return count / self._weight[tenant] if count else 0.0
 
     def share(self, tenant: str, content: str) -> float:
-        """The share of a tenant's requests that bring a content, of late."""
+        """Decayed share of a tenant's requests that bring a content."""
         count = self._counts.get((tenant, content), 0.0)
         return count / self._total[tenant] if count else 0.0

@@ -1,4 +1,4 @@
-"""The operator applied: R(δ)·(KV + U Vᵀ), on the host kernel where it covers the case (kamera.md eq. 1)."""
+"""Application of the operator R(δ)·(KV + U Vᵀ), on the fused host kernel where it can be."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ from kvstore.operator.rotary import rotate, rotate_
 
 
 def relocate(kv: Tensor, delta: int | float, layout: Layout, out: Tensor | None = None) -> Tensor:
-    """R(delta) · KV, [layers, tokens, features]: exact relocation (kamera.md §3). `out` may be `kv` itself."""
+    """R(delta) · KV, [layers, tokens, features]: exact relocation (kamera.md §3).
+
+    `out` may be `kv` itself.
+    """
     return apply(kv, None, delta, layout, out)
 
 
 def relocate_patch(patch: Patch, delta: int | float, layout: Layout) -> Patch:
-    """The patch in the frame moved by delta: R(delta)(U Vᵀ) = U (R(delta) V)ᵀ, so only V's columns rotate.
+    """The patch in the frame moved by delta: R(delta)(U Vᵀ) = U (R(delta) V)ᵀ.
+
+    Only V's columns rotate.
 
     For KV that was relocated before; `apply` rotates the sum instead, which costs nothing more.
     """
@@ -38,7 +43,7 @@ def relocate_patch(patch: Patch, delta: int | float, layout: Layout) -> Patch:
 
 
 def apply(kv: Tensor, patch: Patch | None, delta: int | float, layout: Layout, out: Tensor | None = None) -> Tensor:
-    """R(delta) · (KV + U Vᵀ), [layers, tokens, features], summed and rotated in fp32, rounded once to kv.dtype.
+    """R(delta) · (KV + U Vᵀ), [layers, tokens, features], in fp32, rounded once to kv.dtype.
 
     `patch` None only relocates. `out`: any tensor of kv's shape and dtype, strided as the caller likes; it may be
     `kv` itself but must not otherwise overlap it. With no patch and delta = 0 the values are kv's, bit for bit.
@@ -58,7 +63,10 @@ def apply(kv: Tensor, patch: Patch | None, delta: int | float, layout: Layout, o
 
 
 def warm_up(layout: Layout, dtype: torch.dtype) -> None:
-    """Have `apply` ready for KV of this layout and dtype on the host: compiling it takes seconds, once per machine."""
+    """Prepare `apply` for KV of this layout and dtype on the host.
+
+    Compiling takes seconds, once per machine.
+    """
     kv = torch.zeros(layout.layers, 1, layout.features, dtype=dtype)
     nothing = [
         Directions.of(torch.zeros(layout.layers, 1, 1), torch.zeros(layout.layers, segment.features, 1))

@@ -1,4 +1,6 @@
-"""Shared bases: the deficit's directions belong to the model, only the coefficients to the chunk (kamera.md §4).
+"""Shared bases: directions of the deficit that belong to the model, not to a chunk.
+
+A patch on a basis has only its coefficients for the chunk (kamera.md §4).
 
 A basis is pooled once from patches that a model formed. From then on forming a patch is a projection, no decomposition,
 and a patch stores its coefficients and the basis' version; whoever applies it brings the basis (`Patch.bind`).
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class SharedBasis:
-    """Orthonormal directions for the layers from `first_layer` on, strongest first; fp32, whatever the KV's dtype.
+    """Orthonormal directions for the layers from `first_layer` on, strongest first; fp32.
 
     `directions`: per segment [layers - first_layer, features_s, rank_s].
     """
@@ -42,7 +44,7 @@ class SharedBasis:
 
     @property
     def rank(self) -> int:
-        """Directions of the segment that has most."""
+        """Number of directions of the segment that has most."""
         return max(part.shape[2] for part in self.directions)
 
     @property
@@ -51,7 +53,7 @@ class SharedBasis:
 
     @cached_property
     def version(self) -> str:
-        """64 hex digits that name these numbers: coefficients fit the basis of this version and no other."""
+        """64 hex digits that name these numbers; coefficients fit this basis and no other."""
         hasher = blake3(derive_key_context="orbitserve 2026 shared basis v1")
         hasher.update(repr((self.first_layer, [tuple(part.shape) for part in self.directions])).encode())
         for part in self.directions:
@@ -59,11 +61,11 @@ class SharedBasis:
         return hasher.hexdigest()
 
     def from_layer(self, first_layer: int) -> tuple[Tensor, ...]:
-        """The directions for the layers from `first_layer` on, which must not lie before the basis' own."""
+        """The directions for the layers from `first_layer` on, not before the basis' own."""
         return tuple(part[first_layer - self.first_layer :] for part in self.directions)
 
     def check(self, layout: Layout) -> None:
-        """Raises ShapeMismatch unless the basis was made for this layout."""
+        """Raise ShapeMismatch unless the basis was made for this layout."""
         expected = [(layout.layers - self.first_layer, segment.features) for segment in layout.segments]
         actual = [(*part.shape[:2],) for part in self.directions]
         if actual != expected:
@@ -71,7 +73,7 @@ class SharedBasis:
 
 
 def pool_basis(patches: Sequence[Patch], rank: int) -> SharedBasis:
-    """The `rank` directions per layer and segment that keep most of the patches' deficits together.
+    """Pool patches: the `rank` directions per layer and segment that keep most of their norm.
 
     The patches cover the same layers and have directions of their own; more of them, and of higher rank than `rank`,
     describe the model better. A segment gets fewer directions if it, or all patches together, have fewer.
@@ -87,7 +89,10 @@ def pool_basis(patches: Sequence[Patch], rank: int) -> SharedBasis:
 
 
 def _pool(factors: Sequence[tuple[Tensor, Tensor]], rank: int) -> Tensor:
-    """Leading directions [layers, features, r] of the stacked products left · rightᵀ, never multiplied out."""
+    """Leading directions [layers, features, r] of the stacked products left · rightᵀ.
+
+    The products are never multiplied out.
+    """
     # (L Rᵀ)ᵀ (L Rᵀ) = R (LᵀL) Rᵀ: the columns R (LᵀL)^½ have the product's Gram matrix, at the patch's rank.
     columns = torch.cat([right @ _root(left.mT @ left) for left, right in factors], dim=2)
     features, count = columns.shape[1:]

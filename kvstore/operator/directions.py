@@ -1,4 +1,4 @@
-"""The factors of one segment as rank-one directions, in 8 bits or floats, as many in each layer as are worth keeping.
+"""Rank-one directions of one segment's patch, in 8 bits or floats, per layer as many as pay.
 
 Layers lie one after another without padding, so a layer that needs many directions costs no bytes in those that need
 few. A direction has one scale, which is all that 8 bits need: its left and right factor are stored relative to their
@@ -26,7 +26,7 @@ _LEAST = 1e-30  # divides rows of zeros
 
 
 class TokenWeights(NamedTuple):
-    """Factors, token by token, by which directions' left factors are multiplied."""
+    """Per-token factors of the directions' left factors."""
 
     rows: Tensor  # [rows, tokens] fp32
     of: Tensor  # [directions] int64: the row of each
@@ -34,7 +34,7 @@ class TokenWeights(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Directions:
-    """Δ ≈ Σ scale · left ⊗ right over the directions of each layer, strongest first, for one segment.
+    """Δ ≈ Σ scale · left ⊗ right over each layer's directions, strongest first; one segment.
 
     `left` [directions, tokens] and `right` [directions, features]: int8 or floats; `scale` [directions] fp32;
     `ranks`: how many directions each layer has. `right` None: directions of a shared basis, of which each layer has its
@@ -59,7 +59,10 @@ class Directions:
 
     @classmethod
     def of(cls, left: Tensor, right: Tensor | None, ranks: Tensor | None = None) -> Directions:
-        """From factors [layers, tokens, rank] and [layers, features, rank]; `ranks` [layers]: of the first so many."""
+        """Directions from factors [layers, tokens, rank] and [layers, features, rank].
+
+        `ranks` [layers]: keep only the first so many of each layer.
+        """
         layers, _, rank = left.shape
         ranks = torch.full((layers,), rank) if ranks is None else ranks
         kept = torch.arange(rank) < ranks[:, None]
@@ -77,13 +80,13 @@ class Directions:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is there; a bound shared basis counts."""
+        """Bytes of the tensors, a bound shared basis included."""
         weights = 0 if self.weights is None else self.weights.rows.nbytes + self.weights.of.nbytes
         return self.left.nbytes + self.scale.nbytes + (0 if self.right is None else self.right.nbytes) + weights
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each layer's directions begin, and where the last one's end."""
+        """Offsets of each layer's directions, and the total count."""
         return (0, *accumulate(self.ranks))
 
     @cached_property
@@ -97,7 +100,7 @@ class Directions:
         return torch.arange(len(self.layer)) - torch.tensor(self.starts)[self.layer]
 
     def to(self, dtype: torch.dtype, *, right: bool = True) -> Directions:
-        """The same in another precision, with int8 to the nearest of 127 steps; `right` False leaves that side be."""
+        """The same in another precision, int8 rounded to 127 steps; `right` False keeps that side."""
         left, scale = _in_precision(self.weighted_left, dtype)
         if self.right is None or not right:
             return replace(self, left=left, scale=self.scale * scale, weights=None)
@@ -111,11 +114,11 @@ class Directions:
         return replace(self, left=self.left.cpu(), right=right, scale=self.scale.cpu(), weights=weights)
 
     def on(self, basis: Tensor) -> Directions:
-        """Bound to the directions [layers, features, rank] of a shared basis, or what is left of them."""
+        """Bound to the directions [layers, features, rank] of a shared basis (or its suffix)."""
         return replace(self, right=basis.mT[self.layer, self.place])
 
     def layers(self, first: int, stop: int | None = None) -> Directions:
-        """Those of some layers."""
+        """The directions of the layers from `first` to `stop`."""
         rows = slice(self.starts[first], self.starts[len(self.ranks) if stop is None else stop])
         return self._rows(rows, self.ranks[first:stop])
 
@@ -156,7 +159,7 @@ class Directions:
         return left, self.right[rows].float()
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """fp32 factors [layers, tokens, rank] and [layers, features, rank], with zeros up to the largest rank."""
+        """fp32 factors [layers, tokens, rank] and [layers, features, rank], zero-padded in rank."""
         assert self.right is not None
         sides = []
         for side in (self.weighted_left.float() * self.scale[:, None], self.right.float()):
@@ -180,7 +183,7 @@ class Directions:
 
 
 def joined(parts: Sequence[Directions]) -> Directions:
-    """The sum of several for the same layers, by putting the directions of each layer behind one another."""
+    """Sum of several over the same layers, by concatenating the directions of each layer."""
 
     def by_layer(sides: Sequence[Tensor]) -> Tensor:
         return torch.cat(

@@ -1,4 +1,4 @@
-"""The operator for KV in host memory, fused: one pass reads, adds U Vᵀ, rotates and rounds a few tokens at a time.
+"""Fused host kernel of the operator: one pass reads, adds U Vᵀ, rotates and rounds.
 
 The plain torch version (`kvstore.operator.patch`) passes over an fp32 copy several times. Compiled by numba on first
 use (some seconds, then cached on disk), once for int8 factors and for no patch, once for all others:
@@ -48,7 +48,7 @@ def _loops() -> Callable[..., None] | None:
 
 
 def _refuse_special_names(handle: Any) -> None:
-    """Make the handle that numba has on LLVM refuse names like `__dict__`, as attribute look-up expects.
+    """Make numba's LLVM handle refuse names like `__dict__`, as attribute look-up expects.
 
     It answers every name with a function; vLLM, which looks through all modules when an engine starts, fails on that.
     """
@@ -64,7 +64,9 @@ def _refuse_special_names(handle: Any) -> None:
 
 
 def apply(kv: Tensor, patch: Patch | None, delta: int | float, layout: Layout, out: Tensor) -> bool:
-    """`kvstore.operator.apply.apply` for checked arguments. False, with nothing written, if not covered.
+    """`kvstore.operator.apply.apply` for checked arguments.
+
+    False, with nothing written, if not covered.
 
     Covers bf16 and fp32 in host memory whose features lie side by side.
     """
@@ -106,7 +108,7 @@ def apply(kv: Tensor, patch: Patch | None, delta: int | float, layout: Layout, o
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    """Of as many threads as were ever busy at once."""
+    """Thread pool with as many threads as were ever busy at once."""
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="kvstore-apply")
 
 
@@ -118,7 +120,7 @@ def _flat(tensor: Tensor) -> Array:
 
 
 def _numbers(parts: Sequence[Directions]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """Left and right factors as the loops take them: bytes as they are stored if all of them are int8, else fp32."""
+    """Left and right factors as the loops take them: int8 if all of them are, else fp32."""
     sides = [part.left for part in parts], [part.right for part in parts if part.right is not None]
     narrow = {factor.dtype for side in sides for factor in side} == {torch.int8}
     left, right = (tuple((_bytes if narrow else _fp32)(factor) for factor in side) for side in sides)
@@ -137,7 +139,10 @@ def _bytes(factor: Tensor) -> Array:
 
 
 def _fp32(factor: Tensor) -> Array:
-    """A factor as fp32 numbers. By numpy: torch's threads would go on spinning on the cores that the loops need."""
+    """A factor as fp32 numbers.
+
+    By numpy: torch's threads would go on spinning on the cores that the loops need.
+    """
     if factor.dtype is torch.bfloat16:
         bits = factor.detach().contiguous().view(torch.uint16).numpy().astype(np.uint32)
         return (bits << np.uint32(16)).view(np.float32)

@@ -1,4 +1,7 @@
-"""Numba loops of `kvstore.operator.host_kernel`, compiled once and cached on disk. Importing them needs numba."""
+"""Numba loops of `kvstore.operator.host_kernel`, compiled once and cached on disk.
+
+Importing them needs numba.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,7 @@ def _add_lanes(
     count: Any,
     rank: Any,
 ) -> Any:
-    """values [8, count] += leftᵀ [8, rank] · basis [rank, count], by addresses and strides in numbers.
+    """values [8, count] += leftᵀ [8, rank] · basis [rank, count], by addresses and strides.
 
     `count` is a multiple of 16. Written as vector instructions, because the sums must stay in registers over all ranks:
     what numba makes of the same loops reloads them every time and takes twice as long (2.5 against 5.0 ms on one core
@@ -122,7 +125,7 @@ def unfold(right: Any, scale: Any, basis: Any) -> None:
 
 @njit(**_OPTIONS)
 def gather(left: Any, rows: Any, of: Any, token: int, count: int, coefficients: Any) -> None:
-    """coefficients [rank, 8] = a layer's left factors [rank, tokens] in fp32, of `count` tokens from `token` on.
+    """coefficients [rank, 8] = a layer's left factors in fp32, of `count` tokens from `token`.
 
     rows, of: see `kvstore.operator.directions.TokenWeights`; no rows: every weight is 1.
     """

@@ -1,4 +1,4 @@
-"""What a model family's KV looks like: which features are content, which are rotary, in what order.
+"""KV layout of a model family: order of features, which are content and which rotary.
 
 The KV of a chunk is one tensor [layers, tokens, features] in the model's dtype. Its features are the concatenated
 segments of the family's layout, so the operator (`kvstore.operator.patch`) and the file format are written once for all
@@ -26,7 +26,7 @@ from kvstore.operator.rotary import RotaryScheme
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of features that is handled alike: `heads` heads of `width` features, rotated or not."""
+    """Contiguous features treated alike: `heads` heads of `width` features, rotated or not."""
 
     name: str
     heads: int
@@ -42,7 +42,7 @@ class Segment:
         return self.heads * self.width
 
     def share(self, ranks: int) -> Segment:
-        """What one of `ranks` tensor-parallel ranks keeps: whole heads; fewer heads than ranks are replicated."""
+        """The part on one of `ranks` tensor-parallel ranks: whole heads, replicated if too few."""
         return replace(self, heads=max(1, self.heads // ranks))
 
 
@@ -90,7 +90,7 @@ class Layout:
         return self.layers * self.features * dtype.itemsize
 
     def slices(self) -> dict[str, slice]:
-        """Where each segment lies on the feature axis, in order."""
+        """Slice of each segment on the feature axis, in order."""
         places, start = {}, 0
         for segment in self.segments:
             places[segment.name] = slice(start, start + segment.features)
@@ -98,7 +98,7 @@ class Layout:
         return places
 
     def share(self, rank: int, ranks: int) -> Tensor:
-        """Which features [local features] tensor-parallel rank `rank` of `ranks` keeps, as vLLM divides heads."""
+        """Indices [local features] kept by tensor-parallel rank `rank` of `ranks`, as vLLM splits."""
         chosen = []
         for segment, place in zip(self.segments, self.slices().values(), strict=True):
             features = torch.arange(place.start, place.stop).view(segment.heads, segment.width)
@@ -111,7 +111,7 @@ class Layout:
         return kv.split([segment.features for segment in self.segments], dim=-1)
 
     def check(self, kv: Tensor) -> None:
-        """Raises ShapeMismatch unless kv is [layers, tokens, features] of this layout."""
+        """Raise ShapeMismatch unless kv is [layers, tokens, features] of this layout."""
         if kv.dim() != 3 or kv.shape[0] != self.layers or kv.shape[2] != self.features:
             expected = f"[{self.layers}, tokens, {self.features}]"
             raise ShapeMismatch(f"KV has shape {list(kv.shape)}, the {self.family} layout needs {expected}")

@@ -1,6 +1,7 @@
-"""The operator: K̂V(B|A) = R(delta) · (KV(B|∅) + U Vᵀ), values unrotated (kamera.md eq. 1 and 2).
+"""The operator: K̂V(B|A) = R(delta) · (KV(B|∅) + U Vᵀ), values unrotated.
 
-Pure functions on tensors. A chunk's KV is [layers, tokens, features] (see `kvstore.operator.layout`).
+See kamera.md eq. 1 and 2. Pure functions on tensors. A chunk's KV is [layers, tokens, features] (see
+`kvstore.operator.layout`).
 
 | function | what it does |
 |---|---|
@@ -53,7 +54,7 @@ T = TypeVar("T")
 
 
 class PatchKind(StrEnum):
-    """Which deficit a patch was formed from; see the module's table."""
+    """Kind of deficit a patch was formed from; see the module's table."""
 
     own = "own"
     orbit = "orbit"
@@ -65,7 +66,7 @@ class PatchKind(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Patch:
-    """Low-rank factors of a deficit, in the canonical frame, for the layers from `first_layer` on.
+    """Low-rank factors of a deficit, in the canonical frame, from layer `first_layer` on.
 
     `rank`: directions per layer and segment at most, or on average where they are spread; a segment's own size caps it.
     `segments`: the directions kept of each segment. `energy`: per segment, the share of the deficit's squared norm that
@@ -109,7 +110,7 @@ class Patch:
         return replace(self, segments=tuple(part.on_host() for part in self.segments))
 
     def bind(self, basis: SharedBasis | None) -> Patch:
-        """The patch, ready for use: one of a shared basis takes its right factors from it, any other is left as it is.
+        """The patch with its right factors, taken from the shared basis it was formed on, if any.
 
         Raises ShapeMismatch if the patch needs another basis.
         """
@@ -121,8 +122,10 @@ class Patch:
         return replace(self, segments=tuple(segment.on(part) for segment, part in parts))
 
     def truncated(self, rank: int) -> Patch:
-        """At most the first `rank` directions of every layer and segment: the strongest, unless the patch is of full
-        rank, where they have no order."""
+        """At most the first `rank` directions of every layer and segment.
+
+        They are the strongest, unless the patch is of full rank, where they have no order.
+        """
         if rank >= self.rank and all(max(part.ranks) <= rank for part in self.segments):
             return self
         return replace(self, rank=min(rank, self.rank), segments=tuple(part.truncated(rank) for part in self.segments))
@@ -146,7 +149,7 @@ class Patch:
         return torch.cat([part.dense() for part in self.segments], dim=-1)
 
     def check(self, kv: Tensor, layout: Layout) -> None:
-        """Raises ShapeMismatch unless the patch fits this chunk's KV."""
+        """Raise ShapeMismatch unless the patch fits this chunk's KV."""
         self.check_bound()
         layers = layout.layers - self.first_layer
         expected = [(layers, kv.shape[1], segment.features) for segment in layout.segments]
@@ -155,7 +158,7 @@ class Patch:
             raise ShapeMismatch(f"patch factors {actual} do not fit KV {list(kv.shape)}, which needs {expected}")
 
     def check_bound(self) -> None:
-        """Raises ShapeMismatch unless the patch has its right factors."""
+        """Raise ShapeMismatch unless the patch has its right factors."""
         if not self._bound:
             raise ShapeMismatch(f"the patch must be bound to the shared basis {self.basis} first")
 
@@ -165,7 +168,7 @@ class Patch:
 
 
 def deficit(conditioned: Tensor, canonical: Tensor) -> Tensor:
-    """Δ = R(-delta)·KV(B|A) - KV(B|∅) in fp32; both arguments are already in the canonical frame (kamera.md eq. 2).
+    """Δ = R(-delta)·KV(B|A) - KV(B|∅) in fp32, both canonical already (kamera.md eq. 2).
 
     Likewise the removal deficit of a survivor, from KV(B|S) and the KV(B|A,S) that it carries (kamera.md §5).
     """
@@ -175,7 +178,7 @@ def deficit(conditioned: Tensor, canonical: Tensor) -> Tensor:
 
 
 def orderings(items: Sequence[T], count: int = ORBIT_ORDERINGS, seed: int = 0) -> list[tuple[T, ...]]:
-    """All orderings of a set if there are at most `count`, else `count` different ones, the same at every call."""
+    """All orderings of a set if at most `count`, else `count` different ones; deterministic."""
     if math.factorial(len(items)) <= count:
         return list(permutations(items))
     generator = random.Random(seed)
@@ -186,7 +189,7 @@ def orderings(items: Sequence[T], count: int = ORBIT_ORDERINGS, seed: int = 0) -
 
 
 def mean_deficit(deltas: Sequence[Tensor]) -> Tensor:
-    """The mean of deficits over orderings of one antecedent set, fp32 (kamera.md §5, orbit patch)."""
+    """Mean of deficits over orderings of one antecedent set, fp32 (kamera.md §5, orbit patch)."""
     if not deltas:
         raise ShapeMismatch("a mean needs at least one deficit")
     total = torch.zeros_like(deltas[0], dtype=torch.float32)
@@ -198,7 +201,7 @@ def mean_deficit(deltas: Sequence[Tensor]) -> Tensor:
 
 
 def remainder(delta: Tensor, patch: Patch) -> Tensor:
-    """Δ - U Vᵀ, fp32 [layers, tokens, features]: what an update must add to a patch formed behind another set."""
+    """Δ - U Vᵀ, fp32 [layers, tokens, features]: what an update must add to another set's patch."""
     left = delta.float().clone()
     covered = left[patch.first_layer :]
     if covered.shape[:2] != (len(patch.segments[0].ranks), patch.tokens):
@@ -208,7 +211,7 @@ def remainder(delta: Tensor, patch: Patch) -> Tensor:
 
 
 def first_patched_layer(depth: float, layers: int) -> int:
-    """Where a patch begins that covers the deepest share `depth` of the layers, rounded up to whole layers."""
+    """First layer of a patch that covers the deepest share `depth` of the layers (rounded up)."""
     if not 0.0 < depth <= 1.0:
         raise ShapeMismatch(f"depth must lie in (0, 1], not {depth}")
     return min(int(layers * (1.0 - depth) + 1e-9), layers - 1)
@@ -226,7 +229,7 @@ def form_patch(
     basis: SharedBasis | None = None,
     spread: bool = False,
 ) -> Patch:
-    """The truncated SVD factors of a deficit [layers, tokens, features], every layer and segment.
+    """Factor a deficit [layers, tokens, features] by truncated SVD, per layer and segment.
 
     `rank`: factors per layer and segment, capped at min(tokens, features_s); None keeps full rank, exactly.
     `energy`: as few factors, up to `rank`, as keep this share of a segment's squared norm.
@@ -309,5 +312,5 @@ def _sum_of_coefficients(parts: Sequence[Directions]) -> Directions:
 
 
 def set_kind(predecessors: int) -> PatchKind:
-    """The kind of patch that serves a set of so many predecessors in any order: one predecessor makes a pair."""
+    """Patch kind for a set of so many predecessors in any order: one predecessor makes a pair."""
     return PatchKind.pair if predecessors == 1 else PatchKind.orbit

@@ -1,4 +1,6 @@
-"""Rotary position embedding as an operator: R(delta) moves keys from position p to p + delta (kamera.md §3).
+"""Rotary position embedding as an operator: R(delta) moves keys from p to p + delta.
+
+See kamera.md §3.
 
 RoPE composes, R(a) R(b) = R(a + b), so moving a cached key needs the distance only, never the position. Angles are
 computed in fp64 (delta reaches 10^5, the fastest frequency is 1 rad per position), the rotation in fp32, and the result
@@ -20,7 +22,7 @@ RotaryStyle = Literal["neox", "interleaved"]
 
 @dataclass(frozen=True)
 class RotaryScheme:
-    """Which features rotate together, and how fast.
+    """Rotary layout: pairs of features that rotate together, and their frequencies.
 
     `inverse_frequencies`: radians per position, fp64, one per rotated pair (rotary_dim / 2 values).
     `style`: "neox" pairs feature i with i + rotary_dim/2; "interleaved" pairs 2i with 2i + 1.
@@ -43,7 +45,7 @@ class RotaryScheme:
 
     @property
     def rotary_dim(self) -> int:
-        """How many leading features of a head rotate; any features after them pass unchanged."""
+        """Number of leading features of a head that rotate; any after them pass unchanged."""
         return 2 * len(self.inverse_frequencies)
 
     def rotation(self, delta: int | float, device: torch.device | str) -> tuple[Tensor, Tensor]:
@@ -62,7 +64,9 @@ class RotaryScheme:
 
 
 def rotate(x: Tensor, delta: int | float, scheme: RotaryScheme, out: Tensor | None = None) -> Tensor:
-    """R(delta) x for x [..., width], fp32 maths rounded once to x.dtype; delta = 0 gives x's values bit for bit.
+    """R(delta) x for x [..., width], fp32 maths rounded once to x.dtype.
+
+    With delta = 0 the values are x's, bit for bit.
 
     `out`: where to write, same shape and dtype; it may be x itself, but must not otherwise overlap x.
     """
@@ -91,7 +95,7 @@ def rotate_(x: Tensor, delta: int | float, scheme: RotaryScheme) -> Tensor:
 
 
 def turns_evenly(table: Tensor, frequencies: Tensor) -> bool:
-    """Whether a table [positions, rotary_dim] of cosines and then sines turns by a fixed angle per position.
+    """True if a table [positions, rotary_dim] of cos, sin turns by a fixed angle per position.
 
     It may be multiplied by a constant, and is rounded to its dtype, its angles to fp32. `frequencies`: radians per
     position, fp64.

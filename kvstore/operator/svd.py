@@ -50,7 +50,7 @@ def factor(delta: Tensor, rank: int | None = None, energy: float | None = None) 
 
 
 def spread_factors(segments: Sequence[Tensor], rank: int | None, energy: float | None, itemsize: int) -> list[Factors]:
-    """Factors of all segments [layers, tokens, features_s], kept where they hold most energy for their bytes.
+    """Factors [layers, tokens, features_s] of all segments, kept by energy per byte.
 
     The first layer gets next to none: its KV follows from the token alone, so its deficit is rounding, in every model.
 
@@ -79,7 +79,7 @@ def spread_factors(segments: Sequence[Tensor], rank: int | None, energy: float |
 
 
 def _most_for_their_bytes(gains: Sequence[Tensor], prices: Sequence[int], budget: float, needed: float) -> list[Tensor]:
-    """How many directions [layers] of each segment to keep: those with the largest gain per byte.
+    """Number of directions [layers] to keep per segment: those with the largest gain per byte.
 
     `gains`: per segment, what each direction [layers, rank] keeps of the squared norm, falling; `prices`: bytes of a
     direction of each segment; `budget`: bytes in all; `needed`: of the gains, where fewer bytes are enough.
@@ -108,7 +108,7 @@ def squared_norm(delta: Tensor) -> float:
 
 
 def _energies(vectors: Tensor) -> Tensor:
-    """Squared norm of every column of [layers, m, n]: [layers, n] fp64, without another tensor of that size."""
+    """Squared column norms of [layers, m, n]: [layers, n] fp64, without a temporary."""
     return torch.linalg.vector_norm(vectors, dim=1).double().square()
 
 
@@ -121,7 +121,7 @@ def _ordered(delta: Tensor, rank: int, energy: float | None = None) -> Factors:
 
 
 def project(delta: Tensor, directions: Tensor, energy: float | None = None) -> Factors:
-    """The best factors of `delta` [layers, m, n] on given orthonormal directions [layers, n, r], strongest first.
+    """Best factors of `delta` [layers, m, n] on directions [layers, n, r], strongest first.
 
     With `energy`, on as few of them as keep that share of the squared norm, or on all.
     """
@@ -135,7 +135,10 @@ def project(delta: Tensor, directions: Tensor, energy: float | None = None) -> F
 
 
 def leading_directions(tall: Tensor, rank: int) -> Tensor:
-    """The `rank` leading right singular vectors [layers, n, rank] of `tall` [layers, m, n], m >= n, strongest first."""
+    """The `rank` leading right singular vectors [layers, n, rank] of `tall` [layers, m, n].
+
+    m >= n; strongest first.
+    """
     krylov = _KRYLOV_BLOCKS * (rank + _OVERSAMPLING)
     return krylov_directions(tall, rank) if 3 * krylov <= 2 * tall.shape[2] else gram_directions(tall, rank)
 
@@ -150,7 +153,9 @@ def gram_directions(tall: Tensor, rank: int) -> Tensor:
 
 
 def krylov_directions(tall: Tensor, rank: int) -> Tensor:
-    """`leading_directions` within a block Krylov space of the Gram matrix (Musco and Musco 2015, algorithm 2).
+    """`leading_directions` within a block Krylov space of the Gram matrix.
+
+    Musco and Musco 2015, algorithm 2.
 
     A subspace iteration throws its earlier iterates away; keeping them makes the same products count more than once.
     Only white noise, which no few directions describe, is found less well than it could be: by 2 % of the energy kept.
@@ -168,7 +173,7 @@ def krylov_directions(tall: Tensor, rank: int) -> Tensor:
 
 
 def _eigenvectors(symmetric: Tensor) -> Tensor:
-    """Eigenvectors of symmetric matrices [layers, n, n] fp32, those of the largest eigenvalues last.
+    """Eigenvectors of symmetric fp32 matrices [layers, n, n], largest eigenvalues last.
 
     LAPACK gives up, once in many thousand calls, on a matrix that has one eigenvalue many times over in fp32, such as
     the zeros of a deficit of low rank. In fp64 their rounding differs and they are told apart.

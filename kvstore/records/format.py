@@ -58,7 +58,7 @@ _hashers = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="k
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Record:
-    """What every record carries.
+    """Fields common to all records.
 
     `key`: 64 hex digits; `fingerprint`: of model and processor; `tenant`: who may read it; `content`: content id of
     the chunk it was derived from; `antecedents`: content ids it was conditioned on; `recompute_seconds`: what a miss
@@ -77,7 +77,7 @@ class _Record:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CanonicalRecord(_Record):
-    """KV(B|∅): `kv` [layers, tokens, features] with keys at base position 0; `token_ids` of the chunk, if known."""
+    """KV(B|∅): `kv` [layers, tokens, features], keys at base position 0; `token_ids` if known."""
 
     layout: Layout
     kv: Tensor
@@ -95,7 +95,7 @@ class CanonicalRecord(_Record):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PatchRecord(_Record):
-    """A patch of the canonical with key `canonical`, formed behind the antecedents with key `antecedent`.
+    """A patch of canonical `canonical`, formed behind the antecedents with key `antecedent`.
 
     `prefix` names the fixed prefix among these (`kvstore.catalog.index.prefix_key`). A patch on a shared basis is
     stored without the basis' directions, and read back unbound (`Patch.bind`).
@@ -114,7 +114,10 @@ class PatchRecord(_Record):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EmbeddingRecord(_Record):
-    """A chunk's vision embeddings [tokens, hidden] (Qwen3-VL: hidden · (1 + deepstack levels) columns)."""
+    """A chunk's vision embeddings [tokens, hidden].
+
+    Qwen3-VL: hidden · (1 + deepstack levels) columns.
+    """
 
     embeddings: Tensor
 
@@ -125,7 +128,10 @@ class EmbeddingRecord(_Record):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BasisRecord(_Record):
-    """A shared basis of the model, under its version as key. It belongs to no tenant: `tenant` is empty."""
+    """A shared basis of the model, under its version as key.
+
+    It belongs to no tenant: `tenant` is empty.
+    """
 
     layout: Layout
     basis: SharedBasis
@@ -151,7 +157,7 @@ def kind_of(record: Record) -> RecordKind:
 
 
 def encode_parts(record: Record) -> list[pa.Buffer]:
-    """The record as the bytes of one file, in pieces to be written one after another.
+    """Encode the record as one file, in pieces to be written one after another.
 
     A layer that lies contiguous on the host is not copied: its piece is a view of the record's tensor. Raises
     ShapeMismatch for a dtype that the format does not store.
@@ -192,7 +198,9 @@ def decode(
     read: ReadThrough | None = None,
     arrived: Arrived | None = None,
 ) -> Record:
-    """The record in `buffer`, its tensors zero-copy views of it. Raises CorruptRecord if anything is not as expected.
+    """The record in `buffer`, its tensors zero-copy views of it.
+
+    Raises CorruptRecord if anything is not as expected.
 
     Args:
         verify: False skips the layers' digests (the frame, a few KiB, is always checked).
@@ -236,14 +244,20 @@ def decode(
 
 
 def read_metadata(buffer: pa.Buffer | bytes) -> dict[str, Any]:
-    """The record's JSON document, after checking the frame. Reads no tensor bytes. Raises CorruptRecord."""
+    """The record's JSON document, after checking the frame; reads no tensor bytes.
+
+    Raises CorruptRecord.
+    """
     buffer = buffer if isinstance(buffer, pa.Buffer) else pa.py_buffer(buffer)
     check_frame(buffer, find_seal(buffer))
     return _read_document(buffer, {})
 
 
 def layer_checks(buffer: pa.Buffer | bytes) -> list[tuple[str, bool]]:
-    """Every layer's recorded checksum and whether its bytes match. Raises CorruptRecord if the frame is damaged."""
+    """Recorded checksum of every layer, and whether its bytes match.
+
+    Raises CorruptRecord if the frame is damaged.
+    """
     buffer = buffer if isinstance(buffer, pa.Buffer) else pa.py_buffer(buffer)
     seal, view = find_seal(buffer), memoryview(buffer)
     check_frame(buffer, seal)
@@ -306,7 +320,7 @@ def _document_of(record: Record) -> dict[str, Any]:
 
 
 def _layer_bytes(parts: Sequence[Tensor], layer: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """One layer of all parts as flat contiguous bytes on the host; a view where the parts allow it."""
+    """One layer of all parts as flat contiguous host bytes; a view where the parts allow it."""
     flat = [part[layer].detach().cpu().contiguous().view(-1).view(torch.uint8) for part in parts]
     return (flat[0] if len(flat) == 1 else torch.cat(flat)).numpy()
 
@@ -334,7 +348,10 @@ def _digest(chunks: Iterable[Any]) -> str:
 
 
 def _read_document(buffer: pa.Buffer, expected: Mapping[str, str], head: int | None = None) -> dict[str, Any]:
-    """The JSON document of a file, from its checked footer, or from its first `head` bytes. Raises CorruptRecord."""
+    """The JSON document of a file, from its checked footer, or from its first `head` bytes.
+
+    Raises CorruptRecord.
+    """
     try:
         if head is None:
             schema = pa.ipc.open_file(buffer).schema
@@ -354,7 +371,7 @@ def _read_document(buffer: pa.Buffer, expected: Mapping[str, str], head: int | N
 
 
 def _layer_digests(buffer: pa.Buffer, seal: Seal) -> list[str]:
-    """The digests of the layers as they are."""
+    """Digests of the layers' actual bytes."""
     view = memoryview(buffer)
     layers = [[view[start:end]] for start, end in seal.spans()]
     if len(view) >= _THREADED_BYTES:
@@ -368,7 +385,7 @@ def _layer_digests(buffer: pa.Buffer, seal: Seal) -> list[str]:
 
 
 def _compare(found: Sequence[str], listed: Sequence[str], first: int = 0) -> None:
-    """Raises CorruptRecord unless the digests of the layers from `first` on are the ones listed for them."""
+    """Raise CorruptRecord unless the digests of the layers from `first` on are as listed."""
     if len(found) != len(listed):
         raise CorruptRecord("the record does not list one checksum per layer")
     for layer, (digest, expected) in enumerate(zip(found, listed, strict=True), first):
@@ -380,7 +397,7 @@ def _compare(found: Sequence[str], listed: Sequence[str], first: int = 0) -> Non
 
 
 def _views(buffer: pa.Buffer, seal: Seal, document: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Every part as a view [layers, ...] of the buffer: one layer's numbers after another, at a constant stride."""
+    """Every part as a view [layers, ...] of the buffer, at a constant stride per layer."""
     described = [(name, tuple(map(int, shape)), _DTYPE_NAMES[dtype]) for name, shape, dtype in document["parts"]]
     sizes = [math.prod(shape) * dtype.itemsize for _, shape, dtype in described]
     if sum(sizes) != seal.size or seal.layers != document["layers"]:

@@ -1,4 +1,4 @@
-"""Names of things: content ids and the keys under which canonicals, patches and embeddings are stored.
+"""Content ids, and the keys under which canonicals, patches and embeddings are stored.
 
 Every key is the BLAKE3 digest, as 64 hex digits, of a domain string and length-prefixed fields, so that no two
 different lists of fields share bytes and no key of one kind equals a key of another.
@@ -57,7 +57,7 @@ def content_id(data: bytes, salt: bytes = b"") -> str:
 
 
 def owned_content_id(data: bytes, owner: str, secret: bytes = b"") -> str:
-    """Content id of bytes that a tenant, or the dynamic library, owns; equal bytes of two owners share nothing.
+    """Content id of bytes that a tenant, or the dynamic library, owns; owners share nothing.
 
     A reference's says of itself that it is shared, so whoever stores what derives from it knows the owner (`owner_of`).
     """
@@ -66,22 +66,25 @@ def owned_content_id(data: bytes, owner: str, secret: bytes = b"") -> str:
 
 
 def is_shared(content: str) -> bool:
-    """Whether a content id is a reference's."""
+    """True if a content id is a reference's."""
     return content.startswith(_SHARED)
 
 
 def owner_of(tenant: str, *contents: str) -> str:
-    """Who owns what a request of `tenant` derives from these contents and nothing else: all, if all are references."""
+    """Owner of data derived from these contents alone: everyone, if all are references."""
     return DYNAMIC_TENANT if contents and all(map(is_shared, contents)) else tenant
 
 
 def canonical_key(fingerprint: str, content: str, delimiters: Sequence[int], dtype: str) -> str:
-    """Key of KV(B|∅). `fingerprint` covers the model and its processor settings; `delimiters` are token ids."""
+    """Key of KV(B|∅).
+
+    `fingerprint` covers the model and its processor settings; `delimiters` are token ids.
+    """
     return _digest("canonical", (fingerprint.encode(), content.encode(), _integers(delimiters), dtype.encode()))
 
 
 def antecedent_key(prefix_tokens: Sequence[int], antecedents: Sequence[str], ordered: bool) -> str:
-    """Key of what stands before a chunk: the fixed prefix's token ids and the antecedent chunks' ids.
+    """Key of a chunk's antecedents: the fixed prefix's token ids and the chunks' ids.
 
     `ordered=False` (orbit and composed patches) makes every ordering of the same antecedents equal.
     """
@@ -101,8 +104,11 @@ def patch_key(
     factors: str = "model",
     spread: bool = False,
 ) -> str:
-    """Key of a patch. `kind` is a `PatchKind` or its value; rank None stands for full rank; `basis` is a version;
-    `factors` is a `FactorType` or its value."""
+    """Key of a patch.
+
+    `kind` is a `PatchKind` or its value; rank None stands for full rank; `basis` is a version; `factors` is a
+    `FactorType` or its value.
+    """
     size = "full" if rank is None else str(rank)
     # Only what differs from the first form is written, so that adding a field leaves all other keys as they were.
     size += "" if energy is None else f" energy {energy!r}"

@@ -1,4 +1,4 @@
-"""The form that a deployment keeps its patches in: how much of a deficit, as what, under which key, in how many bytes.
+"""Patch form of a deployment: rank, precision and sharing of factors, keys and sizes.
 
 | form | stored per patch | per model |
 |---|---|---|
@@ -27,7 +27,7 @@ from kvstore.settings import FactorType
 
 
 class Footprint(NamedTuple):
-    """Bytes of a patch: `own` for every patch, `shared` once per model, `canonical` of the KV that it patches."""
+    """Bytes of a patch: `own` each, `shared` once per model, `canonical` of the KV it patches."""
 
     own: int
     shared: int
@@ -40,7 +40,7 @@ class Footprint(NamedTuple):
 
 @dataclass(frozen=True)
 class PatchForm:
-    """How `kvstore.operator.patch.form_patch` forms patches; part of a patch's key."""
+    """Parameters of `kvstore.operator.patch.form_patch`; part of a patch's key."""
 
     rank: int | None = 32
     energy: float | None = None
@@ -66,7 +66,7 @@ class PatchForm:
         return first if self.basis is None else max(first, self.basis.first_layer)
 
     def footprint(self, tokens: int, layout: Layout, dtype: torch.dtype, parts: int = 1) -> Footprint:
-        """Bytes of a patch for a chunk of `tokens` tokens; with `energy` or `spread`, at most so many.
+        """Bytes of a patch for a chunk of `tokens` tokens; an upper bound with `energy` or `spread`.
 
         `parts`: of how many patches a composed one consists. The kind makes no other difference.
         """

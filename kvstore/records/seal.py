@@ -1,4 +1,6 @@
-"""The seal of a record's file: where the layers' bytes lie, and a digest of all other bytes, before anything is parsed.
+"""Seal of a record's file: offsets of the layers and a digest of all other bytes.
+
+It is checked before anything is parsed.
 
 Arrow repeats the schema, and with it the seal, in the footer; the digest covers both copies with its own digits left
 out. `Frame` collects the bytes around the layers while Arrow writes a file.
@@ -28,7 +30,7 @@ _HEAD_BYTES = 1 << 16  # where the first copy of the seal is looked for before t
 
 @dataclass(frozen=True)
 class Seal:
-    """Where the layers' bytes lie in the file, and the digest of all other bytes."""
+    """Offsets of the layers' bytes in the file, and the digest of all other bytes."""
 
     first: int  # offset of layer 0
     stride: int  # from one layer's first byte to the next one's
@@ -55,7 +57,10 @@ def blank_seal(layers: int) -> bytes:
 
 
 class Frame:
-    """A file for Arrow to write into. It keeps everything but the layers' bodies, which stay where they are."""
+    """A file for Arrow to write into.
+
+    It keeps everything but the layers' bodies, which stay where they are.
+    """
 
     closed = False
 
@@ -86,7 +91,7 @@ class Frame:
 
 
 def fill_seals(frame: Frame, bodies: Sequence[pa.Buffer]) -> None:
-    """Fills in both copies of the seal: Arrow repeats the schema in the footer."""
+    """Fill in both copies of the seal: Arrow repeats the schema in the footer."""
     starts, size = frame.starts, bodies[0].size
     stride = starts[1] - starts[0] if len(starts) > 1 else size
     if len(starts) != len(bodies) or any(start != starts[0] + i * stride for i, start in enumerate(starts)):
@@ -105,13 +110,15 @@ def fill_seals(frame: Frame, bodies: Sequence[pa.Buffer]) -> None:
 
 
 def read_all(read: ReadThrough, start: int, end: int) -> None:
-    """Waits until bytes have come in."""
+    """Wait until bytes have come in."""
     for _ in read(start, end):
         pass
 
 
 def find_seal(buffer: pa.Buffer, read: ReadThrough | None = None) -> Seal:
-    """The seal at the file's start, not checked yet but within the file's bounds. Raises CorruptRecord.
+    """The seal at the file's start, not checked yet but within the file's bounds.
+
+    Raises CorruptRecord.
 
     `read` brings what comes before the layers, and more only if the seal is not where it should be.
     """
@@ -134,7 +141,7 @@ def find_seal(buffer: pa.Buffer, read: ReadThrough | None = None) -> Seal:
 
 
 def check_frame(buffer: pa.Buffer, seal: Seal) -> None:
-    """Checks everything but the layers against the seal. Raises CorruptRecord."""
+    """Check everything but the layers against the seal. Raises CorruptRecord."""
     view = memoryview(buffer)
     places = _seal_places(buffer, seal)
     if any(bytes(view[place : place + len(seal.text())]) != seal.text() for place in places):
@@ -144,7 +151,10 @@ def check_frame(buffer: pa.Buffer, seal: Seal) -> None:
 
 
 def _seal_places(buffer: pa.Buffer, seal: Seal) -> tuple[int, int]:
-    """Offsets of the two copies of the seal: Arrow repeats the schema in the footer. Raises CorruptRecord."""
+    """Offsets of the two copies of the seal: Arrow repeats the schema in the footer.
+
+    Raises CorruptRecord.
+    """
     view = memoryview(buffer)
     before = bytes(view[: seal.first]).find(_SEAL_MARK)
     after = bytes(view[seal.end :]).find(_SEAL_MARK)
@@ -154,7 +164,10 @@ def _seal_places(buffer: pa.Buffer, seal: Seal) -> tuple[int, int]:
 
 
 def _frame_digest(around: Iterable[memoryview], size: int) -> str:
-    """BLAKE3 over the file's size and `around`: all its bytes but the layers' and the digits of the seals' digests."""
+    """BLAKE3 over the file's size and `around`.
+
+    `around`: all bytes but the layers' and the digits of the seals' digests.
+    """
     hasher = blake3(derive_key_context="orbitserve 2026 record frame v1")
     hasher.update(size.to_bytes(8, "little"))
     for part in around:
@@ -163,7 +176,7 @@ def _frame_digest(around: Iterable[memoryview], size: int) -> str:
 
 
 def _around(view: memoryview, seal: Seal, places: tuple[int, int]) -> Iterator[memoryview]:
-    """What the frame digest covers, of a whole file whose seals are at `places`."""
+    """Byte ranges the frame digest covers, of a whole file whose seals are at `places`."""
     digits = len(seal.text()) - _DIGEST_END
     position = 0
     for start, end in sorted([*((place + digits, place + digits + 64) for place in places), *seal.spans()]):

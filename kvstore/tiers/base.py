@@ -1,11 +1,12 @@
-"""Storage tiers: named blobs, nothing more. What the blobs mean is the library's business (`kvstore.library`).
+"""The contract of storage tiers: named blobs, whose meaning only `kvstore.library` knows.
 
-| tier | backing | read | write |
-|---|---|---|---|
-| MemoryTier | a dictionary | the stored buffer itself | the buffer itself |
-| DiskTier (`kvstore.tiers.disk`) | a directory, shared by processes of a node | memory map | temporary name, rename |
-| FsspecTier | any fsspec file system (`gs://`, `memory://`, ...) | one GET | one PUT |
-| S3Tier (`kvstore.tiers.s3`) | `s3://` | one GET, parallel ranges if large | one PUT |
+| tier | module | backing | read | write |
+|---|---|---|---|---|
+| MemoryTier | memory | a dictionary | the stored buffer itself | the buffer itself |
+| DiskTier | disk | a directory, shared by processes of a node | memory map | temporary name, rename |
+| RayTier | ray | object stores of a Ray cluster | shared memory of the node | one object |
+| FsspecTier | fsspec | any fsspec file system (`gs://`, `memory://`, ...) | one GET | one PUT |
+| S3Tier | s3 | `s3://` | one GET, parallel ranges if large | one PUT |
 
 A key is a relative path of plain names joined by "/". Every tier passes `tests/tier_conformance.py`.
 """
@@ -25,7 +26,6 @@ from kvstore.errors import InvalidKey, TierUnavailable
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
 _KEY = re.compile(rf"{_NAME}(?:/{_NAME})*")
 QUARANTINE = "quarantine/"
-_ASKING = 16  # look-ups at once, of a file system that cannot be asked for several
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,9 @@ def check_key(key: str) -> str:
 
 
 class Tier(ABC):
-    """The contract. All methods may be called from any thread and raise InvalidKey or TierUnavailable, nothing else.
+    """The contract of a storage tier.
+
+    All methods may be called from any thread and raise InvalidKey or TierUnavailable, nothing else.
 
     A reader sees a blob either whole or not at all, also while it is written, replaced or deleted.
     """
@@ -70,7 +72,7 @@ class Tier(ABC):
 
     @abstractmethod
     def get(self, key: str) -> pa.Buffer | None:
-        """The blob, read-only and valid for as long as the buffer is held, even if it is deleted; None if absent."""
+        """The blob, read-only, or None; valid while the buffer is held, even if it is deleted."""
 
     def open(self, key: str) -> Blob | None:
         """The blob, for a caller that reads all of it once, as one that verifies checksums does."""
@@ -79,14 +81,22 @@ class Tier(ABC):
 
     @abstractmethod
     def put(self, key: str, buffers: Sequence[pa.Buffer]) -> None:
-        """Stores the concatenated buffers, replacing what was there. The caller must not change them afterwards."""
+        """Store the concatenated buffers, replacing what was there.
+
+        The caller must not change them afterwards.
+        """
 
     @abstractmethod
     def delete(self, key: str) -> bool:
-        """Removes the blob. True if there was one. (An object store that cannot tell answers by looking first.)"""
+        """Remove the blob. True if there was one.
+
+        An object store that cannot tell answers by looking first.
+        """
 
     def delete_all(self, keys: Collection[str]) -> int:
-        """Removes blobs, in any order. How many there were; of a tier that would have to look first, how many keys.
+        """Remove blobs, in any order.
+
+        How many there were; of a tier that would have to look first, how many keys.
 
         Tiers for which that is worth it remove many at once. Raises TierUnavailable if any may be left.
         """
@@ -94,10 +104,12 @@ class Tier(ABC):
 
     @abstractmethod
     def contains(self, key: str) -> bool:
-        """Whether the blob exists. Reads no data."""
+        """True if the blob exists. Reads no data."""
 
     def stored(self, keys: Collection[str]) -> set[str]:
-        """Those of the keys that have a blob. Tiers for which that is worth it ask for all of them at once.
+        """The keys that have a blob.
+
+        Tiers for which that is worth it ask for all of them at once.
 
         Raises TierUnavailable if it could not be told of all; what was `found` is told with it.
         """
@@ -120,7 +132,10 @@ class Tier(ABC):
 
     @abstractmethod
     def entries(self, prefix: str = "") -> Iterator[Entry]:
-        """Every blob whose key starts with `prefix`, in no order; blobs written meanwhile may or may not appear."""
+        """Every blob whose key starts with `prefix`, in no order.
+
+        Blobs written meanwhile may or may not appear.
+        """
 
     def keys(self, prefix: str = "") -> Iterator[str]:
         """The keys that start with `prefix`, in no order."""
@@ -131,10 +146,10 @@ class Tier(ABC):
         return sum(entry.size for entry in self.entries(prefix))
 
     def touch(self, key: str) -> None:  # noqa: B027 (a tier that cannot tell recency may do nothing)
-        """Marks the blob as used now, where the tier can."""
+        """Mark the blob as used now, where the tier can."""
 
     def quarantine(self, key: str) -> bool:
-        """Moves a bad blob aside, under `quarantine/`, so that nobody reads it again. True if there was one."""
+        """Move a bad blob aside, under `quarantine/`, out of readers' sight. True if there was one."""
         buffer = self.get(key)
         if buffer is None:
             return False
@@ -143,7 +158,7 @@ class Tier(ABC):
 
 
 class Guard:
-    """Turns a backend's errors into TierUnavailable; `kvstore`'s own pass unchanged."""
+    """Context manager: turn a backend's errors into TierUnavailable; pass `kvstore`'s own."""
 
     def __init__(
         self,

@@ -20,7 +20,9 @@ _VIEWS_PER_CALL = os.sysconf("SC_IOV_MAX")
 
 
 class DiskTier(Tier):
-    """Blobs as files below `root`. Renames make writes atomic, so processes share a root without a common lock.
+    """Blobs as files below `root`.
+
+    Renames make writes atomic, so processes share a root without a common lock.
 
     A writer holds an advisory lock on its temporary file for as long as it lives; a temporary file that nobody
     holds was left by a writer that died, and is removed when a tier is opened. So the death of a process at any moment
@@ -110,8 +112,10 @@ class DiskTier(Tier):
             return True
 
     def _reader(self, file: pa.MemoryMappedFile, key: str) -> ReadThrough:
-        """Cold pages come in faster through reads than through page faults: 56 MiB, read and hashed in chunks that stay
-        in the processor's cache, took 30 ms, as long as reading alone; hashing the mapping took 49 ms.
+        """A reader for files that are not in the page cache, faster than page faults.
+
+        56 MiB, read and hashed in chunks that stay in the processor's cache, took 30 ms, as long as reading alone;
+        hashing the mapping took 49 ms.
         """
 
         def read(start: int, end: int) -> Iterator[memoryview]:
@@ -145,7 +149,7 @@ class DiskTier(Tier):
             raise
 
     def _sync_folders(self, path: Path) -> None:
-        """Makes what was renamed or removed below the root survive a power cut, where that is asked for."""
+        """Make renames and removals below the root survive a power cut, if the tier is durable."""
         if not self.durable:
             return
         for folder in path.relative_to(self.root).parents:
@@ -157,7 +161,7 @@ class DiskTier(Tier):
                     os.close(descriptor)
 
     def _sweep(self) -> None:
-        """Removes temporary files whose writer is dead."""
+        """Remove temporary files whose writer is dead."""
         for temporary in self._partial.iterdir():
             with suppress(FileNotFoundError, BlockingIOError), temporary.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -185,7 +189,7 @@ class DiskTier(Tier):
 
 
 def _in_page_cache(descriptor: int, size: int) -> bool:
-    """Whether samples of a file can be read without waiting for a disk."""
+    """True if samples of a file can be read without waiting for a disk."""
     try:
         for place in (0, size // 2, size - 1):
             os.preadv(descriptor, [bytearray(1)], place, os.RWF_NOWAIT)

@@ -1,4 +1,4 @@
-"""Bounds: what leaves a full cache or tier first.
+"""Eviction: bounds on the bytes of a cache or tier, and the order in which records leave.
 
 A record's worth is the recompute seconds it saves per byte, over how long it lay idle. Records in use never leave
 memory; a mapped file that another process deletes stays readable until its last user lets go.
@@ -18,9 +18,8 @@ logger = logging.getLogger(__name__)
 
 # A prefill of 1,088 tokens of 16 KiB KV each took 0.83 s (ENGINE_NOTES): what a record of unknown cost is taken for.
 DEFAULT_SECONDS_PER_BYTE = 5e-8
-_LOW_WATER = 0.9  # evicting down to this share amortises the scan
+LOW_WATER = 0.9  # evicting down to this share amortises the scan
 _ROOM = 0.8  # a tier this full, as scanned, still has the price of what it evicted last
-_ANNOUNCE_SECONDS = 60.0  # a tier learns within this time that memory still answers for a record
 AT_ONCE = 64  # records deleted together
 _FREE = 0.05  # share of a limit that is kept for what other processes have written since this one looked
 
@@ -45,7 +44,7 @@ class Candidate:
 
 
 class TierBudget:
-    """Keeps one tier within its bytes, in all and per tenant. Used by one writer thread.
+    """Byte limits of one tier, in all and per tenant. Used by one writer thread.
 
     `survey` turns the tier's entries into candidates. `writers` processes may each keep a budget over one tier. None
     sees what the others write between two scans, so each scans again before its own writes since its last one reach
@@ -76,7 +75,9 @@ class TierBudget:
         self._since_scan: int | None = None  # bytes written since the last scan; None: not scanned yet
 
     def make_room(self, tenant: str, size: int) -> bool:
-        """Evicts until `size` more bytes of `tenant` fit. False if they cannot; then nothing should be written.
+        """Evict until `size` more bytes of `tenant` fit.
+
+        False if they cannot; then nothing should be written.
 
         Raises TierUnavailable if the tier cannot be listed or does not delete.
         """
@@ -94,13 +95,12 @@ class TierBudget:
             pool = [c for c in candidates if not c.pinned and (whose is None or c.tenant == whose)]
             if sum(c.size for c in pool) < excess:
                 return False
-            self._prices[whose] = self._evict(pool, excess + int(limit * (1 - _LOW_WATER)))
+            self._prices[whose] = self._evict(pool, excess + int(limit * (1 - LOW_WATER)))
             candidates = self._scan()
         return not any(self._excess(whose, size) for _, whose in limits)
 
     def price(self, tenant: str) -> float:
-        """What a byte of a tenant's next record costs: the `worth` of the best record that went for one; 0: there is
-        room."""
+        """Admission threshold of a tenant's next record: `worth` of the best one evicted; 0 if room."""
         return max(self._prices.get(None, 0.0), self._prices.get(tenant, 0.0))
 
     def wrote(self, tenant: str, size: int) -> None:
@@ -114,7 +114,7 @@ class TierBudget:
         return (self.nbytes, self._limit) if whose is None else (self._tenants.get(whose, 0), self._tenant_limit)
 
     def _excess(self, whose: str | None, size: int) -> int:
-        """By how many bytes a limit (see `_held`) would be passed with `size` more."""
+        """Bytes by which a limit (see `_held`) would be passed with `size` more."""
         held, limit = self._held(whose)
         return 0 if limit is None else max(0, held + size - limit)
 
@@ -133,7 +133,7 @@ class TierBudget:
         return candidates
 
     def _evict(self, pool: list[Candidate], target: int) -> float:
-        """Evicts the least worthy until `target` bytes are freed; returns the worth of the last one."""
+        """Evict the least worthy until `target` bytes are freed; returns the worth of the last one."""
         now, freed = time.time(), 0
 
         def order(c: Candidate) -> tuple[bool, float]:
@@ -153,7 +153,7 @@ class TierBudget:
 
 
 def delete_records(tier: Tier, records: Mapping[str, Collection[str]]) -> int:
-    """Deletes records, and the markers of each after it: deleting by content must overlook none.
+    """Delete records, and the markers of each after it: deleting by content must overlook none.
 
     A marker stays if its record is back: another process has put it meanwhile. Returns what `Tier.delete_all` does of
     the records. Raises TierUnavailable; then some may be left.

@@ -1,4 +1,4 @@
-"""Wrappers around a tier that make it fail, stall or be slow on purpose, for tests and benchmarks.
+"""Wrappers that make a tier fail, stall or be slow on purpose, for tests and benchmarks.
 
 | wrapper | what it adds |
 |---|---|
@@ -31,7 +31,7 @@ class WrappedTier(Tier):
         self.calls: list[tuple[str, str]] = []
 
     def before(self, action: str, key: str) -> None:
-        """Runs ahead of every call."""
+        """Run ahead of every call."""
         self.calls.append((action, key))
 
     def get(self, key: str) -> pa.Buffer | None:
@@ -64,7 +64,7 @@ class WrappedTier(Tier):
 
 
 class FaultyTier(WrappedTier):
-    """Raises TierUnavailable for the actions named in `failing`, a set that may change at any time."""
+    """Tier that raises TierUnavailable for the actions in `failing`, a set that may change."""
 
     def __init__(self, inner: Tier, *failing: str) -> None:
         super().__init__(inner)
@@ -77,7 +77,10 @@ class FaultyTier(WrappedTier):
 
 
 class HeldTier(WrappedTier):
-    """Holds the actions named in `held` until `release` is set, at most ten seconds; `entered` tells that one waits."""
+    """Tier that blocks the actions in `held` until `release` is set, at most ten seconds.
+
+    `entered` tells that one waits.
+    """
 
     def __init__(self, inner: Tier, *held: str) -> None:
         super().__init__(inner)
@@ -93,7 +96,7 @@ class HeldTier(WrappedTier):
 
 
 class SlowTier(WrappedTier):
-    """A tier behind a network: every call costs `latency_s`, every blob its size over `bytes_per_s`.
+    """Tier with a network's delay: `latency_s` per call, size over `bytes_per_s` per blob.
 
     Latencies of concurrent calls overlap; they share one link fairly, a packet each. `bytes_per_s` None: unbounded.
     """
@@ -137,12 +140,12 @@ class SlowTier(WrappedTier):
         super().put(key, buffers)
 
     def _transfer(self, nbytes: int) -> None:
-        """Waits until `nbytes` have passed over the link."""
+        """Wait until `nbytes` have passed over the link."""
         for first in range(0, nbytes, self._PACKET_BYTES):
             self._pass(min(self._PACKET_BYTES, nbytes - first))
 
     def _pass(self, nbytes: int) -> None:
-        """Waits for the link's turn and for one packet to pass."""
+        """Wait for the link's turn and for one packet to pass."""
         if self.bytes_per_s is None:
             return
         with self._lock:

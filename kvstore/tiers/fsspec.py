@@ -12,13 +12,15 @@ import fsspec
 import pyarrow as pa
 
 from kvstore.errors import TierUnavailable
-from kvstore.tiers.base import _ASKING, Entry, Guard, Tier, check_key
+from kvstore.tiers.base import Entry, Guard, Tier, check_key
+
+_ASKING = 16  # look-ups at once: fsspec cannot ask for several
 
 
 class FsspecTier(Tier):
-    """Blobs on any fsspec file system; `url` names the root, such as `gs://bucket/prefix`. One PUT per blob.
+    """Blobs on any fsspec file system; `url` names the root, such as `gs://bucket/prefix`.
 
-    Local paths belong to `DiskTier` (see `tier_for_url`): fsspec does not write them atomically.
+    One PUT per blob. Local paths belong to `DiskTier` (see `tier_for_url`): fsspec does not write them atomically.
     """
 
     tells_use = False
@@ -95,7 +97,7 @@ class FsspecTier(Tier):
 
 
 def _modified(info: Mapping[str, Any]) -> float:
-    """Last modification in Unix seconds, however the file system calls it; 0 where it does not say."""
+    """Last modification in Unix seconds, by any of the names in use; 0 if unknown."""
     for name in ("LastModified", "mtime", "created", "last_modified", "updated"):
         value = info.get(name)
         if isinstance(value, int | float):

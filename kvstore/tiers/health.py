@@ -1,4 +1,4 @@
-"""When a tier is left alone: after failures in a row, and while questions that it does not answer take all places."""
+"""Circuit breakers of a tier: pauses after failures, and bounds on questions in flight."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import time
 
 
 class Breaker:
-    """Leaves a tier alone for a while after several failures in a row; after that, until it succeeds, after each."""
+    """Circuit breaker: open for a while after several failures in a row.
+
+    After that pause every further failure opens it again, until the tier succeeds.
+    """
 
     def __init__(self, failures: int, cooldown_s: float) -> None:
         self._allowed = failures
@@ -16,23 +19,23 @@ class Breaker:
         self._until = 0.0
 
     @property
-    def open(self) -> bool:
-        """Whether the tier is left alone."""
+    def is_open(self) -> bool:
+        """True while the tier must not be asked."""
         return time.monotonic() < self._until
 
     def succeeded(self) -> None:
-        """The tier did what it was asked for."""
+        """Count a success: the failures in a row end."""
         self._failures = 0
 
     def failed(self) -> None:
-        """The tier did not, or not in time."""
+        """Count a failure, or an answer that came too late."""
         self._failures += 1
         if self._failures >= self._allowed:
             self._until = time.monotonic() + self._cooldown
 
 
 class Questions:
-    """What a tier was asked and has not answered yet, `most` at once: no more threads wait for a silent one.
+    """Unanswered look-ups of a tier, `most` at once: no more threads wait for a silent one.
 
     One that has no answer after `patience_s` is late, whoever waits for it still. Thread-safe.
     """
@@ -45,7 +48,10 @@ class Questions:
         self._late: set[object] = set()
 
     def begin(self) -> object | None:
-        """A question's place, waited for until it would be late; None: there is none, at once where all are late."""
+        """Take a place, waiting for one until it would be late; None if there is none.
+
+        Returns None at once if all questions are late.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._taken < self._most or len(self._late) == self._most, self._patience)
             if self._taken >= self._most:
@@ -55,7 +61,7 @@ class Questions:
             return question
 
     def late(self) -> int:
-        """How many are late that were not when this was last called."""
+        """Number of questions that became late since the last call."""
         with self._changed:
             before = time.monotonic() - self._patience
             late = [question for question, since in self._asked.items() if since < before]
@@ -67,7 +73,7 @@ class Questions:
             return len(late)
 
     def end(self, question: object) -> bool:
-        """The question was answered, or failed. Returns whether that was before it counted as late."""
+        """Free a question's place. True if it was answered, or failed, before it counted as late."""
         with self._changed:
             self._late.discard(question)
             in_time = self._asked.pop(question, None) is not None
@@ -80,7 +86,7 @@ class Questions:
 
 
 class Health:
-    """Whether one tier is to be asked at all, and whether it takes writes. Thread-safe.
+    """Availability of one tier for reads, look-ups and writes. Thread-safe.
 
     Look-ups are counted by themselves: a tier that says what it holds may still not give it. So are writes: one that is
     full or read-only gives what it holds all the same.
@@ -97,21 +103,21 @@ class Health:
         self._hung = 0  # reads that came too late for somebody and go on
 
     @property
-    def left_alone(self) -> bool:
-        """Whether the tier failed too often just now, or all threads that could read from it hang in it."""
-        return self._hung >= self._most_reads or self.reads.open or self.look_ups.open
+    def is_suspended(self) -> bool:
+        """True after too many failures, or while all read threads hang in the tier."""
+        return self._hung >= self._most_reads or self.reads.is_open or self.look_ups.is_open
 
     @property
-    def takes_writes(self) -> bool:
-        """Whether the tier is to be given anything."""
-        return not (self.left_alone or self.writes.open)
+    def accepts_writes(self) -> bool:
+        """True if the tier may be written to."""
+        return not (self.is_suspended or self.writes.is_open)
 
     def read_hangs(self) -> None:
-        """A read came too late for somebody, and goes on."""
+        """Note that a read is late for a caller, and goes on."""
         with self._lock:
             self._hung += 1
 
     def hung_read_ended(self) -> None:
-        """Such a read has ended."""
+        """Note that such a read has ended."""
         with self._lock:
             self._hung -= 1

@@ -1,4 +1,4 @@
-"""A load on its way from a tier: who waits for the same record shares it, and may use its layers as they come in."""
+"""Loads from a tier in flight: shared by their callers, layers usable as they arrive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.records.format import Record
 
 
 class Arrival(NamedTuple):
-    """How far a load has come: the first `layers` of all `of` layers are there, after so many seconds."""
+    """Progress of a load: the first `layers` of all `of` layers, after so many seconds."""
 
     record: Record
     layers: int
@@ -20,10 +20,11 @@ class Arrival(NamedTuple):
 
 
 class Loading(Future["Record | None"]):
-    """A load under way; its result is None on a miss. One is shared by all who wait for the same record.
+    """A load in flight; its result is None on a miss.
 
-    Where a tier can tell, layers may be used as they come in, before the record as a whole is known to be sound. They
-    were, if in the end the result is the very record that they belong to.
+    One is shared by all callers that wait for the same record. Where a tier can tell, layers may be used as they come
+    in, before the record as a whole is known to be sound. They were sound if in the end the result is the very record
+    that they belong to.
     """
 
     def __init__(self, path: str) -> None:
@@ -41,26 +42,26 @@ class Loading(Future["Record | None"]):
 
     @property
     def arrival(self) -> Arrival | None:
-        """How far the load came so far; None before its first layer, and where the tier cannot tell."""
+        """Progress so far; None before the first layer, and where the tier cannot tell."""
         return self._arrival
 
     @property
     def record(self) -> Record | None:
-        """The record whose layers are there, or come in; None before the first one."""
+        """The record whose layers have arrived or are arriving; None before the first one."""
         if self.done():
             return self.result()
         return self._arrival.record if self._arrival else None
 
     @property
     def seconds_left(self) -> float:
-        """When the last layer will be there if the others come in as fast as those before."""
+        """Estimated seconds until the last layer, at the rate of the layers so far."""
         arrival = self._arrival
         if self.done() or arrival is None:
             return 0.0
         return arrival.seconds * (arrival.of - arrival.layers) / arrival.layers
 
     def wait_for_layer(self, record: Record, layer: int, deadline: float) -> bool:
-        """Whether this layer of `record` is there; waits for it until `deadline` (monotonic seconds)."""
+        """Wait for a layer of `record` until `deadline` (monotonic seconds). True if it is there."""
         with self._changed:
             while self.record is record:
                 if self.done() or (self._arrival is not None and self._arrival.layers > layer):
@@ -72,19 +73,21 @@ class Loading(Future["Record | None"]):
             return False
 
     def queue(self, tier: int) -> None:
-        """The load waits for its turn with a tier."""
+        """Queue the load with a tier."""
         self.tier = tier
 
     def begin(self) -> int:
-        """The read begins. Returns the tier that it is of."""
+        """Note that the read begins. Returns the index of its tier."""
         assert self.tier is not None, "a load is queued first"
         with self._changed:
             self._began, self._reading, self._late = time.monotonic(), True, False
         return self.tier
 
     def give_up(self, patience_s: float = 0.0) -> tuple[int, bool] | None:
-        """Somebody waits no longer: the tier that reads, and whether nobody gave up on that before; None while the load
-        waits for its turn, and when it has read for less than `patience_s`."""
+        """A caller waits no longer: the tier that reads, and whether this is the first to give up.
+
+        None while the load waits for its turn, and when it has read for less than `patience_s`.
+        """
         with self._changed:
             if self.tier is None or not self._reading or time.monotonic() - self._began < patience_s:
                 return None
@@ -92,18 +95,18 @@ class Loading(Future["Record | None"]):
             return self.tier, first
 
     @property
-    def late(self) -> bool:
-        """Whether somebody gave up on the read that goes on."""
+    def is_late(self) -> bool:
+        """True if a caller gave up on the read in progress."""
         return self._late
 
     def end(self) -> bool:
-        """The read has ended. Returns whether somebody had given up on it."""
+        """Note that the read has ended. True if a caller had given up on it."""
         with self._changed:
             self._reading = False
             return self._late
 
     def arrived(self, record: Record, layers: int, of: int) -> None:
-        """The record's first layers are there."""
+        """Note that the record's first layers are there."""
         with self._changed:
             self._arrival = Arrival(record, layers, of, time.monotonic() - self._began)
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Where the library keeps things inside a tier.
+"""Paths of records and markers inside a tier.
 
     records/<fingerprint>/<kind>/<tenant>/<first two digits of key>/<key>.arrow     a record
     by-content/<owner>/<content id>/<fingerprint>.<kind>.[<tenant>.]<key>.<milliseconds>    a marker, see below
@@ -51,14 +51,14 @@ def _content_digest(content: str) -> str:
 
 
 def record_path(kind: RecordKind, key: str, fingerprint: str, tenant: str) -> str:
-    """Raises InvalidKey unless `key` is 64 hex digits."""
+    """Path of a record. Raises InvalidKey unless `key` is 64 hex digits."""
     if not _HEX64.fullmatch(key):
         raise InvalidKey(f"a record's key is 64 hex digits, not {key!r}")
     return f"{RECORDS}{fingerprint_digest(fingerprint)}/{kind}/{tenant_digest(tenant)}/{key[:2]}/{key}.arrow"
 
 
 def patches_prefix(fingerprint: str) -> str:
-    """What the paths of a model's patches start with."""
+    """Common prefix of the paths of a model's patches."""
     return f"{RECORDS}{fingerprint_digest(fingerprint)}/patch/"
 
 
@@ -67,7 +67,7 @@ def path_of(record: Record) -> str:
 
 
 def marker_paths(record: Record) -> list[str]:
-    """One marker for the content the record was derived from and for each content it was conditioned on."""
+    """Markers of a record: one for its content and one for each content it was conditioned on."""
     contents = dict.fromkeys(content for content in (record.content, *record.antecedents) if content)
     derived = f"{fingerprint_digest(record.fingerprint)}.{kind_of(record)}"
     name = f"{record.key}.{round(record.recompute_seconds * 1000)}"
@@ -80,13 +80,13 @@ def marker_paths(record: Record) -> list[str]:
 
 
 def content_prefix(content: str, tenant: str) -> str:
-    """What the markers of one content id start with: a reference's lie together, whoever the records belong to."""
+    """Common prefix of a content id's markers; a reference's lie together, for all tenants."""
     return f"{MARKERS}{tenant_digest(owner_of(tenant, content))}/{_content_digest(content)}/"
 
 
 @dataclass(frozen=True)
 class RecordPath:
-    """What a record's path says; fingerprint and tenant are digests."""
+    """Fields of a record's path; fingerprint and tenant are digests."""
 
     fingerprint: str
     kind: str
@@ -96,7 +96,7 @@ class RecordPath:
 
     @classmethod
     def parse(cls, path: str) -> RecordPath | None:
-        """None if `path` is not a record's, quarantined or not."""
+        """Fields of a record's path, quarantined or not; None if `path` is not a record's."""
         match = _RECORD.fullmatch(path)
         if match is None:
             return None
@@ -107,14 +107,14 @@ class RecordPath:
 
 @dataclass(frozen=True)
 class Marker:
-    """What a marker's path says: the record it stands for and the seconds a miss would cost."""
+    """Fields of a marker's path: the record it stands for and the seconds a miss would cost."""
 
     record: str
     recompute_seconds: float
 
     @classmethod
     def parse(cls, path: str) -> Marker | None:
-        """None if `path` is not a marker's."""
+        """Fields of a marker's path; None if `path` is not a marker's."""
         match = _MARKER.fullmatch(path)
         if match is None:
             return None
@@ -132,7 +132,7 @@ class StoredRecord(NamedTuple):
 
 
 def sorted_out(entries: Iterable[Entry]) -> tuple[list[StoredRecord], list[Entry]]:
-    """A tier's listing as its records, and the markers that have no record, not even one that is quarantined."""
+    """A tier's listing as records, and the markers without one (not even quarantined)."""
     records: list[tuple[Entry, RecordPath]] = []
     markers: dict[str, list[tuple[Entry, Marker]]] = {}
     for entry in entries:

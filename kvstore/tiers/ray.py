@@ -1,4 +1,4 @@
-"""A tier in the memory of a Ray cluster: workers of one node read the same bytes, workers of other nodes pull a copy.
+"""A tier in Ray's object stores: shared memory within a node, copies between nodes.
 
     worker ── bytes ──▶ its node's object store ◀── zero-copy view ── any worker of the node
        │ key                    ▲ owns                                any other node: Ray pulls it once
@@ -45,13 +45,13 @@ Blob = Any  # bytes, or a list of one ObjectRef: a bare one would be resolved on
 
 
 def ray_is_running() -> bool:
-    """Whether this process belongs to a Ray cluster. Does not import Ray."""
+    """True if this process belongs to a Ray cluster. Does not import Ray."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 
 
 def directory_name(settings: LibrarySettings) -> str:
-    """One directory for all processes that share a library, another one for another library on the same cluster."""
+    """Name of the directory actor: one for all processes that share a library."""
     directory = "" if settings.directory is None else os.path.abspath(settings.directory)
     identity = repr((directory, settings.url, _PROTOCOL))
     return f"library-{blake3(identity.encode()).hexdigest()[:16]}"
@@ -71,7 +71,7 @@ class RayTier(Tier):
         self._actor: Any = None
 
     def start(self) -> None:
-        """Have the directory started if there is none, so that nobody waits the second that its process takes."""
+        """Start the directory if there is none, so that no call waits the second this takes."""
         with suppress(TierUnavailable), self._directory("start", self._actor_name):
             pass
 
@@ -124,7 +124,7 @@ class RayTier(Tier):
             return bool(_answer(directory.rename.remote(key, QUARANTINE + key)))
 
     def _put_object(self, directory: Any, buffers: Sequence[pa.Buffer]) -> Blob:
-        """The buffers as one object on this node that the directory owns."""
+        """Store the buffers as one object on this node that the directory owns."""
         import ray
 
         parts = [np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers]
@@ -177,7 +177,9 @@ class _Held:
 
 
 class Directory:
-    """Which blobs the tier holds, least recently used first. Runs as an actor, one call at a time.
+    """Index of the blobs in a Ray tier, least recently used first.
+
+    Runs as an actor, one call at a time.
 
     Markers (see `kvstore.tiers.paths`) go behind everything else: without them a deletion by content overlooks their
     records.
@@ -193,7 +195,7 @@ class Directory:
         self._copy = ray.remote(num_cpus=0, max_retries=0)(_same)
 
     def resize(self, limit_bytes: int) -> None:
-        """Holds up to that many bytes from now on."""
+        """Change the limit to that many bytes."""
         self._limit = limit_bytes
         self._make_room(0)
 
@@ -205,7 +207,7 @@ class Directory:
         return [self._copy.options(scheduling_strategy=there).remote(objects[0])]
 
     def store(self, key: str, blob: Blob, size: int) -> bool:
-        """Takes a blob in, in place of what the key had. False if it is larger than the whole tier."""
+        """Store a blob, replacing the key's. False if it is larger than the whole tier."""
         if size > self._limit:
             return False
         self.delete(key)
@@ -227,22 +229,22 @@ class Directory:
         return None if held is None else held.blob
 
     def stored(self, keys: list[str]) -> list[str]:
-        """Those of the keys that have a blob."""
+        """The keys that have a blob."""
         return [key for key in keys if key in self._among(key)]
 
     def delete(self, key: str) -> bool:
-        """Lets go of a blob. Ray frees its memory when its last reader does."""
+        """Release a blob. Ray frees its memory when its last reader does."""
         held = self._among(key).pop(key, None)
         self._bytes -= 0 if held is None else held.size
         return held is not None
 
     def forget(self, key: str, blob: Blob) -> None:
-        """Deletes a blob that turned out to be lost, unless another one has taken its place."""
+        """Delete a blob that turned out to be lost, unless another one has taken its place."""
         if self.lookup(key) == blob:
             self.delete(key)
 
     def rename(self, key: str, target: str) -> bool:
-        """Moves a blob to another key."""
+        """Move a blob to another key."""
         held = self._among(key).get(key)
         if held is None:
             return False
@@ -250,7 +252,7 @@ class Directory:
         return self.store(target, held.blob, held.size)
 
     def touch(self, key: str) -> None:
-        """Marks a blob as used now."""
+        """Mark a blob as used now."""
         among = self._among(key)
         if key in among:
             among[key] = replace(among[key], used=time.time())

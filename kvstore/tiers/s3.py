@@ -1,4 +1,6 @@
-"""S3 and what speaks its protocol. s3fs brings session, credentials and uploads; reads and look-ups go to its client.
+"""Tier on S3-compatible object stores.
+
+s3fs brings session, credentials and uploads; reads and look-ups go to its client.
 
 A read is one ranged GET for a small blob. A larger one fetches the rest in parallel ranges, all of the version that
 answered first. Its bytes may be used in order as they come in (`open`). A look-up is one HEAD. What a server may
@@ -48,7 +50,7 @@ _REASONS = {
 
 
 class _Download:
-    """A blob on its way: written by s3fs's thread, read in order by one other."""
+    """A download in progress: written by s3fs's thread, read in order by one other."""
 
     def __init__(self, size: int) -> None:
         self.buffer = pa.allocate_buffer(size)
@@ -59,20 +61,23 @@ class _Download:
         self._error: BaseException | None = None
 
     def fill(self, first: int, position: int, part: bytes) -> None:
-        """Bytes of the range that begins at `first`."""
+        """Add bytes of the range that begins at `first`."""
         self.view[position : position + len(part)] = part
         with self._changed:
             self._ends[first] = position + len(part)
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """No more bytes will come."""
+        """End the download: no more bytes will come."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
 
     def wait_beyond(self, position: int) -> int:
-        """Wait until a byte at `position` is there; how far they reach from there. Raises what ended the download."""
+        """Wait for the byte at `position`; returns the end of the bytes that follow it.
+
+        Raises what ended the download.
+        """
         first = position // _RANGE_BYTES * _RANGE_BYTES
         with self._changed:
             while self._ends[first] <= position:
@@ -83,7 +88,9 @@ class _Download:
 
 
 class S3Tier(FsspecTier):
-    """Blobs in an S3 bucket; `url` is `s3://bucket/prefix`. One PUT per blob, so that readers never see half of one.
+    """Blobs in an S3 bucket; `url` is `s3://bucket/prefix`.
+
+    One PUT per blob, so that readers never see half of one.
 
     `timeout_s` bounds one read or look-up as a whole, however slowly its bytes drip in; a write may take as long, and
     what its bytes take at _SLOWEST.
@@ -177,7 +184,7 @@ class S3Tier(FsspecTier):
             return self._wait(self._move(source, target))
 
     async def _start(self, place: Mapping[str, str]) -> _Download | None:
-        """Ask for a blob's first range; whatever follows arrives behind the download that this returns."""
+        """Request a blob's first range; the rest arrives behind the download that this returns."""
         client = await self._fs.set_session()
         try:
             answer = await client.get_object(**place, Range=f"bytes=0-{_RANGE_BYTES - 1}")
@@ -193,7 +200,7 @@ class S3Tier(FsspecTier):
         return download
 
     async def _fill(self, download: _Download, place: Mapping[str, str], answer: Mapping[str, Any]) -> None:
-        """Bring in a whole blob as it was when its first range was answered."""
+        """Download a whole blob, of the version that answered the first range."""
         turn = asyncio.Semaphore(_PARALLEL)
 
         async def fill(first: int, answer: Mapping[str, Any] | None = None) -> None:
@@ -215,7 +222,7 @@ class S3Tier(FsspecTier):
     async def _fetch(
         self, download: _Download, place: Mapping[str, str], first: int, etag: str, answer: Mapping[str, Any] | None
     ) -> None:
-        """Bring in one range. Goes on where it was when the connection breaks."""
+        """Download one range, resuming where a connection breaks."""
         client = await self._fs.set_session()
         position, end = first, min(first + _RANGE_BYTES, download.buffer.size)
         for left in reversed(range(_ATTEMPTS)):
@@ -257,7 +264,7 @@ class S3Tier(FsspecTier):
         return True
 
     async def _remove_all(self, places: Sequence[Mapping[str, str]]) -> None:
-        """Not in one request, which not all that speak S3's protocol know."""
+        """Delete blobs one by one: not every S3 server knows the bulk request."""
         client = await self._fs.set_session()
         turn = asyncio.Semaphore(_DELETES)
 
@@ -270,7 +277,7 @@ class S3Tier(FsspecTier):
                 raise answer
 
     async def _move(self, source: Mapping[str, str], target: Mapping[str, str]) -> bool:
-        """Copies on the server, then deletes."""
+        """Copy on the server, then delete."""
         client = await self._fs.set_session()
         try:
             await client.copy_object(**target, CopySource=dict(source))
@@ -285,7 +292,7 @@ class S3Tier(FsspecTier):
         return _S3Guard(self.name, action, key, (Exception,), self._reason)
 
     def _wait(self, work: Awaitable[_Answer], longer_s: float = 0.0) -> _Answer:
-        """Runs `work` on s3fs's event loop, which is a thread of its own. Raises TimeoutError."""
+        """Run `work` on s3fs's event loop, which is a thread of its own. Raises TimeoutError."""
         return sync(self._fs.loop, asyncio.wait_for, work, self._timeout_s + longer_s)
 
     def _place(self, key: str) -> dict[str, str]:
@@ -301,7 +308,7 @@ class S3Tier(FsspecTier):
 
 
 class _S3Guard(Guard):
-    """Knows a blob that was replaced while it was read from one that cannot be read."""
+    """Guard that tells a blob replaced during a read from one that cannot be read."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, ClientError) and _code(error) in _REPLACED:

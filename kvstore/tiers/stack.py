@@ -1,4 +1,4 @@
-"""The library's tiers as one: read through, nearest first; write to all; survive any of them failing."""
+"""The library's tiers as one: reads nearest first, writes to all, survives failing ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Derived:
-    """What is derived from a content id: paths of records, each tier's markers of them, and why one was not listed."""
+    """Records derived from a content id, their markers per tier, and the failure to list one."""
 
     records: set[str]
     markers: list[list[str]]
@@ -48,7 +48,7 @@ class Derived:
 
 
 class TierStack:
-    """Thread-safe for reading; a tier is written to by one thread.
+    """All tiers of a library. Thread-safe for reading; a tier is written to by one thread.
 
     `pinned(key)`: whether a record is in use; `last_used()`: when memory answered for a path (a tier cannot see that).
     """
@@ -100,20 +100,22 @@ class TierStack:
         return tiers
 
     def working(self, index: int) -> int | None:
-        """This tier, or the next one that is not left alone because it fails; None: there is none."""
-        return next((i for i in range(index, len(self.tiers)) if not self._health[i].left_alone), None)
+        """Index of this tier, or of the next one that is not suspended; None: there is none."""
+        return next((i for i in range(index, len(self.tiers)) if not self._health[i].is_suspended), None)
 
     def is_stuck(self, loading: Loading) -> bool:
-        """Whether a load waits for a tier that is left alone."""
-        return loading.tier is not None and self._health[loading.tier].left_alone
+        """True if a load waits for a suspended tier."""
+        return loading.tier is not None and self._health[loading.tier].is_suspended
 
     def hangs(self, loading: Loading) -> bool:
-        """Whether a load is known to take too long: its read does already, or all those for whose threads it waits."""
+        """True if a load's read is overdue, or all threads it waits for are in such reads."""
         with self._lock:
             return loading in self._hung or sum(other.tier == loading.tier for other in self._hung) >= self._readers
 
     def read(self, loading: Loading, key: str, fingerprint: str, tenant: str, verify: bool) -> Found | None:
-        """The record from the tier whose turn it is; None if that fails or has no sound copy, which is quarantined.
+        """The record from the tier whose turn it is; None on a failure or without a sound copy.
+
+        Unsound copies are quarantined.
 
         The load hears of layers as they come in (see `format.decode`), of an unsound copy's first ones too.
         """
@@ -136,7 +138,7 @@ class TierStack:
         tier = self.tiers[index]
         try:
             found = _read(tier, path, decoded)
-            if not loading.late:  # what came too late for somebody is no success
+            if not loading.is_late:  # what came too late for somebody is no success
                 self._health[index].reads.succeeded()
             if found is not None:
                 self.touch(index, path)
@@ -154,8 +156,8 @@ class TierStack:
         return None
 
     def touch(self, index: int, path: str) -> None:
-        """Tells a tier that a record was used."""
-        if self._health[index].left_alone:
+        """Tell a tier that a record was used."""
+        if self._health[index].is_suspended:
             return
         try:
             self.tiers[index].touch(path)
@@ -163,7 +165,7 @@ class TierStack:
             logger.debug("%s", error)
 
     def blame(self, loading: Loading) -> None:
-        """Counts a load's time-out against the tier that reads it, once, whoever waits for it besides.
+        """Count a load's time-out against the tier that reads it, once for all callers.
 
         While it waited for its turn most of that time, against none.
         """
@@ -179,8 +181,8 @@ class TierStack:
             self._failed(error, self._health[index].reads)
 
     def write(self, index: int, record: Record, pieces: Sequence[pa.Buffer]) -> None:
-        """Stores the encoded record and its markers in a tier, if that works and has room."""
-        if not self._health[index].takes_writes:
+        """Store the encoded record and its markers in a tier, if that works and has room."""
+        if not self._health[index].accepts_writes:
             self._count("dropped_writes")
             return
         path, tenant = path_of(record), tenant_digest(record.tenant)
@@ -203,7 +205,7 @@ class TierStack:
             self._failed(error, self._health[index].writes)
 
     def stored(self, left: Callable[[set[str]], Collection[str]]) -> tuple[set[str], bool]:
-        """Which paths the tiers have, nearest first, each asked once; one that fails counts as having none.
+        """Paths that the tiers have, nearest first, each asked once; a failing one has none.
 
         `left`: of the paths that were found so far, which others are still wanted. Farther tiers are slower: they are
         asked for nothing that what was found makes needless. Also whether all that were to be asked have answered.
@@ -216,7 +218,7 @@ class TierStack:
                 break
             self._blame_silence(index)
             health = self._health[index]
-            question = None if health.left_alone else health.questions.begin()
+            question = None if health.is_suspended else health.questions.begin()
             if question is None:
                 self._blame_silence(index)
                 certain = False
@@ -238,15 +240,15 @@ class TierStack:
         return found, certain
 
     def _blame_silence(self, index: int) -> None:
-        """Counts look-ups that a tier has not answered in time against it, each once, whoever waits for them still."""
+        """Count each overdue look-up of a tier against it, once for all callers."""
         health = self._health[index]
         for _ in range(health.questions.late()):
             error = TierUnavailable(f"{self.tiers[index].name}: no answer in time to what it holds")
             self._failed(error, health.look_ups)
 
     def persisted(self, path: str) -> bool:
-        """Whether the farthest tier has the path; False if there is none, or it does not answer."""
-        if not self.tiers or self._health[-1].left_alone:
+        """True if the farthest tier has the path; False if there is none, or it does not answer."""
+        if not self.tiers or self._health[-1].is_suspended:
             return False
         try:
             return self.tiers[-1].contains(path)
@@ -255,11 +257,14 @@ class TierStack:
             return False
 
     def price(self, tenant: str) -> float:
-        """What a byte of a tenant's next record costs the farthest tier (see `TierBudget.price`)."""
+        """Admission threshold of the farthest tier for a tenant (see `TierBudget.price`)."""
         return self.budgets[-1].price(tenant_digest(tenant)) if self.budgets else 0.0
 
     def remove(self, path: str) -> bool:
-        """Deletes a record from every tier, quarantined copies too. Raises TierUnavailable after trying all."""
+        """Delete a record from every tier, quarantined copies too.
+
+        Raises TierUnavailable after trying all.
+        """
         removed, failure = False, None
         for tier in self.tiers:
             try:
@@ -271,14 +276,14 @@ class TierStack:
         return removed
 
     def undo(self, index: int, path: str) -> None:
-        """Deletes a record from a tier as far as that works."""
+        """Delete a record from a tier as far as that works."""
         try:
             _remove(self.tiers[index], path)
         except TierUnavailable as error:
             logger.warning("could not undo the write of %s: %s", path, error)
 
     def derived_from(self, content: str, tenant: str) -> Derived:
-        """What is derived from a content id, of those tiers that can be listed."""
+        """Records derived from a content id, of those tiers that can be listed."""
         markers: list[list[str]] = []
         failure: TierUnavailable | None = None
         for tier in self.tiers:
@@ -291,7 +296,7 @@ class TierStack:
         return Derived({marker.record for marker in parsed if marker is not None}, markers, failure)
 
     def remove_derived(self, derived: Derived, paths: Collection[str]) -> None:
-        """Deletes records from every tier, quarantined copies too, then the markers that told of them.
+        """Delete records from every tier, quarantined copies too, then their markers.
 
         Raises TierUnavailable after trying all tiers, also if one could not be listed: it may hold more.
         """
@@ -329,7 +334,7 @@ class TierStack:
             self.counts[name] += 1
 
     def _survey(self, tier: Tier, entries: Iterable[Entry]) -> list[Candidate]:
-        """What eviction may take: records with their cost from the markers; sweeps markers that lost their record."""
+        """Records for eviction, with their cost from the markers; sweeps orphaned markers."""
         used = self._last_used()
         records, orphans = sorted_out(entries)
         deadline = time.time() - ORPHAN_SECONDS
@@ -349,7 +354,7 @@ class TierStack:
 
 
 def _remove(tier: Tier, path: str) -> bool:
-    """Whether there was a record, or a quarantined copy."""
+    """Delete a record and its quarantined copy. True if there was either."""
     return any([tier.delete(key) for key in (path, QUARANTINE + path)])
 
 
@@ -365,15 +370,14 @@ def _read(tier: Tier, path: str, decoded: Callable[[Blob], Record]) -> Found | N
 
 
 def tier_for_url(url: str, storage_options: Mapping[str, Any] | None = None, durable: bool = True) -> Tier:
-    """The tier that fits a URL: DiskTier for `file:` and plain paths, S3Tier for `s3://`, else FsspecTier."""
-    from kvstore.tiers.disk import DiskTier  # these build on this module
-    from kvstore.tiers.s3 import S3Tier
-
+    """The tier for a URL: DiskTier for `file:` and plain paths, S3Tier for `s3://`, else fsspec."""
     if "://" not in url and not url.startswith("file:"):
         return DiskTier(url, durable=durable)  # whatever its name has in it that would mean something in a URL
     parts = urlsplit(url)
     if parts.scheme == "file":
         return DiskTier(unquote(parts.path), durable=durable)
     if parts.scheme in ("s3", "s3a"):
+        from kvstore.tiers.s3 import S3Tier  # its client takes long to import
+
         return S3Tier(url, storage_options)
     return FsspecTier(url, storage_options)

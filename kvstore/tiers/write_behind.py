@@ -1,4 +1,4 @@
-"""A thread that persists what requests put, so that no request waits for a disk."""
+"""Write-behind queue of one tier, so that no request waits for storage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ Prepared = TypeVar("Prepared")
 
 
 class WriteBehind(Generic[Payload, Prepared]):
-    """A bounded queue of (path, payload), written in order by one thread; a newer payload replaces a waiting one.
+    """Bounded queue of (path, payload), written in order by one thread.
+
+    A newer payload replaces a waiting one.
 
     One may always wait, however large: a payload of more than `max_bytes` is let in where nothing else waits.
 
@@ -49,7 +51,7 @@ class WriteBehind(Generic[Payload, Prepared]):
         self._thread.start()
 
     def submit(self, path: str, payload: Payload, nbytes: int) -> bool:
-        """Queues a write. False, and nothing queued, if the queue is full or closed."""
+        """Queue a write. False, and nothing queued, if the queue is full or closed."""
         with self._changed:
             _, replaced = self._waiting.get(path, (None, 0))
             others = len(self._waiting) - (path in self._waiting)
@@ -63,7 +65,7 @@ class WriteBehind(Generic[Payload, Prepared]):
             return True
 
     def pending(self, path: str) -> Payload | None:
-        """What is queued or being written for a path."""
+        """The payload queued or being written for a path."""
         with self._changed:
             if path in self._waiting:
                 return self._waiting[path][0]
@@ -72,7 +74,7 @@ class WriteBehind(Generic[Payload, Prepared]):
             return None
 
     def cancel(self, path: str) -> bool:
-        """Drops a path's write, or undoes it if it is under way. True if there was one."""
+        """Drop a path's write, or undo it if it is under way. True if there was one."""
         with self._changed:
             dropped = self._waiting.pop(path, None)
             if dropped is not None:
@@ -83,7 +85,7 @@ class WriteBehind(Generic[Payload, Prepared]):
             return dropped is not None or current
 
     def settle(self, path: str) -> None:
-        """Waits while a path is being written, or its write is undone."""
+        """Wait while a path is being written, or its write is undone."""
         with self._changed:
             self._changed.wait_for(lambda: self._current is None or self._current[0] != path)
 
@@ -96,7 +98,10 @@ class WriteBehind(Generic[Payload, Prepared]):
             return found
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Waits until nothing is queued or being written. False if `timeout` seconds were not enough."""
+        """Wait until nothing is queued or being written.
+
+        False if `timeout` seconds were not enough.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             while self._waiting or self._current is not None:
@@ -107,13 +112,13 @@ class WriteBehind(Generic[Payload, Prepared]):
             return True
 
     def end(self) -> None:
-        """Refuses later submissions; the thread writes what is queued, and ends."""
+        """Refuse later submissions; the thread writes what is queued, and ends."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
 
     def close(self, timeout: float | None = None) -> int:
-        """Ends, and waits for that. How many writes are left after `timeout` seconds."""
+        """End, and wait for that. Returns the number of writes left after `timeout` seconds."""
         self.end()
         self._thread.join(timeout)
         with self._changed:

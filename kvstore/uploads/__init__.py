@@ -1,1 +1,1 @@
-"""Uploaded files, vector stores, and deletions that are still to be carried out."""
+"""Uploaded files, vector stores, and pending deletions."""

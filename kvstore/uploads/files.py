@@ -1,4 +1,4 @@
-"""The static library: files that tenants upload, each visible to its tenant alone, with expiry (OpenAI's Files API).
+"""The static library: tenants' uploaded files, with expiry (OpenAI's Files API).
 
     files/<tenant>/<id>.json      the FileObject; a file exists from the moment this is written
     files/<tenant>/<id>.blob      its bytes, written before and deleted after
@@ -34,7 +34,10 @@ _ROOT = "files/"
 
 @dataclass(frozen=True)
 class FileObject:
-    """An uploaded file. Times are Unix seconds; `content` is the content id that chunks of this file carry."""
+    """An uploaded file.
+
+    Times are Unix seconds; `content` is the content id that chunks of this file carry.
+    """
 
     id: str
     tenant: str
@@ -63,7 +66,10 @@ class FileObject:
 
 
 class FileStore:
-    """Thread-safe; processes may share one location. Limits hold per process as of the last listing."""
+    """Uploaded files of all tenants. Thread-safe; processes may share one location.
+
+    Limits hold per process as of the last listing.
+    """
 
     def __init__(self, location: Tier | Path | str, settings: FileSettings | None = None) -> None:
         """`location`: a directory, an fsspec URL, or a tier."""
@@ -72,14 +78,14 @@ class FileStore:
             self.tier = location
         else:
             self.tier = tier_for_url(str(location), self.settings.storage_options)
-        self.owed = PendingDeletions(self.tier)
+        self.pending_deletions = PendingDeletions(self.tier)
         self._objects = JsonObjects(self.tier, FileObject, immutable=True)
         self._creating: dict[str, threading.Lock] = {}  # by tenant: a quota is checked and used up in one step
 
     def create(
         self, tenant: str, filename: str, purpose: str, data: bytes, expires_after: int | None = None
     ) -> FileObject:
-        """Stores an upload; `expires_after` in seconds from now.
+        """Store an upload; `expires_after` in seconds from now.
 
         Raises InvalidUpload (empty, bad name or expiry), FileTooLarge, QuotaExceeded, TierUnavailable.
         """
@@ -116,7 +122,7 @@ class FileStore:
         return file
 
     def get(self, tenant: str, file_id: str) -> FileObject:
-        """Raises UnknownFile if the tenant has no such file (any more)."""
+        """The tenant's file. Raises UnknownFile if there is none (any more)."""
         if not _ID.fullmatch(file_id):
             raise UnknownFile(file_id)
         file = self._objects.read(_folder(tenant) + file_id + ".json")
@@ -139,7 +145,9 @@ class FileStore:
         after: str | None = None,
         order: str = "desc",
     ) -> tuple[list[FileObject], bool]:
-        """The tenant's files by creation time, and whether more follow. `after`: the id that ended the last page.
+        """The tenant's files by creation time, and whether more follow.
+
+        `after`: the id that ended the last page.
 
         Raises UnknownFile if `after` names no file of the tenant, InvalidUpload for an unknown order.
         """
@@ -156,17 +164,17 @@ class FileStore:
         return files[:limit], len(files) > limit
 
     def delete(self, tenant: str, file_id: str) -> FileObject:
-        """Removes a file and returns what it was; what derives from its content is `owed` from before on."""
+        """Remove a file and return it; its content is noted in `pending_deletions` first."""
         file = self.get(tenant, file_id)
         self._remove(file)
         return file
 
     def has_content(self, tenant: str, content: str) -> bool:
-        """Whether some file of the tenant still holds this content."""
+        """True if some file of the tenant still holds this content."""
         return content in self.contents(tenant)
 
     def contents(self, tenant: str) -> set[str]:
-        """The content ids that files of the tenant hold."""
+        """Content ids of a tenant's files."""
         now = time.time()
         return {file.content for file in self._objects.find(_folder(tenant)) if not file.expired(now)}
 
@@ -181,7 +189,7 @@ class FileStore:
         return tuple(file for file in self._objects.find(_ROOT) if file.expired(now))
 
     def sweep(self, now: float | None = None) -> tuple[FileObject, ...]:
-        """Removes expired files of all tenants, and leftovers of uploads that never finished; returns the files."""
+        """Remove and return expired files of all tenants; remove leftovers of unfinished uploads."""
         now = time.time() if now is None else now
         entries = list(self.tier.entries(_ROOT))
         kept = {entry.key.removesuffix(".json") for entry in entries if entry.key.endswith(".json")}
@@ -195,7 +203,7 @@ class FileStore:
         return expired
 
     def _check_quota(self, tenant: str, *more: int) -> None:
-        """Of the tenant's blobs, and of `more` such sizes."""
+        """Raise QuotaExceeded if the tenant's blobs and `more` such sizes pass the limit."""
         sizes = [entry.size for entry in self.tier.entries(_folder(tenant)) if entry.key.endswith(".blob")]
         sizes += more
         if len(sizes) > self.settings.max_tenant_files:
@@ -204,7 +212,7 @@ class FileStore:
             raise QuotaExceeded(f"the files would exceed {self.settings.max_tenant_bytes} bytes in all")
 
     def _remove(self, file: FileObject) -> None:
-        self.owed.note(file.content, file.tenant)
+        self.pending_deletions.note(file.content, file.tenant)
         self.tier.delete(_object_key(file))
         self.tier.delete(_blob_key(file))
 

@@ -1,4 +1,4 @@
-"""Small JSON objects in a tier: what the file store and the vector stores keep besides bytes."""
+"""Small JSON objects in a tier: metadata of files and vector stores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _MAX_KNOWN = 100_000
 
 
 class JsonObjects(Generic[Object]):
-    """Objects of one dataclass under keys that end in `.json`. Thread-safe; processes may share the tier.
+    """Objects of one dataclass under keys that end in `.json`.
+
+    Thread-safe; processes may share the tier.
 
     Args:
         immutable: an object never changes once written, so one that was read is not read again while it is listed.
@@ -41,11 +43,11 @@ class JsonObjects(Generic[Object]):
             return None
 
     def later(self, key: str) -> Future[Object | None]:
-        """`read`, beside whatever else is read meanwhile."""
+        """Future of `read`, for several reads at once."""
         return self._pool.submit(self.read, key)
 
     def write(self, key: str, value: Object) -> None:
-        """Stores an object, whole or not at all. Raises TierUnavailable."""
+        """Store an object, whole or not at all. Raises TierUnavailable."""
         document: Any = value
         self._tier.put(key, [pa.py_buffer(json.dumps(asdict(document)).encode())])
 

@@ -1,4 +1,4 @@
-"""Deletions that are still owed: contents whose last file or reference goes, and what was derived from them.
+"""Journal of pending deletions: contents whose derived records are still to be deleted.
 
     owed/<owner>/<content>.json      noted before the file or reference goes, taken away when all that derives is gone
 
@@ -19,7 +19,7 @@ _ROOT = "owed/"
 
 @dataclass(frozen=True)
 class PendingDeletion:
-    """Of a content id and its owner, a tenant or DYNAMIC_TENANT; noted `at`, Unix seconds."""
+    """A content id and its owner, a tenant or DYNAMIC_TENANT; noted `at`, Unix seconds."""
 
     content: str
     owner: str
@@ -27,27 +27,30 @@ class PendingDeletion:
 
 
 class PendingDeletions:
-    """Thread-safe; processes may share the tier. All methods raise TierUnavailable."""
+    """Journal of pending deletions in a tier. Thread-safe; processes may share the tier.
+
+    All methods raise TierUnavailable.
+    """
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
         self._objects = JsonObjects(tier, PendingDeletion)
 
     def note(self, content: str, owner: str) -> None:
-        """Before the last holder of the content goes, or one that may be the last."""
+        """Note a content before its last holder goes, or one that may be the last."""
         self._objects.write(_key(content, owner), PendingDeletion(content, owner, time.time()))
 
     def settle(self, content: str, owner: str) -> None:
-        """Nothing that derives from the content is left."""
+        """Remove a content from the journal: nothing that derives from it is left."""
         self._tier.delete(_key(content, owner))
 
     def settle_held(self, one: PendingDeletion) -> None:
-        """Something holds the content still; unless it was noted again since, because that goes as well."""
+        """Remove a content that is still held, unless it was noted again since."""
         if self._objects.read(_key(one.content, one.owner)) == one:
             self.settle(one.content, one.owner)
 
     def all(self) -> list[PendingDeletion]:
-        """What is owed, in no order."""
+        """All pending deletions, in no order."""
         return self._objects.find(_ROOT)
 
 

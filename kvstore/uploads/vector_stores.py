@@ -1,4 +1,4 @@
-"""The dynamic library: reference sets that an administrator maintains for every tenant (OpenAI's vector stores).
+"""The dynamic library: reference sets for all tenants (OpenAI's vector stores).
 
     stores/<store>.json                                       the VectorStore; written last, deleted first
     store-activity/<store>.json                               when it was last used
@@ -60,7 +60,10 @@ class VectorStore:
 
 @dataclass(frozen=True)
 class Reference:
-    """One file of a store. `tenant` uploaded it; `content` is its content id in the dynamic library."""
+    """One file of a store.
+
+    `tenant` uploaded it; `content` is its content id in the dynamic library.
+    """
 
     file: str
     store: str
@@ -83,14 +86,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Activity:
-    """When a store was last used, Unix seconds."""
+    """Last use of a store, Unix seconds."""
 
     at: float
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a store's listing says, without reading any of its files."""
+    """Totals of a store's listing; needs none of its files read."""
 
     files: int
     bytes: int
@@ -100,7 +103,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class _Entry:
-    """What the keys of a file in a store say."""
+    """Fields of the keys of a file in a store."""
 
     store: str
     file: str
@@ -129,13 +132,15 @@ class _Entry:
 
 
 class VectorStores:
-    """Thread-safe; processes may share one location. Methods that remove return the content ids that no store holds
-    any more: what was derived from them is owed from before on (`FileStore.owed`), and the caller's to delete
-    (`Library.delete_content` with DYNAMIC_TENANT).
+    """All vector stores. Thread-safe; processes may share one location.
+
+    Methods that remove return the content ids that no store holds any more. Their deletion is noted beforehand
+    (`FileStore.pending_deletions`); the caller deletes the derived records (`Library.delete_content` with
+    DYNAMIC_TENANT).
     """
 
     def __init__(self, files: FileStore) -> None:
-        """The stores lie beside the files they refer to."""
+        """Keep the stores beside the files they refer to."""
         self._files, self._tier = files, files.tier
         self._secret = files.settings.salt_secret.get_secret_value().encode()
         self._stores = JsonObjects(self._tier, VectorStore)
@@ -162,7 +167,7 @@ class VectorStores:
         return store
 
     def get(self, store_id: str) -> VectorStore:
-        """Raises UnknownVectorStore."""
+        """The store of an id. Raises UnknownVectorStore."""
         store = self._stores.read(_store_key(store_id)) if _STORE.fullmatch(store_id) else None
         if store is None or self._expired(store):
             raise UnknownVectorStore(f"No such vector store: {store_id}")
@@ -181,7 +186,7 @@ class VectorStores:
         return Summary(len(entries), size, int(active), expires)
 
     def update(self, store_id: str, change: Callable[[VectorStore], VectorStore]) -> VectorStore:
-        """Replaces a store by what `change` makes of it. Raises UnknownVectorStore."""
+        """Replace a store by the result of `change`. Raises UnknownVectorStore."""
         with self._changing:
             changed = change(self.get(store_id))
             self._note_use(store_id)  # first: by its last use, long ago, it may have expired as changed
@@ -189,7 +194,7 @@ class VectorStores:
         return changed
 
     def delete(self, store_id: str) -> set[str]:
-        """Removes a store, not the files in it. Raises UnknownVectorStore."""
+        """Remove a store, not the files in it. Raises UnknownVectorStore."""
         with self._changing:
             self.get(store_id)
             return self._drop_store(store_id)
@@ -197,7 +202,7 @@ class VectorStores:
     # Files of a store
 
     def add(self, store_id: str, tenant: str, files: Mapping[str, Attributes]) -> list[Reference]:
-        """Puts files of a tenant, with their attributes, into a store; one that is there already gets the attributes.
+        """Add a tenant's files, with attributes, to a store; sets those of files already in it.
 
         Raises UnknownVectorStore; UnknownFile, and adds nothing, if the tenant lacks one of the files.
         """
@@ -224,7 +229,7 @@ class VectorStores:
         return added
 
     def reference(self, store_id: str, file_id: str) -> Reference:
-        """Raises UnknownVectorStore if there is no such store, or no such file in it."""
+        """A store's entry for a file. Raises UnknownVectorStore if there is none."""
         self.get(store_id)
         found = self._find(store_id, file_id)
         reference = None if found is None else self._references.read(found.key)
@@ -239,35 +244,35 @@ class VectorStores:
         return sorted(found, key=lambda reference: (reference.created_at, reference.file))
 
     def set_attributes(self, store_id: str, file_id: str, attributes: Attributes) -> Reference:
-        """Replaces a reference's attributes. Raises UnknownVectorStore."""
+        """Replace a reference's attributes. Raises UnknownVectorStore."""
         with self._changing:
             reference = replace(self.reference(store_id, file_id), attributes=dict(attributes))
             self._references.write(_entry_of(reference).key, reference)
         return reference
 
     def remove(self, store_id: str, file_id: str) -> set[str]:
-        """Takes a file out of a store; the file itself stays. Raises UnknownVectorStore."""
+        """Remove a file from a store; the file itself stays. Raises UnknownVectorStore."""
         with self._changing:
             dropped = self._drop([_entry_of(self.reference(store_id, file_id))])
             self._note_use(store_id)
         return dropped
 
     def remove_file(self, file_id: str) -> set[str]:
-        """Takes a file that was deleted or has expired out of every store."""
+        """Remove a file that was deleted or has expired from every store."""
         with self._changing:
             return self._drop(list(self._holding(file_id)))
 
     # Batches
 
     def add_batch(self, store_id: str, tenant: str, files: Mapping[str, Attributes]) -> Batch:
-        """As `add`, and remembers which files came together."""
+        """`add`, remembering which files came together."""
         self.add(store_id, tenant, files)
         batch = Batch(f"vsfb_{secrets.token_hex(16)}", store_id, int(time.time()), list(files))
         self._batches.write(_batch_key(store_id, batch.id), batch)
         return batch
 
     def batch(self, store_id: str, batch_id: str) -> Batch:
-        """Raises UnknownVectorStore."""
+        """The batch of an id. Raises UnknownVectorStore."""
         self.get(store_id)
         batch = self._batches.read(_batch_key(store_id, batch_id)) if _BATCH.fullmatch(batch_id) else None
         if batch is None:
@@ -277,7 +282,7 @@ class VectorStores:
     # Use
 
     def content(self, file_id: str) -> bytes:
-        """The bytes of a file that some living store holds, whoever asks. Raises UnknownFile."""
+        """The bytes of a file that some living store holds, for any tenant. Raises UnknownFile."""
         for entry in self._holding(file_id):
             reading = self._references.later(entry.key), self._activity.later(_activity_key(entry.store))
             store = self._stores.read(_store_key(entry.store))
@@ -291,32 +296,37 @@ class VectorStores:
         raise UnknownFile(file_id)
 
     def holds(self, file_id: str) -> bool:
-        """Whether some store has this file, or is about to."""
+        """True if some store has this file, or is about to."""
         return next(self._holding(file_id), None) is not None
 
     def has_content(self, content: str) -> bool:
-        """Whether some store still holds this content."""
+        """True if some store still holds this content."""
         return content in self._contents()
 
     def unheld(self) -> list[tuple[str, str]]:
-        """Content ids and owners whose derived records are owed deletion. What something holds still is settled."""
-        owed, held = self._files.owed.all(), {DYNAMIC_TENANT: self._contents()}
-        for owner in {one.owner for one in owed} - held.keys():
+        """Content ids and owners whose derived records are to be deleted.
+
+        Contents that are still held are settled.
+
+        What something holds still is settled.
+        """
+        pending, held = self._files.pending_deletions.all(), {DYNAMIC_TENANT: self._contents()}
+        for owner in {one.owner for one in pending} - held.keys():
             held[owner] = self._files.contents(owner)
         settled_before = time.time() - _HELD_SECONDS
-        for one in owed:
+        for one in pending:
             if one.content in held[one.owner] and one.at < settled_before:
-                self._files.owed.settle_held(one)
-        return [(one.content, one.owner) for one in owed if one.content not in held[one.owner]]
+                self._files.pending_deletions.settle_held(one)
+        return [(one.content, one.owner) for one in pending if one.content not in held[one.owner]]
 
     def overdue(self) -> set[str]:
-        """The content ids that no store will hold after the next sweep."""
+        """Content ids that no store will hold after the next sweep."""
         entries, unfounded = list(self._entries()), self._unfounded()
         gone = {entry.key for entry in unfounded}
         return {e.content for e in unfounded} - {e.content for e in entries if e.key not in gone}
 
     def sweep(self) -> set[str]:
-        """Removes expired stores, references to files that are gone, and what half-finished changes have left."""
+        """Remove expired stores, dangling references and leftovers of unfinished changes."""
         with self._changing:
             dropped = self._drop(self._unfounded())
             for store in self._stores.find(_STORES):
@@ -369,7 +379,7 @@ class VectorStores:
         gone = list(entries)
         contents = {entry.content for entry in gone}
         for content in contents:
-            self._files.owed.note(content, DYNAMIC_TENANT)
+            self._files.pending_deletions.note(content, DYNAMIC_TENANT)
         for entry in gone:
             self._tier.delete(entry.key)
             self._tier.delete(entry.index_key)
@@ -390,7 +400,7 @@ def _last_use(store: VectorStore, activity: Activity | None) -> float:
 
 
 def _is_over(store: VectorStore, used: float) -> bool:
-    """Whether a store that was last used then has expired."""
+    """True if a store that was last used then has expired."""
     return store.expires_days is not None and int(used) + store.expires_days * _DAY <= time.time()
 
 

@@ -1,4 +1,7 @@
-"""What tokens of a sequence pay to those before them, from queries and keys alone, in fp32. Pure functions."""
+"""What tokens of a sequence pay to those before them, from queries and keys alone, in fp32.
+
+Pure functions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The batch of one forward: the runs of several sequences, concatenated. Plain tensors, no engine."""
+"""The batch of one forward: the runs of several sequences, concatenated.
+
+Plain tensors, no engine.
+"""
 
 from __future__ import annotations
 

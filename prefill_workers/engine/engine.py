@@ -46,8 +46,10 @@ _PIXELS_OF_TOKEN = 3 * 28 * 28  # numbers of an image behind one of its tokens: 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine of this model needs to know. On a CPU the KV pool's size comes from the environment
-    (`infra.vllm_env`)."""
+    """What an engine of this model needs to know.
+
+    On a CPU the KV pool's size comes from the environment (`infra.vllm_env`).
+    """
 
     model: str
     dtype: str = "auto"
@@ -139,7 +141,10 @@ class _Known(NamedTuple):
 
 
 class PrefillEngine:
-    """One model on one worker group. One thread drives it (see `worker.PrefillLoop`); any may ask for `positions`."""
+    """One model on one worker group.
+
+    One thread drives it (see `worker.PrefillLoop`); any may ask for `positions`.
+    """
 
     def __init__(self, spec: EngineSpec) -> None:
         arguments = engine_arguments(spec)
@@ -188,7 +193,7 @@ class PrefillEngine:
         return str(self.dtype).removeprefix("torch.")
 
     @property
-    def quantises(self) -> bool:
+    def has_quantised_kv(self) -> bool:
         """Whether the pages hold KV in fewer bits than it is read in."""
         return self._quantum > 0
 
@@ -205,7 +210,7 @@ class PrefillEngine:
 
         Args:
             arriving: KV to be written by the same forward, each layer before it is attended to; only if
-                `takes_arriving`. `deadline` (monotonic seconds) is until when the forward waits for layers.
+                `accepts_layerwise_kv`. `deadline` (monotonic seconds) is until when the forward waits for layers.
             ends: sequences (indices into `work`, ascending) whose next token is asked for.
 
         Returns:
@@ -231,7 +236,7 @@ class PrefillEngine:
         return [torch.stack(parts).sum(0) for parts in zip(*ranks, strict=True)]
 
     @property
-    def takes_arriving(self) -> bool:
+    def accepts_layerwise_kv(self) -> bool:
         """Whether a forward can write KV that is still coming in: where it runs in this process."""
         return self.spec.tensor_parallel_size == 1
 
@@ -350,7 +355,9 @@ class PrefillEngine:
         return self._call_all(method, *arguments)[0]
 
     def _call_all(self, method: str, *arguments: Any) -> list[Any]:
-        """What every rank answers. Raises what the first of those that failed raised, once all have answered.
+        """What every rank answers.
+
+        Raises what the first of those that failed raised, once all have answered.
 
         TimeoutError: one does not answer, and never will; what it said later would be taken for another call's answer.
         """
@@ -370,7 +377,9 @@ class PrefillEngine:
     # -- self-check ---------------------------------------------------------------------------------------------------
 
     def self_check(self) -> list[CheckOutcome]:
-        """Compare this engine with vLLM's own prefill, and ways of writing KV with each other. Call before serving.
+        """Compare this engine with vLLM's own prefill, and ways of writing KV with each other.
+
+        Call before serving.
 
         In fp32 agreement is held to 1e-4 in log-probability and 1e-4 in relocated KV of all layers. In fewer bits the
         log-probability is held to what one more or one fewer split of a matrix product may change, and relocation to
@@ -434,7 +443,7 @@ class PrefillEngine:
                 )
             )
 
-        if self.takes_arriving:
+        if self.accepts_layerwise_kv:
             half = n // 2
             other = LinkSequence(sequence.token_ids, sequence.positions, spare)
             known = _Known(self.slots(spare, 0, half), self.read_kv(blocks, 0, half))

@@ -1,4 +1,7 @@
-"""Identity of a checkpoint. Apart from the engine, so that roles without one can open the model's library."""
+"""Identity of a checkpoint.
+
+Apart from the engine, so that roles without one can open the model's library.
+"""
 
 from __future__ import annotations
 

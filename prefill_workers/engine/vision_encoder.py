@@ -1,4 +1,7 @@
-"""The vision encoder role: pixels in, embeddings out. It holds the vision tower and nothing else of the model."""
+"""The vision encoder role: pixels in, embeddings out.
+
+It holds the vision tower and nothing else of the model.
+"""
 
 from __future__ import annotations
 

@@ -205,7 +205,10 @@ class WorkerExtension:
         shallow: tuple[RunBatch, int] | None = None,
         queries: Callable[[Tensor], object] = lambda _: None,
     ) -> Any:
-        """One forward of the model. `ends`: see `_ending_behind`, as for `queries`; None: it goes to its end."""
+        """One forward of the model.
+
+        `ends`: see `_ending_behind`, as for `queries`; None: it goes to its end.
+        """
         self._consider_others()
         runner, names, to = self.model_runner, self._group.layer_names, self._device
         slots = dict.fromkeys(names, batch.slots.to(to, non_blocking=True))
@@ -373,7 +376,9 @@ class WorkerExtension:
             raise UnsupportedEngine(f"layers ran as {reached}: KV cannot be written while it comes in")
 
     def _rows(self, batch: RunBatch) -> Rows:
-        """The attention batch: a row per run. CPU_MLA's prefill does not see paged context: there, a row per token.
+        """The attention batch: a row per run.
+
+        CPU_MLA's prefill does not see paged context: there, a row per token.
 
         `infra.cpu.latent` computes the rows of a sequence together.
         """
@@ -486,7 +491,7 @@ class WorkerExtension:
 
     @cached_property
     def _builder(self) -> Any:
-        """Describes batches to the backend."""
+        """Describe batches to the backend."""
         return self._new_builder()
 
     @cached_property

@@ -85,7 +85,7 @@ class PrefixCache:
     def of(cls, engine: PrefillEngine, nbytes: int) -> PrefixCache:
         """A cache of so many bytes for an engine's linker."""
         block = BLOCK * engine.layout.bytes_per_token(engine.dtype)
-        return cls(nbytes // block, relocates=not engine.quantises)
+        return cls(nbytes // block, relocates=not engine.has_quantised_kv)
 
     def __len__(self) -> int:
         return len(self._blocks)

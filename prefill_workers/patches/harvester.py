@@ -145,7 +145,7 @@ class Harvester:
         )
 
     def harvest(self, plan: LinkPlan, chunk: ChunkPlan, conditioned: Tensor, scratch: Scratch) -> Pieces[None]:
-        """Store a computed chunk's canonical KV and send its deficit (kamera.md eq. 2) to the patch compiler."""
+        """Store a computed chunk's canonical KV; send its deficit (eq. 2) to the patch compiler."""
         canonical = yield from self.canonical(plan, chunk, scratch)
         if not self.forms_patch(plan, chunk):
             return
@@ -465,6 +465,9 @@ class Harvester:
 
 
 def _set_owner(tenant: str, prefix: Sequence[int], *contents: str) -> str:
-    """Who owns a patch behind a set. It has seen the prefix and these chunks, nothing else of the request; the prefix
-    is the tenant's. (An own patch has also seen the tenant's text before the chunk: it is always the tenant's.)"""
+    """Who owns a patch behind a set.
+
+    It has seen the prefix and these chunks, nothing else of the request; the prefix is the tenant's. (An own patch has
+    also seen the tenant's text before the chunk: it is always the tenant's.)
+    """
     return tenant if prefix else owner_of(tenant, *contents)

@@ -1,4 +1,6 @@
-"""The offline worker: rendered prompts in, stored records out. It has an engine, and no loop, leases or hand-off.
+"""The offline worker: rendered prompts in, stored records out.
+
+It has an engine, and no loop, leases or hand-off.
 
 | record     | computed by                                                                            |
 |------------|----------------------------------------------------------------------------------------|
@@ -151,7 +153,7 @@ class OfflineWorker:
         return [item.work for item in planned]
 
     def _plan(self, tasks: Sequence[OfflineTask]) -> list[_Planned]:
-        """Plans with all embeddings at hand; those that are missing are encoded in one batch and stored."""
+        """Plan with all embeddings at hand; those that are missing are encoded in one batch and stored."""
         pixels = {
             span.content: item
             for task in tasks

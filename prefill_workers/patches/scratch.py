@@ -73,7 +73,10 @@ def at_once(pieces: Pieces[Result]) -> Result:
 
 
 def aside(others: Executor, call: Callable[..., Result], *arguments: object) -> Pieces[Result]:
-    """What a call comes to that may wait for a tier: another thread makes it. Raises what it does."""
+    """What a call comes to that may wait for a tier: another thread makes it.
+
+    Raises what it does.
+    """
     answer = others.submit(call, *arguments)
     while not answer.done():
         wait([answer], _PIECE_SECONDS)

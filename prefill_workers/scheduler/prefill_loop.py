@@ -273,7 +273,7 @@ class PrefillLoop:
             with self._wake:
                 if not (self._has_work() or self._abandoned or self._stopping):
                     # leases are read by a NIXL notification, which has no descriptor to wait on: poll while any is not
-                    self._wake.wait(_POLL_SECONDS if self._pool.unread else 0.5)
+                    self._wake.wait(_POLL_SECONDS if self._pool.has_unread else 0.5)
                 if self._stopping and not self._links:
                     for job in self._waiting:
                         with suppress(InvalidStateError):
@@ -308,7 +308,7 @@ class PrefillLoop:
         since, checks = time.perf_counter() - self._patience, self._background.checks_since()
         if checks is not None and checks < since:
             return False
-        return self._last_expected > since or (self._pool.unread and self._last_finished > since)
+        return self._last_expected > since or (self._pool.has_unread and self._last_finished > since)
 
     def _disturbed(self) -> float:
         """When a request came last, or got what it came for (`time.perf_counter`)."""

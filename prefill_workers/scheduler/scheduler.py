@@ -133,7 +133,7 @@ class LinksUnderWay:
             if spoiled is not None:
                 job.go_back_to(spoiled)
             job.compute_up_to(job.plan.frontier)
-            if job.plan.loads and job.by_layer and self._engine.takes_arriving:
+            if job.plan.loads and job.by_layer and self._engine.accepts_layerwise_kv:
                 self._take_up_arriving(job)
         except PixelsNeeded as needed:
             self._free(job)

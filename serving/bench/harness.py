@@ -40,7 +40,10 @@ class Arm:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a benchmark measured. `axis`: what cases and columns count, where they are bare numbers."""
+    """What a benchmark measured.
+
+    `axis`: what cases and columns count, where they are bare numbers.
+    """
 
     workload: Mapping[str, Any]
     arms: Sequence[Arm]

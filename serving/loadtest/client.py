@@ -26,7 +26,10 @@ _START_SECONDS = 0.05  # between the schedule's zero and now, so that the first 
 
 
 class EndpointError(RuntimeError):
-    """The server cannot be tested: not reached, no such model, or it took no file. `status`: what it answered."""
+    """The server cannot be tested: not reached, no such model, or it took no file.
+
+    `status`: what it answered.
+    """
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -57,7 +60,10 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Sample:
-    """One request. Times are `time.perf_counter` seconds; `status` is `ok`, an HTTP status, or what went wrong."""
+    """One request.
+
+    Times are `time.perf_counter` seconds; `status` is `ok`, an HTTP status, or what went wrong.
+    """
 
     due: float
     sent: float
@@ -73,7 +79,7 @@ class Sample:
     message: str = ""
 
     @property
-    def ok(self) -> bool:
+    def is_ok(self) -> bool:
         """Whether the answer came whole."""
         return self.status == OK
 

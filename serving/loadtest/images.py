@@ -67,7 +67,10 @@ class Timed:
 
 
 def timed_chat(client: httpx.Client, url: str, model: str, messages: list[dict[str, Any]], **fields: Any) -> Timed:
-    """Send a chat request and time its first token at the client. The body is serialised before the clock starts."""
+    """Send a chat request and time its first token at the client.
+
+    The body is serialised before the clock starts.
+    """
     body = {
         "model": model,
         "messages": messages,

@@ -38,7 +38,7 @@ def window_s(samples: Sequence[Sample]) -> float:
     until the last whole answer.
     """
     due = _span([sample.due for sample in samples])
-    good = [sample for sample in samples if sample.ok]
+    good = [sample for sample in samples if sample.is_ok]
     if len(samples) == 1 or not due:
         return max(sample.done for sample in good or samples) - min(sample.due for sample in samples)
     first = _span([sample.first for sample in good if sample.first is not None])
@@ -57,17 +57,17 @@ def offered_rps(samples: Sequence[Sample]) -> float:
 
 def completed_rps(samples: Sequence[Sample]) -> float:
     """Whole answers a second."""
-    return sum(sample.ok for sample in samples) / window_s(samples)
+    return sum(sample.is_ok for sample in samples) / window_s(samples)
 
 
 def goodput(samples: Sequence[Sample], ttft_limit_ms: float) -> int:
     """Whole answers whose first token came within the limit."""
-    return sum(s.ok and s.ttft_ms is not None and s.ttft_ms <= ttft_limit_ms for s in samples)
+    return sum(s.is_ok and s.ttft_ms is not None and s.ttft_ms <= ttft_limit_ms for s in samples)
 
 
 def median_ttft_ms(samples: Iterable[Sample]) -> float:
     """Median time to first token of the whole answers; infinite if there are none."""
-    found = percentiles(s.ttft_ms for s in samples if s.ok and s.ttft_ms is not None)
+    found = percentiles(s.ttft_ms for s in samples if s.is_ok and s.ttft_ms is not None)
     return float("inf") if found is None else found["p50"]
 
 
@@ -81,7 +81,7 @@ def hit_rate(samples: Iterable[Sample]) -> float | None:
 
     Servers leave the number out of answers that had no hit.
     """
-    good = [sample for sample in samples if sample.ok and sample.prompt_tokens]
+    good = [sample for sample in samples if sample.is_ok and sample.prompt_tokens]
     if all(sample.cached_tokens is None for sample in good):
         return None
     return sum(sample.cached_tokens or 0 for sample in good) / sum(sample.prompt_tokens for sample in good)
@@ -94,17 +94,17 @@ def stages_ms(samples: Iterable[Sample]) -> dict[str, float]:
     """
     taken: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
-        for name, ms in sample.stages_ms.items() if sample.ok else ():
+        for name, ms in sample.stages_ms.items() if sample.is_ok else ():
             taken[name].append(ms)
     return {name: round(float(np.median(found)), 3) for name, found in taken.items()}
 
 
 def summary(samples: Sequence[Sample], ttft_limit_ms: float | None) -> dict[str, Any]:
     """Everything that is reported of one rate."""
-    good = [sample for sample in samples if sample.ok]
+    good = [sample for sample in samples if sample.is_ok]
     window = window_s(samples)
-    failed = Counter(sample.status for sample in samples if not sample.ok)
-    reasons = {sample.status: sample.message for sample in reversed(samples) if not sample.ok}
+    failed = Counter(sample.status for sample in samples if not sample.is_ok)
+    reasons = {sample.status: sample.message for sample in reversed(samples) if not sample.is_ok}
     hits = hit_rate(samples)
     points: Counter[str] = sum((Counter(sample.points) for sample in good), Counter())
     result: dict[str, Any] = {

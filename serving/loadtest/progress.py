@@ -61,7 +61,7 @@ def _table(title: str, tally: Tally) -> Table:
 
 def _cells(tally: Tally) -> list[str]:
     samples = list(tally.samples)
-    states = Counter(sample.status for sample in samples if not sample.ok)
+    states = Counter(sample.status for sample in samples if not sample.is_ok)
     rejected = states.pop(REJECTED, 0)
     median = median_ttft_ms(samples)
     shown = f"{median:.0f}" if median < float("inf") else "-"

@@ -44,7 +44,10 @@ class WorkloadError(ValueError):
 
 @dataclass(frozen=True)
 class Picture:
-    """A page by its number; the same seed and number give the same pixels. Columns and rows are of cells."""
+    """A page by its number; the same seed and number give the same pixels.
+
+    Columns and rows are of cells.
+    """
 
     seed: int
     number: int

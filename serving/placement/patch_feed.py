@@ -76,7 +76,7 @@ class KeeperReplica(PatchFeedReplica):
                     catalogue = PatchCatalogue(library.disk, library.fingerprint, form)
                 for entry in await asyncio.to_thread(catalogue.look):
                     self._formed.add(entry)
-                if catalogue.behind:
+                if catalogue.is_behind:
                     continue
             except Exception:
                 logger.exception("what the library holds cannot be listed; trying again in %s s", period_s)

@@ -60,7 +60,7 @@ class LibraryKeeper(KeeperReplica):
             if not _died(failure):
                 raise failure
         if everywhere:
-            await asyncio.to_thread(self._files.owed.settle, content, tenant)
+            await asyncio.to_thread(self._files.pending_deletions.settle, content, tenant)
             self._undeleted.discard((content, tenant))
         return went
 

@@ -89,7 +89,7 @@ class DecodeReporter:
 
     def stats(self) -> dict[str, Any]:
         """The next report."""
-        stats, alive = self._engine.stats(), self._engine.alive
+        stats, alive = self._engine.stats(), self._engine.is_alive
         report = DecodeReport(  # a dead engine has no load, but no room either
             blocks=stats.blocks_reserved + stats.blocks_awaited if alive else stats.blocks_total,
             blocks_total=stats.blocks_total,

@@ -166,7 +166,7 @@ def one_by_one(arm: LoadArm, requests: int, console: Console, title: str) -> lis
     with watching(console, f"{arm.name}, {title}", tally), arm.aside():
         samples = asyncio.run(arm.subject.one_by_one(requests, tally))
     for sample in samples:
-        if not sample.ok:
+        if not sample.is_ok:
             raise RuntimeError(f"{arm.name}: {sample.status}: {sample.message}")
     arm.settle()
     return samples
@@ -244,7 +244,7 @@ def in_load_turns(
             tally = Tally()
             with watching(console, f"{arm.name}, {rate:g}/s", tally), arm.aside():
                 samples = asyncio.run(arm.subject.run(arrivals, tally))
-            if not any(sample.ok and sample.first for sample in samples):
+            if not any(sample.is_ok and sample.first for sample in samples):
                 raise RuntimeError(f"{arm.name}, {rate:g}/s: no answer; {samples[0].status}: {samples[0].message}")
             runs[arm.name].append(samples)
             arm.settle()
@@ -261,7 +261,7 @@ def pooled(runs: Runs) -> list[Sample]:
 
 def completed_rps(runs: Runs) -> float:
     """Whole answers a second over all turns."""
-    return sum(sample.ok for sample in pooled(runs)) / sum(measures.window_s(run) for run in runs)
+    return sum(sample.is_ok for sample in pooled(runs)) / sum(measures.window_s(run) for run in runs)
 
 
 def is_saturated(runs: Runs) -> bool:
@@ -272,14 +272,14 @@ def is_saturated(runs: Runs) -> bool:
 
 def median_e2e_ms(samples: Sequence[Sample]) -> float:
     """Median of the whole answers' end-to-end milliseconds."""
-    found = measures.percentiles(sample.e2e_ms for sample in samples if sample.ok)
+    found = measures.percentiles(sample.e2e_ms for sample in samples if sample.is_ok)
     return float("inf") if found is None else found["p50"]
 
 
 def harness_arm(arm: LoadArm, runs: Mapping[str, Runs]) -> Arm:
     """An arm as the harness reports it: times to first token, by rate."""
     times = {
-        rate: [sample.ttft_ms for sample in pooled(turns) if sample.ok and sample.ttft_ms is not None]
+        rate: [sample.ttft_ms for sample in pooled(turns) if sample.is_ok and sample.ttft_ms is not None]
         for rate, turns in runs.items()
     }
     return Arm(
@@ -298,11 +298,11 @@ def tables(runs: Mapping[str, Mapping[str, Runs]]) -> dict[str, dict[str, dict[s
         return {arm: cells for arm, cells in rows.items() if cells}
 
     def p90(turns: Runs) -> float | None:
-        found = measures.percentiles(s.ttft_ms for s in pooled(turns) if s.ok and s.ttft_ms is not None)
+        found = measures.percentiles(s.ttft_ms for s in pooled(turns) if s.is_ok and s.ttft_ms is not None)
         return None if found is None else found["p90"]
 
     def tokens(turns: Runs) -> float:
-        good = sum(sample.output_tokens for sample in pooled(turns) if sample.ok)
+        good = sum(sample.output_tokens for sample in pooled(turns) if sample.is_ok)
         return good / sum(measures.window_s(run) for run in turns)
 
     def stage(name: str, turns: Runs) -> float | None:
@@ -313,7 +313,7 @@ def tables(runs: Mapping[str, Mapping[str, Runs]]) -> dict[str, dict[str, dict[s
         "TTFT p90, ms": of(p90),
         "output tokens a second": of(tokens),
         "prompt tokens cached": of(lambda turns: measures.hit_rate(pooled(turns))),
-        "failed": of(lambda turns: sum(not sample.ok for sample in pooled(turns))),
+        "failed": of(lambda turns: sum(not sample.is_ok for sample in pooled(turns))),
         "generator's lag p99, ms": of(lambda turns: measures.generator(pooled(turns))["lag_ms"]["p99"]),
     }
     every = (measures.stages_ms(pooled(turns)) for rates in runs.values() for turns in rates.values())

@@ -246,8 +246,10 @@ class Library:
                     self.forwards += ran
 
     def _run(self, kind: JobKind, names: Sequence[str], limit: int) -> int:
-        """A step of a job: the patches that it leaves. Returns how many forwards it takes; the orders of a set are
-        one step, of `limit` forwards."""
+        """A step of a job: the patches that it leaves.
+
+        Returns how many forwards it takes; the orders of a set are one step, of `limit` forwards.
+        """
         if kind is JobKind.orders:
             missing = not self._stored([Entry(_SCOPE, names[-1], tuple(names[:-1]), ordered=False)])
             for content in names:

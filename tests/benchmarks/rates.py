@@ -125,7 +125,9 @@ def _arms(alone: Server, service: OurService, scale: _Scale) -> list[LoadArm]:
 def measure(
     arms: Sequence[LoadArm], rates: Mapping[float, int], turns: int, console: Console
 ) -> tuple[dict[str, dict[str, Runs]], str | None]:
-    """Arm → rate → turns, and why that ends before the last rate. `rates`: with how many requests of a turn.
+    """Arm → rate → turns, and why that ends before the last rate.
+
+    `rates`: with how many requests of a turn.
 
     Raises:
         RuntimeError, TimeoutError: the first rate could not be measured; see `load_arms`.

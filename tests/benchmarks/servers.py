@@ -242,7 +242,7 @@ class EmbeddedRoles:
         await self._decode.abandon(transfer, readers)
 
     async def check_health(self) -> None:
-        """Raises when the decode engine died."""
+        """Raise when the decode engine died."""
         await self._decode.check_health()
 
     async def fidelity(self) -> dict[str, list[PointStatus]]:

@@ -41,7 +41,9 @@ _EACH = 4  # texts, one before every page
 
 @dataclass(frozen=True)
 class Situation:
-    """How the later prompt differs. `pages`: of (A1, A2, A3) and three pages of another item, those before B.
+    """How the later prompt differs.
+
+    `pages`: of (A1, A2, A3) and three pages of another item, those before B.
 
     `text`: that of the later prompt; `taught`: that of the prompt in which the patch was formed. `served`: the arms
     whose patch the linker's rule would serve.
@@ -54,7 +56,7 @@ class Situation:
     taught: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def answered(self) -> bool:
+    def is_answerable(self) -> bool:
         """Whether all pages are there from which the item's answer comes: else it may have gone with one."""
         return set("123") <= set(self.pages("123", "456"))
 

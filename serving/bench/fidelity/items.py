@@ -20,7 +20,10 @@ SEED = 77_000_001  # training and its evaluation draw from other seeds
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """A set of pages with one question. `asked` [pages][cells]: whether a cell shows what is asked for."""
+    """A set of pages with one question.
+
+    `asked` [pages][cells]: whether a cell shows what is asked for.
+    """
 
     pages: tuple[Page, ...]
     question: str

@@ -124,7 +124,10 @@ def _check(study: Study, group: Sequence[tuple[Item, Item]], found: dict[str, li
 def _linked(
     one: Situation, canonical: Sequence[Tensor], patches: Patches, last: Tensor, layout: Layout
 ) -> list[Tensor | None]:
-    """KV of every place; None where another item's page stands, which is computed. `last`: the last one's, exact."""
+    """KV of every place; None where another item's page stands, which is computed.
+
+    `last`: the last one's, exact.
+    """
     kv: list[Tensor | None] = []
     for place, i in enumerate(one.order):
         if i < one.replaced:

@@ -157,7 +157,10 @@ class Reader:
         system: str = "",
         before: Sequence[str] = (),
     ) -> Prompt:
-        """A chat turn of pages and a question. `system`: a system prompt; `before`: other text before each page."""
+        """A chat turn of pages and a question.
+
+        `system`: a system prompt; `before`: other text before each page.
+        """
         head = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
         tokens = self.ids(head + _HEAD)
         starts = []

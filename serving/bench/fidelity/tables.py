@@ -216,7 +216,7 @@ def _of_drift(study: Study, items: int, kept: Kept) -> Iterator[tuple[str, Table
     drifted = kept.once("drift", lambda: envelope.envelope(study, items))
     rows = {name: summary(scores) for name, scores in drifted.items()}
     yield "η by drift", {name: _with_uncertainty(_inexact(arms), "eta") for name, arms in rows.items()}
-    told = [one.name for one in envelope.SITUATIONS if one.answered]
+    told = [one.name for one in envelope.SITUATIONS if one.is_answerable]
     yield "accuracy by drift", {name: _with_uncertainty(rows[name], "accuracy") for name in told}
     answers = {name: {arm: share(changed(scores, arm)) for arm in _inexact(scores)} for name, scores in drifted.items()}
     yield "answers changed by drift", {name: _with_uncertainty(arms, "share") for name, arms in answers.items()}

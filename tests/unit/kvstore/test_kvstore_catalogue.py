@@ -97,7 +97,7 @@ def test_an_index_filled_from_disk_answers_as_one_that_heard_of_every_patch(
 def test_a_look_reads_no_more_headers_than_it_may(library: Library, tmp_path: Path):
     store(library, *(patch(content) for content in "abcde"))
     catalogue = PatchCatalogue(DiskTier(tmp_path), FINGERPRINT, FORM, limit=2)
-    looks = [(len(catalogue.look()), catalogue.behind) for _ in range(4)]
+    looks = [(len(catalogue.look()), catalogue.is_behind) for _ in range(4)]
     assert looks == [(2, True), (2, True), (1, False), (0, False)]
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from kvstore_support import FINGERPRINT, canonical
 
+from kvstore import memory_cache
 from kvstore.library import Library
 from kvstore.records.format import encode
 from kvstore.settings import LibrarySettings
-from kvstore.tiers import eviction
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.paths import path_of
 
@@ -55,7 +55,7 @@ def test_libraries_that_write_in_turn_keep_the_bound_together(library: OpenLibra
 def test_what_one_library_answers_from_memory_is_not_idle_to_the_others(
     library: OpenLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eviction, "_ANNOUNCE_SECONDS", 0.0)
+    monkeypatch.setattr(memory_cache, "_ANNOUNCE_SECONDS", 0.0)
     reader, wanted, idle = library(), canonical("wanted"), canonical("idle")
     for record in (wanted, idle):
         put(reader, {wanted.key: "wanted", idle.key: "idle"}[record.key])

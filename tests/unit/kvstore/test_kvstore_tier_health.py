@@ -300,7 +300,7 @@ def test_a_tier_that_failed_is_left_alone_at_its_next_failure_until_it_succeeds(
     breaker = Breaker(2, 10.0)
     for is_open in (False, True):
         breaker.failed()
-        assert breaker.open == is_open
+        assert breaker.is_open == is_open
     now = 111.0
     assert not breaker.open
     breaker.failed()

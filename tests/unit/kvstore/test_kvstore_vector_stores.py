@@ -249,9 +249,9 @@ def test_what_derived_from_files_that_are_gone_is_owed_until_it_is_settled(
     stores.unheld()  # settles what is held
     files.delete("ops", again.id)
     assert set(reopen().unheld()) == {(reference.content, DYNAMIC_TENANT), (page.content, "ops")}
-    files.owed.settle(reference.content, DYNAMIC_TENANT)
-    files.owed.settle(page.content, "ops")
-    assert reopen().unheld() == files.owed.all() == []
+    files.pending_deletions.settle(reference.content, DYNAMIC_TENANT)
+    files.pending_deletions.settle(page.content, "ops")
+    assert reopen().unheld() == files.pending_deletions.all() == []
 
 
 def test_what_is_noted_again_while_it_is_found_to_be_held_stays_owed(

@@ -24,7 +24,7 @@ from prefill_workers.sequence import LinkSequence, Run
 class Engine:
     """Fails forwards over some sequences."""
 
-    takes_arriving = False
+    accepts_layerwise_kv = False
 
     def __init__(self) -> None:
         self.broken: set[LinkSequence] = set()

@@ -184,7 +184,7 @@ def keeper(deleted: list[str], prefill: Workers, replicas: int = 1, *others: Wor
     made._holders, made._undeleted = ((prefill, replicas), *((other, 0) for other in others)), set()
     made._library = SimpleNamespace(delete_content=delete_content)
     made._files = SimpleNamespace(
-        owed=SimpleNamespace(settle=lambda content, owner: deleted.append(f"{content} settled"))
+        pending_deletions=SimpleNamespace(settle=lambda content, owner: deleted.append(f"{content} settled"))
     )
     return made
 

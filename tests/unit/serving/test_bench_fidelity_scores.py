@@ -124,7 +124,7 @@ def test_only_reuses_that_the_rule_allows_can_be_false():
 
 
 def test_answers_are_right_or_wrong_only_where_the_pages_that_tell_them_are_there():
-    gone = [one.name for one in envelope.SITUATIONS if not one.answered]
+    gone = [one.name for one in envelope.SITUATIONS if not one.is_answerable]
     assert gone == ["one dropped", "one replaced", "all replaced"]
 
 

@@ -54,7 +54,7 @@ async def test_a_decode_report_counts_what_waits():
     admission = Admission(blocks=10, block_size=16)
     engine = SimpleNamespace(
         admission=admission,
-        alive=True,
+        is_alive=True,
         max_model_len=512,
         stats=lambda: SimpleNamespace(
             blocks_reserved=admission.reserved,
@@ -76,5 +76,5 @@ async def test_a_decode_report_counts_what_waits():
         assert parsed(DecodeReport, reporter.stats()) == DecodeReport(5 + 6, 10, 2, 4, 16, 512)
     await waiting
     assert parsed(DecodeReport, reporter.stats()) == DecodeReport(0, 10, 0, 4, 16, 512)
-    engine.alive = False  # it has no load, and must not draw requests by that
+    engine.is_alive = False  # it has no load, and must not draw requests by that
     assert parsed(DecodeReport, reporter.stats()) == DecodeReport(10, 10, 4, 4, 16, 512)
