@@ -1,4 +1,4 @@
-"""The model families that are tested: every test of the operator on real engines runs for each of them.
+"""The tested model families; operator tests on real engines run for each of them.
 
 A new family is a line here and a recipe in `infra.checkpoints`; if its attention keeps another kind of KV than the
 layouts of `kvstore.operator.layout` describe, also a layout there and its facts in
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: a small checkpoint of it, the layout of its KV, and what a prompt writes for an image.
+    """A model family: its small checkpoint, KV layout, and image placeholder in prompts.
 
     `image` is empty for text models, whose chunks are documents.
     """

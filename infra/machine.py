@@ -1,4 +1,4 @@
-"""What this machine is."""
+"""Description of this machine."""
 
 from __future__ import annotations
 

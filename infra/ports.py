@@ -1,4 +1,4 @@
-"""TCP ports for servers that are told which one to take, and take it only seconds later; hosts as URLs have them."""
+"""Free TCP ports for servers that bind them seconds later, and hosts in URLs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _random = random.SystemRandom()  # processes that ask at the same moment should 
 
 
 def free_port() -> int:
-    """A port that nobody listens on, and that the system gives to no outgoing connection meanwhile.
+    """A TCP port without a listener, which no outgoing connection gets meanwhile.
 
     Raises:
         OSError: none was found.

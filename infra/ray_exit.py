@@ -1,9 +1,9 @@
-"""How a process ends that was in several Ray clusters, one after the other: before native libraries are torn down.
+"""Clean exit of a process that joined several Ray clusters one after the other.
 
-Ray (2.60) ends the thread that exports a driver's metrics when the first cluster is left, and never again. That of a
-further cluster goes on; every ten seconds its export fails, which it logs. Where that happens while the process exits,
-what it logs with is gone: a segmentation fault, after all work is done, and an exit status that says it failed. Ray
-ends its own workers as this does.
+It ends before native libraries are torn down: Ray (2.60) ends the thread that exports a driver's metrics when the first
+cluster is left, and never again. That of a further cluster goes on; every ten seconds its export fails, which it logs.
+Where that happens while the process exits, what it logs with is gone: a segmentation fault, after all work is done, and
+an exit status that says it failed. Ray ends its own workers as this does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A real S3 server on this machine: OpenStack Swift behind its S3 API, `python -m infra.s3_server` or `s3_server()`.
+"""A real S3 server on this machine: OpenStack Swift behind its S3 API.
+
+`python -m infra.s3_server`, or `s3_server()`.
 
 The command makes a bucket and prints the configuration that puts library and files there. They go when it ends.
 

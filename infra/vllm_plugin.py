@@ -1,4 +1,4 @@
-"""A vLLM plugin (entry point `vllm.general_plugins`): vLLM loads it in every process of an engine.
+"""vLLM plugin (entry point `vllm.general_plugins`), loaded in every engine process.
 
 On a CPU with AMX it asks the kernel for leave to use its tiles. vLLM's attention over bf16 uses them without, and an
 engine in whose process nothing else has asked (a decode engine's small steps do not) dies of an illegal instruction.
@@ -43,7 +43,7 @@ _VECTOR_FUNCTIONS = (
 
 
 def register() -> None:
-    """Enable AMX, settle MKL's kernels, take vLLM's; let engines share cores where `infra.vllm_env` asked for it."""
+    """Enable AMX, settle MKL's and vLLM's kernels; share cores where `vllm_env` says so."""
     import torch
 
     for dtype in (torch.float32, torch.float64):
@@ -84,7 +84,7 @@ def _let_agents_pause(bindings: Any) -> None:
 
 
 def _let_groups_share_a_thread() -> None:
-    """Have the process groups of gloo that are made from now on share a device, whose thread it is."""
+    """Make new gloo process groups share one device, and so its thread."""
     from torch.distributed import distributed_c10d
 
     c10d: Any = distributed_c10d

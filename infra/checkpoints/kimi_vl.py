@@ -1,4 +1,4 @@
-"""Kimi-VL: a MoonViT tower before a DeepSeek-V2-shaped language model (multi-head latent attention, MoE)."""
+"""Kimi-VL recipe: a MoonViT tower and a DeepSeek-V2-shaped language model (MLA, MoE)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class KimiVL:
         return tokenizer(self.vocabulary, added=MEDIA_TOKENS, image=IMAGE, words=self.words)
 
     def model(self, tokens: PreTrainedTokenizerFast) -> Any:
-        """The model, its weights not yet drawn: `language_model`, `vision_tower` and `multi_modal_projector`.
+        """The uninitialised model: `language_model`, `vision_tower`, `multi_modal_projector`.
 
         The library that writes the others has no Kimi-VL: the language model is its DeepSeek-V2, the tower is ours.
         """
@@ -85,7 +85,7 @@ class KimiVL:
         return KimiVLImageProcessor(PATCH, (MERGE, MERGE))
 
     def save(self, model: Any, tokens: PreTrainedTokenizerFast, folder: Path) -> None:
-        """Write configuration, bf16 weights, tokenizer and processor code into the existing `folder`."""
+        """Write configuration, bf16 weights, tokenizer and processor code into `folder`."""
         import torch
         from safetensors.torch import load_file, save_file
 

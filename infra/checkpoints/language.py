@@ -1,4 +1,4 @@
-"""What the recipes of multimodal and dense text models share: the language model's sizes, and how a model is saved."""
+"""Language model sizes and saving, shared by the recipes of multimodal and text models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Language:
-    """Sizes of a Llama-like language model, and the words that are one token each (see `tokens.tokenizer`)."""
+    """Sizes of a Llama-like language model, and its single-token words (see `tokens.tokenizer`)."""
 
     vocabulary: int = 512
     hidden: int = 256

@@ -1,4 +1,4 @@
-"""LLaVA-1.5: multi-head attention (one KV head per query head), plain RoPE, a CLIP tower and images of one size."""
+"""LLaVA-1.5 recipe: multi-head attention, plain RoPE, a CLIP tower, images of one size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vision tower of Kimi-VL (MoonViT) and its projector in plain torch, for training and for writing checkpoints.
+"""Kimi-VL's vision tower (MoonViT) and projector in plain torch, to train and save.
 
 Parameters have the names that vLLM's loader knows. Pictures of one size come as patches, row by row, and their grid.
 """
@@ -85,7 +85,10 @@ class MoonViT(nn.Module):
         self.encoder = _Encoder(width, depth)
 
     def forward(self, patches: Tensor, grid: Sequence[int]) -> Tensor:
-        """Features [..., patches, width] of `patches` [..., patches, 3, size, size] in a grid of (rows, columns)."""
+        """Features [..., patches, width] of a (rows, columns) grid's patches.
+
+        `patches`: [..., patches, 3, size, size].
+        """
         return self.encoder(self.patch_embed(patches, grid), phases(grid, self.width // HEADS).to(patches.device))
 
 
@@ -107,7 +110,7 @@ class Projector(nn.Module):
 
 
 def phases(grid: Sequence[int], head: int) -> Tensor:
-    """Angles [patches, head / 2] of a grid's patches: of the column in even places, of the row in odd ones."""
+    """Rotary angles [patches, head / 2] of a grid: by column in even places, by row in odd ones."""
     frequencies = _THETA ** -(torch.arange(0, head, 4).float() / head)
     rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
     angles = torch.stack([columns.reshape(-1, 1) * frequencies, rows.reshape(-1, 1) * frequencies], -1)

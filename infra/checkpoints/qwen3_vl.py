@@ -1,4 +1,4 @@
-"""Qwen3-VL: grouped-query attention with normed queries and keys, interleaved M-RoPE, deepstack embeddings."""
+"""Qwen3-VL recipe: GQA with normed queries and keys, interleaved M-RoPE, deepstack."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Qwen3VL(QwenVL):
         )
 
     def save(self, model: PreTrainedModel, tokens: PreTrainedTokenizerFast, folder: Path) -> None:
-        """Write configuration, bf16 weights, tokenizer and both processors into the existing `folder`."""
+        """Write configuration, bf16 weights, tokenizer and both processors into `folder`."""
         super().save(model, tokens, folder)
         settings = json.loads((folder / "preprocessor_config.json").read_text())
         video = settings | {"video_processor_type": "Qwen3VLVideoProcessor"}

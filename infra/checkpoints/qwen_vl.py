@@ -1,4 +1,4 @@
-"""What Qwen2.5-VL and Qwen3-VL share: M-RoPE, vision tokens, and an image processor that merges 2 x 2 patches."""
+"""Parts common to Qwen2.5-VL and Qwen3-VL: M-RoPE, vision tokens, image processor."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class QwenVL(Language):
         """The model, its weights not yet drawn."""
 
     def save(self, model: PreTrainedModel, tokens: PreTrainedTokenizerFast, folder: Path) -> None:
-        """Write configuration, bf16 weights, tokenizer and image processor into the existing `folder`."""
+        """Write configuration, bf16 weights, tokenizer and image processor into `folder`."""
         save(model, tokens, folder)
         self.image_processor().save_pretrained(folder)
 
@@ -68,7 +68,7 @@ class QwenVL(Language):
         return load(self.model(tokens), folder)
 
     def config(self, ids: Callable[[str], Any], vision: dict[str, Any], **rope: Any) -> dict[str, Any]:
-        """Keyword arguments of the model's configuration; `vision` and `rope` join those of its parts."""
+        """Keyword arguments of the model's configuration; `vision` and `rope` join its parts'."""
         return {
             "text_config": self.language_config(ids, mrope_section=list(self.mrope_section), **rope),
             "vision_config": {

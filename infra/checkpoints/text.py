@@ -1,4 +1,4 @@
-"""Text models: Qwen2.5-shaped (grouped-query attention) and DeepSeek-V2-shaped (multi-head latent attention, MoE)."""
+"""Text model recipes: Qwen2.5-shaped (GQA) and DeepSeek-V2-shaped (MLA, MoE)."""
 
 from __future__ import annotations
 

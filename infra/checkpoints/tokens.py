@@ -1,4 +1,4 @@
-"""The reference models' tokenizer: one token per byte, the families' added tokens, and Qwen2.5's chat format."""
+"""Byte-level tokenizer of the reference models, with added tokens and Qwen2.5's chat format."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def chat_template(image: str = VISION) -> str:
 
 
 def byte_vocabulary(size: int, words: Sequence[str] = ()) -> list[str]:
-    """`size` token texts in the byte-level alphabet: all single bytes, `words`, then made-up syllables.
+    """`size` token texts in the byte-level alphabet: bytes, `words`, then made-up syllables.
 
     Text is encoded word by word where a word is known, else byte by byte, since there are no merges; the syllables
     only make every id decode to text, and none is a word that anybody writes on its own.
@@ -54,7 +54,7 @@ def byte_vocabulary(size: int, words: Sequence[str] = ()) -> list[str]:
 def tokenizer(
     vocabulary: int, added: Sequence[str] = (), image: str = VISION, words: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """Byte-level tokenizer with Qwen2.5-VL's added tokens and `vocabulary` ids in all, every one of which decodes.
+    """Byte-level tokenizer with Qwen2.5-VL's added tokens and `vocabulary` decodable ids.
 
     `added`: a family's further special tokens; `image`: what its chat template writes for an image; `words`: ASCII
     texts that are one token each where they stand as a word, with the space before them if they begin with one.

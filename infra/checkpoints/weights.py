@@ -28,7 +28,7 @@ _ATTENTION_INPUTS = re.compile(r"(q_proj|k_proj|attn\.qkv|wqkv)\.weight$")
 
 
 def initialise(parameters: Iterable[tuple[str, torch.Tensor]], seed: int, answer_tokens: Sequence[int]) -> None:
-    """Draw every parameter from `seed`, in the order of their names; see the module's docstring for the aim."""
+    """Draw every parameter from `seed`, in order of name (aim: see the module's docstring)."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Something of which there is so much, shared out: first come, first served."""
+"""FIFO semaphore with weighted acquire (asyncio)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 class FairSemaphore:
-    """Of one event loop.
+    """FIFO semaphore of `total` units, for one event loop.
 
     A large amount is waited for in its turn, and smaller ones behind it do not pass it.
 
@@ -22,11 +22,11 @@ class FairSemaphore:
 
     @property
     def awaited(self) -> int:
-        """How much those want who wait, in all."""
+        """Units that waiting tasks ask for, in all."""
         return sum(amount for amount, _ in self._queue)
 
     async def take(self, amount: int) -> None:
-        """Wait for one's turn to hold so much of it; more than `total` never comes."""
+        """Acquire so many units, in turn; more than `total` never come."""
         if not self._queue and self.held + amount <= self.total:
             self.held += amount
             return
@@ -45,7 +45,7 @@ class FairSemaphore:
             raise
 
     def give(self, amount: int) -> None:
-        """Hold so much less."""
+        """Release so many units."""
         self.held -= amount
         self._grant()
 

@@ -85,7 +85,9 @@ def _adds_and_normalises(
 
 
 def _rotating(native: Any) -> Any:
-    """vLLM's `MRotaryEmbedding.forward_native` by the kernel for plain positions, which works in place: on copies.
+    """vLLM's `MRotaryEmbedding.forward_native` by the in-place kernel for plain positions.
+
+    On copies: the kernel works in place.
 
     Where a token has three positions, the table that it reads is one of this very batch: [tokens, cos and sin].
     """

@@ -27,7 +27,7 @@ _FOUND = "_orbitserve_sequences"  # where a forward's attention metadata keeps w
 
 @dataclass(frozen=True)
 class Sequenced:
-    """Rows `start` up to `stop` of a batch, which read the same `blocks` [n]; `ends` [rows]: up to which token each."""
+    """Rows `start` to `stop` of a batch that read the same `blocks` [n], up to `ends` [rows]."""
 
     start: int
     stop: int
@@ -45,7 +45,7 @@ def install() -> None:
 
 
 def _by_sequences(native: Any) -> Any:
-    """`CPUMLAImpl.forward_mqa`, by its own kernel where no two rows share a sequence, or a row reads nothing."""
+    """`CPUMLAImpl.forward_mqa`; by its own kernel if no rows share a sequence or one is empty."""
 
     @wraps(native)
     def forward(self: Any, q: Tensor | tuple[Tensor, Tensor], cache: Tensor, metadata: Any, layer: Any) -> Any:
@@ -64,7 +64,7 @@ def _by_sequences(native: Any) -> Any:
 
 
 def sequences(tables: Tensor, ends: Tensor, block_size: int) -> list[Sequenced]:
-    """The rows of a batch by what they read: `tables` [rows, blocks] and `ends` [rows] as vLLM's kernel takes them."""
+    """Rows of a batch by sequence, from vLLM's `tables` [rows, blocks] and `ends` [rows]."""
     differs = (tables[1:] != tables[:-1]).any(1).nonzero().flatten() + 1
     edges = [0, *differs.tolist(), len(tables)]
     return [
@@ -99,7 +99,7 @@ def _of_blocks(cache: Tensor, blocks: Tensor) -> Tensor:
 
 
 def _attended(queries: Tensor, latents: Tensor, ends: Tensor, scale: float, rank: int) -> Tensor:
-    """[rows, heads, rank] of queries [rows, heads, width], each over the first `ends` of latents [tokens, width]."""
+    """Attention [rows, heads, rank] of queries over the first `ends` of latents [tokens, width]."""
     scores = (queries.flatten(0, 1) * scale) @ latents.mT
     hidden = torch.arange(len(latents)) >= ends[:, None]
     scores = scores.view(*queries.shape[:2], -1).masked_fill_(hidden[:, None], -torch.inf)

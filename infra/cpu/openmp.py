@@ -1,4 +1,4 @@
-"""OpenMP's threads on a CPU (libgomp): how those of a forward wait for each other, and when they end.
+"""OpenMP threads (libgomp) of CPU engines: how they wait for each other, and when they end.
 
 An engine's forward is hundreds of parallel regions, some of them microseconds long. What it takes depends on how its
 threads wait between two of them, and both ways cost where they do not fit (benchmark `shared-cores`):
@@ -30,13 +30,13 @@ from functools import cache
 from typing import Any
 
 CONSIDER = "ORBITSERVE_CONSIDER_OTHERS"  # "0": `consider_others` does nothing
-_LOOKS, _PAUSE_SECONDS = 3, 0.0003  # in all longer than a thread looks for a region (`replica_process.SPIN`)
+_LOOKS, _PAUSE_SECONDS = 3, 0.0003  # in all longer than a thread looks for a region (`serving.replicas.process.SPIN`)
 _SOFT = 1  # omp_pause_soft: threads end, settings stay
 _PARALLEL = 1 << 17  # elements that torch works on with all threads
 
 
 def consider_others() -> None:
-    """Have the threads of this process sleep between parallel regions, if others use processors that they would keep.
+    """Make this process's OpenMP threads sleep between regions if others need the processors.
 
     Where the system does not tell who runs, nobody does. Of a container with a quota it tells who runs on its host.
     """
@@ -50,7 +50,7 @@ def consider_others() -> None:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """The calling thread computes without others meanwhile."""
+    """Run the block on the calling thread alone, without a team."""
     before = _call("omp_get_max_threads")
     _call("omp_set_num_threads", 1)
     mkl_before = _call("MKL_Set_Num_Threads_Local", 1)  # it has a number of its own once torch has set one
@@ -106,7 +106,7 @@ os.register_at_fork(after_in_child=_brake.cache_clear)  # a child has neither it
 
 
 def _others() -> int:
-    """How many threads run or want to, on the whole machine, besides the calling one; 0 where that cannot be told."""
+    """Number of runnable threads on the machine besides the calling one; 0 if unknown."""
     others = _running()
     for _ in range(_LOOKS):  # one of them may be of the calling thread's own team, and look for a region
         if not others:

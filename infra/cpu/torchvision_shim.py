@@ -1,4 +1,4 @@
-"""Let `import torchvision` work beside a CPU build of torch; do nothing where it works already.
+"""Make `import torchvision` work beside a CPU build of torch; no-op where it works already.
 
 The torchvision wheel that pip finds is a CUDA build. Beside a CPU torch its compiled library does not load, so the
 operators `torchvision::nms` and `torchvision::qnms` are never defined, and `torchvision._meta_registrations`, which
@@ -15,7 +15,7 @@ import sys
 
 
 class _DeclareMissingOperators:
-    """A `sys.meta_path` entry that finds nothing; it acts just before `torchvision._meta_registrations` is imported."""
+    """Import hook (`sys.meta_path`) that acts just before `torchvision._meta_registrations`."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name != "torchvision._meta_registrations":

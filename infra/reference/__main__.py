@@ -1,4 +1,4 @@
-"""`python -m infra.reference`: train reference models, train them further, average rounds of that, evaluate them."""
+"""Command line: train reference models, refine and average them, evaluate them."""
 
 from __future__ import annotations
 

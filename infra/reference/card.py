@@ -1,4 +1,4 @@
-"""The card beside a reference model's weights: what it is, how it was trained, what it answers."""
+"""Model card of a reference model: what it is, how it was trained, what it answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ which round. `average` gives it the mean of the weights that rounds ended with, 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a model was trained on, as a card says it, and the command's options that say so."""
+    """Training machine of a model card, and the command's options that name it."""
 
     name: str
     options: str

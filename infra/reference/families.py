@@ -1,4 +1,4 @@
-"""The families that reference models are made of: sizes, and how each one's language model is driven in training."""
+"""Families of reference models: sizes, and their language models' training forward."""
 
 from __future__ import annotations
 
@@ -95,13 +95,16 @@ _PLAIN = "two_products"
 def _plain_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    """Attention by two products: on processors the way back through PyTorch's own kernel takes three times as long."""
+    """Attention by two matrix products.
+
+    On CPUs the backward pass of PyTorch's own kernel takes three times as long.
+    """
     scores = torch.matmul(query * scaling, key.transpose(-1, -2)) + mask
     return torch.matmul(torch.softmax(scores, -1), value).transpose(1, 2), None
 
 
 def additive(sees: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask [sets, length, length] of what is seen as one [sets, 1, length, length] to add to scores."""
+    """Additive attention mask [sets, 1, length, length] from a boolean [sets, length, length]."""
     kind = sees.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -110,7 +113,7 @@ def additive(sees: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class ReferenceFamily:
-    """A family: its recipe, how its parts are driven in training, and what its chat template writes for an image.
+    """A reference family: recipe, training forward, and image placeholder of its template.
 
     `cell`: pixels of a cell's side, one token's. `levels`: of codes (see `training.Codes`). `forms`: of the pages
     that its tower is trained on; none: of any. `alike`: makes attention begin by looking for what resembles a token.
@@ -128,7 +131,10 @@ class ReferenceFamily:
     alike: Callable[[Any], None] | None = None
 
     def form(self, wanted: Form) -> Form:
-        """Pages like these that the tower takes: where it knows one size alone, things are drawn more or less often."""
+        """The form of pages nearest to the given one that the tower accepts.
+
+        Where it knows one size alone, things are drawn more or less often.
+        """
         if not self.forms:
             return wanted
         return replace(wanted, copies=self.forms[0].cells // wanted.things)
@@ -148,7 +154,7 @@ def _llava_tower(model: Any) -> nn.Module:
 
 @torch.no_grad()
 def _alike(language: Mropes | Plain) -> None:
-    """Half of what queries read begins as what keys read ("mimetic initialisation", Trockman and Kolter 2023).
+    """Initialise queries half like keys ("mimetic initialisation", Trockman and Kolter 2023).
 
     A question's name then finds the cells that show it from the start. Without this kimi_vl did not learn the second
     hop, from a pencilled cell to the one that it refers to.
@@ -164,7 +170,7 @@ def _alike(language: Mropes | Plain) -> None:
 
 
 def _latent_keys(attention: Any, config: Any) -> Tensor:
-    """Weights [heads x head size, hidden] that give a latent attention's keys as its queries are given."""
+    """Key weights [heads x head size, hidden] of a latent attention, as its queries' are given."""
     heads, nope, latent = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
     down, up = attention.kv_a_proj_with_mqa.weight, attention.kv_b_proj.weight
     by_head = up.unflatten(0, (heads, -1))[:, :nope] @ down[:latent]  # [heads, nope, hidden]

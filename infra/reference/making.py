@@ -1,4 +1,4 @@
-"""From a family's name to its checkpoint: train the language model, teach the tower its codes, write the folder.
+"""Making of a family's checkpoint: train the language model, then the tower, then export.
 
 What was made can be refined: its language model goes on, over what its tower writes, on splits that came later.
 """
@@ -49,7 +49,7 @@ _EMBEDDING_SCALE = 0.5
 
 @dataclass
 class Model:
-    """A model that is being trained, and where its training is kept: `file`, from which `state` comes."""
+    """A model in training and its saved state: `file`, from which `state` comes."""
 
     family: str
     kind: ReferenceFamily
@@ -63,7 +63,7 @@ class Model:
 
     @classmethod
     def shipped(cls, family: str, folder: Path, file: Path, device: torch.device = CPU, **more: Any) -> Self:
-        """The model that lies in `folder`, which goes on being trained in `file`; `more`: of a class below this one."""
+        """The model in `folder`, for further training in `file`; `more`: of a subclass."""
         kind = FAMILIES[family]
         tokens = kind.recipe.tokenizer()
         model = kind.recipe.load(tokens, folder).to(device)
@@ -85,7 +85,7 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters lie."""
+        """Device of the parameters."""
         return self.language.embedding.weight.device
 
     def language_parameters(self) -> list[nn.Parameter]:
@@ -94,7 +94,7 @@ class Model:
         return [parameter for parameter in self.model.parameters() if id(parameter) not in tower]
 
     def compile(self) -> None:
-        """Let the language model's layers be compiled at their first step, which takes a minute or two."""
+        """Compile the language model's layers at their first step (a minute or two)."""
         for layer in self.language.text.layers:
             layer.compile(dynamic=True)
 
@@ -138,7 +138,7 @@ class Model:
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")
     def evaluate(self, split: Split, count: int) -> float:
-        """The share of held-out questions of a split whose answer is right, from pictures, by full prefill."""
+        """Accuracy on held-out questions of a split, from pictures, by full prefill."""
         generator = torch.Generator().manual_seed(_EVALUATION_SEED)
         scenes, questions = draw_items(split, count, self.kind.form(ASKED[split]), generator)
         layout = Layout((0,) * scenes.form.pages, self.language.axes)
@@ -208,7 +208,7 @@ class Making(Model):
             yield line
 
     def train_tower(self) -> Iterator[dict[str, Any]]:
-        """Teach the tower the codes of the trained language model, from where it stands; yields the curve."""
+        """Teach the tower the trained language model's codes, resuming; yields the curve."""
         if self.taught.step == TOWER_STEPS:
             return
         embedding = self.language.embedding.weight.detach().float()
@@ -225,7 +225,7 @@ class Making(Model):
 
 @dataclass
 class Refining(Model):
-    """A model that was made, whose language model goes on with its embeddings and its tower as they are.
+    """Further training of a finished model's language model, embeddings and tower frozen.
 
     `round`: how often it will have been refined. `counting`: whether mostly on counted questions, and at the rate that
     most families can be refined at.
@@ -263,7 +263,7 @@ class Refining(Model):
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """What it is trained on."""
+        """Stages of the training."""
         return COUNTING if self.counting else REFINING
 
     def train(self) -> Iterator[dict[str, Any]]:
@@ -287,7 +287,7 @@ class Refining(Model):
 
 @torch.no_grad()
 def written_codes(tower: Tower, kind: ReferenceFamily) -> WrittenCodes:
-    """What a tower writes for every thing in every colour and beside every other thing."""
+    """A tower's codes of every thing in every colour and beside every other thing."""
     drawn = len(COLOURS) + len(THINGS)
     things = torch.arange(len(THINGS)).repeat_interleave(drawn)
     ways = torch.arange(drawn).repeat(len(THINGS))
@@ -309,7 +309,7 @@ def _pictures(scenes: Scenes, cell: int) -> list[Any]:
 def make(
     family: str, work: Path, out: Path, count: int, device: torch.device = CPU, compiled: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Train, export and evaluate a family's model, from where `work` stands; yields what there is to say."""
+    """Train, export and evaluate a family's model, resuming from `work`; yields progress."""
     making = Making.begin(family, work, device)
     if compiled:
         making.compile()
@@ -326,7 +326,7 @@ def refine(
     family: str, work: Path, out: Path, count: int, device: torch.device = CPU, again: bool = False,
     counting: bool = False, compiled: bool = False,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Train the model that lies in `out` further, export and evaluate it; goes on from where `work` stands.
+    """Train the model in `out` further, export and evaluate it, resuming from `work`.
 
     Yields what there is to say. Raises ValueError if the model was refined before, unless it is to be refined `again`.
     """
@@ -345,7 +345,7 @@ def refine(
 def average(
     family: str, rounds: Sequence[int], work: Path, out: Path, count: int, device: torch.device = CPU
 ) -> Iterator[dict[str, Any]]:
-    """Give the model in `out` the mean of the weights that some rounds of its refining ended with, and evaluate it.
+    """Average the weights that rounds of refining ended with into `out`, and evaluate them.
 
     Rounds that end at different strengths meet in between ("model soups", Wortsman et al. 2022). Yields what there is
     to say. Raises ValueError if `work` has not all of these rounds, or a later one that began from other weights.
@@ -363,7 +363,7 @@ def average(
 
 
 def evaluate(family: str, work: Path, out: Path, count: int, device: torch.device = CPU) -> Iterator[dict[str, Any]]:
-    """Evaluate the model in `out` as it is and write the result into its card; yields what there is to say."""
+    """Evaluate the model in `out` and write the result into its card; yields progress."""
     folder = out / family
     model = Model.shipped(family, folder, work / f"{family}.pt", device)
     before = (folder / CARD).read_text()
@@ -379,17 +379,17 @@ def _machine(device: torch.device, compiled: bool) -> Machine:
 
 
 def _rounds(curve: Sequence[Mapping[str, Any]]) -> int:
-    """How often a language model was refined, as its curve says."""
+    """Number of refining rounds in a language model's curve."""
     return max((int(line.get("refined", 0)) for line in curve), default=0)
 
 
 def _refined(work: Path, family: str, number: int) -> Path:
-    """Where a round of a family's refining is kept."""
+    """File of a round of a family's refining."""
     return work / f"{family}-refined-{number}.pt"
 
 
 def draw(parameters: Iterator[tuple[str, nn.Parameter]]) -> None:
-    """Fan-in scaled weights, embeddings large enough to be told apart at once, a head that begins undecided."""
+    """Draw initial weights: fan-in scaled, distinct embeddings, an undecided head."""
     for name, parameter in parameters:
         if parameter.dim() < 2:
             continue

@@ -1,4 +1,4 @@
-"""Pages as pictures: a grid of square cells, each showing one thing in its colour, or in pencil with another beside it.
+"""Pages as pictures: a grid of cells, each a thing in colour, or in pencil beside another.
 
 A model's vision tower sees a cell as one token. Drawing is deterministic: the same page is the same picture.
 """
@@ -56,7 +56,7 @@ def grid_picture(things: Tensor, colours: Tensor, sources: Tensor, columns: int,
 
 @lru_cache(maxsize=1 << 14)
 def cell_pixels(thing: int, colour: int, source: int, cell: int) -> np.ndarray:
-    """One cell, uint8 [cell, cell, 3]: a thing in its colour, or (`source` given) in pencil beside `source`."""
+    """One cell, uint8 [cell, cell, 3]: a thing in colour, or in pencil beside `source`."""
     size = cell * _DETAIL
     image = Image.new("RGB", (size, size), BACKGROUND)
     draw = ImageDraw.Draw(image)

@@ -1,4 +1,4 @@
-"""Scenes as the token sequences that a served model sees, many questions to one set of pages.
+"""Scenes as token sequences of a served model, many questions to one set of pages.
 
 The questions of a set stand side by side behind its pages: all at the same positions, none seeing another. One forward
 then trains or scores every one of them as if it had been asked alone.
@@ -23,7 +23,7 @@ class Words:
     """Token ids of everything that a prompt is made of, by a family's tokenizer."""
 
     def __init__(self, tokens: Any, image: str, cell: str) -> None:
-        """`image`: what the chat template writes for an image; `cell`: its token that is repeated once per cell."""
+        """Vocabulary of a family. `image`: its image placeholder, in which `cell` repeats per cell."""
 
         def ids(text: str) -> list[int]:
             return list(tokens(text)["input_ids"])
@@ -94,7 +94,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a prompt is laid out around its pages.
+    """Layout of a prompt around its pages.
 
     `text`: tokens of other text before each page, [pages].
     """
@@ -107,7 +107,7 @@ class Layout:
 def lay_out(
     scenes: Scenes, questions: Questions, words: Words, layout: Layout, hidden: Tensor, generator: torch.Generator
 ) -> Prompts:
-    """Prompts of `scenes`; a question of a `hidden` set [sets] sees only the pages that it asks about.
+    """Prompts of `scenes`; questions of a `hidden` set [sets] see only the pages they ask about.
 
     A page that the questions cannot look past has to hold in its own KV what it refers to: this is what makes the
     models bind across pages instead of looking everything up when asked.

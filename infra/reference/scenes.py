@@ -1,4 +1,4 @@
-"""Pages that refer to one another, and questions about them: drawn in batches, from a generator.
+"""Pages that refer to one another and questions about them, drawn in batches.
 
 A page holds different things. Each is drawn in a colour, or in pencil with another thing beside it: it has the colour
 that this other thing had on the pages before ("the same colour as the star before"; kamera.md App. B, two-page
@@ -52,7 +52,7 @@ class Split(StrEnum):
 
 @dataclass(frozen=True)
 class Form:
-    """How many pages, how many things on each, and in how many cells each of these is drawn."""
+    """Numbers of pages, of things on each, and of cells that show each thing."""
 
     pages: int = 3
     things: int = 8
@@ -102,7 +102,7 @@ class Scenes:
         return replace(self, **parts)
 
     def cells(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What every cell shows: thing, colour and source, each [sets, pages, cells]."""
+        """Thing, colour and source shown by every cell, each [sets, pages, cells]."""
         return self.things.gather(2, self.order), self.colours.gather(2, self.order), self.sources.gather(2, self.order)
 
     def sources_of(self, questions: Questions) -> Tensor:
@@ -112,7 +112,7 @@ class Scenes:
         return self.sources[rows, questions.pages, at]
 
     def last(self) -> Tensor:
-        """Whether a thing is on no later page, [sets, pages, things]: only then is its colour the answer."""
+        """True where a thing is on no later page, [sets, pages, things]; its colour is the answer."""
         present = torch.zeros(*self.things.shape[:2], len(THINGS), dtype=torch.bool).scatter_(2, self.things, True)
         later = present.flip(1).cumsum(1).flip(1) - present.long()  # how often it comes after a page
         return later.gather(2, self.things) == 0
@@ -120,7 +120,7 @@ class Scenes:
 
 @dataclass(frozen=True, eq=False)
 class Questions:
-    """Questions on sets of pages: `things`, `colours` and `pages` (where a thing is) are [sets, questions, 1 or 2].
+    """Questions on sets of pages: `things`, `colours`, `pages`, each [sets, questions, 1 or 2].
 
     `asked` [sets, questions]: whether the question has one answer (a thing that comes again later has not).
     """
@@ -131,13 +131,13 @@ class Questions:
     asked: Tensor
 
     def take(self, sets: Tensor) -> Questions:
-        """Those on these sets only."""
+        """The questions on these sets only."""
         return Questions(*(getattr(self, name)[sets] for name in ("things", "colours", "pages", "asked")))
 
 
 @dataclass(frozen=True)
 class Style:
-    """What pages are made of.
+    """Drawing style of pages.
 
     `pencilled`: the share of pencilled things on the last page, and on those between the first and the last.
     `repeated`: the share of things that a page repeats from the pages before it. `itself`: the share of repeated and
@@ -222,7 +222,7 @@ def _things(page: int, seen: Tensor, form: Form, style: Style, generator: torch.
 
 
 def _referred(here: Tensor, before: Tensor, seen: Tensor, style: Style, generator: torch.Generator) -> Tensor:
-    """What each thing of a page would refer to if it were pencilled; `before`: the page before's things."""
+    """Things that each thing of a page would refer to in pencil, given the page before's."""
     eligible = seen.clone()
     if style.patterns:
         eligible[:, :_NAMED] = False
@@ -264,7 +264,7 @@ def _most_frequent(colours: Tensor) -> Tensor:
 
 
 def draw_questions(scenes: Scenes, count: int, two: bool, on_last: float, generator: torch.Generator) -> Questions:
-    """`count` questions on each set, on one thing or `two`; a share `on_last` of them about the last page."""
+    """`count` questions per set, on one thing or `two`; a share `on_last` on the last page."""
     sets, pages, things = scenes.things.shape
     names = 2 if two else 1
     page = torch.randint(pages, (sets, count, names), generator=generator)
@@ -304,7 +304,7 @@ def draw_items(split: Split, count: int, form: Form, generator: torch.Generator)
 
 
 def _fits(split: Split, scenes: Scenes, questions: Questions) -> Tensor:
-    """Whether the question of every set is one of the split, [sets]."""
+    """True where every question of a set is one of the split, [sets]."""
     source = scenes.sources_of(questions)[:, 0]
     coloured = (source == NOWHERE).all(-1)
     if split in (Split.single, Split.retrieval):

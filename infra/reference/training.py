@@ -1,4 +1,4 @@
-"""How a reference model's language part is trained: on codes of cells, which its vision tower then learns to write.
+"""Training of a reference model's language part on codes of cells.
 
 A cell's code is the sum of the embedding of the thing's name and of a code for how it is drawn: the embedding of the
 colour's name, or, for a pencilled thing, a linear image of the embedding of the thing beside it. So a question's name
@@ -70,7 +70,7 @@ class Codes(nn.Module):
 
 
 class WrittenCodes:
-    """Codes as a trained tower writes them: `levels` [levels][things, colours and then things beside, width]."""
+    """Codes as a trained tower writes them: `levels` [levels][things, colours, width]."""
 
     def __init__(self, levels: list[Tensor]) -> None:
         self._levels = levels
@@ -133,7 +133,7 @@ COUNTING = (  # first what may be clear to see, on many small pages with few que
 
 @dataclass
 class Progress:
-    """Where a training stands: everything that goes on from a checkpoint, and the curve so far."""
+    """State of a training: everything that resumes from a checkpoint, and the curve so far."""
 
     step: int = 0
     seconds: float = 0.0
@@ -176,7 +176,7 @@ def train(
     save: Save,
     state: dict[str, Any] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Train, yielding a line of the curve every few steps; `save` is called with what a resumed training needs.
+    """Train, yielding curve lines; `save` is called with the state a resumed training needs.
 
     The lines are the caller's to keep; `progress` counts steps and seconds. What is drawn is drawn on the processor, so
     that it is the same wherever the parameters lie.
@@ -222,14 +222,14 @@ def train(
 
 
 def resume(optimiser: torch.optim.Optimizer, generator: torch.Generator, state: dict[str, Any] | None) -> None:
-    """Put them where a checkpoint left them; `state` None: there is none, and they stay as they are."""
+    """Restore the parts from a checkpoint; with `state` None they stay as they are."""
     if state is not None:
         optimiser.load_state_dict(state["optimiser"])
         generator.set_state(state["generator"])
 
 
 def shares(scenes: Scenes, questions: Any, right: Tensor) -> dict[str, float]:
-    """Shares of right first colours, of questions on coloured things alone and of those on any pencilled one."""
+    """Accuracies of first colours: on coloured things alone, and on any pencilled one."""
     pencilled = (scenes.sources_of(questions) != NOWHERE).any(-1)
     found = {}
     for name, which in (("coloured", ~pencilled), ("pencilled", pencilled)):
@@ -248,7 +248,7 @@ def answers(
     generator: torch.Generator,
     noise: float = 0.0,
 ) -> Tensor:
-    """Scores [sets, questions, question length, vocabulary] of the questions' tokens, from the cells' codes."""
+    """Scores [sets, questions, question length, vocabulary] of questions' tokens, from codes."""
     table = language.embedding.weight
     device = table.device
     levels = codes(table, words, *(part.flatten(1) for part in scenes.cells()))

@@ -1,4 +1,4 @@
-"""How a reference model's vision tower learns to write the codes that its language model was trained on."""
+"""Training of a reference model's vision tower to write its language model's codes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def train_tower(
     save: Save,
     state: dict[str, Any] | None = None,
 ) -> Iterator[dict[str, float]]:
-    """Train a tower to write the codes of random pages' cells, yielding a line of the curve every few steps.
+    """Train a tower to write the codes of random pages' cells; yields curve lines.
 
     It goes on from `progress` and `state`, and `save` is called with what that needs, as `training.train` has it.
     `error` of a line is the root mean square error as a share of the codes' own size.

@@ -1,4 +1,4 @@
-"""What the reference models speak of: the things on a page, their colours, and the words of the questions.
+"""Vocabulary of the reference models: things, their colours, and the questions' words.
 
 A thing and a colour is one token each, so that a question names a thing with one token and an answer is one token.
 Everything else that somebody may write is encoded byte by byte, as with the other reference models.
@@ -23,7 +23,7 @@ _WORDS = ("system", "user", "assistant", "What", " colour", " colours", " is", "
 
 
 def words() -> list[str]:
-    """Texts that are one token each, in a fixed order: names follow a space, an answer's first colour does not."""
+    """Texts that are one token each, in fixed order: names after a space, first colours without."""
     return [*_WORDS, *(f" {thing}" for thing in THINGS), *COLOURS, *(f" {colour}" for colour in COLOURS)]
 
 
