@@ -1,4 +1,4 @@
-"""Admission to a decode engine: whole sequences only, and first come first served."""
+"""Admission to a decode engine: whole sequences only, first come, first served."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from infra.cpu.fair_semaphore import FairSemaphore
 
 
 def blocks_needed(tokens: int, sequences: int, block_size: int) -> int:
-    """KV blocks of `sequences` sequences of up to `tokens` tokens each; one of each is for a partial copy."""
+    """KV blocks of `sequences` sequences of up to `tokens` tokens each.
+
+    One block of each sequence is for a partial copy.
+    """
     return sequences * (-(-tokens // block_size) + 1)
 
 
 class Room:
-    """What was admitted; `until`, if it is set, is waited for before others get its blocks."""
+    """Blocks of admitted sequences; `until`, if set, is awaited before they are released."""
 
     until: Callable[[], Coroutine[Any, Any, None]] | None = None
 
 
 class Admission:
-    """Reserves KV blocks for whole sequences, first come first served."""
+    """Reservation of KV blocks for whole sequences, first come, first served."""
 
     def __init__(self, blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -32,12 +35,12 @@ class Admission:
 
     @property
     def total(self) -> int:
-        """Blocks that there are."""
+        """Blocks of the pool."""
         return self._turns.total
 
     @property
     def reserved(self) -> int:
-        """Blocks that are held."""
+        """Blocks that are reserved."""
         return self._turns.held
 
     @property

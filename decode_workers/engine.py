@@ -42,7 +42,7 @@ _LOOK_SECONDS = 2.0  # between looks whether it has ended
 
 @dataclass(frozen=True)
 class DecodeSpec:
-    """What a decode engine needs to know.
+    """Settings of a decode engine.
 
     On a CPU the KV pool's size comes from the environment (`infra.vllm_env`).
     """
@@ -165,7 +165,9 @@ class DecodeEngine:
                 await self.abandon(transfer, params.n or 1)
 
     async def _pulls_ended(self, tokens: int) -> None:
-        """Wait until vLLM holds no blocks for pulls of so many tokens that nobody waits for: they may have just begun.
+        """Wait until vLLM holds no blocks for abandoned pulls of so many tokens.
+
+        They may have just begun.
 
         That is until it holds none at all, or so long that every pull has ended.
         """
@@ -188,7 +190,7 @@ class DecodeEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine core runs."""
+        """True while the engine core runs."""
         return not self._engine.errored
 
     def stats(self) -> DecodeStats:
@@ -197,7 +199,10 @@ class DecodeEngine:
         return DecodeStats(a.running, a.waiting, a.reserved, a.blocks_awaited, a.total)
 
     async def all_blocks_free(self) -> bool:
-        """Whether vLLM's own pool holds no KV block (nothing else keeps one: prefix caching is off)."""
+        """True if vLLM's own pool holds no KV block.
+
+        Nothing else keeps one: prefix caching is off.
+        """
         return await self._engine.reset_prefix_cache()  # refuses while any block is held; there is no cache to lose
 
     def shutdown(self) -> None:
@@ -206,7 +211,7 @@ class DecodeEngine:
 
 
 def _joined(answer: RequestOutput | None, more: RequestOutput) -> RequestOutput:
-    """What vLLM said so far and what it says now, its choices in order."""
+    """vLLM's outputs so far with the new one appended, choices in order."""
     if answer is None:
         return more
     answer.add(more, aggregate=True)
@@ -215,7 +220,7 @@ def _joined(answer: RequestOutput | None, more: RequestOutput) -> RequestOutput:
 
 
 def _blocks_of(tokens: int, transfer: Mapping[str, Any]) -> tuple[list[int], ...]:
-    """Of each group's blocks those that hold a prompt's tokens.
+    """The blocks of each group that hold a prompt's tokens.
 
     Of more than it needs vLLM takes the last ones.
 
