@@ -1,1 +1,1 @@
-"""Benchmarks for a model or machine of one's own (`orbitserve bench`), and what all benchmarks share."""
+"""Benchmarks for one's own model or machine (`orbitserve bench`), and their common parts."""

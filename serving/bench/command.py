@@ -21,7 +21,7 @@ console = Console(soft_wrap=True)
 
 
 def bench_command(program: str, catalogue: str) -> Callable[..., None]:
-    """A typer command over the `BENCHMARKS` of the module `catalogue`, which reports call `program`."""
+    """Typer command over the `BENCHMARKS` of module `catalogue`; reports call it `program`."""
 
     def bench(
         name: Annotated[str, typer.Argument(help="Benchmark to run; `list` describes them.")] = "list",
@@ -82,7 +82,7 @@ def bench_command(program: str, catalogue: str) -> Callable[..., None]:
 def _misuse(
     benchmark: Benchmark, model: Path | None, items: int | None, work: Path | None, only: Sequence[str]
 ) -> str | None:
-    """What a benchmark was given that it does not take."""
+    """Message about an option that a benchmark does not take."""
     name = benchmark.name
     if model is not None and not benchmark.takes_model:
         return f"benchmark {name} measures a bundled model; it takes no --model"

@@ -1,4 +1,4 @@
-"""Engines in processes of their own, for benchmarks that compare what a process is set up with.
+"""Engines in processes of their own, to compare process set-ups.
 
 Every one holds a prompt whose last tokens it computes again and again for as long as it is told to.
 """
@@ -45,7 +45,7 @@ def engine_process(
 
 
 def in_prefill_process(work: Callable[..., Any], *arguments: Any) -> Any:
-    """What `work` gives in a process of its own that is set up like a prefill worker's.
+    """Result of `work` in a process of its own, set up like a prefill worker's.
 
     Raises:
         BrokenProcessPool: the process died.
@@ -56,7 +56,7 @@ def in_prefill_process(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def forward_ms(engines: Mapping[str, tuple[Connection, int]], seconds: float) -> dict[str, float]:
-    """Milliseconds of a forward of each of the engines, all at the same time; each with how many tokens it computes."""
+    """Forward milliseconds of engines that run at the same time, each with its token count."""
     for pipe, tokens in engines.values():
         pipe.send((tokens, seconds))
     return {name: pipe.recv() for name, (pipe, _) in engines.items()}
@@ -64,7 +64,7 @@ def forward_ms(engines: Mapping[str, tuple[Connection, int]], seconds: float) ->
 
 @contextmanager
 def _inherited(environment: Mapping[str, str]) -> Iterator[None]:
-    """Processes that start meanwhile have this in their environment: OpenMP reads its own when it is loaded."""
+    """Environment of processes started in the block; OpenMP reads its own when loaded."""
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     try:

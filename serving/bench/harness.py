@@ -1,4 +1,4 @@
-"""What all benchmarks share: turns, the report, the plot.
+"""Harness of all benchmarks: turns, report, plot.
 
 A benchmark returns an `Outcome`; `report` makes the JSON of it:
 `{"name", "command", "versions", "machine", "workload", "arms", "figures", "tables", "axis"}`, where `figures` maps
@@ -27,7 +27,7 @@ UNCERTAINTY = "±"  # a table's column `x ±` holds half of the 95 % interval of
 
 @dataclass(frozen=True)
 class Arm:
-    """One side of a comparison: milliseconds of every turn, by case (such as the tokens of the reused image)."""
+    """One side of a comparison: milliseconds of every turn, by case (such as image tokens)."""
 
     name: str
     description: str
@@ -40,7 +40,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a benchmark measured.
+    """Result of a benchmark.
 
     `axis`: what cases and columns count, where they are bare numbers.
     """
@@ -83,7 +83,7 @@ class Benchmark:
 
 
 def in_turns(arms: Mapping[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
-    """Run every arm once a turn, in an order that reverses from turn to turn; milliseconds by arm.
+    """Milliseconds by arm; every arm runs once a turn, in alternating order.
 
     What drifts on the machine meanwhile drifts for all of them.
     """

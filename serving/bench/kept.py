@@ -1,4 +1,4 @@
-"""Finished parts of a measurement that takes hours, kept so that one that was cut off goes on from them."""
+"""Finished parts of a long measurement, kept so that an interrupted one resumes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Part = TypeVar("Part")
 
 
 def digest_of(code: Sequence[Path]) -> bytes:
-    """What these folders and files of code hold now: to be asked before any of it is imported that may change."""
+    """Digest of folders and files of code; ask before importing any that may change."""
     known = hashlib.sha256()
     for path in sorted(path for part in code for path in (part.rglob("*.py") if part.is_dir() else [part])):
         known.update(path.read_bytes())
@@ -21,7 +21,7 @@ def digest_of(code: Sequence[Path]) -> bytes:
 
 
 class Kept:
-    """Parts in a folder, each under its name and what it was measured with; None: nothing is kept.
+    """Parts in a folder, by name and conditions of measurement; None: nothing is kept.
 
     Args:
         of: what a part depends on besides the code.
@@ -33,7 +33,7 @@ class Kept:
         self._known = hashlib.sha256(repr(of).encode() + code).digest()
 
     def once(self, name: str, measure: Callable[[], Part]) -> Part:
-        """What `measure` returned when this part was measured, be it now."""
+        """Result of `measure` for this part, measured now or before."""
         if self._folder is None:
             return measure()
         path = self._folder / f"{hashlib.sha256(self._known + name.encode()).hexdigest()[:32]}.part"

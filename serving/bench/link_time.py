@@ -1,4 +1,4 @@
-"""What linking saves a prefill worker: milliseconds from a prompt whose pixels are prepared to its first token.
+"""Time a link saves a prefill worker: from prepared pixels to the first token.
 
 No service is around the worker, and one prompt at a time is in it.
 
@@ -59,7 +59,10 @@ def run(quick: bool, console: Console) -> Outcome:
 def _measure(
     model: str, cases: Mapping[str, tuple[int, int]], turns: int
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
-    """Arm → case → milliseconds, and case → stage → median milliseconds of `patched`, by an engine in this process."""
+    """Arm → case → milliseconds, and case → stage → median milliseconds of `patched`.
+
+    By an engine in this process.
+    """
     from kvstore.library import Library
     from kvstore.records.patch_form import PatchForm
     from kvstore.settings import LibrarySettings
@@ -134,7 +137,7 @@ class _Arms:
 
 
 def _limit_ms(engine: PrefillEngine, prompt: Prompt) -> float:
-    """Milliseconds until the next token, from the runs of text around pages whose KV is finished."""
+    """Milliseconds until the next token, from text runs around pages with finished KV."""
     import torch
 
     from prefill_workers.sequence import LinkSequence, Run, complement

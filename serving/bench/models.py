@@ -9,7 +9,7 @@ GPU_POOL_GIB = 1  # of KV, as on a CPU
 
 
 def on_gpu() -> bool:
-    """Whether engines compute on a GPU here."""
+    """True if engines compute on a GPU here."""
     import torch
 
     return torch.cuda.is_available()

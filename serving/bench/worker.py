@@ -1,4 +1,4 @@
-"""A prefill worker in this process, for benchmarks that time its work without a service around it."""
+"""A prefill worker in this process, to time its work without a service around it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def worker(
 
 
 def prompt_over(engine: PrefillEngine, pictures: Sequence[Image.Image]) -> Prompt:
-    """vLLM's own rendering of pictures with words between them, for a Qwen-VL shaped model; the likeliest first token.
+    """vLLM's own rendering of pictures with words between them, and the likeliest first token.
 
     The worker draws it, as it does for most requests of a service.
     """

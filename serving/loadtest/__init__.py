@@ -1,4 +1,4 @@
-"""Load tests against any OpenAI server: arrivals, workloads, an open-loop client, and what it measured.
+"""Load tests of any OpenAI server: arrivals, workloads, open-loop client, measures.
 
 | module      | what it holds                                                                            |
 |-------------|------------------------------------------------------------------------------------------|

@@ -1,4 +1,4 @@
-"""When requests are due, in seconds from the start: a Poisson process, or what a trace recorded."""
+"""Due times of requests in seconds from the start: a Poisson process or a trace."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class Arrival:
 
 
 def poisson(rate: float, count: int, seed: int) -> list[Arrival]:
-    """`count` arrivals at `rate` a second: gaps are exponential, independent, and the same for the same seed."""
+    """`count` Poisson arrivals at `rate` a second, determined by `seed`."""
     gaps = np.random.default_rng([seed, 0xA221]).exponential(1 / rate, count)
     return [Arrival(at) for at in np.cumsum(gaps).tolist()]
 
 
 def count_for(rate: float, duration_s: float) -> int:
-    """How many requests a rate makes of a duration; one at least."""
+    """Number of requests at a rate in a duration; one at least."""
     return max(1, round(rate * duration_s))
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """Read a JSONL trace: one object a line, `{"at": seconds, ...}` as `Arrival` describes it, in any order.
+    """Read a JSONL trace: one `{"at": seconds, ...}` a line (see `Arrival`), in any order.
 
     The first arrival is taken as the start.
 
@@ -62,13 +62,16 @@ def read_trace(path: Path) -> list[Arrival]:
 
 
 def rescaled(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
-    """A trace run faster or slower, so that its mean rate is `rate`; the shape of its bursts stays."""
+    """A trace run faster or slower, to a mean rate of `rate`; bursts keep their shape."""
     factor = mean_rate(arrivals) / rate
     return [replace(arrival, at=arrival.at * factor) for arrival in arrivals]
 
 
 def mean_rate(arrivals: Sequence[Arrival]) -> float:
-    """Requests a second between the first and the last arrival; if they come all at once, as many as there are."""
+    """Requests a second between the first and the last arrival.
+
+    If they come all at once, as many as there are.
+    """
     span = arrivals[-1].at - arrivals[0].at
     return (len(arrivals) - 1) / span if span else float(len(arrivals))
 

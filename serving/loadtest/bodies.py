@@ -1,4 +1,4 @@
-"""From what is asked to a request's body; every picture drawn once, and uploaded once where files are wanted."""
+"""Request bodies: every picture drawn once, and uploaded once where files are wanted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One streamed chat request, timed; and a schedule of them, sent when due whatever is outstanding.
+"""Timed streamed chat requests, and schedules of them sent when due (open loop).
 
 An open loop: the next request does not wait for an answer, so a server that falls behind is shown to. Latencies are
 counted from when a request was *due*, not from when it was sent ("coordinated omission"): where the generator itself
@@ -80,12 +80,12 @@ class Sample:
 
     @property
     def is_ok(self) -> bool:
-        """Whether the answer came whole."""
+        """True if the answer came whole."""
         return self.status == OK
 
     @property
     def lag_ms(self) -> float:
-        """How late the generator sent it."""
+        """Milliseconds that the generator sent it late."""
         return (self.sent - self.due) * 1e3
 
     @property
@@ -166,7 +166,10 @@ class Client:
         return wanted
 
     async def _takes_chats(self) -> bool:
-        """Whether chats may be posted here: who asks otherwise is not told that there is no such path."""
+        """True if chats may be posted here.
+
+        Other requests are not told that there is no such path.
+        """
         try:
             await self._json("GET", "chat/completions")
         except EndpointError as error:
@@ -272,7 +275,7 @@ class _Heard:
                 self._events += 1
 
     def sample(self, due: float, sent: float, status: str | None = None, message: str = "") -> Sample:
-        """What became of the request; by default, what the stream itself says."""
+        """The request's sample; its status is by default what the stream itself says."""
         if status is None and self._error:
             status, message = "stream error", self._error
         elif status is None and not self._ended:
@@ -300,7 +303,7 @@ async def open_loop(
     max_in_flight: int,
     drain_s: float,
 ) -> list[Sample]:
-    """Send every body when it is due; wait at most `drain_s` after the last for what is outstanding.
+    """Send every body when it is due; wait at most `drain_s` after the last for answers.
 
     Args:
         ask: sends one request, as `Client.ask`.
@@ -341,7 +344,7 @@ async def open_loop(
 
 
 def connections_allowed(wanted: int) -> int:
-    """How many of `wanted` connections the limit of open files leaves room for; raises it as far as it may be."""
+    """Connections of `wanted` that the open-file limit allows, after raising it if possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = wanted + _SPARE_FILES
     if hard != resource.RLIM_INFINITY:

@@ -47,7 +47,7 @@ def png(picture: Image.Image) -> bytes:
 
 
 def around(image: str, turn: int) -> list[dict[str, Any]]:
-    """A user turn of an image with text around it that no other turn has: no prefix of it was seen before."""
+    """A user turn of an image with unique text around it: no prefix was seen before."""
     before, after = f"{turn:0{_BEFORE}d}"[::-1], "and so?."[:_AFTER]
     parts = [
         {"type": "text", "text": before},

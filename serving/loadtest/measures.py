@@ -1,4 +1,4 @@
-"""What a run comes to: percentiles, goodput, throughput, hit rates, and whether the generator kept up.
+"""Measures of a run: percentiles, goodput, throughput, hit rates, generator lag.
 
 Percentiles are of answers that came whole, counted from when they were due; failures are not among them, so read them
 beside `failed`. Rates are over the time that requests were due in or, if that is longer, that whole answers came in: a
@@ -22,7 +22,7 @@ SATURATED = 0.8  # a server is saturated that completes less than this share of 
 
 
 def percentiles(values: Iterable[float]) -> dict[str, float] | None:
-    """p50, p90, p99 and the mean, interpolated linearly between the two nearest; None of nothing."""
+    """p50, p90, p99 (linearly interpolated) and the mean; None of nothing."""
     known = np.fromiter(values, float)
     if not known.size:
         return None
@@ -50,7 +50,10 @@ def _span(times: Sequence[float]) -> float:
 
 
 def offered_rps(samples: Sequence[Sample]) -> float:
-    """Requests a second that were due, between the first and the last; what completed if there is but one."""
+    """Requests due a second, between the first and the last.
+
+    For a single request, what completed.
+    """
     span = _span([sample.due for sample in samples])
     return (len(samples) - 1) / span if span else completed_rps(samples)
 
@@ -72,12 +75,12 @@ def median_ttft_ms(samples: Iterable[Sample]) -> float:
 
 
 def is_saturated(samples: Sequence[Sample]) -> bool:
-    """Whether the server completed less than `SATURATED` of what was offered."""
+    """True if the server completed less than `SATURATED` of what was offered."""
     return completed_rps(samples) < SATURATED * offered_rps(samples)
 
 
 def hit_rate(samples: Iterable[Sample]) -> float | None:
-    """Share of the prompt tokens that the server says were cached; None if it says nothing of any answer.
+    """Share of prompt tokens that the server reports as cached; None if it reports none.
 
     Servers leave the number out of answers that had no hit.
     """
@@ -139,7 +142,7 @@ def summary(samples: Sequence[Sample], ttft_limit_ms: float | None) -> dict[str,
 
 
 def generator(samples: Sequence[Sample]) -> dict[str, Any]:
-    """How late requests were sent, and whether that is a good part of what was measured."""
+    """Lag of the sent requests, and whether it is a good part of the measured times."""
     lag = percentiles(max(0.0, sample.lag_ms) for sample in samples)
     assert lag is not None  # there are samples
     late = lag["p99"] > LAG_MS and lag["p99"] > LAG_SHARE * median_ttft_ms(samples)

@@ -1,4 +1,4 @@
-"""Pictures of a report's tables: curves where the columns are numbers, coloured numbers elsewhere."""
+"""Pictures of a report's tables: curves over numeric columns, coloured numbers elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Rows = Mapping[str, Mapping[str, float]]
 
 
 def draw_tables(title: str, tables: Mapping[str, Rows], uncertainty: str, path: Path, axis: str = "") -> None:
-    """One picture of each table in one PNG, three abreast; columns that end with `uncertainty` are left out.
+    """One PNG with a picture of each table, three abreast; `uncertainty` columns left out.
 
     `axis`: what columns count that are numbers, where neither they ("3 pages") nor the table ("η by rank") say it.
     """
@@ -69,7 +69,7 @@ def _height(rows: Rows) -> float:
 
 
 def number_axis(axes: Any, numbers: Mapping[float, str]) -> None:
-    """Have a picture's x axis show these numbers, by what is written at each; logarithmic where they are far apart."""
+    """Label an x axis with these numbers; logarithmic where they are far apart."""
     low, high = min(numbers), max(numbers)
     if low > 0 and high > _LINEAR * low:
         axes.set_xscale("log")
@@ -79,7 +79,7 @@ def number_axis(axes: Any, numbers: Mapping[float, str]) -> None:
 
 
 def _numbers_of(columns: Iterable[str]) -> tuple[dict[str, float], dict[float, str], str] | None:
-    """Columns as numbers, what is written at each, and what they all count; None if some are no numbers or differ."""
+    """Columns as numbers, their labels, and their common quantity; None if they have none."""
     found = {column: _NUMBER.fullmatch(column) for column in columns}
     matches = [match for match in found.values() if match]
     units = {match[3] for match in matches}

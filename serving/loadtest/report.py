@@ -112,7 +112,7 @@ def show(report: Mapping[str, Any], console: Console) -> None:
 
 
 def _rows(rate: Mapping[str, Any]) -> dict[str, str]:
-    """What is shown of one rate, by quantity."""
+    """Rows of one rate, by quantity."""
     rows = {
         "completed a second": f"{rate['completed_rps']:.3g}" + ("*" if rate["saturated"] else ""),
         "whole answers": f"{rate['ok']} of {rate['requests']}",
@@ -130,7 +130,7 @@ def _rows(rate: Mapping[str, Any]) -> dict[str, str]:
 
 
 def remarks(rate: Mapping[str, Any]) -> list[str]:
-    """What a reader of one rate's numbers must know."""
+    """Caveats to one rate's numbers."""
     found = []
     if rate["saturated"]:
         found.append(f"* saturated: fewer than {SATURATED:.0%} of the requests offered a second were completed")

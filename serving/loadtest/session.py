@@ -48,8 +48,10 @@ class Plan:
             yield rate, self._warmup(rate), poisson(rate, count, self.seed)
 
     def asked_before(self, step: int, requests: int) -> int:
-        """Of so many requests of the step-th rate, those whose very body the server was sent already: a trace's own
-        bodies are the same at every rate and in the warm-up. The workload's requests are new ones each time."""
+        """Requests, of so many at the step-th rate, whose exact body was sent before.
+
+        A trace's own bodies are the same at every rate and in the warm-up; the workload's requests are new each time.
+        """
         repeated = requests if step else min(self.warmup, requests)
         return sum(arrival.body is not None for arrival in (self.trace or ())[:repeated])
 
@@ -61,7 +63,7 @@ class Plan:
 
 
 class Subject:
-    """A server under a workload: requests go on where the last run ended, and uploaded pictures stay uploaded."""
+    """A server under a workload, continuing across runs: requests, uploaded pictures."""
 
     def __init__(
         self,
@@ -70,14 +72,17 @@ class Subject:
         max_in_flight: int = MAX_IN_FLIGHT,
         drain_s: float | None = None,
     ) -> None:
-        """`drain_s` bounds the wait after a run's last request; None: until all are answered or timed out."""
+        """Set up the subject.
+
+        `drain_s` bounds the wait after a run's last request; None: until all are answered or timed out.
+        """
         self.endpoint, self.workload = endpoint, workload
         self.max_in_flight = connections_allowed(max_in_flight)
         self._drain_s = endpoint.timeout_s + 5 if drain_s is None else drain_s
         self._bodies = Bodies(endpoint, workload)
 
     async def run(self, arrivals: Sequence[Arrival], tally: Tally | None = None) -> list[Sample]:
-        """Send all arrivals when they are due and wait for the answers; samples in the arrivals' order.
+        """Send all arrivals when due and wait for the answers; samples in the arrivals' order.
 
         Raises:
             EndpointError: the server is not there, has not the model, or takes no files.
@@ -107,7 +112,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class RateResult:
-    """What came of one rate."""
+    """Result of one rate."""
 
     rate: float
     samples: Sequence[Sample]

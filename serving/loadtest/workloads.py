@@ -1,4 +1,4 @@
-"""What a load test asks: seeded generators of chat requests over drawn pages.
+"""Workloads of load tests: seeded generators of chat requests over drawn pages.
 
 A workload is made for one run and asked for its requests in order, because some of them depend on those before. The
 same settings and seed give the same requests, pixel by pixel, on every machine and for every server.
@@ -77,7 +77,7 @@ class Ask:
 
 
 class Workload(BaseModel, ABC):
-    """What all workloads have. Fields are the parameters that `--set NAME=VALUE` takes."""
+    """Base of all workloads. Fields are the parameters that `--set NAME=VALUE` takes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: ClassVar[str]
@@ -101,7 +101,10 @@ class Workload(BaseModel, ABC):
 
     @abstractmethod
     def _messages(self, number: int, random: np.random.Generator, images: int | None) -> Messages:
-        """Role and parts of every message of request `number`; `images`: how many, where the parameters do not say."""
+        """Role and parts of every message of request `number`.
+
+        `images`: how many, where the parameters do not say.
+        """
 
     def _page(self, number: int) -> Picture:
         return Picture(self.seed, number, self.columns, self.rows)
@@ -148,7 +151,7 @@ class Mrag(_Pool):
 
 
 class Novel(_Pool):
-    """Sustained novel recombination: every request sees pages that were all seen, never together in this way."""
+    """Sustained novel recombination: pages all seen before, never together in this way."""
 
     name = "novel"
     about = "k of N pages, uniformly, each time a set and an order that never came before (LMCache issue 4663)"
@@ -169,7 +172,7 @@ class Novel(_Pool):
 
 
 class Agent(Workload):
-    """A sliding-window agent: every step sends its last screenshots, some older ones, and what it did."""
+    """Sliding-window agent: each step sends its last screenshots, some older ones, its actions."""
 
     name = "agent"
     about = "sessions in turn; a step sends the last screenshots, look-backs to older ones and a log of actions"
@@ -198,7 +201,7 @@ class Agent(Workload):
 
 
 class Chat(Workload):
-    """Multi-image chat: text and images interleaved, turn after turn, from a gallery that everybody shares."""
+    """Multi-image chat: text and images, turn after turn, from a gallery shared by all."""
 
     name = "chat"
     about = "conversations over a gallery, text and images interleaved, no two with the same words (mpic.md, Figure 1)"

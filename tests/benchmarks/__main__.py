@@ -1,4 +1,7 @@
-"""`python -m tests.benchmarks NAME`: run one of the project's benchmarks; without a name, list them."""
+"""Command line of the project's benchmarks: `python -m tests.benchmarks NAME`.
+
+Without a name it lists them.
+"""
 
 from __future__ import annotations
 

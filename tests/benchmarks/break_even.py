@@ -1,4 +1,4 @@
-"""How often pages must come back until canonical KV and patches have paid for their making.
+"""Break-even: how often pages must recur until canonical KV and patches have paid off.
 
 Processor seconds of the whole worker, all of its threads: encoding, forwards, each answer's first token, what is formed
 and written in the background, loads.
@@ -118,7 +118,7 @@ class _Arms:
         }
 
     def _request(self, prompt: Prompt, mode: str, expected: str, taught: bool = False) -> float:
-        """A request in this mode to a worker whose library is empty, or has learnt from one request before."""
+        """A request in this mode to a worker with an empty library, or one that has seen it once."""
         from kvstore.library import Library
         from kvstore.records.patch_form import PatchForm
         from kvstore.settings import LibrarySettings
@@ -173,7 +173,7 @@ def processor_ms(work: Callable[[], object]) -> float:
 
 
 def _reuses(samples: dict[str, dict[str, list[float]]], without: str, case: str) -> float:
-    """After how many requests beyond the first one reuse has cost no more than `without` it; infinite: never."""
+    """Requests beyond the first until reuse has cost no more than `without` it; inf: never."""
     cost, first, again = (Arm(name, "", samples[name]).median_ms(case) for name in (without, "first", "again"))
     unstored = Arm("off", "", samples["off"]).median_ms(case)
     return (first - unstored) / (cost - again) if cost > again else float("inf")

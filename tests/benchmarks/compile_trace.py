@@ -1,4 +1,4 @@
-"""What compiling for a known trace is worth: against the offline optimum, and to the requests that come after it.
+"""Value of compiling for a known trace: against the offline optimum, and for later requests.
 
 A trace of retrieval requests as in `placement`. Its first half is the access log, from which `compile_plan` chooses
 patches within a budget of bytes, of the size that a 7B model's have; the second half is then linked by nothing but
@@ -115,7 +115,7 @@ def _logged(requests: Sequence[Sequence[str]], placed: bool) -> list[LoggedReque
 
 
 def patched_share(compiled: Plan, requests: Sequence[Sequence[str]], *, placed: bool) -> float:
-    """Share of the requests' chunks that a plan's patches serve, in placement's order or as sent."""
+    """Share of the requests' chunks that a plan's patches serve, placed or as sent."""
     arranger = PatchAwareOrderer(compose_up_to=COMPOSE_UP_TO)
     stored = {
         Entry(IndexScope(*wanted.scope), wanted.contents[-1], wanted.contents[:-1], wanted.ordered)

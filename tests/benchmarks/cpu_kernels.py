@@ -1,4 +1,6 @@
-"""What a forward takes on a CPU with our kernels and without them (`infra.cpu.kernels`, `infra.cpu.latent`).
+"""Forward times on a CPU with our kernels and without them.
+
+See `infra.cpu.kernels` and `infra.cpu.latent`.
 
 Two prefill engines in processes of their own, one of which computes as vLLM does, take turns: a forward over the last
 tokens of a prompt, and over all of it. Of a model with M-RoPE, which the fused norms and rotary embeddings are for, and

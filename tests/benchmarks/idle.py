@@ -1,4 +1,4 @@
-"""What a service that nobody asks for anything takes from whoever computes on its machine.
+"""Cost of an idle service to other computations on its machine.
 
 A prefill engine in a process of its own computes prompts, alone and beside an idle service. A forward's threads wait
 for one another hundreds of times, so that whatever wakes up on a processor of one of them delays them all.
@@ -39,7 +39,7 @@ _REST_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process has used so far: seconds of processors, and how often its threads gave one up by themselves."""
+    """A process's use so far: CPU seconds, and voluntary context switches."""
 
     name: str
     seconds: float
@@ -73,7 +73,7 @@ def _forwards(engine: Connection, turns: int, seconds: float) -> list[float]:
 
 
 def _rates(others: set[psutil.Process], seconds: float) -> dict[str, dict[str, float]]:
-    """What every process below this one but `others` uses a second, the most first; those of one name together."""
+    """Use per second of child processes but `others`, summed by name, largest first."""
     before, began = _usage(others), time.monotonic()
     time.sleep(seconds)
     after, spent = _usage(others), time.monotonic() - began
@@ -96,13 +96,13 @@ def _usage(others: set[psutil.Process]) -> Mapping[int, Usage]:
 
 
 def _name(process: psutil.Process) -> str:
-    """A role's or Ray actor's name where it has one; such processes write it where their command line was."""
+    """Name of a role or Ray actor, which such processes write over their command line."""
     title = process.cmdline()[0].strip() if process.cmdline() else process.name()
     return title.rpartition(":")[2].split(".")[0] if "::" in title else process.name()
 
 
 def _wakes(pid: int) -> int:
-    """How often a process' threads have waited; 0 where the system does not say."""
+    """Voluntary context switches of a process' threads; 0 where the system does not say."""
     return sum(
         int(line.split()[1])
         for status in Path(f"/proc/{pid}/task").glob("*/status")

@@ -1,4 +1,4 @@
-"""What the load benchmarks share: vLLM's server and our service side by side, arms on them, and turns of load.
+"""Common parts of the load benchmarks: vLLM and our service side by side, arms, turns.
 
 Every arm gets the same cores, model and memory for KV. Our modes are arms of one service and tenants of their own in
 it, so that none profits from what another mode stored; between turns the service finishes what it has to store. While
@@ -157,7 +157,7 @@ def capacity_rps(arm: LoadArm, requests: int, console: Console) -> float:
 
 
 def one_by_one(arm: LoadArm, requests: int, console: Console, title: str) -> list[Sample]:
-    """The workload's next requests, each after the answer to the one before, and then everything learnt stored.
+    """Send the workload's next requests one by one, then wait until all learnt is stored.
 
     Raises:
         RuntimeError: one failed.
@@ -173,7 +173,7 @@ def one_by_one(arm: LoadArm, requests: int, console: Console, title: str) -> lis
 
 
 def warm_up(arm: LoadArm, requests: int, console: Console) -> list[Sample]:
-    """Answer part of the workload with pauses in which what was learnt is stored: the steady state of a service.
+    """Bring a service to its steady state: part of the workload, with pauses to store.
 
     Raises:
         RuntimeError: a request failed.
@@ -209,7 +209,9 @@ def wait_until_compiled(service: OurService, console: Console, seconds: float) -
 
 
 def settle() -> None:
-    """Wait until the service has stored what it learnt, an hour at most: orders are run for orbit patches first.
+    """Wait until the service has stored what it learnt, an hour at most.
+
+    Orders are run for orbit patches first.
 
     Raises:
         TimeoutError: it still forms patches.
@@ -229,7 +231,7 @@ def settle() -> None:
 def in_load_turns(
     arms: Sequence[LoadArm], rate: float, requests: int, turns: int, console: Console
 ) -> dict[str, list[list[Sample]]]:
-    """Every arm's samples, a list for every turn, at one rate; the arms' order reverses from turn to turn.
+    """Samples of every arm at one rate, a list a turn; arms in alternating order.
 
     In a turn all arms get the same arrivals.
 
@@ -265,7 +267,7 @@ def completed_rps(runs: Runs) -> float:
 
 
 def is_saturated(runs: Runs) -> bool:
-    """Whether less than `measures.SATURATED` of what was offered was completed, over all turns."""
+    """True if less than `measures.SATURATED` of what was offered was completed, over all turns."""
     offered = sum(map(len, runs)) / sum(len(run) / measures.offered_rps(run) for run in runs)
     return completed_rps(runs) < measures.SATURATED * offered
 
@@ -288,7 +290,7 @@ def harness_arm(arm: LoadArm, runs: Mapping[str, Runs]) -> Arm:
 
 
 def tables(runs: Mapping[str, Mapping[str, Runs]]) -> dict[str, dict[str, dict[str, float]]]:
-    """What else is reported of (arm → rate → turns): throughput, tails, hits, failures, the generator's lag."""
+    """Other tables of (arm → rate → turns): throughput, tails, hits, failures, lag."""
 
     def of(value: Callable[[Runs], float | None]) -> dict[str, dict[str, float]]:
         rows = {

@@ -1,4 +1,4 @@
-"""What a request costs beside the engines: HTTP, parsing, rendering, routing, Ray.
+"""Time of a request beside the engines: HTTP, parsing, rendering, routing, Ray.
 
 Text requests at one in flight. Engine time is what the prefill worker reports for itself: its forward, which gives the
 first token.

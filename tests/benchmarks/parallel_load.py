@@ -1,4 +1,6 @@
-"""Loads beside compute (mpic.md §3.2): a request of n images, m of them missing, against loading and computing alone.
+"""Loads beside compute (mpic.md §3.2) against loading and computing alone.
+
+A request has n images, m of them missing.
 
 | arm     | what is timed                                                                                  |
 |---------|------------------------------------------------------------------------------------------------|
@@ -53,7 +55,7 @@ _DESCRIPTIONS = {
 
 @dataclass(frozen=True)
 class Case:
-    """Which images are missing, and whether the tier is the raw disk or the disk behind a slow link."""
+    """A set of missing images, and the tier: the raw disk or one behind a slow link."""
 
     name: str
     images: int
@@ -109,7 +111,7 @@ def run(quick: bool, console: Console) -> Outcome:
 
 
 class _Measurement:
-    """One case: a request, and a tier that holds random KV and patches for all but its missing images."""
+    """One case: a request, and a tier with random KV and patches of its other images."""
 
     def __init__(self, engine: PrefillEngine, case: Case, directory: Path) -> None:
         from kvstore.tiers.disk import DiskTier
@@ -180,7 +182,7 @@ class _Measurement:
             yield opened
 
     def _fill(self, opened: Worker, missing: set[int]) -> Iterator[tuple[Any, str]]:
-        """Store random KV and a random patch for each image that is not missing; yields their kinds and keys."""
+        """Store random KV and a patch for each image not missing; yields their kinds and keys."""
         from kvstore.operator.patch import PatchKind
         from kvstore.records.format import CanonicalRecord, PatchRecord
 

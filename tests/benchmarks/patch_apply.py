@@ -1,4 +1,4 @@
-"""Linking one stored segment: load + relocate + patch + write into the engine's pages, against a plain copy.
+"""Linking a stored segment (load, relocate, patch, write into pages) against a plain copy.
 
 The copy moves the canonical KV's bytes once, from one host buffer to another that was touched before.
 """

@@ -1,4 +1,4 @@
-"""Forming a patch: milliseconds by method, all layers in one call, and what each loses against a full SVD.
+"""Forming a patch: milliseconds by method, and loss against a full SVD.
 
 The deficits are synthetic, with a spectrum as measured on real models: 120 directions of each layer hold 90 % of the
 energy (kamera.md §4). A loss is the share of the energy that the SVD's directions keep and the method's do not.
@@ -81,7 +81,7 @@ def run(quick: bool, console: Console) -> Outcome:
 
 
 def _deficit(case: Case) -> Tensor:
-    """[layers, tokens, features] whose singular values fall as a power law with the energy that real ones have."""
+    """Random [layers, tokens, features] with singular values in a power law of realistic energy."""
     count = min(case.tokens, case.features)
     index = torch.arange(1, count + 1, dtype=torch.float64)
     low, high = 0.0, 6.0

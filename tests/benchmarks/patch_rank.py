@@ -1,4 +1,4 @@
-"""What a patch restores: η and KL by rank and kind, on any checkpoint, through the real engine.
+"""Fidelity of patches: η and KL by rank and kind, on any checkpoint, by the real engine.
 
 Pages A1..A3 and B are linked behind one another and a question follows. B's canonical KV is relocated into a sequence
 whose other tokens are exact, with nothing (blind) or with a patch added; then the question's tokens are computed over
@@ -130,7 +130,7 @@ class PatchRanks:
 
 @dataclass
 class Item:
-    """One item's deficits of B [layers, tokens, features], and the prompt that they are tried in."""
+    """One item's deficits of B [layers, tokens, features], and the prompt to try them in."""
 
     plan: LinkPlan
     target: ChunkPlan
@@ -269,7 +269,7 @@ class Probe:
         self._engine.forward([(plan.sequence, [Run(0, len(plan.sequence))])])
 
     def _answer(self, plan: LinkPlan, target: ChunkPlan) -> Tensor:
-        """Log-probabilities [question tokens, vocabulary] over the KV that lies in the plan's blocks."""
+        """Log-probabilities [question tokens, vocabulary] over the KV in the plan's blocks."""
         from prefill_workers.sequence import Run
 
         tail = range(target.span.stop, len(plan.sequence))
@@ -287,7 +287,10 @@ class Probe:
 
 
 def _mean(kl: Sequence[Tensor]) -> float:
-    """Over all items' tokens; where the distributions agree, rounding may have left less than nothing."""
+    """Mean over all items' tokens, at least 0.
+
+    Where the distributions agree, rounding may have left less than nothing.
+    """
     return max(0.0, float(torch.cat(list(kl)).mean()))
 
 

@@ -1,4 +1,4 @@
-"""Placement against the order of arrival: how often a chunk finds a patch, and how long choosing an order takes.
+"""Placement against arrival order: share of chunks with a patch, and time to choose.
 
 A trace of retrieval requests (MRAG): each brings k different pages, drawn by Zipf's law over N pages, in random order.
 The index, the arranger and the choice of what to compile are the product's; only the engine is left out, and a patch is
@@ -117,7 +117,7 @@ def run(quick: bool, console: Console) -> Outcome:
 
 
 def _plan_ms(size: int, turns: int) -> list[float]:
-    """CPU milliseconds of choosing orders at the end of a trace of so large requests, from asking the index on."""
+    """CPU milliseconds of choosing orders for requests of this size, index queries included."""
     limits = PrefillSettings().compile_limits(COMPOSE_UP_TO)
     library, found = Library(PatchIndex(), limits), []
     pages = [f"page {number}" for number in range(PAGES)]
@@ -187,14 +187,14 @@ def optimum(requests: Sequence[Sequence[str]]) -> HitRate:
 
 
 class Served(NamedTuple):
-    """By what each chunk of a request was served: a patch, one or a sum, or a sum."""
+    """Chunks of a request by what served them: a patch (one or a sum), or a sum."""
 
     patched: list[bool]
     summed: list[bool]
 
 
 class Library:
-    """What is stored, as the index of an arranger that hears of everything at once, and what is compiled for it."""
+    """Stored patches, as an up-to-date arranger's index, and compilation for them."""
 
     def __init__(self, index: PatchIndex, limits: CompileLimits) -> None:
         self._limits = limits
@@ -273,7 +273,7 @@ class Library:
 
 
 def replay(requests: Sequence[Sequence[str]], limits: CompileLimits, *, placed: bool, budget: int = BUDGET) -> HitRate:
-    """Serve a trace, in placement's order or as sent, and compile within limits; `budget`: patches that are kept."""
+    """Serve a trace, placed or as sent, compiling within limits; `budget`: patches kept."""
     library = Library(PatchIndex(budget), limits)
     leading = others = summed = again = 0
     came: set[tuple[str, ...]] = set()

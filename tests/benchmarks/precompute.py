@@ -1,4 +1,4 @@
-"""The offline caching job: chunks per second with one worker and with two, each on the same number of threads.
+"""The offline caching job: chunks per second with one and two workers of equal threads.
 
 Every job has a fresh library and encodes, computes and stores every image: embeddings, canonical and the patch for the
 leading place. The clock runs from the first image's start to the last one's end, with all workers up before.

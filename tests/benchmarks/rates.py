@@ -1,4 +1,4 @@
-"""Multimodal RAG at rising rates: every arm's time to first token and throughput, until it saturates.
+"""Multimodal RAG at rising rates: TTFT and throughput of every arm, until it saturates.
 
 | arm             | what answers                                                                       |
 |-----------------|------------------------------------------------------------------------------------|
@@ -56,7 +56,7 @@ class _Scale:
     compiling: float
 
     def requests_at(self, rate: float) -> int:
-        """How many requests a turn has at so many a second."""
+        """Number of requests of a turn at so many a second."""
         return max(self.requests, round(self.seconds * rate))
 
 
@@ -81,7 +81,7 @@ _QUICK = _Scale(
 
 
 def run(quick: bool, console: Console, model: Path | None = None, items: int | None = None) -> Outcome:
-    """Measure every arm at every rate; `items` requests a turn, or more at rates at which they come too quickly."""
+    """Measure every arm at every rate; `items` requests a turn, more at high rates."""
     scale = _QUICK if quick else _FULL
     scale = replace(scale, requests=items or scale.requests)
     checkpoint = load_arms.checkpoint_of(model, quick)
@@ -150,7 +150,7 @@ def measure(
 
 
 def _is_done(runs: Mapping[str, Mapping[str, Runs]], name: str) -> bool:
-    """Whether an arm has saturated, at or above the rate at which vLLM does."""
+    """True if an arm has saturated, at or above the rate at which vLLM does."""
     return all(any(load_arms.is_saturated(turns) for turns in runs[arm].values()) for arm in ("prefix", name))
 
 
@@ -160,7 +160,7 @@ def saturation_rate(rates: Mapping[str, Runs]) -> str | None:
 
 
 def figures(runs: Mapping[str, Mapping[str, Runs]]) -> dict[str, float]:
-    """Of `auto` with placement: beside vLLM where it saturates, and beside `cacheblend-15`."""
+    """Figures of `auto` with placement: where vLLM saturates, and beside `cacheblend-15`."""
     ours, prefix = runs[PLACED], runs["prefix"]
 
     def ttft_ms(rates: Mapping[str, Runs], rate: str) -> float:

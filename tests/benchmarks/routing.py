@@ -1,4 +1,4 @@
-"""Routing to 1, 2 and 4 prefill workers on one machine: ours, and Ray Serve's power of two choices.
+"""Routing to 1, 2 and 4 prefill workers on one machine, against Ray Serve's two choices.
 
 Every turn starts the service anew, with an empty library and memories that hold a part of the documents each, and sends
 the same trace: documents drawn by Zipf's law, each behind text that no other request has.
@@ -115,7 +115,7 @@ def _turn(workers: int, ours: bool, images: Sequence[str], console: Console) -> 
 
 @dataclass(frozen=True)
 class _Worker:
-    """What one prefill worker has counted."""
+    """Counters of one prefill worker."""
 
     memory_hits: int
     others: int  # look-ups that memory did not answer

@@ -54,7 +54,7 @@ class Server:
 
 
 def bench_config(checkpoint: Path, root: Path, **sections: Any) -> OrbitServeConfig:
-    """One replica a role with a fresh library below `root`; on a machine with a GPU these three share it.
+    """One replica a role with a fresh library below `root`; on a GPU machine they share it.
 
     No checks of fidelity: their models' weights are random, and a point that is switched off would not be measured.
     """
@@ -77,7 +77,7 @@ def bench_config(checkpoint: Path, root: Path, **sections: Any) -> OrbitServeCon
 
 @contextmanager
 def ours(checkpoint: Path, console: Console, quick: bool, **sections: Any) -> Iterator[Server]:
-    """OrbitServe: the application on Ray Serve; in quick runs all roles in this process, which starts much sooner."""
+    """OrbitServe on Ray Serve; in quick runs with all roles in this process (starts sooner)."""
     with tempfile.TemporaryDirectory(prefix="orbitserve-bench-") as root:
         config = bench_config(checkpoint, Path(root), **sections)
         if quick:
@@ -218,7 +218,7 @@ class EmbeddedRoles:
         return ()
 
     async def encode(self, items: Sequence[Any]) -> Any:
-        """Embeddings, from the prefill engine's own vision tower; the loop must be idle (one request at a time)."""
+        """Embeddings from the prefill engine's own tower; the loop must be idle (one at a time)."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.engine.encode, list(items))
 
     async def link(self, request: Any, indices: Sequence[int], embeddings: Any) -> Any:

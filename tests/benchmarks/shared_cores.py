@@ -1,4 +1,4 @@
-"""What engines that share processors take from each other while OpenMP's threads wait.
+"""Slow-down of engines that share processors while OpenMP's threads wait.
 
 A prefill engine that links a prompt and a decode engine that takes a step, each in a process of its own, alone and at
 the same time.

@@ -1,4 +1,4 @@
-"""The library's tiers against the raw medium: the same bytes, the same durability, one record after the other.
+"""The library's tiers against the raw medium: same bytes, same durability, one by one.
 
 | arm | ours | raw |
 |---|---|---|
@@ -71,7 +71,7 @@ def run(quick: bool, console: Console) -> Outcome:
 
 
 def _figures(arms: list[Arm], nbytes: dict[str, int], largest: str) -> dict[str, float]:
-    """Ours as a share of raw, and MiB/s of both, for the largest records; the share for the other sizes by name."""
+    """Ours as a share of raw, and MiB/s of both, for the largest records; other sizes by name."""
     by_name, figures = {arm.name: arm for arm in arms}, {}
     for name in (name for name in by_name if not name.endswith("-raw")):
         figure, raw = name.replace("-", "_"), by_name[f"{name}-raw"]

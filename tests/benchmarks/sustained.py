@@ -1,4 +1,4 @@
-"""Sustained novel recombination: pages that all were seen, in sets that never were, request after request.
+"""Sustained novel recombination: known pages in sets that never were, request after request.
 
 LMCache issue 4663: there the gain of reuse decays to nothing within 60 to 90 such queries, because what they store
 pushes out what they need. Here the library's bounds are set so low that they bind within the run. Requests are sent one
@@ -113,7 +113,7 @@ def _times(samples: Sequence[Sample]) -> list[float]:
 
 
 def last_over_best(times: Sequence[float], window: int) -> float:
-    """Median of the last `window` times over the least median of any window that ends before them.
+    """Median of the last `window` times over the least median of any earlier window.
 
     Raises:
         ValueError: there are no two windows.
@@ -155,7 +155,10 @@ def library_watched(directory: Path, bounds: dict[str, int]) -> Iterator[dict[st
 
 @contextmanager
 def memory_watched(server: Server) -> Iterator[list[float]]:
-    """Bytes of the server's processes, without files and shared memory, seen twice a second while the block runs."""
+    """Samples of the server's private bytes, twice a second while the block runs.
+
+    Files and shared memory are left out.
+    """
     seen: list[float] = []
 
     def look() -> None:

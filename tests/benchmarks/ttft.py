@@ -46,13 +46,13 @@ _DESCRIPTIONS = {
 
 
 class Limit:
-    """What no server can beat: the engine time of the tokens that have to be computed in any case."""
+    """Lower bound of any server: engine time of the tokens that must be computed in any case."""
 
     def __init__(self, engine: PrefillEngine) -> None:
         self._engine = engine
 
     def time_ms(self, image_tokens: int) -> float:
-        """Milliseconds until the next token, from the text runs around `image_tokens + 2` finished tokens."""
+        """Milliseconds until the next token, from text runs around `image_tokens + 2` finished ones."""
         from prefill_workers.sequence import LinkSequence, Run
 
         start, length = TEXT_TOKENS // 2, TEXT_TOKENS + image_tokens + 2
@@ -71,7 +71,7 @@ class Limit:
 
 @contextmanager
 def limit_of(service: Server, checkpoint: Path) -> Iterator[Limit]:
-    """The limit on an engine in this process: an embedded service's own, which is idle between turns, or a new one."""
+    """The limit on an engine in this process: an embedded service's idle one, or a new one."""
     if service.engine is not None:
         yield Limit(service.engine)
         return

@@ -1,4 +1,4 @@
-"""What weighing a sum of pair patches takes: a request whose pairs are all stored, in an order that is new.
+"""Time to weigh a sum of pair patches: a request whose pairs are stored, in a new order.
 
 | arm       | what weighs                                                                                  |
 |-----------|----------------------------------------------------------------------------------------------|
@@ -118,7 +118,10 @@ def _measured(engine: PrefillEngine, tokens: int, turns: int) -> tuple[dict[str,
 
 
 def _fill(engine: PrefillEngine, library: Library, opened: Worker, prompt: Prompt) -> None:
-    """Store every page's embeddings, random KV, and random patches behind nothing and behind each page before it."""
+    """Store every page's embeddings, random KV, and random pair patches behind earlier pages.
+
+    And one behind nothing.
+    """
     from kvstore.operator.patch import PatchKind
     from kvstore.records.format import CanonicalRecord, EmbeddingRecord, PatchRecord
 

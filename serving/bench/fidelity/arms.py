@@ -1,4 +1,4 @@
-"""The arms: ways to put together the KV of pages that were computed alone, without or with part of a forward.
+"""Arms: ways to assemble the KV of pages computed alone, with or without partial forwards.
 
 | arm | what it does | kind |
 |---|---|---|
@@ -79,7 +79,7 @@ class PageKV:
 
 @dataclass(frozen=True, eq=False)
 class Repaired:
-    """A page as an arm links it: KV, tokens that are computed again (sorted), bytes kept beside the canonical KV.
+    """A page as an arm links it: KV, recomputed tokens (sorted), bytes beside the canonical.
 
     `apart`: in so many layers, the first, tokens that are computed again see their own page only. `refreshed`: so many
     layers, the first, were computed in context to get this KV. `measured`: in so many layers, the first, all tokens of
@@ -105,7 +105,7 @@ class Repaired:
 
 
 def computed_share(pages: Sequence[Repaired]) -> float:
-    """The share of a prompt's pages, in its order, that forwards compute, in tokens times layers."""
+    """Share of a prompt's pages that forwards compute, in tokens times layers."""
     nbytes = [page.kv.nbytes for page in pages]
     measured = [max(page.measured for page in pages[i:]) for i in range(len(pages))]
     shares = [page.computed(first) for page, first in zip(pages, measured, strict=True)]
@@ -130,7 +130,7 @@ class Arms:
         self._keys = lru_cache(maxsize=32)(self._key_factors)
 
     def own(self, page: PageKV, rank: int) -> Patch:
-        """The own patch of a page, cut from the widest whose directions are ordered as far as they are cut.
+        """A page's own patch, cut from the widest one with ordered directions.
 
         A segment at its full rank is not ordered, so that one is cut from a patch where it is at full rank as well.
         """
@@ -278,7 +278,7 @@ class Arms:
         return found
 
     def within(self, percent: int, basis: SharedBasis) -> Mapping[str, Arm]:
-        """The arms that spend up to this share of a page's KV bytes each; patches have a rank of RANKS[-1] at most."""
+        """Arms that spend at most this share of a page's KV bytes; rank RANKS[-1] at most."""
         share = percent / 100
 
         def widest(rank: Callable[[PageKV, int], Patch]) -> Arm:

@@ -57,7 +57,7 @@ def run(
     work: Path | None = None,
     only: Collection[str] | None = None,
 ) -> Outcome:
-    """Measure the reference models that are there, or the one in the folder `model`, on `items` items a split.
+    """Measure the bundled reference models, or the one in `model`, on `items` items a split.
 
     Finished parts are kept in `work`, from where a run that was cut off goes on. `only`: some sections of the tables.
     """
@@ -117,12 +117,12 @@ def tables_of(
 
 
 def kept_parts(work: Path | None, family: str, fingerprint: str, items: int, code: bytes) -> Kept:
-    """The finished parts of a model's tables: what the same code measured with the same packages."""
+    """Finished parts of a model's tables, measured by the same code and packages."""
     return Kept(work, (family, fingerprint, items, versions()), code)
 
 
 def figures_of(kind: str, whole: Tables) -> dict[str, float]:
-    """`<family>.<split>.<arm>.<figure>` of the main tables, of those at equal bytes and of η by layers computed.
+    """Figures `<family>.<split>.<arm>.<figure>` of main, equal-byte and computed-layer tables.
 
     Beside what the tables hold: `blind.lost`, the accuracy that blind reuse loses; `orbit.below_own`, how much less of
     the loss an orbit patch closes than the own patch of that rank; `patch_within_p.margin`, how much more of it a patch
@@ -159,7 +159,10 @@ def _defined(cells: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 def to_be_kept(kind: str, figures: Mapping[str, float]) -> ModelCard:
-    """What is to be kept beside a model's weights: sums are weighed by attention where that holds as far as by KV."""
+    """Measured facts to keep beside a model's weights (its model card).
+
+    Sums are weighed by attention where that holds as far as by KV.
+    """
     by_kv, by_attention = (int(figures[f"{kind}.{name}"]) for name in (COMPOSE_UP_TO, BY_ATTENTION))
     if kind != LATENT and by_attention >= max(by_kv, 2):
         return ModelCard(compose_up_to=by_attention, weigh_by=Weighing.ATTENTION)
@@ -171,7 +174,7 @@ def _less(found: Mapping[str, float], name: str, more: str, less: str) -> dict[s
 
 
 def applies(name: str, figures: Mapping[str, float]) -> bool:
-    """Whether a target is of a split that was measured and, if of an arm that reuses, blind reuse loses LOST there."""
+    """True if a target's split was measured and, for reuse arms, blind reuse loses LOST there."""
     family, split, arm, _ = name.split(".")
     lost = figures.get(f"{family}.{split}.blind.lost")
     return lost is not None and (arm in ("exact", "blind") or loses(lost))

@@ -1,4 +1,4 @@
-"""Table 7: patches behind a set from patches behind each of its members (`prefill_workers.link.compose`).
+"""Table 7: patches behind a set from pair patches (`prefill_workers.link.compose`).
 
 Δ(B|S) ≈ Δ(B|∅) + Σ c_i (Δ(B|A_i) - Δ(B|∅)), where ∅ stands for the fixed text alone. Pair patches have rank m each; the
 own and orbit patches they are compared with have rank m, and `own_wide` the composed patch's rank m·|S|.
@@ -83,7 +83,7 @@ class Parts:
 
 
 def holds_up_to(accuracies: Mapping[str, Mapping[str, Mapping[str, float]]], by: str = "measured") -> int:
-    """The most antecedents whose pair patches a model's linker may sum (`compose_up_to`), weighed `by` an arm; 0: none.
+    """Largest antecedent set whose pair patches may be summed (`compose_up_to`); 0: none.
 
     A split holds up to the largest |S| that it was measured behind, if there and behind every smaller one that arm is
     at most MOST_LOST less accurate than `own`. The model's sums hold as far as all splits do that it answers behind
@@ -113,7 +113,7 @@ def _answered(table: Mapping[str, Mapping[str, float]]) -> bool:
 
 
 def _rows(table: Mapping[str, Mapping[str, float]]) -> list[tuple[int, Mapping[str, float]]]:
-    """By |S|, the smallest first."""
+    """Rows by |S|, the smallest first."""
     return sorted(((int(row.removeprefix(BEHIND)), arms) for row, arms in table.items()), key=itemgetter(0))
 
 
@@ -157,7 +157,7 @@ def compositions(study: Study, split: Split, predecessors: int, count: int) -> d
 
 
 def composed_patch(base: Patch, pairs: Sequence[Patch], delta: Tensor) -> Patch:
-    """The linker's composed patch, of Δ(B|S) [layers, tokens, features] only the layer that it measures."""
+    """The linker's composed patch, of Δ(B|S) only the layer that it measures."""
     return weighted_sum(base, pairs, measured_weights(base, pairs, delta[[MEASURED_LAYER]])[:, None])
 
 

@@ -41,7 +41,7 @@ _EACH = 4  # texts, one before every page
 
 @dataclass(frozen=True)
 class Situation:
-    """How the later prompt differs.
+    """A way in which the later prompt differs.
 
     `pages`: of (A1, A2, A3) and three pages of another item, those before B.
 
@@ -57,7 +57,7 @@ class Situation:
 
     @property
     def is_answerable(self) -> bool:
-        """Whether all pages are there from which the item's answer comes: else it may have gone with one."""
+        """True if all pages that the item's answer comes from are there."""
         return set("123") <= set(self.pages("123", "456"))
 
 
@@ -131,6 +131,6 @@ def envelope(study: Study, count: int) -> dict[str, dict[str, Scores]]:
 
 
 def false_reuse(scores: Mapping[str, Mapping[str, Scores]]) -> Iterator[tuple[str, dict[str, float]]]:
-    """The share of reuses that the rule allows and that change the model's answer: of own patches, of orbit patches."""
+    """Share of allowed reuses that change the model's answer: own patches, orbit patches."""
     for name, arm in (("own", "stale"), ("orbit", "orbit")):
         yield name, share(np.stack([changed(scores[one.name], arm) for one in SITUATIONS if arm in one.served], 1))

@@ -1,4 +1,4 @@
-"""Table 6: accuracy and time to the first token of the product's modes as pages grow in number (MPIC, Figs. 9 and 13).
+"""Table 6: accuracy and TTFT of the modes as pages grow in number (MPIC, Figs. 9 and 13).
 
 The linker and the prefill loop themselves, in one process: a request in `exact` mode first, which teaches the library;
 then the same request in every mode, in turns, with what it learnt in memory: `auto` so finds own patches of this order.
@@ -51,7 +51,7 @@ def worker(study: Study) -> Iterator[workers.Worker]:
 
 
 def request(prompt: Prompt) -> LinkRequest:
-    """A reader's prompt, up to where its answer is predicted, as a request for the likeliest token."""
+    """A reader's prompt, up to its predicted answer, as a request for the likeliest token."""
     from prefill_workers.protocol import LinkRequest, Sampling
 
     tokens = prompt.token_ids[: len(prompt) - len(prompt.answer) + 1]
@@ -70,7 +70,7 @@ def ask(opened: workers.Worker, prompt: workers.Prompt) -> tuple[float, int]:
 
 
 def growth(study: Study, pages: int, count: int) -> dict[str, tuple[list[bool], list[float]]]:
-    """By mode, of `count` multi-hop items of that many pages: whether its answer is right, and after how many ms."""
+    """Correctness and milliseconds by mode, of `count` multi-hop items of that many pages."""
     right: dict[str, list[bool]] = defaultdict(list)
     took: dict[str, list[float]] = defaultdict(list)
     with worker(study) as opened:

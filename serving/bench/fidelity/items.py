@@ -1,4 +1,4 @@
-"""Items of the fidelity tables: held-out pages with a question, as pictures, words and prompts."""
+"""Items of the fidelity tables: held-out pages with a question, as pictures, words, prompts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Item:
     asked: tuple[Tensor, ...]
 
     def prompt(self, reader: Reader, order: Sequence[int] | None = None, **text: Any) -> Prompt:
-        """The question behind the pages of these indices, in this order; None: behind all, as they come."""
+        """The question behind the pages of these indices, in this order; None: all, as they come."""
         pages = self.pages if order is None else [self.pages[i] for i in order]
         return reader.prompt(pages, self.question, self.answer, **text)
 
@@ -39,7 +39,7 @@ class Item:
 def items(
     reader: Reader, kind: ReferenceFamily, split: Split, count: int, form: Form, seed: int = SEED
 ) -> Iterator[Item]:
-    """`count` held-out items of a split, of pages that the family's tower takes; the same at every call."""
+    """`count` held-out items of a split with pages the tower accepts; deterministic."""
     form = kind.form(form)
     generator = torch.Generator().manual_seed(seed)
     scenes, questions = draw_items(split, count, form, generator)

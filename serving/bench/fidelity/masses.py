@@ -1,4 +1,4 @@
-"""How much attention a page pays to each page before it, in a model's first layer, and what that says of their sum.
+"""Attention masses of pages in the first layer, and the weights of their patches' sum.
 
 Attention over several stretches of tokens is the mean of the attention over each, weighted by Z = exp(log-sum-exp).
 Behind A_i alone a token of B gets (Z_i o_i + Z_B o_B) / (Z_i + Z_B), behind a set (Σ Z_i o_i + Z_B o_B) / (Σ Z_i +
@@ -28,7 +28,7 @@ _PARTS = ("embed_tokens.", "layers.0.self_attn.", "layers.0.input_layernorm.")
 
 
 class FirstLayer:
-    """A checkpoint's first layer by transformers, beside the engine, which keeps its queries to itself.
+    """A checkpoint's first layer by transformers: the engine does not expose its queries.
 
     Raises ValueError if the checkpoint does not hold such a layer.
     """
@@ -56,7 +56,7 @@ class FirstLayer:
         self._model = model
 
     def ratios(self, prompt: Prompt) -> Tensor:
-        """r_i of the last page's tokens for each page before it, [pages - 1, heads, tokens], in this very prompt."""
+        """r_i of the last page's tokens per earlier page of this prompt, [pages - 1, heads, tokens]."""
         embeddings = self._model.embed_tokens(prompt.token_ids.long())
         for place in prompt.places:
             span, rows = place.page.span, place.page.embeddings.float()[:, : embeddings.shape[1]]
@@ -73,12 +73,12 @@ class FirstLayer:
 
 
 def weights(ratios: Tensor) -> Tensor:
-    """c_i [antecedents, tokens] from r_i [antecedents, heads, tokens], as the linker takes the heads' mean."""
+    """c_i [antecedents, tokens] from r_i [antecedents, heads, tokens], by the heads' mean."""
     return attention_weights(attention_shares(ratios))
 
 
 def relative_weights(placed: Tensor, alone: Tensor) -> Tensor:
-    """c_i [antecedents, tokens], 1 at most: what A_i takes in the prompt over what it takes alone, of all heads.
+    """c_i [antecedents, tokens] <= 1: mass of A_i in the prompt over its mass alone, all heads.
 
     `placed`, `alone`: r_i [antecedents, heads, tokens] in the very prompt, and where each A_i stands alone before B.
     The distance between A_i and B may differ, and with it what B pays.

@@ -1,4 +1,4 @@
-"""Table 9: what the online check sees of requests that patches served, and where its bound must lie.
+"""Table 9: rolling checks of requests served by patches, and the bound they need.
 
 The check compares the next-token distributions of the last prompt tokens with exact ones and averages their KL over
 the last `window` checks of an operating point; beyond the bound the point is switched off
@@ -58,7 +58,7 @@ Patches = dict[tuple[int, frozenset[int]], Patch]  # by page and the pages befor
 
 @dataclass(frozen=True)
 class Situation:
-    """A later prompt: in which order the pages come, with how many of another item's instead of ours, and its text.
+    """A later prompt: order of the pages, number of foreign ones instead, and its text.
 
     `broken`: what has become of the patches; None: nothing is stored. `summed`: the patch behind several pages, from
     those behind none and each of them, and from Δ [layers, tokens, features].
@@ -145,7 +145,7 @@ def _linked(
 
 
 def _taught(study: Study, item: Item) -> tuple[list[Tensor], Patches]:
-    """Canonical KV of an item's pages and the patches that the library holds once it has read them in every order."""
+    """Canonical KV of an item's pages, and the patches stored after reading all orders."""
     reader, form = study.reader, PatchForm()
     orders = list(permutations(range(len(item.pages))))
     canonical = reader.alone(item.prompt(reader).places)
@@ -158,13 +158,13 @@ def _taught(study: Study, item: Item) -> tuple[list[Tensor], Patches]:
 
 
 def _tail(prompt: Prompt, tokens: int) -> Prompt:
-    """The prompt without an answer, whose last `tokens` behind the last page are what is predicted from."""
+    """The prompt without an answer, from whose last `tokens` tokens the predictions come."""
     first = max(prompt.places[-1].stop, len(prompt) - tokens)
     return replace(prompt, answer=(0,) * (len(prompt) - first))
 
 
 def alarms(kls: Sequence[float], settings: FidelitySettings, bound: float) -> tuple[float, float]:
-    """The share of random streams of these checks that pass the bound, and the median checks of those until they do."""
+    """Share of random streams of checks that pass the bound, and median checks until then."""
     drawn = np.random.default_rng(0).choice(np.asarray(kls), (_STREAMS, _CHECKS))
     sums = np.pad(drawn.cumsum(1), ((0, 0), (1, 0)))
     at = np.arange(settings.minimum, _CHECKS + 1)

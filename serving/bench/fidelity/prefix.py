@@ -1,4 +1,4 @@
-"""What prefix caching would reuse of a prompt: the leading tokens that it shares with one seen before, in whole blocks.
+"""Prefix caching's reuse of a prompt: leading whole blocks shared with one seen before.
 
 Its answers are an exact prefill's, by construction: it only ever reuses KV that this very prompt would compute. What
 sets it apart from `exact` is how much it computes, and that depends on what was seen before:
@@ -26,7 +26,7 @@ BLOCK = 16  # tokens; what vLLM takes by default on GPUs
 
 
 def cached(prompt: Prompt, leading: int, block: int) -> int:
-    """Tokens that prefix caching with blocks of `block` tokens takes over from a prompt with the same `leading` pages.
+    """Tokens that prefix caching in `block`s takes from a prompt with the same `leading` pages.
 
     With all of them the same, the prompts are the same. The last token is computed in any case: it predicts what
     follows. Of the first page that differs its opening delimiters are still the same.
@@ -49,7 +49,7 @@ def computed(prompt: Prompt, history: str) -> float:
 
 @lru_cache
 def _agreeing(pages: int) -> tuple[int, ...]:
-    """How many leading pages each other order has in common with the present one."""
+    """Number of leading pages that each other order shares with the present one."""
     others = [order for order in orderings(range(pages)) if order != tuple(range(pages))]
     return tuple(sum(1 for _ in takewhile(lambda at: at[0] == at[1], enumerate(order))) for order in others)
 

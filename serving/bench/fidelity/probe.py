@@ -1,4 +1,4 @@
-"""Trying patches on one page of a prompt whose other tokens are exact: the protocol of kamera.md §5 and App. D."""
+"""Patches tried on one page of an otherwise exact prompt (kamera.md §5 and App. D)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from serving.bench.fidelity.scores import Scores
 
 @dataclass(frozen=True, eq=False)
 class Behind:
-    """The last page of a prompt behind others: the prompt, an exact prefill of all its pages, its deficit there."""
+    """The last page of a prompt behind others: prompt, exact prefill, deficit."""
 
     prompt: Prompt
     exact: Read
@@ -39,7 +39,7 @@ class Probe:
         return self.reader.alone([prompt.places[0] for prompt in prompts])
 
     def behind(self, prompts: Sequence[Prompt], canonical: Sequence[Tensor]) -> list[Behind]:
-        """What an exact prefill makes of each prompt's last page, whose canonical KV is given."""
+        """Exact prefill and deficit of each prompt's last page, whose canonical KV is given."""
         reads = self.reader.exact(prompts)
         return [Behind(*parts) for parts in zip(prompts, reads, canonical, strict=True)]
 
@@ -50,7 +50,7 @@ class Probe:
         patches: Mapping[str, list[Patch | None]],
         nbytes: Callable[[str, Patch], int] = lambda arm, patch: patch.nbytes,
     ) -> None:
-        """Add every case's outcome by each arm, whose patch of every case's last page is given; None is blind reuse.
+        """Score every case with each arm's patch of its last page; None is blind reuse.
 
         `nbytes`: what an arm's patch would take where it is stored.
         """

@@ -1,4 +1,4 @@
-"""Asking a model about pages whose KV was put together in any way: a real engine, driven by hand.
+"""Questions about pages with any assembled KV, on a real engine driven by hand.
 
 A prompt is laid out as the server lays it out. Its pages' KV may be given; everything else is computed over it in one
 forward, as the linker computes the text of a request (`prefill_workers.engine.worker_extension`).
@@ -29,7 +29,7 @@ _HELD = 32768  # tokens of the prompts in one forward, computed or given: their 
 
 @dataclass(frozen=True, eq=False)
 class Page:
-    """One picture as a chunk: its tokens with their delimiters, and what a forward needs to compute them."""
+    """One picture as a chunk: its tokens with delimiters, and inputs of its forward."""
 
     token_ids: tuple[int, ...]
     span: ChunkSpan  # as if the chunk began at token 0
@@ -80,7 +80,7 @@ class Prompt:
 
 @dataclass(eq=False)
 class Read:
-    """What a prefill of a prompt gave.
+    """Result of a prompt's prefill.
 
     `answers`: log-probabilities [answer tokens, vocabulary] where the answer is predicted; `pages`: KV of the places
     that were to be kept, in the canonical frame, [layers, tokens, features].
@@ -134,7 +134,10 @@ class Reader:
         return found
 
     def rendered(self, pictures: Sequence[Image.Image], text: str) -> Any:
-        """A chat turn of pictures and text as the server renders it (`serving.frontend.prompt_segments.Segments`)."""
+        """A chat turn of pictures and text as the server renders it.
+
+        See `serving.frontend.prompt_segments.Segments`.
+        """
         from vllm.renderers import ChatParams
 
         from serving.frontend.prompt_segments import segment
@@ -187,7 +190,9 @@ class Reader:
     # -- KV -----------------------------------------------------------------------------------------------------------
 
     def alone(self, places: Sequence[Place], prefix: Sequence[int] = ()) -> list[Tensor]:
-        """KV of every place's page computed by itself, [layers, tokens, features]: KV(B|∅), or behind neutral text.
+        """KV of every page computed by itself, [layers, tokens, features]: KV(B|∅).
+
+        Or behind neutral text.
 
         With `prefix` the page is computed behind these tokens and moved to position 0.
         """
@@ -249,7 +254,7 @@ class Reader:
         return reads
 
     def _write(self, batch: Sequence[tuple[Prompt, range]], pages: Sequence[Sequence[Tensor | None]]) -> None:
-        """Store the given KV of every prompt's pages; pages at the same position are written together."""
+        """Store given KV of prompts' pages, those at the same position together."""
         from kvstore.operator.apply import relocate
 
         together: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
@@ -274,7 +279,7 @@ class Reader:
     def _answers(
         self, batch: Sequence[tuple[Prompt, range]], given: Sequence[Sequence[tuple[int, int]]], apart: int
     ) -> list[Tensor]:
-        """Compute everything that is not given; log-probabilities where each prompt's answer is predicted."""
+        """Compute all missing KV; log-probabilities where each prompt's answer is predicted."""
         from prefill_workers.sequence import Run, complement
 
         work: list[tuple[LinkSequence, list[Run]]] = []
@@ -295,7 +300,7 @@ class Reader:
     def _apart(
         self, prompt: Prompt, blocks: range, whole: LinkSequence, last: list[Run]
     ) -> list[tuple[LinkSequence, list[Run]]]:
-        """The tokens of a prompt, in order, with every page in a sequence of its own behind the prompt's blocks."""
+        """A prompt's tokens in order, every page in a sequence of its own behind shared blocks."""
         from prefill_workers.sequence import Embedded, LinkSequence, Run
 
         work, done, block = [], 0, blocks.stop
@@ -315,7 +320,7 @@ class Reader:
     def _batches(
         self, prompts: Sequence[Prompt], given: Sequence[Sequence[tuple[int, int]]] | None = None, apart: bool = False
     ) -> list[list[tuple[Prompt, range]]]:
-        """The prompts in order, as many to a forward as its budget and the KV pool hold, each with its blocks.
+        """Prompts in order, grouped to fit a forward's budget and the KV pool, with their blocks.
 
         `given`: which tokens of each are not computed. `apart`: blocks for the pages by themselves follow, too.
         """
@@ -354,7 +359,7 @@ def _whole(length: int) -> list[Any]:
 
 
 def _kept(start: int, stop: int, again: Tensor | None) -> list[tuple[int, int]]:
-    """The stretches of tokens `start` up to `stop` that are not computed `again` (indices within, sorted)."""
+    """Stretches of tokens `start` to `stop` that are not recomputed (`again`: indices, sorted)."""
     edges = [start]
     for index in again.tolist() if again is not None else ():
         edges += [start + index, start + index + 1]

@@ -21,7 +21,7 @@ RANK = 16
 
 
 def reorder(study: Study, predecessors: int, count: int) -> tuple[dict[str, Scores], float]:
-    """Scores of the arms on `count` items, and how far deficits of two orders are apart, relative to one's norm."""
+    """Scores of the arms on `count` items, and relative distances of two orders' deficits."""
     reader, arms, probe = study.reader, study.arms, Probe(study.reader)
     scores: dict[str, Scores] = defaultdict(Scores)
     apart: list[float] = []

@@ -1,4 +1,4 @@
-"""What arms scored: accuracy, KL to exact, η, flips recovered and bytes, with bootstrap intervals."""
+"""Scores of arms: accuracy, KL to exact, η, flips recovered and bytes, with intervals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Interval:
 
 @dataclass
 class Scores:
-    """Every item's outcome by one arm; lists of equal length, one entry an item (`reorder`: one an order of it).
+    """Outcomes of one arm, one entry an item (`reorder`: one an order), in equal lists.
 
     `right`: whether the whole answer is right; `kl`: KL(exact ‖ arm) in nats, mean over the answer's tokens; `top`: the
     tokens that the arm answers; `bytes_fraction`: bytes stored beside the canonical KV, as a share of that KV;
@@ -61,8 +61,10 @@ class Scores:
 
 
 def figures(arm: Scores, blind: Scores, exact: Scores, rows: int = 1) -> dict[str, Interval]:
-    """Accuracy, `kl`, `eta` (the share of the blind loss that the arm closes, kamera.md §5) and `flip_recover` (how
-    often the arm agrees with exact where blind reuse does not). What is undefined is left out.
+    """Accuracy, KL, η and recovered flips of an arm.
+
+    `eta`: share of the blind loss that the arm closes (kamera.md §5); `flip_recover`: how often the arm agrees with
+    exact where blind reuse does not. Undefined figures are left out.
 
     `rows`: entries of an item, which follow one another and are drawn together.
     """
@@ -85,7 +87,7 @@ def figures(arm: Scores, blind: Scores, exact: Scores, rows: int = 1) -> dict[st
 
 
 def margin(arm: Scores, others: Mapping[str, Scores], blind: Scores) -> Interval | None:
-    """η of an arm less that of the best of some others; of which items, is drawn for all together.
+    """η of an arm less that of the best of some others, resampled over the same items.
 
     None where blind reuse loses nothing.
     """
@@ -99,12 +101,12 @@ def margin(arm: Scores, others: Mapping[str, Scores], blind: Scores) -> Interval
 
 
 def changed(scores: Mapping[str, Scores], arm: str) -> np.ndarray:
-    """Of every item whether an arm answers otherwise than `exact`."""
+    """True per item if an arm's answer differs from that of `exact`."""
     return ~_agrees(scores[arm], scores["exact"])
 
 
 def share(outcomes: np.ndarray) -> dict[str, float]:
-    """The share of outcomes [items] or [items, situations] that are true, and half of its interval over items."""
+    """Share of true outcomes [items] or [items, situations], and half its interval over items."""
     found = average(outcomes.reshape(len(outcomes), -1).mean(1))
     return {"share": found.value, f"share {UNCERTAINTY}": found.uncertainty}
 
@@ -137,7 +139,7 @@ def _interval(value: float, resampled: np.ndarray) -> Interval:
 
 
 def summary(scores: Mapping[str, Scores], rows: int = 1) -> dict[str, dict[str, float]]:
-    """Every figure of every arm that is defined, by arm; `x ±` is half of the 95% interval of `x`.
+    """Every defined figure by arm; `x ±` is half of the 95% interval of `x`.
 
     `rows`: entries of an item.
     """

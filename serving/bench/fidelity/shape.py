@@ -1,4 +1,4 @@
-"""What the deficit that the arms have to repair looks like (kamera.md §4, Figs. 3, 5 and 6)."""
+"""Shape of the deficit that arms repair (kamera.md §4, Figs. 3, 5 and 6)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Shape:
         self.by_tokens.append([float(share[max(len(energy) * percent // 100 - 1, 0)]) for percent in TOKENS])
 
     def tables(self) -> Mapping[str, Mapping[str, Mapping[str, float]]]:
-        """Rows for the tables of all splits, by table and by what comes behind the split's name in the row's."""
+        """Rows of all splits, by table and row suffix."""
         spread = [*zip(self.tokens, self.ranks, strict=True)]
         return {
             "deficit norm by layer": {"": _means(range(self.layout.layers), self.depth)},
@@ -77,7 +77,7 @@ def shape_of(study: Study, split: Split, items: int, form: Form) -> Shape:
 
 
 def _means(columns: Iterable[object], items: Sequence[Sequence[float]]) -> dict[str, float]:
-    """By column the mean over `items` [items][columns], with its uncertainty."""
+    """Column means over `items` [items][columns], with their uncertainty."""
     cells: dict[str, float] = {}
     for name, values in zip(columns, zip(*items, strict=True), strict=True):
         found = average(values)
@@ -92,6 +92,6 @@ def _spectrum(delta: Tensor) -> Tensor:
 
 
 def _enough(sorted_energy: Tensor) -> int:
-    """How many of the first hold 90 % of the energy."""
+    """Number of leading values that hold 90 % of the energy."""
     total = sorted_energy.cumsum(0)
     return int((total < 0.9 * total[-1]).sum()) + 1

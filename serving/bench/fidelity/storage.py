@@ -78,5 +78,5 @@ def _without_exact(
 
 
 def _beside_bf16(arm: str, patch: Patch) -> int:
-    """A patch's bytes, as many times as the reader's KV is wider than the bf16 that it would be stored beside."""
+    """A patch's bytes, scaled by the width of the reader's KV over bf16."""
     return patch.nbytes * torch.float32.itemsize // torch.bfloat16.itemsize

@@ -77,7 +77,7 @@ class Study:
         return found
 
     def _others(self, group: Sequence[Item], reads: Sequence[Read]) -> list[dict[tuple[int, ...], Tensor]]:
-        """Per item, KV of pages behind other pages, by the path of indices that ends with the page itself.
+        """KV per item of pages behind other pages, by the path of indices to the page.
 
         Of pages with up to MOST_PREDECESSORS: an item of many pages would take dozens of forwards. Paths are gone one
         page at a time, over the KV of those before it, so that what several begin with is computed once.
@@ -113,7 +113,7 @@ class Study:
         return dict(scores)
 
     def score(self, scores: Mapping[str, Scores], one: Gathered, arms: Mapping[str, Arm]) -> None:
-        """Add one item's outcome by `exact`, by prefix caching and by every arm, all pages linked by the arm."""
+        """Add one item's outcome by `exact`, prefix caching and every arm, all pages linked."""
         wanted, exact = one.prompt.answer, one.exact.answers
         scores["exact"].add(exact, exact, wanted, computed=1.0)
         left = prefix.computed(one.prompt, "another order")
@@ -138,7 +138,9 @@ class Study:
 
 
 def _paths(at: int) -> list[tuple[int, ...]]:
-    """What the page `at` is read behind: its predecessors in every order (the present one is first), each alone, none.
+    """Antecedents page `at` is read behind: every order of its predecessors, each alone, none.
+
+    The present order is first.
 
     Each path ends with the page itself.
     """

@@ -78,7 +78,7 @@ def tables(
 
 @dataclass(frozen=True)
 class SplitResults:
-    """What the items of every split gave.
+    """Results of every split's items.
 
     `rows`: every arm's figures; `prompts`: one of each split.
     """
@@ -89,7 +89,7 @@ class SplitResults:
 
 @dataclass(frozen=True)
 class Tried:
-    """The arms of the tables by split: the standard ones, those that compute some layers, those of equal bytes."""
+    """Arms of the tables by split: standard ones, layer-computing ones, those of equal bytes."""
 
     standard: Mapping[str, Arm]
     partial: Mapping[str, Arm]
@@ -180,12 +180,12 @@ def _by_arm(found: Mapping[Split, Rows], figure: str, arms: Iterable[str]) -> Ta
 
 
 def loses(lost: float) -> bool:
-    """Whether blind reuse loses enough accuracy (0 to 1) for arms to be told apart."""
+    """True if blind reuse loses enough accuracy (0 to 1) for arms to be told apart."""
     return lost >= LOST - 1e-9
 
 
 def margins(found: Mapping[Split, Rows], percent: int) -> dict[str, float]:
-    """By split, η of the patch less that of the best arm that keeps tokens of as many bytes.
+    """η of the patch by split, less that of the best token-keeping arm of as many bytes.
 
     Where blind reuse loses less than LOST it is not defined.
     """
@@ -242,7 +242,7 @@ def _of_composition(study: Study, items: int, kept: Kept) -> Iterator[tuple[str,
 
 
 def _of_growth(study: Study, items: int, kept: Kept) -> Iterator[tuple[str, Table]]:
-    """Its times are those of a machine: on another one they are measured again."""
+    """Table of growth; its times are one machine's, measured again on another."""
     few = -(-items // len(growth.PAGES))
     grown = {
         pages: kept.once(f"growth {pages} on {machine()}", partial(growth.growth, study, pages, few))
