@@ -1,4 +1,4 @@
-"""What tokens of a sequence pay to those before them, from queries and keys alone, in fp32.
+"""First-layer attention of tokens to earlier ones, from queries and keys, in fp32.
 
 Pure functions.
 """
@@ -16,7 +16,7 @@ _SCORES = 1 << 24  # that are held at once, 4 bytes each
 
 
 def paid(queries: Tensor, keys: Tensor, first: int, scale: float) -> Iterator[Tensor]:
-    """Attention [heads, queries of a head, tokens, stored], fp32, of some tokens at a time, in order.
+    """Attention [heads, queries of a head, tokens, stored], fp32, of some tokens at a time.
 
     Args:
         queries: [tokens, heads · queries of a head · width] of tokens that follow one another.
@@ -34,7 +34,7 @@ def paid(queries: Tensor, keys: Tensor, first: int, scale: float) -> Iterator[Te
 
 
 def attended(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """What tokens from a sequence's first on attend to, [tokens, heads · queries of a head · width] fp32.
+    """Attention output [tokens, heads · queries of a head · width] fp32 of a sequence's start.
 
     `values`: [stored, heads, width] fp32; the others as for `paid`.
     """
@@ -43,7 +43,10 @@ def attended(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Ten
 
 
 def paid_to(others: Sequence[Run], queries: Tensor, keys: Tensor, first: int, scale: float) -> Tensor:
-    """`composing.attention_shares` of stretches of stored tokens, [2, others, tokens]; arguments else as for `paid`."""
+    """`attention_shares` of stretches of stored tokens, [2, others, tokens].
+
+    Other arguments as for `paid`.
+    """
     member = keys.new_zeros(len(keys), len(others))
     for i, other in enumerate(others):
         member[other.start : other.stop, i] = 1.0
@@ -55,7 +58,7 @@ def paid_to(others: Sequence[Run], queries: Tensor, keys: Tensor, first: int, sc
 
 
 def attention_shares(ratios: Tensor) -> Tensor:
-    """What antecedents take of the attention of some heads, and what each would take alone: [2, pairs, tokens], sums.
+    """Antecedents' attention mass, together and alone: [2, pairs, tokens], summed over heads.
 
     `ratios`: r_i = Z_i / Z_B of the first layer, [pairs, heads, tokens].
     """

@@ -1,9 +1,9 @@
-"""The prefill engine: vLLM's executor with our worker extension, and the self-check that guards it.
+"""The prefill engine: vLLM's executor with our worker extension, guarded by a self-check.
 
 vLLM loads the model, sizes and registers the KV pool and runs the kernels; only the self-check uses its scheduler.
-Everything afterwards goes through `runs.WorkerExtension`, on blocks that `handoff.BlockPool` owns.
+Everything afterwards goes through `worker_extension.WorkerExtension`, on blocks that `block_pool.BlockPool` owns.
 
-Checked on vLLM 0.32.0. Together with `runs.py` this is the only file that knows vLLM's internals.
+Checked on vLLM 0.32.0. Together with `worker_extension.py` this is the only file that knows vLLM's internals.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PIXELS_OF_TOKEN = 3 * 28 * 28  # numbers of an image behind one of its tokens: 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine of this model needs to know.
+    """Settings of an engine of one model.
 
     On a CPU the KV pool's size comes from the environment (`infra.vllm_env`).
     """
@@ -114,7 +114,7 @@ def layout_of(facts: Mapping[str, Any]) -> Layout:
 
 
 def check_hand_off(layout: Layout, prefill_ranks: int, decode_ranks: int) -> None:
-    """Whether a decode engine of so many tensor-parallel ranks can tell every rank of a prefill engine what it read.
+    """Check that a decode engine of so many ranks can notify every rank of a prefill engine.
 
     Of ranks that hold the same KV heads vLLM reads from one, and leaves the others without a word (but for MLA).
 
@@ -143,7 +143,7 @@ class _Known(NamedTuple):
 class PrefillEngine:
     """One model on one worker group.
 
-    One thread drives it (see `worker.PrefillLoop`); any may ask for `positions`.
+    One thread drives it (see `scheduler.prefill_loop.PrefillLoop`); any may ask for `positions`.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -194,7 +194,7 @@ class PrefillEngine:
 
     @property
     def has_quantised_kv(self) -> bool:
-        """Whether the pages hold KV in fewer bits than it is read in."""
+        """True if the pages hold KV in fewer bits than it is read in."""
         return self._quantum > 0
 
     # -- primitives ---------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class PrefillEngine:
         deadline: float = 0.0,
         ends: Sequence[int] = (),
     ) -> Tensor | None:
-        """One forward over the runs of several sequences: computes and stores the KV of their tokens.
+        """Run one forward over several sequences: compute and store the KV of their tokens.
 
         Args:
             arriving: KV to be written by the same forward, each layer before it is attended to; only if
@@ -227,17 +227,17 @@ class PrefillEngine:
     def attend_first(
         self, work: Sequence[tuple[LinkSequence, Sequence[Run]]], asked: Sequence[Attending]
     ) -> list[Tensor]:
-        """Compute and store the first layer's KV of the runs, and tell how those `asked` of their tokens attend there.
+        """Compute the first layer's KV of the runs; attention of the tokens `asked` there.
 
         Returns:
-            `composing.attention_shares` over all heads, [2, others, tokens] fp32, of each that is asked.
+            `attention_shares` over all heads, [2, others, tokens] fp32, of each that is asked.
         """
         ranks = self._call_all("attend_first", assemble(work, self.block_size), asked)
         return [torch.stack(parts).sum(0) for parts in zip(*ranks, strict=True)]
 
     @property
     def accepts_layerwise_kv(self) -> bool:
-        """Whether a forward can write KV that is still coming in: where it runs in this process."""
+        """True if a forward can write KV that is still loading: if it runs in this process."""
         return self.spec.tensor_parallel_size == 1
 
     def logits(
@@ -246,7 +246,9 @@ class PrefillEngine:
         arriving: Sequence[LayerSource] = (),
         first: tuple[Sequence[tuple[LinkSequence, Sequence[Run]]], int] | None = None,
     ) -> Tensor:
-        """`forward`, and the logits [runs, vocabulary] fp32 of each run's last token (self-check, tests, benchmarks).
+        """`forward`, and the logits [runs, vocabulary] fp32 of each run's last token.
+
+        For the self-check, tests and benchmarks.
 
         Args:
             first: in so many layers, the first, the same tokens in the same order are runs of these sequences instead.
@@ -270,7 +272,7 @@ class PrefillEngine:
         self._call("finish_writes")
 
     def read_kv(self, blocks: Sequence[int], start: int, count: int, layers: Sequence[int] | None = None) -> Tensor:
-        """KV [layers, count, features] of `count` tokens that begin at index `start` of the sequence in `blocks`.
+        """KV [layers, count, features] of `count` tokens from index `start` of `blocks`' sequence.
 
         Of the layers named, or of all.
         """
@@ -283,7 +285,7 @@ class PrefillEngine:
         return whole
 
     def handfuls(self, items: Sequence[Pixels]) -> Iterator[list[Pixels]]:
-        """Images in groups, in order, that the vision tower takes at once: each no more than a forward takes tokens."""
+        """Images in groups for the vision tower, in order, each within a forward's tokens."""
         return handfuls(items, self.spec.max_batch_tokens * _PIXELS_OF_TOKEN)
 
     def encode(self, items: Sequence[Pixels]) -> list[Tensor]:
@@ -296,7 +298,7 @@ class PrefillEngine:
         return embeddings
 
     def poll_handoffs(self, held: Container[str]) -> tuple[list[str], list[str]]:
-        """Of the leases `held`, those that decode engines have read since the last call (one entry per reader).
+        """Leases in `held` read by decode engines since the last call (one entry per reader).
 
         And ids of leases that they wait for.
         """
@@ -325,7 +327,10 @@ class PrefillEngine:
         return positions.long(), -delta
 
     def transfer_parameters(self, lease: str, blocks: Sequence[int], tokens: int) -> dict[str, Any]:
-        """`kv_transfer_params` with which a stock decode engine pulls these blocks over NIXL; {} without hand-off."""
+        """`kv_transfer_params` for a stock decode engine to pull these blocks over NIXL.
+
+        {} without hand-off.
+        """
         transfer = self.config.kv_transfer_config
         if transfer is None:
             return {}
@@ -355,7 +360,7 @@ class PrefillEngine:
         return self._call_all(method, *arguments)[0]
 
     def _call_all(self, method: str, *arguments: Any) -> list[Any]:
-        """What every rank answers.
+        """Results of all ranks.
 
         Raises what the first of those that failed raised, once all have answered.
 
@@ -469,7 +474,7 @@ class PrefillEngine:
         return outcomes
 
     def _rounding_of_relocated_keys(self) -> float:
-        """How far relocated and computed keys of the first layer may be apart, relative to the largest.
+        """Relative distance that rounding allows between relocated and computed keys.
 
         With u half a unit in the last place: the engine's table of angles is rounded (u times a pair's length, so
         sqrt(2) u) and so is its key (u), together e. Relocating turns a pair that is e off (sqrt(2) e) and rounds (u);

@@ -21,8 +21,10 @@ _CONFIGURATION = (
 
 
 def fingerprint(model: Path, load_format: str = "auto") -> str:
-    """Digest (64 hex digits) of a checkpoint's configuration, tokenizer (a text chunk's id names text, its KV is of
-    tokens) and own code, and of name, size and samples of its weights.
+    """Digest (64 hex digits) of a checkpoint.
+
+    It covers configuration, tokenizer (a text chunk's id names text, its KV is of tokens) and own code, and of the
+    weights their names, sizes and samples.
 
     Sampling keeps the start of a large model fast. Every tensor is sampled: whoever trains a projector alone has other
     embeddings, and other KV. For vLLM's `load_format` dummy it is of no weights: those are made up, and what is stored
@@ -74,7 +76,7 @@ def _of_file(file: Path) -> Iterator[bytes]:
 
 
 def precision(dtype: str, cache: str) -> str:
-    """What KV was rounded to when it was computed: part of every canonical's key.
+    """Precision of computed KV: part of every canonical's key.
 
     Args:
         dtype: name of the model's dtype. cache: vLLM's name of what the KV pool keeps, or `auto`.

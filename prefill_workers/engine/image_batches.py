@@ -12,7 +12,7 @@ Pixels = tuple[str, MultiModalKwargsItem]  # a processed image and its modality
 
 
 def handfuls(items: Sequence[Pixels], most: int) -> Iterator[list[Pixels]]:
-    """Images in groups, in order, of at most `most` numbers that their pixels come to; a larger one is by itself."""
+    """Images in groups, in order, of at most `most` pixel numbers; a larger one by itself."""
     group, size = list[Pixels](), 0
     for item in items:
         own = _numbers(list(item[1].get_data().values()))
@@ -26,7 +26,7 @@ def handfuls(items: Sequence[Pixels], most: int) -> Iterator[list[Pixels]]:
 
 
 def _numbers(data: Any) -> int:
-    """How many numbers are in tensors, lists of them, or lists of those."""
+    """Count of numbers in tensors, lists of them, or lists of those."""
     if isinstance(data, Tensor):
         return data.numel()
     return sum(map(_numbers, data)) if isinstance(data, list | tuple) else 0

@@ -1,4 +1,4 @@
-"""How a block of the KV cache keeps its tokens, and reading them out of it.
+"""Layout of a block of the KV cache, and reading tokens out of it.
 
 Attention kernels lay a block out as they like: the CPU's, for one, interleaves pairs of features in keys and pairs of
 tokens in values, as its matrix instructions want them. That is regular, so blocks are read as strided views of what
@@ -17,14 +17,14 @@ from torch import Tensor
 
 
 class Grid(NamedTuple):
-    """The numbers Σ digit · stride, as digits of these sizes count up in mixed radix, the last one fastest."""
+    """Numbers Σ digit · stride, with digits in mixed radix, the last one fastest."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
 
     @classmethod
     def like(cls, numbers: Tensor) -> Grid:
-        """The only grid that can hold `numbers` [n] less the first of them; whether it does is for `numbers` to say."""
+        """The only grid that could hold `numbers` [n] less the first; the caller checks it."""
         sizes, strides = [], []
         while len(numbers) > 1:
             steps = numbers.diff()
@@ -42,7 +42,7 @@ class Grid(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Features `start` to `stop` of every token: element `first` of a block and the grids from there, or `elements`."""
+    """Features `start` to `stop` of a token: block element `first` and grids, or `elements`."""
 
     start: int
     stop: int
@@ -54,13 +54,13 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Pages:
-    """Where a block keeps its tokens' features, segment by segment."""
+    """Positions of tokens' features in a block, segment by segment."""
 
     parts: Sequence[_Part]
 
     @classmethod
     def of(cls, elements: Tensor, widths: Sequence[int], device: torch.device) -> Pages:
-        """Of `elements` [block_size, features], the element of a block that holds feature f of token t.
+        """Pages from `elements` [block_size, features]: the block element of feature f of token t.
 
         `widths`: of the segments, in features.
         """
@@ -76,7 +76,7 @@ class Pages:
         return cls(parts)
 
     def read(self, blocks: Tensor, out: Tensor) -> None:
-        """Copy what lies in `blocks` [n, elements], contiguous, to `out` [n, block_size, features], contiguous."""
+        """Copy blocks [n, elements] to `out` [n, block_size, features], both contiguous."""
         for part in self.parts:
             rows = out[..., part.start : part.stop]
             if part.elements is not None:
@@ -88,7 +88,7 @@ class Pages:
 
 
 def learnt(size: int, features: int, whole: int, through: Callable[[Tensor], Tensor]) -> Tensor | None:
-    """The element of a block that holds feature f of token t, [size, features]; None: not every number comes back.
+    """Block element of feature f of token t, [size, features]; None if some do not come back.
 
     Known numbers are written and looked for, one pass per digit, since a dtype holds only small ones exactly.
 

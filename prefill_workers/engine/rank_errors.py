@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank answers to a call that raised."""
+    """A rank's answer to a call that raised."""
 
     error: Exception
 

@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 
 
 class ReadNotes:
-    """Joins what the ranks of a worker are told: a sequence is read when every rank has heard of all its readers."""
+    """Joins the ranks' notes: a sequence is read when every rank has heard of all readers."""
 
     def __init__(self, ranks: int) -> None:
         self._heard: list[Counter[str]] = [Counter() for _ in range(ranks)]
@@ -15,7 +15,7 @@ class ReadNotes:
     def take(
         self, told: Sequence[tuple[list[tuple[str, int]], list[str]]], held: Container[str]
     ) -> tuple[list[str], list[str]]:
-        """From each rank's `poll_handoffs`: leases read (one entry per decode sequence), and leases still wanted.
+        """Leases read (one entry per decode sequence) and still wanted, from all ranks' polls.
 
         What was heard of leases that are not `held` any more is forgotten.
         """

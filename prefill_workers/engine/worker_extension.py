@@ -61,11 +61,11 @@ logger = logging.getLogger(__name__)
 
 
 class LayerSource(Protocol):
-    """KV of a chunk that comes in layer by layer (`arriving.LayerwiseLoad`)."""
+    """KV of a chunk that comes in layer by layer (`link.layerwise_load.LayerwiseLoad`)."""
 
     @property
     def slots(self) -> Tensor:
-        """Where the chunk's KV goes: [tokens] int64."""
+        """Slots [tokens] int64 of the chunk's KV."""
 
     def layer(self, index: int, deadline: float) -> Tensor | None:
         """Rows [tokens, features] of a layer, waited for; None if it is not there at `deadline`."""
@@ -76,14 +76,14 @@ class UnsupportedEngine(RuntimeError):
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its worker (`worker_extension_cls`); `collective_rpc` calls them on every rank."""
+    """Methods added to vLLM's worker (`worker_extension_cls`), called by `collective_rpc`."""
 
     model_runner: Any
     _share: Tensor | None = None  # [local features] this rank's features; None: all of them
     _pages: Pages | None = None
 
     def answer(self, method: str, *arguments: Any) -> Any:
-        """What a method gives, or a `Failure`; raises nothing.
+        """A method's result, or a `Failure`; raises nothing.
 
         vLLM's executor of several ranks stops at the first that raises, and takes what the others answered for their
         answers to the next call.
@@ -229,7 +229,7 @@ class WorkerExtension:
 
     @contextmanager
     def _leaving_nothing(self) -> Iterator[None]:
-        """A forward that fails leaves nothing to the next one of what models hand their layers beside the embeddings.
+        """Clear, after a failed forward, model state left beside the embeddings.
 
         Qwen3-VL keeps deepstack features in buffers that only the end of its forward clears.
         """
@@ -245,12 +245,12 @@ class WorkerExtension:
 
     @torch.inference_mode()
     def attend_first(self, batch: RunBatch, asked: Sequence[Attending]) -> list[Tensor]:
-        """Compute and store the first layer's KV of every token in `batch`, and tell how those `asked` attend there.
+        """Compute the first layer's KV of every token in `batch`; attention of those `asked`.
 
         The keys of all tokens before them must be stored. There is no attention in it, and no feed-forward network.
 
         Returns:
-            `composing.attention_shares` over this rank's heads, [2, others, tokens] fp32, of each that is asked.
+            `attention_shares` over this rank's heads, [2, others, tokens] fp32, of each that is asked.
         """
         seen: list[Tensor] = []
         self._walk(batch, 1, queries=seen.append)
@@ -264,7 +264,7 @@ class WorkerExtension:
 
     @torch.inference_mode()
     def first_attention_gap(self, batch: RunBatch) -> float:
-        """How far the first layer's attention is from what its queries and stored keys and values say, relatively.
+        """Relative gap of the first layer's attention to that of its queries and stored KV.
 
         `batch`: one sequence from its first token on, in one run. Its KV is stored meanwhile, of two layers.
         """
@@ -281,7 +281,7 @@ class WorkerExtension:
         return float((told - output).abs().max() / output.abs().max())
 
     def _first_kv(self, blocks: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
-        """The first layer's keys and values of a sequence's first tokens, each [count, heads, width] fp32."""
+        """First layer's keys and values of a sequence's start, each [count, heads, width] fp32."""
         (rows,) = self._stored(blocks, 0, count, [0])
         keys, values = rows.float().split([segment.features for segment in self._local], dim=-1)
         return tuple(
@@ -315,7 +315,7 @@ class WorkerExtension:
     def _ending_behind(
         self, layers: int, slots: Tensor, queries: Callable[[Tensor], object] = lambda _: None
     ) -> Iterator[None]:
-        """The model ends behind its first `layers` layers, of whose last only the KV is wanted: no logits.
+        """Cut the model behind its first `layers` layers: only KV is wanted, no logits.
 
         That layer's queries, [tokens, local features] and rotated, are given to `queries`, but for MLA.
 
@@ -406,20 +406,20 @@ class WorkerExtension:
 
     @torch.inference_mode()
     def write_kv(self, kv: Tensor, slots: Tensor) -> None:
-        """Store `kv` [layers, tokens, features] in the tokens' slots, through the backend's own update op."""
+        """Store `kv` [layers, tokens, features] in its slots by the backend's own update op."""
         slots = slots.to(self._device, non_blocking=True)
         mine = kv if self._share is None else kv[..., self._share]
         for layer, rows in enumerate(mine.to(self._device, non_blocking=True).unbind(0)):
             self._update(layer, rows, slots)
 
     def finish_writes(self) -> None:
-        """Wait for the device: whoever is told of what was written may read it at once, past any stream."""
+        """Wait for the device, so that readers on any stream see what was written."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
 
     @torch.inference_mode()
     def read_kv(self, blocks: Sequence[int], first: int, count: int, layers: Sequence[int] | None = None) -> Tensor:
-        """KV of `count` tokens that begin `first` tokens into `blocks`: [layers, count, local features], as stored.
+        """KV of `count` tokens from `first` on in `blocks`: [layers, count, local features].
 
         Of the layers named, or of all.
         """
@@ -431,7 +431,7 @@ class WorkerExtension:
         return out
 
     def _stored(self, blocks: Sequence[int], first: int, count: int, layers: Sequence[int]) -> Iterator[Tensor]:
-        """`read_kv` layer by layer, [count, local features] on the device, each in the place of the one before."""
+        """`read_kv` layer by layer, [count, local features] on the device, in one reused buffer."""
         if self._pages is None:
             raise RuntimeError("learn_pages has not run")
         size, features = self._group.kv_cache_spec.block_size, sum(segment.features for segment in self._local)
@@ -455,12 +455,12 @@ class WorkerExtension:
         return embeddings
 
     def multimodal_positions(self, token_ids: list[int], features: list[Any]) -> tuple[Tensor, int]:
-        """M-RoPE positions [3, n] of a prompt and what must be added to an index to continue behind it."""
+        """M-RoPE positions [3, n] of a prompt, and the offset of later indices."""
         positions, delta = self.model_runner.model.get_mrope_input_positions(token_ids, features)
         return positions, int(delta)
 
     def poll_handoffs(self) -> tuple[list[tuple[str, int]], list[str]]:
-        """What decode engines have told this rank since the last call.
+        """Notes of decode engines to this rank since the last call.
 
         Returns:
             (lease, n) per notification, where n ranks of that decode engine read from this rank; and the leases that
@@ -496,11 +496,11 @@ class WorkerExtension:
 
     @cached_property
     def _other_builder(self) -> Any:
-        """For a second description in one forward: backends keep parts of the first one in its builder."""
+        """Builder for a second description in one forward: builders keep parts of the first."""
         return self._new_builder()
 
     def _new_builder(self) -> Any:
-        """One with buffers for batches of which every token is a row; vLLM's own has them for `max_num_seqs` rows."""
+        """Builder with buffers for one row per token; vLLM's own has `max_num_seqs` rows."""
         config = copy.copy(self.model_runner.vllm_config)
         scheduler = config.scheduler_config = copy.copy(config.scheduler_config)
         scheduler.max_num_seqs = scheduler.max_num_batched_tokens
@@ -520,12 +520,12 @@ class WorkerExtension:
 
     @property
     def _scale(self) -> float:
-        """Of the products of the first layer's queries and keys."""
+        """Scale of the first layer's query-key products."""
         return float(self._layer(0).impl.scale)
 
     @property
     def _tells_attention(self) -> bool:
-        """Whether queries and keys alone say what a token of the first layer attends to.
+        """True if queries and keys alone determine the first layer's attention.
 
         MLA's are up-projected first; windows, sinks, caps, biases and scales of quantised ones would have to be known.
         """
@@ -543,7 +543,7 @@ class WorkerExtension:
 
     @cached_property
     def _quantised(self) -> torch.dtype | None:
-        """What the cache's bytes are, if the KV cache is quantised."""
+        """Number format of a quantised KV cache's bytes."""
         name = self.model_runner.vllm_config.cache_config.cache_dtype
         if name in ("auto", *_DTYPE_NAMES):
             return None

@@ -1,4 +1,4 @@
-"""Harvest: what a forward computed for chunks becomes canonical KV, deficits and orbit patches, off the request path.
+"""Harvest of forwards: canonical KV, deficits and orbit patches, off the request path.
 
 The prefill loop calls it when no link waits (see `background`); every method that computes runs on the engine's thread,
 and goes on in pieces (see `scratch`). The library is asked by other threads meanwhile.
@@ -50,13 +50,13 @@ class Harvester:
         self._sent: OrderedDict[tuple[str, str], float] = OrderedDict()  # when, by key and owner of the patch
 
     def harvestable(self, plan: LinkPlan) -> list[ChunkPlan]:
-        """Chunks of a finished plan whose computed KV may be worth keeping: all of it must have been computed."""
+        """Chunks of a finished plan whose KV was computed whole and may be worth keeping."""
         if not policies.uses_library(plan.request.mode):
             return []
         return [c for c in plan.chunks if not c.reuses_kv]
 
     def forms_patch(self, plan: LinkPlan, chunk: ChunkPlan) -> bool:
-        """Whether a computed chunk's KV is KV(B|A), which its patch is keyed by.
+        """True if a computed chunk's KV is KV(B|A), which its patch is keyed by.
 
         Not if some of A was linked without what its neighbours add, or text stands there that the key says nothing of.
         """
@@ -64,7 +64,7 @@ class Harvester:
         return chunk.teaches and all(c.outcome.operating_point.is_conditioned for c in before)
 
     def is_kept(self, plan: LinkPlan, chunk: ChunkPlan) -> Pieces[bool]:
-        """Whether a computed chunk has taught the library all it can: its canonical KV and its patch are stored."""
+        """True if a computed chunk's canonical KV and patch are stored already."""
         if chunk.unfit:
             return False
         tenant, owner = plan.request.tenant, owner_of(plan.request.tenant, chunk.span.content)
@@ -73,7 +73,7 @@ class Harvester:
         return (yield from self._has("canonical", chunk.canonical_key, owner))
 
     def is_resident(self, plan: LinkPlan, chunk: ChunkPlan) -> bool:
-        """Whether memory says of a computed chunk that it `is_kept`; asks no tier."""
+        """True if a computed chunk `is_kept` according to memory; asks no tier."""
         if chunk.unfit:
             return False
         tenant, owner = plan.request.tenant, owner_of(plan.request.tenant, chunk.span.content)
@@ -86,7 +86,7 @@ class Harvester:
         return relocate(kv, -chunk.start_position, self.engine.layout)
 
     def canonical(self, plan: LinkPlan, chunk: ChunkPlan, scratch: Scratch) -> Pieces[CanonicalRecord]:
-        """KV(B|∅) of a chunk: from the library if it is of the same tokens, or computed alone and stored."""
+        """KV(B|∅) of a chunk: loaded if it is of the same tokens, or computed alone and stored."""
         tenant = owner_of(plan.request.tenant, chunk.span.content)
         stored = yield from self._canonical(chunk.canonical_key, tenant)
         if stored is not None and stored.kv.shape[1] == len(chunk.span):
@@ -125,7 +125,7 @@ class Harvester:
         return record
 
     def _text(self, plan: LinkPlan, span: ChunkSpan) -> tuple[int, ...] | None:
-        """A text chunk's tokens: what embeddings are to other chunks, when it is to be computed again."""
+        """A text chunk's tokens, the counterpart of embeddings, for computing it again."""
         whole = plan.request.token_ids
         return None if span.needs_embeddings else tuple(map(int, whole[span.start : span.stop]))
 
@@ -204,7 +204,7 @@ class Harvester:
     # -- orbit ---------------------------------------------------------------------------------------------------------
 
     def unready(self, plan: LinkPlan) -> OrbitForming:
-        """The orders of a plan's chunks, which must be different ones, with the embeddings that the plan has."""
+        """Orders of a plan's distinct chunks, with the embeddings that the plan has."""
         request, whole = plan.request, plan.sequence
         chunks = tuple(
             OrbitChunk(
@@ -241,7 +241,7 @@ class Harvester:
         return None if stored is None else replace(chunk, embeddings=stored.embeddings)
 
     def forming(self, plan: LinkPlan) -> Pieces[OrbitForming | None]:
-        """The orders of a plan's chunks, which must be different ones; None when embeddings are missing."""
+        """Orders of a plan's distinct chunks; None when embeddings are missing."""
         return self.ready(self.unready(plan))
 
     def lacking(self, forming: OrbitForming) -> Pieces[OrbitForming | None]:
@@ -261,7 +261,7 @@ class Harvester:
         return (yield from self.ready(forming)) if stored is None else None
 
     def orbit_step(self, forming: OrbitForming, scratch: Scratch) -> Pieces[bool]:
-        """Run the next order of a forming set and send off the patches that it completes; False when all have run."""
+        """Run the next order of a forming set, send the patches it completes; False after the last."""
         order = next(forming.orders, None)
         if order is None:
             return False
@@ -292,7 +292,7 @@ class Harvester:
     # -- parts and pairs -----------------------------------------------------------------------------------------------
 
     def part_step(self, forming: OrbitForming, part: Sequence[int], scratch: Scratch) -> Pieces[bool]:
-        """Run some chunks of a set, in this order, and send off their own patches that are not stored.
+        """Run some chunks of a set, in this order, and send their own patches not yet stored.
 
         Returns whether that took a forward: not if the last chunk's patch is stored, as the others' then are, and not
         if canonical KV or embeddings are gone.
@@ -321,7 +321,7 @@ class Harvester:
     def pairs_step(
         self, forming: OrbitForming, fan: Sequence[int], limit: int, scratch: Scratch
     ) -> Pieces[tuple[int, int]]:
-        """Run chunks of a set, each by itself behind the first, and send off their pair patches and its behind nothing.
+        """Run each chunk alone behind the first; send pair patches, and the first's behind nothing.
 
         The first one is computed once for all of them: their KV takes turns behind its own. Left out are those whose
         pair patch is stored, or whose canonical KV or embeddings are gone. If that leaves none, the first one is run
@@ -375,7 +375,7 @@ class Harvester:
         return ran, tokens
 
     def _may_condition(self, chunk: OrbitChunk, tenant: str) -> Pieces[bool]:
-        """Whether a chunk may be read, and others behind it: not after its canonical KV was evicted, or deleted."""
+        """True if a chunk and its successors may be read: canonical KV neither evicted nor deleted."""
         return (yield from self._has("canonical", chunk.key, owner_of(tenant, chunk.content)))
 
     def _keep_if_known(
@@ -395,12 +395,14 @@ class Harvester:
             self.keep_last(placed, canonical, kind, prefix, owner, blocks, seconds_per_token * len(chunk.token_ids))
 
     def _has_or_sent(self, key: str, owner: str) -> Pieces[bool]:
-        """Whether a patch is stored, or on its way: what a request computed must not be overwritten by what was read
-        without its text."""
+        """True if a patch is stored, or sent to the compiler.
+
+        What a request computed must not be overwritten by what was read without its text.
+        """
         return self._was_sent(key, owner) or (yield from self._has("patch", key, owner))
 
     def _was_sent(self, key: str, owner: str) -> bool:
-        """Whether a patch went to the compiler a short while ago."""
+        """True if a patch went to the compiler a short while ago."""
         return self._sent.get((key, owner), -math.inf) > time.monotonic() - _SENT_SECONDS
 
     # -- all of them ---------------------------------------------------------------------------------------------------
@@ -421,7 +423,7 @@ class Harvester:
         blocks: Sequence[int],
         seconds: float = 0.0,
     ) -> None:
-        """Send off the patch of the last of some chunks that a forward has just run over in `blocks`, behind others.
+        """Send the patch of the last chunk that a forward has just run in `blocks`.
 
         `seconds`: what computing that chunk takes.
         """
@@ -447,7 +449,7 @@ class Harvester:
         return placed, seconds / len(sequence)
 
     def _compute(self, sequence: LinkSequence, scratch: Scratch, start: int = 0) -> Pieces[float]:
-        """Compute a sequence's KV from a token on, what lies before being there; the seconds that its forwards take."""
+        """Compute a sequence's KV from a token on; returns the seconds of its forwards."""
         seconds, left = 0.0, complement([], len(sequence), start)
         while left:
             runs, left = scratch.split(left)
@@ -459,13 +461,13 @@ class Harvester:
         return seconds
 
     def _deficit(self, place: Placed, canonical: CanonicalRecord, blocks: Sequence[int]) -> Tensor:
-        """What a chunk absorbed in the forward that has just run [layers, tokens, features], in position-free form."""
+        """Deficit of a chunk in the last forward [layers, tokens, features], position-free."""
         kv = self.engine.read_kv(blocks, place.start, len(place.chunk.token_ids))
         return deficit(relocate(kv, -place.position, self.engine.layout), canonical.kv)
 
 
 def _set_owner(tenant: str, prefix: Sequence[int], *contents: str) -> str:
-    """Who owns a patch behind a set.
+    """Owner of a patch behind a set.
 
     It has seen the prefix and these chunks, nothing else of the request; the prefix is the tenant's. (An own patch has
     also seen the tenant's text before the chunk: it is always the tenant's.)

@@ -3,11 +3,11 @@
 It has an engine, and no loop, leases or hand-off.
 
 | record     | computed by                                                                            |
-|------------|----------------------------------------------------------------------------------------|
-| embedding  | the vision tower, all missing ones of a batch at once                                  |
-| canonical  | a forward over the chunk alone; many chunks and prompts share a forward                |
-| own patch  | a forward over the whole prompt, against the canonical                                 |
-| orbit patch | a forward for every order of the prompt's chunks, see `orbit`                         |
+|-------------|---------------------------------------------------------------------------------------|
+| embedding   | the vision tower, all missing ones of a batch at once                                  |
+| canonical   | a forward over the chunk alone; many chunks and prompts share a forward                |
+| own patch   | a forward over the whole prompt, against the canonical                                 |
+| orbit patch | a forward for every order of the prompt's chunks, see `orbit_patches`                 |
 
 Keys and positions are the linker's, deficits and patches the harvester's: what is stored here is what a request would
 have stored.
@@ -59,7 +59,7 @@ class OfflineTask:
 
 @dataclass
 class Work:
-    """What a task cost: records computed by kind, and tokens of the forwards over its prompt or chunks."""
+    """Cost of a task: records computed by kind, and tokens of its forwards."""
 
     embeddings: int = 0
     canonicals: int = 0
@@ -102,7 +102,7 @@ class OfflineWorker:
         return len(self._blocks) * self.engine.block_size
 
     def wanted(self, request: LinkRequest, patches: PatchKind | None) -> list[Name]:
-        """The records with which a link of a request's chunks is pure: nothing encoded, no chunk computed.
+        """Records that make a request's link free of encoding and computing.
 
         Args:
             patches: own: in this order; orbit: in any order; None: no patches, only what they are formed from.
@@ -122,7 +122,7 @@ class OfflineWorker:
 
     @torch.inference_mode()
     def compute(self, tasks: Sequence[OfflineTask]) -> list[Work]:
-        """Compute the tasks' missing records, each once, and hand them to the library (persisted on its `flush`)."""
+        """Compute the tasks' missing records once each, for the library to persist on `flush`."""
         left = {name for task in tasks for name in task.missing}
 
         def take(kind: RecordKind, key: str) -> bool:
@@ -153,7 +153,7 @@ class OfflineWorker:
         return [item.work for item in planned]
 
     def _plan(self, tasks: Sequence[OfflineTask]) -> list[_Planned]:
-        """Plan with all embeddings at hand; those that are missing are encoded in one batch and stored."""
+        """Plan with all embeddings; missing ones are encoded in one batch and stored."""
         pixels = {
             span.content: item
             for task in tasks
@@ -177,7 +177,7 @@ class OfflineWorker:
         return planned
 
     def _forward(self, sequences: Sequence[LinkSequence]) -> Iterator[tuple[Tensor, float]]:
-        """KV [layers, tokens, features] of every sequence, in order, and its share of the seconds it took.
+        """KV [layers, tokens, features] of every sequence, in order, and its share of the time.
 
         A group is what fits the pool and the budget together; a sequence beyond the budget takes several forwards.
         """

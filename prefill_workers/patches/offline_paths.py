@@ -1,8 +1,8 @@
-"""The path worker: patches of chunks behind others, from nothing but what the library holds of them.
+"""Path worker: patches of chunks behind others, from the library's contents alone.
 
 No request is at hand: a chunk is put together again from its shape (see `ChunkShape`), its stored embeddings or, of
-text, its stored tokens. Chunks stand back to back behind the fixed prefix, as in `orbit`; keys are the linker's,
-deficits and patches the harvester's: what is stored here is what a request finds.
+text, its stored tokens. Chunks stand back to back behind the fixed prefix, as in `orbit_patches`. Keys are the
+linker's, deficits and patches the harvester's: what is stored here is what a request finds.
 
     paths  a b c, a b d     one forward: a b c; then only d, behind the a b that lies in the blocks
 """
@@ -65,7 +65,7 @@ class ChunkShape:
 
 @dataclass(frozen=True)
 class Path:
-    """A patch to be made: of the last chunk behind the others, in this order (`ordered`) or in any."""
+    """A patch to make: of the last chunk behind the others, in this order (`ordered`) or any."""
 
     tenant: str  # who owns the patch
     prefix: tuple[int, ...]
@@ -74,7 +74,7 @@ class Path:
 
 
 class Compiled(NamedTuple):
-    """What became of a path: stored now, there already, or skipped for a reason; and the tokens that it computed."""
+    """Outcome of a path: stored, present or skipped (why), and the tokens computed."""
 
     status: Literal["stored", "present", "skipped"]
     tokens: int = 0
@@ -110,7 +110,7 @@ class PathWorker:
 
     @torch.inference_mode()
     def compile(self, path: Path) -> Compiled:
-        """Make one patch, unless it is stored, and hand it to the library (persisted on its `flush`)."""
+        """Make one patch, unless it is stored, and hand it to the library (see `flush`)."""
         try:
             keys = [self._keys(path, shape) for shape in path.chunks]
             kind = PatchKind.own if path.ordered else set_kind(len(keys) - 1)

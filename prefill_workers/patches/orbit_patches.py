@@ -1,4 +1,4 @@
-"""Orbit patches: one patch per chunk and predecessor *set*, from the mean deficit over the set's orderings.
+"""Orbit patches: one per chunk and predecessor *set*, from the mean deficit over orderings.
 
 A request that brings chunks 1-2-3 forms own patches for that order. While the engine is idle the worker also runs the
 other orders of the same chunks, behind the fixed prefix alone, and averages each chunk's deficit over the orders of
@@ -46,7 +46,7 @@ class OrbitChunk:
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a chunk of an arrangement begins: index of its first token, and that token's position."""
+    """Position of a chunk in an arrangement: index and position of its first token."""
 
     chunk: OrbitChunk
     start: int
@@ -82,7 +82,7 @@ class _Mean:
 
 @dataclass
 class OrbitForming:
-    """One set of chunks on its way to patches: which orders are still to run, and the deficits summed so far."""
+    """A set of chunks in progress: orders still to run, and deficits summed so far."""
 
     prefix: tuple[int, ...]
     chunks: tuple[OrbitChunk, ...]
@@ -107,7 +107,7 @@ class OrbitForming:
         return len(self.prefix) + sum(len(chunk.token_ids) for chunk in self.chunks)
 
     def wants(self, key: str, before: Sequence[str]) -> bool:
-        """Whether the deficit of chunk `key` behind `before`, in this order, is still missing from a mean."""
+        """True if the deficit of chunk `key` behind `before`, in order, is missing from a mean."""
         others, place = len(self.chunks) - 1, (key, frozenset(before))
         if math.factorial(others) > ORBIT_ORDERINGS and 1 < len(before) < others:
             return False  # sampled orders do not cover the sets in between

@@ -1,4 +1,4 @@
-"""Background work in pieces: where its sequences lie, how much of one a forward computes, and how it goes on.
+"""Resumable background work: its scratch sequences, and how much of it a forward computes.
 
 What computes off the request path is a generator that pauses between its forwards, none of which is longer than a link
 that arrives meanwhile should wait, and while a tier of the library is silent.
@@ -33,16 +33,16 @@ class Scratch:
 
     @property
     def tokens(self) -> int:
-        """Of the longest sequence that fits."""
+        """Tokens of the longest sequence that fits."""
         return len(self.blocks) * self.block_size
 
     def split(self, runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
-        """What the next forward over these runs computes, and what is left for later ones."""
+        """Runs of the next forward, and those left for later ones."""
         return split_runs(runs, self.piece(sum(map(len, runs))))
 
 
 class ResumableTask(Generic[Result]):
-    """Work under way: `seconds` that it has taken, pauses left out, and its `result` once it is over."""
+    """A resumable task: `seconds` it has run (without pauses), and its `result` at the end."""
 
     result: Result
 
@@ -73,7 +73,7 @@ def at_once(pieces: Pieces[Result]) -> Result:
 
 
 def aside(others: Executor, call: Callable[..., Result], *arguments: object) -> Pieces[Result]:
-    """What a call comes to that may wait for a tier: another thread makes it.
+    """Result of a call that may wait for a tier, made by another thread.
 
     Raises what it does.
     """
