@@ -142,7 +142,7 @@ class DecodeEngine:
         try:
             async with self.admission.admit(min(len(token_ids) + budget, self.max_model_len), params.n or 1) as room:
                 admitted = True
-                if transfer is not None:  # whoever leaves while its KV is pulled: vLLM holds the blocks meanwhile
+                if transfer is not None:  # a request may be aborted while its KV is pulled: vLLM holds the blocks
                     room.until = partial(self._pulls_ended, len(token_ids) * (params.n or 1))
                 prompt, pulled = TokensPrompt(prompt_token_ids=token_ids), set[int]()
                 answer: RequestOutput | None = None

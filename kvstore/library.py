@@ -15,7 +15,7 @@
 | flush, close | the queues | persists what is queued |
 
 A tier that fails, is slow, or returns damaged bytes costs a miss, never an error: damaged records are moved aside and
-counted. Records are read-only: whoever changes a tensor that came from here ends its process.
+counted. Records are read-only: writing to a tensor that came from here ends the process.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Library:
         self._hot = MemoryCache(settings.memory_bytes, settings.tenant_memory_bytes, self._is_pinned, self._announce)
         tiers = TierStack.tiers_of(settings) if tiers is None else tiers
         self._stack = TierStack(tiers, settings, self._is_pinned, self._hot.last_used)
-        self._queues = [  # of each tier by itself: what waits for a slow one keeps nothing from the others
+        self._queues = [  # one per tier: writes that wait for a slow one do not block the others
             WriteBehind[_Write, Sequence[pa.Buffer]](
                 _Write.pieces,
                 partial(self._persist, index),
@@ -138,7 +138,7 @@ class Library:
             )
             for index in range(len(self._stack.tiers))
         ]
-        self._loads = [  # of each tier by itself: what waits for a silent one keeps nobody from the others
+        self._loads = [  # one per tier: loads that wait for a silent one do not block the others
             ThreadPoolExecutor(settings.load_threads, thread_name_prefix=f"kvstore-load-{tier.name}")
             for tier in self._stack.tiers
         ]
@@ -499,7 +499,7 @@ class Library:
                 return
             self._hot.put(path, record)
             for loading in self._loading.get(path, ()):
-                loading.dropped = True  # what it finds is older; whoever waits for it gets it all the same
+                loading.dropped = True  # what it finds is older; its waiters get it all the same
             refused = self._submit(path, _Write(record), record.nbytes, len(self._queues))
             self._counts["dropped_writes"] += len(refused)
         if refused:

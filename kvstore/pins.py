@@ -11,7 +11,7 @@ class Pins:
     """Keys in use, each as often as it is held. Thread-safe.
 
     `release` takes no lock: the garbage collector may run a finalizer that releases keys at any allocation, in a thread
-    that holds any lock, this one too. What was released is counted by whoever holds or asks next. Callers may hold
+    that holds any lock, this one too. Releases are counted at the next hold or query. Callers may hold
     locks of their own: none is taken under the one here.
     """
 

@@ -3,12 +3,12 @@
 An engine's forward is hundreds of parallel regions, some of them microseconds long. What it takes depends on how its
 threads wait between two of them, and both ways cost where they do not fit (benchmark `shared-cores`):
 
-- threads that look for the next region keep a processor meanwhile. Where somebody else wants it, the very thread that
-  they wait for may be the one that does not get it;
+- threads that look for the next region keep a processor meanwhile. Where another process wants it, the very thread
+  that they wait for may be the one that does not get it;
 - threads that sleep have to be woken for every region, which takes longer than most regions.
 
-So engines look while nobody else computes, and sleep otherwise (`consider_others`). The number of threads stays what it
-is: vLLM keeps matrix kernels that were made for it.
+So engines look while no other process computes, and sleep otherwise (`consider_others`). The number of threads stays
+what it is: vLLM keeps matrix kernels that were made for it.
 
 Every thread that computes has a team of its own. The team of a thread that computes no more has to be let go
 (`release`): with more threads in all teams than there are processors libgomp has every one sleep, and eigenvectors of

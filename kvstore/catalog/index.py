@@ -7,8 +7,8 @@ only the branches that a request's chunks span.
     scope: whose patches, behind which fixed prefix
     sets(scope, [c, a, b]), sequences(scope, [c, a, b]): behind which of these which others are patched
 
-An entry may be stale, its patch evicted: then its chunk is computed, as any other that has no patch, and whoever saw
-that discards the entry. A missing entry costs a worse order. So replicas may differ, and nothing here is persisted.
+An entry may be stale, its patch evicted: then its chunk is computed, as any other that has no patch, and the
+finder discards the entry. A missing entry costs a worse order. So replicas may differ, and nothing here is persisted.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A patch on a basis has only its coefficients for the chunk (kamera.md §4).
 
 A basis is pooled once from patches that a model formed. From then on forming a patch is a projection, no decomposition,
-and a patch stores its coefficients and the basis' version; whoever applies it brings the basis (`Patch.bind`).
+and a patch stores its coefficients and the basis' version; the basis is bound before it is applied (`Patch.bind`).
 """
 
 from __future__ import annotations

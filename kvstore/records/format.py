@@ -207,8 +207,8 @@ def decode(
         read: `read(start, end)` yields the same bytes, where that is faster than going through `buffer`, or where
             `buffer` is still being filled: a byte of it counts once `read` has yielded it.
         arrived: called after each layer of a `read`, in order, with the record that `decode` will return. Its layers so
-            far match their checksums. What lists the checksums is checked last: until `decode` returns, whoever uses
-            such a layer must be ready to throw away what it made of it.
+            far match their checksums. What lists the checksums is checked last: until `decode` returns, a caller
+            that uses such a layer must be ready to discard the result.
     """
     buffer = buffer if isinstance(buffer, pa.Buffer) else pa.py_buffer(buffer)
     expected = {"key": expect_key, "fingerprint": expect_fingerprint, "tenant": expect_tenant}

@@ -59,7 +59,7 @@ def content_id(data: bytes, salt: bytes = b"") -> str:
 def owned_content_id(data: bytes, owner: str, secret: bytes = b"") -> str:
     """Content id of bytes that a tenant, or the dynamic library, owns; owners share nothing.
 
-    A reference's says of itself that it is shared, so whoever stores what derives from it knows the owner (`owner_of`).
+    A reference's id is marked as shared, which tells the owner of derived records (`owner_of`).
     """
     content = content_id(data, tenant_salt(owner, secret))
     return _SHARED + content if owner == DYNAMIC_TENANT else content

@@ -24,8 +24,8 @@ class DiskTier(Tier):
 
     Renames make writes atomic, so processes share a root without a common lock.
 
-    A writer holds an advisory lock on its temporary file for as long as it lives; a temporary file that nobody
-    holds was left by a writer that died, and is removed when a tier is opened. So the death of a process at any moment
+    A writer holds an advisory lock on its temporary file for as long as it lives; an unlocked temporary file
+    was left by a writer that died, and is removed when a tier is opened. So the death of a process at any moment
     loses nothing that was put. What a power cut may do is the caller's choice: a `durable` tier syncs the file and its
     folders before `put` and `delete` return; another leaves that to the system, and a blob written last may then be
     missing, or shorter than it was, or zeros.
@@ -153,7 +153,7 @@ class DiskTier(Tier):
         if not self.durable:
             return
         for folder in path.relative_to(self.root).parents:
-            with suppress(FileNotFoundError):  # whoever emptied the folder meanwhile took it away
+            with suppress(FileNotFoundError):  # another process emptied the folder and removed it
                 descriptor = os.open(self.root / folder, os.O_RDONLY | os.O_DIRECTORY)
                 try:
                     os.fsync(descriptor)

@@ -37,7 +37,7 @@ class Breaker:
 class Questions:
     """Unanswered look-ups of a tier, `most` at once: no more threads wait for a silent one.
 
-    One that has no answer after `patience_s` is late, whoever waits for it still. Thread-safe.
+    One that has no answer after `patience_s` is late, even if a caller still waits. Thread-safe.
     """
 
     def __init__(self, most: int, patience_s: float) -> None:
@@ -100,7 +100,7 @@ class Health:
         self.questions = Questions(questions, patience_s)
         self._most_reads = reads
         self._lock = threading.Lock()
-        self._hung = 0  # reads that came too late for somebody and go on
+        self._hung = 0  # reads that were late for a caller and go on
 
     @property
     def is_suspended(self) -> bool:

@@ -31,10 +31,10 @@ class Loading(Future["Record | None"]):
         super().__init__()
         self.path = path
         self.tier: int | None = None  # whose turn it is, by its place among the tiers; None: it has not begun
-        self.passed = False  # its tier was left alone since: nobody joins it any more
-        self.dropped = False  # deleted or put anew meanwhile: what is found is for those who wait, and not to be kept
+        self.passed = False  # its tier was suspended since: no load joins it any more
+        self.dropped = False  # deleted or put anew meanwhile: the result goes to its waiters and is not kept
         self._reading = False
-        self._late = False  # somebody gave up waiting while that tier read
+        self._late = False  # a caller gave up waiting while that tier read
         self._changed = threading.Condition()
         self._began = time.monotonic()
         self._arrival: Arrival | None = None

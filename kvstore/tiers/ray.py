@@ -117,7 +117,7 @@ class RayTier(Tier):
 
     def touch(self, key: str) -> None:
         with self._directory("touch", check_key(key)) as directory:
-            directory.touch.remote(key)  # nobody waits for it
+            directory.touch.remote(key)  # not awaited
 
     def quarantine(self, key: str) -> bool:
         with self._directory("quarantine", check_key(key)) as directory:

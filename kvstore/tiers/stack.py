@@ -82,7 +82,7 @@ class TierStack:
         self._last_used = last_used
         self._lock = threading.Lock()
         self._readers, self._patience = settings.load_threads, settings.load_timeout_s
-        self._hung: set[Loading] = set()  # whose reads somebody gave up on, and that go on
+        self._hung: set[Loading] = set()  # a caller gave up on them; their reads go on
 
     @staticmethod
     def tiers_of(settings: LibrarySettings) -> list[Tier]:
@@ -138,7 +138,7 @@ class TierStack:
         tier = self.tiers[index]
         try:
             found = _read(tier, path, decoded)
-            if not loading.is_late:  # what came too late for somebody is no success
+            if not loading.is_late:  # a read that was late for a caller is no success
                 self._health[index].reads.succeeded()
             if found is not None:
                 self.touch(index, path)
@@ -372,7 +372,7 @@ def _read(tier: Tier, path: str, decoded: Callable[[Blob], Record]) -> Found | N
 def tier_for_url(url: str, storage_options: Mapping[str, Any] | None = None, durable: bool = True) -> Tier:
     """The tier for a URL: DiskTier for `file:` and plain paths, S3Tier for `s3://`, else fsspec."""
     if "://" not in url and not url.startswith("file:"):
-        return DiskTier(url, durable=durable)  # whatever its name has in it that would mean something in a URL
+        return DiskTier(url, durable=durable)  # not parsed: its name may hold what has a meaning in URLs
     parts = urlsplit(url)
     if parts.scheme == "file":
         return DiskTier(unquote(parts.path), durable=durable)

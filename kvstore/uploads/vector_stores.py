@@ -290,7 +290,7 @@ class VectorStores:
             if store is None or reference is None or _is_over(store, used := _last_use(store, activity)):
                 continue
             if store.expires_days is not None and time.time() - used > _ACTIVITY_SECONDS:
-                with suppress(TierUnavailable):  # that it cannot be written keeps nobody from reading
+                with suppress(TierUnavailable):  # a failed write is no reason not to read
                     self._note_use(store.id)
             return self._files.content(reference.tenant, file_id)
         raise UnknownFile(file_id)

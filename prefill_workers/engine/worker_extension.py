@@ -178,7 +178,7 @@ class WorkerExtension:
             logits: rows whose logits are wanted; only with all layers.
             layers: how many layers run, the first; None: all of them.
             arriving: KV that is stored meanwhile, each layer of it before that layer attends. A layer that is not there
-                at `deadline` is left out; whoever gave it knows.
+                at `deadline` is left out; its source knows.
             shallow: the same tokens as other rows in other slots, and in how many layers, the first, they are these.
 
         Returns:

@@ -130,7 +130,7 @@ class Harvester:
         return None if span.needs_embeddings else tuple(map(int, whole[span.start : span.stop]))
 
     def keep_embeddings(self, plan: LinkPlan, chunk: ChunkPlan) -> None:
-        """Store a freshly encoded chunk's embeddings, so that nobody encodes these pixels again."""
+        """Store a freshly encoded chunk's embeddings, so that these pixels are not encoded again."""
         if not chunk.encoded or chunk.embeddings is None:
             return
         self.library.put_embedding(

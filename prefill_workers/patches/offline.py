@@ -2,7 +2,7 @@
 
 It has an engine, and no loop, leases or hand-off.
 
-| record     | computed by                                                                            |
+| record      | computed by                                                                           |
 |-------------|---------------------------------------------------------------------------------------|
 | embedding   | the vision tower, all missing ones of a batch at once                                  |
 | canonical   | a forward over the chunk alone; many chunks and prompts share a forward                |
@@ -196,7 +196,7 @@ class OfflineWorker:
             for work in forwards([(sequence, [Run(0, len(sequence))]) for sequence in group], self._budget):
                 self.engine.forward(work)
             seconds = time.perf_counter() - began
-            # All of them before the first is used: whoever uses it may compute in the same blocks.
+            # All of them before the first is used: its user may compute in the same blocks.
             computed = [self.engine.read_kv(sequence.blocks, 0, len(sequence)) for sequence in group]
             for sequence, kv in zip(group, computed, strict=True):
                 yield kv, seconds * len(sequence) / tokens

@@ -75,7 +75,7 @@ class PatchCompiler:
         library: where patches go; workers find them there by key.
         form: of the patches; the same as the linkers', or they do not find them.
         pool: how many patches to pool into a shared basis, which is then stored under its version; 0: none.
-        device: where the factorisation runs. Not on a GPU unless told: whoever has one may have filled it. Patches on
+        device: where the factorisation runs. Not on a GPU unless told: it may be full. Patches on
             a shared basis are formed where that is.
     """
 

@@ -108,7 +108,7 @@ class Sample:
 
 @dataclass
 class Tally:
-    """A run as it goes, for whoever watches."""
+    """Progress of a run, for display."""
 
     planned: int = 0
     sent: int = 0

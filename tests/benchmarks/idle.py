@@ -1,7 +1,7 @@
 """Cost of an idle service to other computations on its machine.
 
 A prefill engine in a process of its own computes prompts, alone and beside an idle service. A forward's threads wait
-for one another hundreds of times, so that whatever wakes up on a processor of one of them delays them all.
+for one another hundreds of times, so that anything that wakes up on one of their processors delays them all.
 
 | figure               | what                                                                     |
 |----------------------|--------------------------------------------------------------------------|

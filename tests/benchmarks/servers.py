@@ -136,7 +136,7 @@ def tree(root: psutil.Process) -> set[psutil.Process]:
 def standing_still(processes: Collection[psutil.Process]) -> Iterator[None]:
     """Processes that do not run meanwhile.
 
-    What only waits wakes up all the same, and takes from whoever computes beside it (benchmark `idle`).
+    What only waits wakes up all the same, and takes time from other processes (benchmark `idle`).
     """
     stopped = []
     try:

@@ -265,7 +265,7 @@ def test_a_read_that_ends_as_somebody_gives_up_is_nobodys_fault() -> None:
     loading.queue(1)
     assert loading.give_up() is None
     assert loading.begin() == 1
-    assert not loading.late
+    assert not loading.is_late
     assert not loading.end()
     assert loading.give_up() is None
 
@@ -302,13 +302,13 @@ def test_a_tier_that_failed_is_left_alone_at_its_next_failure_until_it_succeeds(
         breaker.failed()
         assert breaker.is_open == is_open
     now = 111.0
-    assert not breaker.open
+    assert not breaker.is_open
     breaker.failed()
-    assert breaker.open
+    assert breaker.is_open
     now = 122.0
     breaker.succeeded()
     breaker.failed()
-    assert not breaker.open
+    assert not breaker.is_open
 
 
 @pytest.mark.parametrize("one_at_a_time", [True, False])
