@@ -449,7 +449,7 @@ class Library:
 
     def _load(self, index: int, loading: Loading, key: str, tenant: str) -> None:
         """Read from one tier, and on a miss from the next; runs in the tier's pool."""
-        if self._stack.is_stuck(loading):  # left alone since the load was queued
+        if self._stack.is_stuck(loading):  # suspended since the load was queued
             self._load_from(index, loading, key, tenant)
             return
         started = time.perf_counter()

@@ -73,12 +73,12 @@ class LibrarySettings(BaseModel):
         default=1 * GIB, ge=1, description="Bytes waiting for a tier; more are dropped, but for one record by itself."
     )
     tier_failures: int = Field(
-        default=3, ge=1, description="Failures in a row after which a tier is left alone for a while."
+        default=3, ge=1, description="Failures in a row after which a tier is suspended for a while."
     )
     tier_cooldown_s: float = Field(
         default=10.0,
         gt=0,
-        description="How long a failing tier is left alone, in seconds. Then one failure is enough, until it succeeds.",
+        description="Seconds that a failing tier is suspended. Then one failure is enough, until it succeeds.",
     )
     deletion_grace_s: float = Field(
         default=60.0,
