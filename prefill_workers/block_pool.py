@@ -1,4 +1,4 @@
-"""The prefill side's KV blocks: allocation, and the leases under which decode engines read them.
+"""KV blocks of a prefill worker: allocation, and leases under which decode engines read.
 
 A lease keeps a sequence's blocks until everyone who still needs them is done: each decode engine that will pull them
 over NIXL, and the patch compiler, which reads the KV of recomputed chunks off the request path. A lease that nobody
@@ -72,16 +72,19 @@ class BlockPool:
         return len(self._leases)
 
     def __contains__(self, lease_id: object) -> bool:
-        """Whether a lease is still held."""
+        """True while a lease is held."""
         return lease_id in self._leases
 
     @property
     def has_unread(self) -> bool:
-        """Whether some decode sequence has yet to pull its blocks."""
+        """True if some decode sequence has yet to pull its blocks."""
         return any(lease.readers > 0 for lease in self._leases.values())
 
     def waits_for_readers(self, lease_id: str) -> bool:
-        """Whether some decode sequence has yet to pull this lease's blocks: others' letting go frees none."""
+        """True if some decode sequence has yet to pull this lease's blocks.
+
+        Releases by others free none of them then.
+        """
         lease = self._leases.get(lease_id)
         return lease is not None and lease.readers > 0
 
@@ -104,7 +107,10 @@ class BlockPool:
         return lease
 
     def read(self, lease_id: str) -> None:
-        """One decode sequence has pulled the blocks, or never will; unknown (expired) leases are ignored."""
+        """Note that one decode sequence has pulled the blocks, or never will.
+
+        Unknown (expired) leases are ignored.
+        """
         if lease := self._leases.get(lease_id):
             lease.readers = max(0, lease.readers - 1)
             if not lease.readers:
@@ -128,7 +134,7 @@ class BlockPool:
             self._drop_if_unused(lease)
 
     def state(self, lease_id: str) -> LeaseState:
-        """What is known of a lease. From any thread."""
+        """State of a lease. From any thread."""
         if lease_id in self._read:
             return LeaseState.READ
         lease = self._leases.get(lease_id)

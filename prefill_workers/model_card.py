@@ -1,4 +1,4 @@
-"""What was measured of a model, kept beside its weights: `orbitserve.json`.
+"""Model card: facts measured of a model, kept beside its weights (`orbitserve.json`).
 
     {"compose_up_to": 3, "weigh_by": "attention"}
 
@@ -35,7 +35,7 @@ class ModelCard(BaseModel):
 
 
 def measured(model: Path) -> ModelCard | None:
-    """What lies beside a checkpoint's weights; None: nothing does.
+    """The card beside a checkpoint's weights; None if there is none.
 
     Raises:
         BadModelCard: it cannot be read, is no such JSON, or a key is unknown, missing or wrong.
@@ -53,7 +53,7 @@ def measured(model: Path) -> ModelCard | None:
 
 
 def composition_for(model: Path, compose_up_to: int | None, weigh_by: Weighing | None) -> ModelCard:
-    """How pair patches are summed: as wanted; what is None as was measured of the model, else the general default.
+    """Settings of sums of pair patches: as wanted, else as measured of the model, else defaults.
 
     Raises:
         BadModelCard: see `measured`; only where something is None.
