@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +22,7 @@ from torch import Tensor
 
 from kvstore.operator.directions import Directions
 from kvstore.operator.layout import Layout
-
-if TYPE_CHECKING:
-    from kvstore.operator.patch import Patch
+from kvstore.operator.patch import Patch
 
 logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
