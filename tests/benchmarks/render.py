@@ -22,7 +22,10 @@ BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL
 
 
 def rendered(text: str) -> str:
-    """A document's text with all of its blocks made anew. Raises KeyError for a block that nothing makes."""
+    """A document's text with all of its blocks made anew.
+
+    Raises KeyError for a block that nothing makes.
+    """
     return BLOCK.sub(lambda block: f"{block[1]}{BLOCKS[block[2]]()}\n{block[3]}", text)
 
 

@@ -20,7 +20,7 @@ HEADER = ("setting", "default", "meaning")
 
 
 def settings() -> str:
-    """Every setting with its default and meaning, as `orbitserve config` prints them, a table a section."""
+    """Tables of all settings with default and meaning, one a section (`orbitserve config`)."""
     parts = [_section(ROLES, RoleSettings, "In every role's section below, with these defaults unless it has others.")]
     alone = []
     for name, field in OrbitServeConfig.model_fields.items():

@@ -105,7 +105,7 @@ def family(kind: str) -> Record:
 
 
 def modes() -> str:
-    """How right each way of reuse is, on the bundled model: the first page's table."""
+    """Accuracy of each way of reuse on the bundled model: the first page's table."""
     splits = ("single", "multi", "frames", "tally")
     rows = []
     for arm, words in FIRST_PAGE:
@@ -213,7 +213,7 @@ def drift() -> str:
 
 
 def rolling_kl() -> str:
-    """Mean KL of what would be served from exact, by situation: where the default bounds come from."""
+    """Mean KL to exact of served answers, by situation: the source of the default bounds."""
     rows = [
         (words, *(f"{cell(kind, 'rolling KL by situation', situation, 'mean'):.2f}" for kind in KINDS))
         for situation, words in ROLLING.items()
@@ -222,7 +222,7 @@ def rolling_kl() -> str:
 
 
 def equal_bytes() -> str:
-    """How much more of the loss a patch closes than the best arm that keeps tokens of as many bytes."""
+    """Share of the loss that a patch closes beyond the best token-keeping arm of equal bytes."""
     splits = ("multi", "legend", "frames", "tally")
     rows = []
     for kind in KINDS:

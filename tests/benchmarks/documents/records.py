@@ -25,7 +25,7 @@ class Record:
 
     @property
     def workload(self) -> Mapping[str, Any]:
-        """What was asked, and of which model."""
+        """Workload of a record: requests and model."""
         return self.document["workload"]
 
     @property
@@ -103,7 +103,7 @@ def judged(value: float, target: tuple[str, float] | None) -> str:
 
 
 def aim(target: tuple[str, float] | None) -> str:
-    """What is aimed at, in words."""
+    """A target in words."""
     return f"{'at least' if target[0] == '>=' else 'at most'} {target[1]:g}" if target else ""
 
 

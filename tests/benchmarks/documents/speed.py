@@ -110,7 +110,7 @@ def benchmarks() -> str:
 
 
 def figures() -> str:
-    """The figures of all benchmarks but fidelity beside what is aimed at; what misses it is in bold."""
+    """Figures of all benchmarks but fidelity beside their targets; misses are in bold."""
     rows, last = [], ""
     for benchmark, figure, words in FIGURES:
         target = BENCHMARKS[benchmark].targets.get(figure)
@@ -136,7 +136,10 @@ def ttft() -> str:
 
 
 def offered(found: Record) -> dict[str, float]:
-    """Requests a second that came on average at each nominal rate: arrivals are drawn, and the draws are few."""
+    """Mean requests a second at each nominal rate.
+
+    Arrivals are drawn, and the draws are few.
+    """
     workload, by_rate = found.workload, {}
     for rate, count in zip(workload["rates"], workload["requests_of_a_turn"], strict=True):
         turns = [poisson(rate, count, seed) for seed in range(workload["turns"])]
@@ -190,7 +193,7 @@ def one_shot() -> str:
 
 
 def stages() -> str:
-    """Where a request's time goes on machine B, as responses report it."""
+    """Stages of a request's time on machine B, as responses report them."""
     retrieval, alone = measured("rates", FIRST), measured("one-shot", FIRST)
     rate, (single,) = retrieval.workload["vllm_saturates_at"], alone.medians("auto")
     names = ("media", "rendered", "plan", "vision", "queue", "select", "place", "forward", "link", "decode")
@@ -218,7 +221,7 @@ def system_prompt() -> str:
 
 
 def break_even() -> str:
-    """Processor seconds of a prefill worker: what reuse costs, and after how many reuses it has paid."""
+    """CPU seconds of a prefill worker: costs of reuse, and the number of reuses that pay for it."""
     rows = []
     for machine in MACHINES:
         found = measured("break-even", machine)
@@ -255,7 +258,7 @@ def _share(cells: Mapping[str, float], column: str) -> str:
 
 
 def shared_processors() -> str:
-    """What surrounds a forward on a processor that roles share."""
+    """Costs around a forward on a processor that roles share."""
     cores, idle, kernels = (measured(name, FIRST) for name in ("shared-cores", "idle", "cpu-kernels"))
     told = [
         (cores, "link_alone_over_spinning", "a link's forward alone, over OpenMP's default"),
@@ -295,7 +298,7 @@ def headline() -> str:
 
 
 def first_page() -> str:
-    """Four workloads on the first page: median milliseconds to the first token, and what beats us beside it."""
+    """First page's four workloads: median TTFT in milliseconds, with what beats us beside it."""
     image, retrieval, alone, sets = (measured(name, FIRST) for name in ("ttft", "rates", "one-shot", "sustained"))
     low, full = f"{retrieval.workload['rates'][0]:g}", retrieval.workload["vllm_saturates_at"]
     (rate,) = alone.medians("auto")
