@@ -111,7 +111,7 @@ async def _answered(call: Any) -> Any:
     try:
         return await call
     except RoleUnavailable as error:
-        raise GracefulHTTPError(f"a prefill worker does not answer: {error}", HTTPStatus.SERVICE_UNAVAILABLE) from error
+        raise GracefulHTTPError(f"a role does not answer: {error}", HTTPStatus.SERVICE_UNAVAILABLE) from error
 
 
 def _object(replica: str, status: PointStatus) -> dict[str, Any]:

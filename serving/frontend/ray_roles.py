@@ -109,12 +109,8 @@ class RayRoles:
         return dict(await answered_by_all(self.prefill, "fidelity"))
 
     async def allow(self, point: OperatingPoint) -> int:
-        """See `PrefillWorker.allow`; on all replicas, once none of them is still told to switch a point off.
-
-        Such a word that came later would switch off again, on one replica alone, what was allowed.
-        """
-        await answered_by_all(self.prefill, "announced")
-        return sum(await answered_by_all(self.prefill, "allow", point))
+        """See `LibraryKeeper.allow`."""
+        return int(await answered(self.library.allow.remote(point)))
 
     async def formed(self, cursors: Mapping[str, int]) -> list[PatchFeed]:
         """See `PatchFeedReplica.formed`; of all replicas of both roles that have it."""

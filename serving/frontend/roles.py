@@ -18,13 +18,13 @@ ByReplica = Mapping[str, Sequence[PointStatus]]
 
 
 class FidelityRoles(Protocol):
-    """What these routes need of the prefill role. Both raise RoleUnavailable when a replica does not answer."""
+    """Roles behind the fidelity routes. Both calls raise RoleUnavailable when a replica does not answer."""
 
     async def fidelity(self) -> ByReplica:
-        """What every prefill replica measured, by its name."""
+        """Measurements of every prefill replica, by its name."""
 
     async def allow(self, point: OperatingPoint) -> int:
-        """Allow an operating point again on every prefill replica; returns on how many it was switched off."""
+        """Have the library's keeper allow an operating point; returns on how many prefill replicas it was disabled."""
 
 
 class CompilingRoles(Protocol):

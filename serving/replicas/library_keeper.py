@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from ray import serve
 from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from prefill_workers.fidelity.disabled_points import DisabledPoints
 from serving.config import OrbitServeConfig
 from serving.placement.patch_feed import KeeperReplica
+from serving.replicas.fidelity import FidelityKeeper
 from serving.replicas.process import enter
+
+if TYPE_CHECKING:
+    from prefill_workers.fidelity.disabled_points import PointDecision
+    from prefill_workers.modes import OperatingPoint
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +43,9 @@ class LibraryKeeper(KeeperReplica):
         self._files = FileStore(config.files_url, config.files)
         self._stores = VectorStores(self._files)
         self._undeleted: set[tuple[str, str]] = set()  # content ids and tenants
-        self._library = Library(config.library, fingerprint(config.model.path, config.model.load_format))
+        model = fingerprint(config.model.path, config.model.load_format)
+        self._library = Library(config.library, model)
+        self._fidelity = FidelityKeeper(DisabledPoints(config.library.directory, model), prefill)
         self._sweeping = asyncio.create_task(self._sweep(config.keeper.sweep_period_s))
         self._looking = self.catalogue(self._library, config.patch, config.keeper.catalogue_period_s)
 
@@ -80,6 +89,14 @@ class LibraryKeeper(KeeperReplica):
                 except Exception as error:
                     logger.warning("%s is not deleted yet, trying again in %s s: %s", content[:16], period_s, error)
             await asyncio.sleep(period_s)
+
+    async def exchange(self, decisions: Sequence[PointDecision]) -> list[PointDecision]:
+        """Take over a prefill replica's decisions about operating points; returns all that are known."""
+        return await self._fidelity.exchange(decisions)
+
+    async def allow(self, point: OperatingPoint) -> int:
+        """Allow an operating point; returns on how many prefill replicas it was disabled."""
+        return await self._fidelity.allow(point)
 
     async def stats(self) -> Any:
         """The library's counters and bytes."""

@@ -20,7 +20,7 @@ from serving.engine_spec import engine_spec
 from serving.errors import RoleUnavailable
 from serving.frontend.ray_roles import answered
 from serving.placement.patch_feed import PatchFeedReplica
-from serving.replicas.fidelity_mixin import FidelityReplica
+from serving.replicas.fidelity import PrefillFidelity
 from serving.replicas.patch_queue import PatchQueue
 from serving.replicas.process import MOST_FAILURES, enter_vllm
 from serving.routing.reports import PrefillReporter, ReportingReplica
@@ -29,13 +29,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from prefill_workers.engine.image_batches import Pixels
+    from prefill_workers.fidelity.disabled_points import PointDecision
+    from prefill_workers.fidelity.monitor import PointStatus
+    from prefill_workers.modes import OperatingPoint
     from prefill_workers.patches.patch_compiler import PatchJob
     from prefill_workers.protocol import LeaseState, LinkRequest, LinkResult, PrefetchRequest
 
 logger = logging.getLogger(__name__)
 
 
-class PrefillWorker(FidelityReplica, PatchFeedReplica, ReportingReplica):
+class PrefillWorker(PatchFeedReplica, ReportingReplica):
     """Links requests; see `prefill_workers.link.linker`."""
 
     async def __init__(self, config: OrbitServeConfig, compiler: DeploymentHandle) -> None:  # type: ignore[misc]
@@ -43,7 +46,6 @@ class PrefillWorker(FidelityReplica, PatchFeedReplica, ReportingReplica):
         enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, nixl=True)
         from kvstore.library import Library
         from prefill_workers.engine.engine import PrefillEngine, check_hand_off
-        from prefill_workers.fidelity.disabled_points import DisabledPoints
         from prefill_workers.link.linker import Linker
         from prefill_workers.link.prefix_cache import PrefixCache
         from prefill_workers.patches.patch_compiler import load_form
@@ -59,13 +61,15 @@ class PrefillWorker(FidelityReplica, PatchFeedReplica, ReportingReplica):
         self._library = Library(config.library, self._engine.fingerprint)
         self._compiler = compiler
         self._deficits = PatchQueue(self._compile, settings.max_patch_queue, settings.max_patch_queue_bytes)
+        keeper = DeploymentHandle("LibraryKeeper", serve.get_replica_context().app_name)  # bound, it would be a circle
+        self._fidelity = PrefillFidelity(settings.fidelity, lambda known: answered(keeper.exchange.remote(known)))
         form = load_form(config.patch, self._library)
         linker = Linker(
             self._engine,
             self._library,
             form,
             self._deficits.submit,
-            self.watch_fidelity(settings.fidelity, DisabledPoints(config.library.directory, self._engine.fingerprint)),
+            self._fidelity.monitor,
             compose_up_to=config.compose_up_to,
             prefixes=PrefixCache.of(self._engine, settings.prefix_cache_bytes),
             weigh_by=config.weigh_by,
@@ -89,7 +93,7 @@ class PrefillWorker(FidelityReplica, PatchFeedReplica, ReportingReplica):
         )
         self._reporter = PrefillReporter(self._loop, self._library, bytes_per_token, config.routing.hot_chunks)
         self._planners = ThreadPoolExecutor(32, thread_name_prefix="plan")  # a plan waits for look-ups
-        await self.hear_fidelity()
+        await self._fidelity.start()
         self._loop.start()
 
     async def _compile(self, job: PatchJob) -> None:
@@ -151,6 +155,22 @@ class PrefillWorker(FidelityReplica, PatchFeedReplica, ReportingReplica):
     async def renew(self, lease: str) -> LeaseState:
         """Whoever waits for a link's KV still wants it. Returns what this replica knows of it."""
         return self._loop.renew(lease)
+
+    async def fidelity(self) -> tuple[str, list[PointStatus]]:
+        """This replica's name, and its measurements of every approximate operating point."""
+        return self._name, self._fidelity.monitor.status()
+
+    async def allow(self, point: OperatingPoint) -> bool:
+        """Serve at an operating point again. Returns whether it was disabled here."""
+        return self._fidelity.monitor.allow(point)
+
+    async def apply_decisions(self, decisions: Sequence[PointDecision]) -> None:
+        """Adopt the keeper's decisions about operating points."""
+        self._fidelity.monitor.apply(decisions)
+
+    @property
+    def _name(self) -> str:
+        return str(serve.get_replica_context().replica_id.unique_id)
 
     async def stats(self) -> dict[str, Any]:
         """This replica's name, loop and library counters."""

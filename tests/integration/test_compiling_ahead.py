@@ -84,7 +84,7 @@ def test_a_patch_behind_nothing_that_is_gone_is_compiled_again_although_all_pair
 
 def test_no_pairs_are_compiled_while_sums_are_switched_off(make_rig: Callable[..., Rig]):
     rig = make_rig(orbit_chunks=2, pair_forwards=12, compose_up_to=3)
-    rig.fidelity.switch_off(OperatingPoint.COMPOSED, "a test")
+    rig.fidelity.disable(OperatingPoint.COMPOSED, "a test")
     rig.link([1, 2, 3, "What?"])
     assert rig.loop.stats().compiled.forwards == {}
     rig.link([4, 1, "What?"])

@@ -180,7 +180,7 @@ def test_weights_are_measured_anew_after_their_point_was_switched_off(
     rig = make_rig(compose_up_to=3)
     taught(rig, [1, 2], [1, 4], [2, 4])
     rig.link(SET)
-    rig.linker.fidelity.switch_off(point, "a test")
+    rig.linker.fidelity.disable(point, "a test")
     assert rig.linker.fidelity.allow(point)
     partial = rig.loop.stats().forwards_partial
     assert rig.link(SET).points == SUMMED
