@@ -113,7 +113,7 @@ class RayRoles:
         return int(await answered(self.library.allow.remote(point)))
 
     async def formed(self, cursors: Mapping[str, int]) -> list[PatchFeed]:
-        """See `PatchFeedReplica.formed`; of all replicas of both roles that have it."""
+        """See `PatchFeedRoles.formed`."""
         roles = (answered_by_all(role, "formed", dict(cursors)) for role in (self.prefill, self.library))
         return [one for answers in await asyncio.gather(*roles) for one in answers]
 

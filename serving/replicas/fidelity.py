@@ -20,7 +20,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ray.serve.exceptions import DeploymentUnavailableError
 
@@ -96,7 +96,7 @@ class FidelityKeeper:
                     "a prefill replica has not heard yet which operating points are switched off: %s", answer
                 )
 
-    async def _broadcast(self, method: str, *arguments: object) -> list[object]:
+    async def _broadcast(self, method: str, *arguments: object) -> list[Any]:
         """Answers or exceptions of all prefill replicas; none where none serves."""
         try:
             answers = self._prefill.broadcast(method, *arguments)

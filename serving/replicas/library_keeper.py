@@ -1,10 +1,10 @@
-"""The role that looks after the library: deletion, expiry, statistics, and a list of what it holds."""
+"""Library keeper: deletion, expiry, statistics, the list of stored patches, and disabled operating points."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
@@ -14,7 +14,7 @@ from ray.serve.handle import DeploymentHandle
 
 from prefill_workers.fidelity.disabled_points import DisabledPoints
 from serving.config import OrbitServeConfig
-from serving.placement.patch_feed import KeeperReplica
+from serving.placement.patch_feed import KEEPER_LIMIT, PatchFeed, PatchFeedSource, log_stored
 from serving.replicas.fidelity import FidelityKeeper
 from serving.replicas.process import enter
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class LibraryKeeper(KeeperReplica):
-    """What the library needs that is nobody's request: deletion, expiry, statistics, a list of what it holds."""
+class LibraryKeeper:
+    """Keeper role: the library's deletions, expiry, statistics and list of patches, and disabled operating points."""
 
     async def __init__(  # type: ignore[misc]
         self, config: OrbitServeConfig, prefill: DeploymentHandle, compiler: DeploymentHandle
@@ -47,7 +47,9 @@ class LibraryKeeper(KeeperReplica):
         self._library = Library(config.library, model)
         self._fidelity = FidelityKeeper(DisabledPoints(config.library.directory, model), prefill)
         self._sweeping = asyncio.create_task(self._sweep(config.keeper.sweep_period_s))
-        self._looking = self.catalogue(self._library, config.patch, config.keeper.catalogue_period_s)
+        self._feed = PatchFeedSource(str(serve.get_replica_context().replica_id.unique_id), KEEPER_LIMIT)
+        period_s = config.keeper.catalogue_period_s
+        self._listing = asyncio.create_task(log_stored(self._library, config.patch, self._feed, period_s))
 
     async def delete_content(self, content: str, tenant: str) -> int:
         """Remove everything derived from a content id, in the tiers and in the memory of every replica that has any.
@@ -89,6 +91,10 @@ class LibraryKeeper(KeeperReplica):
                 except Exception as error:
                     logger.warning("%s is not deleted yet, trying again in %s s: %s", content[:16], period_s, error)
             await asyncio.sleep(period_s)
+
+    async def formed(self, cursors: Mapping[str, int]) -> PatchFeed:
+        """Patches found in the library's directory since these cursors; see `serving.placement.patch_feed`."""
+        return self._feed.since(cursors)
 
     async def exchange(self, decisions: Sequence[PointDecision]) -> list[PointDecision]:
         """Take over a prefill replica's decisions about operating points; returns all that are known."""

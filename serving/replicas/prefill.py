@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -19,11 +19,11 @@ from serving.config import OrbitServeConfig
 from serving.engine_spec import engine_spec
 from serving.errors import RoleUnavailable
 from serving.frontend.ray_roles import answered
-from serving.placement.patch_feed import PatchFeedReplica
+from serving.placement.patch_feed import PatchFeed, PatchFeedSource
 from serving.replicas.fidelity import PrefillFidelity
 from serving.replicas.patch_queue import PatchQueue
 from serving.replicas.process import MOST_FAILURES, enter_vllm
-from serving.routing.reports import PrefillReporter, ReportingReplica
+from serving.routing.reports import PrefillReporter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class PrefillWorker(PatchFeedReplica, ReportingReplica):
-    """Links requests; see `prefill_workers.link.linker`."""
+class PrefillWorker:
+    """Prefill role: links requests; see `prefill_workers.link.linker`."""
 
     async def __init__(self, config: OrbitServeConfig, compiler: DeploymentHandle) -> None:  # type: ignore[misc]
         settings = config.prefill
@@ -75,7 +75,8 @@ class PrefillWorker(PatchFeedReplica, ReportingReplica):
             weigh_by=config.weigh_by,
             free_text=settings.free_text,
         )
-        self._linker, self._log = linker, self.log_formed(patches=linker.patches, sums=linker.sums)
+        self._linker = linker
+        self._feed = PatchFeedSource(self._name, patches=linker.patches, sums=linker.sums)
         bytes_per_token = self._engine.layout.bytes_per_token(self._engine.dtype)
         self._loaded = KVLoadBudget(settings.loaded_bytes, bytes_per_token)
         self._loop = PrefillLoop(
@@ -98,7 +99,7 @@ class PrefillWorker(PatchFeedReplica, ReportingReplica):
 
     async def _compile(self, job: PatchJob) -> None:
         await answered(self._compiler.compile.remote(job))
-        self._log.add(job.entry)
+        self._feed.add(job.entry)
 
     async def prefetch(self, request: PrefetchRequest) -> list[str]:
         """Start loading what a prompt on its way will need; the images of which nothing is stored."""
@@ -171,6 +172,14 @@ class PrefillWorker(PatchFeedReplica, ReportingReplica):
     @property
     def _name(self) -> str:
         return str(serve.get_replica_context().replica_id.unique_id)
+
+    async def formed(self, cursors: Mapping[str, int]) -> PatchFeed:
+        """Patches formed since these cursors; see `serving.placement.patch_feed`."""
+        return self._feed.since(cursors)
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Called by Serve, every `routing.report_period_s`."""
+        return self._reporter.stats()
 
     async def stats(self) -> dict[str, Any]:
         """This replica's name, loop and library counters."""
