@@ -202,9 +202,11 @@ class PrefillWorker:
         await asyncio.to_thread(self._library.flush)
 
     async def forget(self, content: str, tenant: str) -> None:
-        """Drop what this worker's memory still holds of deleted content."""
-        self._loop.forget(content, tenant)
-        await asyncio.to_thread(self._library.delete_content, content, tenant)
+        """Drop deleted content from this worker's caches and its library. Raises the first failure, once all tried."""
+        try:
+            await self._linker.forgets.forget(content, tenant)
+        finally:
+            await asyncio.to_thread(self._library.delete_content, content, tenant)
 
     async def check_health(self) -> None:
         """Raises when the loop's thread died, or the engine answers no forward any more (a GPU's lost context)."""
