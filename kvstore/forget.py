@@ -20,7 +20,7 @@ class Forgets(Protocol):
     """A cache that drops deleted content."""
 
     def forget(self, content: str, tenant: str) -> None:
-        """Drop all that derives from a tenant's deleted content; from a reference's, of every tenant."""
+        """Drop all that derives from a tenant's deleted content; for a reference, every tenant's."""
 
 
 Cache = TypeVar("Cache", bound=Forgets)
@@ -28,17 +28,21 @@ Submit = Callable[[Callable[[], None]], "Future[None]"]
 
 
 def run_here(call: Callable[[], None]) -> Future[None]:
-    """Run a call on this very thread: `Submit` of caches that are thread-safe, or belong to the thread that deletes."""
+    """Run a call on this thread: `Submit` of caches that are thread-safe, or belong to it."""
     done: Future[None] = Future()
     try:
-        done.set_result(call())
+        call()
+        done.set_result(None)
     except Exception as error:
         done.set_exception(error)
     return done
 
 
 class CacheGroup:
-    """Caches of one thread: they forget in one call, so that none takes up again what another still holds."""
+    """Caches of one thread, which forget in one call.
+
+    So none takes up again what another of them still holds.
+    """
 
     def __init__(self, submit: Submit = run_here) -> None:
         self._submit = submit
@@ -59,7 +63,7 @@ class CacheGroup:
             return failed
 
     def forget(self, content: str, tenant: str) -> None:
-        """Have every cache forget, on this thread. Raises the first failure, once all were asked."""
+        """Have every cache forget. Raises the first failure, once all were asked."""
         failures = list[Exception]()
         for cache in self._caches:
             try:
@@ -88,7 +92,7 @@ class ForgetRegistry:
         return [group.start(content, tenant) for group in self._groups]
 
     async def forget(self, content: str, tenant: str) -> None:
-        """Have all caches forget, and wait for it. Raises the first failure, once all have answered."""
+        """Have all caches forget, and wait. Raises the first failure, once all have answered."""
         started = (asyncio.shield(asyncio.wrap_future(done)) for done in self.start(content, tenant))
         for outcome in await asyncio.gather(*started, return_exceptions=True):
             if isinstance(outcome, BaseException):

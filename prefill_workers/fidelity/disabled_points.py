@@ -22,7 +22,7 @@ _FOLDER = ".operating-points"  # the library looks into no folder whose name beg
 
 
 class PointDecision(NamedTuple):
-    """Decision about one operating point: allowed or not, since when (Unix seconds), and why not."""
+    """Decision about an operating point; `changed`: Unix seconds; `reason`: why it is disabled."""
 
     point: OperatingPoint
     allowed: bool
@@ -87,7 +87,12 @@ class DisabledPoints:
 
 
 def _read(file: Path) -> list[PointDecision]:
-    """Parse the file. Raises OSError, and ValueError if it lacks reason and time of approximate points."""
+    """Parse the file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it lacks reason and time of approximate points.
+    """
     try:
         found = json.loads(file.read_text())
     except FileNotFoundError:

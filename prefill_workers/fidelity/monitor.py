@@ -1,4 +1,4 @@
-"""Online fidelity: rolling KL of what is served from exact, by operating point, and the points it disables.
+"""Online fidelity: rolling KL of served from exact answers, and the points it disables.
 
 A share of the requests that reused KV is computed again exactly (see `shadow_check`). Each check gives the KL
 divergence of the served next-token distribution from the exact one, and whether both agree on the most likely token.
@@ -39,7 +39,7 @@ MAX_KL = 100.0  # nats; what served NaN counts as. A uniform distribution over 1
 
 
 class Comparison(NamedTuple):
-    """Outcome of one check: mean KL(exact ‖ served) in nats, and whether the last token's argmax is the same."""
+    """Outcome of one check: mean KL(exact ‖ served) [nats], and equality of the last argmax."""
 
     kl: float
     agrees: bool
@@ -61,7 +61,10 @@ def compare(exact: Tensor, served: Tensor) -> Comparison:
 
 @dataclass(frozen=True)
 class PointStatus:
-    """Measurements of one operating point: counts since the worker started, rolling values since `allow`."""
+    """Measurements of one operating point.
+
+    Counts are since the worker started, rolling values since `allow`.
+    """
 
     point: OperatingPoint
     allowed: bool
@@ -188,11 +191,11 @@ class Fidelity:
             logger.warning("operating point %s is switched off: %s", point, reason)
 
     def before_allowing(self, listener: Callable[[OperatingPoint], object]) -> None:
-        """Call `listener` with a point just before it is allowed again: what was learnt at it may be wrong."""
+        """Call `listener` with a point before it is allowed again: caches made at it may be wrong."""
         self._before_allowing.append(listener)
 
     def allow(self, point: OperatingPoint, since: float | None = None) -> bool:
-        """Serve at a point again, judged by requests served from now on. Returns whether it was disabled.
+        """Serve at a point again, judged by later requests. Returns whether it was disabled.
 
         `since`: as of `disable`.
         """

@@ -67,7 +67,10 @@ class PatchFeedSource:
 
 
 async def log_stored(library: Library, patch: PatchFormSettings, feed: PatchFeedSource, period_s: float) -> None:
-    """Log the patches in a library's directory, whoever stored them, every so many seconds; ends where it has none."""
+    """Log the patches in a library's directory, whoever stored them, every `period_s`.
+
+    Ends at once where the library has no directory.
+    """
     from kvstore.catalog.catalogue import PatchCatalogue
     from prefill_workers.patches.patch_compiler import load_form
 
@@ -97,7 +100,7 @@ class PatchFeedRoles(Protocol):
 
 
 async def follow(roles: PatchFeedRoles, arranger: PatchAwareOrderer, period_s: float) -> None:
-    """Tell an arranger, every so many seconds and for ever, which patches are stored besides, and what uses them."""
+    """Tell an orderer every `period_s`, for ever, which patches are stored and whether used."""
     cursors: dict[str, int] = {}
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Disabled operating points across replicas: the library's keeper owns them, prefill replicas stay in step with it.
+"""Disabled operating points across replicas, owned by the library's keeper.
 
 | what happens                       | who acts        | how the others learn                                        |
 |------------------------------------|-----------------|-------------------------------------------------------------|
@@ -43,7 +43,7 @@ Exchange = Callable[[Sequence[PointDecision]], Awaitable[Sequence[PointDecision]
 
 
 class FidelityKeeper:
-    """The owner of which operating points are disabled. Belongs to one event loop.
+    """Owner of the decisions about operating points. Belongs to one event loop.
 
     Args:
         stored: where disabled points outlive the process.
@@ -108,7 +108,9 @@ class FidelityKeeper:
 
 
 class PrefillFidelity:
-    """A prefill replica's rolling fidelity, in step with the keeper's decisions. Must be made on its event loop.
+    """Rolling fidelity of a prefill replica, in step with the keeper's decisions.
+
+    Must be made on the replica's event loop.
 
     Args:
         exchange: `FidelityKeeper.exchange`, wherever the keeper is. May raise anything, or hang.
@@ -126,7 +128,7 @@ class PrefillFidelity:
         self.monitor = Fidelity(settings, on_disable=self._wake)
 
     async def start(self) -> None:
-        """Learn from the keeper what is disabled, if it answers in time, and stay in step with it from then on."""
+        """Learn from the keeper what is disabled, if it answers in time, and stay in step with it."""
         await self._exchange_once(_START_SECONDS)
         self._staying = asyncio.create_task(self._stay_in_step())
 

@@ -30,7 +30,7 @@ _CLOSE_SECONDS = 5.0  # for the access log's last lines
 
 @serve.ingress()
 class Ingress:
-    """The HTTP front end; see `serving.api.app`."""
+    """Ingress role: the HTTP front end; see `serving.api.app`."""
 
     async def __init__(self, config: OrbitServeConfig, **handles: DeploymentHandle) -> None:  # type: ignore[misc]
         enter_vllm(config.ingress, kv_cache_gib=None, nixl=False)
@@ -60,11 +60,11 @@ class Ingress:
         return self._longest
 
     async def counted(self) -> tuple[str, list[Metric]]:
-        """This replica's name, and what it counted."""
+        """This replica's name and metrics."""
         return self._name, self._app.state.metrics.collect()
 
     async def forget(self, content: str, tenant: str) -> None:
-        """Drop a deleted content from this replica's caches: its patches' names, its tokens or processed pixels."""
+        """Drop a deleted content's patch names, tokens and processed pixels from this replica."""
         await self._forgets.forget(content, tenant)
 
     async def _forget(self, content: str, tenant: str) -> None:

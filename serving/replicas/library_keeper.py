@@ -1,4 +1,4 @@
-"""Library keeper: deletion, expiry, statistics, the list of stored patches, and disabled operating points."""
+"""Library keeper: deletion, expiry, statistics, stored patches, disabled operating points."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class LibraryKeeper:
-    """Keeper role: the library's deletions, expiry, statistics and list of patches, and disabled operating points."""
+    """Keeper role: deletion, expiry, statistics, stored patches, disabled operating points."""
 
     async def __init__(  # type: ignore[misc]
         self, config: OrbitServeConfig, prefill: DeploymentHandle, compiler: DeploymentHandle
@@ -52,7 +52,7 @@ class LibraryKeeper:
         self._listing = asyncio.create_task(log_stored(self._library, config.patch, self._feed, period_s))
 
     async def delete_content(self, content: str, tenant: str) -> int:
-        """Remove everything derived from a content id, in the tiers and in the memory of every replica that has any.
+        """Remove everything derived from a content id, in all tiers and every replica's memory.
 
         Returns of how many records it knew. What cannot be reached now is raised, and tried again with every sweep
         until it is gone; also by a later replica, if a file or a vector store held it (see
@@ -76,7 +76,7 @@ class LibraryKeeper:
         return went
 
     async def _sweep(self, period_s: float) -> None:
-        """Delete expired files and vector stores, and what was derived from content that nothing holds any more."""
+        """Delete expired files and stores, and what derives from content that nothing holds."""
         while True:
             gone = list(self._undeleted)
             try:
@@ -93,11 +93,11 @@ class LibraryKeeper:
             await asyncio.sleep(period_s)
 
     async def formed(self, cursors: Mapping[str, int]) -> PatchFeed:
-        """Patches found in the library's directory since these cursors; see `serving.placement.patch_feed`."""
+        """Patches found in the directory since these cursors; see `serving.placement.patch_feed`."""
         return self._feed.since(cursors)
 
     async def exchange(self, decisions: Sequence[PointDecision]) -> list[PointDecision]:
-        """Take over a prefill replica's decisions about operating points; returns all that are known."""
+        """Take over a prefill replica's decisions about operating points; returns all known ones."""
         return await self._fidelity.exchange(decisions)
 
     async def allow(self, point: OperatingPoint) -> int:
@@ -109,13 +109,13 @@ class LibraryKeeper:
         return self._library.stats()
 
     async def check_health(self) -> None:
-        """Raises when the sweep has ended."""
+        """Raise when the sweep has ended."""
         if self._sweeping.done():
             raise RuntimeError("the sweep of expired files has ended")
 
 
 async def _forget(role: DeploymentHandle, content: str, tenant: str) -> list[Any]:
-    """What the replicas of a role say to a deletion; a role that has none remembers nothing."""
+    """Answers of a role's replicas to a deletion; none from a role that has none."""
     try:
         return list(await role.broadcast("forget", content, tenant).results_async(return_exceptions=True))
     except DeploymentUnavailableError:
@@ -123,5 +123,5 @@ async def _forget(role: DeploymentHandle, content: str, tenant: str) -> list[Any
 
 
 def _died(error: Exception) -> bool:
-    """Whether a replica is gone, its memory with it. One that cannot be reached for a while remembers."""
+    """True if a replica is gone, its memory with it. One that is unreachable remembers."""
     return isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError)

@@ -90,7 +90,7 @@ class PrefillWorker:
             compiles=settings.compile_limits(linker.compose_up_to),
             cost_model=measure_forward_cost(self._engine),
             loaded=self._loaded,
-            crowded=lambda: self._deficits.crowded,
+            crowded=lambda: self._deficits.is_crowded,
         )
         self._reporter = PrefillReporter(self._loop, self._library, bytes_per_token, config.routing.hot_chunks)
         self._planners = ThreadPoolExecutor(32, thread_name_prefix="plan")  # a plan waits for look-ups
@@ -102,7 +102,7 @@ class PrefillWorker:
         self._feed.add(job.entry)
 
     async def prefetch(self, request: PrefetchRequest) -> list[str]:
-        """Start loading what a prompt on its way will need; the images of which nothing is stored."""
+        """Start loading for a prompt on its way; returns the images of which nothing is stored."""
         self._loop.expect()
         loop, prefetch = asyncio.get_running_loop(), partial(self._linker.prefetch, load=not self._loaded.waiting)
         lacking = await loop.run_in_executor(self._planners, prefetch, request)
@@ -154,7 +154,7 @@ class PrefillWorker:
         return self._loop.longest
 
     async def renew(self, lease: str) -> LeaseState:
-        """Whoever waits for a link's KV still wants it. Returns what this replica knows of it."""
+        """Keep a link's KV for longer: it is still wanted. Returns what this replica knows of it."""
         return self._loop.renew(lease)
 
     async def fidelity(self) -> tuple[str, list[PointStatus]]:
@@ -202,14 +202,17 @@ class PrefillWorker:
         await asyncio.to_thread(self._library.flush)
 
     async def forget(self, content: str, tenant: str) -> None:
-        """Drop deleted content from this worker's caches and its library. Raises the first failure, once all tried."""
+        """Drop deleted content from this worker's caches and library.
+
+        Raises the first failure, once all have tried.
+        """
         try:
             await self._linker.forgets.forget(content, tenant)
         finally:
             await asyncio.to_thread(self._library.delete_content, content, tenant)
 
     async def check_health(self) -> None:
-        """Raises when the loop's thread died, or the engine answers no forward any more (a GPU's lost context)."""
+        """Raise when the loop's thread died or all forwards fail (a GPU's lost context)."""
         if not self._loop.alive():
             raise RuntimeError("the prefill loop has ended")
         if self._engine.silent:

@@ -1,4 +1,4 @@
-"""Reports of prefill and decode replicas to the routers (see `routing`), and Serve's configuration of both."""
+"""Load reports of prefill and decode replicas to the routers (see `routing`)."""
 
 from __future__ import annotations
 
