@@ -1,13 +1,13 @@
 """The Ray Serve application: one deployment per role, and the graph between them.
 
-| deployment     | holds                                   | called by            |
-|----------------|-----------------------------------------|----------------------|
-| Ingress        | vLLM's OpenAI server on our engine client | HTTP               |
-| VisionEncoder  | the vision tower (may be left out)      | Ingress              |
-| PrefillWorker  | an engine over runs, the linker         | Ingress              |
-| PatchCompiler  | nothing but a library                   | PrefillWorker        |
-| DecodeWorker   | a stock, text-only vLLM engine          | Ingress              |
-| LibraryKeeper  | deletion, expiry, statistics            | Ingress              |
+| deployment     | holds                                     | called by              |
+|----------------|-------------------------------------------|------------------------|
+| Ingress        | vLLM's OpenAI server on our engine client | HTTP                   |
+| VisionEncoder  | the vision tower (may be left out)        | Ingress                |
+| PrefillWorker  | an engine over runs, the linker           | Ingress                |
+| PatchCompiler  | nothing but a library                     | PrefillWorker          |
+| DecodeWorker   | a stock, text-only vLLM engine            | Ingress                |
+| LibraryKeeper  | deletion, expiry, disabled points         | Ingress, PrefillWorker |
 
 A request goes HTTP → Ingress → (VisionEncoder →) PrefillWorker → NIXL → DecodeWorker → Ingress → HTTP. Workers read and
 write the library themselves; its data never passes through an actor.

@@ -10,6 +10,7 @@ from typing import Any
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from kvstore.forget import ForgetRegistry
 from prefill_workers.modes import OperatingPoint
 from prefill_workers.protocol import ChunkOutcome, LeaseState, LinkRequest, LinkResult, PrefetchRequest
 from serving.frontend.engine_client import LinkedEngineClient
@@ -107,6 +108,7 @@ def client_of(roles: Roles) -> LinkedEngineClient:
     client._roles = roles
     client._encodings = SingleFlightEncoder(roles.encode)
     client._delimiters = Delimiters()
+    client.forgets = ForgetRegistry()
     client.arranger = PatchAwareOrderer()
     client._first_tokens, client._vocabulary = True, 1000
     client._lease_seconds = 0.06

@@ -129,7 +129,7 @@ class PatchIndex:
         if not (path[0].patched or path[0].longer):
             del self._trees[tree]
 
-    def forget(self, content: str) -> None:
+    def discard_content(self, content: str) -> None:
         """Drop every entry that names a content id."""
         for entry in list(self._naming.get(content, ())):
             self.discard(entry)

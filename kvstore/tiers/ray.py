@@ -86,7 +86,7 @@ class RayTier(Tier):
                 return pa.py_buffer(_answer(blob[0]))
             except ObjectLostError as error:
                 logger.warning("%s: %s is lost with its node: %s", self.name, key, type(error).__name__)
-                _answer(directory.forget.remote(key, blob))
+                _answer(directory.discard.remote(key, blob))
                 return None
 
     def put(self, key: str, buffers: Sequence[pa.Buffer]) -> None:
@@ -238,7 +238,7 @@ class Directory:
         self._bytes -= 0 if held is None else held.size
         return held is not None
 
-    def forget(self, key: str, blob: Blob) -> None:
+    def discard(self, key: str, blob: Blob) -> None:
         """Delete a blob that turned out to be lost, unless another one has taken its place."""
         if self.lookup(key) == blob:
             self.delete(key)

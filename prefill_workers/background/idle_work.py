@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from kvstore.deletions import reaches
 from kvstore.errors import StoreError
+from kvstore.forget import CacheGroup
 from kvstore.records.keys import owner_of
 from prefill_workers import modes as policies
 from prefill_workers.background.compile_queue import Clock, ComputeBudget
@@ -58,6 +59,7 @@ class IdleWork:
     Args:
         scratch: where background sequences lie.
         limits: how much is kept beside links, and compiled ahead of requests.
+        caches: of the loop's thread.
         clock: monotonic seconds.
         sums: whether sums of pair patches may be served now.
         crowded: whether the patch compiler has enough to do.
@@ -72,6 +74,7 @@ class IdleWork:
         scratch: Scratch,
         limits: CompileLimits,
         rechecks: ShadowChecks,
+        caches: CacheGroup,
         clock: Clock,
         sums: Callable[[], bool],
         crowded: Callable[[], bool],
@@ -82,7 +85,7 @@ class IdleWork:
         self._harvests: list[_Harvest] = []
         self._harvest: tuple[_Harvest, ResumableTask[None]] | None = None  # that uses the scratch blocks
         self._busy = ComputeBudget(limits.busy_share, _BUSY_SECONDS, clock)
-        self._ahead = PatchPrecompiler(harvester, scratch, limits, clock, sums, crowded)
+        self._ahead = caches.register(PatchPrecompiler(harvester, scratch, limits, caches, clock, sums, crowded))
         self._rechecks = rechecks
         self._disturbed, self._rest, self._hastened = disturbed, rest, -math.inf
         self._deleted: dict[tuple[str, str], float] = {}  # contents and their owners, with when; latest last
@@ -127,7 +130,7 @@ class IdleWork:
                     self._harvester.keep_embeddings(plan, chunk)
 
     def forget(self, content: str, tenant: str) -> None:
-        """A content was deleted: keep nothing more of links that brought it, and compile nothing."""
+        """Keep nothing more of links that brought a deleted content."""
         deleted = content, owner_of(tenant, content)
         self._deleted.pop(deleted, None)
         self._deleted[deleted] = time.perf_counter()
@@ -143,7 +146,6 @@ class IdleWork:
             self._pool.unhold(harvest.lease)
         if self._harvest and brought(self._harvest[0]):  # it has let go of its blocks
             self._harvest = None
-        self._ahead.forget(content, tenant)
 
     def _outlived(self, plan: LinkPlan) -> bool:
         """Whether a content of a link was deleted after it began."""

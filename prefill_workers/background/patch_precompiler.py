@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
+from kvstore.forget import CacheGroup
 from kvstore.records.patch_form import Footprint
 from prefill_workers.background.compile_queue import (
     HORIZON_S,
@@ -53,6 +54,7 @@ class PatchPrecompiler:
 
     Args:
         scratch: where its sequences lie.
+        caches: of the loop's thread.
         clock: monotonic seconds.
         sums: whether sums of pair patches may be served now; while not, no pair is worth a forward.
         crowded: whether the patch compiler has enough to do; while it has, no step begins.
@@ -63,6 +65,7 @@ class PatchPrecompiler:
         harvester: Harvester,
         scratch: Scratch,
         limits: CompileLimits,
+        caches: CacheGroup,
         clock: Clock = time.monotonic,
         sums: Callable[[], bool] = lambda: True,
         crowded: Callable[[], bool] = lambda: False,
@@ -70,8 +73,8 @@ class PatchPrecompiler:
         self._harvester, self._scratch, self._most, self._sums = harvester, scratch, limits, sums
         self._crowded = crowded
         self.demand = Demand(clock)
-        self._queue = CompileQueue[OrbitForming](_MAX_JOBS, self.demand)
-        self._known = RecentChunks(_KNOWN_CHUNKS)
+        self._queue = caches.register(CompileQueue[OrbitForming](_MAX_JOBS, self.demand))
+        self._known = caches.register(RecentChunks(_KNOWN_CHUNKS))
         self._budget = ComputeBudget(limits.share, clock=clock)
         self._job: CompileJob[OrbitForming] | None = None
         self._forming: OrbitForming | None = None  # of the job, if it runs orders and has begun to
@@ -109,9 +112,7 @@ class PatchPrecompiler:
             self._queue.add(job)
 
     def forget(self, content: str, tenant: str) -> None:
-        """A content was deleted: compile nothing more of it, not to the end of a step either."""
-        self._known.forget(content, tenant)
-        self._queue.forget(content, tenant)
+        """End the job under way if it is over a deleted content, in the middle of a step too."""
         if self._job and self._job.is_over(content, tenant):
             self._end()
 

@@ -1,1 +1,1 @@
-"""Online fidelity: rolling KL by operating point, and what it switches off."""
+"""Online fidelity: rolling KL by operating point, and the points that it disables."""

@@ -1,8 +1,7 @@
-"""Which operating points are switched off, in a file beside the library: a process that starts finds them there.
+"""Disabled operating points in a file beside the library, which outlives the process.
 
-An operator has to allow a point again, and a restart is no operator. Processes of a node share the file as they share
-the library's directory. Without a directory, and on another node, a process that starts knows of none of itself; it
-asks the others (`serving.replicas.fidelity_mixin`).
+An operator has to allow a point again, and a restart is no operator. The library's keeper owns the file
+(`serving.replicas.fidelity`); without a directory nothing outlives the service.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import fcntl
 import json
 import logging
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -23,18 +21,20 @@ logger = logging.getLogger(__name__)
 _FOLDER = ".operating-points"  # the library looks into no folder whose name begins with a dot
 
 
-class DisabledPoint(NamedTuple):
-    """Why and since when (Unix seconds) a point is switched off."""
+class PointDecision(NamedTuple):
+    """Decision about an operating point; `changed`: Unix seconds; `reason`: why it is disabled."""
 
-    reason: str
-    since: float
+    point: OperatingPoint
+    allowed: bool
+    changed: float
+    reason: str = ""
 
 
 class DisabledPoints:
-    """The points of one model that are switched off. Thread-safe.
+    """The disabled points of one model. Thread-safe.
 
-    A file that cannot be read or written costs a warning, never a request: then only this process knows of them. A
-    thread of its own writes, so that a directory that hangs holds up none.
+    A file that cannot be read or written costs a warning: then only this process knows of them. A thread of its own
+    writes, so that a directory that hangs holds up none. Processes that share a directory share the file.
 
     Args:
         directory: the library's. None: nothing is kept.
@@ -43,45 +43,42 @@ class DisabledPoints:
 
     def __init__(self, directory: Path | None, fingerprint: str) -> None:
         self._file = None if directory is None else directory / _FOLDER / f"{fingerprint}.json"
-        self._writing = ThreadPoolExecutor(1, thread_name_prefix="switched-off")
+        self._writing = ThreadPoolExecutor(1, thread_name_prefix="disabled-points")
 
-    def read(self) -> dict[OperatingPoint, DisabledPoint]:
-        """The points, as the file has them."""
+    def read(self) -> list[PointDecision]:
+        """Decisions of the points that are disabled."""
         if self._file is None:
-            return {}
+            return []
         try:
             return _read(self._file)
         except (OSError, ValueError) as error:
             logger.warning("%s: which operating points are switched off cannot be read: %s", self._file, error)
-            return {}
+            return []
 
-    def add(self, point: OperatingPoint, reason: str, since: float) -> None:
-        """Keep that a point is switched off, soon; the first reason stays."""
-        self._change(lambda points: points.setdefault(point, DisabledPoint(reason, since)))
-
-    def remove(self, point: OperatingPoint) -> None:
-        """Keep that an operator allowed a point, soon."""
-        self._change(lambda points: points.pop(point, None))
+    def write(self, decision: PointDecision) -> None:
+        """Keep a decision, soon; of a point that is disabled already the first reason stays."""
+        if self._file is not None:
+            self._writing.submit(self._write, self._file, decision)
 
     def flush(self) -> None:
-        """Wait until everything that changed before is written."""
+        """Wait until every earlier decision is written."""
         self._writing.submit(lambda: None).result()
 
-    def _change(self, change: Callable[[dict[OperatingPoint, DisabledPoint]], object]) -> None:
-        if self._file is not None:
-            self._writing.submit(self._write, self._file, change)
-
-    def _write(self, file: Path, change: Callable[[dict[OperatingPoint, DisabledPoint]], object]) -> None:
-        """Write what is kept anew, one process at a time."""
+    def _write(self, file: Path, decision: PointDecision) -> None:
+        """Rewrite the file, one process at a time."""
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 fcntl.flock(folder, fcntl.LOCK_EX)
-                points = self.read()
-                change(points)
+                disabled = {known.point: known for known in self.read()}
+                if decision.allowed:
+                    disabled.pop(decision.point, None)
+                else:
+                    disabled.setdefault(decision.point, decision)
+                document = {point: {"reason": off.reason, "since": off.changed} for point, off in disabled.items()}
                 fresh = file.with_suffix(".part")
-                fresh.write_text(json.dumps({point: off._asdict() for point, off in points.items()}, indent=1))
+                fresh.write_text(json.dumps(document, indent=1))
                 fresh.replace(file)
             finally:
                 os.close(folder)
@@ -89,18 +86,24 @@ class DisabledPoints:
             logger.warning("%s: which operating points are switched off cannot be kept: %s", file, error)
 
 
-def _read(file: Path) -> dict[OperatingPoint, DisabledPoint]:
-    """Raises OSError, and ValueError if the file does not say of approximate points why and since when."""
+def _read(file: Path) -> list[PointDecision]:
+    """Parse the file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it lacks reason and time of approximate points.
+    """
     try:
         found = json.loads(file.read_text())
     except FileNotFoundError:
-        return {}
+        return []
     try:
-        points = {
-            OperatingPoint(name): DisabledPoint(str(off["reason"]), float(off["since"])) for name, off in found.items()
-        }
+        decisions = [
+            PointDecision(OperatingPoint(name), False, float(off["since"]), str(off["reason"]))
+            for name, off in found.items()
+        ]
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError("it does not say of operating points why and since when") from error
-    if wrong := points.keys() & EXACT_POINTS:
+    if wrong := {decision.point for decision in decisions} & EXACT_POINTS:
         raise ValueError(f"{', '.join(sorted(wrong))} cannot be switched off")
-    return points
+    return decisions

@@ -1,10 +1,10 @@
-"""Online fidelity: how far what is served is from exact, per operating point, and which points are switched off for it.
+"""Online fidelity: rolling KL of served from exact answers, and the points it disables.
 
-A share of the requests that reused KV is computed again exactly (see `recheck`). Each check gives the KL divergence of
-the served next-token distribution from the exact one, and whether both agree on the most likely token. The mean KL of a
-point's last checks is its rolling KL. Once that passes the point's bound, the point is switched off: the linker leaves
-its chunks to a forward, for every request, until an operator allows it again. That outlives the process, as far as
-`switched_off` says; what was measured does not.
+A share of the requests that reused KV is computed again exactly (see `shadow_check`). Each check gives the KL
+divergence of the served next-token distribution from the exact one, and whether both agree on the most likely token.
+The mean KL of a point's last checks is its rolling KL. Once that passes the point's bound, the point is disabled: the
+linker leaves its chunks to a forward, for every request, until an operator allows it again. Decisions are shared and
+persisted by the library's keeper (`serving.replicas.fidelity`); what was measured stays in this process.
 
 A check counts for every approximate point that its request used. It sees their sum and cannot tell which of them erred;
 blaming only one would let another hide behind it. Except patches beside sums of patches: such a check counts for the
@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prefill_workers.fidelity.disabled_points import DisabledPoints
+from prefill_workers.fidelity.disabled_points import PointDecision
 from prefill_workers.modes import EXACT_POINTS, OperatingPoint
 from prefill_workers.settings import FidelitySettings
 
@@ -39,7 +39,7 @@ MAX_KL = 100.0  # nats; what served NaN counts as. A uniform distribution over 1
 
 
 class Comparison(NamedTuple):
-    """What one check found: mean KL(exact ‖ served) in nats, and whether the last token's argmax is the same."""
+    """Outcome of one check: mean KL(exact ‖ served) [nats], and equality of the last argmax."""
 
     kl: float
     agrees: bool
@@ -61,7 +61,10 @@ def compare(exact: Tensor, served: Tensor) -> Comparison:
 
 @dataclass(frozen=True)
 class PointStatus:
-    """What is known of one operating point. Counts are since the worker started, the rolling values since `allow`."""
+    """Measurements of one operating point.
+
+    Counts are since the worker started, rolling values since `allow`.
+    """
 
     point: OperatingPoint
     allowed: bool
@@ -74,7 +77,6 @@ class PointStatus:
     rolling_kl: float | None  # nats; None before the first check
     rolling_agreement: float | None  # 0 to 1
     skipped: dict[str, int]  # checks that were drawn and not made, by reason
-    changed: float  # Unix seconds: when it was last switched off, or allowed by an operator; 0: never
 
 
 @dataclass
@@ -83,7 +85,8 @@ class _Record:
 
     window: deque[Comparison]
     allowed: bool = True
-    changed: float = 0.0  # see PointStatus
+    changed: float = 0.0  # Unix seconds: when it was last disabled, or allowed by an operator; 0: never
+    reason: str = ""  # why it was disabled
     allowed_at: float = -math.inf  # by an operator, the last time; `time.perf_counter`
     checks: int = 0
     agreements: int = 0
@@ -107,50 +110,43 @@ class Fidelity:
     """Rolling fidelity of every approximate operating point. Thread-safe.
 
     Args:
-        on_switch_off: called with a point that its rolling KL has just switched off, and when that was (Unix seconds),
-            on the recording thread.
-        kept: where it is kept which points are switched off; those that are there already are.
+        on_disable: called on the recording thread when a rolling KL has just disabled points.
         chance: draws from [0, 1); a request below `share` is checked.
     """
 
     def __init__(
         self,
         settings: FidelitySettings,
-        on_switch_off: Callable[[OperatingPoint, float], object] = lambda point, since: None,
+        on_disable: Callable[[], object] = lambda: None,
         chance: Callable[[], float] = random.random,
-        kept: DisabledPoints | None = None,
     ) -> None:
         self.settings = settings
-        self._on_switch_off, self._chance = on_switch_off, chance
+        self._on_disable, self._chance = on_disable, chance
         self._before_allowing: list[Callable[[OperatingPoint], object]] = []
         self._lock = threading.Lock()
         self._records = {
             point: _Record(deque(maxlen=settings.window)) for point in OperatingPoint if point not in EXACT_POINTS
         }
-        self._kept = kept or DisabledPoints(None, "")
-        for point, (reason, since) in self._kept.read().items():
-            self._records[point].allowed, self._records[point].changed = False, since
-            logger.warning("operating point %s is switched off, and was before this process started: %s", point, reason)
 
     def draw(self, points: Iterable[OperatingPoint]) -> tuple[OperatingPoint, ...]:
-        """The points that a check of a finished request counts for, if it is to be checked; else none."""
+        """Points that a check of a finished request counts for; none if it is not to be checked."""
         approximate = dict.fromkeys(point for point in points if point in self._records)
         if OperatingPoint.COMPOSED in approximate:
             approximate.pop(OperatingPoint.PATCHED, None)
         return tuple(approximate) if approximate and self._chance() < self.settings.share else ()
 
     def allows(self, point: OperatingPoint) -> bool:
-        """Whether requests may be served at this point."""
+        """True if requests may be served at this point."""
         record = self._records.get(point)
         return record is None or record.allowed
 
     def record(self, points: Iterable[OperatingPoint], found: Comparison, served_at: float = math.inf) -> None:
-        """Count a check, and switch off the points whose rolling KL it brought past their bound.
+        """Count a check, and disable the points whose rolling KL it brought past their bound.
 
         `served_at` (`time.perf_counter`): when its request was served. A point that an operator allowed after that is
         not judged by it: it tells of what was wrong then.
         """
-        failed: list[tuple[OperatingPoint, float]] = []
+        has_disabled = False
         for point in points:
             with self._lock:
                 record, bound = self._records[point], self.settings.bounds.get(point)
@@ -162,17 +158,16 @@ class Fidelity:
                 passes = bound is not None and rolling is not None and rolling > bound
                 if not (passes and count >= self.settings.minimum and record.allowed):
                     continue
-                record.allowed, record.changed = False, time.time()
                 reason = f"its rolling KL is {rolling:.3g} nats over the last {count} checks, its bound is {bound:.3g}"
-                self._kept.add(point, reason, record.changed)
-                failed.append((point, record.changed))
+                record.allowed, record.changed, record.reason = False, time.time(), reason
+                has_disabled = True
             logger.warning(
                 "operating point %s is switched off: %s. Its chunks are computed exactly until an operator allows it: "
                 "orbitserve fidelity allow %s",
                 *(point, reason, point),
             )
-        for point, since in failed:
-            self._on_switch_off(point, since)
+        if has_disabled:
+            self._on_disable()
 
     def skip(self, points: Iterable[OperatingPoint], reason: str) -> None:
         """Count a check that was drawn and could not be made."""
@@ -180,10 +175,10 @@ class Fidelity:
             for point in points:
                 self._records[point].skipped[reason] += 1
 
-    def switch_off(self, point: OperatingPoint, reason: str, since: float | None = None) -> None:
+    def disable(self, point: OperatingPoint, reason: str, since: float | None = None) -> None:
         """Do not serve at an approximate point until it is allowed again.
 
-        `since`: of news from elsewhere, Unix seconds; nothing happens if what is known here is later. None: now.
+        `since`: of a decision made elsewhere, Unix seconds; ignored unless later than what is known here. None: now.
         """
         with self._lock:
             record = self._records[point]
@@ -191,27 +186,18 @@ class Fidelity:
                 return
             was_allowed, record.allowed = record.allowed, False
             if was_allowed:
-                record.changed = time.time() if since is None else since
-                self._kept.add(point, reason, record.changed)
+                record.changed, record.reason = time.time() if since is None else since, reason
         if was_allowed:
             logger.warning("operating point %s is switched off: %s", point, reason)
 
-    def hear(self, name: str, points: Iterable[PointStatus]) -> None:
-        """Take over what has changed on another worker, of that name, later than here."""
-        for status in points:
-            if status.allowed:
-                self.allow(status.point, status.changed)
-            else:
-                self.switch_off(status.point, f"it is on prefill replica {name}", status.changed)
-
     def before_allowing(self, listener: Callable[[OperatingPoint], object]) -> None:
-        """Have `listener` called with a point just before it is allowed again: what was learnt at it may be wrong."""
+        """Call `listener` with a point before it is allowed again: caches made at it may be wrong."""
         self._before_allowing.append(listener)
 
     def allow(self, point: OperatingPoint, since: float | None = None) -> bool:
-        """Serve at a point again, judged by requests served from now on. Returns whether it was switched off.
+        """Serve at a point again, judged by later requests. Returns whether it was disabled.
 
-        `since`: as of `switch_off`.
+        `since`: as of `disable`.
         """
         with self._lock:
             record = self._records.get(point)
@@ -224,12 +210,28 @@ class Fidelity:
                 listener(point)
             record.allowed, record.allowed_at = True, time.perf_counter()
             record.window.clear()
-            self._kept.remove(point)
         logger.warning("operating point %s is allowed again by an operator", point)
         return True
 
+    def decisions(self) -> list[PointDecision]:
+        """Last decisions about all points that were ever disabled, or allowed by an operator."""
+        with self._lock:
+            return [
+                PointDecision(point, record.allowed, record.changed, "" if record.allowed else record.reason)
+                for point, record in self._records.items()
+                if record.changed
+            ]
+
+    def apply(self, decisions: Iterable[PointDecision]) -> None:
+        """Adopt decisions made elsewhere that are later than those made here."""
+        for point, allowed, changed, reason in decisions:
+            if allowed:
+                self.allow(point, changed)
+            else:
+                self.disable(point, reason, changed)
+
     def status(self) -> list[PointStatus]:
-        """All approximate points, for metrics and operators."""
+        """Measurements of all approximate points, for metrics and operators."""
         with self._lock:
             return [self._status(point, record) for point, record in self._records.items()]
 
@@ -247,5 +249,4 @@ class Fidelity:
             rolling_kl=record.rolling_kl,
             rolling_agreement=sum(check.agrees for check in window) / len(window) if window else None,
             skipped=dict(record.skipped),
-            changed=record.changed,
         )

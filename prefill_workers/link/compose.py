@@ -117,8 +117,8 @@ class KnownWeights:
             self._known.clear()
             self._held = 0
 
-    def forget(self, tenant: str) -> None:
-        """Drop what a tenant's contents have left; of everybody's, all."""
+    def forget(self, content: str, tenant: str) -> None:
+        """Drop all of a tenant's weights, which do not name their contents; of a reference's owner, everybody's."""
         with self._lock:
             self.epoch += 1
             everybodys = tenant == DYNAMIC_TENANT

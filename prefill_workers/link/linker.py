@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from kvstore.errors import ShapeMismatch
+from kvstore.forget import ForgetRegistry
 from kvstore.library import Library
 from kvstore.operator.apply import warm_up
 from kvstore.records.patch_form import PatchForm
@@ -78,6 +79,9 @@ class Linker:
 
     Raises:
         ValueError: sums are to be weighed by an attention that the engine does not tell.
+
+    Attributes:
+        forgets: the caches of this process that hold tenants' data; the loop adds its own.
     """
 
     def __init__(
@@ -105,8 +109,10 @@ class Linker:
         self._free_text = free_text
         self.compose_up_to = compose_up_to if form.first_layer(engine.layout.layers) <= MEASURED_LAYER else 0
         self.harvester = Harvester(engine, library, form, submit_patch)
-        self._keys, self._lookups = Keys(engine, form), Lookups(library, form.basis)
-        self._weights = KnownWeights()
+        self.forgets = ForgetRegistry()
+        caches = self.forgets.group()
+        self._keys, self._lookups = Keys(engine, form), caches.register(Lookups(library, form.basis))
+        self._weights = caches.register(KnownWeights())
         self._prefixes = prefixes
         self.fidelity.before_allowing(self._before_allowing)
         self._delimiters: tuple[int, ...] = ()  # token ids around the placeholders of the image seen last
@@ -122,11 +128,6 @@ class Linker:
         return self.patches() and self.fidelity.allows(OperatingPoint.COMPOSED)
 
     # -- plan ---------------------------------------------------------------------------------------------------------
-
-    def forget(self, tenant: str) -> None:
-        """A tenant deleted a content: keep nothing that was learnt of its chunks."""
-        self._weights.forget(tenant)
-        self._lookups.forget()
 
     def prefetch(self, request: PrefetchRequest, *, load: bool = True) -> dict[str, Future[bool]]:
         """Start loading for a prompt that is still being rendered, so that memory has it when the prompt comes.
@@ -269,7 +270,7 @@ class Linker:
         return self.sums() and self._composes(antecedents)
 
     def _before_allowing(self, point: OperatingPoint) -> None:
-        self._lookups.forget()
+        self._lookups.clear()
         if point in (OperatingPoint.PATCHED, OperatingPoint.COMPOSED):
             self._weights.clear()  # they were measured on patches that may have been wrong, and may themselves be
             if self._prefixes is not None:

@@ -181,8 +181,12 @@ class Lookups:
             return False
         return keys.embedding is None or not library.stored("embedding", [(keys.embedding, keys.owner)])
 
-    def forget(self) -> None:
-        """Keep nothing of what was looked up: it may be deleted now."""
+    def forget(self, content: str, tenant: str) -> None:
+        """Drop every kept look-up, whatever it found: it may be deleted now."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop every kept look-up."""
         with self._lock:
             self._epoch += 1
             self._kept.clear()

@@ -110,23 +110,26 @@ class PrefillLoop:
         self._links = LinksUnderWay(engine, linker, self._cost_model, budget, self._free)
         spare = Scratch(range(last - scratch, last), engine.block_size, self._piece)
         rechecks = ShadowChecks(engine, linker.library, linker.fidelity, self._pool, spare)
-        self._background = IdleWork(
+        caches = linker.forgets.group(self.call)
+        idle_work = IdleWork(
             linker.harvester,
             self._pool,
             spare,
             compiles or CompileLimits(),
             rechecks,
+            caches,
             clock,
             disturbed=self._disturbed,
             sums=linker.sums,
             crowded=crowded,
             rest=patience_seconds,
         )
+        self._background = caches.register(idle_work)
         self._patience = patience_seconds
         self._last_finished = self._last_expected = -patience_seconds
         self._abandoned: deque[str] = deque()
         self._renewed: deque[str] = deque()
-        self._forgotten: deque[tuple[str, str]] = deque()  # content, tenant
+        self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._expired = 0
@@ -205,11 +208,19 @@ class PrefillLoop:
             self._abandoned.append(lease)
             self._wake.notify()
 
-    def forget(self, content: str, tenant: str) -> None:
-        """A content was deleted: keep and compile nothing more of it."""
+    def call(self, function: Callable[[], None]) -> Future[None]:
+        """Run a function on the loop's thread, before its next turn.
+
+        Raises:
+            RuntimeError: the loop ends, or has ended.
+        """
+        done: Future[None] = Future()
         with self._wake:
-            self._forgotten.append((content, tenant))
+            if self._stopping:
+                raise RuntimeError("the prefill loop has ended")
+            self._calls.append((function, done))
             self._wake.notify()
+        return done
 
     def stats(self) -> LoopStats:
         """Counters and queue lengths, without stopping the loop."""
@@ -265,13 +276,14 @@ class PrefillLoop:
                 for job in [*self._links, *self._waiting]:
                     self._links.fail(job, error)
                 self._images.refuse(error)
+                self._refuse_calls()
             raise
 
     def _turn_until_stopped(self) -> None:
         gave_way = False
         while True:
             with self._wake:
-                if not (self._has_work() or self._abandoned or self._stopping):
+                if not (self._has_work() or self._calls or self._abandoned or self._stopping):
                     # leases are read by a NIXL notification, which has no descriptor to wait on: poll while any is not
                     self._wake.wait(_POLL_SECONDS if self._pool.has_unread else 0.5)
                 if self._stopping and not self._links:
@@ -279,6 +291,7 @@ class PrefillLoop:
                         with suppress(InvalidStateError):
                             job.done.set_exception(Overloaded("the prefill worker is shutting down"))
                     self._images.refuse(Overloaded("the prefill worker is shutting down"))
+                    self._refuse_calls()
                     return
             self._heed()
             self._free_blocks()
@@ -325,14 +338,23 @@ class PrefillLoop:
 
     def _heed(self) -> None:
         """What other threads have asked for since the last turn."""
-        while self._forgotten:
-            content, tenant = self._forgotten.popleft()
-            self._linker.forget(tenant)
-            self._background.forget(content, tenant)
+        while self._calls:
+            function, done = self._calls.popleft()
+            if not done.set_running_or_notify_cancel():
+                continue
+            try:
+                done.set_result(function())
+            except Exception as error:
+                done.set_exception(error)
         while self._renewed:
             self._pool.renew(self._renewed.popleft())
         while self._abandoned:
             self._pool.abandon(self._abandoned.popleft())
+
+    def _refuse_calls(self) -> None:
+        for _, done in self._calls:
+            if done.set_running_or_notify_cancel():
+                done.set_exception(RuntimeError("the prefill loop has ended"))
 
     def _free_blocks(self) -> None:
         if not self._pool.leases:

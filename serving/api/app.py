@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -34,10 +33,8 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.tokenize.api_router import router as tokenize_router
 from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
-from vllm.renderers.base import BaseRenderer
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
-from vllm.utils.async_utils import make_async
 
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
@@ -138,7 +135,9 @@ async def build_api(
     http, model = config.http, config.model
     files = FileStore(config.files_url, config.files)
     stores = VectorStores(files)
-    documents = Documents(client.renderer.get_tokenizer())
+    documents = client.forgets.group().register(Documents(client.renderer.get_tokenizer()))
+    if (cache := client.renderer._mm_processor_only_cache) is not None:
+        client.forgets.group(client.renderer._mm_executor.submit).register(ProcessedImages(cache))
     documents.install(client.renderer)
     longest = client.model_config.max_model_len * client.renderer.get_tokenizer().max_chars_per_token
     media = MediaResolver(http, files, stores, documents, longest)
@@ -148,7 +147,6 @@ async def build_api(
 
     app = FastAPI(title="OrbitServe", description="Multimodal serving that does not pay twice for what it has seen.")
     app.state.metrics = metrics
-    app.state.forget = partial(forget, client.renderer, documents)
     client.observe = metrics.observe
     await _add_openai(app, client, config, media, documents)
     app.include_router(files_router(files, stores, media, http.max_file_bytes, on_delete))
@@ -165,12 +163,15 @@ async def build_api(
     return app
 
 
-async def forget(renderer: BaseRenderer, documents: Documents, content: str) -> None:
-    """Drop a document's tokens, or an image's processed fields, where vLLM's threads read and write them."""
-    documents.forget(content)
-    cache: Any = renderer._mm_processor_only_cache
-    if cache is not None:
-        await make_async(cache._cache.pop, executor=renderer._mm_executor)(content, None)
+class ProcessedImages:
+    """vLLM's cache of processed images, on the thread where vLLM reads and writes it."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    def forget(self, content: str, tenant: str) -> None:
+        """Drop a deleted image's processed fields; ids are salted by tenant."""
+        self._cache._cache.pop(content, None)
 
 
 async def _add_openai(

@@ -1,4 +1,4 @@
-"""Online fidelity at the HTTP surface: its metrics, and the routes by which operators see and allow operating points.
+"""Fidelity over HTTP: metrics, and the routes that list and allow operating points.
 
 | route                                          | who            | what                                             |
 |------------------------------------------------|----------------|--------------------------------------------------|
@@ -30,12 +30,12 @@ from serving.frontend.roles import ByReplica, FidelityRoles
 
 
 async def scraped(roles: FidelityRoles) -> ByReplica:
-    """What the prefill replicas measured, for /metrics; nothing when they do not answer in time."""
+    """Measurements of all prefill replicas, for /metrics; none if they do not answer in time."""
     return await in_time(roles.fidelity(), {}, "prefill workers")
 
 
 def families(measured: ByReplica) -> Iterator[Metric]:
-    """The metrics of all replicas' operating points."""
+    """Metrics of all replicas' operating points."""
     labels = ["operating_point", "replica"]
     checks = CounterMetricFamily(
         "orbitserve_fidelity_checks", "Requests that reused KV and were computed again exactly.", labels=labels
@@ -111,7 +111,7 @@ async def _answered(call: Any) -> Any:
     try:
         return await call
     except RoleUnavailable as error:
-        raise GracefulHTTPError(f"a prefill worker does not answer: {error}", HTTPStatus.SERVICE_UNAVAILABLE) from error
+        raise GracefulHTTPError(f"a role does not answer: {error}", HTTPStatus.SERVICE_UNAVAILABLE) from error
 
 
 def _object(replica: str, status: PointStatus) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`orbitserve fidelity`: what a running service measured of its operating points, and allowing them again."""
+"""`orbitserve fidelity`: show a service's operating points, and allow disabled ones again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOCAL = "http://127.0.0.1:8000"
 
 @app.command()
 def show(url: Url = _LOCAL, api_key: Key = None) -> None:
-    """Print every operating point of every prefill worker: its rolling KL, and whether it is switched off."""
+    """Print operating points by prefill worker: rolling KL, allowed or switched off."""
     for point in _ask("GET", url, "", api_key, "data"):
         state = "allowed" if point["allowed"] else "[red]switched off[/red]"
         checks, rolling = point["checks"], point["rolling_checks"]
@@ -42,13 +42,13 @@ def allow(
     url: Url = _LOCAL,
     api_key: Key = None,
 ) -> None:
-    """Allow an operating point that was switched off, on all prefill workers; takes an administrator's key."""
+    """Allow an operating point that was switched off; takes an administrator's key."""
     replicas = _ask("POST", url, f"/{point}/allow", api_key, "replicas_allowed_again")
     console.print(f"{point} is allowed again on {replicas} prefill workers" if replicas else f"{point} was allowed")
 
 
 def _on_loopback(url: str) -> bool:
-    """Whether a URL names this very machine: no proxy of the environment reaches that."""
+    """True if a URL names this very machine, which no proxy of the environment reaches."""
     host = httpx.URL(url).host
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -57,7 +57,7 @@ def _on_loopback(url: str) -> bool:
 
 
 def _ask(method: str, url: str, path: str, api_key: str | None, field: str) -> Any:
-    """A field of what the service answers; ends the command with a message where there is none."""
+    """A field of the service's answer; ends the command with a message if there is none."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     address = f"{url.rstrip('/')}/v1/orbit/operating_points{path}"
     try:

@@ -90,8 +90,8 @@ class Documents:
         with self._tokenising:  # of every thread beyond its first ones a tokenizer of vLLM's keeps a copy of itself
             return self._live.get(content) or Document(content, array("i", self._encode(text)))
 
-    def forget(self, content: str) -> None:
-        """Keep a document no longer than requests hold it."""
+    def forget(self, content: str, tenant: str) -> None:
+        """Keep a deleted document no longer than requests hold it; ids are salted by tenant."""
         with self._lock:
             if (document := self._kept.pop(content, None)) is not None:
                 self._held -= len(document.token_ids)

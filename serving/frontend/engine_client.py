@@ -34,6 +34,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tasks import SupportedTask
 from vllm.v1.engine.input_processor import InputProcessor
 
+from kvstore.forget import ForgetRegistry
 from prefill_workers.modes import Mode
 from prefill_workers.protocol import LeaseState, LinkRequest, LinkResult, Overloaded, PixelsNeeded, PrefetchRequest
 from prefill_workers.settings import PrefillSettings
@@ -139,7 +140,9 @@ class LinkedEngineClient(_NotOurs):
         self._roles = roles
         self._encodings = SingleFlightEncoder(roles.encode)
         self._delimiters = Delimiters.of(self.model_config, self.renderer.get_tokenizer())
-        self.arranger = PatchAwareOrderer(compose_up_to=compose_up_to, free_text=prefill.free_text)
+        self.forgets = ForgetRegistry()
+        orderer = PatchAwareOrderer(compose_up_to=compose_up_to, free_text=prefill.free_text)
+        self.arranger = self.forgets.group().register(orderer)
         self._first_tokens, self._vocabulary = prefill.first_token, vllm_config.model_config.get_vocab_size()
         self._lease_seconds = prefill.lease_seconds
 

@@ -1,4 +1,4 @@
-"""The roles as the ingress reaches them: Ray Serve handles, with Ray's errors in our words."""
+"""Roles over Ray Serve handles, with Ray's errors as RoleUnavailable."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ class RayRoles:
         self.library = handles["library"]
 
     async def prefetch(self, request: PrefetchRequest) -> Collection[str]:
-        """Best effort. Another replica that links the prompt finds what was loaded in the tiers that they share."""
+        """Best effort.
+
+        Another replica that links the prompt finds what was loaded in the tiers that they share.
+        """
         try:
             return await answered(self.prefill.prefetch.remote(request))
         except Exception as error:
@@ -78,7 +81,10 @@ class RayRoles:
                 stream.cancel()
 
     async def renew(self, lease: str) -> LeaseState:
-        """What its replica knows of a lease, if it tells in time. All are told, since none else knows whose it is."""
+        """State of a lease, if its replica tells in time.
+
+        All replicas are told, since none else knows whose it is.
+        """
         from prefill_workers.protocol import LeaseState
 
         try:
@@ -99,7 +105,7 @@ class RayRoles:
         Context().run(self._decode_once.abandon.remote, transfer, readers)
 
     async def longest(self) -> int:
-        """Most tokens of a prompt with its answer: what finds room on every prefill and every decode worker."""
+        """Most tokens of a prompt with its answer that every prefill and decode worker has room for."""
         roles = (self.prefill, self._decode_once)
         await asyncio.gather(*(answered(role.longest.remote()) for role in roles))  # once each role has a replica
         return min(itertools.chain(*await asyncio.gather(*(answered_by_all(role, "longest") for role in roles))))
@@ -109,20 +115,16 @@ class RayRoles:
         return dict(await answered_by_all(self.prefill, "fidelity"))
 
     async def allow(self, point: OperatingPoint) -> int:
-        """See `PrefillWorker.allow`; on all replicas, once none of them is still told to switch a point off.
-
-        Such a word that came later would switch off again, on one replica alone, what was allowed.
-        """
-        await answered_by_all(self.prefill, "announced")
-        return sum(await answered_by_all(self.prefill, "allow", point))
+        """See `LibraryKeeper.allow`."""
+        return int(await answered(self.library.allow.remote(point)))
 
     async def formed(self, cursors: Mapping[str, int]) -> list[PatchFeed]:
-        """See `PatchFeedReplica.formed`; of all replicas of both roles that have it."""
+        """See `PatchFeedRoles.formed`."""
         roles = (answered_by_all(role, "formed", dict(cursors)) for role in (self.prefill, self.library))
         return [one for answers in await asyncio.gather(*roles) for one in answers]
 
     async def compiled(self) -> dict[str, CompileStats]:
-        """What every prefill replica compiled ahead of requests, by its name."""
+        """Patches compiled ahead of requests, by prefill replica."""
         return {stats["name"]: stats["loop"].compiled for stats in await answered_by_all(self.prefill, "stats")}
 
     async def counted(self) -> dict[str, list[Metric]]:
@@ -130,7 +132,10 @@ class RayRoles:
         return dict(await answered_by_all(self.ingress, "counted"))
 
     async def warm_up(self, config: OrbitServeConfig) -> None:
-        """Send a tiny prompt for every pair of prefill and decode replica: a pair's first transfer shakes hands."""
+        """Send a tiny prompt for every pair of prefill and decode replica.
+
+        A pair's first transfer shakes hands.
+        """
         from vllm.sampling_params import SamplingParams
 
         from prefill_workers.modes import Mode
@@ -152,9 +157,9 @@ class RayRoles:
                 raise outcome
 
     async def check_health(self) -> None:
-        """Serve restarts unhealthy replicas; an unanswered call means that a role has none, or none with a free place.
+        """Ask every role for its health. Raises RoleUnavailable, naming the role.
 
-        Raises RoleUnavailable, naming the role.
+        Serve restarts unhealthy replicas; an unanswered call means that a role has none, or none with a free place.
         """
         roles = {"vision": self.vision, "prefill": self.prefill, "decode": self._decode_once, "library": self.library}
         await asyncio.gather(*(_in_time(name, role.check_health.remote()) for name, role in roles.items() if role))
@@ -169,7 +174,7 @@ async def _in_time(role: str, response: Any) -> None:
 
 
 def lost(error: Exception) -> RoleUnavailable:
-    """Ray's word for it without what follows: ids, processes and addresses are for the log."""
+    """RoleUnavailable for Ray's error; ids, processes and addresses go to the log alone."""
     logger.warning("a role is not available: %s", error)
     if isinstance(error, ActorUnavailableError):  # which names the replica's id before anything else
         return RoleUnavailable("a replica does not answer")
@@ -177,7 +182,7 @@ def lost(error: Exception) -> RoleUnavailable:
 
 
 async def answered(response: Any) -> Any:
-    """What a call to a role gives. Raises what the role raised, or RoleUnavailable if it was lost."""
+    """Result of a call to a role. Raises the role's error, or RoleUnavailable if it was lost."""
     try:
         return await response
     except RayTaskError as error:
@@ -190,7 +195,7 @@ async def answered(response: Any) -> Any:
 
 
 async def answered_by_all(role: DeploymentHandle, method: str, *arguments: Any) -> list[Any]:
-    """What a call to every replica of a role gives.
+    """Results of a call to every replica of a role.
 
     Raises RoleUnavailable if the role has none, or any was lost; the others were called.
     """

@@ -18,24 +18,24 @@ ByReplica = Mapping[str, Sequence[PointStatus]]
 
 
 class FidelityRoles(Protocol):
-    """What these routes need of the prefill role. Both raise RoleUnavailable when a replica does not answer."""
+    """Roles behind the fidelity routes. Raise RoleUnavailable when a replica does not answer."""
 
     async def fidelity(self) -> ByReplica:
-        """What every prefill replica measured, by its name."""
+        """Measurements of every prefill replica, by its name."""
 
     async def allow(self, point: OperatingPoint) -> int:
-        """Allow an operating point again on every prefill replica; returns on how many it was switched off."""
+        """Allow an operating point; returns on how many prefill replicas it was disabled."""
 
 
 class CompilingRoles(Protocol):
-    """What this needs of the prefill role."""
+    """Prefill role, as far as it compiles ahead."""
 
     async def compiled(self) -> Mapping[str, CompileStats]:
-        """What every prefill replica compiled, by its name. Raises RoleUnavailable when one does not answer."""
+        """Compile statistics by prefill replica. Raises RoleUnavailable when one does not answer."""
 
 
 class Roles(FidelityRoles, CompilingRoles, Protocol):
-    """What the ingress needs of the other roles.
+    """All other roles, as the ingress calls them.
 
     | primitive  | role           | raises                                        |
     |------------|----------------|-----------------------------------------------|
@@ -49,7 +49,7 @@ class Roles(FidelityRoles, CompilingRoles, Protocol):
     """
 
     async def prefetch(self, request: PrefetchRequest) -> Collection[str]:
-        """Start loading what a prompt on its way will need; the images of which nothing is stored, as far as known."""
+        """Start loading for a prompt on its way; returns the images of which nothing is stored."""
 
     async def encode(self, items: Sequence[tuple[str, MultiModalKwargsItem]]) -> Sequence[Any]:
         """Embeddings of each processed image, in whatever form `link` of the same object accepts.
@@ -66,10 +66,10 @@ class Roles(FidelityRoles, CompilingRoles, Protocol):
         """Stream a decode engine's outputs for a linked prompt."""
 
     async def renew(self, lease: str) -> LeaseState:
-        """The linked KV is still wanted: its blocks must not be freed yet. What the worker knows of them."""
+        """Keep the linked KV's blocks for longer. Returns what the worker knows of them."""
 
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
-        """The linked KV will not be read: let the prefill worker free its blocks."""
+        """Let the prefill worker free the linked KV's blocks, which will not be read."""
 
     async def check_health(self) -> None:
-        """Raises RoleUnavailable when a role has no healthy replica."""
+        """Raise RoleUnavailable when a role has no healthy replica."""

@@ -223,7 +223,7 @@ class PatchAwareOrderer:
         for entry in entries:
             self.index.add(entry)
 
-    def forget(self, content: str) -> None:
-        """A content is deleted, and what was derived from it."""
-        self.index.forget(content)
+    def forget(self, content: str, tenant: str) -> None:
+        """Drop the patches that name a deleted content, and its size; ids are salted by tenant."""
+        self.index.discard_content(content)
         self._tokens.pop(content, None)

@@ -1,5 +1,8 @@
-"""How the ingress learns which patches are stored: prefill replicas log what they form, the library's keeper what lies
-in its directory, and ingress replicas ask for both; and whether patches, or their sums, are switched off."""
+"""Feed of stored patches to ingress replicas.
+
+Prefill replicas log the patches that they form, the library's keeper those that lie in its directory, and ingress
+replicas ask both; also whether patches, or sums of them, are disabled.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
-
-from ray import serve
 
 from kvstore.catalog.index import Entry, FormedLog
 from serving.errors import RoleUnavailable
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CATALOGUED = 1 << 18  # patches that a keeper remembers for ingress replicas: as many as their indices hold
+KEEPER_LIMIT = 1 << 18  # patches that a keeper's feed remembers: as many as the indices of ingress replicas hold
 
 
 class PatchFeed(NamedTuple):
-    """What one replica has formed or found since it was last asked; `cursor` is what to ask with next.
+    """News of one replica since it was last asked; `cursor` is what to ask with next.
 
-    `patches`, `sums`: whether it links chunks by patches and by sums of them, as far as it has a say in that.
+    `patches`, `sums`: whether the replica links chunks by patches and by sums of them, as far as it has a say in that.
     """
 
     replica: str
@@ -36,65 +37,70 @@ class PatchFeed(NamedTuple):
     sums: bool = True
 
 
-class PatchFeedReplica:
-    """A part of `serving.replicas.prefill.PrefillWorker`; `log_formed` comes first."""
+class PatchFeedSource:
+    """One replica's side of the feed: a log of patches, read by cursors.
 
-    def log_formed(
+    Args:
+        replica: its name, under which its readers keep their cursors.
+        limit: patches that the log remembers.
+        patches, sums: whether patches, and sums of them, may be served now.
+    """
+
+    def __init__(
         self,
+        replica: str,
         limit: int = 1 << 14,
         patches: Callable[[], bool] = lambda: True,
         sums: Callable[[], bool] = lambda: True,
-    ) -> FormedLog:
-        """This replica's log, of so many patches. `patches`, `sums`: whether these are not switched off."""
-        self._formed, self._patches, self._sums = FormedLog(limit), patches, sums
-        return self._formed
+    ) -> None:
+        self._replica, self._patches, self._sums = replica, patches, sums
+        self._log = FormedLog(limit)
 
-    async def formed(self, cursors: Mapping[str, int]) -> PatchFeed:
-        """What was formed since these cursors, of which this replica knows its own by its name."""
-        name = str(serve.get_replica_context().replica_id.unique_id)
-        news = self._formed.since(cursors.get(name, 0))
-        return PatchFeed(name, *news, patches=self._patches(), sums=self._sums())
+    def add(self, entry: Entry) -> None:
+        """Log a patch that is stored now."""
+        self._log.add(entry)
+
+    def since(self, cursors: Mapping[str, int]) -> PatchFeed:
+        """News since these cursors, of which this replica knows its own by its name."""
+        news = self._log.since(cursors.get(self._replica, 0))
+        return PatchFeed(self._replica, *news, patches=self._patches(), sums=self._sums())
 
 
-class KeeperReplica(PatchFeedReplica):
-    """A part of `serving.app.LibraryKeeper`: what lies in the library's directory, whoever put it there."""
+async def log_stored(library: Library, patch: PatchFormSettings, feed: PatchFeedSource, period_s: float) -> None:
+    """Log the patches in a library's directory, whoever stored them, every `period_s`.
 
-    def catalogue(self, library: Library, patch: PatchFormSettings, period_s: float) -> asyncio.Task[None]:
-        """Begin to look every so many seconds. Must be called on the replica's event loop."""
-        self.log_formed(_CATALOGUED)
-        return asyncio.create_task(self._look(library, patch, period_s))
+    Ends at once where the library has no directory.
+    """
+    from kvstore.catalog.catalogue import PatchCatalogue
+    from prefill_workers.patches.patch_compiler import load_form
 
-    async def _look(self, library: Library, patch: PatchFormSettings, period_s: float) -> None:
-        from kvstore.catalog.catalogue import PatchCatalogue
-        from prefill_workers.patches.patch_compiler import load_form
-
-        catalogue: PatchCatalogue | None = None
-        while library.disk is not None:
-            try:
-                if catalogue is None:
-                    form = await asyncio.to_thread(load_form, patch, library)
-                    catalogue = PatchCatalogue(library.disk, library.fingerprint, form)
-                for entry in await asyncio.to_thread(catalogue.look):
-                    self._formed.add(entry)
-                if catalogue.is_behind:
-                    continue
-            except Exception:
-                logger.exception("what the library holds cannot be listed; trying again in %s s", period_s)
-            await asyncio.sleep(period_s)
+    catalogue: PatchCatalogue | None = None
+    while library.disk is not None:
+        try:
+            if catalogue is None:
+                form = await asyncio.to_thread(load_form, patch, library)
+                catalogue = PatchCatalogue(library.disk, library.fingerprint, form)
+            for entry in await asyncio.to_thread(catalogue.look):
+                feed.add(entry)
+            if catalogue.is_behind:
+                continue
+        except Exception:
+            logger.exception("what the library holds cannot be listed; trying again in %s s", period_s)
+        await asyncio.sleep(period_s)
 
 
 class PatchFeedRoles(Protocol):
-    """What `follow` needs of the roles."""
+    """Roles that feed an ingress."""
 
     async def formed(self, cursors: Mapping[str, int]) -> list[PatchFeed]:
-        """What every prefill replica has formed since, and what the library's keeper has found.
+        """News of every prefill replica and of the library's keeper.
 
         Raises RoleUnavailable when one does not answer.
         """
 
 
 async def follow(roles: PatchFeedRoles, arranger: PatchAwareOrderer, period_s: float) -> None:
-    """Tell an arranger, every so many seconds and for ever, which patches are stored besides, and what uses them."""
+    """Tell an orderer every `period_s`, for ever, which patches are stored and whether used."""
     cursors: dict[str, int] = {}
     while True:
         try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from serving.config import OrbitServeConfig
 from serving.replicas.process import enter_vllm
-from serving.routing.reports import DecodeReporter, ReportingReplica
+from serving.routing.reports import DecodeReporter
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class DecodeWorker(ReportingReplica):
-    """Stock vLLM; see `decode_workers.engine`."""
+class DecodeWorker:
+    """Decode role: stock vLLM; see `decode_workers.engine`."""
 
     def __init__(self, config: OrbitServeConfig) -> None:
         settings = config.decode
@@ -69,12 +69,16 @@ class DecodeWorker(ReportingReplica):
             logger.exception("the decode engine died, and this worker ends")
             os._exit(1)
 
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Called by Serve, every `routing.report_period_s`."""
+        return self._reporter.stats()
+
     async def longest(self) -> int:
         """Most tokens of a prompt with its answer."""
         return self._engine.max_model_len
 
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
-        """Tell the prefill worker that nobody will read this lease."""
+        """Tell the prefill worker that this lease will not be read."""
         await self._engine.abandon(transfer, readers)
 
     async def stats(self) -> Any:
@@ -82,11 +86,11 @@ class DecodeWorker(ReportingReplica):
         return self._engine.stats()
 
     async def all_blocks_free(self) -> bool:
-        """Whether vLLM's own pool holds no KV block."""
+        """True if vLLM's own pool holds no KV block."""
         return await self._engine.all_blocks_free()
 
     async def check_health(self) -> None:
-        """Raises when the engine core died."""
+        """Raise when the engine core died."""
         await self._engine.check_health()
 
     def __del__(self) -> None:

@@ -30,7 +30,7 @@ _CLOSE_SECONDS = 5.0  # for the access log's last lines
 
 @serve.ingress()
 class Ingress:
-    """The HTTP front end; see `serving.api.app`."""
+    """Ingress role: the HTTP front end; see `serving.api.app`."""
 
     async def __init__(self, config: OrbitServeConfig, **handles: DeploymentHandle) -> None:  # type: ignore[misc]
         enter_vllm(config.ingress, kv_cache_gib=None, nixl=False)
@@ -51,7 +51,7 @@ class Ingress:
         if config.access_log.directory is not None:
             self._log = client.access_log = Log(config.access_log, self._name, config.model.served_name)
         await self._roles.warm_up(config)
-        self._arranger = client.arranger
+        self._forgets = client.forgets
         self._following = asyncio.create_task(follow(self._roles, client.arranger, config.ingress.index_period_s))
         self._app = await build_api(client, config, self._forget, self._name, self._roles.counted)
 
@@ -60,20 +60,18 @@ class Ingress:
         return self._longest
 
     async def counted(self) -> tuple[str, list[Metric]]:
-        """This replica's name, and what it counted."""
+        """This replica's name and metrics."""
         return self._name, self._app.state.metrics.collect()
 
     async def forget(self, content: str, tenant: str) -> None:
-        """Drop what this replica remembers of a deleted content: its patches' names, its tokens or processed pixels."""
-        self._arranger.forget(content)
-        await self._app.state.forget(content)
+        """Drop a deleted content's patch names, tokens and processed pixels from this replica."""
+        await self._forgets.forget(content, tenant)
 
     async def _forget(self, content: str, tenant: str) -> None:
-        await self.forget(content, tenant)
-        try:
-            await answered(self._roles.library.delete_content.remote(content, tenant))
-        except Exception as error:  # the file is gone, and this is owed: the keeper tries again with every sweep
-            logger.warning("what derives from %s is not deleted yet: %s", content[:16], error)
+        keeper = answered(self._roles.library.delete_content.remote(content, tenant))
+        for error in await asyncio.gather(self.forget(content, tenant), keeper, return_exceptions=True):
+            if isinstance(error, Exception):  # the file is gone, and this is owed: the keeper tries with every sweep
+                logger.warning("what derives from %s is not deleted yet: %s", content[:16], error)
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._app

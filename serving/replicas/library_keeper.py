@@ -1,25 +1,32 @@
-"""The role that looks after the library: deletion, expiry, statistics, and a list of what it holds."""
+"""Library keeper: deletion, expiry, statistics, stored patches, disabled operating points."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ray import serve
 from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from prefill_workers.fidelity.disabled_points import DisabledPoints
 from serving.config import OrbitServeConfig
-from serving.placement.patch_feed import KeeperReplica
+from serving.placement.patch_feed import KEEPER_LIMIT, PatchFeed, PatchFeedSource, log_stored
+from serving.replicas.fidelity import FidelityKeeper
 from serving.replicas.process import enter
+
+if TYPE_CHECKING:
+    from prefill_workers.fidelity.disabled_points import PointDecision
+    from prefill_workers.modes import OperatingPoint
 
 logger = logging.getLogger(__name__)
 
 
-class LibraryKeeper(KeeperReplica):
-    """What the library needs that is nobody's request: deletion, expiry, statistics, a list of what it holds."""
+class LibraryKeeper:
+    """Keeper role: deletion, expiry, statistics, stored patches, disabled operating points."""
 
     async def __init__(  # type: ignore[misc]
         self, config: OrbitServeConfig, prefill: DeploymentHandle, compiler: DeploymentHandle
@@ -36,12 +43,16 @@ class LibraryKeeper(KeeperReplica):
         self._files = FileStore(config.files_url, config.files)
         self._stores = VectorStores(self._files)
         self._undeleted: set[tuple[str, str]] = set()  # content ids and tenants
-        self._library = Library(config.library, fingerprint(config.model.path, config.model.load_format))
+        model = fingerprint(config.model.path, config.model.load_format)
+        self._library = Library(config.library, model)
+        self._fidelity = FidelityKeeper(DisabledPoints(config.library.directory, model), prefill)
         self._sweeping = asyncio.create_task(self._sweep(config.keeper.sweep_period_s))
-        self._looking = self.catalogue(self._library, config.patch, config.keeper.catalogue_period_s)
+        self._feed = PatchFeedSource(str(serve.get_replica_context().replica_id.unique_id), KEEPER_LIMIT)
+        period_s = config.keeper.catalogue_period_s
+        self._listing = asyncio.create_task(log_stored(self._library, config.patch, self._feed, period_s))
 
     async def delete_content(self, content: str, tenant: str) -> int:
-        """Remove everything derived from a content id, in the tiers and in the memory of every replica that has any.
+        """Remove everything derived from a content id, in all tiers and every replica's memory.
 
         Returns of how many records it knew. What cannot be reached now is raised, and tried again with every sweep
         until it is gone; also by a later replica, if a file or a vector store held it (see
@@ -65,7 +76,7 @@ class LibraryKeeper(KeeperReplica):
         return went
 
     async def _sweep(self, period_s: float) -> None:
-        """Delete expired files and vector stores, and what was derived from content that nothing holds any more."""
+        """Delete expired files and stores, and what derives from content that nothing holds."""
         while True:
             gone = list(self._undeleted)
             try:
@@ -81,18 +92,30 @@ class LibraryKeeper(KeeperReplica):
                     logger.warning("%s is not deleted yet, trying again in %s s: %s", content[:16], period_s, error)
             await asyncio.sleep(period_s)
 
+    async def formed(self, cursors: Mapping[str, int]) -> PatchFeed:
+        """Patches found in the directory since these cursors; see `serving.placement.patch_feed`."""
+        return self._feed.since(cursors)
+
+    async def exchange(self, decisions: Sequence[PointDecision]) -> list[PointDecision]:
+        """Take over a prefill replica's decisions about operating points; returns all known ones."""
+        return await self._fidelity.exchange(decisions)
+
+    async def allow(self, point: OperatingPoint) -> int:
+        """Allow an operating point; returns on how many prefill replicas it was disabled."""
+        return await self._fidelity.allow(point)
+
     async def stats(self) -> Any:
         """The library's counters and bytes."""
         return self._library.stats()
 
     async def check_health(self) -> None:
-        """Raises when the sweep has ended."""
+        """Raise when the sweep has ended."""
         if self._sweeping.done():
             raise RuntimeError("the sweep of expired files has ended")
 
 
 async def _forget(role: DeploymentHandle, content: str, tenant: str) -> list[Any]:
-    """What the replicas of a role say to a deletion; a role that has none remembers nothing."""
+    """Answers of a role's replicas to a deletion; none from a role that has none."""
     try:
         return list(await role.broadcast("forget", content, tenant).results_async(return_exceptions=True))
     except DeploymentUnavailableError:
@@ -100,5 +123,5 @@ async def _forget(role: DeploymentHandle, content: str, tenant: str) -> list[Any
 
 
 def _died(error: Exception) -> bool:
-    """Whether a replica is gone, its memory with it. One that cannot be reached for a while remembers."""
+    """True if a replica is gone, its memory with it. One that is unreachable remembers."""
     return isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError)

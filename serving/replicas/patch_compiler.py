@@ -1,4 +1,4 @@
-"""The role that makes patches of deficits, off the request path."""
+"""Patch compiler replicas: deficits to patches, off the request path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class PatchCompiler:
-    """Deficits to stored patches; of all roles the one that gives way where processors are short."""
+    """Compiler role: deficits to stored patches. Of all roles the one that gives way on CPUs."""
 
     def __init__(self, config: OrbitServeConfig) -> None:
         enter(config.patch)
@@ -53,8 +53,10 @@ class PatchCompiler:
         compiler.compile(job)
 
     async def forget(self, content: str, tenant: str) -> None:
-        """Drop deleted content from this process: its memory, what it has not written yet, and what is formed of the
-        deficits that wait already."""
+        """Drop deleted content from this process.
+
+        From its memory, from what it has not written yet, and from what is formed of deficits that wait already.
+        """
         self._deletions.note(content, tenant)
         self._thread.submit(self._delete, content, tenant)
         await asyncio.to_thread(self._delete, content, tenant)
@@ -64,7 +66,7 @@ class PatchCompiler:
             compiler.library.delete_content(content, tenant)
 
     async def flush(self) -> int:
-        """Wait until nothing is queued and everything is stored; returns how many patches were formed."""
+        """Wait until everything queued is stored; returns how many patches were formed."""
         while self._queued:
             await asyncio.sleep(0.01)
         for compiler in self._compilers.values():

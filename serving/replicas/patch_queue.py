@@ -15,7 +15,9 @@ logger = logging.getLogger(__name__)
 
 
 class PatchQueue:
-    """Deficits sent to the patch compiler and not yet answered: one that cannot keep up costs patches, never memory.
+    """Deficits sent to the patch compiler and not yet answered, bounded in number and bytes.
+
+    A compiler that cannot keep up costs patches, never memory.
 
     Belongs to the event loop that it is made on; `submit` may be called from any thread.
 
@@ -35,16 +37,16 @@ class PatchQueue:
         self.dropped = 0
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Deficits that wait."""
         return self._waiting
 
     @property
-    def crowded(self) -> bool:
-        """Whether what waits takes more than half of the room."""
+    def is_crowded(self) -> bool:
+        """True if the deficits that wait take more than half of the room."""
         return 2 * self._waiting > self._most or 2 * self._bytes > self._most_bytes
 
     def submit(self, job: PatchJob) -> bool:
-        """Send a deficit off, if there is room for it; whether there was."""
+        """Send a deficit off, if there is room for it. Returns whether there was."""
         size = job.delta.nbytes
         with self._lock:
             full = self._waiting >= self._most or self._bytes + size > self._most_bytes

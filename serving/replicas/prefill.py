@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -19,31 +19,33 @@ from serving.config import OrbitServeConfig
 from serving.engine_spec import engine_spec
 from serving.errors import RoleUnavailable
 from serving.frontend.ray_roles import answered
-from serving.placement.patch_feed import PatchFeedReplica
-from serving.replicas.fidelity_mixin import FidelityReplica
+from serving.placement.patch_feed import PatchFeed, PatchFeedSource
+from serving.replicas.fidelity import PrefillFidelity
 from serving.replicas.patch_queue import PatchQueue
 from serving.replicas.process import MOST_FAILURES, enter_vllm
-from serving.routing.reports import PrefillReporter, ReportingReplica
+from serving.routing.reports import PrefillReporter
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from prefill_workers.engine.image_batches import Pixels
+    from prefill_workers.fidelity.disabled_points import PointDecision
+    from prefill_workers.fidelity.monitor import PointStatus
+    from prefill_workers.modes import OperatingPoint
     from prefill_workers.patches.patch_compiler import PatchJob
     from prefill_workers.protocol import LeaseState, LinkRequest, LinkResult, PrefetchRequest
 
 logger = logging.getLogger(__name__)
 
 
-class PrefillWorker(FidelityReplica, PatchFeedReplica, ReportingReplica):
-    """Links requests; see `prefill_workers.link.linker`."""
+class PrefillWorker:
+    """Prefill role: links requests; see `prefill_workers.link.linker`."""
 
     async def __init__(self, config: OrbitServeConfig, compiler: DeploymentHandle) -> None:  # type: ignore[misc]
         settings = config.prefill
         enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, nixl=True)
         from kvstore.library import Library
         from prefill_workers.engine.engine import PrefillEngine, check_hand_off
-        from prefill_workers.fidelity.disabled_points import DisabledPoints
         from prefill_workers.link.linker import Linker
         from prefill_workers.link.prefix_cache import PrefixCache
         from prefill_workers.patches.patch_compiler import load_form
@@ -59,19 +61,22 @@ class PrefillWorker(FidelityReplica, PatchFeedReplica, ReportingReplica):
         self._library = Library(config.library, self._engine.fingerprint)
         self._compiler = compiler
         self._deficits = PatchQueue(self._compile, settings.max_patch_queue, settings.max_patch_queue_bytes)
+        keeper = DeploymentHandle("LibraryKeeper", serve.get_replica_context().app_name)  # bound, it would be a circle
+        self._fidelity = PrefillFidelity(settings.fidelity, lambda known: answered(keeper.exchange.remote(known)))
         form = load_form(config.patch, self._library)
         linker = Linker(
             self._engine,
             self._library,
             form,
             self._deficits.submit,
-            self.watch_fidelity(settings.fidelity, DisabledPoints(config.library.directory, self._engine.fingerprint)),
+            self._fidelity.monitor,
             compose_up_to=config.compose_up_to,
             prefixes=PrefixCache.of(self._engine, settings.prefix_cache_bytes),
             weigh_by=config.weigh_by,
             free_text=settings.free_text,
         )
-        self._linker, self._log = linker, self.log_formed(patches=linker.patches, sums=linker.sums)
+        self._linker = linker
+        self._feed = PatchFeedSource(self._name, patches=linker.patches, sums=linker.sums)
         bytes_per_token = self._engine.layout.bytes_per_token(self._engine.dtype)
         self._loaded = KVLoadBudget(settings.loaded_bytes, bytes_per_token)
         self._loop = PrefillLoop(
@@ -85,19 +90,19 @@ class PrefillWorker(FidelityReplica, PatchFeedReplica, ReportingReplica):
             compiles=settings.compile_limits(linker.compose_up_to),
             cost_model=measure_forward_cost(self._engine),
             loaded=self._loaded,
-            crowded=lambda: self._deficits.crowded,
+            crowded=lambda: self._deficits.is_crowded,
         )
         self._reporter = PrefillReporter(self._loop, self._library, bytes_per_token, config.routing.hot_chunks)
         self._planners = ThreadPoolExecutor(32, thread_name_prefix="plan")  # a plan waits for look-ups
-        await self.hear_fidelity()
+        await self._fidelity.start()
         self._loop.start()
 
     async def _compile(self, job: PatchJob) -> None:
         await answered(self._compiler.compile.remote(job))
-        self._log.add(job.entry)
+        self._feed.add(job.entry)
 
     async def prefetch(self, request: PrefetchRequest) -> list[str]:
-        """Start loading what a prompt on its way will need; the images of which nothing is stored."""
+        """Start loading for a prompt on its way; returns the images of which nothing is stored."""
         self._loop.expect()
         loop, prefetch = asyncio.get_running_loop(), partial(self._linker.prefetch, load=not self._loaded.waiting)
         lacking = await loop.run_in_executor(self._planners, prefetch, request)
@@ -149,8 +154,32 @@ class PrefillWorker(FidelityReplica, PatchFeedReplica, ReportingReplica):
         return self._loop.longest
 
     async def renew(self, lease: str) -> LeaseState:
-        """Whoever waits for a link's KV still wants it. Returns what this replica knows of it."""
+        """Keep a link's KV for longer: it is still wanted. Returns what this replica knows of it."""
         return self._loop.renew(lease)
+
+    async def fidelity(self) -> tuple[str, list[PointStatus]]:
+        """This replica's name, and its measurements of every approximate operating point."""
+        return self._name, self._fidelity.monitor.status()
+
+    async def allow(self, point: OperatingPoint) -> bool:
+        """Serve at an operating point again. Returns whether it was disabled here."""
+        return self._fidelity.monitor.allow(point)
+
+    async def apply_decisions(self, decisions: Sequence[PointDecision]) -> None:
+        """Adopt the keeper's decisions about operating points."""
+        self._fidelity.monitor.apply(decisions)
+
+    @property
+    def _name(self) -> str:
+        return str(serve.get_replica_context().replica_id.unique_id)
+
+    async def formed(self, cursors: Mapping[str, int]) -> PatchFeed:
+        """Patches formed since these cursors; see `serving.placement.patch_feed`."""
+        return self._feed.since(cursors)
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Called by Serve, every `routing.report_period_s`."""
+        return self._reporter.stats()
 
     async def stats(self) -> dict[str, Any]:
         """This replica's name, loop and library counters."""
@@ -173,12 +202,17 @@ class PrefillWorker(FidelityReplica, PatchFeedReplica, ReportingReplica):
         await asyncio.to_thread(self._library.flush)
 
     async def forget(self, content: str, tenant: str) -> None:
-        """Drop what this worker's memory still holds of deleted content."""
-        self._loop.forget(content, tenant)
-        await asyncio.to_thread(self._library.delete_content, content, tenant)
+        """Drop deleted content from this worker's caches and library.
+
+        Raises the first failure, once all have tried.
+        """
+        try:
+            await self._linker.forgets.forget(content, tenant)
+        finally:
+            await asyncio.to_thread(self._library.delete_content, content, tenant)
 
     async def check_health(self) -> None:
-        """Raises when the loop's thread died, or the engine answers no forward any more (a GPU's lost context)."""
+        """Raise when the loop's thread died or all forwards fail (a GPU's lost context)."""
         if not self._loop.alive():
             raise RuntimeError("the prefill loop has ended")
         if self._engine.silent:

@@ -1,4 +1,4 @@
-"""A replica's process: its threads, its memory, what it gives way to, and vLLM's switches."""
+"""Process of a replica: threads, memory, niceness, and vLLM's environment."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def enter_vllm(settings: RoleSettings, *, kv_cache_gib: int | None, nixl: bool) 
 
 
 def keep_log_open() -> None:
-    """Take what writes this process's log off the list of handlers that `logging.config.dictConfig` closes.
+    """Keep this process's log handlers from being closed by `logging.config.dictConfig`.
 
     vLLM and NIXL call that as they are imported or make an engine. Ray Serve's handler has no target from then on, and
     whatever is said in a replica, by us too, is lost.
@@ -57,7 +57,7 @@ def keep_log_open() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what this process frees, up to half a GiB, and threads that start from now on share it.
+    """Have glibc keep up to half a GiB that this process frees, shared by later threads.
 
     Else large tensors of any thread but the main one go back to the system as soon as they are freed, and come again
     page by page: the prefill loop, which is such a thread, would do that with the activations of every long forward.
@@ -73,7 +73,7 @@ def keep_freed_memory() -> None:
 
 
 def give_way(niceness: int) -> None:
-    """Let other processes go first, as far as `niceness` says: all threads of this one, and those that they start.
+    """Raise the niceness of all threads of this process, and of those that they start.
 
     A thread that gives way further already, as Ray's workers may, goes on so. Linux counts niceness by thread; other
     systems are left alone.

@@ -20,7 +20,7 @@ _UNUSED_GIB = 1  # of KV, which a vision encoder has no use for
 
 
 class VisionEncoder:
-    """Pixels to embeddings, for chunks that nobody has seen yet."""
+    """Vision role: pixels to embeddings, for chunks not seen yet."""
 
     def __init__(self, config: OrbitServeConfig) -> None:
         settings = config.vision
@@ -46,10 +46,10 @@ class VisionEncoder:
         return found
 
     async def stats(self) -> dict[str, Any]:
-        """How many images were encoded."""
+        """Number of encoded images."""
         return {"images": self._encoder.images}
 
     async def check_health(self) -> None:
-        """Raises when the engine encodes nothing any more (a GPU's lost context)."""
+        """Raise when the engine encodes nothing any more (a GPU's lost context)."""
         if self._failing >= MOST_FAILURES:
             raise RuntimeError(f"the encoder failed {self._failing} times in a row")

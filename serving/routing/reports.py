@@ -1,10 +1,10 @@
-"""What prefill and decode replicas say of themselves to the routers (see `routing`), and how Serve is told of both."""
+"""Load reports of prefill and decode replicas to the routers (see `routing`)."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ray.serve.config import RequestRouterConfig
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def router_config(role: str, settings: RoutingSettings) -> RequestRouterConfig:
-    """How Ray Serve routes to the deployment of a role."""
+    """Configuration by which Ray Serve routes to the deployment of a role."""
     period = settings.report_period_s
     if not settings.enabled:
         return RequestRouterConfig(request_routing_stats_period_s=period)
@@ -29,25 +29,8 @@ def router_config(role: str, settings: RoutingSettings) -> RequestRouterConfig:
     )
 
 
-class Reporter(Protocol):
-    """Makes a replica's reports."""
-
-    def stats(self) -> dict[str, Any]:
-        """The next report."""
-
-
-class ReportingReplica:
-    """A replica that reports; it sets `_reporter` when it starts."""
-
-    _reporter: Reporter
-
-    async def record_routing_stats(self) -> dict[str, Any]:
-        """Called by Serve, every `routing.report_period_s`."""
-        return self._reporter.stats()
-
-
 class PrefillReporter:
-    """Makes the reports of a prefill replica.
+    """Reports of a prefill replica.
 
     Args:
         bytes_per_token: of canonical KV.
@@ -81,7 +64,7 @@ class PrefillReporter:
 
 
 class DecodeReporter:
-    """Makes the reports of a decode replica."""
+    """Reports of a decode replica."""
 
     def __init__(self, engine: DecodeEngine, max_sequences: int) -> None:
         self._engine, self._max_sequences = engine, max_sequences

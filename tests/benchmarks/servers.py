@@ -259,7 +259,7 @@ class EmbeddedRoles:
 
     async def forget(self, content: str, tenant: str) -> None:
         """Delete everything derived from some content."""
-        self._loop.forget(content, tenant)
+        await self._linker.forgets.forget(content, tenant)
         await asyncio.to_thread(self._library.delete_content, content, tenant)
 
     def settle(self) -> None:

@@ -94,7 +94,7 @@ def _measured(engine: PrefillEngine, tokens: int, turns: int) -> tuple[dict[str,
         def link(name: str, *, forget: bool, asked: Prompt = prompt) -> float:
             opened = workers[name]
             if forget:
-                opened.linker.forget(TENANT)
+                opened.linker.forgets.start("", TENANT)
             results: list[Any] = []
             taken = clock_ms(lambda: results.append(opened.link(asked)))
             points = [str(chunk.operating_point) for chunk in results[0].chunks]

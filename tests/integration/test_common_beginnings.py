@@ -71,7 +71,7 @@ def test_a_link_has_ended_well_though_its_beginning_cannot_be_kept(rig: Rig, mon
 
 def test_nothing_is_taken_that_may_have_been_wrong_when_patches_are_allowed_again(rig: Rig):
     rig.link(PAGES)
-    rig.linker.fidelity.switch_off(OperatingPoint.PATCHED, "a test")
+    rig.linker.fidelity.disable(OperatingPoint.PATCHED, "a test")
     assert rig.linker.fidelity.allow(OperatingPoint.PATCHED)
     assert len(rig.prefixes) == 0
 

@@ -84,7 +84,7 @@ def test_a_patch_behind_nothing_that_is_gone_is_compiled_again_although_all_pair
 
 def test_no_pairs_are_compiled_while_sums_are_switched_off(make_rig: Callable[..., Rig]):
     rig = make_rig(orbit_chunks=2, pair_forwards=12, compose_up_to=3)
-    rig.fidelity.switch_off(OperatingPoint.COMPOSED, "a test")
+    rig.fidelity.disable(OperatingPoint.COMPOSED, "a test")
     rig.link([1, 2, 3, "What?"])
     assert rig.loop.stats().compiled.forwards == {}
     rig.link([4, 1, "What?"])
@@ -131,7 +131,7 @@ def test_nothing_is_conditioned_on_a_chunk_that_was_deleted(
     for served in ([1, 2], [2, 1, "again"]):
         content = rig.link([*served, "?"]).plan.chunks[1].span.content  # at last page 1
     if way == "forgotten":
-        rig.loop.forget(content, "local")
+        rig.linker.forgets.start(content, "local")
     else:
         rig.library.delete_content(content, "local")
     for served in ([3, 4], [4, 3, "again"], [3, 4, 5]):
@@ -151,7 +151,7 @@ def test_a_deletion_ends_a_step_that_has_begun(make_rig: Callable[..., Rig], mon
         pieces = step(forming, *more)
         next(pieces)
         begun.append(forming.chunks[0].content)
-        rig.loop.forget(begun[0], "local")
+        rig.linker.forgets.start(begun[0], "local")
         yield
         return (yield from pieces)
 

@@ -97,7 +97,7 @@ def test_attention_weighs_sums_while_other_requests_choose_tokens(make_rig: Call
     rig = make_rig(compose_up_to=3, weigh_by=Weighing.ATTENTION)
     taught(rig, [1, 2], [1, 4], [2, 4])
     alone = [rig.link(SET), rig.link(SET, "cacheblend-30")]
-    rig.linker.forget("local")
+    rig.linker.forgets.start("", "local")
     plans = [rig.plan(SET), rig.plan(SET, "cacheblend-30")]
     results = [rig.loop.submit(plan) for plan in plans]
     for one, plan, result in zip(alone, plans, results, strict=True):
@@ -133,7 +133,7 @@ def test_a_sum_without_stored_embeddings_takes_them_from_the_request(make_rig: C
     taught(rig, [1, 2], [1, 4], [2, 4])
     measured = rig.link(SET)
     rig.library.delete("embedding", keys(rig).embedding, "local")
-    rig.linker.forget("local")  # the weights
+    rig.linker.forgets.start("", "local")  # the weights
     again = rig.link(SET)  # the rig encodes what the plan asks for
     assert again.points == SUMMED
     assert rig.library.has("embedding", keys(rig).embedding, "local"), "nobody encodes these pixels again"
@@ -164,10 +164,10 @@ def test_weights_are_one_orders_and_gone_with_what_their_tenant_deletes(make_rig
     rig.link([2, 1, 4, "?"])
     assert rig.loop.stats().forwards_partial == partial + 1
     assert len(known) == 2
-    rig.loop.forget(rig.link(SET).plan.request.chunks[0].content, "other")
+    rig.linker.forgets.start(rig.link(SET).plan.request.chunks[0].content, "other")
     rig.link(SET)
     assert len(known) == 2
-    rig.loop.forget(rig.link(SET).plan.request.chunks[0].content, "local")
+    rig.linker.forgets.start(rig.link(SET).plan.request.chunks[0].content, "local")
     partial = rig.loop.stats().forwards_partial
     rig.link(SET)
     assert rig.loop.stats().forwards_partial == partial + 1
@@ -180,7 +180,7 @@ def test_weights_are_measured_anew_after_their_point_was_switched_off(
     rig = make_rig(compose_up_to=3)
     taught(rig, [1, 2], [1, 4], [2, 4])
     rig.link(SET)
-    rig.linker.fidelity.switch_off(point, "a test")
+    rig.linker.fidelity.disable(point, "a test")
     assert rig.linker.fidelity.allow(point)
     partial = rig.loop.stats().forwards_partial
     assert rig.link(SET).points == SUMMED

@@ -140,7 +140,7 @@ def test_a_link_that_began_before_a_deletion_teaches_nothing_of_it_and_a_later_o
     """However long after it is harvested: the library remembers deletions for a while only, here not at all."""
     rig = make_rig()
     plan = rig.plan([1, 4, "?"])
-    rig.loop.forget(plan.request.chunks[0].content, "local")
+    rig.linker.forgets.start(plan.request.chunks[0].content, "local")
     rig.finish(plan, rig.loop.submit(plan).result(60))
 
     def stored(kind: RecordKind) -> list[bool]:

@@ -22,7 +22,7 @@ from kvstore.settings import LibrarySettings
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.paths import path_of
 from prefill_workers.settings import PatchFormSettings
-from serving.placement.patch_feed import KeeperReplica
+from serving.placement.patch_feed import PatchFeed, PatchFeedSource, log_stored
 
 FORM = PatchForm(2)
 PREFIX = [1, 2]
@@ -139,20 +139,20 @@ def test_a_damaged_record_is_passed_over(library: Library, catalogue: PatchCatal
 
 async def test_a_keeper_logs_what_another_process_stores_while_it_runs(library: Library, tmp_path: Path):
     store(library, patch("a"))
-    keeper, log = KeeperReplica(), list[Entry]()
+    feed, log = PatchFeedSource("keeper"), list[Entry]()
     with Library(LibrarySettings(directory=tmp_path), FINGERPRINT) as own:
-        looking = keeper.catalogue(own, PatchFormSettings(rank=FORM.rank), period_s=0.01)
+        logging = asyncio.create_task(log_stored(own, PatchFormSettings(rank=FORM.rank), feed, period_s=0.01))
         while len(log) < 2:
             await asyncio.sleep(0.01)
-            log = keeper._formed.since(0)[1]
+            log = feed.since({}).entries
             if len(log) == 1:
                 await asyncio.to_thread(store, library, patch("b", "a"))
-        looking.cancel()
+        logging.cancel()
     assert log == [entry("a"), entry("b", "a")]
 
 
 async def test_a_keeper_without_a_directory_has_nothing_to_log():
-    keeper = KeeperReplica()
+    feed = PatchFeedSource("keeper")
     with Library(LibrarySettings(directory=None), FINGERPRINT) as own:
-        await keeper.catalogue(own, PatchFormSettings(), period_s=0.01)
-    assert keeper._formed.since(0) == (0, [])
+        await log_stored(own, PatchFormSettings(), feed, period_s=0.01)
+    assert feed.since({}) == PatchFeed("keeper", 0, [])

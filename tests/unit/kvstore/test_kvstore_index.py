@@ -69,7 +69,7 @@ def test_forgetting_a_content_takes_what_was_conditioned_on_it_along():
     kept = entry("c", "b")
     for item in (entry("a"), entry("b", "a"), entry("c", "ab", ordered=False), kept):
         index.add(item)
-    index.forget("a")
+    index.discard_content("a")
     assert len(index) == 1
     assert kept in index
 

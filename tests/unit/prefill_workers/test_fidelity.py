@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import math
-import threading
 import time
-from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
-from ray.serve._private.common import DeploymentID
-from ray.serve.exceptions import DeploymentUnavailableError
 
-from prefill_workers.fidelity.disabled_points import DisabledPoints
+from prefill_workers.fidelity.disabled_points import PointDecision
 from prefill_workers.fidelity.monitor import KL_BUCKETS, MAX_KL, Comparison, Fidelity, compare
 from prefill_workers.modes import OperatingPoint
 from prefill_workers.settings import FidelitySettings
-from serving.replicas import fidelity_mixin as fidelity_replica
-from serving.replicas.fidelity_mixin import FidelityReplica
 
 PATCHED, COMPOSED, RELOCATED = OperatingPoint.PATCHED, OperatingPoint.COMPOSED, OperatingPoint.RELOCATED
 GOOD, BAD = Comparison(0.001, True), Comparison(1.0, False)
@@ -107,9 +100,9 @@ def test_requests_that_reused_nothing_are_not_drawn():
 
 
 def test_a_point_is_switched_off_once_its_rolling_kl_passes_its_bound(caplog: pytest.LogCaptureFixture):
-    told: list[tuple[OperatingPoint, float]] = []
+    told: list[PointDecision] = []
     settings = FidelitySettings(window=4, minimum=2, bounds={PATCHED: 0.05})
-    watched = Fidelity(settings, on_switch_off=lambda *which: told.append(which))
+    watched = Fidelity(settings, on_disable=lambda: told.extend(watched.decisions()))
     with caplog.at_level(logging.WARNING, logger="prefill_workers.fidelity.monitor"):
         for _ in range(4):
             watched.record([PATCHED], GOOD)
@@ -117,31 +110,13 @@ def test_a_point_is_switched_off_once_its_rolling_kl_passes_its_bound(caplog: py
         watched.record([PATCHED], BAD)
         watched.record([PATCHED], BAD)  # for the others, and for the log, it went off with the first
     assert not watched.allows(PATCHED)
-    assert told == [(PATCHED, status(watched, PATCHED).changed)]
+    assert [(decision.point, decision.allowed) for decision in told] == [(PATCHED, False)]
+    assert told[0].reason == "its rolling KL is 0.251 nats over the last 4 checks, its bound is 0.05"
     (line,) = [record.getMessage() for record in caplog.records]
     assert "operating point patched is switched off" in line
     assert "rolling KL is 0.251 nats over the last 4 checks" in line
     assert "bound is 0.05" in line
     assert "orbitserve fidelity allow patched" in line
-
-
-def test_what_an_operator_allows_just_then_is_kept_as_allowed():
-    class Slow(DisabledPoints):
-        def add(self, *which: Any) -> None:
-            allowing.start()
-            allowing.join(0.2)
-            kept.append("off")
-
-        def remove(self, point: OperatingPoint) -> None:
-            kept.append("allowed")
-
-    kept: list[str] = []
-    watched = Fidelity(FidelitySettings(window=4, minimum=1, bounds={PATCHED: 0.05}), kept=Slow(None, ""))
-    allowing = threading.Thread(target=watched.allow, args=(PATCHED,))
-    watched.record([PATCHED], BAD)
-    allowing.join()
-    assert watched.allows(PATCHED)
-    assert kept == ["off", "allowed"]
 
 
 def test_too_few_checks_judge_nobody():
@@ -209,119 +184,28 @@ def test_requests_served_before_an_operator_allowed_a_point_do_not_judge_it():
     assert not watched.allows(PATCHED)
 
 
-async def test_a_replica_waits_until_what_it_switched_off_is_announced():
-    class Slow(FidelityReplica):
-        """Whose word takes its time."""
-
-        def __init__(self) -> None:
-            self.let_go, self.told = asyncio.Event(), list[tuple[OperatingPoint, float]]()
-
-        async def _tell_replicas(self, point: OperatingPoint, since: float) -> None:
-            await self.let_go.wait()
-            self.told.append((point, since))
-
-    replica = Slow()
-    watched = replica.watch_fidelity(fidelity().settings)
-    await replica.announced()  # nothing to say
-    for _ in range(2):
-        watched.record([PATCHED], BAD)
-    waits = asyncio.ensure_future(replica.announced())
-    await asyncio.wait([waits], timeout=0.05)
-    assert not waits.done()
-    replica.let_go.set()
-    await waits
-    assert replica.told == [(PATCHED, status(watched, PATCHED).changed)]
-
-
-class Listed(FidelityReplica):
-    """A replica as the others find it; `rounds`: what a broadcast of each time gives, or raises."""
-
-    _name = "this"
-
-    def __init__(self, *rounds: list[object] | Exception) -> None:
-        self.rounds = list(rounds)
-        self.watched = self.watch_fidelity(fidelity().settings)
-
-    def _replicas(self) -> Listed:
-        return self
-
-    def broadcast(self, method: str) -> Listed:
-        assert method == "fidelity"
-        return self
-
-    async def results_async(self, timeout_s: float, return_exceptions: bool) -> list[object]:
-        assert return_exceptions
-        assert timeout_s > 0
-        answers = self.rounds.pop(0)
-        if isinstance(answers, Exception):
-            raise answers
-        return [answer() if callable(answer) else answer for answer in answers]
-
-    @property
-    def off(self) -> list[OperatingPoint]:
-        return [status.point for status in self.watched.status() if not status.allowed]
-
-
-NONE_SERVES = DeploymentUnavailableError(DeploymentID("prefill", "app"))
-
-
-@pytest.fixture
-def other() -> Fidelity:
-    """Another replica's, that has switched one point off."""
-    found = fidelity()
-    found.switch_off(PATCHED, "a test")
-    return found
-
-
-async def test_a_replica_that_starts_takes_over_what_the_others_have_switched_off(other: Fidelity, caplog):
-    replica = Listed([RuntimeError("one is gone"), lambda: ("other", other.status())])
-    with caplog.at_level(logging.WARNING):
-        await replica.hear_fidelity()
-    assert replica.off == [PATCHED]
-    assert "it is on prefill replica other" in caplog.text
-    assert "one is gone" in caplog.text
-
-
-@pytest.mark.parametrize("failure", [NONE_SERVES, TimeoutError()])
-async def test_a_replica_that_starts_serves_whatever_the_others_say(failure: Exception):
-    replica = Listed(failure)
-    await replica.hear_fidelity()
-    assert replica.off == []
-
-
-async def test_a_replica_asks_until_it_is_listed(other: Fidelity, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fidelity_replica, "_AGAIN_SECONDS", 0.0)
-    theirs = lambda: ("other", other.status())  # noqa: E731
-    replica = Listed(NONE_SERVES, TimeoutError(), [theirs], [theirs, ("this", [])], [])
-    await replica.hear_fidelity()
-    other.allow(PATCHED)
-    other.switch_off(COMPOSED, "a test")
-    async with asyncio.timeout(10):
-        await replica._hearing
-    assert replica.off == [COMPOSED]
-    assert replica.rounds == [[]]
-
-
-def test_of_two_workers_what_changed_later_holds(other: Fidelity):
-    this = fidelity()
-    this.hear("other", other.status())
+def test_of_two_decisions_the_later_one_holds():
+    this, other = fidelity(), fidelity()
+    other.disable(PATCHED, "a test")
+    before = other.decisions()
+    this.apply(before)
     assert not this.allows(PATCHED)
-    before = other.status()
+    assert this.decisions() == before, "the reason is handed on, and since when"
     assert this.allow(PATCHED)
-    this.hear("other", before)
+    this.apply(before)
     assert this.allows(PATCHED), "an operator allowed it since"
-    other.hear("this", this.status())
+    other.apply(this.decisions())
     assert other.allows(PATCHED)
-    this.hear("a new one", fidelity().status())
-    this.switch_off(COMPOSED, "a test")
-    this.hear("a new one", fidelity().status())
-    assert not this.allows(COMPOSED), "where nothing has changed nobody allowed anything"
+    this.disable(COMPOSED, "a test")
+    this.apply(fidelity().decisions())
+    assert not this.allows(COMPOSED), "where nothing was ever decided nobody allowed anything"
 
 
-async def test_an_operator_allows_it_also_where_it_never_was_switched_off(other: Fidelity):
-    this = fidelity()
+def test_an_operator_allows_a_point_also_where_it_never_was_disabled():
+    this, other = fidelity(), fidelity()
+    other.disable(PATCHED, "a test")
     assert not this.allow(PATCHED)
-    other.hear("this", this.status())
+    other.apply(this.decisions())
     assert other.allows(PATCHED)
 
 

@@ -31,17 +31,17 @@ def test_they_are_a_tenants_own_and_go_with_its_contents_or_everybodys() -> None
     for tenant in ("acme", "other"):
         known.put(tenant, "a", torch.ones(1), known.epoch)
     assert known.get("third", "a") is None
-    known.forget("acme")
+    known.forget("a", "acme")
     assert known.get("acme", "a") is None
     assert known.get("other", "a") is not None
-    known.forget(DYNAMIC_TENANT)
+    known.forget("a", DYNAMIC_TENANT)
     assert len(known) == 0
 
 
 def test_what_was_measured_before_something_was_dropped_is_not_taken_up() -> None:
     known = KnownWeights()
     planned = known.epoch
-    known.forget("acme")
+    known.forget("a", "acme")
     known.put("acme", "a", torch.ones(1), planned)
     assert len(known) == 0
     planned = known.epoch

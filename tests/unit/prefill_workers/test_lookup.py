@@ -287,7 +287,7 @@ def test_what_was_looked_up_ahead_serves_the_next_who_asks_and_nobody_after(
     now += 6
     assert lookups.start(KEYS, Mode.AUTO) is not again, "it may be out of date"
     lookups.keep(KEYS, Mode.AUTO, again)
-    lookups.forget()
+    lookups.forget("content", "acme")
     assert lookups.start(KEYS, Mode.AUTO) is not again
     lookups.keep(KEYS, Mode.AUTO, again)
     assert lookups.start(KEYS, Mode.AUTO) is not again, "what it found may have been deleted since"

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from kvstore.forget import CacheGroup
 from prefill_workers.background.patch_precompiler import PatchPrecompiler
 from prefill_workers.link.plan import LinkPlan
 from prefill_workers.patches.harvester import Harvester
@@ -98,7 +99,7 @@ def crowd() -> Crowd:
 def ahead(forwards: Forwards, sums: Sums, crowd: Crowd) -> PatchPrecompiler:
     limits = CompileLimits(orbit_chunks=0, part_forwards=0, pair_forwards=12)
     scratch = Scratch(range(8), 16, lambda left: 64)
-    return PatchPrecompiler(cast(Harvester, forwards), scratch, limits, TickingClock(), sums, crowd)
+    return PatchPrecompiler(cast(Harvester, forwards), scratch, limits, CacheGroup(), TickingClock(), sums, crowd)
 
 
 def test_jobs_of_the_same_worth_do_not_swap_for_ever(ahead: PatchPrecompiler, forwards: Forwards):

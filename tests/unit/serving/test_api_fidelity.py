@@ -170,7 +170,7 @@ def test_an_operator_looks_and_allows_from_the_command_line(roles: Roles, url: s
     assert "1 prefill workers" in run("allow", "patched").output
     assert roles.replicas["a"].allows(PATCHED)
     assert "was allowed" in run("allow", "patched").output
-    roles.replicas["b"].switch_off(OperatingPoint.COMPOSED, "a test")
+    roles.replicas["b"].disable(OperatingPoint.COMPOSED, "a test")
     assert "composed is allowed again on 1 prefill workers" in run("allow", "composed").output
     assert run("allow", "nonsense").exit_code == 1
 

@@ -14,7 +14,6 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from fastapi import FastAPI
 from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.serve import context
 from ray.serve._private.common import DeploymentID
@@ -24,11 +23,12 @@ from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvstore.errors import TierUnavailable
+from kvstore.forget import ForgetRegistry
 from prefill_workers.background.patch_precompiler import CompileStats
 from prefill_workers.protocol import ChunkSpan, LeaseState, LinkRequest, Overloaded, PixelsNeeded
 from prefill_workers.scheduler.load_budget import KVLoadBudget
 from prefill_workers.scheduler.prefill_loop import LoopStats
-from serving.api.app import forget
+from serving.api.app import ProcessedImages
 from serving.errors import RoleUnavailable
 from serving.frontend.documents import Documents
 from serving.frontend.ray_roles import RayRoles, answered, lost
@@ -232,9 +232,11 @@ async def test_what_is_deleted_leaves_the_front_ends_memory():
     documents = Documents(SimpleNamespace(encode=lambda text, **_: [1, 2]))
     documents.mark("page", "words")
     with ThreadPoolExecutor(1) as executor:
-        renderer: Any = SimpleNamespace(_mm_processor_only_cache=cache, _mm_executor=executor)
-        await forget(renderer, documents, "page")
-        await forget(renderer, documents, "unknown")
+        forgets = ForgetRegistry()
+        forgets.group().register(documents)
+        forgets.group(executor.submit).register(ProcessedImages(cache))
+        await forgets.forget("page", "acme")
+        await forgets.forget("unknown", "acme")
     assert [cache.is_cached([name])[0] for name in ("page", "other")] == [False, True]
     assert not documents._kept
 
@@ -255,20 +257,40 @@ async def test_a_deletion_that_cannot_be_finished_now_is_owed_and_no_error(caplo
     async def gone() -> None:
         raise TierUnavailable("disk: /srv/x")
 
-    async def forgets(content: str) -> None:
-        forgotten.append(content)
+    class Cache:
+        def forget(self, content: str, tenant: str) -> None:
+            forgotten.append(content)
+
+    class Broken:
+        def forget(self, content: str, tenant: str) -> None:
+            raise ValueError("a defect")
 
     forgotten: list[str] = []
     ingress = object.__new__(Ingress)
-    ingress._arranger = SimpleNamespace(forget=forgotten.append)
-    ingress._app = FastAPI()
-    ingress._app.state.forget = forgets
+    ingress._forgets = ForgetRegistry()
+    for cache in (Broken(), Cache()):
+        ingress._forgets.group().register(cache)
     remote = SimpleNamespace(remote=lambda *_: gone())
     ingress._roles = SimpleNamespace(library=SimpleNamespace(delete_content=remote))
     with caplog.at_level(logging.WARNING):
         await ingress._forget("content", "acme")
-    assert "is not deleted yet" in caplog.text
-    assert forgotten == ["content", "content"], "what this replica remembers, its names and its pixels or tokens"
+    assert caplog.text.count("is not deleted yet") == 2, "the defect, and what the keeper has still to do"
+    assert forgotten == ["content"]
+    with pytest.raises(ValueError, match="a defect"):
+        await ingress.forget("content", "acme")  # by which the keeper knows that it has to ask again
+
+
+async def test_a_cache_that_fails_leaves_nothing_in_a_prefill_workers_library_and_the_deletion_pending():
+    def broken(content: str, tenant: str) -> None:
+        raise ValueError("a defect")
+
+    worker, deleted = prefill_worker(), list[str]()
+    worker._linker = SimpleNamespace(forgets=ForgetRegistry())
+    worker._linker.forgets.group().register(SimpleNamespace(forget=broken))
+    worker._library.delete_content = lambda content, tenant: deleted.append(content)
+    with pytest.raises(ValueError, match="a defect"):
+        await worker.forget("page", "acme")
+    assert deleted == ["page"]
 
 
 async def test_a_lease_is_renewed_on_all_prefill_workers_and_none_is_missed():

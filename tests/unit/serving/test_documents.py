@@ -101,8 +101,8 @@ async def test_what_waits_to_be_tokenised_takes_no_thread_of_others():
 
 def test_a_forgotten_document_is_there_as_long_as_a_request_holds_it(documents: Documents):
     mark = documents.mark(A, "one two")
-    documents.forget(A)
-    documents.forget(B)
+    documents.forget(A, "acme")
+    documents.forget(B, "acme")
     assert (documents._held, *documents._kept) == (0,)
     assert documents.marked([mark]) == [mark.document]
     del mark

@@ -267,7 +267,7 @@ def test_chunks_cost_by_the_tokens_that_were_linked():
 def test_deleted_content_is_forgotten():
     arranger = PatchAwareOrderer()
     arranger.learn(request("ab"), result(*[outcome(PatchKind.own)] * 2))
-    arranger.forget("a")
+    arranger.forget("a", "acme")
     assert len(arranger.index) == 0
 
 

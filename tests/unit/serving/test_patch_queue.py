@@ -51,11 +51,11 @@ async def test_it_is_crowded_when_more_than_half_of_the_room_is_taken():
         deficits, crowded = PatchQueue(compiler.compile, most, most_bytes), []
         for key in "abc":
             deficits.submit(job(10, key))
-            crowded.append(deficits.crowded)
+            crowded.append(deficits.is_crowded)
         assert crowded == [False, False, True]
         compiler.go_on.set()
         await until_empty(deficits)
-        assert not deficits.crowded
+        assert not deficits.is_crowded
 
 
 async def test_one_may_wait_however_large():
