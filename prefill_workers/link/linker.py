@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -51,8 +51,6 @@ from prefill_workers.link.token_selection import (
     selected_by_place,
 )
 from prefill_workers.modes import Mode, OperatingPoint
-from prefill_workers.patches.harvester import Harvester
-from prefill_workers.patches.patch_compiler import PatchJob
 from prefill_workers.protocol import ChunkOutcome, LinkRequest, PixelsNeeded, PrefetchRequest
 from prefill_workers.sequence import LinkSequence, Run, forwards
 from prefill_workers.settings import COMPOSE_UP_TO, FREE_TEXT, FidelitySettings, Weighing
@@ -66,9 +64,7 @@ class Linker:
     """Plans and places links for one engine.
 
     Args:
-        form: of the patches that it looks for and asks for.
-        submit_patch: takes a deficit off the request path and stores its patch (see `patch_compiler`). False: it did
-            not, too many wait.
+        form: of the patches that it looks for.
         fidelity: says which operating points are switched off. None: nothing is checked, nothing switched off.
         compose_up_to: antecedents that a chunk may stand behind to be linked by the weighted sum of its pair patches.
             Where patches lack the layers by which they are weighed (see `composing`) none are summed.
@@ -85,7 +81,6 @@ class Linker:
         engine: PrefillEngine,
         library: Library,
         form: PatchForm,
-        submit_patch: Callable[[PatchJob], object],
         fidelity: Fidelity | None = None,
         compose_up_to: int = COMPOSE_UP_TO,
         prefixes: PrefixCache | None = None,
@@ -104,7 +99,6 @@ class Linker:
         self.weigh_by = weigh_by
         self._free_text = free_text
         self.compose_up_to = compose_up_to if form.first_layer(engine.layout.layers) <= MEASURED_LAYER else 0
-        self.harvester = Harvester(engine, library, form, submit_patch)
         self._keys, self._lookups = Keys(engine, form), Lookups(library, form.basis)
         self._weights = KnownWeights()
         self._prefixes = prefixes

@@ -36,7 +36,13 @@ _SENT_SECONDS = 60.0  # after which a patch that is not stored has been dropped,
 
 
 class Harvester:
-    """Keeps what links of one engine have computed. Arguments as `Linker`'s."""
+    """Keeps what links of one engine have computed.
+
+    Args:
+        form: of the patches that it asks for.
+        submit_patch: takes a deficit off the request path and stores its patch (see `patch_compiler`). False: it did
+            not, too many wait.
+    """
 
     def __init__(
         self, engine: PrefillEngine, library: Library, form: PatchForm, submit_patch: Callable[[PatchJob], object]

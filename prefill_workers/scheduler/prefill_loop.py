@@ -28,6 +28,7 @@ from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.engine.image_batches import Pixels
 from prefill_workers.link.linker import Linker
 from prefill_workers.link.plan import LinkPlan
+from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.scratch import Scratch
 from prefill_workers.protocol import LeaseState, LinkResult, Overloaded, PromptTooLarge
 from prefill_workers.scheduler.cost_model import ForwardCostModel
@@ -69,6 +70,7 @@ class PrefillLoop:
     """Owns the engine's thread.
 
     Args:
+        harvester: keeps what finished links have computed.
         budget: tokens of one forward at most.
         max_queue: links that may wait; more are refused with `Overloaded`.
         learns: whether computed chunks are kept (canonical KV, patches) in the background.
@@ -84,6 +86,7 @@ class PrefillLoop:
         self,
         engine: PrefillEngine,
         linker: Linker,
+        harvester: Harvester,
         *,
         budget: int,
         max_queue: int,
@@ -111,7 +114,7 @@ class PrefillLoop:
         spare = Scratch(range(last - scratch, last), engine.block_size, self._piece)
         rechecks = ShadowChecks(engine, linker.library, linker.fidelity, self._pool, spare)
         self._background = IdleWork(
-            linker.harvester,
+            harvester,
             self._pool,
             spare,
             compiles or CompileLimits(),

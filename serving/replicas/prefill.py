@@ -46,6 +46,7 @@ class PrefillWorker(FidelityReplica, PatchFeedReplica, ReportingReplica):
         from prefill_workers.fidelity.disabled_points import DisabledPoints
         from prefill_workers.link.linker import Linker
         from prefill_workers.link.prefix_cache import PrefixCache
+        from prefill_workers.patches.harvester import Harvester
         from prefill_workers.patches.patch_compiler import load_form
         from prefill_workers.scheduler.cost_model import measure_forward_cost
         from prefill_workers.scheduler.load_budget import KVLoadBudget
@@ -64,7 +65,6 @@ class PrefillWorker(FidelityReplica, PatchFeedReplica, ReportingReplica):
             self._engine,
             self._library,
             form,
-            self._deficits.submit,
             self.watch_fidelity(settings.fidelity, DisabledPoints(config.library.directory, self._engine.fingerprint)),
             compose_up_to=config.compose_up_to,
             prefixes=PrefixCache.of(self._engine, settings.prefix_cache_bytes),
@@ -77,6 +77,7 @@ class PrefillWorker(FidelityReplica, PatchFeedReplica, ReportingReplica):
         self._loop = PrefillLoop(
             self._engine,
             linker,
+            Harvester(self._engine, self._library, form, self._deficits.submit),
             budget=settings.max_batch_tokens,
             max_queue=settings.max_queue,
             lease_seconds=settings.lease_seconds,

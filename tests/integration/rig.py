@@ -27,6 +27,7 @@ from prefill_workers.link.linker import Linker
 from prefill_workers.link.plan import LinkPlan
 from prefill_workers.link.prefix_cache import PrefixCache
 from prefill_workers.modes import Mode
+from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.patch_compiler import PatchCompiler
 from prefill_workers.protocol import LinkRequest, LinkResult, PixelsNeeded
 from prefill_workers.scheduler.prefill_loop import PrefillLoop, drain
@@ -146,9 +147,8 @@ class Rig:
         self.compiler = PatchCompiler(self.library, form)
         self.fidelity = Fidelity(fidelity or FidelitySettings(share=0))
         self.prefixes = PrefixCache.of(engine, prefix_cache_bytes)
-        self.linker = Linker(
-            engine, self.library, form, self.compiler.compile, self.fidelity, compose_up_to, self.prefixes, weigh_by
-        )
+        self.linker = Linker(engine, self.library, form, self.fidelity, compose_up_to, self.prefixes, weigh_by)
+        self.harvester = Harvester(engine, self.library, form, self.compiler.compile)
         limits = {field.name for field in fields(CompileLimits)} & loop_options.keys()
         options = {
             "compiles": CompileLimits(**{name: loop_options.pop(name) for name in limits}),
@@ -159,7 +159,7 @@ class Rig:
             "patience_seconds": 0.0,
             **loop_options,
         }
-        self.loop = PrefillLoop(engine, self.linker, **options)
+        self.loop = PrefillLoop(engine, self.linker, self.harvester, **options)
         self.loop.start()
 
     def close(self) -> None:
