@@ -87,10 +87,12 @@ class LinkRequest:
 class PrefetchRequest:
     """Chunks that a prompt on its way will bring, in its order: content ids, and what their patches are keyed by.
 
-    `documents` are those of the contents that are text chunks.
+    `documents` are those of the contents that are text chunks; `delimiters` the token ids around the placeholders of
+    the others, which are images.
     """
 
     contents: tuple[str, ...]
+    delimiters: tuple[int, ...] = ()
     documents: frozenset[str] = frozenset()
     mode: Mode = Mode.AUTO
     tenant: str = "local"

@@ -103,7 +103,6 @@ class Linker:
         self._weights = KnownWeights()
         self._prefixes = prefixes
         self.fidelity.before_allowing(self._before_allowing)
-        self._delimiters: tuple[int, ...] = ()  # token ids around the placeholders of the image seen last
         self._told_of_unfit = False
         warm_up(engine.layout, engine.dtype)
 
@@ -135,7 +134,7 @@ class Linker:
         mode = Mode.EXACT if self._ruled_out(request.mode) else request.mode
         for i, content in enumerate(request.contents):
             text = content in request.documents
-            delimiters, contents = () if text else self._delimiters, request.contents[: i + 1]
+            delimiters, contents = () if text else request.delimiters, request.contents[: i + 1]
             summed = self._sums_behind(len(antecedents))
             keys = self._keys.of(
                 request.tenant, contents, delimiters, request.prefix, antecedents, embeds=not text, summed=summed
@@ -201,8 +200,6 @@ class Linker:
         for i, (span, context) in enumerate(zip(request.chunks, found, strict=True)):
             before = request.token_ids[span.start : span.first]
             delimiters = (*before, *request.token_ids[span.first + span.count : span.stop])
-            if span.needs_embeddings:
-                self._delimiters = delimiters
             antecedents = [keys.canonical for keys in wanted]
             behind, embeds = contents[: i + 1], span.needs_embeddings
             summed = self._sums_behind(len(antecedents)) and context == request.prefix  # parts are without text

@@ -41,7 +41,7 @@ from serving.access_log import AccessLog
 from serving.api.errors import OverloadedError
 from serving.errors import RoleUnavailable
 from serving.frontend.answer_stream import AnswerStream, sampling_of
-from serving.frontend.prompt_segments import Delimiters, Segments, segment
+from serving.frontend.prompt_segments import Delimiters, Segments, image_delimiters, segment
 from serving.frontend.report import ChunkReport, OrbitReport, RequestTrace, current_trace
 from serving.frontend.roles import Roles
 from serving.frontend.single_flight_encoder import SingleFlightEncoder
@@ -139,6 +139,7 @@ class LinkedEngineClient(_NotOurs):
         self._roles = roles
         self._encodings = SingleFlightEncoder(roles.encode)
         self._delimiters = Delimiters.of(self.model_config, self.renderer.get_tokenizer())
+        self._image_delimiters = image_delimiters(self.renderer, self._delimiters)
         self.arranger = PatchAwareOrderer(compose_up_to=compose_up_to, free_text=prefill.free_text)
         self._first_tokens, self._vocabulary = prefill.first_token, vllm_config.model_config.get_vocab_size()
         self._lease_seconds = prefill.lease_seconds
@@ -200,6 +201,7 @@ class LinkedEngineClient(_NotOurs):
         if contents and mode != Mode.OFF:
             request = PrefetchRequest(
                 tuple(contents),
+                self._image_delimiters,
                 documents=frozenset(document.content for document in trace.documents),
                 mode=mode,
                 tenant=trace.tenant,
