@@ -121,7 +121,7 @@ def test_a_worker_that_knows_no_pace_waits_for_whole_chunks(
     make_rig: Callable[..., Rig], fp32: PrefillEngine, tier: LayerTier, lesson: Lesson
 ):
     rig = cold_rig(make_rig, fp32, QWEN2_5_VL, tier, 0.0)
-    rig.loop._links._cost_model = ForwardCostModel()
+    rig.loop._scheduler.cost_model = ForwardCostModel()
     tier.held.set()
     assert off_by(rig.link(PARTS), lesson) < 1e-4
     assert rig.loop.stats().forwards_by_layer == 0
