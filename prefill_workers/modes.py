@@ -75,25 +75,25 @@ class Mode:
         return cls(ModeKind(written[1]), int(written[2]))
 
     def __str__(self) -> str:
-        return f"{self.kind}-{self.amount}" if self.selects else str(self.kind)
+        return f"{self.kind}-{self.amount}" if self.is_selective else str(self.kind)
 
     def selected(self, tokens: int) -> int:
         """How many of a chunk's `tokens` with stored KV are computed in context; a share of a token counts as one."""
         return -(-tokens * self.amount // 100) if self.kind is ModeKind.CACHEBLEND else min(self.amount, tokens)
 
     @property
-    def selects(self) -> bool:
-        """Whether some tokens of a chunk with stored KV may be computed in context, and the others not."""
+    def is_selective(self) -> bool:
+        """True where some tokens of a chunk with stored KV may be computed in context, and the others not."""
         return self.kind in _LARGEST
 
     @property
-    def recomputes(self) -> bool:
-        """Whether some tokens of every chunk with stored KV are computed in context."""
+    def needs_recompute(self) -> bool:
+        """True where some tokens of every chunk with stored KV are computed in context."""
         return self.amount > 0
 
     @property
-    def measures(self) -> bool:
-        """Whether which tokens are computed in context must be found out by a partial forward."""
+    def needs_partial_forward(self) -> bool:
+        """True where only a partial forward tells which tokens are to be computed in context."""
         return self.kind is ModeKind.CACHEBLEND and 0 < self.amount < _LARGEST[self.kind]
 
 
@@ -113,18 +113,18 @@ class OperatingPoint(StrEnum):
     ENCODED = "encoded"  # never seen: pixels encoded, then computed in context
 
     @property
-    def reuses_kv(self) -> bool:
-        """Whether the chunk's stored KV is used."""
+    def is_reuse(self) -> bool:
+        """True where the chunk's stored KV is used."""
         return self not in EXACT_POINTS
 
     @property
-    def computes(self) -> bool:
-        """Whether a forward computes tokens of the chunk."""
+    def needs_forward(self) -> bool:
+        """True where a forward computes tokens of the chunk."""
         return self not in (OperatingPoint.PATCHED, OperatingPoint.COMPOSED, OperatingPoint.RELOCATED)
 
     @property
     def is_conditioned(self) -> bool:
-        """Whether all of the chunk's KV knows of the chunks before: patches may be formed behind it."""
+        """True where all of the chunk's KV knows of the chunks before: patches may be formed behind it."""
         return self not in (OperatingPoint.RELOCATED, OperatingPoint.SELECTED)
 
 
@@ -138,7 +138,7 @@ def looks_up_patch(mode: Mode) -> bool:
 
 def uses_canonical_alone(mode: Mode) -> bool:
     """Whether stored canonical KV serves a request of this mode without a patch."""
-    return mode.kind is ModeKind.FULL_REUSE or mode.selects
+    return mode.kind is ModeKind.FULL_REUSE or mode.is_selective
 
 
 def uses_library(mode: Mode) -> bool:
@@ -158,6 +158,6 @@ def operating_point(
         return OperatingPoint.COMPOSED if parts else OperatingPoint.PATCHED
     if canonical and mode.kind is ModeKind.FULL_REUSE:
         return OperatingPoint.RELOCATED
-    if canonical and mode.selects and (computable or not mode.recomputes):
+    if canonical and mode.is_selective and (computable or not mode.needs_recompute):
         return OperatingPoint.SELECTED
     return OperatingPoint.RECOMPUTED if computable else OperatingPoint.ENCODED

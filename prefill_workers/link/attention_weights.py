@@ -14,7 +14,7 @@ from torch import Tensor
 from prefill_workers.engine.batch import Attending
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.link.compose import attention_weights
-from prefill_workers.link.plan import ChunkPlan, LinkPlan
+from prefill_workers.link.plan import ChunkPlan, ChunkState, LinkPlan
 from prefill_workers.sequence import LinkSequence, Run, forwards
 
 
@@ -47,7 +47,7 @@ def _asked(
         for run in runs:
             for i, chunk in enumerate(chunks):
                 start, stop = max(run.start, chunk.span.start), min(run.stop, chunk.span.stop)
-                if chunk.unmeasured is not None and start < stop:
+                if chunk.state is ChunkState.TO_WEIGH and start < stop:
                     tokens = Run(done + start - run.start, done + stop - run.start)
                     yield chunk, Attending(tokens, start, sequence.blocks, others[:i])
             done += len(run)

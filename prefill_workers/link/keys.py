@@ -33,7 +33,7 @@ class ChunkKeys:
     owner: str  # of canonical KV and embeddings: the request's tenant, or the dynamic library
     patch_owners: tuple[str, ...]  # whose patches serve
     parts: tuple[str, ...] = ()  # patches behind no antecedent and behind each alone; none where no sum may serve
-    teaches: bool = True  # whether what is learnt of the chunk where it stands may be kept under these keys
+    is_cacheable: bool = True  # whether what is learnt of the chunk where it stands may be kept under these keys
 
     def all(self) -> list[str]:
         """Every key."""
@@ -54,7 +54,7 @@ def contexts(request: LinkRequest, free_text: int) -> list[tuple[int, ...]]:
     | strict | all text up to this chunk                                                                          |
     | free   | nothing                                                                                            |
 
-    What a request with `free` computes behind long text is not kept as if it were without (`teaches`).
+    What a request with `free` computes behind long text is not kept as if it were without (`cacheable`).
     """
     found: list[tuple[int, ...]] = []
     text, stop, longest = blake3(derive_key_context="orbitserve 2026 text between chunks v1"), 0, 0
@@ -71,7 +71,7 @@ def contexts(request: LinkRequest, free_text: int) -> list[tuple[int, ...]]:
     return found
 
 
-def teaches(request: LinkRequest, free_text: int) -> list[bool]:
+def cacheable(request: LinkRequest, free_text: int) -> list[bool]:
     """By chunk, whether its context leaves out no text that would key it if the request did not say otherwise."""
     if request.text is not Text.FREE:
         return [True] * len(request.chunks)
@@ -95,7 +95,7 @@ class Keys:
         *,
         embeds: bool,
         summed: bool,
-        teaches: bool = True,
+        is_cacheable: bool = True,
     ) -> ChunkKeys:
         """Keys of the last of `contents` behind the others, whose canonical keys are `antecedents`.
 
@@ -103,7 +103,7 @@ class Keys:
             context: see `contexts`.
             embeds: whether the chunk has vision embeddings.
             summed: whether pair patches behind so many antecedents are summed.
-            teaches: see `ChunkKeys`.
+            is_cacheable: see `ChunkKeys`.
         """
         content = contents[-1]
         canonical = canonical_key(self._engine.fingerprint, content, delimiters, self._engine.precision)
@@ -129,5 +129,5 @@ class Keys:
             owner=owner_of(tenant, content),
             patch_owners=tuple(dict.fromkeys((tenant, DYNAMIC_TENANT))) if shared else (tenant,),
             parts=parts,
-            teaches=teaches,
+            is_cacheable=is_cacheable,
         )

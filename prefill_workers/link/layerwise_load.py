@@ -30,7 +30,7 @@ from prefill_workers.link.plan import ChunkPlan
 class LayerwiseLoad:
     """One chunk on its way: `layer` gives its KV, relocated and patched, in the order of the layers.
 
-    `late` once a layer did not come in time: from then on there are none.
+    `is_late` once a layer did not come in time: from then on there are none.
     """
 
     chunk: ChunkPlan
@@ -39,7 +39,7 @@ class LayerwiseLoad:
     patch: PatchRecord | None
     bound: Patch | None  # the patch with its basis
     loads: tuple[Loading, Loading | None]  # of canonical KV and patch
-    late: bool = False
+    is_late: bool = False
     waited: float = 0.0  # seconds
 
     @classmethod
@@ -48,7 +48,7 @@ class LayerwiseLoad:
 
         Nor if they do not fit the chunk: what a record says of itself is not checked yet either.
         """
-        loads = chunk.loading.loads if chunk.loading else None
+        loads = chunk.lookup.loads if chunk.lookup else None
         if loads is None:
             return None
         canonical, patch = (None if load is None else load.record for load in loads)
@@ -69,12 +69,12 @@ class LayerwiseLoad:
 
     def layer(self, index: int, deadline: float) -> Tensor | None:
         """KV [tokens, features] of a layer; waits for it until `deadline` (monotonic seconds)."""
-        if self.late:
+        if self.is_late:
             return None
         began = time.monotonic()
-        self.late = not self._wait_for(index, deadline)
+        self.is_late = not self._wait_for(index, deadline)
         self.waited += time.monotonic() - began
-        if self.late:
+        if self.is_late:
             return None
         patch = self.bound.of_layer(index) if self.bound else None
         kv, layout = self.canonical.kv[index : index + 1], self.canonical.layout.of_one_layer

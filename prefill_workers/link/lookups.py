@@ -49,16 +49,16 @@ class Found:
 
     Both only where some tokens of a chunk whose KV is stored are computed all the same, and for a patch that is still
     to be summed of `parts`: those behind the fixed prefix and behind each antecedent, of which `patch` is the first.
-    `unsure`: a patch is stored and did not come, or a tier did not answer; it says nothing of what is stored.
-    `unfit`: what is stored is of other tokens than the chunk has.
+    `is_unsure`: a patch is stored and did not come, or a tier did not answer; it says nothing of what is stored.
+    `is_unfit`: what is stored is of other tokens than the chunk has.
     """
 
     canonical: CanonicalRecord | None = None
     patch: PatchRecord | None = None
     embeddings: Tensor | None = None
     parts: tuple[Patch, ...] = ()
-    unsure: bool = False
-    unfit: bool = False
+    is_unsure: bool = False
+    is_unfit: bool = False
 
     def check(self, tokens: int, layout: Layout, basis: SharedBasis | None) -> None:
         """Raises ShapeMismatch unless canonical KV, and the patch or parts with it, are those of so many tokens."""
@@ -71,7 +71,7 @@ class Found:
             patch.bind(basis).check(kv, layout)
 
 
-class _Serving(NamedTuple):
+class _PatchPlaces(NamedTuple):
     """What is stored that serves as a chunk's patch: one patch, or the parts of a sum; nowhere, if nothing is."""
 
     places: list[Place]
@@ -199,7 +199,7 @@ class Lookups:
     def _run(self, lookup: Lookup, keys: ChunkKeys, mode: Mode) -> None:
         try:
             library, key = self._library, keys.embedding
-            beside = library.load("embedding", key, keys.owner) if key is not None and mode.recomputes else None
+            beside = library.load("embedding", key, keys.owner) if key is not None and mode.needs_recompute else None
             found, until = self._kv(lookup, keys, mode)
             if key is not None and (found.canonical is None or beside is not None or found.parts):
                 loading = beside or library.load("embedding", key, keys.owner)
@@ -218,10 +218,10 @@ class Lookups:
         summed, until = False, math.inf
         if looks_up_patch(mode):
             # Without a patch the canonical KV is of no use: nothing is moved until one is known to be stored.
-            serving = self._patches(keys)
-            if not serving.places:
-                return Found(unsure=not serving.certain), until
-            patches, summed = [library.load("patch", *place) for place in serving.places], serving.summed
+            patch = self._patches(keys)
+            if not patch.places:
+                return Found(is_unsure=not patch.certain), until
+            patches, summed = [library.load("patch", *place) for place in patch.places], patch.summed
         elif not uses_canonical_alone(mode):
             return Found(), until
         canonical = library.load("canonical", keys.canonical, keys.owner)
@@ -234,13 +234,13 @@ class Lookups:
         loaded = [cast(PatchRecord | None, library.wait(patch, until)) for patch in patches]
         records = tuple(record for record in loaded if record is not None)
         if len(records) < len(patches):
-            return Found(unsure=True), until
+            return Found(is_unsure=True), until
         if summed:
             parts = tuple(record.patch.bind(self._basis) for record in records)
             return Found(kv, records[0], parts=parts) if can_be_weighed(parts) else Found(), until
         return Found(kv, records[0] if records else None), until
 
-    def _patches(self, keys: ChunkKeys) -> _Serving:
+    def _patches(self, keys: ChunkKeys) -> _PatchPlaces:
         """What is stored that serves as a chunk's patch."""
         whole = [(key, owner) for key in (keys.own_patch, keys.set_patch) for owner in keys.patch_owners]
         owners = dict.fromkeys((*keys.patch_owners, keys.owner))  # of a reference behind references: everybody
@@ -256,7 +256,7 @@ class Lookups:
         stored, certain = self._library.look_up("patch", wanted(set()), wanted)
         for place in whole:
             if place in stored:
-                return _Serving([place], summed=False, certain=certain)
+                return _PatchPlaces([place], summed=False, certain=certain)
         chosen = [next((place for place in part if place in stored), None) for part in parts]
         places = [place for place in chosen if place is not None] if None not in chosen else []
-        return _Serving(places, summed=True, certain=certain)
+        return _PatchPlaces(places, summed=True, certain=certain)

@@ -48,20 +48,20 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """The whole blocks of the text before a prompt's first chunk; the first `known` of them were kept.
+class CachedPrefix:
+    """Look-up of the text before a prompt's first chunk: digests of its whole blocks, the first `cached` of which hit.
 
     `at` is the position of the prompt's first token in its own frame.
     """
 
     digests: tuple[bytes, ...] = ()
-    known: int = 0
+    cached: int = 0
     at: int = 0
 
     @property
-    def run(self) -> Run:
-        """The tokens that need no forward."""
-        return Run(0, self.known * BLOCK)
+    def hit(self) -> Run:
+        """Tokens that need no forward."""
+        return Run(0, self.cached * BLOCK)
 
 
 class PrefixCache:
@@ -90,22 +90,22 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def look_up(self, tenant: str, token_ids: Sequence[int], at: int) -> tuple[Beginning, tuple[Block, ...]]:
+    def look_up(self, tenant: str, token_ids: Sequence[int], at: int) -> tuple[CachedPrefix, tuple[Block, ...]]:
         """How a prompt begins of which `token_ids` is the text before the first chunk, and the blocks known of it."""
         if not self._limit:
-            return Beginning(), ()
+            return CachedPrefix(), ()
         digests = tuple(_digests(tenant if self._relocates else f"{at} {tenant}", token_ids))
         with self._lock:
             found = tuple(self._blocks[digest] for digest in takewhile(self._blocks.__contains__, digests))
             self._touch(digests)
-        return Beginning(digests, len(found), at), found
+        return CachedPrefix(digests, len(found), at), found
 
-    def wanted(self, beginning: Beginning, *, busy: bool) -> Run:
+    def wanted(self, prefix: CachedPrefix, *, busy: bool) -> Run:
         """The tokens, from the first unknown one on, whose KV is to be kept of a prompt that has been linked.
 
         `busy`: only of blocks that are wanted for the second time.
         """
-        unknown = beginning.digests[beginning.known :]
+        unknown = prefix.digests[prefix.cached :]
         with self._lock:
             blocks = sum(1 for _ in takewhile(self._came.__contains__, unknown)) if busy else len(unknown)
             for digest in reversed(unknown):
@@ -113,17 +113,17 @@ class PrefixCache:
                 self._came.move_to_end(digest)
             while len(self._came) > _REMEMBERED:
                 self._came.popitem(last=False)
-        first = beginning.run.stop
-        return Run(first, first + min(blocks, AT_ONCE, max(0, self._limit - beginning.known)) * BLOCK)
+        first = prefix.hit.stop
+        return Run(first, first + min(blocks, AT_ONCE, max(0, self._limit - prefix.cached)) * BLOCK)
 
-    def keep(self, beginning: Beginning, kv: Tensor) -> None:
+    def keep(self, prefix: CachedPrefix, kv: Tensor) -> None:
         """Keep the first unknown blocks; `kv` [layers, tokens, features] is theirs, in the prompt's frame."""
         # each of its own: a view would hold all of `kv`
-        new = [Block(part.clone(), beginning.at) for part in kv.split(BLOCK, 1)]
+        new = [Block(part.clone(), prefix.at) for part in kv.split(BLOCK, 1)]
         with self._lock:
-            for digest, block in zip(beginning.digests[beginning.known :], new, strict=False):
+            for digest, block in zip(prefix.digests[prefix.cached :], new, strict=False):
                 self._blocks.setdefault(digest, block)
-            self._touch(beginning.digests)
+            self._touch(prefix.digests)
             while len(self._blocks) > self._limit:
                 self._blocks.popitem(last=False)
 

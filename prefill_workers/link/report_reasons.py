@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefill_workers import modes as policies
 from prefill_workers.link.lookups import Found
-from prefill_workers.link.plan import ChunkPlan
+from prefill_workers.link.plan import ChunkPlan, ChunkState
 from prefill_workers.modes import Mode, OperatingPoint
 
 
@@ -23,15 +23,15 @@ def reason(mode: Mode, point: OperatingPoint, found: Found, chunk: ChunkPlan) ->
         return "mode full-reuse: canonical KV, no patch"
     if point is OperatingPoint.SELECTED:
         return selected(mode, chunk)
-    if chunk.barred:
+    if chunk.is_barred:
         return f"operating point {chunk.ruled_out} is switched off: computed in context"
     if mode in (Mode.EXACT, Mode.OFF):
         return f"mode {mode}: computed in context"
-    if found.unfit:
+    if found.is_unfit:
         return "what is stored of it does not fit its tokens"
     if found.patch is not None:
         return "a patch is stored, but no canonical KV could be loaded"
-    if found.unsure:
+    if found.is_unsure:
         return "what is stored of it could not be loaded in time"
     if found.canonical is not None:
         return "canonical KV is stored, but no embeddings for the tokens to compute"
@@ -42,6 +42,6 @@ def reason(mode: Mode, point: OperatingPoint, found: Found, chunk: ChunkPlan) ->
 
 def selected(mode: Mode, chunk: ChunkPlan) -> str:
     """The reason of a chunk of which a mode selects tokens."""
-    if chunk.unmeasured is not None:
+    if chunk.state is ChunkState.TO_WEIGH:
         return f"mode {mode}: deviations are to be measured"
     return f"mode {mode}: {sum(map(len, chunk.selected))} of {len(chunk.span)} tokens computed in context"

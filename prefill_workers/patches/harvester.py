@@ -59,7 +59,7 @@ class Harvester:
         """Chunks of a finished plan whose computed KV may be worth keeping: all of it must have been computed."""
         if not policies.uses_library(plan.request.mode):
             return []
-        return [c for c in plan.chunks if not c.reuses_kv]
+        return [c for c in plan.chunks if not c.is_reused]
 
     def forms_patch(self, plan: LinkPlan, chunk: ChunkPlan) -> bool:
         """Whether a computed chunk's KV is KV(B|A), which its patch is keyed by.
@@ -67,11 +67,11 @@ class Harvester:
         Not if some of A was linked without what its neighbours add, or text stands there that the key says nothing of.
         """
         before = plan.chunks[: plan.chunks.index(chunk)]
-        return chunk.teaches and all(c.outcome.operating_point.is_conditioned for c in before)
+        return chunk.is_cacheable and all(c.outcome.operating_point.is_conditioned for c in before)
 
     def is_kept(self, plan: LinkPlan, chunk: ChunkPlan) -> Pieces[bool]:
         """Whether a computed chunk has taught the library all it can: its canonical KV and its patch are stored."""
-        if chunk.unfit:
+        if chunk.is_unfit:
             return False
         tenant, owner = plan.request.tenant, owner_of(plan.request.tenant, chunk.span.content)
         if self.forms_patch(plan, chunk) and not (yield from self._has("patch", chunk.patch_key, tenant)):
@@ -80,7 +80,7 @@ class Harvester:
 
     def is_resident(self, plan: LinkPlan, chunk: ChunkPlan) -> bool:
         """Whether memory says of a computed chunk that it `is_kept`; asks no tier."""
-        if chunk.unfit:
+        if chunk.is_unfit:
             return False
         tenant, owner = plan.request.tenant, owner_of(plan.request.tenant, chunk.span.content)
         known = not self.forms_patch(plan, chunk) or self.library.is_resident("patch", chunk.patch_key, tenant)
@@ -137,7 +137,7 @@ class Harvester:
 
     def keep_embeddings(self, plan: LinkPlan, chunk: ChunkPlan) -> None:
         """Store a freshly encoded chunk's embeddings, so that nobody encodes these pixels again."""
-        if not chunk.encoded or chunk.embeddings is None:
+        if not chunk.is_encoded or chunk.embeddings is None:
             return
         self.library.put_embedding(
             EmbeddingRecord(

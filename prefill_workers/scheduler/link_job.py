@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from prefill_workers.block_pool import Lease
 from prefill_workers.link.layerwise_load import LayerwiseLoad
-from prefill_workers.link.plan import LinkPlan
+from prefill_workers.link.plan import ChunkState, LinkPlan
 from prefill_workers.protocol import LinkResult
 from prefill_workers.sequence import Run, complement, merge_runs
 
@@ -27,12 +27,12 @@ class LinkJob:
     lease: Lease | None = None
     reached: int = 0  # the frontier up to which runs are pending or computed
     pending: list[Run] = field(default_factory=list)
-    arriving: list[LayerwiseLoad] = field(default_factory=list)  # what the forward over `pending` writes as it comes in
-    by_layer: bool = True  # whether layers are worth waiting for: not again once some came too late
+    streams: list[LayerwiseLoad] = field(default_factory=list)  # what the forward over `pending` writes as it comes in
+    may_stream: bool = True  # whether layers are worth waiting for: not again once some came too late
     first_token: int | None = None  # of the answer, once the forward that ends the prompt has given it
 
     @property
-    def computes(self) -> bool:
+    def is_runnable(self) -> bool:
         """Whether the link has enough to compute for a forward of its own."""
         return self.tokens >= (FORWARD_TOKENS if self.reached < len(self.plan.sequence) else 1)
 
@@ -62,11 +62,12 @@ class LinkJob:
         return self.plan.request.sampling is not None and bool(runs) and runs[-1].stop == whole
 
     @property
-    def to_measure(self) -> list[Run]:
+    def runs_to_weigh(self) -> list[Run]:
         """What no forward has computed and no load has written, up to the last chunk that is measured."""
         chunks = self.plan.chunks
-        stop = max(c.span.stop for c in chunks if c.unmeasured is not None)
-        written = [self.plan.known, *(run for c in chunks if c.unmeasured is None for run in c.reused)]
+        stop = max(c.span.stop for c in chunks if c.state is ChunkState.TO_WEIGH)
+        reused = (run for c in chunks if c.state is not ChunkState.TO_WEIGH for run in c.reused)
+        written = [self.plan.prefix_hit, *reused]
         inside = [run for run in written if self.reached <= run.start and run.stop <= stop]
         return merge_runs([*self.pending, *complement(inside, stop, self.reached)])
 

@@ -150,7 +150,7 @@ class PrefillLoop:
             Overloaded: too many links wait already.
             PromptTooLarge: the pool could never hold the prompt.
         """
-        job = LinkJob(plan, Future(), time.perf_counter(), by_layer=not plan.request.mode.selects)
+        job = LinkJob(plan, Future(), time.perf_counter(), may_stream=not plan.request.mode.is_selective)
         needed = self._pool.blocks_for(job.room)
         if needed > self._pool.total:
             raise PromptTooLarge(f"the prompt needs {needed} KV blocks, the prefill worker has {self._pool.total}")
@@ -159,8 +159,8 @@ class PrefillLoop:
             self._scheduler.add(job)
             self._wake.notify()
         for chunk in plan.chunks:
-            if chunk.loading is not None:
-                chunk.loading.when_done(self._notify)
+            if (lookup := chunk.lookup) is not None:  # the loop's thread may have taken up its end
+                lookup.when_done(self._notify)
         return job.done
 
     def refuse_if_full(self) -> None:
@@ -380,7 +380,7 @@ class PrefillLoop:
         self._scheduler.remove(finished)  # only now: a defect fails these too
         busy = self._scheduler.has_links
         for job in held:
-            self._linker.keep_beginning(job.plan, busy=busy)
+            self._linker.keep_prefix(job.plan, busy=busy)
 
     def _forward(self, batch: ForwardBatch) -> ForwardResult | None:
         """Compute a batch. None if that failed, and with it its links: others' KV lies in other blocks."""
@@ -421,7 +421,7 @@ class PrefillLoop:
             stages_ms=plan.stages_ms,
             compute_ms=plan.compute_ms,
             select_ms=plan.select_ms,
-            prefix_tokens_reused=len(plan.known),
+            prefix_tokens_reused=len(plan.prefix_hit),
             first_token=job.first_token,
         )
         try:

@@ -117,7 +117,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """True if `schedule` would find anything to do for a running link before a further load ends."""
-        return any(job.computes or job.plan.measures or job.plan.has_news for job in self.running)
+        return any(job.is_runnable or job.plan.needs_weighing or job.plan.has_ended_loads for job in self.running)
 
     @property
     def tokens_left(self) -> int:
@@ -165,7 +165,7 @@ class Scheduler:
         self.running = sorted(self.running, key=self._due)
         self.running = [job for job in self.running if self._advance(job)]
         self._select()
-        return self._batch() if any(job.computes for job in self.running) else None
+        return self._batch() if any(job.is_runnable for job in self.running) else None
 
     def update(self, batch: ForwardBatch | None, result: ForwardResult | None) -> list[LinkJob]:
         """Note what a batch's forward computed; None if there was none, or it failed.
@@ -174,7 +174,7 @@ class Scheduler:
         """
         if batch is not None and result is not None:
             self._note(batch, result)
-        return [job for job in self.running if job.plan.settled and not job.pending]
+        return [job for job in self.running if job.plan.is_placed and not job.pending]
 
     def remove(self, jobs: Collection[LinkJob]) -> None:
         """Drop links that have ended."""
@@ -215,7 +215,7 @@ class Scheduler:
             if spoiled is not None:
                 job.go_back_to(spoiled)
             job.compute_up_to(job.plan.frontier)
-            if job.plan.loads and job.by_layer and self._streams_layers:
+            if job.plan.is_loading and job.may_stream and self._streams_layers:
                 self._stream(job)
         except PixelsNeeded as needed:
             self._end(job, needed)
@@ -230,16 +230,16 @@ class Scheduler:
 
         That is when a forward would take them as well: others' first tokens need not wait for theirs.
         """
-        able, turn = [job for job in self.running if job.computes or job.plan.measures], list[LinkJob]()
+        able, turn = [job for job in self.running if job.is_runnable or job.plan.needs_weighing], list[LinkJob]()
         for behind, job in zip(reversed(range(len(able))), able, strict=True):
-            tokens = sum(map(len, job.to_measure)) if job.plan.measures else job.tokens
+            tokens = sum(map(len, job.runs_to_weigh)) if job.plan.needs_weighing else job.tokens
             if not turn or self.cost_model.joins(tokens, len(turn), behind):
                 turn.append(job)
-        ready = [job for job in turn if job.plan.measures]
+        ready = [job for job in turn if job.plan.needs_weighing]
         if not ready:
             return
         try:
-            self.forwards_partial += self._linker.select([(job.plan, job.to_measure) for job in ready], self._budget)
+            self.forwards_partial += self._linker.select([(job.plan, job.runs_to_weigh) for job in ready], self._budget)
         except Exception as error:
             self.fail(ready, error)
             return
@@ -248,19 +248,19 @@ class Scheduler:
 
     def _stream(self, job: LinkJob) -> None:
         """Let the next forward write the chunks that are coming in, if their layers keep ahead of it."""
-        arriving = self._linker.arriving(job.plan)
-        if not arriving:
+        loads = self._linker.layerwise_loads(job.plan)
+        if not loads:
             return
         whole = len(job.plan.sequence)
         tokens = job.tokens + sum(map(len, job.plan.runs_between(job.reached, whole)))
         earlier = takewhile(lambda other: other is not job, self.running)
-        ahead = [other.tokens for other in earlier if other.computes]
+        ahead = [other.tokens for other in earlier if other.is_runnable]
         this_turn = not ahead or self.cost_model.joins(tokens, len(ahead), 0)
         worth_it = tokens >= FORWARD_TOKENS and this_turn and sum(ahead) + tokens <= self._budget
-        if worth_it and self.cost_model.keeps_ahead(arriving, tokens):
-            for coming in arriving:
-                coming.chunk.written = coming
-            job.arriving = arriving
+        if worth_it and self.cost_model.keeps_ahead(loads, tokens):
+            for load in loads:
+                load.chunk.begin_stream(load)
+            job.streams = loads
             job.compute_up_to(whole)
 
     def _batch(self) -> ForwardBatch:
@@ -269,17 +269,17 @@ class Scheduler:
         work: list[tuple[LinkJob, list[Run]]] = []
         streams: list[tuple[LinkJob, LayerwiseLoad]] = []
         # those that are not worth a forward of their own yet may only join
-        ready = sorted((job for job in self.running if job.pending), key=lambda job: not job.computes)
+        ready = sorted((job for job in self.running if job.pending), key=lambda job: not job.is_runnable)
         for behind, job in zip(reversed(range(len(ready))), ready, strict=True):
             # what a forward writes as it comes in must be in the forward that was chosen for it
-            if work and not job.arriving and not self.cost_model.joins(job.tokens, len(work), behind):
+            if work and not job.streams and not self.cost_model.joins(job.tokens, len(work), behind):
                 continue
             now, job.pending = split_runs(job.pending, budget)
             if now:
                 work.append((job, now))
                 budget -= sum(len(run) for run in now)
-                streams += [(job, coming) for coming in job.arriving]
-                job.arriving = []
+                streams += [(job, load) for load in job.streams]
+                job.streams = []
         sampled = [i for i, (job, now) in enumerate(work) if job.ends_with(now)]
         tokens = self._budget - budget
         return ForwardBatch(work, streams, sampled, tokens, self.cost_model.deadline(tokens))
@@ -290,7 +290,7 @@ class Scheduler:
         self.forwards += 1
         self.forwards_by_layer += bool(batch.streams)
         self.tokens += batch.tokens
-        computing = result.seconds - sum(coming.waited for coming in batch.loads)
+        computing = result.seconds - sum(load.waited for load in batch.loads)
         if batch.tokens >= FORWARD_TOKENS:
             self.cost_model.learn(batch.tokens, computing)
         for job, runs in batch.work:
@@ -300,7 +300,8 @@ class Scheduler:
             job = batch.work[i][0]
             assert job.plan.request.sampling is not None
             job.first_token = draw(scores, job.plan.request.sampling, job.plan.sequence.token_ids)
-        for job, coming in batch.streams:
-            if coming.late:
-                coming.chunk.written, job.by_layer = None, False
-                job.go_back_to(coming.chunk.span.start)
+        for job, load in batch.streams:
+            if load.is_late:
+                load.chunk.drop_stream()
+                job.may_stream = False
+                job.go_back_to(load.chunk.span.start)

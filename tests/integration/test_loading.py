@@ -136,7 +136,7 @@ def off_by(linked: Linked, reference: dict[int, float]) -> float:
 
 
 def settled(plan: LinkPlan, index: int) -> bool:
-    return plan.chunks[index].loading is None
+    return not plan.chunks[index].is_loading
 
 
 # Hits

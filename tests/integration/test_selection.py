@@ -176,8 +176,8 @@ def test_links_of_all_modes_share_one_forward(worker: Rig, monkeypatch: pytest.M
     plans = [worker.plan(MORE, mode) for mode in modes]
     for plan in plans:
         for chunk in plan.chunks:
-            if chunk.loading is not None:
-                chunk.loading.found()
+            if chunk.lookup is not None:
+                chunk.lookup.found()
     before = worker.loop.stats()
     with worker.loop._wake:  # the loop sees all of them at once
         futures = [worker.loop.submit(plan) for plan in plans]

@@ -32,6 +32,7 @@ def job(tokens: int, reused: int = 0) -> LinkJob:
     if reused:
         span = ChunkSpan("content", "image", 0, reused, 0, reused)
         chunks.append(ChunkPlan(span, "key", "patch", (), 0, ChunkOutcome(reused, OperatingPoint.PATCHED, 0, "")))
+        chunks[0].settle(OperatingPoint.PATCHED)
     sequence = LinkSequence(torch.zeros(tokens, dtype=torch.int32), torch.arange(tokens), ())
     return LinkJob(LinkPlan(LinkRequest("request", [0] * tokens), sequence, chunks), Future(), 0.0)
 
@@ -151,7 +152,7 @@ def test_what_was_written_for_a_link_is_there_before_it_ends_although_the_forwar
     engine = Engine()
     linker = SimpleNamespace(
         advance=lambda plan: None,
-        keep_beginning=lambda plan, busy: None,
+        keep_prefix=lambda plan, busy: None,
         sums=None,
         library=None,
         fidelity=Fidelity(FidelitySettings(share=0)),
