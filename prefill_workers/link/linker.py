@@ -9,7 +9,7 @@
 | `select`   | the engine's    | cacheblend: chooses which tokens of chunks with stored KV are computed all the same; |
 |            |                 | composed patches: weighs their parts                                                 |
 
-What is left are runs, which `worker.PrefillLoop` computes, several requests to a forward, up to the plan's frontier
+What is left are runs, which `PrefillLoop` computes, several requests to a forward, up to the plan's frontier
 (see `plan`). Loads so run beside the vision encoder and beside forwards: the slower of the two bounds the time to the
 first token, not their sum (mpic.md §3.2). A load that fails leaves its chunk to be computed. What a forward computed
 for chunks that had no patch yet is taken up by `harvest`, off the request path.
@@ -61,13 +61,13 @@ _TIMEOUTS = 2  # of the library, until a request's chunks count as not stored: w
 
 
 class Linker:
-    """Plans and places links for one engine.
+    """Planning and placing of links, for one engine.
 
     Args:
         form: of the patches that it looks for.
         fidelity: says which operating points are switched off. None: nothing is checked, nothing switched off.
         compose_up_to: antecedents that a chunk may stand behind to be linked by the weighted sum of its pair patches.
-            Where patches lack the layers by which they are weighed (see `composing`) none are summed.
+            Where patches lack the layers by which they are weighed (see `compose`) none are summed.
         prefixes: KV of the text before first chunks. None: it is always computed.
         weigh_by: what weighs the parts of a sum.
         free_text: see `keys.contexts`.
@@ -107,22 +107,22 @@ class Linker:
         warm_up(engine.layout, engine.dtype)
 
     def patches(self) -> bool:
-        """Whether patches may be served: they are not switched off."""
+        """True if patches may be served: they are not switched off."""
         return self.fidelity.allows(OperatingPoint.PATCHED)
 
     def sums(self) -> bool:
-        """Whether sums of pair patches may be served: neither they nor patches are switched off."""
+        """True if sums of pair patches may be served: neither they nor patches are switched off."""
         return self.patches() and self.fidelity.allows(OperatingPoint.COMPOSED)
 
     # -- plan ---------------------------------------------------------------------------------------------------------
 
     def forget(self, tenant: str) -> None:
-        """A tenant deleted a content: keep nothing that was learnt of its chunks."""
+        """Drop all that was learnt of a tenant's chunks, after a content of it was deleted."""
         self._weights.forget(tenant)
         self._lookups.forget()
 
     def prefetch(self, request: PrefetchRequest, *, load: bool = True) -> dict[str, Future[bool]]:
-        """Start loading for a prompt that is still being rendered, so that memory has it when the prompt comes.
+        """Start loading for a prompt that is still being rendered.
 
         Args:
             load: False: only say what is lacking.
@@ -186,15 +186,18 @@ class Linker:
             return plan.pinned_by(pins.pop_all().close)
 
     def _cached_prefix(self, request: LinkRequest, lag: int) -> tuple[CachedPrefix | None, tuple[Block, ...]]:
-        """What the prefix cache has of a request's text before its first chunk, the prompt's last token excepted: a
-        forward ends every link that no chunk ends. In text positions begin with `lag`."""
+        """Look up the text before a request's first chunk in the prefix cache.
+
+        The prompt's last token is excepted: a forward ends every link that no chunk ends. In text positions begin with
+        `lag`.
+        """
         if self._prefixes is None or not policies.uses_library(request.mode):
             return None, ()
         stop = request.chunks[0].start if request.chunks else len(request.token_ids) - 1
         return self._prefixes.look_up(request.tenant, request.token_ids[:stop], lag)
 
     def keys(self, request: LinkRequest) -> list[ChunkKeys]:
-        """Under which keys a request's chunks are stored, each behind those before it."""
+        """Keys of a request's chunks, each behind those before it."""
         wanted: list[ChunkKeys] = []
         contents = [span.content for span in request.chunks]
         found, kept = contexts(request, self._free_text), cacheable(request, self._free_text)
@@ -219,7 +222,7 @@ class Linker:
         ruled_out: OperatingPoint | None,
         until: float,
     ) -> ChunkPlan:
-        """How a chunk is to be linked, known by `until` (`time.monotonic`) at the latest."""
+        """Plan one chunk; waits for look-ups until `until` (`time.monotonic`) at the latest."""
         span, keys = request.chunks[index], wanted[index]
         coming = lookup.is_coming(max(0.0, until - time.monotonic()))
         chunk = ChunkPlan(
@@ -243,7 +246,7 @@ class Linker:
         return chunk
 
     def _ruled_out(self, mode: Mode) -> OperatingPoint | None:
-        """The operating point that a mode looks for, if it is switched off: then its chunks are computed exactly."""
+        """Operating point that a mode looks for, if that is switched off: then it computes exactly."""
         point = reasons.expected(mode)
         return None if self.fidelity.allows(point) else point
 
@@ -253,11 +256,11 @@ class Linker:
         return OperatingPoint.COMPOSED if would and not self.sums() else None
 
     def _composes(self, antecedents: int) -> bool:
-        """Whether pair patches behind so many antecedents are summed."""
+        """True if pair patches behind so many antecedents are summed."""
         return 1 < antecedents <= self.compose_up_to
 
     def _sums_behind(self, antecedents: int) -> bool:
-        """Whether pair patches behind so many antecedents are summed now: `_composes`, and not switched off."""
+        """True if pair patches behind so many antecedents are summed and not switched off."""
         return self.sums() and self._composes(antecedents)
 
     def _before_allowing(self, point: OperatingPoint) -> None:
@@ -270,7 +273,7 @@ class Linker:
     # -- advance ------------------------------------------------------------------------------------------------------
 
     def advance(self, plan: LinkPlan) -> int | None:
-        """Settle every chunk whose load has ended: write its KV into the sequence's blocks, or leave it to a forward.
+        """Write the KV of every chunk whose load has ended, or leave the chunk to a forward.
 
         Returns:
             The first token that must be computed again: what a forward took from an arriving chunk was not sound.
@@ -315,7 +318,7 @@ class Linker:
         plan.took("prefix", time.perf_counter() - began)
 
     def keep_prefix(self, plan: LinkPlan, *, busy: bool) -> None:
-        """Let the prefix cache have what it wants of the text that a finished link has computed before its first chunk.
+        """Cache the text that a finished link has computed before its first chunk, if it is wanted.
 
         `busy`: whether others wait for the engine. What cannot be read is not kept.
         """
@@ -370,7 +373,9 @@ class Linker:
         return taken + attended
 
     def _weighed(self, plan: LinkPlan, chunk: ChunkPlan, weights: Tensor | None) -> Found:
-        """Choose a chunk's tokens, or weigh its patch's parts, by what a partial forward left; what to write of it.
+        """Choose a chunk's tokens, or weigh its patch's parts, by what a partial forward left.
+
+        Returns the KV and patch to write.
 
         `weights` of the parts, if attention has told them.
         """
@@ -406,7 +411,9 @@ class Linker:
         return loads
 
     def _settle(self, chunk: ChunkPlan, request: LinkRequest, found: Found) -> Found:
-        """Fix a chunk's operating point by what was found for it. Embeddings that came with the request go first.
+        """Fix a chunk's operating point by what was found for it.
+
+        Embeddings that came with the request go first.
 
         Returns what was found, with the patch that its parts sum up to if their weights are known.
         """
@@ -445,7 +452,7 @@ class Linker:
         return found if weights is None or point is not OperatingPoint.COMPOSED else _summed(chunk, found, weights)
 
     def _fitting(self, chunk: ChunkPlan, found: Found) -> Found:
-        """What was found, less what does not fit the chunk.
+        """Drop what was found but does not fit the chunk.
 
         Names tell models and contents apart, not the versions of what cuts an image into tokens.
         """
@@ -468,14 +475,14 @@ class Linker:
         return found
 
     def _placed(self, chunk: ChunkPlan, found: Found) -> PlacedChunk:
-        """What is stored of a chunk, as it is to be placed."""
+        """Stored KV and patch of a chunk, with its place in the sequence."""
         assert found.canonical is not None
         patch = found.patch.patch.bind(self.form.basis) if found.patch else None
         return PlacedChunk(found.canonical.kv, patch, chunk.start_position, Run(chunk.span.start, chunk.span.stop))
 
 
 def _summed(chunk: ChunkPlan, found: Found, weights: Tensor) -> Found:
-    """What was found, with the patch that its parts sum up to; the chunk's outcome says so."""
+    """Replace the parts that were found by the patch that they sum up to, also in the outcome."""
     assert found.patch is not None
     base, *pairs = found.parts
     patch = weighted_sum(base, pairs, weights[:, None])

@@ -1,4 +1,4 @@
-"""Placing: stored KV relocated, patched and written into a sequence's blocks (kamera.md eq. 1)."""
+"""Placement of stored KV: relocated, patched and written into blocks (kamera.md eq. 1)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BYTES = 64 << 20  # of KV that is handed to the engine at once, unless one chun
 
 
 class PlacedChunk(NamedTuple):
-    """A chunk's stored KV, and where it goes.
+    """Stored KV of a chunk, and its place in a sequence.
 
     `kv`: canonical, [layers, tokens, features]; `position`: of its first token, in the shifted frame; `run`: its tokens
     in the sequence.
@@ -30,7 +30,10 @@ class PlacedChunk(NamedTuple):
 
 
 def write_chunks(engine: PrefillEngine, blocks: Sequence[int], chunks: Sequence[PlacedChunk]) -> None:
-    """Relocate, patch and write chunks of the sequence in `blocks`, small ones together: a write walks all layers."""
+    """Relocate, patch and write chunks of the sequence in `blocks`.
+
+    Small ones together: a write walks all layers.
+    """
     layout = engine.layout
     for group in _groups(chunks, _BYTES // layout.bytes_per_token(engine.dtype)):
         ends = torch.tensor([len(chunk.run) for chunk in group]).cumsum(0).tolist()

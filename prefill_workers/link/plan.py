@@ -49,8 +49,8 @@ class ChunkPlan:
 
     While its KV is on its way, `outcome` is what is expected, and `lookup` tells when the load has ended. `stream` is
     what a forward writes of a `STREAMING` chunk; whether that was sound is known when the load has ended. `ruled_out`
-    is the operating point that the request's mode would have looked for, if it is switched off (see `fidelity`); where
-    that is `composed`, stored patches of the whole set serve all the same.
+    is the operating point that the request's mode would have looked for, if it is switched off (`fidelity.monitor`);
+    where that is `composed`, stored patches of the whole set serve all the same.
 
     `selected` are the tokens of a chunk with stored KV that a forward computes all the same. `to_weigh` is what was
     found for a chunk in the state `TO_WEIGH`: tokens are selected whose KV in context is farthest from this canonical
@@ -90,14 +90,17 @@ class ChunkPlan:
         self.state, self.stream = ChunkState.LOADING, None
 
     def end_load(self) -> tuple[Found, LayerwiseLoad | None]:
-        """Take what the load, which has ended, found, and what a forward has written of it; `settle` comes next."""
+        """Take the outcome of the load, which has ended, and what streamed of it; then `settle`."""
         assert self.lookup is not None
         found, stream = self.lookup.found(), self.stream
         self.lookup = self.stream = None
         return found, stream
 
     def settle(self, point: OperatingPoint, to_weigh: Found | None = None) -> None:
-        """Fix the operating point of a chunk whose load has ended; with `to_weigh`, once that is weighed."""
+        """Fix the operating point of a chunk whose load has ended.
+
+        With `to_weigh` it is placed once that is weighed.
+        """
         assert self.is_loading
         if to_weigh is not None:
             self.state, self.to_weigh = ChunkState.TO_WEIGH, to_weigh
@@ -105,7 +108,10 @@ class ChunkPlan:
             self.state = ChunkState.PLACED if point.is_reuse else ChunkState.TO_COMPUTE
 
     def end_weighing(self) -> Found:
-        """Place the chunk after its tokens are chosen or its parts are weighed; what was found for it."""
+        """Place the chunk after its tokens are chosen or its parts are weighed.
+
+        Returns what was found for it.
+        """
         assert self.state is ChunkState.TO_WEIGH
         assert self.to_weigh is not None
         found, self.to_weigh = self.to_weigh, None
@@ -190,7 +196,7 @@ class LinkPlan:
         return complement([self.prefix_hit, *(run for c in self.chunks for run in c.reused)], len(self.sequence))
 
     def fix(self) -> None:
-        """Let go of the stored records and keep the runs, once all is placed. For the engine's thread."""
+        """Let go of the stored records and keep the runs; once all is placed."""
         self.unpin()
         if self._runs is None:
             self._runs = self.runs
@@ -220,7 +226,7 @@ class LinkPlan:
 
     @property
     def needs_weighing(self) -> bool:
-        """True once `Linker.select` must choose tokens of chunks, or weigh the parts of their patches."""
+        """True once `Linker.select` must choose tokens, or weigh the parts of patches."""
         return not self.is_loading and any(c.state is ChunkState.TO_WEIGH for c in self.chunks)
 
     @property
@@ -230,7 +236,10 @@ class LinkPlan:
 
     @property
     def is_placed(self) -> bool:
-        """True once all stored KV that the link uses is written: what is left is a forward over `runs`."""
+        """True once all stored KV of the link is written.
+
+        What is left is a forward over `runs`.
+        """
         return all(c.state in (ChunkState.PLACED, ChunkState.TO_COMPUTE) for c in self.chunks)
 
     @property
@@ -249,7 +258,7 @@ class LinkPlan:
         return sum(len(run) for run in self.runs)
 
     def embed(self) -> None:
-        """Hand the embeddings of the chunks that a forward, be it a partial one, computes to the sequence."""
+        """Hand the embeddings of chunks that a forward computes, if only in part, to the sequence."""
         self.sequence.embedded = tuple(
             Embedded(c.span.first, c.embeddings, c.span.is_embed)
             for c in self.chunks

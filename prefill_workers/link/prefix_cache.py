@@ -1,4 +1,4 @@
-"""The prefix cache: KV of the text before a prompt's first chunk; of a prompt without chunks, of its text.
+"""Prefix cache: KV of the text before a prompt's first chunk, or of a prompt without chunks.
 
 Nothing stands before that text (tools, system prompt, what a user writes ahead of the images), so its KV is the same in
 every prompt that begins with the same tokens, whatever follows: to take it again is exact to rounding, in every mode.
@@ -41,7 +41,7 @@ _REMEMBERED = 1 << 15  # blocks of which it is known that they came
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """KV of one block's tokens, in the frame in which the prompt's first token has position `at`."""
+    """KV of one block's tokens, in the frame in which the prompt begins at position `at`."""
 
     kv: Tensor  # [layers, BLOCK, features]
     at: int
@@ -49,7 +49,7 @@ class Block:
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """Look-up of the text before a prompt's first chunk: digests of its whole blocks, the first `cached` of which hit.
+    """Look-up of a prompt's first text: digests of its blocks, the first `cached` of which hit.
 
     `at` is the position of the prompt's first token in its own frame.
     """
@@ -65,7 +65,9 @@ class CachedPrefix:
 
 
 class PrefixCache:
-    """The blocks that came last, in this process's memory; of one prompt, the ends go first. Thread-safe.
+    """LRU cache of prefix blocks in this process's memory. Thread-safe.
+
+    Of one prompt, the last blocks go first.
 
     Tenants share the memory, and nothing in it: who asked what could be told from the time that an answer takes.
 
@@ -83,7 +85,7 @@ class PrefixCache:
 
     @classmethod
     def of(cls, engine: PrefillEngine, nbytes: int) -> PrefixCache:
-        """A cache of so many bytes for an engine's linker."""
+        """Build a cache of so many bytes for an engine's linker."""
         block = BLOCK * engine.layout.bytes_per_token(engine.dtype)
         return cls(nbytes // block, relocates=not engine.quantises)
 
@@ -91,7 +93,7 @@ class PrefixCache:
         return len(self._blocks)
 
     def look_up(self, tenant: str, token_ids: Sequence[int], at: int) -> tuple[CachedPrefix, tuple[Block, ...]]:
-        """How a prompt begins of which `token_ids` is the text before the first chunk, and the blocks known of it."""
+        """Look up the text `token_ids` before a prompt's first chunk; returns the blocks that hit."""
         if not self._limit:
             return CachedPrefix(), ()
         digests = tuple(_digests(tenant if self._relocates else f"{at} {tenant}", token_ids))
@@ -101,7 +103,7 @@ class PrefixCache:
         return CachedPrefix(digests, len(found), at), found
 
     def wanted(self, prefix: CachedPrefix, *, busy: bool) -> Run:
-        """The tokens, from the first unknown one on, whose KV is to be kept of a prompt that has been linked.
+        """Tokens, from the first miss on, whose KV is to be kept of a finished prompt.
 
         `busy`: only of blocks that are wanted for the second time.
         """
@@ -117,7 +119,10 @@ class PrefixCache:
         return Run(first, first + min(blocks, AT_ONCE, max(0, self._limit - prefix.cached)) * BLOCK)
 
     def keep(self, prefix: CachedPrefix, kv: Tensor) -> None:
-        """Keep the first unknown blocks; `kv` [layers, tokens, features] is theirs, in the prompt's frame."""
+        """Keep the first blocks that missed.
+
+        `kv` [layers, tokens, features] is theirs, in the prompt's frame.
+        """
         # each of its own: a view would hold all of `kv`
         new = [Block(part.clone(), prefix.at) for part in kv.split(BLOCK, 1)]
         with self._lock:
@@ -139,7 +144,10 @@ class PrefixCache:
 
 
 def relocated(blocks: Sequence[Block], at: int, layout: Layout) -> Iterator[tuple[Run, Tensor]]:
-    """KV [layers, tokens, features] of a prompt's first blocks in the frame of `at`, in a few stretches of tokens."""
+    """KV of a prompt's first blocks in the frame of `at`, in a few stretches of tokens.
+
+    KV is [layers, tokens, features].
+    """
     start = 0
     for kept_at, stretch in groupby(blocks, key=lambda block: block.at):
         kv = torch.cat([block.kv for block in stretch], 1)
@@ -149,7 +157,7 @@ def relocated(blocks: Sequence[Block], at: int, layout: Layout) -> Iterator[tupl
 
 
 def _digests(tenant: str, token_ids: Sequence[int]) -> Iterator[bytes]:
-    """One for each whole block, of its tokens and all before."""
+    """Digest of each whole block, over its tokens and all before."""
     hasher = blake3(tenant.encode() + b"\0", derive_key_context=_CONTEXT)
     whole = len(token_ids) - len(token_ids) % BLOCK
     for tokens in np.asarray(token_ids[:whole], "<i4").reshape(-1, BLOCK):

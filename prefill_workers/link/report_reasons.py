@@ -1,4 +1,4 @@
-"""What an answer's report says of a chunk: at which operating point it was linked, and why. Pure functions."""
+"""Reasons in a request's report: why a chunk was linked at its operating point."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from prefill_workers.modes import Mode, OperatingPoint
 
 
 def expected(mode: Mode) -> OperatingPoint:
-    """Where a mode links a chunk of which everything is stored."""
+    """Operating point at which a mode links a chunk of which everything is stored."""
     return policies.operating_point(mode, canonical=True, patch=True, computable=True)
 
 
 def reason(mode: Mode, point: OperatingPoint, found: Found, chunk: ChunkPlan) -> str:
-    """Why a chunk for which this was found is linked at this point."""
+    """Reason for a chunk's operating point, given what was found for it."""
     if point is OperatingPoint.COMPOSED:
         return f"weighted sum of the stored pair patches behind {chunk.outcome.antecedents} antecedents"
     if point is OperatingPoint.PATCHED and found.patch is not None:
@@ -41,7 +41,7 @@ def reason(mode: Mode, point: OperatingPoint, found: Found, chunk: ChunkPlan) ->
 
 
 def selected(mode: Mode, chunk: ChunkPlan) -> str:
-    """The reason of a chunk of which a mode selects tokens."""
+    """Reason for a chunk of which a mode selects tokens."""
     if chunk.state is ChunkState.TO_WEIGH:
         return f"mode {mode}: deviations are to be measured"
     return f"mode {mode}: {sum(map(len, chunk.selected))} of {len(chunk.span)} tokens computed in context"

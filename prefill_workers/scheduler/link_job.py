@@ -1,4 +1,4 @@
-"""A link on its way through the prefill loop, and what it ends in."""
+"""Link jobs: links on their way through the prefill loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORWARD_TOKENS = 64
 
 @dataclass(eq=False)
 class LinkJob:
-    """A link from its submission (`time.perf_counter`) to its end."""
+    """Job of one link, from its submission (`time.perf_counter`) to its end."""
 
     plan: LinkPlan
     done: Future[LinkResult]
@@ -33,7 +33,7 @@ class LinkJob:
 
     @property
     def is_runnable(self) -> bool:
-        """Whether the link has enough to compute for a forward of its own."""
+        """True if the link has enough to compute for a forward of its own."""
         return self.tokens >= (FORWARD_TOKENS if self.reached < len(self.plan.sequence) else 1)
 
     @property
@@ -53,17 +53,23 @@ class LinkJob:
 
     @property
     def room(self) -> int:
-        """Tokens that the link takes blocks for; a decode engine that goes on behind the first token pulls its slot."""
+        """Tokens that the link takes blocks for.
+
+        A decode engine that goes on behind the first token pulls that token's slot as well.
+        """
         return len(self.plan.sequence) + (self.plan.request.sampling is not None)
 
     def ends_with(self, runs: Sequence[Run]) -> bool:
-        """Whether the answer's first token is wanted, and comes from a forward over these runs."""
+        """True if these runs end the prompt and the answer's first token is wanted."""
         whole = len(self.plan.sequence)
         return self.plan.request.sampling is not None and bool(runs) and runs[-1].stop == whole
 
     @property
     def runs_to_weigh(self) -> list[Run]:
-        """What no forward has computed and no load has written, up to the last chunk that is measured."""
+        """Runs of the partial forward: all that is neither computed nor written.
+
+        Up to the last chunk that is to be weighed.
+        """
         chunks = self.plan.chunks
         stop = max(c.span.stop for c in chunks if c.state is ChunkState.TO_WEIGH)
         reused = (run for c in chunks if c.state is not ChunkState.TO_WEIGH for run in c.reused)
@@ -77,7 +83,7 @@ class LinkJob:
         self.reached = frontier
 
     def go_back_to(self, token: int) -> None:
-        """What was computed from this token on is worth nothing."""
+        """Discard what was computed from this token on."""
         if token < self.reached:
             self.pending = [Run(run.start, min(run.stop, token)) for run in self.pending if run.start < token]
             self.reached, self.first_token = token, None

@@ -45,7 +45,7 @@ _POLL_SECONDS = 0.002  # between looks for NIXL notifications while a lease is o
 
 @dataclass(frozen=True)
 class LoopStats:
-    """A snapshot of the loop, for health, metrics and tests."""
+    """Snapshot of the loop, for health, metrics and tests."""
 
     waiting: int
     running: int
@@ -66,7 +66,7 @@ class LoopStats:
 
 
 class PrefillLoop:
-    """Owns the engine's thread.
+    """The engine's thread, which all calls of the engine come from.
 
     Args:
         harvester: keeps what finished links have computed.
@@ -137,7 +137,10 @@ class PrefillLoop:
     # -- called from other threads ------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread. From here on nobody else may touch the engine, the calling thread neither."""
+        """Start the thread.
+
+        From here on no other may touch the engine, the calling thread neither.
+        """
         openmp.release()  # the threads that took part in building the engine and measuring its pace
         self._thread.start()
 
@@ -164,12 +167,17 @@ class PrefillLoop:
         return job.done
 
     def refuse_if_full(self) -> None:
-        """Raises Overloaded where `submit` would: before a plan has begun to load what nobody will link."""
+        """Raise Overloaded where `submit` would.
+
+        So that no plan begins to load what is refused later.
+        """
         with self._wake:
             self._refuse_beyond(len(self._scheduler.waiting) + self._loaded.waiting)
 
     def encode(self, items: Sequence[Pixels]) -> Future[list[Tensor]]:
-        """Embeddings [tokens, hidden] of each image, between two forwards. A cancelled future's are not computed.
+        """Encode images between two forwards: embeddings [tokens, hidden] of each.
+
+        A cancelled future's are not computed.
 
         Raises:
             Overloaded: too many calls wait already.
@@ -186,29 +194,29 @@ class PrefillLoop:
             raise Overloaded(f"{waiting} requests wait already")
 
     def expect(self) -> None:
-        """A request is on its way here, its images perhaps being encoded: leave it the machine."""
+        """Leave the machine to a request that is on its way here, whose images may be encoded now."""
         self._last_expected = time.perf_counter()
 
     def hasten(self, seconds: float = 1.0) -> None:
-        """Somebody waits for what was learnt: for so long, keep what was seen once without waiting for a quiet time."""
+        """Harvest without waiting for a quiet time, for so long: a caller waits for it."""
         self._background.hasten(time.perf_counter() + seconds)
         self._notify()
 
     def renew(self, lease: str) -> LeaseState:
-        """Whoever is to pull this lease's blocks has not come so far yet, as far as is known where this comes from."""
+        """Renew a lease whose blocks are still to be pulled; returns its state as far as known."""
         with self._wake:
             self._renewed.append(lease)
             self._wake.notify()
         return self._pool.state(lease)
 
     def abandon(self, lease: str) -> None:
-        """Nobody will pull this lease's blocks after all."""
+        """Free a lease's blocks: no decode engine will pull them."""
         with self._wake:
             self._abandoned.append(lease)
             self._wake.notify()
 
     def forget(self, content: str, tenant: str) -> None:
-        """A content was deleted: keep and compile nothing more of it."""
+        """Keep and compile nothing more of a content that was deleted."""
         with self._wake:
             self._forgotten.append((content, tenant))
             self._wake.notify()
@@ -242,11 +250,11 @@ class PrefillLoop:
 
     @property
     def failing(self) -> int:
-        """How often the engine failed since the last forward, of links or of images, that did not."""
+        """Failures of the engine since its last forward, of links or images, that went well."""
         return max(self._scheduler.failing, self._images.failing)
 
     def alive(self) -> bool:
-        """Whether the thread still turns."""
+        """True while the thread turns."""
         return self._thread.is_alive()
 
     def stop(self) -> None:
@@ -305,18 +313,18 @@ class PrefillLoop:
         return self._scheduler.has_links or bool(self._images or self._background.ready)
 
     def _gives_way(self) -> bool:
-        """Whether background work should wait: a hand-off or a request is on its way, and no check is late."""
+        """True if background work should wait for a hand-off or a request, and no check is late."""
         since, checks = time.perf_counter() - self._patience, self._background.checks_since()
         if checks is not None and checks < since:
             return False
         return self._last_expected > since or (self._pool.unread and self._last_finished > since)
 
     def _disturbed(self) -> float:
-        """When a request came last, or got what it came for (`time.perf_counter`)."""
+        """Time at which a request last came or was answered (`time.perf_counter`)."""
         return max(self._last_expected, self._last_finished)
 
     def _piece(self, left: int) -> int:
-        """Of the tokens that background work has `left`, those that one forward may compute now."""
+        """Tokens of the next background forward, of those that are `left`."""
         rested = 0.0 if self._scheduler.has_links else time.perf_counter() - self._disturbed()
         return min(self._scheduler.cost_model.piece(left, rested), self._budget)
 
@@ -325,7 +333,7 @@ class PrefillLoop:
             self._wake.notify()
 
     def _heed(self) -> None:
-        """What other threads have asked for since the last turn."""
+        """Do what other threads have asked for since the last turn."""
         while self._forgotten:
             content, tenant = self._forgotten.popleft()
             self._linker.forget(tenant)
@@ -352,7 +360,7 @@ class PrefillLoop:
             logger.warning("leases expired unread, blocks freed: %s", ", ".join(unread))
 
     def _admit(self) -> None:
-        """Drop what was cancelled while it waited, and admit waiting links; what idle work alone holds makes room."""
+        """Drop cancelled links and admit waiting ones; idle work makes room for them."""
         with self._wake:  # others add
             cancelled = self._scheduler.take_cancelled()
             self._images.drop_cancelled()
@@ -383,7 +391,10 @@ class PrefillLoop:
             self._linker.keep_prefix(job.plan, busy=busy)
 
     def _forward(self, batch: ForwardBatch) -> ForwardResult | None:
-        """Compute a batch. None if that failed, and with it its links: others' KV lies in other blocks."""
+        """Compute a batch. None if that failed, and with it the links in it.
+
+        Others' KV lies in other blocks.
+        """
         began = time.perf_counter()
         try:
             logits = self._engine.forward(batch.sequences, batch.loads, batch.deadline, batch.sampled)
@@ -393,7 +404,7 @@ class PrefillLoop:
         return ForwardResult(logits, time.perf_counter() - began)
 
     def _finish_writes(self, finished: Sequence[LinkJob]) -> bool:
-        """Wait until others can read what was written for links that end without a forward. False if that failed."""
+        """Wait until the KV of links that end without a forward can be read. False if that failed."""
         try:
             self._engine.finish_writes()
         except Exception as error:
@@ -402,13 +413,16 @@ class PrefillLoop:
         return True
 
     def _wait_for_loads(self) -> None:
-        """Sleep until a load ends, if nothing can be computed before; not long, leases have no event to wait for."""
+        """Sleep until a load ends, if nothing can be computed before.
+
+        Not long: leases have no event to wait for.
+        """
         with self._wake:
             if self._scheduler.running and not self._scheduler.has_work:
                 self._wake.wait(_POLL_SECONDS)
 
     def _finish(self, job: LinkJob) -> bool:
-        """Tell who waits for a link that it has ended; whether anybody does, and will read its blocks."""
+        """Give a finished link's result to its caller. False if the link was cancelled."""
         assert job.lease is not None
         plan = job.plan
         self._last_finished = time.perf_counter()
@@ -431,7 +445,7 @@ class PrefillLoop:
         return True
 
     def _learn(self, job: LinkJob) -> None:
-        """Take up in the background what a link that has ended can teach. What goes wrong costs that alone."""
+        """Let idle work take up a finished link. Errors cost no more than that."""
         assert job.lease is not None
         try:
             if self._learns:
@@ -443,7 +457,7 @@ class PrefillLoop:
 
 
 def drain(loop: PrefillLoop, seconds: float = 60.0) -> LoopStats:
-    """Wait until the loop has nothing queued, running or to harvest (tests and orderly shutdown).
+    """Wait until nothing is queued, running or to be harvested (tests, orderly shutdown).
 
     Raises:
         TimeoutError: it still had work after `seconds`.

@@ -1,4 +1,4 @@
-"""The scheduler: which links have KV blocks, and what the next forward computes of them.
+"""Scheduler of a prefill worker: admission of links to KV blocks, and batches of forwards.
 
 | call        | effect                                                                                            |
 |-------------|---------------------------------------------------------------------------------------------------|
@@ -46,7 +46,7 @@ _STRETCH = 4.0  # times what a link takes to compute, until it is due
 
 @dataclass(frozen=True, eq=False)
 class ForwardBatch:
-    """The runs of several links that one forward computes, and the chunks that it writes layer by layer meanwhile.
+    """Batch of one forward: the runs of several links, and the loads that it writes by layer.
 
     `sampled`: indices into `work` of the links whose first answer token is drawn from the forward's logits. `deadline`
     is until when the forward waits for layers (monotonic seconds).
@@ -60,30 +60,30 @@ class ForwardBatch:
 
     @property
     def jobs(self) -> list[LinkJob]:
-        """The links that are computed."""
+        """Links that are computed."""
         return [job for job, _ in self.work]
 
     @property
     def sequences(self) -> list[tuple[LinkSequence, list[Run]]]:
-        """The work as an engine takes it."""
+        """Sequences and their runs, as an engine takes them."""
         return [(job.plan.sequence, runs) for job, runs in self.work]
 
     @property
     def loads(self) -> list[LayerwiseLoad]:
-        """The chunks that come in meanwhile, as an engine takes them."""
+        """Loads that are written meanwhile, as an engine takes them."""
         return [load for _, load in self.streams]
 
 
 @dataclass(frozen=True, eq=False)
 class ForwardResult:
-    """Outcome of a batch: logits [sampled, vocabulary] if any were asked for, and the seconds that it took."""
+    """Outcome of a batch: logits [sampled, vocabulary], if asked for, and its seconds."""
 
     logits: Tensor | None
     seconds: float
 
 
 class Scheduler:
-    """Waiting and running links of one engine. All methods but `add` are for the loop's thread.
+    """Waiting and running links of one engine. For the loop's thread, but for `add`.
 
     Args:
         pool: the KV blocks of running links; blocks of those that end without a result return to it.
@@ -116,7 +116,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True if `schedule` would find anything to do for a running link before a further load ends."""
+        """True if `schedule` has something to do for a running link before a load ends."""
         return any(job.is_runnable or job.plan.needs_weighing or job.plan.has_ended_loads for job in self.running)
 
     @property
@@ -131,20 +131,23 @@ class Scheduler:
         self.waiting.append(job)
 
     def take_cancelled(self) -> list[LinkJob]:
-        """Remove and return the waiting links that were cancelled, wherever they stand; under the loop's lock."""
+        """Remove and return cancelled waiting links, wherever they stand.
+
+        Under the loop's lock.
+        """
         cancelled = [job for job in self.waiting if job.done.cancelled()]
         for job in cancelled:
             self.waiting.remove(job)
         return cancelled
 
     def refuse_waiting(self, error: Exception) -> None:
-        """Raise an error to all whose links still wait."""
+        """Raise an error to the callers of all waiting links."""
         for job in self.waiting:
             with suppress(InvalidStateError):
                 job.done.set_exception(error)
 
     def admit(self) -> bool:
-        """Give waiting links blocks, in order, while these last. False if a link is left that found too few."""
+        """Give waiting links blocks, in order, while these last. False if some are left without."""
         while self.waiting:
             job = self.waiting[0]
             try:
@@ -160,7 +163,7 @@ class Scheduler:
     # -- running ------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> ForwardBatch | None:
-        """Place what has been loaded, choose tokens, and put the next forward together; None if none is worth it."""
+        """Place loaded KV, choose tokens, and batch the next forward; None if none is worth it."""
         self._turn_failed = False
         self.running = sorted(self.running, key=self._due)
         self.running = [job for job in self.running if self._advance(job)]
@@ -168,7 +171,7 @@ class Scheduler:
         return self._batch() if any(job.is_runnable for job in self.running) else None
 
     def update(self, batch: ForwardBatch | None, result: ForwardResult | None) -> list[LinkJob]:
-        """Note what a batch's forward computed; None if there was none, or it failed.
+        """Note the result of a batch; None if nothing was computed, or the forward failed.
 
         Returns: the links that are done. They run on, and hold their blocks, until they are removed.
         """
@@ -190,7 +193,7 @@ class Scheduler:
         self.remove(jobs)
 
     def free(self, job: LinkJob) -> None:
-        """Let go of what a link holds that ends without a result, or whose result is not wanted."""
+        """Free what a link holds that ends without a result, or whose result is not wanted."""
         job.plan.unpin()
         if job.lease is not None:
             self.pool.abandon(job.lease.id)
@@ -202,11 +205,14 @@ class Scheduler:
             job.done.set_exception(error)
 
     def _due(self, job: LinkJob) -> float:
-        """When a link should have been computed (`time.perf_counter`); later, if its chunks turn out not to load."""
+        """Time at which a link should have been computed (`time.perf_counter`).
+
+        Later, if its chunks turn out not to load.
+        """
         return job.submitted + _STRETCH * self.cost_model.seconds(job.computed_in_all)
 
     def _advance(self, job: LinkJob) -> bool:
-        """Place what has been loaded for a link, and take up the runs that may be computed then. False if it ends."""
+        """Place a link's loaded KV and take up the runs that this allows. False if it ends."""
         if job.done.cancelled():
             self.free(job)
             return False
@@ -226,7 +232,7 @@ class Scheduler:
         return True
 
     def _select(self) -> None:
-        """Choose the tokens of links that measure deviations, once all that they link is loaded, and it is their turn.
+        """Let links choose tokens by deviation, once all their KV is loaded and it is their turn.
 
         That is when a forward would take them as well: others' first tokens need not wait for theirs.
         """
@@ -247,7 +253,7 @@ class Scheduler:
             job.compute_up_to(job.plan.frontier)
 
     def _stream(self, job: LinkJob) -> None:
-        """Let the next forward write the chunks that are coming in, if their layers keep ahead of it."""
+        """Let the next forward write loading chunks, if their layers keep ahead of it."""
         loads = self._linker.layerwise_loads(job.plan)
         if not loads:
             return
@@ -264,7 +270,7 @@ class Scheduler:
             job.compute_up_to(whole)
 
     def _batch(self) -> ForwardBatch:
-        """What the link that is due first can compute, and those that join it, up to the budget."""
+        """Batch the runs of the link that is due first and of those that join it, up to the budget."""
         budget = self._budget
         work: list[tuple[LinkJob, list[Run]]] = []
         streams: list[tuple[LinkJob, LayerwiseLoad]] = []
@@ -285,7 +291,10 @@ class Scheduler:
         return ForwardBatch(work, streams, sampled, tokens, self.cost_model.deadline(tokens))
 
     def _note(self, batch: ForwardBatch, result: ForwardResult) -> None:
-        """Count a forward, learn what it took, and draw first tokens. What streamed in too late is waited for again."""
+        """Count a forward, learn its cost, and draw first tokens.
+
+        Loads whose layers came too late are waited for as whole chunks.
+        """
         self.failing = 0
         self.forwards += 1
         self.forwards_by_layer += bool(batch.streams)
