@@ -1,4 +1,4 @@
-"""What a request allows, and at which operating point a chunk is linked.
+"""Modes that requests choose, and operating points at which chunks are linked.
 
 Pure functions and values.
 """
@@ -12,7 +12,7 @@ from typing import ClassVar
 
 
 class ModeKind(StrEnum):
-    """What a request allows, but for how much of it."""
+    """Kinds of modes."""
 
     AUTO = "auto"  # stored patches where they fit, exact otherwise
     EXACT = "exact"  # every chunk computed in context
@@ -23,14 +23,17 @@ class ModeKind(StrEnum):
 
 
 class Text(StrEnum):
-    """Whether text around chunks is part of what their patches are keyed by."""
+    """Treatment of the text around chunks in the keys of their patches."""
 
     AUTO = "auto"  # text between chunks, where some of it is long (`keys.contexts`)
     STRICT = "strict"  # all text before a chunk
     FREE = "free"  # none but the fixed prefix
 
     def keys(self, longest: int, free_text: int) -> bool:
-        """Whether text keys the patch of a chunk; `longest`: tokens of the longest stretch between chunks before it."""
+        """True if text keys the patch of a chunk.
+
+        `longest`: tokens of the longest stretch between chunks before it.
+        """
         return self is Text.STRICT or (self is Text.AUTO and longest > free_text)
 
 
@@ -41,7 +44,7 @@ MODES = "auto, exact, full-reuse, off, mpic-K (K from 0 to 4096) or cacheblend-R
 
 @dataclass(frozen=True)
 class Mode:
-    """What a request allows.
+    """Mode of a request: the reuse that it allows.
 
     `amount` is how much of a chunk with stored KV is computed in context all the same: the first so many tokens (mpic),
     or so many per cent of its tokens (cacheblend). Other kinds have none.
@@ -61,7 +64,7 @@ class Mode:
 
     @classmethod
     def parse(cls, text: str) -> Mode:
-        """The mode that a request writes as `text`, such as `auto` or `mpic-32`.
+        """Parse a mode as a request writes it, such as `auto` or `mpic-32`.
 
         Raises:
             ValueError: naming what is allowed.
@@ -75,25 +78,28 @@ class Mode:
         return cls(ModeKind(written[1]), int(written[2]))
 
     def __str__(self) -> str:
-        return f"{self.kind}-{self.amount}" if self.selects else str(self.kind)
+        return f"{self.kind}-{self.amount}" if self.is_selective else str(self.kind)
 
     def selected(self, tokens: int) -> int:
-        """How many of a chunk's `tokens` with stored KV are computed in context; a share of a token counts as one."""
+        """Number of a chunk's `tokens` that are computed in context although KV is stored.
+
+        A share of a token counts as one.
+        """
         return -(-tokens * self.amount // 100) if self.kind is ModeKind.CACHEBLEND else min(self.amount, tokens)
 
     @property
-    def selects(self) -> bool:
-        """Whether some tokens of a chunk with stored KV may be computed in context, and the others not."""
+    def is_selective(self) -> bool:
+        """True if only some tokens of a chunk with stored KV may be computed in context."""
         return self.kind in _LARGEST
 
     @property
-    def recomputes(self) -> bool:
-        """Whether some tokens of every chunk with stored KV are computed in context."""
+    def needs_recompute(self) -> bool:
+        """True if some tokens of every chunk with stored KV are computed in context."""
         return self.amount > 0
 
     @property
-    def measures(self) -> bool:
-        """Whether which tokens are computed in context must be found out by a partial forward."""
+    def needs_partial_forward(self) -> bool:
+        """True if only a partial forward tells which tokens are computed in context."""
         return self.kind is ModeKind.CACHEBLEND and 0 < self.amount < _LARGEST[self.kind]
 
 
@@ -103,28 +109,31 @@ _NAMED = {str(mode): mode for mode in (Mode.AUTO, Mode.EXACT, Mode.FULL_REUSE, M
 
 
 class OperatingPoint(StrEnum):
-    """How one chunk's KV came to be."""
+    """Origin of one chunk's KV."""
 
     PATCHED = "patched"  # relocated and patched, no forward
-    COMPOSED = "composed"  # relocated and patched by a weighted sum of pair patches (see `composing`)
+    COMPOSED = "composed"  # relocated and patched by a weighted sum of pair patches (see `link.compose`)
     RELOCATED = "relocated"  # relocated only (blind), no forward
     SELECTED = "selected"  # relocated, and some tokens computed in context
     RECOMPUTED = "recomputed"  # computed in context, from stored embeddings or from text
     ENCODED = "encoded"  # never seen: pixels encoded, then computed in context
 
     @property
-    def reuses_kv(self) -> bool:
-        """Whether the chunk's stored KV is used."""
+    def is_reuse(self) -> bool:
+        """True if the chunk's stored KV is used."""
         return self not in EXACT_POINTS
 
     @property
-    def computes(self) -> bool:
-        """Whether a forward computes tokens of the chunk."""
+    def needs_forward(self) -> bool:
+        """True if a forward computes tokens of the chunk."""
         return self not in (OperatingPoint.PATCHED, OperatingPoint.COMPOSED, OperatingPoint.RELOCATED)
 
     @property
     def is_conditioned(self) -> bool:
-        """Whether all of the chunk's KV knows of the chunks before: patches may be formed behind it."""
+        """True if all of the chunk's KV is conditioned on the chunks before.
+
+        Patches may be formed behind it.
+        """
         return self not in (OperatingPoint.RELOCATED, OperatingPoint.SELECTED)
 
 
@@ -132,32 +141,33 @@ EXACT_POINTS = frozenset({OperatingPoint.RECOMPUTED, OperatingPoint.ENCODED})  #
 
 
 def looks_up_patch(mode: Mode) -> bool:
-    """Whether a stored patch could serve a request of this mode."""
+    """True if a stored patch could serve a request of this mode."""
     return mode.kind is ModeKind.AUTO
 
 
 def uses_canonical_alone(mode: Mode) -> bool:
-    """Whether stored canonical KV serves a request of this mode without a patch."""
-    return mode.kind is ModeKind.FULL_REUSE or mode.selects
+    """True if stored canonical KV serves a request of this mode without a patch."""
+    return mode.kind is ModeKind.FULL_REUSE or mode.is_selective
 
 
 def uses_library(mode: Mode) -> bool:
-    """Whether a request of this mode looks anything up, or leaves anything behind for later ones."""
+    """True unless a request of this mode looks nothing up and leaves nothing behind."""
     return mode.kind is not ModeKind.OFF
 
 
 def operating_point(
     mode: Mode, *, canonical: bool, patch: bool, computable: bool, parts: bool = False
 ) -> OperatingPoint:
-    """The cheapest point that `mode` allows, given what is stored for the chunk behind these antecedents.
+    """Cheapest point that `mode` allows, given what is stored for the chunk.
 
     `computable`: whether a forward can run over the chunk without encoding pixels: its embeddings are stored, or it is
-    text. `parts`: whether the patch is to be summed of several.
+    text. `parts`: whether the patch is to be summed of several. `canonical` and `patch`: whether they are stored, the
+    patch behind these antecedents.
     """
     if canonical and patch and looks_up_patch(mode):
         return OperatingPoint.COMPOSED if parts else OperatingPoint.PATCHED
     if canonical and mode.kind is ModeKind.FULL_REUSE:
         return OperatingPoint.RELOCATED
-    if canonical and mode.selects and (computable or not mode.recomputes):
+    if canonical and mode.is_selective and (computable or not mode.needs_recompute):
         return OperatingPoint.SELECTED
     return OperatingPoint.RECOMPUTED if computable else OperatingPoint.ENCODED

@@ -38,7 +38,7 @@ class ChunkSpan:
 
     @property
     def needs_embeddings(self) -> bool:
-        """Whether computing the chunk takes embeddings that its token ids do not give."""
+        """True if computing the chunk takes embeddings that its token ids do not give."""
         return self.modality != TEXT
 
     @property
@@ -52,7 +52,7 @@ class ChunkSpan:
 
 @dataclass(frozen=True)
 class LinkRequest:
-    """What a prefill worker is asked to link.
+    """Request for one prompt's KV, to a prefill worker.
 
     `prefix` are the token ids of the fixed prefix (system prompt and tools) that patches are keyed by, and `text` says
     whether other text is, too; `readers` is how many decode sequences will pull the KV (`n` of the request). With
@@ -85,12 +85,14 @@ class LinkRequest:
 
 @dataclass(frozen=True)
 class PrefetchRequest:
-    """Chunks that a prompt on its way will bring, in its order: content ids, and what their patches are keyed by.
+    """Announcement of a prompt's chunks while it is still being rendered.
 
-    `documents` are those of the contents that are text chunks.
+    `contents` are content ids in the prompt's order, `documents` those of them that are text chunks; `delimiters` are
+    the token ids around the placeholders of the others, which are images. `prefix` is as in `LinkRequest`.
     """
 
     contents: tuple[str, ...]
+    delimiters: tuple[int, ...] = ()
     documents: frozenset[str] = frozenset()
     mode: Mode = Mode.AUTO
     tenant: str = "local"
@@ -99,7 +101,7 @@ class PrefetchRequest:
 
 @dataclass(frozen=True)
 class ChunkOutcome:
-    """How one chunk was linked, for the request's report.
+    """Outcome of one chunk, for the request's report.
 
     `rank` and `kind` are those of the patch, if one was used; `missed` says that one was looked for and none is stored,
     `sums_off` that none was put together from parts, because sums are switched off.
@@ -116,7 +118,10 @@ class ChunkOutcome:
 
 
 class PixelsNeeded(Exception):
-    """Chunks must be computed whose embeddings are stored nowhere: send their pixels (indices into `chunks`)."""
+    """Pixels are missing of chunks that must be computed (indices into `chunks`).
+
+    Their embeddings are stored nowhere.
+    """
 
     def __init__(self, chunks: Sequence[int]) -> None:
         super().__init__(f"pixels needed for chunks {list(chunks)}")
@@ -143,7 +148,7 @@ class LinkResult:
 
     @property
     def chunk_tokens_reused(self) -> int:
-        """Of those reused: tokens of chunks."""
+        """Reused tokens of chunks."""
         return self.tokens_reused - self.prefix_tokens_reused
 
 
@@ -156,7 +161,7 @@ class PromptTooLarge(ValueError):
 
 
 class LeaseState(StrEnum):
-    """What a worker knows of a lease's blocks."""
+    """State of a lease's blocks, as far as a worker knows."""
 
     HELD = "held"  # they are nobody else's, and will not be just now
     READ = "read"  # they were, until all had pulled them that were to
@@ -165,9 +170,9 @@ class LeaseState(StrEnum):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn from its logits. Names and meaning are those of vLLM's `SamplingParams`.
+    """Parameters by which a token is drawn from its logits.
 
-    `temperature` 0 takes the likeliest, `top_k` 0 allows all.
+    Names and meaning are those of vLLM's `SamplingParams`. `temperature` 0 takes the likeliest, `top_k` 0 allows all.
     """
 
     temperature: float = 0.0

@@ -1,4 +1,4 @@
-"""The plain values that linking passes around: runs, and one sequence being linked."""
+"""Token runs, and the sequence whose KV is being put together."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Embedded:
 
 @dataclass(eq=False)
 class LinkSequence:
-    """One sequence whose KV is being put together in `blocks`.
+    """Sequence whose KV is being put together in `blocks`.
 
     `positions` are already shifted so that the last token's position equals its index. RoPE is relative: so an engine
     that knows nothing of images, and counts positions by index, goes on from this KV as the model would.
@@ -47,7 +47,10 @@ class LinkSequence:
         return len(self.token_ids)
 
     def embedding_rows(self, index: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Embeddings of the tokens at `index` (ascending) that carry one, and the mask over `index` that says which."""
+        """Embeddings of the tokens at `index` (ascending) that carry one.
+
+        Returns them, and the mask over `index` that says which tokens these are.
+        """
         mask = torch.zeros(len(index), dtype=torch.bool)
         rows: list[Tensor] = []
         for item in self.embedded:
@@ -65,13 +68,13 @@ class LinkSequence:
 
 
 def complement(runs: Sequence[Run], stop: int, start: int = 0) -> list[Run]:
-    """What `runs` (in order, disjoint) leave of the tokens `start` up to `stop`."""
+    """Runs between `runs` (in order, disjoint), within the tokens `start` up to `stop`."""
     edges = [start, *(edge for run in runs for edge in (run.start, run.stop)), stop]
     return merge_runs([Run(a, b) for a, b in list(pairwise(edges))[::2]])
 
 
 def split_runs(runs: Sequence[Run], budget: int) -> tuple[list[Run], list[Run]]:
-    """Cut `runs` after `budget` tokens: what to compute now, and what must wait for a later forward.
+    """Cut `runs` after `budget` tokens: those of this forward, and those of a later one.
 
     Tokens only attend to earlier tokens of their sequence, so any cut in sequence order is exact.
     """
@@ -90,7 +93,7 @@ def split_runs(runs: Sequence[Run], budget: int) -> tuple[list[Run], list[Run]]:
 def forwards(
     work: Sequence[tuple[LinkSequence, Sequence[Run]]], budget: int
 ) -> Iterator[list[tuple[LinkSequence, list[Run]]]]:
-    """The runs of several sequences, cut into the work of one forward after another; each has up to `budget` tokens."""
+    """Work of one forward after another, of up to `budget` tokens each, over several sequences."""
     pending = [(sequence, list(runs)) for sequence, runs in work if runs]
     while pending:
         left, now, later = budget, [], []

@@ -21,6 +21,7 @@ from serving.placement.orderer import PatchAwareOrderer
 
 OUTPUTS = 3
 EOS = 99
+DELIMITERS = (4, 5)  # around an image
 
 
 class Roles:
@@ -107,7 +108,7 @@ def client_of(roles: Roles) -> LinkedEngineClient:
     client = object.__new__(LinkedEngineClient)
     client._roles = roles
     client._encodings = SingleFlightEncoder(roles.encode)
-    client._delimiters = Delimiters()
+    client._delimiters, client._image_delimiters = Delimiters(), DELIMITERS
     client.forgets = ForgetRegistry()
     client.arranger = PatchAwareOrderer()
     client._first_tokens, client._vocabulary = True, 1000

@@ -126,7 +126,7 @@ class IdleWork:
             of_use = not policies.uses_canonical_alone(mode)  # who asks like that would not look up what is compiled
             self._ahead.offer(plan, missed=bool(chunks) and of_use)
             for chunk in plan.chunks:
-                if chunk.reuses_kv:
+                if chunk.is_reused:
                     self._harvester.keep_embeddings(plan, chunk)
 
     def forget(self, content: str, tenant: str) -> None:

@@ -150,7 +150,7 @@ class ShadowChecks:
         """Start loading the embeddings that an exact prefill needs and the plan does not have."""
         loads = {}
         for i, chunk in enumerate(plan.chunks):
-            if chunk.lacks_embeddings:
+            if chunk.is_missing_embeddings:
                 key = self._engine.embedding_key(chunk.span.content)
                 loads[i] = self._library.load("embedding", key, owner_of(plan.request.tenant, chunk.span.content))
         return loads

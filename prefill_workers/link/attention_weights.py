@@ -1,4 +1,4 @@
-"""Weighing the parts of sums by the first layer's attention (see `composing`), on an engine.
+"""Weights of a sum's parts by the first layer's attention (see `compose`), on an engine.
 
 Queries and keys of the first layer are the same in any context: no layer runs, and no token attends to anything.
 """
@@ -14,14 +14,16 @@ from torch import Tensor
 from prefill_workers.engine.batch import Attending
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.link.compose import attention_weights
-from prefill_workers.link.plan import ChunkPlan, LinkPlan
+from prefill_workers.link.plan import ChunkPlan, ChunkState, LinkPlan
 from prefill_workers.sequence import LinkSequence, Run, forwards
 
 
 def weighed_by_attention(
     engine: PrefillEngine, work: Sequence[tuple[LinkPlan, Sequence[Run]]], budget: int
 ) -> tuple[dict[ChunkPlan, Tensor], int]:
-    """Weights [pairs, tokens] of the parts of every chunk that is to be composed, and how many forwards that took.
+    """Weights of the parts of every chunk that is to be composed.
+
+    Returns the weights [pairs, tokens] by chunk, and how many forwards that took.
 
     Arguments as for `Linker.select`. The first layer's KV of the runs is stored meanwhile.
     """
@@ -39,7 +41,7 @@ def weighed_by_attention(
 def _asked(
     part: Sequence[tuple[LinkSequence, Sequence[Run]]], plans: Mapping[LinkSequence, LinkPlan]
 ) -> Iterator[tuple[ChunkPlan, Attending]]:
-    """The tokens of one forward whose chunk is to be weighed by what they pay to those before it, and that chunk."""
+    """Tokens of one forward that are to be weighed by their attention, with their chunk."""
     done = 0
     for sequence, runs in part:
         chunks = plans[sequence].chunks
@@ -47,7 +49,7 @@ def _asked(
         for run in runs:
             for i, chunk in enumerate(chunks):
                 start, stop = max(run.start, chunk.span.start), min(run.stop, chunk.span.stop)
-                if chunk.unmeasured is not None and start < stop:
+                if chunk.state is ChunkState.TO_WEIGH and start < stop:
                     tokens = Run(done + start - run.start, done + stop - run.start)
                     yield chunk, Attending(tokens, start, sequence.blocks, others[:i])
             done += len(run)

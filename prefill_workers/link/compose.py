@@ -1,4 +1,4 @@
-"""Composing: a patch behind a set from patches behind each of its members. Pure functions.
+"""Composition: a patch behind a set from patches behind each of its members. Pure functions.
 
 Attention over several stretches of tokens is the mean of the attention over each, weighted by Z = exp(log-sum-exp).
 What a set adds to a token of B is therefore no plain sum of what its members A_i add, but a weighted one,
@@ -36,12 +36,14 @@ _RIDGE = 1e-2  # of the mean square of what the pairs add: keeps weights of near
 
 
 def can_be_weighed(parts: Sequence[Patch]) -> bool:
-    """Whether the patches cover the layer by which they are weighed (deep-only patches do not)."""
+    """True if the patches cover the layer by which they are weighed (deep-only patches do not)."""
     return all(part.first_layer <= MEASURED_LAYER for part in parts)
 
 
 def measured_weights(base: Patch, pairs: Sequence[Patch], delta: Tensor) -> Tensor:
-    """c_i [pairs, tokens], fp32, 0 to 1: whose sum is nearest to the measured layer's deficit, each token by itself.
+    """Least-squares weights c_i [pairs, tokens] of a sum's parts: fp32, 0 to 1.
+
+    Their sum is nearest to the measured layer's deficit, each token by itself.
 
     Args:
         base, pairs: the patches behind the fixed prefix, and behind it and each antecedent.
@@ -66,13 +68,18 @@ def weighted_sum(base: Patch, pairs: Sequence[Patch], weights: Tensor) -> Patch:
 
 
 def attention_weights(shares: Tensor) -> Tensor:
-    """c_i [pairs, tokens], 0 to 1, from the `attention_shares` of all heads: their mean, by what each pays to A_i."""
+    """Weights c_i [pairs, tokens] from the `attention_shares` of all heads: 0 to 1.
+
+    The mean over the heads, by what each pays to A_i.
+    """
     taken, alone = shares
     return taken / alone.clamp_min(1e-9)
 
 
 class KnownWeights:
-    """Weights that were measured, by tenant and key of the patch that their sum stands for; the latest `limit` bytes.
+    """Cache of measured weights, by tenant and key of the patch that their sum stands for.
+
+    It holds the latest `limit` bytes.
 
     A few KiB each, of a long document hundreds. One tenant's are nothing to another: that a set was linked before is
     nobody else's business. Thread-safe.
@@ -92,7 +99,7 @@ class KnownWeights:
         return len(self._known)
 
     def get(self, tenant: str, patch_key: str) -> Tensor | None:
-        """The weights of a sum; None: not known."""
+        """Look up the weights of a sum; None: not known."""
         with self._lock:
             weights = self._known.pop((tenant, patch_key), None)
             if weights is not None:

@@ -1,4 +1,4 @@
-"""Under which names a request's chunks, and what is patched behind them, are stored."""
+"""Keys under which a request's chunks, and the patches behind them, are stored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TEXT = -1  # no token's id: what follows is a digest of text
 
 @dataclass(frozen=True)
 class ChunkKeys:
-    """Under which keys a chunk's records are stored, and whose they are."""
+    """Keys of a chunk's records, and their owners."""
 
     canonical: str
     context: tuple[int, ...]  # what its patches are keyed by beside antecedents; see `contexts`
@@ -33,16 +33,16 @@ class ChunkKeys:
     owner: str  # of canonical KV and embeddings: the request's tenant, or the dynamic library
     patch_owners: tuple[str, ...]  # whose patches serve
     parts: tuple[str, ...] = ()  # patches behind no antecedent and behind each alone; none where no sum may serve
-    teaches: bool = True  # whether what is learnt of the chunk where it stands may be kept under these keys
+    is_cacheable: bool = True  # whether what is learnt of the chunk where it stands may be kept under these keys
 
     def all(self) -> list[str]:
-        """Every key."""
+        """All keys of the chunk."""
         named = (self.canonical, self.own_patch, self.set_patch, self.embedding, *self.parts)
         return [key for key in named if key is not None]
 
 
 def contexts(request: LinkRequest, free_text: int) -> list[tuple[int, ...]]:
-    """By chunk, what its patches are keyed by beside the chunks before it: token ids, and a digest of others.
+    """Per chunk: token ids that key its patches beside the chunks before it, and text's digest.
 
     That is the fixed prefix and, where `request.text` says so, the text before the chunk: a chunk takes up what stands
     before it, and what a few words add is little, what sentences add is not (`orbitserve bench fidelity`, drift). The
@@ -54,7 +54,7 @@ def contexts(request: LinkRequest, free_text: int) -> list[tuple[int, ...]]:
     | strict | all text up to this chunk                                                                          |
     | free   | nothing                                                                                            |
 
-    What a request with `free` computes behind long text is not kept as if it were without (`teaches`).
+    What a request with `free` computes behind long text is not kept as if it were without (`cacheable`).
     """
     found: list[tuple[int, ...]] = []
     text, stop, longest = blake3(derive_key_context="orbitserve 2026 text between chunks v1"), 0, 0
@@ -71,8 +71,11 @@ def contexts(request: LinkRequest, free_text: int) -> list[tuple[int, ...]]:
     return found
 
 
-def teaches(request: LinkRequest, free_text: int) -> list[bool]:
-    """By chunk, whether its context leaves out no text that would key it if the request did not say otherwise."""
+def cacheable(request: LinkRequest, free_text: int) -> list[bool]:
+    """Per chunk: may KV computed here be cached under these keys?
+
+    False where `text: free` hides long text that would key it otherwise.
+    """
     if request.text is not Text.FREE:
         return [True] * len(request.chunks)
     otherwise = contexts(replace(request, text=Text.AUTO), free_text)
@@ -80,7 +83,7 @@ def teaches(request: LinkRequest, free_text: int) -> list[bool]:
 
 
 class Keys:
-    """Makes the keys of a request's chunks, for one engine and one form of patches."""
+    """Factory of chunk keys for one engine and one form of patches."""
 
     def __init__(self, engine: PrefillEngine, form: PatchForm) -> None:
         self._engine, self._form = engine, form
@@ -95,7 +98,7 @@ class Keys:
         *,
         embeds: bool,
         summed: bool,
-        teaches: bool = True,
+        is_cacheable: bool = True,
     ) -> ChunkKeys:
         """Keys of the last of `contents` behind the others, whose canonical keys are `antecedents`.
 
@@ -103,7 +106,7 @@ class Keys:
             context: see `contexts`.
             embeds: whether the chunk has vision embeddings.
             summed: whether pair patches behind so many antecedents are summed.
-            teaches: see `ChunkKeys`.
+            is_cacheable: see `ChunkKeys`.
         """
         content = contents[-1]
         canonical = canonical_key(self._engine.fingerprint, content, delimiters, self._engine.precision)
@@ -129,5 +132,5 @@ class Keys:
             owner=owner_of(tenant, content),
             patch_owners=tuple(dict.fromkeys((tenant, DYNAMIC_TENANT))) if shared else (tenant,),
             parts=parts,
-            teaches=teaches,
+            is_cacheable=is_cacheable,
         )

@@ -1,4 +1,4 @@
-"""Chunks whose KV a forward writes layer by layer while it comes in (mpic.md §3.2).
+"""Layer-wise loads: chunks that a forward writes while their KV comes in (mpic.md §3.2).
 
     load      layer 0 | layer 1 | layer 2 | ...            every chunk of the link, side by side
     forward             layer 0 | layer 1 | layer 2 | ...  relocate, patch and write a layer, then attend to it
@@ -28,9 +28,9 @@ from prefill_workers.link.plan import ChunkPlan
 
 @dataclass(eq=False)
 class LayerwiseLoad:
-    """One chunk on its way: `layer` gives its KV, relocated and patched, in the order of the layers.
+    """One chunk's load, layer by layer: `layer` gives its KV, relocated and patched.
 
-    `late` once a layer did not come in time: from then on there are none.
+    Layers are taken in order. `is_late` once one did not come in time: from then on there are none.
     """
 
     chunk: ChunkPlan
@@ -39,16 +39,16 @@ class LayerwiseLoad:
     patch: PatchRecord | None
     bound: Patch | None  # the patch with its basis
     loads: tuple[Loading, Loading | None]  # of canonical KV and patch
-    late: bool = False
+    is_late: bool = False
     waited: float = 0.0  # seconds
 
     @classmethod
     def of(cls, chunk: ChunkPlan, slots: Tensor, layout: Layout, basis: SharedBasis | None) -> LayerwiseLoad | None:
-        """None before the first layer of both canonical KV and patch is there.
+        """Begin with a chunk's load; None before the first layer of both KV and patch is there.
 
         Nor if they do not fit the chunk: what a record says of itself is not checked yet either.
         """
-        loads = chunk.loading.loads if chunk.loading else None
+        loads = chunk.lookup.loads if chunk.lookup else None
         if loads is None:
             return None
         canonical, patch = (None if load is None else load.record for load in loads)
@@ -69,12 +69,12 @@ class LayerwiseLoad:
 
     def layer(self, index: int, deadline: float) -> Tensor | None:
         """KV [tokens, features] of a layer; waits for it until `deadline` (monotonic seconds)."""
-        if self.late:
+        if self.is_late:
             return None
         began = time.monotonic()
-        self.late = not self._wait_for(index, deadline)
+        self.is_late = not self._wait_for(index, deadline)
         self.waited += time.monotonic() - began
-        if self.late:
+        if self.is_late:
             return None
         patch = self.bound.of_layer(index) if self.bound else None
         kv, layout = self.canonical.kv[index : index + 1], self.canonical.layout.of_one_layer
@@ -82,7 +82,7 @@ class LayerwiseLoad:
 
     @property
     def seconds_left(self) -> float:
-        """When the last layer will be there if the others come in as fast as those before."""
+        """Seconds until the last layer is there, if the others come in as fast as those before."""
         return max(load.seconds_left for load in self.loads if load is not None)
 
     def _wait_for(self, index: int, deadline: float) -> bool:

@@ -9,7 +9,7 @@
 | `select`   | the engine's    | cacheblend: chooses which tokens of chunks with stored KV are computed all the same; |
 |            |                 | composed patches: weighs their parts                                                 |
 
-What is left are runs, which `worker.PrefillLoop` computes, several requests to a forward, up to the plan's frontier
+What is left are runs, which `PrefillLoop` computes, several requests to a forward, up to the plan's frontier
 (see `plan`). Loads so run beside the vision encoder and beside forwards: the slower of the two bounds the time to the
 first token, not their sum (mpic.md §3.2). A load that fails leaves its chunk to be computed. What a forward computed
 for chunks that had no patch yet is taken up by `harvest`, off the request path.
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -38,12 +38,12 @@ from prefill_workers.fidelity.monitor import Fidelity
 from prefill_workers.link import report_reasons as reasons
 from prefill_workers.link.attention_weights import weighed_by_attention
 from prefill_workers.link.compose import KnownWeights, measured_weights, weighted_sum
-from prefill_workers.link.keys import ChunkKeys, Keys, contexts, teaches
+from prefill_workers.link.keys import ChunkKeys, Keys, cacheable, contexts
 from prefill_workers.link.layerwise_load import LayerwiseLoad
 from prefill_workers.link.lookups import Found, Lookup, Lookups
-from prefill_workers.link.place_kv import Placed, write_chunks
-from prefill_workers.link.plan import ChunkPlan, LinkPlan
-from prefill_workers.link.prefix_cache import Beginning, Block, PrefixCache, relocated
+from prefill_workers.link.place_kv import PlacedChunk, write_chunks
+from prefill_workers.link.plan import ChunkPlan, ChunkState, LinkPlan
+from prefill_workers.link.prefix_cache import Block, CachedPrefix, PrefixCache, relocated
 from prefill_workers.link.token_selection import (
     MEASURED_LAYER,
     deviations,
@@ -52,8 +52,6 @@ from prefill_workers.link.token_selection import (
     selected_by_place,
 )
 from prefill_workers.modes import Mode, OperatingPoint
-from prefill_workers.patches.harvester import Harvester
-from prefill_workers.patches.patch_compiler import PatchJob
 from prefill_workers.protocol import ChunkOutcome, LinkRequest, PixelsNeeded, PrefetchRequest
 from prefill_workers.sequence import LinkSequence, Run, forwards
 from prefill_workers.settings import COMPOSE_UP_TO, FREE_TEXT, FidelitySettings, Weighing
@@ -64,15 +62,13 @@ _TIMEOUTS = 2  # of the library, until a request's chunks count as not stored: w
 
 
 class Linker:
-    """Plans and places links for one engine.
+    """Planning and placing of links, for one engine.
 
     Args:
-        form: of the patches that it looks for and asks for.
-        submit_patch: takes a deficit off the request path and stores its patch (see `patch_compiler`). False: it did
-            not, too many wait.
+        form: of the patches that it looks for.
         fidelity: says which operating points are switched off. None: nothing is checked, nothing switched off.
         compose_up_to: antecedents that a chunk may stand behind to be linked by the weighted sum of its pair patches.
-            Where patches lack the layers by which they are weighed (see `composing`) none are summed.
+            Where patches lack the layers by which they are weighed (see `compose`) none are summed.
         prefixes: KV of the text before first chunks. None: it is always computed.
         weigh_by: what weighs the parts of a sum.
         free_text: see `keys.contexts`.
@@ -89,7 +85,6 @@ class Linker:
         engine: PrefillEngine,
         library: Library,
         form: PatchForm,
-        submit_patch: Callable[[PatchJob], object],
         fidelity: Fidelity | None = None,
         compose_up_to: int = COMPOSE_UP_TO,
         prefixes: PrefixCache | None = None,
@@ -108,29 +103,27 @@ class Linker:
         self.weigh_by = weigh_by
         self._free_text = free_text
         self.compose_up_to = compose_up_to if form.first_layer(engine.layout.layers) <= MEASURED_LAYER else 0
-        self.harvester = Harvester(engine, library, form, submit_patch)
         self.forgets = ForgetRegistry()
         caches = self.forgets.group()
         self._keys, self._lookups = Keys(engine, form), caches.register(Lookups(library, form.basis))
         self._weights = caches.register(KnownWeights())
         self._prefixes = prefixes
         self.fidelity.before_allowing(self._before_allowing)
-        self._delimiters: tuple[int, ...] = ()  # token ids around the placeholders of the image seen last
         self._told_of_unfit = False
         warm_up(engine.layout, engine.dtype)
 
     def patches(self) -> bool:
-        """Whether patches may be served: they are not switched off."""
+        """True if patches may be served: they are not switched off."""
         return self.fidelity.allows(OperatingPoint.PATCHED)
 
     def sums(self) -> bool:
-        """Whether sums of pair patches may be served: neither they nor patches are switched off."""
+        """True if sums of pair patches may be served: neither they nor patches are switched off."""
         return self.patches() and self.fidelity.allows(OperatingPoint.COMPOSED)
 
     # -- plan ---------------------------------------------------------------------------------------------------------
 
     def prefetch(self, request: PrefetchRequest, *, load: bool = True) -> dict[str, Future[bool]]:
-        """Start loading for a prompt that is still being rendered, so that memory has it when the prompt comes.
+        """Start loading for a prompt that is still being rendered.
 
         Args:
             load: False: only say what is lacking.
@@ -142,7 +135,7 @@ class Linker:
         mode = Mode.EXACT if self._ruled_out(request.mode) else request.mode
         for i, content in enumerate(request.contents):
             text = content in request.documents
-            delimiters, contents = () if text else self._delimiters, request.contents[: i + 1]
+            delimiters, contents = () if text else request.delimiters, request.contents[: i + 1]
             summed = self._sums_behind(len(antecedents))
             keys = self._keys.of(
                 request.tenant, contents, delimiters, request.prefix, antecedents, embeds=not text, summed=summed
@@ -181,40 +174,42 @@ class Linker:
                 self._chunk(request, i, wanted, lookup, positions, (embeddings or {}).get(i), ruled_out, until)
                 for i, lookup in enumerate(lookups)
             ]
-            missing = [i for i, chunk in enumerate(chunks) if chunk.loading is None and chunk.lacks_embeddings]
+            to_compute = [i for i, chunk in enumerate(chunks) if chunk.state is ChunkState.TO_COMPUTE]
+            missing = [i for i in to_compute if chunks[i].is_missing_embeddings]
             if missing:
                 for keys, lookup in zip(wanted, lookups, strict=True):  # for the same request, with pixels
                     self._lookups.keep(keys, mode, lookup)
                 raise PixelsNeeded(missing)
             sequence = LinkSequence(tokens, positions, blocks=())
-            plan = LinkPlan(request, sequence, chunks, *self._beginning(request, lag), began=began)
+            plan = LinkPlan(request, sequence, chunks, *self._cached_prefix(request, lag), began=began)
             plan.embed()
             plan.stages_ms["plan"] = (time.perf_counter() - began) * 1e3
             return plan.pinned_by(pins.pop_all().close)
 
-    def _beginning(self, request: LinkRequest, lag: int) -> tuple[Beginning | None, tuple[Block, ...]]:
-        """What the prefix cache has of a request's text before its first chunk, the prompt's last token excepted: a
-        forward ends every link that no chunk ends. In text positions begin with `lag`."""
+    def _cached_prefix(self, request: LinkRequest, lag: int) -> tuple[CachedPrefix | None, tuple[Block, ...]]:
+        """Look up the text before a request's first chunk in the prefix cache.
+
+        The prompt's last token is excepted: a forward ends every link that no chunk ends. In text positions begin with
+        `lag`.
+        """
         if self._prefixes is None or not policies.uses_library(request.mode):
             return None, ()
         stop = request.chunks[0].start if request.chunks else len(request.token_ids) - 1
         return self._prefixes.look_up(request.tenant, request.token_ids[:stop], lag)
 
     def keys(self, request: LinkRequest) -> list[ChunkKeys]:
-        """Under which keys a request's chunks are stored, each behind those before it."""
+        """Keys of a request's chunks, each behind those before it."""
         wanted: list[ChunkKeys] = []
         contents = [span.content for span in request.chunks]
-        found, kept = contexts(request, self._free_text), teaches(request, self._free_text)
+        found, kept = contexts(request, self._free_text), cacheable(request, self._free_text)
         for i, (span, context) in enumerate(zip(request.chunks, found, strict=True)):
             before = request.token_ids[span.start : span.first]
             delimiters = (*before, *request.token_ids[span.first + span.count : span.stop])
-            if span.needs_embeddings:
-                self._delimiters = delimiters
             antecedents = [keys.canonical for keys in wanted]
             behind, embeds = contents[: i + 1], span.needs_embeddings
             summed = self._sums_behind(len(antecedents)) and context == request.prefix  # parts are without text
             named = (request.tenant, behind, delimiters, context, antecedents)
-            wanted.append(self._keys.of(*named, embeds=embeds, summed=summed, teaches=kept[i]))
+            wanted.append(self._keys.of(*named, embeds=embeds, summed=summed, is_cacheable=kept[i]))
         return wanted
 
     def _chunk(
@@ -228,7 +223,7 @@ class Linker:
         ruled_out: OperatingPoint | None,
         until: float,
     ) -> ChunkPlan:
-        """How a chunk is to be linked, known by `until` (`time.monotonic`) at the latest."""
+        """Plan one chunk; waits for look-ups until `until` (`time.monotonic`) at the latest."""
         span, keys = request.chunks[index], wanted[index]
         coming = lookup.is_coming(max(0.0, until - time.monotonic()))
         chunk = ChunkPlan(
@@ -238,21 +233,21 @@ class Linker:
             context=keys.context,
             start_position=int(positions[..., span.start].flatten()[0]),
             outcome=ChunkOutcome(len(span), reasons.expected(request.mode), index, "stored KV is loading"),
-            loading=lookup if coming else None,
+            lookup=lookup if coming else None,
             embeddings=fresh,
-            encoded=fresh is not None,
+            is_encoded=fresh is not None,
             ruled_out=ruled_out or self._without_sums(request.mode, index),
             weights_epoch=self._weights.epoch,
-            teaches=keys.teaches,
+            is_cacheable=keys.is_cacheable,
         )
         if not coming:
             # the load may have ended only now, too late for the plan: its KV would never be written
-            late = replace(lookup.found(), canonical=None) if lookup.done() else Found(unsure=True)
+            late = replace(lookup.found(), canonical=None) if lookup.done() else Found(is_unsure=True)
             self._settle(chunk, request, late)
         return chunk
 
     def _ruled_out(self, mode: Mode) -> OperatingPoint | None:
-        """The operating point that a mode looks for, if it is switched off: then its chunks are computed exactly."""
+        """Operating point that a mode looks for, if that is switched off: then it computes exactly."""
         point = reasons.expected(mode)
         return None if self.fidelity.allows(point) else point
 
@@ -262,11 +257,11 @@ class Linker:
         return OperatingPoint.COMPOSED if would and not self.sums() else None
 
     def _composes(self, antecedents: int) -> bool:
-        """Whether pair patches behind so many antecedents are summed."""
+        """True if pair patches behind so many antecedents are summed."""
         return 1 < antecedents <= self.compose_up_to
 
     def _sums_behind(self, antecedents: int) -> bool:
-        """Whether pair patches behind so many antecedents are summed now: `_composes`, and not switched off."""
+        """True if pair patches behind so many antecedents are summed and not switched off."""
         return self.sums() and self._composes(antecedents)
 
     def _before_allowing(self, point: OperatingPoint) -> None:
@@ -279,7 +274,7 @@ class Linker:
     # -- advance ------------------------------------------------------------------------------------------------------
 
     def advance(self, plan: LinkPlan) -> int | None:
-        """Settle every chunk whose load has ended: write its KV into the sequence's blocks, or leave it to a forward.
+        """Write the KV of every chunk whose load has ended, or leave the chunk to a forward.
 
         Returns:
             The first token that must be computed again: what a forward took from an arriving chunk was not sound.
@@ -288,24 +283,20 @@ class Linker:
             PixelsNeeded: a load failed, and neither the request nor the library has the chunk's embeddings.
         """
         missing, spoiled = [], None
-        placed: list[Placed] = []
-        self._place_beginning(plan)
+        placed: list[PlacedChunk] = []
+        self._place_prefix(plan)
         began = time.perf_counter()
-        ended = [
-            (i, chunk) for i, chunk in enumerate(plan.chunks) if chunk.loading is not None and chunk.loading.done()
-        ]
+        ended = [(i, chunk) for i, chunk in enumerate(plan.chunks) if chunk.has_ended_load]
         for i, chunk in ended:
-            assert chunk.loading is not None
-            found, chunk.loading = chunk.loading.found(), None
-            written, chunk.written = chunk.written, None
+            found, stream = chunk.end_load()
             settled = self._settle(chunk, plan.request, found)
-            if written is not None:
-                if found.canonical is written.canonical and found.patch is written.patch:
+            if stream is not None:
+                if found.canonical is stream.canonical and found.patch is stream.patch:
                     continue
                 spoiled = chunk.span.start if spoiled is None else spoiled
-            if chunk.reuses_kv and chunk.unmeasured is None:
+            if chunk.state is ChunkState.PLACED:
                 placed.append(self._placed(chunk, settled))
-            elif chunk.lacks_embeddings:
+            elif chunk.is_missing_embeddings:
                 missing.append(i)
         if missing:
             raise PixelsNeeded(missing)
@@ -313,38 +304,38 @@ class Linker:
         if ended:
             plan.embed()
             plan.took("place", time.perf_counter() - began)
-        if plan.settled:
+        if plan.is_placed:
             plan.fix()
         return spoiled
 
-    def _place_beginning(self, plan: LinkPlan) -> None:
+    def _place_prefix(self, plan: LinkPlan) -> None:
         """Write what the prefix cache has of a plan's first tokens."""
-        if plan.beginning is None or not plan.found:
+        if plan.prefix is None or not plan.prefix_blocks:
             return
         began = time.perf_counter()
-        for run, kv in relocated(plan.found, plan.beginning.at, self.engine.layout):
+        for run, kv in relocated(plan.prefix_blocks, plan.prefix.at, self.engine.layout):
             self.engine.write_kv(kv, self.engine.slots(plan.sequence.blocks, run.start, run.stop))
-        plan.found = ()
+        plan.prefix_blocks = ()
         plan.took("prefix", time.perf_counter() - began)
 
-    def keep_beginning(self, plan: LinkPlan, *, busy: bool) -> None:
-        """Let the prefix cache have what it wants of the text that a finished link has computed before its first chunk.
+    def keep_prefix(self, plan: LinkPlan, *, busy: bool) -> None:
+        """Cache the text that a finished link has computed before its first chunk, if it is wanted.
 
         `busy`: whether others wait for the engine. What cannot be read is not kept.
         """
-        if self._prefixes is None or plan.beginning is None:
+        if self._prefixes is None or plan.prefix is None:
             return
-        wanted = self._prefixes.wanted(plan.beginning, busy=busy)
+        wanted = self._prefixes.wanted(plan.prefix, busy=busy)
         if not wanted:
             return
         try:
             kv = self.engine.read_kv(plan.sequence.blocks, wanted.start, len(wanted))
-            self._prefixes.keep(plan.beginning, kv)
+            self._prefixes.keep(plan.prefix, kv)
         except RuntimeError:  # memory, most likely: the link itself has ended well
             logger.exception("the first %d tokens of a prompt could not be kept", wanted.stop)
 
     def select(self, work: Sequence[tuple[LinkPlan, Sequence[Run]]], budget: int) -> int:
-        """Settle the chunks that plans left `unmeasured`, and write them.
+        """Choose tokens or weigh parts of the chunks that are `TO_WEIGH`, and write them.
 
         Of a cacheblend chunk it chooses the tokens that the plan's forward computes; of a composed one it weighs the
         parts of the patch. For that the links' tokens, chunks with stored KV included, run in context through the
@@ -360,18 +351,19 @@ class Linker:
         """
         began, taken = time.perf_counter(), 0
         attend = self.weigh_by is Weighing.ATTENTION
-        by_kv = [(plan.sequence, runs) for plan, runs in work if not (attend and plan.composes)]
+        by_kv = [(plan.sequence, runs) for plan, runs in work if not (attend and plan.has_parts_to_weigh)]
         for part in forwards(by_kv, budget):
             self.engine.forward_first(part, MEASURED_LAYER + 1)
             taken += 1
-        by_attention = [(plan, runs) for plan, runs in work if attend and plan.composes]
+        by_attention = [(plan, runs) for plan, runs in work if attend and plan.has_parts_to_weigh]
         weights, attended = weighed_by_attention(self.engine, by_attention, budget)
         shared, whole = time.perf_counter() - began, sum(len(run) for _, runs in work for run in runs)
         for plan, runs in work:
             began = time.perf_counter()
-            measured = [(chunk, chunk.unmeasured) for chunk in plan.chunks if chunk.unmeasured is not None]
             chosen = [
-                self._placed(chunk, self._selected(plan, chunk, found, weights.get(chunk))) for chunk, found in measured
+                self._placed(chunk, self._weighed(plan, chunk, weights.get(chunk)))
+                for chunk in plan.chunks
+                if chunk.state is ChunkState.TO_WEIGH
             ]
             choosing = time.perf_counter() - began
             plan.took("select", shared + choosing)
@@ -381,12 +373,14 @@ class Linker:
             plan.fix()
         return taken + attended
 
-    def _selected(self, plan: LinkPlan, chunk: ChunkPlan, found: Found, weights: Tensor | None) -> Found:
-        """Choose a chunk's tokens, or weigh its patch's parts, by what a partial forward left; what to write of it.
+    def _weighed(self, plan: LinkPlan, chunk: ChunkPlan, weights: Tensor | None) -> Found:
+        """Choose a chunk's tokens, or weigh its patch's parts, by what a partial forward left.
+
+        Returns the KV and patch to write.
 
         `weights` of the parts, if attention has told them.
         """
-        chunk.unmeasured = None
+        found = chunk.end_weighing()
         if weights is None:
             mode, span = plan.request.mode, chunk.span
             assert found.canonical is not None
@@ -398,61 +392,68 @@ class Linker:
                 return found
             base, *pairs = found.parts
             weights = measured_weights(base, pairs, measured_deficit(*both))
-        if chunk.teaches:
+        if chunk.is_cacheable:
             self._weights.put(plan.request.tenant, chunk.patch_key, weights, chunk.weights_epoch)
         return _summed(chunk, found, weights)
 
-    def arriving(self, plan: LinkPlan) -> list[LayerwiseLoad]:
-        """All chunks on their way, for a forward that writes them as they come in; none if one has no layer yet."""
-        chunks: list[LayerwiseLoad] = []
+    def layerwise_loads(self, plan: LinkPlan) -> list[LayerwiseLoad]:
+        """Loads of all chunks on their way, for a forward that writes them as they come in.
+
+        None if one of them has no layer yet, or cannot come in by layers.
+        """
+        loads: list[LayerwiseLoad] = []
         for chunk in plan.chunks:
-            if chunk.waits:
+            if chunk.is_blocking:
                 slots = self.engine.slots(plan.sequence.blocks, chunk.span.start, chunk.span.stop)
-                arriving = LayerwiseLoad.of(chunk, slots, self.engine.layout, self.form.basis)
-                if arriving is None:
+                load = LayerwiseLoad.of(chunk, slots, self.engine.layout, self.form.basis)
+                if load is None:
                     return []
-                chunks.append(arriving)
-        return chunks
+                loads.append(load)
+        return loads
 
     def _settle(self, chunk: ChunkPlan, request: LinkRequest, found: Found) -> Found:
-        """Fix a chunk's operating point by what was found for it. Embeddings that came with the request go first.
+        """Fix a chunk's operating point by what was found for it.
+
+        Embeddings that came with the request go first.
 
         Returns what was found, with the patch that its parts sum up to if their weights are known.
         """
         found = self._fitting(chunk, found)
-        mode = Mode.EXACT if chunk.barred else request.mode
+        mode = Mode.EXACT if chunk.is_barred else request.mode
         weights = self._weights.get(request.tenant, chunk.patch_key) if found.parts else None
-        to_weigh = bool(found.parts) and weights is None
+        unweighed = bool(found.parts) and weights is None
         fresh = chunk.embeddings is not None
         if not fresh:
             chunk.embeddings = found.embeddings
         point = policies.operating_point(
             mode,
             canonical=found.canonical is not None,
-            patch=found.patch is not None and not (to_weigh and chunk.lacks_embeddings),
-            computable=not (fresh or chunk.lacks_embeddings),
+            patch=found.patch is not None and not (unweighed and chunk.is_missing_embeddings),
+            computable=not (fresh or chunk.is_missing_embeddings),
             parts=bool(found.parts),
         )
         patch = found.patch.patch if found.patch and point is OperatingPoint.PATCHED else None
+        to_weigh: Found | None = None
         if point is OperatingPoint.COMPOSED and weights is None:
-            chunk.unmeasured = found
-        elif point is OperatingPoint.SELECTED and mode.measures:
-            chunk.unmeasured = Found(found.canonical)
+            to_weigh = found
+        elif point is OperatingPoint.SELECTED and mode.needs_partial_forward:
+            to_weigh = Found(found.canonical)
         elif point is OperatingPoint.SELECTED:
             chunk.selected = selected_by_place(mode, chunk.span.start, chunk.span.stop)
+        chunk.settle(point, to_weigh)
         chunk.outcome = replace(
             chunk.outcome,
             operating_point=point,
             reason=reasons.reason(mode, point, found, chunk),
             rank=patch.rank if patch else None,
             kind=patch.kind if patch else None,
-            missed=policies.looks_up_patch(mode) and found.patch is None and not found.unsure,
+            missed=policies.looks_up_patch(mode) and found.patch is None and not found.is_unsure,
             sums_off=chunk.ruled_out is OperatingPoint.COMPOSED,
         )
         return found if weights is None or point is not OperatingPoint.COMPOSED else _summed(chunk, found, weights)
 
     def _fitting(self, chunk: ChunkPlan, found: Found) -> Found:
-        """What was found, less what does not fit the chunk.
+        """Drop what was found but does not fit the chunk.
 
         Names tell models and contents apart, not the versions of what cuts an image into tokens.
         """
@@ -470,19 +471,19 @@ class Linker:
                     chunk.span.content[:16],
                     error,
                 )
-            chunk.unfit = True
-            return Found(unsure=found.unsure, unfit=True)
+            chunk.is_unfit = True
+            return Found(is_unsure=found.is_unsure, is_unfit=True)
         return found
 
-    def _placed(self, chunk: ChunkPlan, found: Found) -> Placed:
-        """What is stored of a chunk, as it is to be placed."""
+    def _placed(self, chunk: ChunkPlan, found: Found) -> PlacedChunk:
+        """Stored KV and patch of a chunk, with its place in the sequence."""
         assert found.canonical is not None
         patch = found.patch.patch.bind(self.form.basis) if found.patch else None
-        return Placed(found.canonical.kv, patch, chunk.start_position, Run(chunk.span.start, chunk.span.stop))
+        return PlacedChunk(found.canonical.kv, patch, chunk.start_position, Run(chunk.span.start, chunk.span.stop))
 
 
 def _summed(chunk: ChunkPlan, found: Found, weights: Tensor) -> Found:
-    """What was found, with the patch that its parts sum up to; the chunk's outcome says so."""
+    """Replace the parts that were found by the patch that they sum up to, also in the outcome."""
     assert found.patch is not None
     base, *pairs = found.parts
     patch = weighted_sum(base, pairs, weights[:, None])

@@ -1,4 +1,4 @@
-"""Look-ups: what the library holds for a request's chunks, all of them at once and beside everything else.
+"""Look-ups: search of the library for the KV of a request's chunks, beside everything else.
 
 A look-up says early whether a chunk's KV is *coming* (its patch is stored, or its canonical KV where that is enough),
 long before anything of it is loaded. So a request learns at once which of its images miss and must be encoded, while
@@ -8,7 +8,7 @@ the hits of all tiers go on loading (mpic.md §3.2).
           └── none ──────────┴── failed, slow or damaged ──▶ embeddings ──▶ found: embeddings, or nothing
 
 Where no patch of the set is stored, the patches behind each of its members may be, whose weighted sum serves in its
-place (see `composing`): they all load beside one another, and count as one.
+place (see `compose`): they all load beside one another, and count as one.
 
 Modes that link canonical KV without a patch begin at the canonical; those that compute some of a chunk's tokens all the
 same load its embeddings beside.
@@ -45,23 +45,23 @@ _MOST_KEPT = 1024
 
 @dataclass(frozen=True)
 class Found:
-    """What the library gave for one chunk: KV to place, embeddings to compute with, or nothing.
+    """Outcome of a look-up: KV to place, embeddings to compute with, or nothing.
 
     Both only where some tokens of a chunk whose KV is stored are computed all the same, and for a patch that is still
     to be summed of `parts`: those behind the fixed prefix and behind each antecedent, of which `patch` is the first.
-    `unsure`: a patch is stored and did not come, or a tier did not answer; it says nothing of what is stored.
-    `unfit`: what is stored is of other tokens than the chunk has.
+    `is_unsure`: a patch is stored and did not come, or a tier did not answer; it says nothing of what is stored.
+    `is_unfit`: what is stored is of other tokens than the chunk has.
     """
 
     canonical: CanonicalRecord | None = None
     patch: PatchRecord | None = None
     embeddings: Tensor | None = None
     parts: tuple[Patch, ...] = ()
-    unsure: bool = False
-    unfit: bool = False
+    is_unsure: bool = False
+    is_unfit: bool = False
 
     def check(self, tokens: int, layout: Layout, basis: SharedBasis | None) -> None:
-        """Raises ShapeMismatch unless canonical KV, and the patch or parts with it, are those of so many tokens."""
+        """Raises ShapeMismatch unless KV and patches are those of so many tokens."""
         assert self.canonical is not None
         kv = self.canonical.kv
         layout.check(kv)
@@ -71,8 +71,8 @@ class Found:
             patch.bind(basis).check(kv, layout)
 
 
-class _Serving(NamedTuple):
-    """What is stored that serves as a chunk's patch: one patch, or the parts of a sum; nowhere, if nothing is."""
+class _PatchPlaces(NamedTuple):
+    """Stored records that serve as a chunk's patch: one, the parts of a sum, or none."""
 
     places: list[Place]
     summed: bool
@@ -80,7 +80,7 @@ class _Serving(NamedTuple):
 
 
 class Lookup:
-    """One chunk's way through the library."""
+    """Search of the library for one chunk, under way or ended."""
 
     def __init__(self, epoch: int = 0) -> None:
         self.epoch = epoch  # of `Lookups`, when it was started
@@ -89,7 +89,7 @@ class Lookup:
         self._loads: tuple[Loading, Loading | None] | None = None
 
     def lacks_pixels(self) -> Future[bool]:
-        """Whether nothing serves: no KV is coming, and no embeddings are stored. Known as early as that."""
+        """True if nothing serves: no KV is coming, and no embeddings are stored."""
         lacks: Future[bool] = Future()
         lacks.set_running_or_notify_cancel()  # who waits for it may go, the answer comes all the same
         self._coming.add_done_callback(
@@ -98,7 +98,7 @@ class Lookup:
         return lacks
 
     def is_coming(self, timeout_s: float) -> bool:
-        """Whether the chunk's KV is stored and on its way; waits for the answer, after `timeout_s` it is no."""
+        """True if the chunk's KV is stored and on its way; False if unknown after `timeout_s`."""
         try:
             return self._coming.result(timeout_s)
         except TimeoutError:
@@ -106,7 +106,7 @@ class Lookup:
 
     @property
     def loads(self) -> tuple[Loading, Loading | None] | None:
-        """The loads of canonical KV and patch that `found` waits for, once they have begun."""
+        """Loads of canonical KV and patch that `found` waits for, once they have begun."""
         return self._loads
 
     def _decide(self, *, coming: bool) -> None:
@@ -114,11 +114,11 @@ class Lookup:
             self._coming.set_result(coming)
 
     def done(self) -> bool:
-        """Whether `found` answers at once."""
+        """True if `found` answers at once."""
         return self._found.done()
 
     def found(self) -> Found:
-        """What was found; waits until the look-up has ended."""
+        """Wait for the outcome."""
         return self._found.result()
 
     def when_done(self, call: Callable[[], object]) -> None:
@@ -127,7 +127,9 @@ class Lookup:
 
 
 class Lookups:
-    """Starts look-ups in one library. `basis`: the shared one that its patches are coefficients of, if any.
+    """Look-ups in one library, and those kept for prompts that are still to come.
+
+    `basis`: the shared one that its patches are coefficients of, if any.
 
     What is looked up for a prompt that is still to come is kept for it, a few seconds at most: asking a tier costs
     milliseconds, and processor time of two processes. Thread-safe.
@@ -141,20 +143,23 @@ class Lookups:
         self._kept: dict[tuple[ChunkKeys, Mode], tuple[float, Lookup]] = {}  # oldest first, with when it was started
 
     def start(self, keys: ChunkKeys, mode: Mode) -> Lookup:
-        """Start looking for what serves a request of this mode, unless a kept look-up does; who asks next gets none."""
+        """Start a look-up for a request of this mode, or take the one that is kept for it.
+
+        A kept look-up serves once.
+        """
         with self._lock:
             self._drop_stale()
             _, lookup = self._kept.pop((keys, mode), (0.0, None))
         return self._start(keys, mode) if lookup is None else lookup
 
     def start_ahead(self, keys: ChunkKeys, mode: Mode) -> Lookup:
-        """Start looking for what a request that is still to come will ask for, and keep it for that."""
+        """Start a look-up for a request that is still to come, and keep it for that."""
         lookup = self._start(keys, mode)
         self.keep(keys, mode, lookup)
         return lookup
 
     def keep(self, keys: ChunkKeys, mode: Mode, lookup: Lookup) -> None:
-        """Have a look-up, started just now, serve who next asks for these keys."""
+        """Keep a look-up that was started just now for the next request with these keys."""
         with self._lock:
             if lookup.epoch != self._epoch:
                 return
@@ -163,13 +168,16 @@ class Lookups:
             self._drop_stale()
 
     def _drop_stale(self) -> None:
-        """Drop kept look-ups that nobody asked for in time: the records they hold count towards no memory bound."""
+        """Drop kept look-ups that nobody asked for in time.
+
+        The records they hold count towards no memory bound.
+        """
         oldest = time.monotonic() - _KEPT_SECONDS
         while self._kept and (len(self._kept) > _MOST_KEPT or next(iter(self._kept.values()))[0] < oldest):
             del self._kept[next(iter(self._kept))]
 
     def lacks_pixels(self, keys: ChunkKeys, mode: Mode) -> Future[bool]:
-        """As `Lookup.lacks_pixels`, where nothing is to be loaded yet."""
+        """Answer `Lookup.lacks_pixels` without loading anything."""
         return self._threads.submit(self._lacks_pixels, keys, mode)
 
     def _lacks_pixels(self, keys: ChunkKeys, mode: Mode) -> bool:
@@ -203,7 +211,7 @@ class Lookups:
     def _run(self, lookup: Lookup, keys: ChunkKeys, mode: Mode) -> None:
         try:
             library, key = self._library, keys.embedding
-            beside = library.load("embedding", key, keys.owner) if key is not None and mode.recomputes else None
+            beside = library.load("embedding", key, keys.owner) if key is not None and mode.needs_recompute else None
             found, until = self._kv(lookup, keys, mode)
             if key is not None and (found.canonical is None or beside is not None or found.parts):
                 loading = beside or library.load("embedding", key, keys.owner)
@@ -217,15 +225,18 @@ class Lookups:
             lookup._decide(coming=True)
 
     def _kv(self, lookup: Lookup, keys: ChunkKeys, mode: Mode) -> tuple[Found, float]:
-        """Canonical KV and the patch that the mode needs, as far as they are stored; until when all are waited for."""
+        """Load canonical KV and the patch that the mode needs, as far as they are stored.
+
+        Returns these, and until when all are waited for.
+        """
         library, patches = self._library, list[Loading]()
         summed, until = False, math.inf
         if looks_up_patch(mode):
             # Without a patch the canonical KV is of no use: nothing is moved until one is known to be stored.
-            serving = self._patches(keys)
-            if not serving.places:
-                return Found(unsure=not serving.certain), until
-            patches, summed = [library.load("patch", *place) for place in serving.places], serving.summed
+            patch = self._patches(keys)
+            if not patch.places:
+                return Found(is_unsure=not patch.certain), until
+            patches, summed = [library.load("patch", *place) for place in patch.places], patch.summed
         elif not uses_canonical_alone(mode):
             return Found(), until
         canonical = library.load("canonical", keys.canonical, keys.owner)
@@ -238,20 +249,20 @@ class Lookups:
         loaded = [cast(PatchRecord | None, library.wait(patch, until)) for patch in patches]
         records = tuple(record for record in loaded if record is not None)
         if len(records) < len(patches):
-            return Found(unsure=True), until
+            return Found(is_unsure=True), until
         if summed:
             parts = tuple(record.patch.bind(self._basis) for record in records)
             return Found(kv, records[0], parts=parts) if can_be_weighed(parts) else Found(), until
         return Found(kv, records[0] if records else None), until
 
-    def _patches(self, keys: ChunkKeys) -> _Serving:
-        """What is stored that serves as a chunk's patch."""
+    def _patches(self, keys: ChunkKeys) -> _PatchPlaces:
+        """Find the stored records that serve as a chunk's patch."""
         whole = [(key, owner) for key in (keys.own_patch, keys.set_patch) for owner in keys.patch_owners]
         owners = dict.fromkeys((*keys.patch_owners, keys.owner))  # of a reference behind references: everybody
         parts = [[(key, owner) for owner in owners] for key in keys.parts]
 
         def wanted(found: set[Place]) -> list[Place]:
-            """What is better than all that was found: of parts nothing once a whole patch was."""
+            """Places better than all that was found: of parts none once a whole patch was."""
             better = list(takewhile(lambda place: place not in found, whole))
             if len(better) < len(whole):
                 return better
@@ -260,7 +271,7 @@ class Lookups:
         stored, certain = self._library.look_up("patch", wanted(set()), wanted)
         for place in whole:
             if place in stored:
-                return _Serving([place], summed=False, certain=certain)
+                return _PatchPlaces([place], summed=False, certain=certain)
         chosen = [next((place for place in part if place in stored), None) for part in parts]
         places = [place for place in chosen if place is not None] if None not in chosen else []
-        return _Serving(places, summed=True, certain=certain)
+        return _PatchPlaces(places, summed=True, certain=certain)

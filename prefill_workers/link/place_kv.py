@@ -1,4 +1,4 @@
-"""Placing: stored KV relocated, patched and written into a sequence's blocks (kamera.md eq. 1)."""
+"""Placement of stored KV: relocated, patched and written into blocks (kamera.md eq. 1)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from prefill_workers.sequence import Run
 _BYTES = 64 << 20  # of KV that is handed to the engine at once, unless one chunk alone has more
 
 
-class Placed(NamedTuple):
-    """A chunk's stored KV, and where it goes.
+class PlacedChunk(NamedTuple):
+    """Stored KV of a chunk, and its place in a sequence.
 
     `kv`: canonical, [layers, tokens, features]; `position`: of its first token, in the shifted frame; `run`: its tokens
     in the sequence.
@@ -29,8 +29,11 @@ class Placed(NamedTuple):
     run: Run
 
 
-def write_chunks(engine: PrefillEngine, blocks: Sequence[int], chunks: Sequence[Placed]) -> None:
-    """Relocate, patch and write chunks of the sequence in `blocks`, small ones together: a write walks all layers."""
+def write_chunks(engine: PrefillEngine, blocks: Sequence[int], chunks: Sequence[PlacedChunk]) -> None:
+    """Relocate, patch and write chunks of the sequence in `blocks`.
+
+    Small ones together: a write walks all layers.
+    """
     layout = engine.layout
     for group in _groups(chunks, _BYTES // layout.bytes_per_token(engine.dtype)):
         ends = torch.tensor([len(chunk.run) for chunk in group]).cumsum(0).tolist()
@@ -40,9 +43,9 @@ def write_chunks(engine: PrefillEngine, blocks: Sequence[int], chunks: Sequence[
         engine.write_kv(kv, torch.cat([engine.slots(blocks, chunk.run.start, chunk.run.stop) for chunk in group]))
 
 
-def _groups(chunks: Sequence[Placed], tokens: int) -> Iterator[list[Placed]]:
+def _groups(chunks: Sequence[PlacedChunk], tokens: int) -> Iterator[list[PlacedChunk]]:
     """Chunks in order, in groups of up to so many tokens; a larger one is a group by itself."""
-    group: list[Placed] = []
+    group: list[PlacedChunk] = []
     for chunk in chunks:
         if group and sum(len(one.run) for one in group) + len(chunk.run) > tokens:
             yield group

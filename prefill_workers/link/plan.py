@@ -1,4 +1,4 @@
-"""What a prefill worker is asked to link, and the plan by which it does: plain values that the roles pass around.
+"""Link plans: how one request's KV is put together, chunk by chunk.
 
 token      0 ........ text ...... | chunk 1 | text | chunk 2 | text ......... n
 reused                            |#########|
@@ -12,12 +12,13 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from prefill_workers.link.lookups import Found, Lookup
-from prefill_workers.link.prefix_cache import Beginning, Block
+from prefill_workers.link.prefix_cache import Block, CachedPrefix
 from prefill_workers.modes import OperatingPoint
 from prefill_workers.protocol import ChunkOutcome, ChunkSpan, LinkRequest
 from prefill_workers.sequence import Embedded, LinkSequence, Run, complement
@@ -26,20 +27,36 @@ if TYPE_CHECKING:
     from prefill_workers.link.layerwise_load import LayerwiseLoad
 
 
+class ChunkState(Enum):
+    """Progress of a chunk's KV into its link.
+
+        LOADING ──── load ended ───┬──▶ TO_WEIGH ── weighed ──▶ PLACED
+          ▲ │ stream               ├──▶ PLACED
+    late  │ ▼                      │
+       STREAMING ─── load ended ───┴──▶ TO_COMPUTE
+    """
+
+    LOADING = auto()  # stored KV is on its way
+    STREAMING = auto()  # on its way, and written layer by layer by a forward meanwhile
+    TO_WEIGH = auto()  # loaded; which tokens are computed, or the weights of its patch's parts, is still to be found
+    PLACED = auto()  # stored KV is in the link's blocks, or about to be written there
+    TO_COMPUTE = auto()  # a forward computes it
+
+
 @dataclass(eq=False)
 class ChunkPlan:
-    """One chunk of a plan: where it stands, what is loading for it, and how it is linked.
+    """Plan of one chunk: where it stands, and how it is linked.
 
-    While `loading` is set the chunk's KV is on its way and `outcome` is what is expected. `written` is what a
-    forward has written of it meanwhile; whether that was sound is known when the load has ended. `ruled_out` is the
-    operating point that the request's mode would have looked for, if it is switched off (see `fidelity`); where that is
-    `composed`, stored patches of the whole set serve all the same.
+    While its KV is on its way, `outcome` is what is expected, and `lookup` tells when the load has ended. `stream` is
+    what a forward writes of a `STREAMING` chunk; whether that was sound is known when the load has ended. `ruled_out`
+    is the operating point that the request's mode would have looked for, if it is switched off (`fidelity.monitor`);
+    where that is `composed`, stored patches of the whole set serve all the same.
 
-    `selected` are the tokens of a chunk with stored KV that a forward computes all the same. While `unmeasured` is set
-    they are still to be found: those whose KV in context is farthest from this canonical KV. Or, where this has
-    `parts`, their weights: how much of each makes up the KV in context.
+    `selected` are the tokens of a chunk with stored KV that a forward computes all the same. `to_weigh` is what was
+    found for a chunk in the state `TO_WEIGH`: tokens are selected whose KV in context is farthest from this canonical
+    KV. Or, where this has `parts`, their weights are sought: how much of each makes up the KV in context.
 
-    `unfit`: what is stored of the chunk is of other tokens than it has now; what is computed takes its place.
+    `is_unfit`: what is stored of the chunk is of other tokens than it has now; what is computed takes its place.
     """
 
     span: ChunkSpan
@@ -48,57 +65,111 @@ class ChunkPlan:
     context: tuple[int, ...]  # what its patches are keyed by beside the chunks before it (`keys.contexts`)
     start_position: int  # RoPE position of its first token, in the shifted frame
     outcome: ChunkOutcome
-    loading: Lookup | None = None
-    embeddings: Tensor | None = None  # [placeholders that carry one, hidden]
-    encoded: bool = False  # these were encoded for this request
-    written: LayerwiseLoad | None = None
+    state: ChunkState = ChunkState.LOADING
+    lookup: Lookup | None = None  # of a chunk on its way
+    stream: LayerwiseLoad | None = None
     selected: tuple[Run, ...] = ()
-    unmeasured: Found | None = None
+    to_weigh: Found | None = None
+    embeddings: Tensor | None = None  # [placeholders that carry one, hidden]
+    is_encoded: bool = False  # these were encoded for this request
     ruled_out: OperatingPoint | None = None
-    unfit: bool = False
-    weights_epoch: int = 0  # of `composing.KnownWeights`, when it was planned
-    teaches: bool = True  # see `keys.ChunkKeys`
+    is_unfit: bool = False
+    weights_epoch: int = 0  # of `compose.KnownWeights`, when it was planned
+    is_cacheable: bool = True  # see `keys.ChunkKeys`
+
+    # -- transitions --------------------------------------------------------------------------------------------------
+
+    def begin_stream(self, stream: LayerwiseLoad) -> None:
+        """Let the next forward write the chunk while it comes in."""
+        assert self.state is ChunkState.LOADING
+        self.state, self.stream = ChunkState.STREAMING, stream
+
+    def drop_stream(self) -> None:
+        """Wait for the whole chunk after all: a layer came too late for the forward."""
+        assert self.state is ChunkState.STREAMING
+        self.state, self.stream = ChunkState.LOADING, None
+
+    def end_load(self) -> tuple[Found, LayerwiseLoad | None]:
+        """Take the outcome of the load, which has ended, and what streamed of it; then `settle`."""
+        assert self.lookup is not None
+        found, stream = self.lookup.found(), self.stream
+        self.lookup = self.stream = None
+        return found, stream
+
+    def settle(self, point: OperatingPoint, to_weigh: Found | None = None) -> None:
+        """Fix the operating point of a chunk whose load has ended.
+
+        With `to_weigh` it is placed once that is weighed.
+        """
+        assert self.is_loading
+        if to_weigh is not None:
+            self.state, self.to_weigh = ChunkState.TO_WEIGH, to_weigh
+        else:
+            self.state = ChunkState.PLACED if point.is_reuse else ChunkState.TO_COMPUTE
+
+    def end_weighing(self) -> Found:
+        """Place the chunk after its tokens are chosen or its parts are weighed.
+
+        Returns what was found for it.
+        """
+        assert self.state is ChunkState.TO_WEIGH
+        assert self.to_weigh is not None
+        found, self.to_weigh = self.to_weigh, None
+        self.state = ChunkState.PLACED
+        return found
+
+    # -- queries ------------------------------------------------------------------------------------------------------
 
     @property
-    def barred(self) -> bool:
-        """Whether nothing stored of the chunk may be linked."""
+    def is_loading(self) -> bool:
+        """True while stored KV is on its way."""
+        return self.state in (ChunkState.LOADING, ChunkState.STREAMING)
+
+    @property
+    def is_blocking(self) -> bool:
+        """True while later tokens are blocked: KV still loading, or tokens to recompute not chosen."""
+        return self.state in (ChunkState.LOADING, ChunkState.TO_WEIGH)
+
+    @property
+    def has_ended_load(self) -> bool:
+        """True once a load has ended that `Linker.advance` has not seen."""
+        return self.is_loading and self.lookup is not None and self.lookup.done()
+
+    @property
+    def is_reused(self) -> bool:
+        """True unless a forward computes all of the chunk, as far as is known."""
+        return self.state is not ChunkState.TO_COMPUTE
+
+    @property
+    def is_barred(self) -> bool:
+        """True if nothing stored of the chunk may be linked."""
         return self.ruled_out not in (None, OperatingPoint.COMPOSED)
 
     @property
-    def waits(self) -> bool:
-        """Whether what stands behind the chunk must wait for its load, or for the choice of its tokens."""
-        return self.unmeasured is not None or (self.loading is not None and self.written is None)
-
-    @property
-    def reuses_kv(self) -> bool:
-        """Whether the chunk's stored KV is used."""
-        return self.outcome.operating_point.reuses_kv
-
-    @property
     def reused(self) -> list[Run]:
-        """The chunk's tokens that need no forward."""
-        return complement(self.selected, self.span.stop, self.span.start) if self.reuses_kv else []
+        """Tokens of the chunk that need no forward."""
+        return complement(self.selected, self.span.stop, self.span.start) if self.is_reused else []
 
     @property
-    def lacks_embeddings(self) -> bool:
-        """Whether a forward could not compute the chunk, as far as is known."""
+    def is_missing_embeddings(self) -> bool:
+        """True if a forward could not compute the chunk, as far as is known."""
         return self.span.needs_embeddings and self.embeddings is None
 
 
 @dataclass(eq=False)
 class LinkPlan:
-    """Everything needed to link one request; made by `Linker.plan`.
+    """Plan of one request's link; made by `Linker.plan`.
 
-    `beginning`: how far the prefix cache knows the text before the first chunk; None: it is computed, and not kept.
-    `found` is its KV, until that is written. `unpin` lets go of the stored records that the plan uses; it also happens
-    when the plan is dropped.
+    `prefix`: how far the prefix cache knows the text before the first chunk; None: it is computed, and not kept.
+    `prefix_blocks` is its KV, until that is written. `unpin` lets go of the stored records that the plan uses; it also
+    happens when the plan is dropped.
     """
 
     request: LinkRequest
     sequence: LinkSequence
     chunks: list[ChunkPlan]
-    beginning: Beginning | None = None
-    found: tuple[Block, ...] = ()
+    prefix: CachedPrefix | None = None
+    prefix_blocks: tuple[Block, ...] = ()
     stages_ms: dict[str, float] = field(default_factory=dict)
     compute_ms: float = 0.0  # of forwards: its share of their tokens, without what they waited for
     select_ms: float = 0.0  # of choosing tokens and weighing parts: the same
@@ -107,11 +178,11 @@ class LinkPlan:
     _runs: list[Run] | None = None  # once they are fixed: they may be many, and are asked for often
 
     def took(self, stage: str, seconds: float) -> None:
-        """Add to what a stage has taken."""
+        """Add seconds to a stage's time."""
         self.stages_ms[stage] = self.stages_ms.get(stage, 0.0) + seconds * 1e3
 
     def pinned_by(self, unpin: Callable[[], object]) -> LinkPlan:
-        """This plan, which from now on owns the pins that `unpin` undoes."""
+        """Own the pins that `unpin` undoes from now on; returns the plan itself."""
         finalizer = weakref.finalize(self, unpin)
         finalizer.atexit = False
         self.unpin = finalizer
@@ -119,59 +190,62 @@ class LinkPlan:
 
     @property
     def runs(self) -> list[Run]:
-        """What a forward computes, if what is loading arrives."""
+        """Tokens that a forward computes, if what is loading arrives."""
         if self._runs is not None:
             return self._runs
-        return complement([self.known, *(run for c in self.chunks for run in c.reused)], len(self.sequence))
+        return complement([self.prefix_hit, *(run for c in self.chunks for run in c.reused)], len(self.sequence))
 
     def fix(self) -> None:
-        """The plan is settled: let go of the stored records, and find its runs no more. For the engine's thread."""
+        """Let go of the stored records and keep the runs; once all is placed."""
         self.unpin()
         if self._runs is None:
             self._runs = self.runs
 
     @property
-    def known(self) -> Run:
-        """The first tokens, as far as the prefix cache has them."""
-        return Run(0, 0) if self.beginning is None else self.beginning.run
+    def prefix_hit(self) -> Run:
+        """First tokens of the prompt whose KV the prefix cache has."""
+        return Run(0, 0) if self.prefix is None else self.prefix.hit
 
     def runs_between(self, start: int, stop: int) -> list[Run]:
-        """The parts of the runs that lie in the tokens `start` up to `stop`."""
+        """Parts of the runs that lie in the tokens `start` up to `stop`."""
         cut = (Run(max(run.start, start), min(run.stop, stop)) for run in self.runs)
         return [run for run in cut if run.start < run.stop]
 
     @property
     def frontier(self) -> int:
-        """The first token that waits for a load or a choice.
+        """First token that waits for a load or a choice.
 
         Tokens attend to all before them: none behind it can be computed.
         """
-        return next((c.span.start for c in self.chunks if c.waits), len(self.sequence))
+        return next((c.span.start for c in self.chunks if c.is_blocking), len(self.sequence))
 
     @property
-    def loads(self) -> bool:
-        """Whether some chunk's KV is still on its way."""
-        return any(c.loading is not None for c in self.chunks)
+    def is_loading(self) -> bool:
+        """True while any chunk's KV is on its way."""
+        return any(c.is_loading for c in self.chunks)
 
     @property
-    def measures(self) -> bool:
-        """Whether `Linker.select` must now choose tokens of some chunks, or weigh the parts of their patches."""
-        return not self.loads and any(c.unmeasured is not None for c in self.chunks)
+    def needs_weighing(self) -> bool:
+        """True once `Linker.select` must choose tokens, or weigh the parts of patches."""
+        return not self.is_loading and any(c.state is ChunkState.TO_WEIGH for c in self.chunks)
 
     @property
-    def composes(self) -> bool:
-        """Whether it is parts of patches that `Linker.select` must weigh."""
-        return any(c.unmeasured is not None and c.unmeasured.parts for c in self.chunks)
+    def has_parts_to_weigh(self) -> bool:
+        """True if it is parts of patches that `Linker.select` must weigh."""
+        return any(c.to_weigh is not None and c.to_weigh.parts for c in self.chunks)
 
     @property
-    def settled(self) -> bool:
-        """Whether all stored KV that the link uses has been written: what is left is a forward over `runs`."""
-        return not self.loads and not self.measures
+    def is_placed(self) -> bool:
+        """True once all stored KV of the link is written.
+
+        What is left is a forward over `runs`.
+        """
+        return all(c.state in (ChunkState.PLACED, ChunkState.TO_COMPUTE) for c in self.chunks)
 
     @property
-    def has_news(self) -> bool:
-        """Whether a load has ended that `Linker.advance` has not seen."""
-        return any(c.loading is not None and c.loading.done() for c in self.chunks)
+    def has_ended_loads(self) -> bool:
+        """True once a load has ended that `Linker.advance` has not seen."""
+        return any(c.has_ended_load for c in self.chunks)
 
     @property
     def tokens_reused(self) -> int:
@@ -184,9 +258,9 @@ class LinkPlan:
         return sum(len(run) for run in self.runs)
 
     def embed(self) -> None:
-        """Hand the embeddings of the chunks that a forward, be it a partial one, computes to the sequence."""
+        """Hand the embeddings of chunks that a forward computes, if only in part, to the sequence."""
         self.sequence.embedded = tuple(
             Embedded(c.span.first, c.embeddings, c.span.is_embed)
             for c in self.chunks
-            if c.embeddings is not None and (c.outcome.operating_point.computes or c.unmeasured is not None)
+            if c.embeddings is not None and (c.outcome.operating_point.needs_forward or c.state is ChunkState.TO_WEIGH)
         )

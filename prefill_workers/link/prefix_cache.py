@@ -1,4 +1,4 @@
-"""The prefix cache: KV of the text before a prompt's first chunk; of a prompt without chunks, of its text.
+"""Prefix cache: KV of the text before a prompt's first chunk, or of a prompt without chunks.
 
 Nothing stands before that text (tools, system prompt, what a user writes ahead of the images), so its KV is the same in
 every prompt that begins with the same tokens, whatever follows: to take it again is exact to rounding, in every mode.
@@ -41,31 +41,33 @@ _REMEMBERED = 1 << 15  # blocks of which it is known that they came
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """KV of one block's tokens, in the frame in which the prompt's first token has position `at`."""
+    """KV of one block's tokens, in the frame in which the prompt begins at position `at`."""
 
     kv: Tensor  # [layers, BLOCK, features]
     at: int
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """The whole blocks of the text before a prompt's first chunk; the first `known` of them were kept.
+class CachedPrefix:
+    """Look-up of a prompt's first text: digests of its blocks, the first `cached` of which hit.
 
     `at` is the position of the prompt's first token in its own frame.
     """
 
     digests: tuple[bytes, ...] = ()
-    known: int = 0
+    cached: int = 0
     at: int = 0
 
     @property
-    def run(self) -> Run:
-        """The tokens that need no forward."""
-        return Run(0, self.known * BLOCK)
+    def hit(self) -> Run:
+        """Tokens that need no forward."""
+        return Run(0, self.cached * BLOCK)
 
 
 class PrefixCache:
-    """The blocks that came last, in this process's memory; of one prompt, the ends go first. Thread-safe.
+    """LRU cache of prefix blocks in this process's memory. Thread-safe.
+
+    Of one prompt, the last blocks go first.
 
     Tenants share the memory, and nothing in it: who asked what could be told from the time that an answer takes.
 
@@ -83,29 +85,29 @@ class PrefixCache:
 
     @classmethod
     def of(cls, engine: PrefillEngine, nbytes: int) -> PrefixCache:
-        """A cache of so many bytes for an engine's linker."""
+        """Build a cache of so many bytes for an engine's linker."""
         block = BLOCK * engine.layout.bytes_per_token(engine.dtype)
         return cls(nbytes // block, relocates=not engine.has_quantised_kv)
 
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def look_up(self, tenant: str, token_ids: Sequence[int], at: int) -> tuple[Beginning, tuple[Block, ...]]:
-        """How a prompt begins of which `token_ids` is the text before the first chunk, and the blocks known of it."""
+    def look_up(self, tenant: str, token_ids: Sequence[int], at: int) -> tuple[CachedPrefix, tuple[Block, ...]]:
+        """Look up the text `token_ids` before a prompt's first chunk; returns the blocks that hit."""
         if not self._limit:
-            return Beginning(), ()
+            return CachedPrefix(), ()
         digests = tuple(_digests(tenant if self._relocates else f"{at} {tenant}", token_ids))
         with self._lock:
             found = tuple(self._blocks[digest] for digest in takewhile(self._blocks.__contains__, digests))
             self._touch(digests)
-        return Beginning(digests, len(found), at), found
+        return CachedPrefix(digests, len(found), at), found
 
-    def wanted(self, beginning: Beginning, *, busy: bool) -> Run:
-        """The tokens, from the first unknown one on, whose KV is to be kept of a prompt that has been linked.
+    def wanted(self, prefix: CachedPrefix, *, busy: bool) -> Run:
+        """Tokens, from the first miss on, whose KV is to be kept of a finished prompt.
 
         `busy`: only of blocks that are wanted for the second time.
         """
-        unknown = beginning.digests[beginning.known :]
+        unknown = prefix.digests[prefix.cached :]
         with self._lock:
             blocks = sum(1 for _ in takewhile(self._came.__contains__, unknown)) if busy else len(unknown)
             for digest in reversed(unknown):
@@ -113,17 +115,20 @@ class PrefixCache:
                 self._came.move_to_end(digest)
             while len(self._came) > _REMEMBERED:
                 self._came.popitem(last=False)
-        first = beginning.run.stop
-        return Run(first, first + min(blocks, AT_ONCE, max(0, self._limit - beginning.known)) * BLOCK)
+        first = prefix.hit.stop
+        return Run(first, first + min(blocks, AT_ONCE, max(0, self._limit - prefix.cached)) * BLOCK)
 
-    def keep(self, beginning: Beginning, kv: Tensor) -> None:
-        """Keep the first unknown blocks; `kv` [layers, tokens, features] is theirs, in the prompt's frame."""
+    def keep(self, prefix: CachedPrefix, kv: Tensor) -> None:
+        """Keep the first blocks that missed.
+
+        `kv` [layers, tokens, features] is theirs, in the prompt's frame.
+        """
         # each of its own: a view would hold all of `kv`
-        new = [Block(part.clone(), beginning.at) for part in kv.split(BLOCK, 1)]
+        new = [Block(part.clone(), prefix.at) for part in kv.split(BLOCK, 1)]
         with self._lock:
-            for digest, block in zip(beginning.digests[beginning.known :], new, strict=False):
+            for digest, block in zip(prefix.digests[prefix.cached :], new, strict=False):
                 self._blocks.setdefault(digest, block)
-            self._touch(beginning.digests)
+            self._touch(prefix.digests)
             while len(self._blocks) > self._limit:
                 self._blocks.popitem(last=False)
 
@@ -139,7 +144,10 @@ class PrefixCache:
 
 
 def relocated(blocks: Sequence[Block], at: int, layout: Layout) -> Iterator[tuple[Run, Tensor]]:
-    """KV [layers, tokens, features] of a prompt's first blocks in the frame of `at`, in a few stretches of tokens."""
+    """KV of a prompt's first blocks in the frame of `at`, in a few stretches of tokens.
+
+    KV is [layers, tokens, features].
+    """
     start = 0
     for kept_at, stretch in groupby(blocks, key=lambda block: block.at):
         kv = torch.cat([block.kv for block in stretch], 1)
@@ -149,7 +157,7 @@ def relocated(blocks: Sequence[Block], at: int, layout: Layout) -> Iterator[tupl
 
 
 def _digests(tenant: str, token_ids: Sequence[int]) -> Iterator[bytes]:
-    """One for each whole block, of its tokens and all before."""
+    """Digest of each whole block, over its tokens and all before."""
     hasher = blake3(tenant.encode() + b"\0", derive_key_context=_CONTEXT)
     whole = len(token_ids) - len(token_ids) % BLOCK
     for tokens in np.asarray(token_ids[:whole], "<i4").reshape(-1, BLOCK):

@@ -1,4 +1,4 @@
-"""Selection: which tokens of a chunk with stored KV are computed in context all the same. Pure functions.
+"""Selection of the tokens of a chunk with stored KV that are recomputed. Pure functions.
 
 | mode         | tokens                                                             | source                  |
 |--------------|--------------------------------------------------------------------|-------------------------|
@@ -25,22 +25,24 @@ MEASURED_LAYER = 1  # the first whose KV depends on context
 
 
 def selected_by_place(mode: Mode, start: int, stop: int) -> tuple[Run, ...]:
-    """The runs that a mode selects of a chunk at the tokens `start` up to `stop`, by nothing but their place."""
+    """Runs that a mode selects of the chunk at `start` up to `stop`, by place alone."""
     count = mode.selected(stop - start)
     return (Run(start, start + count),) if count else ()
 
 
 def selected_by_deviation(mode: Mode, deviation: Tensor, start: int) -> tuple[Run, ...]:
-    """The runs of a chunk, whose first token is `start`, that a mode selects by the tokens' `deviation` [tokens].
+    """Runs that a mode selects by the tokens' `deviation` [tokens].
 
-    Of tokens that deviate equally the earlier go first.
+    `start` is the chunk's first token. Of tokens that deviate equally the earlier go first.
     """
     chosen = deviation.argsort(descending=True, stable=True)[: mode.selected(len(deviation))]
     return runs_of(torch.zeros(len(deviation), dtype=torch.bool).index_fill(0, chosen, True), start)
 
 
 def deviations(in_context: Tensor, stored: Tensor, position: int, layout: Layout) -> Tensor:
-    """How far each token's KV is from what is stored: [tokens] fp32, the L2 norm over the features of one layer.
+    """Distance of each token's KV from the stored one: [tokens] fp32.
+
+    The L2 norm over the features of one layer.
 
     Args:
         in_context: KV [1, tokens, features] of a chunk whose first token is at `position`.
@@ -50,12 +52,15 @@ def deviations(in_context: Tensor, stored: Tensor, position: int, layout: Layout
 
 
 def measured_deficit(in_context: Tensor, stored: Tensor, position: int, layout: Layout) -> Tensor:
-    """Δ of one layer, [1, tokens, features] fp32; arguments as for `deviations`."""
+    """Deficit Δ of one layer, [1, tokens, features] fp32; arguments as for `deviations`."""
     return deficit(relocate(in_context, -position, layout.of_one_layer), stored)
 
 
 def runs_of(mask: Tensor, start: int) -> tuple[Run, ...]:
-    """The tokens that a mask [tokens] bool marks as runs, neighbours in one; its first token is token `start`."""
+    """Runs of the tokens that a mask [tokens] bool marks, neighbours in one.
+
+    The mask's first token is token `start`.
+    """
     outside = torch.zeros(1, dtype=torch.int32)
     edges = torch.diff(mask.int(), prepend=outside, append=outside)
     begins, ends = (torch.nonzero(edges == edge).flatten() + start for edge in (1, -1))

@@ -36,7 +36,13 @@ _SENT_SECONDS = 60.0  # after which a patch that is not stored has been dropped,
 
 
 class Harvester:
-    """Keeps what links of one engine have computed. Arguments as `Linker`'s."""
+    """Keeps what links of one engine have computed.
+
+    Args:
+        form: of the patches that it asks for.
+        submit_patch: takes a deficit off the request path and stores its patch (see `patch_compiler`). False: it did
+            not, too many wait.
+    """
 
     def __init__(
         self, engine: PrefillEngine, library: Library, form: PatchForm, submit_patch: Callable[[PatchJob], object]
@@ -53,7 +59,7 @@ class Harvester:
         """Chunks of a finished plan whose KV was computed whole and may be worth keeping."""
         if not policies.uses_library(plan.request.mode):
             return []
-        return [c for c in plan.chunks if not c.reuses_kv]
+        return [c for c in plan.chunks if not c.is_reused]
 
     def forms_patch(self, plan: LinkPlan, chunk: ChunkPlan) -> bool:
         """True if a computed chunk's KV is KV(B|A), which its patch is keyed by.
@@ -61,11 +67,11 @@ class Harvester:
         Not if some of A was linked without what its neighbours add, or text stands there that the key says nothing of.
         """
         before = plan.chunks[: plan.chunks.index(chunk)]
-        return chunk.teaches and all(c.outcome.operating_point.is_conditioned for c in before)
+        return chunk.is_cacheable and all(c.outcome.operating_point.is_conditioned for c in before)
 
     def is_kept(self, plan: LinkPlan, chunk: ChunkPlan) -> Pieces[bool]:
         """True if a computed chunk's canonical KV and patch are stored already."""
-        if chunk.unfit:
+        if chunk.is_unfit:
             return False
         tenant, owner = plan.request.tenant, owner_of(plan.request.tenant, chunk.span.content)
         if self.forms_patch(plan, chunk) and not (yield from self._has("patch", chunk.patch_key, tenant)):
@@ -74,7 +80,7 @@ class Harvester:
 
     def is_resident(self, plan: LinkPlan, chunk: ChunkPlan) -> bool:
         """True if a computed chunk `is_kept` according to memory; asks no tier."""
-        if chunk.unfit:
+        if chunk.is_unfit:
             return False
         tenant, owner = plan.request.tenant, owner_of(plan.request.tenant, chunk.span.content)
         known = not self.forms_patch(plan, chunk) or self.library.is_resident("patch", chunk.patch_key, tenant)
@@ -131,7 +137,7 @@ class Harvester:
 
     def keep_embeddings(self, plan: LinkPlan, chunk: ChunkPlan) -> None:
         """Store a freshly encoded chunk's embeddings, so that these pixels are not encoded again."""
-        if not chunk.encoded or chunk.embeddings is None:
+        if not chunk.is_encoded or chunk.embeddings is None:
             return
         self.library.put_embedding(
             EmbeddingRecord(

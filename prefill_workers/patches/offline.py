@@ -34,6 +34,7 @@ from kvstore.records.patch_form import PatchForm
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.link.linker import Linker
 from prefill_workers.link.plan import ChunkPlan, LinkPlan
+from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.patch_compiler import PatchCompiler
 from prefill_workers.patches.scratch import Scratch, at_once
 from prefill_workers.protocol import LinkRequest, PixelsNeeded
@@ -90,8 +91,8 @@ class OfflineWorker:
     ) -> None:
         self.engine, self.library = engine, library
         self._compiler = PatchCompiler(library, form)
-        self._linker = Linker(engine, library, form, self._compiler.compile, free_text=free_text)
-        self._harvester = self._linker.harvester
+        self._linker = Linker(engine, library, form, free_text=free_text)
+        self._harvester = Harvester(engine, library, form, self._compiler.compile)
         self._budget = budget
         self._blocks = range(1, engine.num_blocks)  # block 0 is vLLM's null block
         self._scratch = Scratch(self._blocks, engine.block_size, lambda left: budget)

@@ -26,6 +26,7 @@ from kvstore.records.patch_form import PatchForm
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.link.linker import Linker
 from prefill_workers.modes import Mode
+from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.orbit_patches import OrbitChunk, arrange
 from prefill_workers.patches.patch_compiler import PatchCompiler
 from prefill_workers.patches.scratch import Scratch, at_once
@@ -103,7 +104,8 @@ class PathWorker:
     def __init__(self, engine: PrefillEngine, library: Library, form: PatchForm, budget: int) -> None:
         self._engine, self._library, self._form, self._budget = engine, library, form, budget
         self._compiler = PatchCompiler(library, form)
-        self._linker = Linker(engine, library, form, self._compiler.compile)
+        self._linker = Linker(engine, library, form)
+        self._harvester = Harvester(engine, library, form, self._compiler.compile)
         self._blocks = range(1, engine.num_blocks)  # block 0 is vLLM's null block
         self._rebuilt: OrderedDict[tuple[str, str], _Rebuilt] = OrderedDict()
         self._lying: tuple[tuple[int, ...], list[str]] = ((), [])  # prefix and chunks whose KV is in the blocks
@@ -140,7 +142,7 @@ class PathWorker:
             self._engine.forward(work)
         per_token = (time.perf_counter() - began) / (len(sequence) - start)
         self._lying = (path.prefix, names)
-        self._linker.harvester.keep_last(
+        self._harvester.keep_last(
             placed, rebuilt[-1].canonical, kind, path.prefix, path.tenant, self._blocks,
             seconds=per_token * path.chunks[-1].length,
         )  # fmt: skip
@@ -169,13 +171,13 @@ class PathWorker:
             plan = self._linker.plan(request)
         except PixelsNeeded as error:
             raise Unbuildable("its embeddings are not stored") from error
-        forming = at_once(self._linker.harvester.forming(plan))
+        forming = at_once(self._harvester.forming(plan))
         if forming is None:
             raise Unbuildable("its embeddings are not stored")
         size = self._engine.block_size
         spare = self._blocks[-shape.length // size :]  # the last ones: paths lie in the first
         scratch = Scratch(spare, size, lambda left: self._budget)
-        canonical = at_once(self._linker.harvester.canonical(plan, plan.chunks[0], scratch))
+        canonical = at_once(self._harvester.canonical(plan, plan.chunks[0], scratch))
         found = self._rebuilt[name] = _Rebuilt(forming.chunks[0], canonical)
         while len(self._rebuilt) > _CHUNKS_AT_HAND:
             self._rebuilt.popitem(last=False)

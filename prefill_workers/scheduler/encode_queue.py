@@ -1,4 +1,4 @@
-"""Images that a prefill worker encodes itself, between two forwards, where no vision encoder does."""
+"""Queue of images that a prefill worker encodes itself, where no vision encoder does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from prefill_workers.engine.image_batches import Pixels
 
 @dataclass(eq=False)
 class _Call:
-    """One call's images. `left`: those still to be encoded, in handfuls; None: it has not begun."""
+    """Images of one call.
+
+    `left`: those still to be encoded, in handfuls; None: it has not begun.
+    """
 
     items: Sequence[Pixels]
     done: Future[list[Tensor]]
@@ -25,7 +28,7 @@ class _Call:
     found: list[Tensor] = field(default_factory=list)
 
     def end(self, outcome: list[Tensor] | Exception) -> None:
-        """Answer who waits, if anybody does still."""
+        """Answer the caller, unless the call was cancelled."""
         with suppress(InvalidStateError):
             if isinstance(outcome, Exception):
                 self.done.set_exception(outcome)
@@ -34,7 +37,9 @@ class _Call:
 
 
 class EncodeQueue:
-    """Calls in the order in which they came. The loop's own thread takes from them; others `add` under its lock.
+    """FIFO queue of calls whose images are encoded a handful at a time.
+
+    The loop's own thread takes from it; others `add` under its lock.
 
     Attributes:
         failing: handfuls in a row for which the device was lost.
@@ -46,17 +51,17 @@ class EncodeQueue:
         self.failing = 0
 
     def __len__(self) -> int:
-        """Calls that wait or are under way."""
+        """Number of calls that wait or are under way."""
         return len(self._calls)
 
     def add(self, items: Sequence[Pixels]) -> Future[list[Tensor]]:
-        """Their embeddings, [tokens, hidden] each."""
+        """Queue images; the future gives their embeddings, [tokens, hidden] each."""
         done: Future[list[Tensor]] = Future()
         self._calls.append(_Call(items, done))
         return done
 
     def turn(self) -> bool:
-        """Encode a handful of the call that waits longest; whether that went well.
+        """Encode a handful of the call that waits longest. True if that went well.
 
         Whatever is wrong with images concerns their call alone.
         """
@@ -76,11 +81,11 @@ class EncodeQueue:
         return True
 
     def drop_cancelled(self) -> None:
-        """Let go of images for which nobody waits any more; under the loop's lock."""
+        """Drop cancelled calls; under the loop's lock."""
         for call in [call for call in self._calls if call.done.cancelled()]:
             self._calls.remove(call)
 
     def refuse(self, error: Exception) -> None:
-        """End all calls so."""
+        """Raise an error to all callers."""
         while self._calls:
             self._calls.popleft().end(error)

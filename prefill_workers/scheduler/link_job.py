@@ -1,4 +1,4 @@
-"""A link on its way through the prefill loop, and what it ends in."""
+"""Link jobs: links on their way through the prefill loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from prefill_workers.block_pool import Lease
 from prefill_workers.link.layerwise_load import LayerwiseLoad
-from prefill_workers.link.plan import LinkPlan
+from prefill_workers.link.plan import ChunkState, LinkPlan
 from prefill_workers.protocol import LinkResult
 from prefill_workers.sequence import Run, complement, merge_runs
 
@@ -19,7 +19,7 @@ FORWARD_TOKENS = 64
 
 @dataclass(eq=False)
 class LinkJob:
-    """A link from its submission (`time.perf_counter`) to its end."""
+    """Job of one link, from its submission (`time.perf_counter`) to its end."""
 
     plan: LinkPlan
     done: Future[LinkResult]
@@ -27,13 +27,13 @@ class LinkJob:
     lease: Lease | None = None
     reached: int = 0  # the frontier up to which runs are pending or computed
     pending: list[Run] = field(default_factory=list)
-    arriving: list[LayerwiseLoad] = field(default_factory=list)  # what the forward over `pending` writes as it comes in
-    by_layer: bool = True  # whether layers are worth waiting for: not again once some came too late
+    streams: list[LayerwiseLoad] = field(default_factory=list)  # what the forward over `pending` writes as it comes in
+    may_stream: bool = True  # whether layers are worth waiting for: not again once some came too late
     first_token: int | None = None  # of the answer, once the forward that ends the prompt has given it
 
     @property
-    def computes(self) -> bool:
-        """Whether the link has enough to compute for a forward of its own."""
+    def is_runnable(self) -> bool:
+        """True if the link has enough to compute for a forward of its own."""
         return self.tokens >= (FORWARD_TOKENS if self.reached < len(self.plan.sequence) else 1)
 
     @property
@@ -53,20 +53,27 @@ class LinkJob:
 
     @property
     def room(self) -> int:
-        """Tokens that the link takes blocks for; a decode engine that goes on behind the first token pulls its slot."""
+        """Tokens that the link takes blocks for.
+
+        A decode engine that goes on behind the first token pulls that token's slot as well.
+        """
         return len(self.plan.sequence) + (self.plan.request.sampling is not None)
 
     def ends_with(self, runs: Sequence[Run]) -> bool:
-        """Whether the answer's first token is wanted, and comes from a forward over these runs."""
+        """True if these runs end the prompt and the answer's first token is wanted."""
         whole = len(self.plan.sequence)
         return self.plan.request.sampling is not None and bool(runs) and runs[-1].stop == whole
 
     @property
-    def to_measure(self) -> list[Run]:
-        """What no forward has computed and no load has written, up to the last chunk that is measured."""
+    def runs_to_weigh(self) -> list[Run]:
+        """Runs of the partial forward: all that is neither computed nor written.
+
+        Up to the last chunk that is to be weighed.
+        """
         chunks = self.plan.chunks
-        stop = max(c.span.stop for c in chunks if c.unmeasured is not None)
-        written = [self.plan.known, *(run for c in chunks if c.unmeasured is None for run in c.reused)]
+        stop = max(c.span.stop for c in chunks if c.state is ChunkState.TO_WEIGH)
+        reused = (run for c in chunks if c.state is not ChunkState.TO_WEIGH for run in c.reused)
+        written = [self.plan.prefix_hit, *reused]
         inside = [run for run in written if self.reached <= run.start and run.stop <= stop]
         return merge_runs([*self.pending, *complement(inside, stop, self.reached)])
 
@@ -76,7 +83,7 @@ class LinkJob:
         self.reached = frontier
 
     def go_back_to(self, token: int) -> None:
-        """What was computed from this token on is worth nothing."""
+        """Discard what was computed from this token on."""
         if token < self.reached:
             self.pending = [Run(run.start, min(run.stop, token)) for run in self.pending if run.start < token]
             self.reached, self.first_token = token, None

@@ -1,4 +1,4 @@
-"""What links hold of stored KV until they have ended, those of a prefill worker together."""
+"""Budget of stored KV that the links of a prefill worker hold in memory until they end."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from prefill_workers.protocol import LinkRequest
 
 
 class KVLoadBudget:
-    """Room for stored KV. A link loads as soon as it is planned, long before it is computed: what a whole queue loads
-    from an object store would not fit into memory.
+    """Semaphore over the bytes of stored KV that links hold; first come, first served.
+
+    A link loads as soon as it is planned, long before it is computed: what a whole queue loads from an object store
+    would not fit into memory. Of one event loop. A link that needs more than there is has all of it to itself.
 
     Of one event loop, first come first served. A link that needs more than there is has all of it to itself.
 

@@ -1,8 +1,8 @@
 """The prefill loop: one thread that drives the engine.
 
 Each turn it frees what decode engines have read, admits waiting links while blocks last, encodes a handful of images,
-if there is no vision encoder that does, and gives the links under way one forward (see `under_way`). When there is no
-link it works off the harvest and the checks of earlier ones (see `background`).
+if there is no vision encoder that does, and runs the one forward that the scheduler puts together (see `scheduler`).
+When there is no link it works off the harvest and the checks of earlier ones (see `background.idle_work`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -23,18 +22,19 @@ from infra.cpu import openmp
 from prefill_workers.background.idle_work import IdleWork
 from prefill_workers.background.patch_precompiler import CompileStats
 from prefill_workers.background.shadow_check import ShadowChecks
-from prefill_workers.block_pool import BlockPool, PoolExhausted
+from prefill_workers.block_pool import BlockPool
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.engine.image_batches import Pixels
 from prefill_workers.link.linker import Linker
 from prefill_workers.link.plan import LinkPlan
+from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.scratch import Scratch
 from prefill_workers.protocol import LeaseState, LinkResult, Overloaded, PromptTooLarge
 from prefill_workers.scheduler.cost_model import ForwardCostModel
 from prefill_workers.scheduler.encode_queue import EncodeQueue
 from prefill_workers.scheduler.link_job import LinkJob
 from prefill_workers.scheduler.load_budget import KVLoadBudget
-from prefill_workers.scheduler.scheduler import LinksUnderWay
+from prefill_workers.scheduler.scheduler import ForwardBatch, ForwardResult, Scheduler
 from prefill_workers.settings import CompileLimits
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ _POLL_SECONDS = 0.002  # between looks for NIXL notifications while a lease is o
 
 @dataclass(frozen=True)
 class LoopStats:
-    """A snapshot of the loop, for health, metrics and tests."""
+    """Snapshot of the loop, for health, metrics and tests."""
 
     waiting: int
     running: int
@@ -66,9 +66,10 @@ class LoopStats:
 
 
 class PrefillLoop:
-    """Owns the engine's thread.
+    """The engine's thread, which all calls of the engine come from.
 
     Args:
+        harvester: keeps what finished links have computed.
         budget: tokens of one forward at most.
         max_queue: links that may wait; more are refused with `Overloaded`.
         learns: whether computed chunks are kept (canonical KV, patches) in the background.
@@ -84,6 +85,7 @@ class PrefillLoop:
         self,
         engine: PrefillEngine,
         linker: Linker,
+        harvester: Harvester,
         *,
         budget: int,
         max_queue: int,
@@ -103,16 +105,16 @@ class PrefillLoop:
         longest = -(-engine.max_model_len // engine.block_size)
         scratch = min(longest, (last - 1) // 4)
         self._pool = BlockPool(range(1, last - scratch), engine.block_size, lease_seconds, owner, clock)
-        self._waiting: deque[LinkJob] = deque()
+        self._scheduler = Scheduler(
+            linker, self._pool, cost_model or ForwardCostModel(), budget, streams_layers=engine.accepts_layerwise_kv
+        )
         self._loaded = loaded or KVLoadBudget(0, 0)  # for which nobody waits
         self._images = EncodeQueue(engine)
-        self._cost_model = cost_model or ForwardCostModel()
-        self._links = LinksUnderWay(engine, linker, self._cost_model, budget, self._free)
         spare = Scratch(range(last - scratch, last), engine.block_size, self._piece)
         rechecks = ShadowChecks(engine, linker.library, linker.fidelity, self._pool, spare)
         caches = linker.forgets.group(self.call)
         idle_work = IdleWork(
-            linker.harvester,
+            harvester,
             self._pool,
             spare,
             compiles or CompileLimits(),
@@ -138,7 +140,10 @@ class PrefillLoop:
     # -- called from other threads ------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread. From here on nobody else may touch the engine, the calling thread neither."""
+        """Start the thread.
+
+        From here on no other may touch the engine, the calling thread neither.
+        """
         openmp.release()  # the threads that took part in building the engine and measuring its pace
         self._thread.start()
 
@@ -151,26 +156,31 @@ class PrefillLoop:
             Overloaded: too many links wait already.
             PromptTooLarge: the pool could never hold the prompt.
         """
-        job = LinkJob(plan, Future(), time.perf_counter(), by_layer=not plan.request.mode.selects)
+        job = LinkJob(plan, Future(), time.perf_counter(), may_stream=not plan.request.mode.is_selective)
         needed = self._pool.blocks_for(job.room)
         if needed > self._pool.total:
             raise PromptTooLarge(f"the prompt needs {needed} KV blocks, the prefill worker has {self._pool.total}")
         with self._wake:
-            self._refuse_beyond(len(self._waiting))
-            self._waiting.append(job)
+            self._refuse_beyond(len(self._scheduler.waiting))
+            self._scheduler.add(job)
             self._wake.notify()
         for chunk in plan.chunks:
-            if chunk.loading is not None:
-                chunk.loading.when_done(self._notify)
+            if (lookup := chunk.lookup) is not None:  # the loop's thread may have taken up its end
+                lookup.when_done(self._notify)
         return job.done
 
     def refuse_if_full(self) -> None:
-        """Raises Overloaded where `submit` would: before a plan has begun to load what nobody will link."""
+        """Raise Overloaded where `submit` would.
+
+        So that no plan begins to load what is refused later.
+        """
         with self._wake:
-            self._refuse_beyond(len(self._waiting) + self._loaded.waiting)
+            self._refuse_beyond(len(self._scheduler.waiting) + self._loaded.waiting)
 
     def encode(self, items: Sequence[Pixels]) -> Future[list[Tensor]]:
-        """Embeddings [tokens, hidden] of each image, between two forwards. A cancelled future's are not computed.
+        """Encode images between two forwards: embeddings [tokens, hidden] of each.
+
+        A cancelled future's are not computed.
 
         Raises:
             Overloaded: too many calls wait already.
@@ -187,23 +197,23 @@ class PrefillLoop:
             raise Overloaded(f"{waiting} requests wait already")
 
     def expect(self) -> None:
-        """A request is on its way here, its images perhaps being encoded: leave it the machine."""
+        """Leave the machine to a request that is on its way here, whose images may be encoded now."""
         self._last_expected = time.perf_counter()
 
     def hasten(self, seconds: float = 1.0) -> None:
-        """Somebody waits for what was learnt: for so long, keep what was seen once without waiting for a quiet time."""
+        """Harvest without waiting for a quiet time, for so long: a caller waits for it."""
         self._background.hasten(time.perf_counter() + seconds)
         self._notify()
 
     def renew(self, lease: str) -> LeaseState:
-        """Whoever is to pull this lease's blocks has not come so far yet, as far as is known where this comes from."""
+        """Renew a lease whose blocks are still to be pulled; returns its state as far as known."""
         with self._wake:
             self._renewed.append(lease)
             self._wake.notify()
         return self._pool.state(lease)
 
     def abandon(self, lease: str) -> None:
-        """Nobody will pull this lease's blocks after all."""
+        """Free a lease's blocks: no decode engine will pull them."""
         with self._wake:
             self._abandoned.append(lease)
             self._wake.notify()
@@ -224,20 +234,21 @@ class PrefillLoop:
 
     def stats(self) -> LoopStats:
         """Counters and queue lengths, without stopping the loop."""
+        scheduler = self._scheduler
         return LoopStats(
-            waiting=len(self._waiting) + self._loaded.waiting,
-            running=len(self._links),
+            waiting=len(scheduler.waiting) + self._loaded.waiting,
+            running=len(scheduler.running),
             harvest=len(self._background),
             blocks_free=self._pool.free,
             blocks_total=self._pool.total,
             leases=self._pool.leases,
-            forwards=self._links.forwards,
-            forwards_by_layer=self._links.by_layer,
-            forwards_partial=self._links.partial,
-            tokens_forwarded=self._links.tokens,
-            tokens_queued=sum(job.left for job in [*self._waiting, *self._links]) + self._loaded.tokens,
-            fixed_tokens=self._cost_model.fixed,
-            seconds_per_token=self._cost_model.seconds_per_token,
+            forwards=scheduler.forwards,
+            forwards_by_layer=scheduler.forwards_by_layer,
+            forwards_partial=scheduler.forwards_partial,
+            tokens_forwarded=scheduler.tokens,
+            tokens_queued=scheduler.tokens_left + self._loaded.tokens,
+            fixed_tokens=scheduler.cost_model.fixed,
+            seconds_per_token=scheduler.cost_model.seconds_per_token,
             leases_expired=self._expired,
             harvest_failures=self._background.failures,
             compiled=self._background.compiled(),
@@ -250,11 +261,11 @@ class PrefillLoop:
 
     @property
     def failing(self) -> int:
-        """How often the engine failed since the last forward, of links or of images, that did not."""
-        return max(self._links.failing, self._images.failing)
+        """Failures of the engine since its last forward, of links or images, that went well."""
+        return max(self._scheduler.failing, self._images.failing)
 
     def alive(self) -> bool:
-        """Whether the thread still turns."""
+        """True while the thread turns."""
         return self._thread.is_alive()
 
     def stop(self) -> None:
@@ -273,8 +284,7 @@ class PrefillLoop:
         except Exception as error:  # a defect: let nobody wait for ever, and let the health check see the thread end
             with self._wake:
                 self._stopping = True
-                for job in [*self._links, *self._waiting]:
-                    self._links.fail(job, error)
+                self._scheduler.fail([*self._scheduler.running, *self._scheduler.waiting], error)
                 self._images.refuse(error)
                 self._refuse_calls()
             raise
@@ -286,10 +296,8 @@ class PrefillLoop:
                 if not (self._has_work() or self._calls or self._abandoned or self._stopping):
                     # leases are read by a NIXL notification, which has no descriptor to wait on: poll while any is not
                     self._wake.wait(_POLL_SECONDS if self._pool.has_unread else 0.5)
-                if self._stopping and not self._links:
-                    for job in self._waiting:
-                        with suppress(InvalidStateError):
-                            job.done.set_exception(Overloaded("the prefill worker is shutting down"))
+                if self._stopping and not self._scheduler.running:
+                    self._scheduler.refuse_waiting(Overloaded("the prefill worker is shutting down"))
                     self._images.refuse(Overloaded("the prefill worker is shutting down"))
                     self._refuse_calls()
                     return
@@ -298,46 +306,47 @@ class PrefillLoop:
             self._admit()
             if self._images and self._images.turn():
                 self.expect()  # the link that they are for
-            if not (gave_way and self._links) and self._background.is_overdue(time.perf_counter() - self._patience):
+            since = time.perf_counter() - self._patience
+            if not (gave_way and self._scheduler.running) and self._background.is_overdue(since):
                 self._background.step_beside_links()
                 gave_way = True  # and then it is the links' turn
-            elif self._links:
+            elif self._scheduler.running:
                 self._turn()
                 gave_way = False
-            elif self._waiting:
+            elif self._scheduler.waiting:
                 time.sleep(0.0005)  # no block is free: wait for a decode engine to read, without spinning
             elif self._gives_way():
                 with self._wake:  # leave the machine to somebody's first token
-                    if not self._waiting:
+                    if not self._scheduler.waiting:
                         self._wake.wait(_POLL_SECONDS)
             elif self._background.ready:
                 self._background.step()
 
     def _has_work(self) -> bool:
-        return bool(self._waiting or self._links or self._images or self._background.ready)
+        return self._scheduler.has_links or bool(self._images or self._background.ready)
 
     def _gives_way(self) -> bool:
-        """Whether background work should wait: a hand-off or a request is on its way, and no check is late."""
+        """True if background work should wait for a hand-off or a request, and no check is late."""
         since, checks = time.perf_counter() - self._patience, self._background.checks_since()
         if checks is not None and checks < since:
             return False
         return self._last_expected > since or (self._pool.has_unread and self._last_finished > since)
 
     def _disturbed(self) -> float:
-        """When a request came last, or got what it came for (`time.perf_counter`)."""
+        """Time at which a request last came or was answered (`time.perf_counter`)."""
         return max(self._last_expected, self._last_finished)
 
     def _piece(self, left: int) -> int:
-        """Of the tokens that background work has `left`, those that one forward may compute now."""
-        rested = 0.0 if self._links or self._waiting else time.perf_counter() - self._disturbed()
-        return min(self._cost_model.piece(left, rested), self._budget)
+        """Tokens of the next background forward, of those that are `left`."""
+        rested = 0.0 if self._scheduler.has_links else time.perf_counter() - self._disturbed()
+        return min(self._scheduler.cost_model.piece(left, rested), self._budget)
 
     def _notify(self) -> None:
         with self._wake:
             self._wake.notify()
 
     def _heed(self) -> None:
-        """What other threads have asked for since the last turn."""
+        """Do what other threads have asked for since the last turn."""
         while self._calls:
             function, done = self._calls.popleft()
             if not done.set_running_or_notify_cancel():
@@ -362,7 +371,7 @@ class PrefillLoop:
         read, wanted = self._engine.poll_handoffs(self._pool)
         for lease in read:
             self._pool.read(lease)
-        for lease in [*wanted, *(job.lease.id for job in self._links if job.lease is not None)]:
+        for lease in [*wanted, *(job.lease.id for job in self._scheduler.running if job.lease is not None)]:
             self._pool.renew(lease)
         expired = self._pool.expire()
         if expired:
@@ -373,33 +382,23 @@ class PrefillLoop:
             logger.warning("leases expired unread, blocks freed: %s", ", ".join(unread))
 
     def _admit(self) -> None:
-        self._drop_cancelled()
-        while self._waiting and not self._stopping:
-            job = self._waiting[0]
-            try:
-                job.lease = self._pool.allocate(job.room, job.plan.request.readers)
-            except PoolExhausted:
-                if self._background.make_room():
-                    continue
-                return  # blocks come free when decode engines have read theirs
-            self._waiting.popleft()
-            job.plan.sequence.blocks = job.lease.blocks
-            job.plan.took("queue", time.perf_counter() - job.submitted)
-            self._links.add(job)
-
-    def _drop_cancelled(self) -> None:
-        """Let go of links and images for which nobody waits any more, wherever they stand in the queue."""
-        with self._wake:  # others append
-            gone = [job for job in self._waiting if job.done.cancelled()]
-            for job in gone:
-                self._waiting.remove(job)
+        """Drop cancelled links and admit waiting ones; idle work makes room for them."""
+        with self._wake:  # others add
+            cancelled = self._scheduler.take_cancelled()
             self._images.drop_cancelled()
-        for job in gone:
+        for job in cancelled:
             job.plan.unpin()
+        while not (self._stopping or self._scheduler.admit()):
+            if not self._background.make_room():
+                return  # blocks come free when decode engines have read theirs
 
     def _turn(self) -> None:
-        """One turn of the links under way."""
-        finished = self._links.turn()
+        """Run one forward of the links that are admitted, and end those that are done."""
+        batch = self._scheduler.schedule()
+        result = None if batch is None else self._forward(batch)
+        finished = self._scheduler.update(batch, result)
+        if finished and result is None and not self._finish_writes(finished):
+            finished = []
         if not finished:
             self._wait_for_loads()
         held = [job for job in finished if self._finish(job)]
@@ -407,20 +406,45 @@ class PrefillLoop:
             self._learn(job)
         for job in finished:
             if job not in held:  # cancelled: nobody will read these blocks
-                self._free(job)
-        self._links.remove(finished)  # only now: a defect fails these too
-        busy = bool(self._waiting or self._links)
+                self._scheduler.free(job)
+        self._scheduler.remove(finished)  # only now: a defect fails these too
+        busy = self._scheduler.has_links
         for job in held:
-            self._linker.keep_beginning(job.plan, busy=busy)
+            self._linker.keep_prefix(job.plan, busy=busy)
+
+    def _forward(self, batch: ForwardBatch) -> ForwardResult | None:
+        """Compute a batch. None if that failed, and with it the links in it.
+
+        Others' KV lies in other blocks.
+        """
+        began = time.perf_counter()
+        try:
+            logits = self._engine.forward(batch.sequences, batch.loads, batch.deadline, batch.sampled)
+        except Exception as error:
+            self._scheduler.fail(batch.jobs, error)
+            return None
+        return ForwardResult(logits, time.perf_counter() - began)
+
+    def _finish_writes(self, finished: Sequence[LinkJob]) -> bool:
+        """Wait until the KV of links that end without a forward can be read. False if that failed."""
+        try:
+            self._engine.finish_writes()
+        except Exception as error:
+            self._scheduler.fail(finished, error)
+            return False
+        return True
 
     def _wait_for_loads(self) -> None:
-        """Sleep until a load ends, if nothing can be computed before; not long, leases have no event to wait for."""
+        """Sleep until a load ends, if nothing can be computed before.
+
+        Not long: leases have no event to wait for.
+        """
         with self._wake:
-            if self._links and not self._links.go_on:
+            if self._scheduler.running and not self._scheduler.has_work:
                 self._wake.wait(_POLL_SECONDS)
 
     def _finish(self, job: LinkJob) -> bool:
-        """Tell who waits for a link that it has ended; whether anybody does, and will read its blocks."""
+        """Give a finished link's result to its caller. False if the link was cancelled."""
         assert job.lease is not None
         plan = job.plan
         self._last_finished = time.perf_counter()
@@ -433,7 +457,7 @@ class PrefillLoop:
             stages_ms=plan.stages_ms,
             compute_ms=plan.compute_ms,
             select_ms=plan.select_ms,
-            prefix_tokens_reused=len(plan.known),
+            prefix_tokens_reused=len(plan.prefix_hit),
             first_token=job.first_token,
         )
         try:
@@ -443,7 +467,7 @@ class PrefillLoop:
         return True
 
     def _learn(self, job: LinkJob) -> None:
-        """Take up in the background what a link that has ended can teach. What goes wrong costs that alone."""
+        """Let idle work take up a finished link. Errors cost no more than that."""
         assert job.lease is not None
         try:
             if self._learns:
@@ -453,14 +477,9 @@ class PrefillLoop:
             self._background.failures += 1
             logger.exception("nothing is kept of link %s", job.plan.request.request_id)
 
-    def _free(self, job: LinkJob) -> None:
-        job.plan.unpin()
-        if job.lease is not None:
-            self._pool.abandon(job.lease.id)
-
 
 def drain(loop: PrefillLoop, seconds: float = 60.0) -> LoopStats:
-    """Wait until the loop has nothing queued, running or to harvest (tests and orderly shutdown).
+    """Wait until nothing is queued, running or to be harvested (tests, orderly shutdown).
 
     Raises:
         TimeoutError: it still had work after `seconds`.

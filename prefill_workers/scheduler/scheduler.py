@@ -1,238 +1,316 @@
-"""Links under way in the prefill loop: what is placed, measured and computed of them, a turn at a time.
+"""Scheduler of a prefill worker: admission of links to KV blocks, and batches of forwards.
 
-A turn places the chunks whose loads have ended, and runs ONE forward, up to a token budget; a long run goes on in the
-next turn. Links are computed in the order in which they are due, each some times what it takes to compute after it
-came: one that links nearly all does not wait for one that computes everything, nor that one for ever. Others join the
-forward of the first where that saves more waiting than it causes (see `cost_model`).
+| call        | effect                                                                                            |
+|-------------|---------------------------------------------------------------------------------------------------|
+| `add`       | a planned link joins `waiting`                                                                    |
+| `admit`     | waiting links get blocks, first come first served, and join `running`                             |
+| `schedule`  | running links place the stored KV that has come in and choose tokens; a forward is put together    |
+| `update`    | what that forward computed is noted; returns the links that are done                              |
+| `fail`      | links end with an error and give their blocks back                                                |
+
+Running links are computed in the order in which they are due, each some times what it takes to compute after it came:
+one that links nearly all does not wait for one that computes everything, nor that one for ever. Others join the forward
+of the first where that saves more waiting than it causes (see `cost_model`). A long run goes on in the next forward.
 
 A link computes while its later chunks still load (mpic.md §3.2): up to its frontier, the first token that waits for
-one, and beyond it where layers come in faster than they are needed (see `arriving`). Which tokens a link chooses by
-deviation is found out by partial forwards before (`Linker.select`).
+one, and beyond it where layers come in faster than they are needed (see `link.layerwise_load`). Which tokens a link
+chooses by deviation is found out by partial forwards before (`Linker.select`).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections import deque
+from collections.abc import Collection, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import takewhile
 
-from prefill_workers.engine.engine import PrefillEngine
+from torch import Tensor
+
+from prefill_workers.block_pool import BlockPool, PoolExhausted
 from prefill_workers.engine.sampling import draw
 from prefill_workers.link.layerwise_load import LayerwiseLoad
 from prefill_workers.link.linker import Linker
 from prefill_workers.protocol import PixelsNeeded
 from prefill_workers.scheduler.cost_model import ForwardCostModel
 from prefill_workers.scheduler.link_job import FORWARD_TOKENS, LinkJob
-from prefill_workers.sequence import Run, split_runs
+from prefill_workers.sequence import LinkSequence, Run, split_runs
 
 logger = logging.getLogger(__name__)
 
 _STRETCH = 4.0  # times what a link takes to compute, until it is due
 
 
-class LinksUnderWay:
-    """Links that have blocks, in the order in which they are due after a turn. Belongs to the loop's thread.
+@dataclass(frozen=True, eq=False)
+class ForwardBatch:
+    """Batch of one forward: the runs of several links, and the loads that it writes by layer.
+
+    `sampled`: indices into `work` of the links whose first answer token is drawn from the forward's logits. `deadline`
+    is until when the forward waits for layers (monotonic seconds).
+    """
+
+    work: Sequence[tuple[LinkJob, list[Run]]]
+    streams: Sequence[tuple[LinkJob, LayerwiseLoad]]
+    sampled: Sequence[int]
+    tokens: int
+    deadline: float
+
+    @property
+    def jobs(self) -> list[LinkJob]:
+        """Links that are computed."""
+        return [job for job, _ in self.work]
+
+    @property
+    def sequences(self) -> list[tuple[LinkSequence, list[Run]]]:
+        """Sequences and their runs, as an engine takes them."""
+        return [(job.plan.sequence, runs) for job, runs in self.work]
+
+    @property
+    def loads(self) -> list[LayerwiseLoad]:
+        """Loads that are written meanwhile, as an engine takes them."""
+        return [load for _, load in self.streams]
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardResult:
+    """Outcome of a batch: logits [sampled, vocabulary], if asked for, and its seconds."""
+
+    logits: Tensor | None
+    seconds: float
+
+
+class Scheduler:
+    """Waiting and running links of one engine. For the loop's thread, but for `add`.
 
     Args:
+        pool: the KV blocks of running links; blocks of those that end without a result return to it.
         cost_model: what forwards take; every forward teaches it.
         budget: tokens of one forward at most.
-        free: lets go of what a link holds that ends without a result.
+        streams_layers: whether the engine writes chunks layer by layer while it computes.
 
     Attributes:
-        forwards, by_layer, partial, tokens: see `worker.LoopStats`.
+        waiting: links without blocks, first come first; `add` and `take_cancelled` need the loop's lock.
+        running: links with blocks, in the order in which they were due when a forward was last scheduled.
+        forwards, forwards_by_layer, forwards_partial, tokens: see `prefill_loop.LoopStats`.
         failing: turns in which the engine failed, since the last forward that did not.
     """
 
     def __init__(
-        self,
-        engine: PrefillEngine,
-        linker: Linker,
-        cost_model: ForwardCostModel,
-        budget: int,
-        free: Callable[[LinkJob], None],
+        self, linker: Linker, pool: BlockPool, cost_model: ForwardCostModel, budget: int, *, streams_layers: bool
     ) -> None:
-        self._engine, self._linker, self._cost_model, self._budget, self._free = (
-            engine,
-            linker,
-            cost_model,
-            budget,
-            free,
-        )
-        self._jobs: list[LinkJob] = []
-        self.forwards = self.by_layer = self.partial = self.tokens = self.failing = 0
-
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    def __iter__(self) -> Iterator[LinkJob]:
-        return iter(self._jobs)
+        self.pool, self.cost_model = pool, cost_model
+        self._linker, self._budget, self._streams_layers = linker, budget, streams_layers
+        self.waiting: deque[LinkJob] = deque()
+        self.running: list[LinkJob] = []
+        self.forwards = self.forwards_by_layer = self.forwards_partial = self.tokens = 0
+        self.failing = 0
+        self._turn_failed = False  # the one that the latest `schedule` began
 
     @property
-    def go_on(self) -> bool:
-        """Whether the next turn has something to do."""
-        return any(job.computes or job.plan.measures or job.plan.has_news for job in self._jobs)
+    def has_links(self) -> bool:
+        """True while any link waits or runs."""
+        return bool(self.waiting or self.running)
+
+    @property
+    def has_work(self) -> bool:
+        """True if `schedule` has something to do for a running link before a load ends."""
+        return any(job.is_runnable or job.plan.needs_weighing or job.plan.has_ended_loads for job in self.running)
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that forwards have still to compute, for all links."""
+        return sum(job.left for job in [*self.waiting, *self.running])
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
 
     def add(self, job: LinkJob) -> None:
-        """Take up a link that has its blocks."""
-        self._jobs.append(job)
+        """Queue a link, under the loop's lock."""
+        self.waiting.append(job)
+
+    def take_cancelled(self) -> list[LinkJob]:
+        """Remove and return cancelled waiting links, wherever they stand.
+
+        Under the loop's lock.
+        """
+        cancelled = [job for job in self.waiting if job.done.cancelled()]
+        for job in cancelled:
+            self.waiting.remove(job)
+        return cancelled
+
+    def refuse_waiting(self, error: Exception) -> None:
+        """Raise an error to the callers of all waiting links."""
+        for job in self.waiting:
+            with suppress(InvalidStateError):
+                job.done.set_exception(error)
+
+    def admit(self) -> bool:
+        """Give waiting links blocks, in order, while these last. False if some are left without."""
+        while self.waiting:
+            job = self.waiting[0]
+            try:
+                job.lease = self.pool.allocate(job.room, job.plan.request.readers)
+            except PoolExhausted:
+                return False
+            self.waiting.popleft()
+            job.plan.sequence.blocks = job.lease.blocks
+            job.plan.took("queue", time.perf_counter() - job.submitted)
+            self.running.append(job)
+        return True
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> ForwardBatch | None:
+        """Place loaded KV, choose tokens, and batch the next forward; None if none is worth it."""
+        self._turn_failed = False
+        self.running = sorted(self.running, key=self._due)
+        self.running = [job for job in self.running if self._advance(job)]
+        self._select()
+        return self._batch() if any(job.is_runnable for job in self.running) else None
+
+    def update(self, batch: ForwardBatch | None, result: ForwardResult | None) -> list[LinkJob]:
+        """Note the result of a batch; None if nothing was computed, or the forward failed.
+
+        Returns: the links that are done. They run on, and hold their blocks, until they are removed.
+        """
+        if batch is not None and result is not None:
+            self._note(batch, result)
+        return [job for job in self.running if job.plan.is_placed and not job.pending]
 
     def remove(self, jobs: Collection[LinkJob]) -> None:
         """Drop links that have ended."""
-        self._jobs = [job for job in self._jobs if job not in jobs]
+        self.running = [job for job in self.running if job not in jobs]
 
-    def turn(self) -> list[LinkJob]:
-        """Place what has been loaded, choose tokens, and run one forward; the links that are finished, still held."""
-        failed_before = self.failing
-        self._jobs = sorted(self._jobs, key=self._due)
-        self._jobs = [job for job in self._jobs if self._advance(job)]
-        self._select()
-        computed = any(job.computes for job in self._jobs) and self._forward()
-        finished = [job for job in self._jobs if job.plan.settled and not job.pending]
-        if finished and not computed:  # they end with a chunk that was written
-            finished = self._written(finished)
-        self.failing = min(self.failing, failed_before + 1)  # what fails several links is one failure
-        return finished
-
-    def _written(self, finished: list[LinkJob]) -> list[LinkJob]:
-        """Wait until others can read what was written for these links. Returns them; none if the device failed."""
-        try:
-            self._engine.finish_writes()
-        except Exception as error:
-            self._fail_together(finished, error)
-            return []
-        return finished
-
-    def _fail_together(self, jobs: Collection[LinkJob], error: Exception) -> None:
-        """The engine failed, and with it all links that it worked for."""
-        self.failing += 1
+    def fail(self, jobs: Collection[LinkJob], error: Exception) -> None:
+        """End links because the engine failed. Several failures of one turn count as one."""
+        self.failing += not self._turn_failed
+        self._turn_failed = True
         for job in jobs:
-            self.fail(job, error)
+            logger.error("link %.100r failed", job.plan.request.request_id, exc_info=error)
+            self._end(job, error)
         self.remove(jobs)
 
-    def fail(self, job: LinkJob, error: Exception) -> None:
-        """Tell whoever waits for a link that it ended so, and let go of what it holds."""
-        logger.error("link %.100r failed", job.plan.request.request_id, exc_info=error)
-        self._free(job)
-        with suppress(InvalidStateError):
+    def free(self, job: LinkJob) -> None:
+        """Free what a link holds that ends without a result, or whose result is not wanted."""
+        job.plan.unpin()
+        if job.lease is not None:
+            self.pool.abandon(job.lease.id)
+
+    def _end(self, job: LinkJob, error: Exception) -> None:
+        """Free a link and raise an error to its caller."""
+        self.free(job)
+        with suppress(InvalidStateError):  # cancelled
             job.done.set_exception(error)
 
     def _due(self, job: LinkJob) -> float:
-        """When a link should have been computed (`time.perf_counter`); later, if its chunks turn out not to load."""
-        return job.submitted + _STRETCH * self._cost_model.seconds(job.computed_in_all)
+        """Time at which a link should have been computed (`time.perf_counter`).
+
+        Later, if its chunks turn out not to load.
+        """
+        return job.submitted + _STRETCH * self.cost_model.seconds(job.computed_in_all)
 
     def _advance(self, job: LinkJob) -> bool:
-        """Place what has been loaded for a link, and take up the runs that may be computed then. False if it ends."""
+        """Place a link's loaded KV and take up the runs that this allows. False if it ends."""
         if job.done.cancelled():
-            self._free(job)
+            self.free(job)
             return False
         try:
             spoiled = self._linker.advance(job.plan)
             if spoiled is not None:
                 job.go_back_to(spoiled)
             job.compute_up_to(job.plan.frontier)
-            if job.plan.loads and job.by_layer and self._engine.accepts_layerwise_kv:
-                self._take_up_arriving(job)
+            if job.plan.is_loading and job.may_stream and self._streams_layers:
+                self._stream(job)
         except PixelsNeeded as needed:
-            self._free(job)
-            with suppress(InvalidStateError):
-                job.done.set_exception(needed)
+            self._end(job, needed)
             return False
         except Exception as error:
-            self.failing += 1
-            self.fail(job, error)
+            self.fail([job], error)
             return False
         return True
 
     def _select(self) -> None:
-        """Choose the tokens of links that measure deviations, once all that they link is loaded, and it is their turn.
+        """Let links choose tokens by deviation, once all their KV is loaded and it is their turn.
 
         That is when a forward would take them as well: others' first tokens need not wait for theirs.
         """
-        able, turn = [job for job in self._jobs if job.computes or job.plan.measures], list[LinkJob]()
+        able, turn = [job for job in self.running if job.is_runnable or job.plan.needs_weighing], list[LinkJob]()
         for behind, job in zip(reversed(range(len(able))), able, strict=True):
-            tokens = sum(map(len, job.to_measure)) if job.plan.measures else job.tokens
-            if not turn or self._cost_model.joins(tokens, len(turn), behind):
+            tokens = sum(map(len, job.runs_to_weigh)) if job.plan.needs_weighing else job.tokens
+            if not turn or self.cost_model.joins(tokens, len(turn), behind):
                 turn.append(job)
-        ready = [job for job in turn if job.plan.measures]
+        ready = [job for job in turn if job.plan.needs_weighing]
         if not ready:
             return
         try:
-            self.partial += self._linker.select([(job.plan, job.to_measure) for job in ready], self._budget)
+            self.forwards_partial += self._linker.select([(job.plan, job.runs_to_weigh) for job in ready], self._budget)
         except Exception as error:
-            self._fail_together(ready, error)
+            self.fail(ready, error)
             return
         for job in ready:
             job.compute_up_to(job.plan.frontier)
 
-    def _take_up_arriving(self, job: LinkJob) -> None:
-        """Let this turn's forward write the chunks that are coming in, if their layers keep ahead of it."""
-        arriving = self._linker.arriving(job.plan)
-        if not arriving:
+    def _stream(self, job: LinkJob) -> None:
+        """Let the next forward write loading chunks, if their layers keep ahead of it."""
+        loads = self._linker.layerwise_loads(job.plan)
+        if not loads:
             return
         whole = len(job.plan.sequence)
         tokens = job.tokens + sum(map(len, job.plan.runs_between(job.reached, whole)))
-        earlier = takewhile(lambda other: other is not job, self._jobs)
-        ahead = [other.tokens for other in earlier if other.computes]
-        this_turn = not ahead or self._cost_model.joins(tokens, len(ahead), 0)
+        earlier = takewhile(lambda other: other is not job, self.running)
+        ahead = [other.tokens for other in earlier if other.is_runnable]
+        this_turn = not ahead or self.cost_model.joins(tokens, len(ahead), 0)
         worth_it = tokens >= FORWARD_TOKENS and this_turn and sum(ahead) + tokens <= self._budget
-        if worth_it and self._cost_model.keeps_ahead(arriving, tokens):
-            for coming in arriving:
-                coming.chunk.written = coming
-            job.arriving = arriving
+        if worth_it and self.cost_model.keeps_ahead(loads, tokens):
+            for load in loads:
+                load.chunk.begin_stream(load)
+            job.streams = loads
             job.compute_up_to(whole)
 
-    def _forward(self) -> bool:
-        """One forward over what the link that is due first can compute, and those that join it, up to the budget.
-
-        False if it failed, and with it the links that it was for: others' KV lies in other blocks.
-        """
-        began, budget = time.perf_counter(), self._budget
+    def _batch(self) -> ForwardBatch:
+        """Batch the runs of the link that is due first and of those that join it, up to the budget."""
+        budget = self._budget
         work: list[tuple[LinkJob, list[Run]]] = []
-        arriving: list[tuple[LinkJob, LayerwiseLoad]] = []
+        streams: list[tuple[LinkJob, LayerwiseLoad]] = []
         # those that are not worth a forward of their own yet may only join
-        ready = sorted((job for job in self._jobs if job.pending), key=lambda job: not job.computes)
+        ready = sorted((job for job in self.running if job.pending), key=lambda job: not job.is_runnable)
         for behind, job in zip(reversed(range(len(ready))), ready, strict=True):
             # what a forward writes as it comes in must be in the forward that was chosen for it
-            if work and not job.arriving and not self._cost_model.joins(job.tokens, len(work), behind):
+            if work and not job.streams and not self.cost_model.joins(job.tokens, len(work), behind):
                 continue
             now, job.pending = split_runs(job.pending, budget)
             if now:
                 work.append((job, now))
                 budget -= sum(len(run) for run in now)
-                arriving += [(job, coming) for coming in job.arriving]
-                job.arriving = []
+                streams += [(job, load) for load in job.streams]
+                job.streams = []
+        sampled = [i for i, (job, now) in enumerate(work) if job.ends_with(now)]
         tokens = self._budget - budget
-        ending = [i for i, (job, now) in enumerate(work) if job.ends_with(now)]
-        try:
-            logits = self._engine.forward(
-                [(job.plan.sequence, runs) for job, runs in work],
-                [coming for _, coming in arriving],
-                self._cost_model.deadline(tokens),
-                ending,
-            )
-        except Exception as error:
-            self._fail_together([job for job, _ in work], error)
-            return False
+        return ForwardBatch(work, streams, sampled, tokens, self.cost_model.deadline(tokens))
+
+    def _note(self, batch: ForwardBatch, result: ForwardResult) -> None:
+        """Count a forward, learn its cost, and draw first tokens.
+
+        Loads whose layers came too late are waited for as whole chunks.
+        """
         self.failing = 0
         self.forwards += 1
-        self.by_layer += bool(arriving)
-        self.tokens += tokens
-        spent = time.perf_counter() - began
-        computing = spent - sum(coming.waited for _, coming in arriving)
-        if tokens >= FORWARD_TOKENS:
-            self._cost_model.learn(tokens, computing)
-        for job, now in work:
-            job.plan.took("forward", spent)
-            job.plan.compute_ms += computing * 1e3 * sum(map(len, now)) / tokens
-        for i, scores in zip(ending, () if logits is None else logits, strict=True):
-            job = work[i][0]
+        self.forwards_by_layer += bool(batch.streams)
+        self.tokens += batch.tokens
+        computing = result.seconds - sum(load.waited for load in batch.loads)
+        if batch.tokens >= FORWARD_TOKENS:
+            self.cost_model.learn(batch.tokens, computing)
+        for job, runs in batch.work:
+            job.plan.took("forward", result.seconds)
+            job.plan.compute_ms += computing * 1e3 * sum(map(len, runs)) / batch.tokens
+        for i, scores in zip(batch.sampled, () if result.logits is None else result.logits, strict=True):
+            job = batch.work[i][0]
             assert job.plan.request.sampling is not None
             job.first_token = draw(scores, job.plan.request.sampling, job.plan.sequence.token_ids)
-        for job, coming in arriving:
-            if coming.late:
-                coming.chunk.written, job.by_layer = None, False
-                job.go_back_to(coming.chunk.span.start)
-        return True
+        for job, load in batch.streams:
+            if load.is_late:
+                load.chunk.drop_stream()
+                job.may_stream = False
+                job.go_back_to(load.chunk.span.start)

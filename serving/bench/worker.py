@@ -83,11 +83,13 @@ def worker(
     `PrefillLoop`, whose queue is one link long.
     """
     from prefill_workers.link.linker import Linker
+    from prefill_workers.patches.harvester import Harvester
     from prefill_workers.scheduler.prefill_loop import PrefillLoop
 
-    linker = Linker(engine, library, patches, submit_patch, **composing)
+    linker = Linker(engine, library, patches, **composing)
+    harvester = Harvester(engine, library, patches, submit_patch)
     usual: dict[str, Any] = {"budget": 4096, "max_queue": 1, "lease_seconds": 600, "owner": "bench"}
-    loop = PrefillLoop(engine, linker, **(usual | options))
+    loop = PrefillLoop(engine, linker, harvester, **(usual | options))
     loop.start()
     try:
         yield Worker(engine, library, linker, loop)

@@ -42,7 +42,7 @@ from serving.access_log import AccessLog
 from serving.api.errors import OverloadedError
 from serving.errors import RoleUnavailable
 from serving.frontend.answer_stream import AnswerStream, sampling_of
-from serving.frontend.prompt_segments import Delimiters, Segments, segment
+from serving.frontend.prompt_segments import Delimiters, Segments, image_delimiters, segment
 from serving.frontend.report import ChunkReport, OrbitReport, RequestTrace, current_trace
 from serving.frontend.roles import Roles
 from serving.frontend.single_flight_encoder import SingleFlightEncoder
@@ -140,6 +140,7 @@ class LinkedEngineClient(_NotOurs):
         self._roles = roles
         self._encodings = SingleFlightEncoder(roles.encode)
         self._delimiters = Delimiters.of(self.model_config, self.renderer.get_tokenizer())
+        self._image_delimiters = image_delimiters(self.renderer, self._delimiters)
         self.forgets = ForgetRegistry()
         orderer = PatchAwareOrderer(compose_up_to=compose_up_to, free_text=prefill.free_text)
         self.arranger = self.forgets.group().register(orderer)
@@ -203,6 +204,7 @@ class LinkedEngineClient(_NotOurs):
         if contents and mode != Mode.OFF:
             request = PrefetchRequest(
                 tuple(contents),
+                self._image_delimiters,
                 documents=frozenset(document.content for document in trace.documents),
                 mode=mode,
                 tenant=trace.tenant,

@@ -6,23 +6,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from PIL import Image
 from vllm.config import ModelConfig
 from vllm.multimodal.inputs import MultiModalKwargsItem
+from vllm.renderers import BaseRenderer
+from vllm.renderers.inputs.preprocess import parse_model_prompt
 
 from prefill_workers.protocol import TEXT, ChunkSpan
 from serving.frontend.documents import Document, places
 
 _MODALITIES = ("image", "video")
+_SAMPLE = (64, 64)  # pixels
 
 
 @dataclass(frozen=True)
 class Delimiters:
     """What stands around a chunk's placeholders, and goes with them wherever the chunk goes.
 
-    `written`: by modality the token ids that the model's chat template writes for one item, its placeholder once.
+    `written`: modalities, and the token ids that the model's chat template writes for an item, its placeholder once.
     """
 
-    written: tuple[tuple[int, ...], ...] = ()
+    written: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @classmethod
     def of(cls, model: ModelConfig, tokenizer: Any) -> Delimiters:
@@ -37,12 +41,12 @@ class Delimiters:
             except (AttributeError, ValueError):  # it takes nothing but text, or nothing of this modality
                 text = None
             if text:
-                written.append(tuple(tokenizer.encode(text, add_special_tokens=False)))
-        return cls(tuple(dict.fromkeys(written)))
+                written.append((modality, tuple(tokenizer.encode(text, add_special_tokens=False))))
+        return cls(tuple(written))
 
     def around(self, token_ids: Sequence[int], start: int, stop: int) -> tuple[int, int]:
         """The span of placeholders with their delimiters; the same span where these do not stand around it."""
-        for one in self.written:
+        for _, one in self.written:
             if token_ids[start] in one:
                 at = one.index(token_ids[start])
                 first, last = start - at, stop + len(one) - at - 1
@@ -80,6 +84,21 @@ def segment(engine_input: Any, delimiters: Delimiters, documents: Sequence[Docum
         found.append((ChunkSpan(document.content, TEXT, start, start + count, start, count), None))
     found.sort(key=lambda pair: pair[0].start)
     return Segments(token_ids, tuple(span for span, _ in found), tuple(item for _, item in found))
+
+
+def image_delimiters(renderer: BaseRenderer, delimiters: Delimiters) -> tuple[int, ...]:
+    """Token ids around every image's placeholders in prompts that `segment` cuts; () for models without images.
+
+    The placeholders of an image are the processor's to choose, so a sample is rendered.
+    """
+    written = next((one for modality, one in delimiters.written if modality == "image"), None)
+    if written is None:
+        return ()
+    prompt = {"prompt_token_ids": list(written), "multi_modal_data": {"image": [Image.new("RGB", _SAMPLE)]}}
+    (rendered,) = renderer.render_cmpl([parse_model_prompt(renderer.model_config, prompt)], skip_mm_cache=True)
+    segments = segment(rendered, delimiters)
+    (span,) = segments.chunks
+    return tuple(segments.token_ids[span.start : span.first] + segments.token_ids[span.first + span.count : span.stop])
 
 
 def _multimodal(

@@ -136,7 +136,7 @@ class ChunkCosts(NamedTuple):
         if point is OperatingPoint.SELECTED:
             return report
         placed = self.summed_ms if point is OperatingPoint.COMPOSED else self.placed_ms
-        cost = placed if point.reuses_kv else self.computed_ms
+        cost = placed if point.is_reuse else self.computed_ms
         return report.model_copy(update={"cost_ms": round(cost, 3), "alternative": self.alternative})
 
 

@@ -48,6 +48,7 @@ class PrefillWorker:
         from prefill_workers.engine.engine import PrefillEngine, check_hand_off
         from prefill_workers.link.linker import Linker
         from prefill_workers.link.prefix_cache import PrefixCache
+        from prefill_workers.patches.harvester import Harvester
         from prefill_workers.patches.patch_compiler import load_form
         from prefill_workers.scheduler.cost_model import measure_forward_cost
         from prefill_workers.scheduler.load_budget import KVLoadBudget
@@ -68,7 +69,6 @@ class PrefillWorker:
             self._engine,
             self._library,
             form,
-            self._deficits.submit,
             self._fidelity.monitor,
             compose_up_to=config.compose_up_to,
             prefixes=PrefixCache.of(self._engine, settings.prefix_cache_bytes),
@@ -82,6 +82,7 @@ class PrefillWorker:
         self._loop = PrefillLoop(
             self._engine,
             linker,
+            Harvester(self._engine, self._library, form, self._deficits.submit),
             budget=settings.max_batch_tokens,
             max_queue=settings.max_queue,
             lease_seconds=settings.lease_seconds,

@@ -152,10 +152,12 @@ class Probe:
         from kvstore.records.patch_form import PatchForm
         from kvstore.settings import LibrarySettings
         from prefill_workers.link.linker import Linker
+        from prefill_workers.patches.harvester import Harvester
 
         self._engine = engine
         library = Library(LibrarySettings(directory=None), engine.fingerprint)
-        self._linker = Linker(engine, library, PatchForm(), lambda job: None)
+        self._linker = Linker(engine, library, PatchForm())
+        self._harvester = Harvester(engine, library, PatchForm(), lambda job: None)
         self._pages = Pages(engine)
         half = engine.num_blocks // 2
         self._blocks, self._scratch = range(1, half), range(half, engine.num_blocks)
@@ -190,12 +192,12 @@ class Probe:
         target = plan.chunks[-1]
         size = self._engine.block_size
         scratch = Scratch(self._scratch, size, lambda left: len(self._scratch) * size)
-        canonical = at_once(self._linker.harvester.canonical(plan, target, scratch)).kv
+        canonical = at_once(self._harvester.canonical(plan, target, scratch)).kv
 
         def behind(order: Sequence[int]) -> Tensor:
             run = self._plan([*order, b])
             self._forward(run, self._scratch)
-            return deficit(self._linker.harvester.conditioned(run, run.chunks[-1]), canonical)
+            return deficit(self._harvester.conditioned(run, run.chunks[-1]), canonical)
 
         orders = [behind(order) for order in others]
         return Item(
@@ -203,7 +205,7 @@ class Probe:
             target=target,
             exact=self._answer(plan, target),
             canonical=canonical,
-            own=deficit(self._linker.harvester.conditioned(plan, target), canonical),
+            own=deficit(self._harvester.conditioned(plan, target), canonical),
             orbit=mean_deficit(orders),
             transfer=orders[-1],
             stale=behind([other, *pages[1:]]),
@@ -257,7 +259,7 @@ class Probe:
             encoded = self._engine.encode(segments.pixels(needed.chunks))
             plan = self._linker.plan(request, dict(zip(needed.chunks, encoded, strict=True)))
             for chunk in plan.chunks:
-                self._linker.harvester.keep_embeddings(plan, chunk)
+                self._harvester.keep_embeddings(plan, chunk)
             return plan
 
     def _forward(self, plan: LinkPlan, blocks: range) -> None:

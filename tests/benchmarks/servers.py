@@ -176,6 +176,7 @@ class EmbeddedRoles:
         from prefill_workers.engine.engine import PrefillEngine
         from prefill_workers.link.linker import Linker
         from prefill_workers.link.prefix_cache import PrefixCache
+        from prefill_workers.patches.harvester import Harvester
         from prefill_workers.patches.patch_compiler import PatchCompiler, load_form
         from prefill_workers.scheduler.cost_model import measure_forward_cost
         from prefill_workers.scheduler.prefill_loop import PrefillLoop
@@ -199,10 +200,11 @@ class EmbeddedRoles:
         compiler = PatchCompiler(self._library, form)
         settings = config.prefill
         prefixes = PrefixCache.of(self.engine, settings.prefix_cache_bytes)
-        self._linker = Linker(self.engine, self._library, form, compiler.compile, prefixes=prefixes)
+        self._linker = Linker(self.engine, self._library, form, prefixes=prefixes)
         self._loop = PrefillLoop(
             self.engine,
             self._linker,
+            Harvester(self.engine, self._library, form, compiler.compile),
             budget=settings.max_batch_tokens,
             max_queue=settings.max_queue,
             lease_seconds=settings.lease_seconds,

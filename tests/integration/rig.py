@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,6 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 from vllm import SamplingParams
+from vllm.renderers import BaseRenderer
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 
 from infra.checkpoints import checkpoint_path
@@ -27,6 +29,7 @@ from prefill_workers.link.linker import Linker
 from prefill_workers.link.plan import LinkPlan
 from prefill_workers.link.prefix_cache import PrefixCache
 from prefill_workers.modes import Mode
+from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.patch_compiler import PatchCompiler
 from prefill_workers.protocol import LinkRequest, LinkResult, PixelsNeeded
 from prefill_workers.scheduler.prefill_loop import PrefillLoop, drain
@@ -146,9 +149,8 @@ class Rig:
         self.compiler = PatchCompiler(self.library, form)
         self.fidelity = Fidelity(fidelity or FidelitySettings(share=0))
         self.prefixes = PrefixCache.of(engine, prefix_cache_bytes)
-        self.linker = Linker(
-            engine, self.library, form, self.compiler.compile, self.fidelity, compose_up_to, self.prefixes, weigh_by
-        )
+        self.linker = Linker(engine, self.library, form, self.fidelity, compose_up_to, self.prefixes, weigh_by)
+        self.harvester = Harvester(engine, self.library, form, self.compiler.compile)
         limits = {field.name for field in fields(CompileLimits)} & loop_options.keys()
         options = {
             "compiles": CompileLimits(**{name: loop_options.pop(name) for name in limits}),
@@ -159,20 +161,27 @@ class Rig:
             "patience_seconds": 0.0,
             **loop_options,
         }
-        self.loop = PrefillLoop(engine, self.linker, **options)
+        self.loop = PrefillLoop(engine, self.linker, self.harvester, **options)
         self.loop.start()
 
     def close(self) -> None:
         self.loop.stop()
         self.library.close()
 
+    @property
+    def renderer(self) -> BaseRenderer:
+        return self.engine._llm.llm_engine.renderer
+
+    @cached_property
+    def delimiters(self) -> Delimiters:
+        return Delimiters.of(self.renderer.model_config, self.renderer.get_tokenizer())
+
     def render(self, parts: Sequence[Part]) -> Segments:
         """vLLM's own rendering and processing of a prompt, cut into segments."""
-        model = self.engine.config.model_config
-        renderer = self.engine._llm.llm_engine.renderer
         prompt, documents = vllm_prompt(parts, self.documents, self.family.image)
-        (rendered,) = renderer.render_cmpl([parse_model_prompt(model, prompt)], skip_mm_cache=True)
-        return segment(rendered, Delimiters.of(model, renderer.get_tokenizer()), documents)
+        parsed = parse_model_prompt(self.renderer.model_config, prompt)
+        (rendered,) = self.renderer.render_cmpl([parsed], skip_mm_cache=True)
+        return segment(rendered, self.delimiters, documents)
 
     def plan(self, parts: Sequence[Part], mode: str = "auto", **request) -> LinkPlan:
         """A plan, with the pixels encoded that it asks for."""

@@ -109,7 +109,7 @@ def test_attention_weighs_sums_while_other_requests_choose_tokens(make_rig: Call
 def test_attention_that_is_not_told_is_refused():
     latent = SimpleNamespace(tells_attention=False, spec=SimpleNamespace(model="some/model"))
     with pytest.raises(ValueError, match=r"prefill\.weigh_by: attention: some/model"):
-        Linker(latent, None, None, None, weigh_by=Weighing.ATTENTION)
+        Linker(latent, None, None, weigh_by=Weighing.ATTENTION)
 
 
 def test_a_stored_chunk_between_two_composed_ones_is_left_as_it_is(make_rig: Callable[..., Rig]):

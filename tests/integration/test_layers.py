@@ -15,6 +15,7 @@ from waiting import wait_for
 from kvstore.tiers.base import Tier
 from kvstore.tiers.memory import MemoryTier
 from prefill_workers.engine.engine import PrefillEngine
+from prefill_workers.link.plan import ChunkState
 from prefill_workers.protocol import Sampling
 from prefill_workers.scheduler.cost_model import ForwardCostModel
 
@@ -68,7 +69,7 @@ def test_layers_that_come_too_late_are_waited_for_as_chunks(
     plan = rig.plan(PARTS, sampling=Sampling())
     future = rig.loop.submit(plan)
     wait_for(lambda: rig.loop.stats().forwards_by_layer == 1)
-    wait_for(lambda: [chunk.written for chunk in plan.chunks] == [None] * 3)  # the forward is counted before
+    wait_for(lambda: all(chunk.state is ChunkState.LOADING for chunk in plan.chunks))  # the forward is counted before
     assert not future.done()
     tier.held.set()
     linked = rig.finish(plan, future.result(30))
@@ -121,7 +122,7 @@ def test_a_worker_that_knows_no_pace_waits_for_whole_chunks(
     make_rig: Callable[..., Rig], fp32: PrefillEngine, tier: LayerTier, lesson: Lesson
 ):
     rig = cold_rig(make_rig, fp32, QWEN2_5_VL, tier, 0.0)
-    rig.loop._links._cost_model = ForwardCostModel()
+    rig.loop._scheduler.cost_model = ForwardCostModel()
     tier.held.set()
     assert off_by(rig.link(PARTS), lesson) < 1e-4
     assert rig.loop.stats().forwards_by_layer == 0

@@ -291,13 +291,13 @@ def test_deleting_content_deletes_what_was_derived_from_it_or_conditioned_on_it(
 def test_what_memory_knows_to_be_kept_is_not_read_again(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     parts = ["See ", 1, " what?"]
     rig.link(parts)
-    read, conditioned = list[str](), rig.linker.harvester.conditioned
+    read, conditioned = list[str](), rig.harvester.conditioned
 
     def reads(plan: LinkPlan, chunk: ChunkPlan) -> Tensor:
         read.append(chunk.span.content)
         return conditioned(plan, chunk)
 
-    monkeypatch.setattr(rig.linker.harvester, "conditioned", reads)
+    monkeypatch.setattr(rig.harvester, "conditioned", reads)
     assert rig.link(parts, "exact").points == ["recomputed"]
     assert not read
     assert rig.link(["See ", 2, " what?"], "exact").points == ["encoded"]

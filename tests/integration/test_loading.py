@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import permutations
 
 import pyarrow as pa
@@ -24,6 +25,7 @@ from prefill_workers.link.lookups import Lookup
 from prefill_workers.link.plan import LinkPlan
 from prefill_workers.modes import Text
 from prefill_workers.protocol import LinkRequest, PixelsNeeded, PrefetchRequest
+from serving.frontend.prompt_segments import image_delimiters
 
 pytestmark = pytest.mark.engine
 
@@ -122,13 +124,19 @@ def keys_of(rig: Rig, text: Text = Text.AUTO) -> list[ChunkKeys]:
     return rig.linker.keys(asked(rig, text=text))
 
 
+def prefetched(rig: Rig, request: LinkRequest) -> PrefetchRequest:
+    """What the ingress sends ahead of a request, by nothing but its contents."""
+    contents = tuple(chunk.content for chunk in request.chunks)
+    return PrefetchRequest(contents, image_delimiters(rig.renderer, rig.delimiters))
+
+
 def off_by(linked: Linked, reference: dict[int, float]) -> float:
     """Largest difference in log-probability from vLLM's own prefill."""
     return max(abs(float(linked.logprobs[token]) - value) for token, value in reference.items())
 
 
 def settled(plan: LinkPlan, index: int) -> bool:
-    return plan.chunks[index].loading is None
+    return not plan.chunks[index].is_loading
 
 
 # Hits
@@ -202,11 +210,10 @@ def test_two_links_of_the_same_chunks_share_every_read(cold, tier: GatedTier, re
 
 
 def test_a_prefetch_loads_before_the_prompt_is_there(cold, tier: GatedTier):
-    """Whatever no text keys: that is not known yet."""
+    """Of a worker that has just started, under the keys of the plan. Whatever no text keys: that is not known yet."""
     rig = cold()
-    rig.loop.abandon(rig.link(["learns the delimiters", 1, "of a chunk"], "exact").result.lease)
     request, keys = asked(rig), keys_of(rig, Text.FREE)
-    rig.linker.prefetch(PrefetchRequest(tuple(chunk.content for chunk in request.chunks)))
+    rig.linker.prefetch(prefetched(rig, request))
     wait_for(lambda: all(rig.library._resident(path_of_canonical(rig, key)) for key in keys))
     wait_for(lambda: all(lookup.done() for _, lookup in rig.linker._lookups._kept.values()))  # they ask tiers till then
     tier.failing |= {name for key in keys for name in (key.canonical, key.own_patch)}
@@ -225,12 +232,14 @@ def path_of_canonical(rig: Rig, keys: ChunkKeys) -> str:
 
 def test_a_prefetch_tells_which_images_will_have_to_be_encoded(cold, tier: GatedTier):
     rig = cold()
-    rig.loop.abandon(rig.link(["learns the delimiters", 1, "of a chunk"], "exact").result.lease)
     first, second, _ = keys_of(rig, Text.FREE)
     tier.hold(first.canonical)
     tier.absent |= {second.own_patch, second.embedding}
-    contents = [chunk.content for chunk in asked(rig).chunks]
-    lacking = rig.linker.prefetch(PrefetchRequest((*contents, "never seen"), documents=frozenset({contents[2]})))
+    request = prefetched(rig, asked(rig))
+    contents = request.contents
+    lacking = rig.linker.prefetch(
+        replace(request, contents=(*contents, "never seen"), documents=frozenset({contents[2]}))
+    )
     assert {content: lacks.result(30) for content, lacks in lacking.items()} == {
         contents[0]: False,  # on its way, which is known before it has come
         contents[1]: True,

@@ -80,7 +80,7 @@ def test_each_link_is_computed_as_soon_as_its_deviations_are_measured(
     rig.link(MIXED[4], "exact")
     rig.link(MIXED[2], "exact")
     long, short = rig.plan(MIXED[4], "cacheblend-40"), rig.plan(MIXED[2], "cacheblend-40")
-    wait_for(lambda: all(chunk.loading and chunk.loading.done() for chunk in [*long.chunks, *short.chunks]))
+    wait_for(lambda: all(chunk.has_ended_load for chunk in [*long.chunks, *short.chunks]))
     events: list[tuple[str, LinkSequence]] = []
     forward, first = rig.engine.forward, rig.engine.forward_first
 

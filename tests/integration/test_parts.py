@@ -42,11 +42,11 @@ def test_without_forwards_nothing_is_compiled_ahead(make_rig: Callable[..., Rig]
 
 def test_a_patch_that_found_no_room_with_the_compiler_is_sent_again(make_rig: Callable[..., Rig]):
     rig, sent = make_rig(orbit_chunks=0, part_forwards=8), []
-    rig.linker.harvester._submit_patch = lambda job: bool(sent.append(job))  # a queue that is full
+    rig.harvester._submit_patch = lambda job: bool(sent.append(job))  # a queue that is full
     rig.link([1, "What?"])
     assert sent
-    assert not rig.linker.harvester._sent
-    rig.linker.harvester._submit_patch = rig.compiler.compile
+    assert not rig.harvester._sent
+    rig.harvester._submit_patch = rig.compiler.compile
     rig.link([1, "What?"])
     assert rig.link([1, "What?"]).points == ["patched"]
 
@@ -54,7 +54,7 @@ def test_a_patch_that_found_no_room_with_the_compiler_is_sent_again(make_rig: Ca
 def test_a_patch_that_is_still_being_compiled_is_not_sent_again(make_rig: Callable[..., Rig]):
     """A part is read without the request's text: its patches must not take the place of those that know it."""
     rig, sent = make_rig(orbit_chunks=0, part_forwards=8), []
-    rig.linker.harvester._submit_patch = sent.append  # a compiler that is slow
+    rig.harvester._submit_patch = sent.append  # a compiler that is slow
     rig.link(["First ", 1, " then ", 2, " then ", 3, "What?"])
     assert len(sent) > 3
     assert len({job.key for job in sent}) == len(sent)

@@ -168,7 +168,7 @@ def test_a_new_chunk_is_kept_but_forms_no_patch_behind_one_that_is_not_exact(wor
 
 def test_links_of_all_modes_share_one_forward(worker: Rig, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        worker.loop._links, "_cost_model", ForwardCostModel(fixed=10_000.0)
+        worker.loop._scheduler, "cost_model", ForwardCostModel(fixed=10_000.0)
     )  # a forward of one's own is dear: all join
     modes = ["auto", "mpic-20", "cacheblend-15", "exact", "cacheblend-60", "full-reuse", "mpic-0", "off"]
     worker.link(MORE)  # whatever there is to learn
@@ -176,8 +176,8 @@ def test_links_of_all_modes_share_one_forward(worker: Rig, monkeypatch: pytest.M
     plans = [worker.plan(MORE, mode) for mode in modes]
     for plan in plans:
         for chunk in plan.chunks:
-            if chunk.loading is not None:
-                chunk.loading.found()
+            if chunk.lookup is not None:
+                chunk.lookup.found()
     before = worker.loop.stats()
     with worker.loop._wake:  # the loop sees all of them at once
         futures = [worker.loop.submit(plan) for plan in plans]

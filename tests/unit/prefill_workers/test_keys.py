@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefill_workers.link.keys import contexts, teaches
+from prefill_workers.link.keys import cacheable, contexts
 from prefill_workers.modes import Text
 from prefill_workers.protocol import ChunkSpan, LinkRequest
 
@@ -60,7 +60,7 @@ def test_without_chunks_there_is_nothing_to_key():
 
 @pytest.mark.parametrize("text", Text)
 def test_what_stands_behind_text_that_its_key_leaves_out_teaches_nothing(text: Text):
-    found = teaches(request([[7, 8, 1, 1, 1], [4], [5, 6, 5], [4]], text), free_text=2)
+    found = cacheable(request([[7, 8, 1, 1, 1], [4], [5, 6, 5], [4]], text), free_text=2)
     assert found == ([True, True, False, False] if text is Text.FREE else [True] * 4)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pyarrow as pa
 import pytest
@@ -21,7 +22,8 @@ from kvstore.tiers.base import Tier
 from kvstore.tiers.faults import FaultyTier, HeldTier
 from kvstore.tiers.memory import MemoryTier
 from prefill_workers.link.keys import ChunkKeys
-from prefill_workers.link.lookups import Lookup, Lookups
+from prefill_workers.link.layerwise_load import LayerwiseLoad
+from prefill_workers.link.lookups import Found, Lookup, Lookups
 from prefill_workers.link.plan import ChunkPlan, LinkPlan
 from prefill_workers.modes import Mode, OperatingPoint
 from prefill_workers.protocol import ChunkOutcome, ChunkSpan, LinkRequest
@@ -207,8 +209,8 @@ def test_kv_that_fails_to_come_leaves_the_embeddings(full: MemoryTier, kind: str
     found = start(Torn(full)).found()
     assert found.canonical is None
     assert found.embeddings is not None
-    assert found.unsure == (kind == "patch"), "a patch that did not come is none that is not stored"
-    assert not start(full, keys=replace(KEYS, set_patch="0" * 64)).found().unsure
+    assert found.is_unsure == (kind == "patch"), "a patch that did not come is none that is not stored"
+    assert not start(full, keys=replace(KEYS, set_patch="0" * 64)).found().is_unsure
 
 
 def test_a_failing_tier_finds_nothing_and_raises_nothing(full: MemoryTier, start: Start) -> None:
@@ -220,7 +222,7 @@ def test_a_failing_tier_finds_nothing_and_raises_nothing(full: MemoryTier, start
 def test_a_tier_that_does_not_answer_says_nothing_of_what_is_stored(full: MemoryTier, over: Over) -> None:
     lookups = over(FaultyTier(full, "contains"))
     for _ in range(LibrarySettings().tier_failures + 1):  # in the end the tier is left alone
-        assert lookups.start(KEYS, Mode.AUTO).found().unsure
+        assert lookups.start(KEYS, Mode.AUTO).found().is_unsure
 
 
 def test_a_stalled_tier_is_not_waited_for(full: MemoryTier, start: Start) -> None:
@@ -242,7 +244,7 @@ def test_all_records_of_a_chunk_are_waited_for_together(full: MemoryTier, over: 
     began = time.monotonic()
     found = over(tier, load_timeout_s=0.4, load_threads=64).start(keys, Mode.AUTO).found()
     assert time.monotonic() - began < 1.2
-    assert (found.canonical, found.embeddings, found.unsure) == (None, None, True)
+    assert (found.canonical, found.embeddings, found.is_unsure) == (None, None, True)
     tier.release.set()
 
 
@@ -259,7 +261,10 @@ def test_a_defect_is_heard_of(full: MemoryTier, start: Start) -> None:
 def chunk(start: int, stop: int, point: OperatingPoint, loading: bool = False) -> ChunkPlan:
     span = ChunkSpan("content", "image", start, stop, start, stop - start, grid=None)
     outcome = ChunkOutcome(stop - start, point, 0, "")
-    return ChunkPlan(span, "key", "patch", (), 0, outcome, Lookup() if loading else None)
+    found = ChunkPlan(span, "key", "patch", (), 0, outcome, lookup=Lookup() if loading else None)
+    if not loading:
+        found.settle(point)
+    return found
 
 
 def plan_of(*chunks: ChunkPlan, tokens: int = 100) -> LinkPlan:
@@ -342,7 +347,7 @@ def test_the_frontier_is_where_the_first_load_is_waited_for() -> None:
     assert plan.runs_between(0, plan.frontier) == [Run(0, 10), Run(20, 50)]
     assert plan.runs_between(15, 65) == [Run(20, 50), Run(60, 65)]
     assert (plan.tokens_reused, plan.tokens_computed) == (30, 70)
-    plan.chunks[2].loading = None
+    plan.chunks[2].settle(patched)
     assert plan.frontier == 100
 
 
@@ -354,27 +359,43 @@ def test_a_chunk_with_stored_kv_may_be_computed_in_part() -> None:
     plan = plan_of(selected, whole, chunk(40, 50, OperatingPoint.SELECTED), chunk(50, 60, OperatingPoint.ENCODED))
     assert plan.runs == [Run(0, 12), Run(15, 16), Run(20, 40), Run(50, 100)]
     assert (plan.tokens_reused, plan.tokens_computed) == (17, 83)
-    assert (plan.settled, plan.measures) == (True, False)
+    assert (plan.is_placed, plan.needs_weighing) == (True, False)
 
 
 def test_what_stands_behind_a_chunk_waits_until_its_tokens_are_chosen() -> None:
-    selected, loading = chunk(10, 20, OperatingPoint.SELECTED), chunk(30, 40, OperatingPoint.SELECTED, True)
-    selected.unmeasured = RECORD
-    plan = plan_of(selected, loading)
-    assert (plan.frontier, plan.settled, plan.measures) == (10, False, False)
-    loading.loading = None
-    assert (plan.frontier, plan.settled, plan.measures) == (10, False, True)
-    selected.unmeasured = None
-    assert (plan.frontier, plan.settled, plan.measures) == (100, True, False)
+    selected, loading = (chunk(start, start + 10, OperatingPoint.SELECTED, True) for start in (10, 30))
+    plan, found = plan_of(selected, loading), Found()
+    selected.settle(OperatingPoint.SELECTED, found)
+    assert (plan.frontier, plan.is_placed, plan.needs_weighing) == (10, False, False)
+    loading.settle(OperatingPoint.SELECTED)
+    assert (plan.frontier, plan.is_placed, plan.needs_weighing) == (10, False, True)
+    assert selected.end_weighing() is found
+    assert (plan.frontier, plan.is_placed, plan.needs_weighing) == (100, True, False)
+
+
+def test_what_stands_behind_a_chunk_need_not_wait_while_a_forward_writes_it_layer_by_layer() -> None:
+    streamed = chunk(10, 20, OperatingPoint.PATCHED, True)
+    plan = plan_of(streamed)
+    stream = cast(LayerwiseLoad, object())
+    streamed.begin_stream(stream)
+    assert (plan.frontier, plan.is_placed, plan.is_loading) == (100, False, True)
+    streamed.drop_stream()
+    assert (plan.frontier, streamed.stream) == (10, None)
+    streamed.begin_stream(stream)
+    assert streamed.lookup is not None
+    streamed.lookup._found.set_result(Found())
+    assert streamed.end_load() == (Found(), stream)
+    streamed.settle(OperatingPoint.RECOMPUTED)
+    assert (plan.frontier, plan.is_placed, plan.runs) == (100, True, [Run(0, 100)])
 
 
 def test_a_plan_knows_of_loads_that_have_ended(start: Start) -> None:
     plan = plan_of(chunk(10, 20, OperatingPoint.PATCHED, True))
-    assert not plan.has_news
-    lookup = plan.chunks[0].loading
+    assert not plan.has_ended_loads
+    lookup = plan.chunks[0].lookup
     assert lookup is not None
     lookup._found.set_result(start(MemoryTier(), Mode.OFF).found())
-    assert plan.has_news
+    assert plan.has_ended_loads
 
 
 def test_the_runs_of_a_settled_plan_are_found_once() -> None:

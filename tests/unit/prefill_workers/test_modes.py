@@ -82,7 +82,7 @@ def test_how_many_tokens_a_mode_selects(mode: str, tokens: int, count: int):
 
 
 @pytest.mark.parametrize(
-    ("mode", "selects", "recomputes", "measures"),
+    ("mode", "selective", "recompute", "partial"),
     [
         ("full-reuse", False, False, False),
         ("mpic-0", True, False, False),
@@ -92,9 +92,10 @@ def test_how_many_tokens_a_mode_selects(mode: str, tokens: int, count: int):
         ("cacheblend-100", True, True, False),
     ],
 )
-def test_what_a_mode_needs(mode: str, selects: bool, recomputes: bool, measures: bool):
+def test_what_a_mode_needs(mode: str, selective: bool, recompute: bool, partial: bool):
     parsed = Mode.parse(mode)
-    assert (parsed.selects, parsed.recomputes, parsed.measures) == (selects, recomputes, measures)
+    found = parsed.is_selective, parsed.needs_recompute, parsed.needs_partial_forward
+    assert found == (selective, recompute, partial)
 
 
 def test_the_first_tokens_are_selected_by_place():

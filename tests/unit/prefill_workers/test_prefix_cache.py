@@ -1,4 +1,4 @@
-"""The prefix cache by itself: what of a prompt's beginning it knows, in which frame, and what goes first."""
+"""The prefix cache by itself: what of a prompt's prefix it knows, in which frame, and what goes first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvstore_support import GQA, random_kv
 from torch import Tensor
 
 from kvstore.operator.apply import relocate
-from prefill_workers.link.prefix_cache import AT_ONCE, BLOCK, Beginning, PrefixCache, relocated
+from prefill_workers.link.prefix_cache import AT_ONCE, BLOCK, CachedPrefix, PrefixCache, relocated
 from prefill_workers.sequence import Run
 
 SYSTEM = list(range(100, 100 + 3 * BLOCK))
@@ -21,18 +21,18 @@ def kv_of(tokens: int, seed: int = 0) -> Tensor:
 
 def learn(cache: PrefixCache, token_ids: list[int], tenant: str = "acme", at: int = 0, seed: int = 0) -> Tensor:
     """Look a prompt up and keep what is not known; returns KV of all its whole blocks in the prompt's frame."""
-    beginning, found = cache.look_up(tenant, token_ids, at)
+    prefix, found = cache.look_up(tenant, token_ids, at)
     known = [kv for _, kv in relocated(found, at, GQA)]
-    computed = kv_of(len(cache.wanted(beginning, busy=False)), seed)
+    computed = kv_of(len(cache.wanted(prefix, busy=False)), seed)
     if len(computed[0]):
-        cache.keep(beginning, computed)
+        cache.keep(prefix, computed)
     return torch.cat([*known, computed], 1)
 
 
 def known(cache: PrefixCache, token_ids: list[int], tenant: str = "acme", at: int = 0) -> int:
-    beginning, found = cache.look_up(tenant, token_ids, at)
-    assert len(beginning.run) == len(found) * BLOCK
-    return len(beginning.run)
+    prefix, found = cache.look_up(tenant, token_ids, at)
+    assert len(prefix.hit) == len(found) * BLOCK
+    return len(prefix.hit)
 
 
 def test_a_prompt_is_known_as_far_as_whole_blocks_are_the_same() -> None:
@@ -43,8 +43,8 @@ def test_a_prompt_is_known_as_far_as_whole_blocks_are_the_same() -> None:
     assert known(cache, [*SYSTEM[: BLOCK + 2], 0, *SYSTEM[BLOCK + 3 :]]) == BLOCK
     assert known(cache, [0, *SYSTEM[1:]]) == 0, "the later blocks are the same, what stands before them is not"
     assert known(cache, SYSTEM[: BLOCK - 1]) == 0
-    beginning, _ = cache.look_up("acme", [*SYSTEM, *range(BLOCK + 1)], 0)
-    assert cache.wanted(beginning, busy=False) == Run(3 * BLOCK, 4 * BLOCK)
+    prefix, _ = cache.look_up("acme", [*SYSTEM, *range(BLOCK + 1)], 0)
+    assert cache.wanted(prefix, busy=False) == Run(3 * BLOCK, 4 * BLOCK)
 
 
 def test_a_busy_worker_keeps_what_is_wanted_for_the_second_time() -> None:
@@ -122,7 +122,7 @@ def test_a_prompt_loses_its_own_end_before_its_beginning() -> None:
 
 def test_without_memory_nothing_is_looked_up_or_kept() -> None:
     cache = PrefixCache(0)
-    assert cache.look_up("acme", SYSTEM, 0) == (Beginning(), ())
+    assert cache.look_up("acme", SYSTEM, 0) == (CachedPrefix(), ())
     learn(cache, SYSTEM)
     assert len(cache) == 0
 

@@ -1,4 +1,4 @@
-"""Links under way in one loop, whatever their forwards compute: what one that fails costs the others."""
+"""Admission to blocks, and what a failing forward costs other links, whatever forwards compute."""
 
 from __future__ import annotations
 
@@ -10,34 +10,20 @@ from typing import Any, cast
 import pytest
 import torch
 
+from prefill_workers.block_pool import BlockPool
 from prefill_workers.engine.engine import PrefillEngine
+from prefill_workers.fidelity.monitor import Fidelity
 from prefill_workers.link.linker import Linker
 from prefill_workers.link.plan import ChunkPlan, LinkPlan
 from prefill_workers.modes import OperatingPoint
+from prefill_workers.patches.harvester import Harvester
 from prefill_workers.protocol import ChunkOutcome, ChunkSpan, LinkRequest
 from prefill_workers.scheduler.cost_model import ForwardCostModel
 from prefill_workers.scheduler.link_job import LinkJob
-from prefill_workers.scheduler.scheduler import LinksUnderWay
+from prefill_workers.scheduler.prefill_loop import PrefillLoop
+from prefill_workers.scheduler.scheduler import ForwardResult, Scheduler
 from prefill_workers.sequence import LinkSequence, Run
-
-
-class Engine:
-    """Fails forwards over some sequences."""
-
-    accepts_layerwise_kv = False
-
-    def __init__(self) -> None:
-        self.broken: set[LinkSequence] = set()
-        self.computed: list[tuple[LinkSequence, list[Run]]] = []
-        self.finished_writes = 0
-
-    def forward(self, work: Sequence[tuple[LinkSequence, list[Run]]], *_: Any) -> None:
-        if any(sequence in self.broken for sequence, _ in work):
-            raise RuntimeError("injected")
-        self.computed += work
-
-    def finish_writes(self) -> None:
-        self.finished_writes += 1
+from prefill_workers.settings import FidelitySettings
 
 
 def job(tokens: int, reused: int = 0) -> LinkJob:
@@ -46,48 +32,149 @@ def job(tokens: int, reused: int = 0) -> LinkJob:
     if reused:
         span = ChunkSpan("content", "image", 0, reused, 0, reused)
         chunks.append(ChunkPlan(span, "key", "patch", (), 0, ChunkOutcome(reused, OperatingPoint.PATCHED, 0, "")))
+        chunks[0].settle(OperatingPoint.PATCHED)
     sequence = LinkSequence(torch.zeros(tokens, dtype=torch.int32), torch.arange(tokens), ())
     return LinkJob(LinkPlan(LinkRequest("request", [0] * tokens), sequence, chunks), Future(), 0.0)
 
 
-@pytest.fixture
-def engine() -> Engine:
-    return Engine()
+class Engine:
+    """Fails forwards over some sequences; counts how often it was waited for."""
+
+    takes_arriving = False
+    num_blocks, block_size, max_model_len = 41, 16, 160
+
+    def __init__(self) -> None:
+        self.broken: set[LinkSequence] = set()
+        self.finished_writes = 0
+
+    def forward(self, work: Sequence[tuple[LinkSequence, list[Run]]], *_: Any) -> None:
+        if any(sequence in self.broken for sequence, _ in work):
+            raise RuntimeError("injected")
+
+    def finish_writes(self) -> None:
+        self.finished_writes += 1
+
+    def transfer_parameters(self, *_: Any) -> dict[str, Any]:
+        return {}
 
 
 @pytest.fixture
-def freed() -> list[LinkJob]:
-    return []
+def pool() -> BlockPool:
+    return BlockPool(range(1, 11), block_size=16, lease_seconds=60, owner="test")
 
 
 @pytest.fixture
-def links(engine: Engine, freed: list[LinkJob]) -> LinksUnderWay:
+def scheduler(pool: BlockPool) -> Scheduler:
     linker = cast(Linker, SimpleNamespace(advance=lambda plan: None))
     cost_model = ForwardCostModel(fixed=0.0, seconds_per_token=1e-6)  # nobody joins another's forward
-    return LinksUnderWay(cast(PrefillEngine, engine), linker, cost_model, 4096, freed.append)
+    return Scheduler(linker, pool, cost_model, 4096, streams_layers=False)
 
 
-def test_a_forward_that_fails_fails_the_links_in_it_alone(links: LinksUnderWay, engine: Engine, freed: list[LinkJob]):
+def admit(scheduler: Scheduler, *jobs: LinkJob) -> None:
+    for one in jobs:
+        scheduler.add(one)
+    assert scheduler.admit()
+
+
+def computed(scheduler: Scheduler) -> list[LinkJob]:
+    """The links that are done after a forward that went well."""
+    return scheduler.update(scheduler.schedule(), ForwardResult(None, 1e-3))
+
+
+def test_waiting_links_are_admitted_in_order_while_blocks_last(scheduler: Scheduler, pool: BlockPool):
+    first, large, small = job(64), job(100), job(16)
+    for one in (first, large, small):
+        scheduler.add(one)
+    assert not scheduler.admit()
+    assert (list(scheduler.waiting), scheduler.running) == ([large, small], [first]), "nobody is overtaken"
+    assert (scheduler.tokens_left, pool.free) == (180, 6)
+    assert computed(scheduler) == [first]
+    scheduler.remove([first])
+    scheduler.free(first)
+    assert scheduler.admit()
+    assert (list(scheduler.waiting), scheduler.running, pool.free) == ([], [large, small], 2)
+    assert small.lease is not None
+    assert small.plan.sequence.blocks == small.lease.blocks
+
+
+def test_cancelled_links_leave_no_blocks_taken(scheduler: Scheduler, pool: BlockPool):
+    running, waiting = job(160), job(160)
+    admit(scheduler, running)
+    scheduler.add(waiting)
+    for one in (running, waiting):
+        one.done.cancel()
+    assert scheduler.take_cancelled() == [waiting]
+    assert scheduler.schedule() is None
+    assert (scheduler.has_links, pool.free) == (False, 10)
+
+
+def test_a_forward_that_fails_fails_the_links_in_it_alone(scheduler: Scheduler, pool: BlockPool):
     wrong, right = job(10), job(100)
-    for one in (right, wrong):
-        links.add(one)
-    engine.broken.add(wrong.plan.sequence)
-    assert links.turn() == []
+    admit(scheduler, right, wrong)
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert batch.jobs == [wrong], "it is due first"
+    scheduler.fail(batch.jobs, RuntimeError("injected"))
+    assert scheduler.update(batch, None) == []
     with pytest.raises(RuntimeError, match="injected"):
         wrong.done.result(0)
-    assert (list(links), freed, links.failing) == ([right], [wrong], 1)
+    assert (scheduler.running, pool.free, scheduler.failing) == ([right], 3, 1)
     assert not right.done.done()
     assert right.pending == [Run(0, 100)], "it has lost nothing"
-    assert links.turn() == [right]
-    assert (engine.computed, links.failing) == ([(right.plan.sequence, [Run(0, 100)])], 0)
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert batch.sequences == [(right.plan.sequence, [Run(0, 100)])]
+    assert scheduler.update(batch, ForwardResult(None, 1e-3)) == [right]
+    assert scheduler.failing == 0
 
 
-def test_what_was_written_for_another_link_is_there_before_it_ends_although_the_forward_failed(
-    links: LinksUnderWay, engine: Engine
-):
-    wrong, written = job(10), job(50, reused=50)
-    for one in (wrong, written):
-        links.add(one)
+def test_several_failures_of_a_turn_count_as_one(scheduler: Scheduler):
+    for turns in (1, 2):
+        jobs = [job(10), job(20)]
+        admit(scheduler, *jobs)
+        assert scheduler.schedule()
+        for one in jobs:
+            scheduler.fail([one], RuntimeError("injected"))
+        assert scheduler.failing == turns
+
+
+def test_a_link_whose_chunks_are_placed_is_done_although_the_forward_failed(scheduler: Scheduler):
+    wrong, placed = job(10), job(50, reused=50)
+    admit(scheduler, wrong, placed)
+    batch = scheduler.schedule()
+    assert batch is not None
+    scheduler.fail(batch.jobs, RuntimeError("injected"))
+    assert scheduler.update(batch, None) == [placed]
+    assert scheduler.running == [placed], "until it is removed"
+
+
+def test_what_was_written_for_a_link_is_there_before_it_ends_although_the_forward_failed():
+    engine = Engine()
+    linker = SimpleNamespace(
+        advance=lambda plan: None,
+        keep_prefix=lambda plan, busy: None,
+        sums=None,
+        library=None,
+        fidelity=Fidelity(FidelitySettings(share=0)),
+    )
+    loop = PrefillLoop(
+        cast(PrefillEngine, engine),
+        cast(Linker, linker),
+        cast(Harvester, None),
+        budget=4096,
+        max_queue=4,
+        lease_seconds=60,
+        owner="test",
+        learns=False,
+        cost_model=ForwardCostModel(fixed=0.0, seconds_per_token=1e-6),
+    )
+    wrong, placed = job(10), job(50, reused=50)
+    admit(loop._scheduler, wrong, placed)
     engine.broken.add(wrong.plan.sequence)
-    assert links.turn() == [written]
-    assert engine.finished_writes == 1
+    placed.done.add_done_callback(lambda done: seen.append(engine.finished_writes))
+    seen: list[int] = []
+    loop._turn()
+    with pytest.raises(RuntimeError, match="injected"):
+        wrong.done.result(0)
+    assert placed.done.result(0).tokens_reused == 50
+    assert seen == [1]

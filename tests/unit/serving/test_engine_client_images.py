@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from engine_client_support import Roles, client_of
+from engine_client_support import DELIMITERS, Roles, client_of
 
 from prefill_workers.modes import Mode, OperatingPoint
 from prefill_workers.protocol import LinkRequest, LinkResult, PixelsNeeded, PrefetchRequest
@@ -130,7 +130,7 @@ async def test_stored_chunks_are_asked_for_before_the_prompt_is_rendered(mode: s
     await asyncio.sleep(0)
     assert len(roles.prefetched) == sent
     for request in roles.prefetched:
-        assert request == PrefetchRequest(("a", "b"), mode=Mode.AUTO, tenant="acme", prefix=(1, 2))
+        assert request == PrefetchRequest(("a", "b"), DELIMITERS, mode=Mode.AUTO, tenant="acme", prefix=(1, 2))
 
 
 def test_the_chunks_of_a_request_are_found_in_its_order():

@@ -5,16 +5,21 @@ from __future__ import annotations
 from array import array
 
 import pytest
+from PIL import Image
 from vllm.config import ModelConfig
 from vllm.multimodal.inputs import MultiModalKwargsItem, PlaceholderRange
+from vllm.renderers import renderer_from_config
+from vllm.renderers.inputs.preprocess import parse_model_prompt
 
 from infra.checkpoints import checkpoint_path
 from infra.families import FAMILIES
 from serving.frontend.documents import Document
-from serving.frontend.prompt_segments import Delimiters, segment
+from serving.frontend.prompt_segments import Delimiters, image_delimiters, segment
+from serving.frontend.vllm_config import front_end_config
+from serving.settings import ModelSettings
 
-KIMI = (1, 7, 8, 2, 9, 3)  # start, "image" in two tokens, content, placeholder, end
-QWEN_IMAGE, QWEN_VIDEO = (4, 10, 5), (4, 11, 5)
+KIMI = "image", (1, 7, 8, 2, 9, 3)  # start, "image" in two tokens, content, placeholder, end
+QWEN_IMAGE, QWEN_VIDEO = ("image", (4, 10, 5)), ("video", (4, 11, 5))
 
 
 @pytest.mark.parametrize(
@@ -27,12 +32,15 @@ QWEN_IMAGE, QWEN_VIDEO = (4, 10, 5), (4, 11, 5)
         ((KIMI,), [8, 2, 9, 9, 3], (2, 4), (2, 4)),
         ((QWEN_IMAGE, QWEN_VIDEO), [0, 4, 11, 11, 5], (2, 4), (1, 5)),
         ((QWEN_IMAGE, QWEN_VIDEO), [0, 4, 12, 11, 5], (2, 4), (2, 4)),  # a placeholder of another kind
-        (((10,),), [0, 10, 10, 0], (1, 3), (1, 3)),  # nothing is written around it
+        ((("image", (10,)),), [0, 10, 10, 0], (1, 3), (1, 3)),  # nothing is written around it
         ((), [0, 10, 10, 0], (1, 3), (1, 3)),
     ],
 )
 def test_a_chunk_takes_what_is_written_around_its_placeholders_if_all_of_it_is_there(
-    written: tuple[tuple[int, ...], ...], prompt: list[int], placeholders: tuple[int, int], span: tuple[int, int]
+    written: tuple[tuple[str, tuple[int, ...]], ...],
+    prompt: list[int],
+    placeholders: tuple[int, int],
+    span: tuple[int, int],
 ):
     assert Delimiters(written).around(prompt, *placeholders) == span
 
@@ -49,8 +57,27 @@ def test_a_familys_delimiters_are_those_that_it_writes(family: str):
     if not one.image:
         assert written == ()
         return
-    assert written[0] == tuple(tokenizer.encode(one.image, add_special_tokens=False))
-    assert Delimiters(written).around([0, *written[0], 0], *_placeholder(written[0])) == (1, 1 + len(written[0]))
+    modality, image = written[0]
+    assert (modality, image) == ("image", tuple(tokenizer.encode(one.image, add_special_tokens=False)))
+    assert Delimiters(written).around([0, *image, 0], *_placeholder(image)) == (1, 1 + len(image))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "kimi_vl", "llava", "qwen2"])
+def test_an_images_delimiters_are_known_before_the_first_prompt(family: str):
+    one = FAMILIES[family]
+    path = checkpoint_path(one.checkpoint)
+    config = front_end_config(ModelSettings(path=path, trust_remote_code=one.trust_remote_code), processor_cache_gib=0)
+    renderer = renderer_from_config(config)
+    delimiters = Delimiters.of(config.model_config, renderer.get_tokenizer())
+    known = image_delimiters(renderer, delimiters)
+    if not one.image:
+        assert known == ()
+        return
+    prompt = {"prompt": f"See {one.image} there.", "multi_modal_data": {"image": [Image.new("RGB", (300, 200))]}}
+    (rendered,) = renderer.render_cmpl([parse_model_prompt(config.model_config, prompt)], skip_mm_cache=True)
+    (span,), tokens = segment(rendered, delimiters).chunks, rendered["prompt_token_ids"]
+    assert known == (*tokens[span.start : span.first], *tokens[span.first + span.count : span.stop])
+    assert len(known) == len(renderer.get_tokenizer().encode(one.image, add_special_tokens=False)) - 1
 
 
 def _placeholder(written: tuple[int, ...]) -> tuple[int, int]:
