@@ -8,7 +8,7 @@ from enum import StrEnum
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvstore.settings import FactorType
-from prefill_workers.modes import EXACT_POINTS, OperatingPoint
+from prefill_workers.modes import EXACT_POINTS, OperatingPoint, composed_antecedents
 
 COMPOSE_UP_TO = 3  # of a model that was not measured: of the reference models two hold up to 5, two sum nothing
 FREE_TEXT = 8  # tokens between chunks: 7 cost a stored patch little of its worth, 63 much (`bench fidelity`, drift)
@@ -224,4 +224,4 @@ class PrefillSettings(BaseModel):
             share=self.compile_share,
             busy_share=self.busy_share,
         )
-        return limits if compose_up_to > 1 else limits.without_sums()
+        return limits if composed_antecedents(compose_up_to) else limits.without_sums()

@@ -34,6 +34,7 @@ from kvstore.catalog.popularity import Popularity
 from kvstore.deletions import reaches
 from kvstore.operator.patch import ORBIT_ORDERINGS
 from prefill_workers.background import candidate_sets as predictions
+from prefill_workers.modes import composed_antecedents
 from prefill_workers.settings import CompileLimits
 
 HORIZON_S = 3600.0  # ahead of which reuses are expected, and behind which requests are counted
@@ -186,7 +187,7 @@ def jobs(
     """
     count = len(contents)
     shares, found = demand.shares(tenant, contents), list[CompileJob[Item]]()
-    summed = bool(limits.pair_forwards) and 2 <= count - 1 <= limits.compose_up_to
+    summed = bool(limits.pair_forwards) and count - 1 in composed_antecedents(limits.compose_up_to)
     expected = demand.requests(tenant) * math.prod(shares)
 
     def job(kind: JobKind, steps: list[tuple[int, ...]], forwards: int) -> CompileJob[Item]:

@@ -26,6 +26,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from kvstore.records.keys import owner_of
+from prefill_workers.modes import composed_antecedents
 from serving.access_log import LoggedChunk, LoggedRequest
 from serving.offline.knapsack import UNBOUNDED, Cost, Demand, bound, pick
 
@@ -278,10 +279,13 @@ def _add_sets(candidates: _Candidates, request: LoggedRequest, order: Sequence[L
 
 def _add_pairs(candidates: _Candidates, request: LoggedRequest, order: Sequence[LoggedChunk]) -> None:
     terms, tokens = candidates.terms, request.prefix_tokens
-    for place, chunk in enumerate(order[: max(terms.compose_up_to, 1) + 1]):
+    sums = composed_antecedents(terms.compose_up_to)
+    for place, chunk in enumerate(order):
+        composed = place in sums
+        if place > 1 and not composed:
+            return
         before = order[:place]
         contents = [other.content for other in order[: place + 1]]
-        composed = place > 1
         if composed and len(set(contents)) < len(contents):
             return  # what stands twice is not composed, nor is it in anything behind it
         owner = request.tenant if tokens else owner_of(request.tenant, *contents)

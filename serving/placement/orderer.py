@@ -22,7 +22,7 @@ from kvstore.catalog.index import Entry, PatchIndex, Scope, scopes_of
 from kvstore.catalog.popularity import Popularity
 from kvstore.operator.patch import PatchKind
 from prefill_workers.link.keys import contexts
-from prefill_workers.modes import OperatingPoint, looks_up_patch
+from prefill_workers.modes import OperatingPoint, composed_antecedents, looks_up_patch
 from prefill_workers.protocol import ChunkOutcome, LinkRequest, LinkResult
 from prefill_workers.settings import FREE_TEXT
 from serving.placement.search import Chunk, Problem, Stored, sums_of
@@ -100,7 +100,7 @@ class _Fitting(NamedTuple):
     def of(cls, scopes: Sequence[Scope], contents: Sequence[str], summed_up_to: int) -> _Fitting:
         """What would serve the last of `contents` behind the others in these scopes; the first is the tenant's."""
         *before, content = contents
-        summed = 1 < len(before) <= summed_up_to and len(set(contents)) == len(contents)
+        summed = len(before) in composed_antecedents(summed_up_to) and len(set(contents)) == len(contents)
         return cls(
             Entry(scopes[0], content, tuple(before), ordered=True),
             [Entry(scope, content, tuple(before), ordered=False) for scope in scopes],

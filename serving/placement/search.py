@@ -33,6 +33,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from prefill_workers.modes import composed_antecedents
+
 EXACT = 12  # free chunks up to which the whole lattice is searched
 BEAM = 24  # states kept per place beyond that
 SUMMED = 4096  # sets at most behind which sums of patches are counted
@@ -74,14 +76,16 @@ class Stored:
     sums: Sets = field(default_factory=dict)
 
 
-def sums_of(sets: Sets, chunks: int, up_to: int) -> dict[int, int]:
-    """Behind which sets of 2 to `up_to` chunks a sum serves which chunks: those that have a patch behind nothing, and
-    one behind each member. Of no more than `SUMMED` sets, small ones first."""
+def sums_of(sets: Sets, chunks: int, compose_up_to: int) -> dict[int, int]:
+    """Chunks that a sum of patches serves, by the set they stand behind (`composed_antecedents` says how large).
+
+    They have a patch behind nothing, and one behind each member. Of no more than `SUMMED` sets, small ones first.
+    """
     alone = sets.get(0, 0)
     behind = {1 << chunk: served for chunk in range(chunks) if (served := alone & sets.get(1 << chunk, 0))}
     found: dict[int, int] = {}
     level = behind
-    for _ in range(1, up_to):
+    for _ in composed_antecedents(compose_up_to):
         longer = (
             (members | one, both)
             for members, served in level.items()

@@ -43,6 +43,7 @@ from rich.progress import track
 
 from kvstore.catalog.index import Entry, PatchIndex, Scope, prefix_key
 from prefill_workers.background.compile_queue import STRANGERS, Demand, JobKind, jobs, meetings
+from prefill_workers.modes import composed_antecedents
 from prefill_workers.settings import COMPOSE_UP_TO, CompileLimits, PrefillSettings
 from serving.bench.harness import Arm, Benchmark, Outcome
 from serving.placement.orderer import PatchAwareOrderer
@@ -224,7 +225,7 @@ class Library:
 
     def _parts(self, content: str, before: Sequence[str]) -> list[Entry]:
         """The patches whose sum serves a chunk behind others; none if one of them is not stored."""
-        if not 1 < len(before) <= self.arranger.compose_up_to:
+        if len(before) not in composed_antecedents(self.arranger.compose_up_to):
             return []
         parts = [Entry(_SCOPE, content, part, ordered=False) for part in ((), *zip(before))]
         return parts if len(self._stored(parts)) == len(parts) else []
