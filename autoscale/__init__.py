@@ -1,1 +1,1 @@
-"""Where load signals and autoscaling policies per role will be; there are none yet: replicas are fixed numbers."""
+"""Autoscaling: service curves so far. Signals and policies per role are to come; replicas are fixed numbers."""

@@ -25,6 +25,7 @@ from enum import StrEnum
 from itertools import chain
 from typing import NamedTuple
 
+from autoscale.curves import ForwardCost
 from kvstore.records.keys import owner_of
 from prefill_workers.modes import composed_antecedents
 from serving.access_log import LoggedChunk, LoggedRequest
@@ -58,7 +59,8 @@ class Terms:
     """What the choice goes by.
 
     Args:
-        compute, place: seconds per token of computing a chunk, and of writing a stored one.
+        forward: what computing chunks takes.
+        place: seconds per token of writing a stored chunk.
         patch_bytes: bytes of a patch of a chunk of so many tokens.
         first_layers: share of the layers that a request with composed chunks computes to weigh their parts, once, or
             what takes as long.
@@ -67,13 +69,17 @@ class Terms:
         min_uses: logged requests that must use a patch for it to be a candidate.
     """
 
-    compute: float
+    forward: ForwardCost
     place: float
     patch_bytes: Callable[[int], int]
     first_layers: float = 0.0
     compose_up_to: int = 0
     longest: int = 1 << 40
     min_uses: int = 2
+
+    def saved(self, tokens: int) -> float:
+        """Seconds that a request saves where a chunk of so many tokens is written, not computed."""
+        return self.forward.added_seconds(tokens) - self.place * tokens
 
 
 @dataclass(frozen=True)
@@ -233,7 +239,7 @@ class _Candidates:
             forward = patch._replace(contents=patch.contents[:count])
             if forward not in self._forwards:
                 tokens = chunk.tokens + (prefix if count == 1 else 0)
-                self._forwards[forward] = self._item(Cost(seconds=tokens * self.terms.compute))
+                self._forwards[forward] = self._item(Cost(seconds=self.terms.forward.seconds(tokens)))
             found.append(self._forwards[forward])
         return tuple(found), self._item(Cost(bytes=self.terms.patch_bytes(chunks[-1].tokens)))
 
@@ -270,10 +276,9 @@ class _Candidates:
 
 def _add_sets(candidates: _Candidates, request: LoggedRequest, order: Sequence[LoggedChunk]) -> None:
     scope, contents = Scope(request.tenant, request.prefix), tuple(chunk.content for chunk in order)
-    saved = candidates.terms.compute - candidates.terms.place
     for place, chunk in enumerate(order):
         patch = Wanted(scope, True, contents[: place + 1])
-        value = request.weight * saved * chunk.tokens
+        value = request.weight * candidates.terms.saved(chunk.tokens)
         candidates.demand(value, [(patch, order[: place + 1], request.prefix_tokens)])
 
 
@@ -292,7 +297,7 @@ def _add_pairs(candidates: _Candidates, request: LoggedRequest, order: Sequence[
         scope = Scope(owner, request.prefix)
         alone = (Wanted(scope, False, (chunk.content,)), (chunk,), tokens)
         behind = [(Wanted(scope, False, (b.content, chunk.content)), (b, chunk), tokens) for b in before]
-        value = (terms.compute - terms.place) * chunk.tokens
+        value = terms.saved(chunk.tokens)
         if composed:  # as if it were the only one: whether others, weighed in the same look, are chosen is not known
-            value -= terms.first_layers * terms.compute * sum(other.tokens for other in order[: place + 1])
+            value -= terms.first_layers * terms.forward.added_seconds(sum(other.tokens for other in order[: place + 1]))
         candidates.demand(request.weight * value, behind if place == 1 else [alone, *behind])

@@ -189,7 +189,7 @@ class Planner:
         # Attention alone takes half as long as the two layers' forward (benchmark `weighing`).
         layers = MEASURED_LAYER + 1 if self.config.weigh_by is Weighing.KV else 1
         return Terms(
-            compute=self.costs.compute,
+            forward=self.costs.forward,
             place=self.costs.place,
             patch_bytes=lambda tokens: form.footprint(tokens, layout, self.model.dtype).own,
             first_layers=min(1.0, layers / layout.layers),
@@ -206,7 +206,7 @@ class Planner:
         return Report(
             requests=len(trace.requests),
             chunks=sum(len(order) for _, order in trace.requests),
-            compute_ms_per_token=terms.compute * 1e3,
+            compute_ms_per_token=terms.forward.added_seconds(1) * 1e3,
             place_ms_per_token=terms.place * 1e3,
             skipped=dict(trace.skipped),
             plans=plans,

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
+from autoscale.curves import ForwardCost
 from kvstore.catalog.index import Entry, PatchIndex, Scope, scopes_of
 from kvstore.catalog.popularity import Popularity
 from kvstore.operator.patch import PatchKind
@@ -48,9 +49,9 @@ class LinkCosts:
         self._weighed = [1.7e-4 * _USUAL_TOKENS, float(_USUAL_TOKENS)]
 
     @property
-    def compute(self) -> float:
-        """Seconds per token that a forward computes."""
-        return self._computed[0] / self._computed[1]
+    def forward(self) -> ForwardCost:
+        """The cost of tokens in a link's forward, which runs anyway: its fixed part is spread over them."""
+        return ForwardCost(fixed_tokens=0.0, seconds_per_token=self._computed[0] / self._computed[1])
 
     @property
     def place(self) -> float:
@@ -78,11 +79,11 @@ class LinkCosts:
         sums[:] = [sums[0] * _DECAY + seconds, sums[1] * _DECAY + tokens]
 
     def of(self, tokens: int, *, patched: bool) -> int:
-        """What linking a chunk of so many tokens costs, in nanoseconds."""
-        return round(tokens * (self.place if patched else self.compute) * 1e9)
+        """Nanoseconds of linking a chunk of so many tokens."""
+        return round((tokens * self.place if patched else self.forward.seconds(tokens)) * 1e9)
 
     def of_sum(self, tokens: int) -> int:
-        """The same, where pair patches are summed."""
+        """Nanoseconds of linking it where pair patches are summed."""
         return min(round(tokens * (self.place + self.weigh) * 1e9), self.of(tokens, patched=False))
 
 

@@ -17,7 +17,6 @@ of a period would go to the replica that was the least busy at its beginning.
 
 from __future__ import annotations
 
-import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from blake3 import blake3
 from prometheus_client import CollectorRegistry, Counter
 
+from autoscale.curves import USUAL, ForwardCost
 from decode_workers.admission import blocks_needed
 from prefill_workers.modes import looks_up_patch, uses_canonical_alone, uses_library
 from serving.routing.ledger import NOTHING, Ledger, Load
@@ -37,9 +37,7 @@ if TYPE_CHECKING:
 MARK_BYTES = 8  # of a chunk's mark; among 10^5 chunks some two are taken for each other once in 10^9 deployments
 _CHUNK_TOKENS = 256  # what a chunk is taken for before it is rendered
 _REMEMBERED = 1 << 16  # chunks known to be stored
-# What a replica is taken for before it has measured: as `kvstore.tiers.eviction` and
-# `prefill_workers.scheduler.cost_model`, and a disk whose pages are cached.
-_SECONDS_PER_TOKEN, _FIXED_TOKENS, _BYTES_PER_SECOND = 8e-4, 16.0, float(1 << 30)
+_BYTES_PER_SECOND = float(1 << 30)  # of a replica that has not measured its loads: a disk whose pages are cached
 
 REGISTRY = CollectorRegistry()  # of this process, which is one replica of the ingress
 CHOICES = Counter(
@@ -66,14 +64,17 @@ class PrefillReport:
 
     queued_tokens: int
     requests: int
-    fixed_tokens: (
-        float  # what a forward costs besides, whatever it computes (see `prefill_workers.scheduler.cost_model`)
-    )
-    seconds_per_token: float | None
+    fixed_tokens: float  # see `autoscale.curves.ForwardCost`
+    seconds_per_token: float | None  # the same
     bytes_per_second: float | None  # of loads from its tiers; None: not measured yet
     bytes_per_token: int  # of canonical KV
     hot: bytes
     hot_version: int  # changes with `hot`
+
+    @property
+    def forward_cost(self) -> ForwardCost:
+        """The replica's cost of a forward, or the usual one as far as it was not measured."""
+        return ForwardCost(self.fixed_tokens, self.seconds_per_token or USUAL.seconds_per_token)
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ class PrefillView:
     queued_tokens: float
     hot: Collection[bytes] = ()  # marks of what its memory had, as it reported
     expected: Collection[bytes] = ()  # and of what it should have by now
-    seconds_per_token: float = _SECONDS_PER_TOKEN
+    forward_cost: ForwardCost = USUAL
     bytes_per_second: float = _BYTES_PER_SECOND
     bytes_per_token: int = 0
 
@@ -238,25 +239,8 @@ def estimate(ask: PrefillAsk, view: PrefillView, stored: Collection[bytes]) -> E
             continue
         computed += chunk.computed
         loaded += 0 if here else reused * view.bytes_per_token
-    seconds = (view.queued_tokens + computed) * view.seconds_per_token + loaded / view.bytes_per_second
-    return Estimate(view.queued_tokens, computed, loaded, held, seconds)
-
-
-def forwards(load: Load, fixed: float) -> float:
-    """Forwards that queued links will take, of about as many tokens each.
-
-    Those that compute little join others' (`prefill_workers.scheduler.cost_model.ForwardCostModel.joins`): of n links
-    of t tokens each, one and those k join that have k·t <= (n - k)·fixed. So a forward takes n·s + 1/2 of those that
-    are left, give or take a half, with s = fixed / (t + fixed); the last 1 / 2s take one each.
-    """
-    if not load.work or load.sequences <= 1:
-        return min(load.sequences, 1.0)
-    joining = fixed * load.sequences / load.work  # fixed / t
-    alone = (1 + joining) / (2 * joining) if joining else math.inf
-    if load.sequences <= alone:
-        return load.sequences
-    shared = math.log((load.sequences / alone + 1) / 2) / math.log1p(joining)
-    return max(1.0, min(load.sequences, alone + shared))
+    computing = view.forward_cost.added_seconds(view.queued_tokens + computed)
+    return Estimate(view.queued_tokens, computed, loaded, held, computing + loaded / view.bytes_per_second)
 
 
 class PrefillPolicy(Policy[PrefillReport]):
@@ -341,14 +325,13 @@ class PrefillPolicy(Policy[PrefillReport]):
         """What is known of a replica; of one without a fresh report, what was sent from here (see `Ledger.load`)."""
         report = self.ledger.fresh(replica)
         measured = report or next(self.ledger.all_fresh(), None)
-        seconds_per_token = (measured and measured.seconds_per_token) or _SECONDS_PER_TOKEN
-        fixed = measured.fixed_tokens if measured else _FIXED_TOKENS
-        load = self.ledger.load(replica, drained_per_s=1 / seconds_per_token)
+        cost = measured.forward_cost if measured else USUAL
+        load = self.ledger.load(replica, drained_per_s=1 / cost.added_seconds(1))
         return PrefillView(
-            queued_tokens=load.work + fixed * forwards(load, fixed),
+            queued_tokens=cost.queued_tokens(load.sequences, load.work),
             hot=self._hot[replica][1] if report else (),
             expected=self.ledger.expected(replica),
-            seconds_per_token=seconds_per_token,
+            forward_cost=cost,
             bytes_per_second=(measured and measured.bytes_per_second) or _BYTES_PER_SECOND,
             bytes_per_token=measured.bytes_per_token if measured else 0,
         )

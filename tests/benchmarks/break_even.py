@@ -137,9 +137,10 @@ class _Arms:
                 nonlocal factoring
                 factoring += processor_ms(lambda: compiler.compile(job))
 
+            cost = self._cost_model.cost
             options: dict[str, Any] = {
                 "compiles": CompileLimits(share=0),
-                "cost_model": ForwardCostModel(self._cost_model.fixed, self._cost_model.seconds_per_token),
+                "cost_model": ForwardCostModel(cost.fixed_tokens, cost.seconds_per_token),
             }
             with worker(self._engine, library, form, compile_patch, **options) as opened:
                 if taught:

@@ -53,7 +53,7 @@ def run(quick: bool, console: Console) -> Outcome:
     after: dict[str, dict[str, float]] = {}
     planning: dict[str, list[float]] = {}
     costs = LinkCosts()
-    whole = costs.compute * TOKENS * sum(map(len, log))
+    whole = costs.forward.seconds(TOKENS) * sum(map(len, log))
     cases = [(kind, placed) for placed in (True, False) for kind in Kind]
     for kind, placed in track(cases, "plans", console=console, transient=True):
         name = f"{kind}, {'placed' if placed else 'as sent'}"
@@ -86,7 +86,7 @@ def run(quick: bool, console: Console) -> Outcome:
 
 def _terms(costs: LinkCosts) -> Terms:
     return Terms(
-        compute=costs.compute,
+        forward=costs.forward,
         place=costs.place,
         patch_bytes=lambda tokens: PatchForm().footprint(tokens, _LAYOUT, torch.bfloat16).own,
         first_layers=(MEASURED_LAYER + 1) / _LAYOUT.layers,

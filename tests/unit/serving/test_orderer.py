@@ -252,9 +252,9 @@ def test_weighing_costs_what_links_with_sums_took_for_it_remembered_weights_noth
 
 def test_a_tiny_forward_says_nothing_of_the_cost_of_a_token():
     costs = LinkCosts()
-    before = costs.compute, costs.place
+    before = costs.forward, costs.place
     costs.learn(result(computed=8, forward=500.0))
-    assert (costs.compute, costs.place) == before
+    assert (costs.forward, costs.place) == before
 
 
 def test_chunks_cost_by_the_tokens_that_were_linked():
