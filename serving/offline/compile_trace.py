@@ -78,7 +78,7 @@ class Planner:
         from kvstore.library import Library
         from prefill_workers.engine.fingerprint import fingerprint
         from prefill_workers.patches.patch_compiler import UnknownBasis, load_form
-        from serving.frontend.vllm_config import front_end_config
+        from serving.engine_spec import front_end_config
         from serving.placement.orderer import LinkCosts
 
         self.config, self.choice = config, choice
@@ -374,10 +374,10 @@ def _compile(planner: Planner, trace: Trace, report: Report, console: Console) -
 def _worker(planner: Planner) -> PathWorker:
     from prefill_workers.engine.engine import PrefillEngine, SelfCheckError
     from prefill_workers.patches.offline_paths import PathWorker
-    from serving.engine_spec import engine_spec
+    from serving.engine_spec import prefill_spec
 
     config = planner.config
-    engine = PrefillEngine(engine_spec(config, config.prefill.tensor_parallel_size, hand_off=False))
+    engine = PrefillEngine(prefill_spec(config, hand_off=False))
     if config.prefill.self_check:
         try:
             engine.require_self_check()

@@ -37,8 +37,8 @@ from serving.api.chat import fixed_prefix
 from serving.api.errors import InvalidRequest, TooLarge
 from serving.api.media import MediaResolver, ResolvedImage
 from serving.config import OrbitServeConfig
+from serving.engine_spec import front_end_config
 from serving.frontend.prompt_segments import Delimiters, Segments, segment
-from serving.frontend.vllm_config import front_end_config
 from serving.offline.precompute_manifest import Entry, ImageSource, ManifestError, file_system
 
 MAX_ORBIT_IMAGES = 5  # of more, not all orders are run, and not every order would link

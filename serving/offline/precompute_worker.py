@@ -24,7 +24,7 @@ import ray
 
 from infra.vllm_env import vllm_environment
 from serving.config import OrbitServeConfig
-from serving.engine_spec import engine_spec
+from serving.engine_spec import prefill_spec
 from serving.offline.precompute_ledger import Outcome, Status
 from serving.offline.precompute_manifest import Entry, from_table
 
@@ -66,7 +66,7 @@ class PrecomputeWorker:
         from serving.offline.precompute_prepare import Preparer
 
         self._config = config
-        engine = PrefillEngine(engine_spec(config, config.prefill.tensor_parallel_size, hand_off=False))
+        engine = PrefillEngine(prefill_spec(config, hand_off=False))
         if config.prefill.self_check:
             engine.require_self_check()
         # No write may be dropped, and nothing stored be taken for missing, because a tier failed a few times before:
