@@ -45,7 +45,7 @@ from serving.api.auth import Authenticate, Limit
 from serving.api.chat import UNSUPPORTED, OrbitServingChat, fixed_prefix, readable, refuse_longer, refuse_unsupported
 from serving.api.client_disconnect import CancelOnDisconnect, answering
 from serving.api.compiling import compiling
-from serving.api.errors import InvalidRequest, answer_errors
+from serving.api.errors import answer_errors
 from serving.api.fidelity import families, fidelity_router, scraped
 from serving.api.files import OnDelete, files_router
 from serving.api.media import MediaResolver
@@ -55,6 +55,7 @@ from serving.api.vector_stores import vector_stores_router
 from serving.config import OrbitServeConfig
 from serving.frontend.documents import Documents
 from serving.frontend.engine_client import LinkedEngineClient
+from serving.frontend.errors import InvalidRequest
 from serving.frontend.report import RequestTrace, parse_options, set_trace
 
 _UNSUPPORTED_COMPLETION = {

@@ -15,13 +15,13 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
 
 from serving.api.client_disconnect import answering
-from serving.api.errors import InvalidRequest
 from serving.api.media import MediaResolver
 from serving.api.ordering import Ordering, ordered
 from serving.api.pixel_budget import give_back
 from serving.api.prefix import Prefixes, tools_text
 from serving.api.streams import opened
 from serving.frontend.documents import Documents
+from serving.frontend.errors import InvalidRequest
 from serving.frontend.report import RequestTrace, parse_options, set_trace
 
 # What needs the prompt in the engine that decodes, which never sees it; and what would need another engine.

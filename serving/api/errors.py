@@ -1,4 +1,4 @@
-"""Errors of the HTTP surface, in OpenAI's shape. vLLM's exception handlers turn most of them into responses."""
+"""Errors as HTTP responses in OpenAI's shape; vLLM's exception handlers make most of them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ from vllm.entrypoints.serve.exception_handling.register import init_exception_ha
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 from kvstore.errors import StoreError
+from serving.frontend.errors import OverloadedError
 
 logger = logging.getLogger(__name__)
 
 _STREAMING = tuple(f"vllm.entrypoints.openai.{api}.serving" for api in ("chat_completion", "completion"))  # loggers
-
-
-class InvalidRequest(VLLMValidationError):
-    """400: the request is wrong; `parameter` names the part, such as `messages[0].content[2]`."""
 
 
 class Forbidden(GracefulHTTPError):
@@ -51,13 +48,6 @@ class TooLarge(GracefulHTTPError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-
-
-class OverloadedError(GracefulHTTPError):
-    """429: queues are full; nothing was started."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, HTTPStatus.TOO_MANY_REQUESTS)
 
 
 class _ToldAlready(logging.Filter):

@@ -34,9 +34,10 @@ from kvstore.errors import UnknownFile
 from kvstore.records.keys import DYNAMIC_TENANT, owned_content_id
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
-from serving.api.errors import InvalidRequest, NotFound, TooLarge
+from serving.api.errors import NotFound, TooLarge
 from serving.api.pixel_budget import PixelBudget, PixelReservation
 from serving.frontend.documents import Documents, Mark
+from serving.frontend.errors import InvalidRequest
 from serving.settings import HttpSettings
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")

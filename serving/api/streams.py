@@ -8,7 +8,7 @@ from http import HTTPStatus
 
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
-from serving.api.errors import OverloadedError
+from serving.frontend.errors import OverloadedError
 
 _ERROR = 'data: {"error":'
 

@@ -16,9 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from kvstore.records.keys import DYNAMIC_TENANT
 from kvstore.uploads.vector_stores import Attributes, Batch, Reference, VectorStore, VectorStores
-from serving.api.errors import Forbidden, InvalidRequest, NotAvailable
+from serving.api.errors import Forbidden, NotAvailable
 from serving.api.files import OnDelete
 from serving.api.media import as_text
+from serving.frontend.errors import InvalidRequest
 
 _MAX_BATCH = 2000
 _DELETED_AT_ONCE = 8  # contents, each of which is looked for in every tier and worker

@@ -38,9 +38,9 @@ from prefill_workers.modes import Mode
 from prefill_workers.protocol import LeaseState, LinkRequest, LinkResult, Overloaded, PixelsNeeded, PrefetchRequest
 from prefill_workers.settings import PrefillSettings
 from serving.access_log import AccessLog
-from serving.api.errors import OverloadedError
 from serving.errors import RoleUnavailable
 from serving.frontend.answer_stream import AnswerStream, sampling_of
+from serving.frontend.errors import OverloadedError
 from serving.frontend.prompt_segments import Delimiters, Segments, segment
 from serving.frontend.report import ChunkReport, OrbitReport, RequestTrace, current_trace
 from serving.frontend.roles import Roles

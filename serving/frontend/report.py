@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from prefill_workers.modes import Mode, OperatingPoint, Text
-from serving.api.errors import InvalidRequest
 from serving.frontend.documents import Document
+from serving.frontend.errors import InvalidRequest
 
 PROMPTS_AT_ONCE = 32  # of one request: the others wait for a place, not in a worker's queue
 

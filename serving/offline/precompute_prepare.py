@@ -34,10 +34,11 @@ from prefill_workers.modes import Mode
 from prefill_workers.patches.offline import Name, OfflineTask, OfflineWorker
 from prefill_workers.protocol import ChunkSpan, LinkRequest
 from serving.api.chat import fixed_prefix
-from serving.api.errors import InvalidRequest, TooLarge
+from serving.api.errors import TooLarge
 from serving.api.media import MediaResolver, ResolvedImage
 from serving.config import OrbitServeConfig
 from serving.engine_spec import front_end_config
+from serving.frontend.errors import InvalidRequest
 from serving.frontend.prompt_segments import Delimiters, Segments, segment
 from serving.offline.precompute_manifest import Entry, ImageSource, ManifestError, file_system
 

@@ -16,7 +16,7 @@ from kvstore.operator.rotary import RotaryScheme
 from prefill_workers.link.token_selection import deviations, runs_of, selected_by_deviation, selected_by_place
 from prefill_workers.modes import Mode, ModeKind, OperatingPoint, Text, composed_antecedents, operating_point
 from prefill_workers.sequence import Run, complement
-from serving.api.errors import InvalidRequest
+from serving.frontend.errors import InvalidRequest
 from serving.frontend.report import parse_options
 
 WRITTEN = {

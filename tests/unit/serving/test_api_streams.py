@@ -26,9 +26,10 @@ from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidati
 from serving.api.app import OrbitServingCompletion
 from serving.api.auth import Authenticate
 from serving.api.chat import OrbitServingChat
-from serving.api.errors import OverloadedError, answer_errors
+from serving.api.errors import answer_errors
 from serving.api.prefix import Prefixes
 from serving.api.streams import opened
+from serving.frontend.errors import OverloadedError
 from serving.placement.orderer import PatchAwareOrderer
 
 EVENTS = ['data: {"id":"1"}\n\n', 'data: {"id":"2","choices":[{"finish_reason":"stop"}]}\n\n', "data: [DONE]\n\n"]

@@ -17,8 +17,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from kvstore.catalog.index import Entry, scopes_of
 from prefill_workers.modes import Mode
 from prefill_workers.protocol import ChunkSpan, LeaseState, Overloaded
-from serving.api.errors import OverloadedError
 from serving.errors import RoleUnavailable
+from serving.frontend.errors import OverloadedError
 from serving.frontend.prompt_segments import Segments
 from serving.frontend.report import PROMPTS_AT_ONCE, OrbitOptions, RequestTrace, set_trace
 
