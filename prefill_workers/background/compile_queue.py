@@ -1,11 +1,11 @@
-"""What a prefill worker compiles before anybody asks for it, in which order, and how much of it.
+"""Compile queue of a prefill worker: jobs ahead of requests, their priority and their budget.
 
-| job    | a step each                                        | what comes of it                                      |
-|--------|----------------------------------------------------|-------------------------------------------------------|
-| orders | every order of a small set                         | orbit patches behind all its subsets, in any order    |
-| parts  | a part of a larger set, in the order served        | own patches of it (see `predictions`)                 |
-| pairs  | some chunks of a set, each behind the same other   | pair patches, whose sums serve sets never seen before |
-| met    | the same, with chunks that the set did not bring   | the same                                              |
+| job                 | a step each                                      | patches                                     |
+|---------------------|--------------------------------------------------|---------------------------------------------|
+| orders              | every order of a small set                       | orbit, behind all its subsets, in any order |
+| prefix_subsets      | a subset of a larger set, in the order served    | own, of the subset (see `candidate_sets`)   |
+| pairs               | some chunks of a set, each behind the same other | pair, whose sums serve sets never seen      |
+| cross_request_pairs | the same, with chunks that the set did not bring | pair                                        |
 
 Where sums of pairs serve a small set, its orders are compiled only if it is expected again.
 
@@ -33,16 +33,16 @@ from typing import Generic, TypeVar
 from kvstore.catalog.popularity import Popularity
 from kvstore.deletions import reaches
 from kvstore.operator.patch import ORBIT_ORDERINGS
-from prefill_workers.background import candidate_sets as predictions
+from prefill_workers.background import candidate_sets
 from prefill_workers.modes import composed_antecedents
 from prefill_workers.settings import CompileLimits
 
 HORIZON_S = 3600.0  # ahead of which reuses are expected, and behind which requests are counted
 ASKED_AGAIN = 1.5  # requests that brought it: more than one, decayed as they may be
-STRANGERS = 16  # of what a tenant's requests brought before, the most popular, that a request's chunks are made to meet
+CROSS_REQUEST_CHUNKS = 16  # of earlier requests, the most popular, with which a request's chunks are paired
 _WINDOW_S = 120.0  # over which the compute budget is a share: what an idle worker saves up at most
 _RECENT_CHUNKS = 256  # over which is counted how often chunks come again
-_LOOKS = 8  # parts that are looked up in the library for each that is compiled
+_LOOKS = 8  # subsets that are looked up in the library for each that is compiled
 
 Item = TypeVar("Item")
 Clock = Callable[[], float]
@@ -52,9 +52,9 @@ class JobKind(StrEnum):
     """What a job compiles; see the module's table."""
 
     orders = "orders"
-    parts = "parts"
+    prefix_subsets = "prefix_subsets"
     pairs = "pairs"
-    met = "met"
+    cross_request_pairs = "cross_request_pairs"
 
 
 class Demand:
@@ -103,8 +103,8 @@ class CompileJob(Generic[Item]):
     """Forwards over chunks of one served set.
 
     `steps` are those left, as indices into its chunks, the most valuable first; a step of pairs is that of all its
-    chunks behind the first (`predictions.Fan`). At most `forwards` orders, parts or pairs are run. Of its chunks the
-    set brought the first `own`, or all.
+    chunks behind the first (`candidate_sets.PairBatch`). At most `forwards` orders, subsets or pairs are run. Of its
+    chunks the set brought the first `own`, or all.
     """
 
     kind: JobKind
@@ -125,7 +125,7 @@ class CompileJob(Generic[Item]):
     @property
     def pairs(self) -> bool:
         """Whether its steps are pairs, for pair patches."""
-        return self.kind in (JobKind.pairs, JobKind.met)
+        return self.kind in (JobKind.pairs, JobKind.cross_request_pairs)
 
     def is_over(self, content: str, tenant: str) -> bool:
         """Whether it runs over a content of a tenant, or of everybody."""
@@ -139,10 +139,10 @@ class CompileJob(Generic[Item]):
         """Tokens that what the next step compiles is expected to save; the orders of a set are one step."""
         step = self.steps[0]
         shares, tokens = demand.shares(self.tenant, [self.contents[i] for i in step]), [self.tokens[i] for i in step]
-        if self.kind is JobKind.parts:
+        if self.kind is JobKind.prefix_subsets:
             saved = sum(math.prod(shares[: i + 1]) * count for i, count in enumerate(tokens))
         elif self.pairs:
-            saved = sum(predictions.pair_value(0, i, shares, tokens) for i in range(1, len(step)))
+            saved = sum(candidate_sets.pair_value(0, i, shares, tokens) for i in range(1, len(step)))
         else:
             saved = math.prod(shares) * sum(tokens)
         return demand.requests(self.tenant) * saved
@@ -180,7 +180,7 @@ def jobs(
     limits: CompileLimits,
     demand: Demand,
 ) -> list[CompileJob[Item]]:
-    """What may be compiled of a served set of different chunks: all orders of a small one, parts and pairs of others.
+    """What may be compiled of a served set of different chunks: all orders of a small one, subsets and pairs of others.
 
     The orders of a set leave the patches of its pairs as well. They are left to a set that is expected again, where
     pairs serve it for less: of 3 chunks by half of the tokens, and other sets besides.
@@ -200,16 +200,17 @@ def jobs(
         exhaustive = math.factorial(count - 1) <= ORBIT_ORDERINGS
         forwards = math.factorial(count) if exhaustive else count * ORBIT_ORDERINGS
         found.append(job(JobKind.orders, [tuple(range(count))], forwards))
-    if limits.part_forwards and not small:
-        best = [part.chunks for part in predictions.parts(shares, tokens)[: _LOOKS * limits.part_forwards]]
-        found.append(job(JobKind.parts, best, limits.part_forwards))
+    if limits.subset_forwards and not small:
+        subsets = candidate_sets.prefix_subsets(shares, tokens)
+        best = [subset.chunks for subset in subsets[: _LOOKS * limits.subset_forwards]]
+        found.append(job(JobKind.prefix_subsets, best, limits.subset_forwards))
     if limits.pair_forwards and (summed or not small):
-        fans = predictions.pairs(shares, tokens, limits.pair_forwards)
-        found.append(job(JobKind.pairs, [fan.chunks for fan in fans], limits.pair_forwards))
+        batches = candidate_sets.pair_batches(shares, tokens, limits.pair_forwards)
+        found.append(job(JobKind.pairs, [batch.chunks for batch in batches], limits.pair_forwards))
     return found
 
 
-def meetings(
+def cross_request_jobs(
     item: Item,
     tenant: str,
     prefix: tuple[int, ...],
@@ -225,11 +226,14 @@ def meetings(
     """
     again = [i for i, content in enumerate(contents) if demand.asked_again(tenant, content)]
     shares, most = demand.shares(tenant, contents), limits.pair_forwards
-    likely = predictions.meetings([i for i in again if i < own], [i for i in again if i >= own], shares, tokens)
-    steps = [fan.chunks for fan in likely[: _LOOKS * most]]
+    mine, others = [i for i in again if i < own], [i for i in again if i >= own]
+    likely = candidate_sets.cross_request_pairs(mine, others, shares, tokens)
+    steps = [batch.chunks for batch in likely[: _LOOKS * most]]
     if not (steps and limits.share):
         return []
-    return [CompileJob(JobKind.met, item, tenant, prefix, tuple(contents), tuple(tokens), steps, most, own)]
+    return [
+        CompileJob(JobKind.cross_request_pairs, item, tenant, prefix, tuple(contents), tuple(tokens), steps, most, own)
+    ]
 
 
 class CompileQueue(Generic[Item]):

@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 
 from kvstore.records.patch_form import Footprint
 from prefill_workers.background.compile_queue import (
+    CROSS_REQUEST_CHUNKS,
     HORIZON_S,
-    STRANGERS,
     Clock,
     CompileJob,
     CompileQueue,
     ComputeBudget,
     Demand,
     JobKind,
+    cross_request_jobs,
     jobs,
-    meetings,
 )
 from prefill_workers.background.recent_chunks import RecentChunks
 from prefill_workers.link.plan import LinkPlan
@@ -33,12 +33,15 @@ _KNOWN_CHUNKS = 512  # that requests brought last, of all tenants
 
 @dataclass(frozen=True)
 class CompileStats:
-    """What compiling ahead has come to.
+    """Counters of compiling ahead.
 
-    `waiting`: jobs left; `forwards`: orders, parts and pairs that were run, by kind of job; `seconds` that these took;
-    `given_up`: jobs by why, `queue` (others were worth more), `bytes` (the library holds what saves more per byte) or
-    `sums` (no pair patches are summed any more). `dropped`: patches that the compiler had no room for or could not
-    form, whatever they came of.
+    Attributes:
+        waiting: jobs left.
+        forwards: orders, subsets and pairs that were run, by kind of job.
+        seconds: of these forwards.
+        given_up: jobs by reason: `queue` (others were worth more), `bytes` (the library holds what saves more per byte)
+            or `sums` (no pair patches are summed any more).
+        dropped: patches that the compiler had no room for or could not form, whatever they came of.
     """
 
     waiting: int
@@ -100,11 +103,15 @@ class PatchPrecompiler:
         tokens = [len(chunk.span) for chunk in plan.chunks]
         found = jobs(served, tenant, prefix, contents, tokens, limits, self.demand)
         if limits.pair_forwards:
-            others = self._known.beside(served, STRANGERS, lambda content: self.demand.expected(tenant, content))
+            others = self._known.beside(
+                served, CROSS_REQUEST_CHUNKS, lambda content: self.demand.expected(tenant, content)
+            )
             company = OrbitForming(prefix, served.chunks + others, tenant)
             contents += [chunk.content for chunk in others]
             tokens += [len(chunk.token_ids) for chunk in others]
-            found += meetings(company, tenant, prefix, contents, tokens, len(served.chunks), limits, self.demand)
+            found += cross_request_jobs(
+                company, tenant, prefix, contents, tokens, len(served.chunks), limits, self.demand
+            )
         for job in found:
             self._queue.add(job)
 
@@ -212,8 +219,11 @@ class PatchPrecompiler:
         return self._harvester.form.footprint(tokens, engine.layout, engine.dtype)
 
     def _take(self, job: CompileJob[OrbitForming]) -> Pieces[tuple[int, int]]:
-        """Take the job's next step: how many orders, parts or pairs were run, and over how many tokens; none if it was
-        a look at what is stored."""
+        """Take the job's next step.
+
+        Returns:
+            How many orders, subsets or pairs were run, and over how many tokens; none after a look at what is stored.
+        """
         fits, tokens, ran = job.longest() <= self._scratch.tokens, job.step_tokens(), 0
         if job.kind is JobKind.orders:
             if fits and self._forming is None:
@@ -224,9 +234,9 @@ class PatchPrecompiler:
             return ran, tokens
         step = job.steps.pop(0)
         if fits and job.pairs:
-            ran, tokens = yield from self._harvester.pairs_step(job.item, step, job.forwards, self._scratch)
+            ran, tokens = yield from self._harvester.pair_batch_step(job.item, step, job.forwards, self._scratch)
         elif fits:
-            ran = int((yield from self._harvester.part_step(job.item, step, self._scratch)))
+            ran = int((yield from self._harvester.prefix_subset_step(job.item, step, self._scratch)))
         job.forwards -= ran
         return ran, tokens
 

@@ -3,19 +3,20 @@
 A trace of retrieval requests (MRAG): each brings k different pages, drawn by Zipf's law over N pages, in random order.
 The index, the arranger and the choice of what to compile are the product's; only the engine is left out, and a patch is
 stored at once. A chunk that finds no patch is computed and leaves its own patch; a set of at most
-`prefill.orbit_chunks` leaves orbit patches for every order, of a larger one `prefill.part_forwards` parts are compiled.
+`prefill.orbit_chunks` leaves orbit patches for every order, of a larger one
+`prefill.subset_forwards` subsets are compiled.
 With pairs, these are compiled as well, and their sums serve chunks behind up to `prefill.compose_up_to` others. Every
 arm holds as many patches as `budget`; those that were used longest ago go first. The compute budget is left out; how
 many forwards per request an arm compiles is reported.
 
 | arm | order | compiled besides what was served |
 |---|---|---|
-| placed, pairs | placement's | what the product compiles: parts of sets, and pairs |
+| placed, pairs | placement's | what the product compiles: subsets, and pairs |
 | arrival, pairs | as sent | the same |
 | placed | placement's | the same without pairs |
 | arrival | as sent | the same without pairs |
 | placed, served only | placement's | nothing |
-| placed, unbounded | placement's | `UNBOUNDED_PARTS` parts of every set, and no patch ever goes |
+| placed, unbounded | placement's | `UNBOUNDED_SUBSETS` subsets of every set, and no patch ever goes |
 | arrival, served only | as sent | nothing |
 | optimum | with hindsight | every order of every set that was served |
 
@@ -42,7 +43,7 @@ from rich.console import Console
 from rich.progress import track
 
 from kvstore.catalog.index import Entry, PatchIndex, Scope, prefix_key
-from prefill_workers.background.compile_queue import STRANGERS, Demand, JobKind, jobs, meetings
+from prefill_workers.background.compile_queue import CROSS_REQUEST_CHUNKS, Demand, JobKind, cross_request_jobs, jobs
 from prefill_workers.modes import composed_antecedents
 from prefill_workers.settings import COMPOSE_UP_TO, CompileLimits, PrefillSettings
 from serving.bench.harness import Arm, Benchmark, Outcome
@@ -50,7 +51,7 @@ from serving.placement.orderer import PatchAwareOrderer
 from serving.placement.search import place
 
 PAGES, RETRIEVED, REQUESTS, ZIPF, BUDGET = 100, 5, 2000, 1.0, 5000
-UNBOUNDED_PARTS = 16
+UNBOUNDED_SUBSETS = 16
 _TENANT = "local"
 _SCOPE = Scope(_TENANT, prefix_key(()))
 _TOKENS = 256
@@ -93,7 +94,7 @@ def run(quick: bool, console: Console) -> Outcome:
         "zipf_exponent": ZIPF,
         "budget_patches": BUDGET,
         "orbit_chunks": settings.orbit_chunks,
-        "part_forwards": settings.part_forwards,
+        "subset_forwards": settings.subset_forwards,
         "pair_forwards": settings.pair_forwards,
         "compose_up_to": COMPOSE_UP_TO,
         "optimum": "the largest part of a request that came in one earlier request; no budget",
@@ -166,7 +167,7 @@ class HitRate(NamedTuple):
 
 def _rates(requests: list[list[str]]) -> dict[str, HitRate]:
     product, plain = (PrefillSettings().compile_limits(up_to) for up_to in (COMPOSE_UP_TO, 0))
-    unbounded = PrefillSettings(part_forwards=UNBOUNDED_PARTS).compile_limits(0)
+    unbounded = PrefillSettings(subset_forwards=UNBOUNDED_SUBSETS).compile_limits(0)
     return {
         "placed": replay(requests, plain, placed=True),
         "arrival": replay(requests, plain, placed=False),
@@ -232,13 +233,13 @@ class Library:
 
     def _compile(self, order: Sequence[str]) -> None:
         """As `prefill_workers.background.patch_precompiler`, but at once."""
-        limits, demand, tokens = self._limits, self._demand, [_TOKENS] * (len(order) + STRANGERS)
+        limits, demand, tokens = self._limits, self._demand, [_TOKENS] * (len(order) + CROSS_REQUEST_CHUNKS)
         found = jobs(None, _TENANT, (), order, tokens[: len(order)], limits, demand)
         if limits.pair_forwards:
             others = [content for content in self._known if content not in order]
-            strangers = sorted(others, key=lambda content: -demand.expected(_TENANT, content))[:STRANGERS]
-            company = [*order, *strangers]
-            found += meetings(None, _TENANT, (), company, tokens[: len(company)], len(order), limits, demand)
+            popular = sorted(others, key=lambda content: -demand.expected(_TENANT, content))[:CROSS_REQUEST_CHUNKS]
+            company = [*order, *popular]
+            found += cross_request_jobs(None, _TENANT, (), company, tokens[: len(company)], len(order), limits, demand)
         for job in found:
             for step in job.steps:
                 if job.forwards:
@@ -256,7 +257,7 @@ class Library:
                 sets = (chosen for size in range(len(names)) for chosen in combinations(others, size))
                 self.arranger.formed(Entry(_SCOPE, content, chosen, ordered=False) for chosen in sets)
             return limit if missing else 0
-        if kind is JobKind.parts:
+        if kind is JobKind.prefix_subsets:
             made = [Entry(_SCOPE, name, tuple(names[:i]), ordered=True) for i, name in enumerate(names)]
             missing = not self._stored(made[-1:])
             if missing:

@@ -43,10 +43,10 @@ class Forwards:
         chunks = tuple(OrbitChunk(c.canonical_key, c.span.content, ids, ids, None, 0) for c in plan.chunks)
         return OrbitForming((), chunks, plan.request.tenant)
 
-    def pairs_step(
-        self, forming: OrbitForming, fan: Sequence[int], limit: int, scratch: Scratch
+    def pair_batch_step(
+        self, forming: OrbitForming, batch: Sequence[int], limit: int, scratch: Scratch
     ) -> Pieces[tuple[int, int]]:
-        first, *others = fan
+        first, *others = batch
         for second in others[:limit]:
             yield
             self.ran.append(forming.chunks[first].content + forming.chunks[second].content)
@@ -96,7 +96,7 @@ def crowd() -> Crowd:
 
 @pytest.fixture
 def ahead(forwards: Forwards, sums: Sums, crowd: Crowd) -> PatchPrecompiler:
-    limits = CompileLimits(orbit_chunks=0, part_forwards=0, pair_forwards=12)
+    limits = CompileLimits(orbit_chunks=0, subset_forwards=0, pair_forwards=12)
     scratch = Scratch(range(8), 16, lambda left: 64)
     return PatchPrecompiler(cast(Harvester, forwards), scratch, limits, TickingClock(), sums, crowd)
 
