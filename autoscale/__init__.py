@@ -1,1 +1,1 @@
-"""Autoscaling: service curves so far. Signals and policies per role are to come; replicas are fixed numbers."""
+"""Autoscaling: service curves so far; replicas are fixed numbers until policies use them."""

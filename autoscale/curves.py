@@ -1,4 +1,6 @@
-"""Service curves: the time that work takes on a replica. Pure values, without torch and without Ray.
+"""Service curves: the time that work takes on a replica.
+
+Pure values, without torch and without Ray.
 
 | curve       | used by                                                                                        |
 |-------------|------------------------------------------------------------------------------------------------|
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ForwardCost:
-    """Seconds of one forward: a fixed part, however few tokens it computes, and so much per token.
+    """Seconds of one forward: a fixed part, and so much per token.
 
     The fixed part is what reading the weights and starting the kernels takes. Counted in tokens it is some 20 with 250M
     parameters on two cores, a hundred where these multiply matrices in hardware (AMX), and hundreds on GPUs.

@@ -62,7 +62,9 @@ def hand_off_arguments() -> dict[str, Any]:
 
 
 def gpu_pool(kv_cache_gib: int | None) -> dict[str, int]:
-    """KV pool of an engine on a GPU; None: it has what `gpu_memory_utilization` leaves. {} without a GPU.
+    """KV pool of an engine on a GPU; {} on a machine without one.
+
+    None: what `gpu_memory_utilization` leaves.
 
     With a size of its own an engine may start beside others on the same GPU: vLLM would take what those allocate while
     it measures for its own.

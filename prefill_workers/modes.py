@@ -1,4 +1,4 @@
-"""What a request allows, and at which operating point a chunk is linked.
+"""Modes of requests, and the operating point of a chunk by mode and by what is stored.
 
 Pure functions and values.
 """
@@ -12,7 +12,7 @@ from typing import ClassVar
 
 
 class ModeKind(StrEnum):
-    """What a request allows, but for how much of it."""
+    """Kinds of modes, without their amounts."""
 
     AUTO = "auto"  # stored patches where they fit, exact otherwise
     EXACT = "exact"  # every chunk computed in context
@@ -23,14 +23,17 @@ class ModeKind(StrEnum):
 
 
 class Text(StrEnum):
-    """Whether text around chunks is part of what their patches are keyed by."""
+    """Text around chunks as part of their patches' keys."""
 
-    AUTO = "auto"  # text between chunks, where some of it is long (`keys.contexts`)
+    AUTO = "auto"  # text between chunks, where some of it is long (`prefill_workers.link.keys.contexts`)
     STRICT = "strict"  # all text before a chunk
     FREE = "free"  # none but the fixed prefix
 
     def keys(self, longest: int, free_text: int) -> bool:
-        """Whether text keys the patch of a chunk; `longest`: tokens of the longest stretch between chunks before it."""
+        """True if text keys the patch of a chunk.
+
+        `longest`: tokens of the longest stretch between chunks before it.
+        """
         return self is Text.STRICT or (self is Text.AUTO and longest > free_text)
 
 
@@ -41,7 +44,7 @@ MODES = "auto, exact, full-reuse, off, mpic-K (K from 0 to 4096) or cacheblend-R
 
 @dataclass(frozen=True)
 class Mode:
-    """What a request allows.
+    """Mode of a request: how its chunks may be linked.
 
     `amount` is how much of a chunk with stored KV is computed in context all the same: the first so many tokens (mpic),
     or so many per cent of its tokens (cacheblend). Other kinds have none.
@@ -78,22 +81,25 @@ class Mode:
         return f"{self.kind}-{self.amount}" if self.selects else str(self.kind)
 
     def selected(self, tokens: int) -> int:
-        """How many of a chunk's `tokens` with stored KV are computed in context; a share of a token counts as one."""
+        """Number of a chunk's `tokens` with stored KV that are computed in context.
+
+        A share of a token counts as one.
+        """
         return -(-tokens * self.amount // 100) if self.kind is ModeKind.CACHEBLEND else min(self.amount, tokens)
 
     @property
     def selects(self) -> bool:
-        """Whether some tokens of a chunk with stored KV may be computed in context, and the others not."""
+        """True if some tokens of a chunk with stored KV may be computed, and the others not."""
         return self.kind in _LARGEST
 
     @property
     def recomputes(self) -> bool:
-        """Whether some tokens of every chunk with stored KV are computed in context."""
+        """True if some tokens of every chunk with stored KV are computed in context."""
         return self.amount > 0
 
     @property
     def measures(self) -> bool:
-        """Whether which tokens are computed in context must be found out by a partial forward."""
+        """True if a partial forward must find out which tokens are computed in context."""
         return self.kind is ModeKind.CACHEBLEND and 0 < self.amount < _LARGEST[self.kind]
 
 
@@ -103,10 +109,10 @@ _NAMED = {str(mode): mode for mode in (Mode.AUTO, Mode.EXACT, Mode.FULL_REUSE, M
 
 
 class OperatingPoint(StrEnum):
-    """How one chunk's KV came to be."""
+    """Origin of one chunk's KV in a prompt."""
 
     PATCHED = "patched"  # relocated and patched, no forward
-    COMPOSED = "composed"  # relocated and patched by a weighted sum of pair patches (see `composing`)
+    COMPOSED = "composed"  # relocated and patched by a weighted sum of pair patches (see `link.compose`)
     RELOCATED = "relocated"  # relocated only (blind), no forward
     SELECTED = "selected"  # relocated, and some tokens computed in context
     RECOMPUTED = "recomputed"  # computed in context, from stored embeddings or from text
@@ -114,17 +120,20 @@ class OperatingPoint(StrEnum):
 
     @property
     def reuses_kv(self) -> bool:
-        """Whether the chunk's stored KV is used."""
+        """True if the chunk's stored KV is used."""
         return self not in EXACT_POINTS
 
     @property
     def computes(self) -> bool:
-        """Whether a forward computes tokens of the chunk."""
+        """True if a forward computes tokens of the chunk."""
         return self not in (OperatingPoint.PATCHED, OperatingPoint.COMPOSED, OperatingPoint.RELOCATED)
 
     @property
     def is_conditioned(self) -> bool:
-        """Whether all of the chunk's KV knows of the chunks before: patches may be formed behind it."""
+        """True if all of the chunk's KV is conditioned on the chunks before.
+
+        Patches may be formed behind it then.
+        """
         return self not in (OperatingPoint.RELOCATED, OperatingPoint.SELECTED)
 
 
@@ -132,7 +141,7 @@ EXACT_POINTS = frozenset({OperatingPoint.RECOMPUTED, OperatingPoint.ENCODED})  #
 
 
 def looks_up_patch(mode: Mode) -> bool:
-    """Whether a stored patch could serve a request of this mode."""
+    """True if a stored patch could serve a request of this mode."""
     return mode.kind is ModeKind.AUTO
 
 
@@ -145,19 +154,19 @@ def composed_antecedents(compose_up_to: int) -> range:
 
 
 def uses_canonical_alone(mode: Mode) -> bool:
-    """Whether stored canonical KV serves a request of this mode without a patch."""
+    """True if stored canonical KV serves a request of this mode without a patch."""
     return mode.kind is ModeKind.FULL_REUSE or mode.selects
 
 
 def uses_library(mode: Mode) -> bool:
-    """Whether a request of this mode looks anything up, or leaves anything behind for later ones."""
+    """True if a request of this mode looks anything up, or leaves anything for later ones."""
     return mode.kind is not ModeKind.OFF
 
 
 def operating_point(
     mode: Mode, *, canonical: bool, patch: bool, computable: bool, parts: bool = False
 ) -> OperatingPoint:
-    """The cheapest point that `mode` allows, given what is stored for the chunk behind these antecedents.
+    """Choose the cheapest point that `mode` allows, given what is stored for the chunk.
 
     `computable`: whether a forward can run over the chunk without encoding pixels: its embeddings are stored, or it is
     text. `parts`: whether the patch is to be summed of several.

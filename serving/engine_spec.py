@@ -24,7 +24,7 @@ _UNUSED_GIB = 1  # of KV, which a vision encoder has no use for
 
 
 def prompt_arguments(model: ModelSettings) -> dict[str, Any]:
-    """Model settings of every process that reads prompts; those of vLLM's arguments have the same names."""
+    """Model settings of every process that reads prompts, by vLLM's names."""
     return {
         "model": str(model.path),
         "dtype": model.dtype,

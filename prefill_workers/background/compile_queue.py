@@ -1,4 +1,4 @@
-"""Compile queue of a prefill worker: jobs ahead of requests, their priority and their budget.
+"""Compile queue of a prefill worker: jobs ahead of requests, their priority and budget.
 
 | job                 | a step each                                      | patches                                     |
 |---------------------|--------------------------------------------------|---------------------------------------------|
@@ -18,7 +18,7 @@ tenant's requests bring all of them, if each were drawn by itself, times as many
 
 Two budgets bound it. The *compute budget* is a share of the worker's time. The *byte budget* is the library's: once
 that is full, what saves less per byte than what was evicted last is not compiled. What serving forwards computed anyhow
-is kept without asking either (see `background`): it costs no forward, and its set did come.
+is kept without asking either (see `idle_work`): it costs no forward, and its set did come.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Clock = Callable[[], float]
 
 
 class JobKind(StrEnum):
-    """What a job compiles; see the module's table."""
+    """Kinds of compile jobs; see the module's table."""
 
     orders = "orders"
     prefix_subsets = "prefix_subsets"
@@ -58,7 +58,10 @@ class JobKind(StrEnum):
 
 
 class Demand:
-    """What tenants' requests bring, and how many come. Not thread-safe."""
+    """Per-tenant chunk popularity and request rate, decayed over HORIZON_S.
+
+    Not thread-safe.
+    """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -76,20 +79,23 @@ class Demand:
         self._requests[tenant] = self.requests(tenant) + 1.0, self._clock()
 
     def requests(self, tenant: str) -> float:
-        """How many requests of a tenant are expected within the horizon: as many as came in the last one."""
+        """Requests expected of a tenant within the horizon: as many as came in the last one."""
         count, since = self._requests.get(tenant, (0.0, 0.0))
         return count * math.exp((since - self._clock()) / HORIZON_S) if count else 0.0
 
     def expected(self, tenant: str, content: str) -> float:
-        """How many requests of a tenant are expected to bring a content within the horizon."""
+        """Requests of a tenant that are expected to bring a content within the horizon."""
         return self.requests(tenant) * self._popularity.share(tenant, content)
 
     def asked_again(self, tenant: str, content: str) -> bool:
-        """Whether more than one of a tenant's requests brought a content, of late."""
+        """True if more than one of a tenant's requests brought a content, of late."""
         return self._popularity.asked(tenant, content) >= ASKED_AGAIN
 
     def odds_against(self, tenant: str) -> float:
-        """Against a tenant's chunk having come before, of late: near 0 if all come again, large if none does."""
+        """Odds against a tenant's chunk having come before, of late.
+
+        Near 0 if all come again, large if none does.
+        """
         again, of_all = self._chunks.get(tenant, (0.0, 0.0))
         return (of_all - again + 1) / (again + 1)  # the rule of succession
 
@@ -119,29 +125,32 @@ class CompileJob(Generic[Item]):
 
     @property
     def name(self) -> Hashable:
-        """What a job is known by: when its set comes again, the new job of that kind has the same name."""
+        """Identity of a job: when its set comes again, the new job of that kind has the same."""
         return self.kind, self.tenant, self.prefix, self.contents[: self.own]
 
     @property
-    def pairs(self) -> bool:
-        """Whether its steps are pairs, for pair patches."""
+    def has_pairs(self) -> bool:
+        """True if its steps are pairs, for pair patches."""
         return self.kind in (JobKind.pairs, JobKind.cross_request_pairs)
 
     def is_over(self, content: str, tenant: str) -> bool:
-        """Whether it runs over a content of a tenant, or of everybody."""
+        """True if it runs over a content of a tenant, or of everybody."""
         return content in self.contents and reaches(content, tenant, self.tenant)
 
     def awaits(self, awaited: Collection[tuple[str, str]]) -> bool:
-        """Whether it runs over one of these (tenant, content)."""
+        """True if it runs over one of these (tenant, content)."""
         return bool(awaited) and any((self.tenant, content) in awaited for content in self.contents)
 
     def tokens_saved(self, demand: Demand) -> float:
-        """Tokens that what the next step compiles is expected to save; the orders of a set are one step."""
+        """Tokens that the next step's patches are expected to save.
+
+        The orders of a set are one step.
+        """
         step = self.steps[0]
         shares, tokens = demand.shares(self.tenant, [self.contents[i] for i in step]), [self.tokens[i] for i in step]
         if self.kind is JobKind.prefix_subsets:
             saved = sum(math.prod(shares[: i + 1]) * count for i, count in enumerate(tokens))
-        elif self.pairs:
+        elif self.has_pairs:
             saved = sum(candidate_sets.pair_value(0, i, shares, tokens) for i in range(1, len(step)))
         else:
             saved = math.prod(shares) * sum(tokens)
@@ -154,10 +163,13 @@ class CompileJob(Generic[Item]):
     def longest(self) -> int:
         """Tokens of the longest sequence of the next step, the prefix included."""
         first, *others = (self.tokens[i] for i in self.steps[0])
-        return len(self.prefix) + first + (max(others) if self.pairs else sum(others))
+        return len(self.prefix) + first + (max(others) if self.has_pairs else sum(others))
 
     def nbytes(self, of_patch: Callable[[int], int]) -> int:
-        """Bytes of the patches that come of the next step; `of_patch`: of one for a chunk of so many tokens."""
+        """Bytes of the next step's patches.
+
+        `of_patch`: of one for a chunk of so many tokens.
+        """
         sizes = [of_patch(self.tokens[i]) for i in self.steps[0]]
         if self.kind is not JobKind.orders:
             return sum(sizes)
@@ -180,7 +192,9 @@ def jobs(
     limits: CompileLimits,
     demand: Demand,
 ) -> list[CompileJob[Item]]:
-    """What may be compiled of a served set of different chunks: all orders of a small one, subsets and pairs of others.
+    """Compile jobs of a served set of different chunks.
+
+    All orders of a small one, prefix subsets and pairs of others.
 
     The orders of a set leave the patches of its pairs as well. They are left to a set that is expected again, where
     pairs serve it for less: of 3 chunks by half of the tokens, and other sets besides.
@@ -220,7 +234,9 @@ def cross_request_jobs(
     limits: CompileLimits,
     demand: Demand,
 ) -> list[CompileJob[Item]]:
-    """Pairs of a served set's chunks, the first `own`, with others of its tenant that it did not bring.
+    """Pairs of a served set's chunks with others of its tenant that it did not bring.
+
+    The set's own are the first `own`.
 
     Of those that were asked for more than once: nobody has yet come back for the others.
     """
@@ -278,9 +294,11 @@ class CompileQueue(Generic[Item]):
 
 
 class ComputeBudget:
-    """Seconds of work that may be spent: a share of the time that passes, saved up for `window_s` at most.
+    """Seconds of work that may be spent: a share of the time that passes.
 
-    Whoever finds it `open` may begin a step, however long: what that takes too much is waited for afterwards.
+    Saved up for `window_s` at most.
+
+    Whoever finds it `is_open` may begin a step, however long: what that takes too much is waited for afterwards.
     """
 
     def __init__(self, share: float, window_s: float = _WINDOW_S, clock: Clock = time.monotonic) -> None:
@@ -288,8 +306,8 @@ class ComputeBudget:
         self._left, self._since = self._most, clock()
 
     @property
-    def open(self) -> bool:
-        """Whether a step may begin."""
+    def is_open(self) -> bool:
+        """True if a step may begin."""
         return self._at(self._clock()) > 0
 
     def spend(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Compiling ahead of requests: the jobs of `compiling`, worked off in the engine's idle time, a piece at a time."""
+"""Patch precompiler: the jobs of `compile_queue`, worked off in idle time, by pieces."""
 
 from __future__ import annotations
 
@@ -84,9 +84,12 @@ class PatchPrecompiler:
         self._tokens, self._seconds = 0, 0.0
 
     def __len__(self) -> int:
-        """Jobs that may go on now: none while the compute budget is spent, unless one has begun a step."""
+        """Jobs that may go on now.
+
+        None while the compute budget is spent, unless one has begun a step.
+        """
         waiting = self._waiting
-        return waiting if waiting and (self.running or self._budget.open) else 0
+        return waiting if waiting and (self.is_running or self._budget.is_open) else 0
 
     def offer(self, plan: LinkPlan, *, missed: bool) -> None:
         """A link has finished; `missed`: some of its chunks had to be computed."""
@@ -123,20 +126,23 @@ class PatchPrecompiler:
             self._end()
 
     @property
-    def running(self) -> bool:
-        """Whether a step has begun, which uses the scratch blocks until it is over."""
+    def is_running(self) -> bool:
+        """True if a step has begun, which uses the scratch blocks until it is over."""
         return self._step is not None
 
     def may_go_on(self, awaited: Collection[tuple[str, str]]) -> bool:
-        """Whether a step has begun or may begin; `awaited` contents (tenant, content) are still to be kept."""
-        if self.running or self._crowded():
-            return self.running
-        return self._budget.open and (self._job is not None or self._queue.best(awaited) is not None)
+        """True if a step has begun or may begin.
+
+        `awaited` contents (tenant, content) are still to be kept.
+        """
+        if self.is_running or self._crowded():
+            return self.is_running
+        return self._budget.is_open and (self._job is not None or self._queue.best(awaited) is not None)
 
     def step(self, awaited: Collection[tuple[str, str]] = ()) -> None:
         """Do one piece of work. Raises what the library and the engine do; the job is given up then."""
         # A job does a step before it gives way: worth decays while jobs are compared, equal ones would swap for ever.
-        job, better = self._job, None if self.running or self._fresh else self._queue.best(awaited)
+        job, better = self._job, None if self.is_running or self._fresh else self._queue.best(awaited)
         # The orders of a set are not left half-way: the means that they are forming are large.
         if job and better and job.kind is not JobKind.orders and self._priority(better) > self._priority(job):
             self._queue.add(job)
@@ -199,15 +205,17 @@ class PatchPrecompiler:
         self._fresh = False
 
     def _to_give_up(self, job: CompileJob[OrbitForming]) -> str | None:
-        """Why a job's next step is not to be taken. The orders of a set end in one patch, whose bytes were weighed when
-        they were begun."""
-        if job.pairs and not self._sums():
+        """Reason for not taking a job's next step; None: it is to be taken.
+
+        The orders of a set end in one patch, whose bytes were weighed when they were begun.
+        """
+        if job.has_pairs and not self._sums():
             return "sums"
         weighed = job.kind is JobKind.orders and not self._fresh
         return None if weighed or self._worth_its_bytes(job) else "bytes"
 
     def _worth_its_bytes(self, job: CompileJob[OrbitForming]) -> bool:
-        """Whether what the next step compiles is expected to save as much per second and byte as what goes for it."""
+        """True if the next step saves as much per second and byte as what goes for it."""
         price = self._harvester.library.price(job.tenant)
         if not price or not self._tokens:
             return True
@@ -233,7 +241,7 @@ class PatchPrecompiler:
             job.forwards = job.forwards - 1 if ran else 0
             return ran, tokens
         step = job.steps.pop(0)
-        if fits and job.pairs:
+        if fits and job.has_pairs:
             ran, tokens = yield from self._harvester.pair_batch_step(job.item, step, job.forwards, self._scratch)
         elif fits:
             ran = int((yield from self._harvester.prefix_subset_step(job.item, step, self._scratch)))
@@ -242,6 +250,9 @@ class PatchPrecompiler:
 
 
 def _light(served: OrbitForming) -> OrbitForming:
-    """The same without embeddings, which jobs would keep for as long as they wait: what runs one loads them again."""
+    """The same set without embeddings.
+
+    Jobs would keep them for as long as they wait: what runs one loads them again.
+    """
     chunks = tuple(replace(chunk, embeddings=None) for chunk in served.chunks)
     return OrbitForming(served.prefix, chunks, served.tenant)

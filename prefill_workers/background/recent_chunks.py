@@ -46,7 +46,10 @@ class RecentChunks:
             del self._chunks[name]
 
     def beside(self, served: OrbitForming, count: int, worth: Callable[[str], float]) -> tuple[OrbitChunk, ...]:
-        """Up to `count` other chunks of the same tenant behind the same prefix, those `worth` most by content first."""
+        """Up to `count` other chunks of the same tenant and prefix, those `worth` most first.
+
+        `worth`: by content.
+        """
         there = {chunk.content for chunk in served.chunks}
         whose = served.tenant, prefix_key(served.prefix)
         others = [chunk for name, chunk in self._chunks.items() if name[:2] == whose and chunk.content not in there]

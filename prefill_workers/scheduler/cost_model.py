@@ -65,7 +65,9 @@ class ForwardCostModel:
         return self._cost.joins(tokens, others, behind)
 
     def piece(self, left: int, rested: float = 0.0) -> int:
-        """Tokens of the next background forward, of those `left`, after so many seconds without a request.
+        """Tokens of the next background forward.
+
+        Of those `left`, after `rested` seconds without a request.
 
         A tenth of a second, more after a rest of five; or four times the fixed part where that is longer. All pieces
         are of about one length, and there is none for less than the fixed part.
@@ -78,13 +80,13 @@ class ForwardCostModel:
         return math.ceil(left / max(1, math.ceil((left - fixed) / most)))
 
     def keeps_ahead(self, arriving: Sequence[LayerwiseLoad], tokens: int) -> bool:
-        """True if all layers will be there about when a forward over so many tokens, begun now, needs them."""
+        """True if all layers arrive about when a forward over so many tokens, begun now, needs them."""
         if self._cost.seconds_per_token is None:
             return False
         return max(chunk.seconds_left for chunk in arriving) <= self.seconds(tokens)
 
     def deadline(self, tokens: int) -> float:
-        """Monotonic time at which a forward over so many tokens, begun now, stops waiting for layers."""
+        """Monotonic time at which a forward that begins now stops waiting for layers."""
         return time.monotonic() + 2 * self.seconds(tokens) + _SLACK_SECONDS
 
 

@@ -297,11 +297,11 @@ class PrefillLoop:
                 with self._wake:  # leave the machine to somebody's first token
                     if not self._waiting:
                         self._wake.wait(_POLL_SECONDS)
-            elif self._background.ready:
+            elif self._background.is_ready:
                 self._background.step()
 
     def _has_work(self) -> bool:
-        return bool(self._waiting or self._links or self._images or self._background.ready)
+        return bool(self._waiting or self._links or self._images or self._background.is_ready)
 
     def _gives_way(self) -> bool:
         """Whether background work should wait: a hand-off or a request is on its way, and no check is late."""

@@ -51,7 +51,10 @@ class TooLarge(GracefulHTTPError):
 
 
 class _ToldAlready(logging.Filter):
-    """Drops the traceback that vLLM logs of every stream that fails, where the client is told what it was."""
+    """Log filter that drops vLLM's traceback of a stream that failed.
+
+    The client is told what it was.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -67,7 +70,7 @@ def error_body(message: str, status: HTTPStatus) -> dict[str, Any]:
 
 
 def answer_errors(app: FastAPI) -> None:
-    """Turn what a route raises into responses: vLLM's errors, ours, and those of the library and its files."""
+    """Turn errors of routes into responses: vLLM's, ours, the library's and its files'."""
     app.state.args = Namespace(log_error_stack=False)  # what vLLM's exception handlers look at
     init_exception_handler(app)
     app.exception_handler(HTTPException)(http_exception_handler)  # Starlette's own: no such route, body too large

@@ -34,7 +34,10 @@ async def opened(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]
 
 
 async def _begun(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """The events, the first of them twice: once to look at, when this begins; Python closes no generator before."""
+    """Events of a stream, the first of them twice.
+
+    Once to look at, when this begins; Python closes no generator before.
+    """
     async with aclosing(events):
         first = await anext(events, None)
         if first is not None:

@@ -1,4 +1,6 @@
-"""`/v1/vector_stores`: reference sets that an administrator maintains for every tenant (the dynamic library).
+"""`/v1/vector_stores`: reference sets that an administrator maintains for every tenant.
+
+They make up the dynamic library.
 
 Everybody may read them and name their files in a chat; only an administrator's key changes them. A file is ready as
 soon as it was added: a file is one chunk, and what is computed from it is kept when it is first used.
@@ -95,7 +97,7 @@ class _NewAttributes(_Body):
 
 
 class _Page(BaseModel):
-    """Where in a listing to look, as OpenAI's cursors say it."""
+    """Section of a listing, by OpenAI's cursors."""
 
     limit: int = Field(20, ge=1, le=100)
     order: Literal["asc", "desc"] = "desc"

@@ -1,4 +1,7 @@
-"""Errors with which a request is refused, of vLLM's kinds: its serving code turns them into responses and streams."""
+"""Errors that refuse a request, of vLLM's kinds.
+
+vLLM's serving code turns them into responses and streams.
+"""
 
 from __future__ import annotations
 

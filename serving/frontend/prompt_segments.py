@@ -1,4 +1,4 @@
-"""Segments: a rendered prompt as text runs and chunks, in plain values a prefill worker understands."""
+"""Segments: a rendered prompt as text runs and chunks, in plain values for prefill workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MODALITIES = ("image", "video")
 
 @dataclass(frozen=True)
 class Delimiters:
-    """What stands around a chunk's placeholders, and goes with them wherever the chunk goes.
+    """Tokens around a chunk's placeholders, which go with them wherever the chunk goes.
 
     `written`: by modality the token ids that the model's chat template writes for one item, its placeholder once.
     """
@@ -26,7 +26,7 @@ class Delimiters:
 
     @classmethod
     def of(cls, model: ModelConfig, tokenizer: Any) -> Delimiters:
-        """What a model's family writes, as this tokenizer reads it."""
+        """Delimiters that a model's family writes, as this tokenizer reads them."""
         from vllm.model_executor.model_loader import get_model_cls
 
         family = get_model_cls(model)
@@ -41,7 +41,10 @@ class Delimiters:
         return cls(tuple(dict.fromkeys(written)))
 
     def around(self, token_ids: Sequence[int], start: int, stop: int) -> tuple[int, int]:
-        """The span of placeholders with their delimiters; the same span where these do not stand around it."""
+        """Span of placeholders with their delimiters.
+
+        The same span where these do not stand around it.
+        """
         for one in self.written:
             if token_ids[start] in one:
                 at = one.index(token_ids[start])
@@ -53,14 +56,17 @@ class Delimiters:
 
 @dataclass(frozen=True)
 class Segments:
-    """A prompt cut into chunks and what lies between them, with the processed pixels of each (None: a text chunk)."""
+    """A prompt cut into chunks and text.
+
+    With the processed pixels of each chunk (None: a text chunk).
+    """
 
     token_ids: list[int]
     chunks: tuple[ChunkSpan, ...]
     items: tuple[tuple[str, MultiModalKwargsItem] | None, ...]
 
     def pixels(self, chunks: Sequence[int]) -> list[tuple[str, MultiModalKwargsItem]]:
-        """What the vision encoder takes of these chunks, none of which may be a text chunk."""
+        """Processed pixels of these chunks, for the vision encoder; none may be a text chunk."""
         return [item for i in chunks if (item := self.items[i]) is not None]
 
 

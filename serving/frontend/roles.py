@@ -18,24 +18,33 @@ ByReplica = Mapping[str, Sequence[PointStatus]]
 
 
 class FidelityRoles(Protocol):
-    """What these routes need of the prefill role. Both raise RoleUnavailable when a replica does not answer."""
+    """The prefill role as the fidelity routes need it.
+
+    Both methods raise RoleUnavailable when a replica does not answer.
+    """
 
     async def fidelity(self) -> ByReplica:
-        """What every prefill replica measured, by its name."""
+        """Measurements of every prefill replica, by its name."""
 
     async def allow(self, point: OperatingPoint) -> int:
-        """Allow an operating point again on every prefill replica; returns on how many it was switched off."""
+        """Allow an operating point again on every prefill replica.
+
+        Returns on how many it was switched off.
+        """
 
 
 class CompilingRoles(Protocol):
-    """What this needs of the prefill role."""
+    """The prefill role as the metrics of compiling need it."""
 
     async def compiled(self) -> Mapping[str, CompileStats]:
-        """What every prefill replica compiled, by its name. Raises RoleUnavailable when one does not answer."""
+        """Counters of compiling ahead, by name of the prefill replica.
+
+        Raises RoleUnavailable when one does not answer.
+        """
 
 
 class Roles(FidelityRoles, CompilingRoles, Protocol):
-    """What the ingress needs of the other roles.
+    """The other roles as the ingress needs them.
 
     | primitive  | role           | raises                                        |
     |------------|----------------|-----------------------------------------------|
@@ -49,7 +58,10 @@ class Roles(FidelityRoles, CompilingRoles, Protocol):
     """
 
     async def prefetch(self, request: PrefetchRequest) -> Collection[str]:
-        """Start loading what a prompt on its way will need; the images of which nothing is stored, as far as known."""
+        """Start loading the chunks of a prompt on its way.
+
+        Returns the images of which nothing is stored, as far as known.
+        """
 
     async def encode(self, items: Sequence[tuple[str, MultiModalKwargsItem]]) -> Sequence[Any]:
         """Embeddings of each processed image, in whatever form `link` of the same object accepts.
@@ -66,7 +78,7 @@ class Roles(FidelityRoles, CompilingRoles, Protocol):
         """Stream a decode engine's outputs for a linked prompt."""
 
     async def renew(self, lease: str) -> LeaseState:
-        """The linked KV is still wanted: its blocks must not be freed yet. What the worker knows of them."""
+        """Renew the lease on linked KV. Returns what the worker knows of it."""
 
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         """The linked KV will not be read: let the prefill worker free its blocks."""

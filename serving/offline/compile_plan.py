@@ -33,7 +33,7 @@ from serving.offline.knapsack import UNBOUNDED, Cost, Demand, bound, pick
 
 
 class Kind(StrEnum):
-    """What is compiled."""
+    """Kinds of patches that a plan compiles."""
 
     sets = "sets"
     pairs = "pairs"
@@ -47,7 +47,10 @@ class Scope(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A patch of the last of these chunks behind the others, content ids: in this order, or in any."""
+    """A patch of the last of these chunks behind the others (content ids).
+
+    In this order, or in any.
+    """
 
     scope: Scope
     ordered: bool
@@ -56,7 +59,7 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True)
 class Terms:
-    """What the choice goes by.
+    """Costs and limits that the choice goes by.
 
     Args:
         forward: what computing chunks takes.
@@ -84,7 +87,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to compile, in an order in which neighbours share a beginning.
+    """Patches to compile, in an order in which neighbours share a beginning.
 
     `saves` of `most` seconds: what the patches spare the trace's requests, and what no choice within the budget
     exceeds. `possible`: what all candidates together would spare.
@@ -106,7 +109,7 @@ class Plan:
 
 @dataclass
 class Trace:
-    """The requests of a log that patches can serve, in the order in which placement would have served them.
+    """Requests of a log that patches can serve, in placement's order.
 
     `skipped`: chunks of requests that no patch can be compiled for, by reason.
     """
@@ -167,7 +170,10 @@ def trace_of(
 
 
 def in_order(chunks: Sequence[LoggedChunk], popularity: Mapping[str, float]) -> tuple[LoggedChunk, ...]:
-    """A request's chunks, those that may trade places with the most popular first; `popularity`: by content id."""
+    """A request's chunks, those that may trade places with the most popular first.
+
+    `popularity`: by content id.
+    """
     groups: dict[int, list[LoggedChunk]] = defaultdict(list)
     for chunk in chunks:
         if chunk.group is not None:
@@ -207,7 +213,10 @@ def plan(
 
 
 class _Candidates:
-    """Items: forwards over chunks behind others, and patches to store; demands: requests' chunks that they serve."""
+    """Items and demands of the knapsack.
+
+    Items: forwards over chunks behind others, and patches to store. Demands: requests' chunks that they serve.
+    """
 
     def __init__(self, terms: Terms) -> None:
         self.terms = terms
@@ -250,7 +259,10 @@ class _Candidates:
     def worth_it(
         self, stored: Callable[[Collection[Wanted]], Collection[Wanted]]
     ) -> tuple[list[Cost], dict[int, Wanted], list[Demand]]:
-        """All demands that save anything by patches that are used often enough; and their items, numbered anew."""
+        """Demands that save anything by patches that are used often enough.
+
+        With their items, numbered anew.
+        """
         kept = {
             patches: value
             for patches, value in self._values.items()

@@ -1,4 +1,4 @@
-"""Compiling for a known trace: the patches that an access log asks for, made offline (`orbitserve compile-trace`).
+"""Offline patches for a known trace (`orbitserve compile-trace`).
 
     access log ──▶ trace ──▶ plans: sets, pairs ──▶ the one that saves more ──▶ PathWorker ──▶ library
 
@@ -57,7 +57,10 @@ class CompileTraceError(RuntimeError):
 
 @dataclass(frozen=True)
 class Choice:
-    """What a run is asked for. `kind` None: whichever saves more. `prefixes`: texts of fixed prefixes."""
+    """Request of a run: kind of patches, budget, fixed prefixes.
+
+    `kind` None: whichever saves more. `prefixes`: texts of fixed prefixes.
+    """
 
     kind: Kind | None = None
     budget: Cost = UNBOUNDED
@@ -66,7 +69,9 @@ class Choice:
 
 
 class Planner:
-    """Reads a trace and plans what to compile for it; needs the model's configuration, but no engine.
+    """Reads a trace and plans what to compile for it.
+
+    Needs the model's configuration, but no engine.
 
     Raises:
         CompileTraceError: the library keeps nothing, or lacks the shared basis that the settings name.
@@ -95,7 +100,10 @@ class Planner:
         self.prefixes = self._prefixes(choice.prefixes)
 
     def _prefixes(self, texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
-        """Token ids by digest: of the empty prefix and of those given, also with tools as requests have them."""
+        """Token ids of fixed prefixes by digest.
+
+        Of the empty one and of those given, also with tools as requests have them.
+        """
         known: list[tuple[int, ...]] = [()]
         if texts:
             from vllm.tokenizers import get_tokenizer
@@ -138,7 +146,7 @@ class Planner:
             return list(look.map(self._why_unusable, owned))
 
     def stored(self, trace: Trace, wanted: Collection[Wanted]) -> set[Wanted]:
-        """Those of some patches that the library has already."""
+        """Patches, of those given, that the library has already."""
         from kvstore.operator.patch import PatchKind, set_kind
         from kvstore.records.keys import antecedent_key
 
@@ -180,7 +188,7 @@ class Planner:
         return None if record and record.token_ids else "the tokens of a text document are not stored"
 
     def terms(self) -> Terms:
-        """What the choice goes by: costs as learnt, bytes of the deployment's patches."""
+        """Terms of the choice: costs as learnt, bytes of the deployment's patches."""
         from prefill_workers.link.token_selection import MEASURED_LAYER
         from prefill_workers.settings import Weighing
 
@@ -214,7 +222,7 @@ class Planner:
         )
 
     def paths(self, chosen: Plan, trace: Trace) -> Iterator[PatchPath]:
-        """What a path worker makes of a plan."""
+        """Paths of a plan, for a path worker."""
         from prefill_workers.patches.offline_paths import Path as PatchPath
 
         shapes: dict[str, ChunkShape] = {}
@@ -227,7 +235,9 @@ class Planner:
 
 
 def text_of(prefix: str) -> str:
-    """A fixed prefix as it is given: its text, or @FILE, which holds it (a last line break is the file's, not its).
+    """A fixed prefix: its text, or @FILE, which holds it.
+
+    A last line break is the file's, not the prefix's.
 
     Raises:
         CompileTraceError: the file cannot be read.
@@ -241,7 +251,7 @@ def text_of(prefix: str) -> str:
 
 
 def outline(model: Any) -> Layout:
-    """The sizes of a model's KV (vLLM's `ModelConfig`): its layout, but for the angles of its rotary embedding."""
+    """Layout of a model (vLLM's `ModelConfig`), but for the angles of its rotary embedding."""
     from kvstore.operator.layout import Layout
     from kvstore.operator.rotary import RotaryScheme
 
@@ -281,7 +291,9 @@ def shape_of(chunk: LoggedChunk) -> ChunkShape:
 def compile_paths(
     worker: PathWorker, library: Library, paths: Iterable[PatchPath], seconds: float = math.inf
 ) -> Iterator[Compiled]:
-    """Make patches and have them written, a few at a time; what fails is skipped with its reason.
+    """Make patches and have them written, a few at a time.
+
+    What fails is skipped with its reason.
 
     After so many `seconds` no other is begun.
     """
@@ -307,7 +319,9 @@ def compile_paths(
 def compile_trace(
     config: OrbitServeConfig, log: Path, choice: Choice, console: Console, *, dry_run: bool, json_file: Path | None
 ) -> bool:
-    """Plan, print the plan and, unless it is a dry run, compile it; returns whether all of it is stored.
+    """Plan, print the plan and, unless it is a dry run, compile it.
+
+    Returns whether all of it is stored.
 
     Raises:
         BadLog: the log cannot be read. CompileTraceError: see `Planner`, `json_file` cannot be written, or the engine

@@ -40,7 +40,10 @@ _LOOKS = 16  # records looked for at once: behind a URL each takes a round trip
 
 @dataclass(frozen=True)
 class _Prepared:
-    """An entry with its task; without one, either there is a reason why, or everything is stored."""
+    """An entry with its task.
+
+    Without one, either there is a reason why, or everything is stored.
+    """
 
     entry: Entry
     began: float
@@ -55,7 +58,10 @@ class _Prepared:
 
 
 class PrecomputeWorker:
-    """The class that Ray Data keeps in its actors; two calls at a time, so that one prepares while one computes."""
+    """Worker of the job, which Ray Data keeps in its actors.
+
+    Two calls at a time, so that one prepares while one computes.
+    """
 
     def __init__(self, config: OrbitServeConfig, threads: int, ledger: Any) -> None:
         os.environ.update(vllm_environment(kv_cache_gib=config.prefill.kv_cache_gib, threads=threads))
@@ -92,7 +98,9 @@ class PrecomputeWorker:
         ray.get(ledger.restarted.remote(self._name))
 
     def __call__(self, table: pa.Table) -> Iterator[pa.Table]:
-        """Settle a batch of entries and tell the ledger what became of each; yields their numbers, group by group.
+        """Settle a batch of entries and write their outcomes to the ledger.
+
+        Yields their numbers, group by group.
 
         Ray Data runs a batch again when a worker dies on it. What the ledger has is not settled again.
         """
@@ -220,7 +228,10 @@ def groups(entries: Iterable[Entry], images: int, alone: Collection[int] = ()) -
 
 
 class Company:
-    """What runs in this process at once. Who is to be alone waits for the others, and they for it."""
+    """Calls that run in this process at once.
+
+    One that is to be alone waits for the others, and they for it.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -51,8 +51,8 @@ class Ingress:
         if config.access_log.directory is not None:
             self._log = client.access_log = Log(config.access_log, self._name, config.model.served_name)
         await self._roles.warm_up(config)
-        self._arranger = client.arranger
-        self._following = asyncio.create_task(follow(self._roles, client.arranger, config.ingress.index_period_s))
+        self._orderer = client.orderer
+        self._following = asyncio.create_task(follow(self._roles, client.orderer, config.ingress.index_period_s))
         self._app = await build_api(client, config, self._forget, self._name, self._roles.counted)
 
     async def longest(self) -> int:
@@ -65,7 +65,7 @@ class Ingress:
 
     async def forget(self, content: str, tenant: str) -> None:
         """Drop what this replica remembers of a deleted content: its patches' names, its tokens or processed pixels."""
-        self._arranger.forget(content)
+        self._orderer.forget(content)
         await self._app.state.forget(content)
 
     async def _forget(self, content: str, tenant: str) -> None:

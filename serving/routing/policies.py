@@ -1,6 +1,6 @@
 """Which replica should serve a request: what replicas report, and what follows from it.
 
-Nothing here knows Ray: `router` asks these policies inside Ray Serve.
+Nothing here knows Ray: `ray_router` asks these policies inside Ray Serve.
 
     replica ── report, every period ──▶ Ledger ◀── sent, completed ── router
                                           │
@@ -51,7 +51,7 @@ CHOICES = Counter(
 
 
 def mark_of(content: str) -> bytes:
-    """What stands for a content id in reports."""
+    """Mark of a content id in reports."""
     return blake3(content.encode()).digest(MARK_BYTES)
 
 
@@ -60,7 +60,10 @@ def mark_of(content: str) -> bytes:
 
 @dataclass(frozen=True)
 class PrefillReport:
-    """What a prefill worker says of itself. `hot` are marks of chunks in its memory, most recently used first."""
+    """Report of a prefill worker.
+
+    `hot` are marks of chunks in its memory, most recently used first.
+    """
 
     queued_tokens: int
     requests: int
@@ -79,7 +82,10 @@ class PrefillReport:
 
 @dataclass(frozen=True)
 class DecodeReport:
-    """What a decode worker says of itself; blocks of requests that wait for room count as those that have it."""
+    """Report of a decode worker.
+
+    Blocks of requests that wait for room count as those that have it.
+    """
 
     blocks: int
     blocks_total: int
@@ -102,7 +108,7 @@ def parsed(kind: type[Report], stats: Mapping[str, Any]) -> Report | None:
 
 
 class Ranked(NamedTuple):
-    """A replica that could serve a request, why it would be chosen, and how many tokens it has in memory for it."""
+    """A replica that could serve a request: cost, reason, and tokens in its memory for it."""
 
     replica: str
     cost: float
@@ -136,7 +142,7 @@ class Policy(ABC, Generic[Report]):
 
     @abstractmethod
     def ask(self, method: str, arguments: Sequence[Any]) -> Any:
-        """What a call asks of a replica; None for calls that any replica answers as well."""
+        """Demand of a call on a replica; None for calls that any replica answers as well."""
 
     def rank(
         self, ask: Any, replicas: Collection[str], distance: Callable[[str], int] = lambda replica: 0
@@ -187,21 +193,21 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class PrefillAsk:
-    """What linking a prompt takes. Its chunks are in the worker's memory afterwards."""
+    """Work of linking a prompt. Its chunks are in the worker's memory afterwards."""
 
     text: int  # tokens outside of chunks
     chunks: tuple[Chunk, ...]
     links: bool = True  # False: only loads
 
     @property
-    def counts(self) -> bool:
-        """Whether the choice of its replica is counted."""
+    def is_counted(self) -> bool:
+        """True if the choice of its replica is counted."""
         return self.links
 
 
 @dataclass(frozen=True)
 class PrefillView:
-    """What is known of a prefill replica at the moment."""
+    """Knowledge of a prefill replica at the moment."""
 
     queued_tokens: float
     hot: Collection[bytes] = ()  # marks of what its memory had, as it reported
@@ -213,7 +219,7 @@ class PrefillView:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a request would cost on a replica."""
+    """Cost of a request on a replica."""
 
     queued: float  # tokens
     computed: int  # tokens
@@ -244,7 +250,10 @@ def estimate(ask: PrefillAsk, view: PrefillView, stored: Collection[bytes]) -> E
 
 
 class PrefillPolicy(Policy[PrefillReport]):
-    """Sends a prompt where most of it is in memory, unless that replica's queue costs more than loading elsewhere."""
+    """Sends a prompt where most of it is in memory.
+
+    Unless that replica's queue costs more than loading elsewhere.
+    """
 
     role, kind, resolution = "prefill", PrefillReport, 1e-3
 
@@ -322,7 +331,10 @@ class PrefillPolicy(Policy[PrefillReport]):
         return estimate(ask, self.view(replica), self._stored)
 
     def view(self, replica: str) -> PrefillView:
-        """What is known of a replica; of one without a fresh report, what was sent from here (see `Ledger.load`)."""
+        """Knowledge of a replica.
+
+        Of one without a fresh report, what was sent from here (see `Ledger.load`).
+        """
         report = self.ledger.fresh(replica)
         measured = report or next(self.ledger.all_fresh(), None)
         cost = measured.forward_cost if measured else USUAL
@@ -347,12 +359,15 @@ class PrefillPolicy(Policy[PrefillReport]):
 
 @dataclass(frozen=True)
 class DecodeAsk:
-    """What generating takes: `sequences` of a prompt and at most so many tokens more (None: as the model allows)."""
+    """Work of generating from a prompt: `sequences`, of at most `max_tokens` each.
+
+    None: as many as the model allows.
+    """
 
     prompt: int
     max_tokens: int | None
     sequences: int
-    counts: bool = True  # see `PrefillAsk`
+    is_counted: bool = True  # see `PrefillAsk`
 
     def load(self, report: DecodeReport) -> Load:
         """KV blocks and sequences that a replica would reserve."""
@@ -367,7 +382,10 @@ def pressure(load: Load, report: DecodeReport) -> float:
 
 
 class DecodePolicy(Policy[DecodeReport]):
-    """Sends a sequence where the most KV is free for it, what already waits there being served first."""
+    """Sends a sequence where the most KV is free for it.
+
+    What already waits there is served first.
+    """
 
     role, kind, resolution = "decode", DecodeReport, 1e-6
 

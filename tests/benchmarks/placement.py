@@ -1,7 +1,7 @@
 """Placement against the order of arrival: how often a chunk finds a patch, and how long choosing an order takes.
 
 A trace of retrieval requests (MRAG): each brings k different pages, drawn by Zipf's law over N pages, in random order.
-The index, the arranger and the choice of what to compile are the product's; only the engine is left out, and a patch is
+The index, the orderer and the choice of what to compile are the product's; only the engine is left out, and a patch is
 stored at once. A chunk that finds no patch is computed and leaves its own patch; a set of at most
 `prefill.orbit_chunks` leaves orbit patches for every order, of a larger one
 `prefill.subset_forwards` subsets are compiled.
@@ -124,11 +124,11 @@ def _plan_ms(size: int, turns: int) -> list[float]:
     library, found = Library(PatchIndex(), limits), []
     pages = [f"page {number}" for number in range(PAGES)]
     behind = ((page, before) for page in pages for before in ((), *((other,) for other in pages if other != page)))
-    library.arranger.formed(Entry(_SCOPE, page, before, ordered=False) for page, before in behind)
+    library.orderer.formed(Entry(_SCOPE, page, before, ordered=False) for page, before in behind)
     for request in trace(PAGES, size, 300 + turns):
         began = time.thread_time()
-        library.arranger.popularity.observe(_TENANT, request)
-        order = place(library.arranger.problem(request, [0] * size, _TENANT, ())).order
+        library.orderer.popularity.observe(_TENANT, request)
+        order = place(library.orderer.problem(request, [0] * size, _TENANT, ())).order
         found.append((time.thread_time() - began) * 1e3)
         library.serve([request[i] for i in order])
     return found[-turns:]
@@ -196,14 +196,14 @@ class Served(NamedTuple):
 
 
 class Library:
-    """What is stored, as the index of an arranger that hears of everything at once, and what is compiled for it."""
+    """What is stored, as the index of an orderer that hears of everything at once, and what is compiled for it."""
 
     def __init__(self, index: PatchIndex, limits: CompileLimits) -> None:
         self._limits = limits
         self._demand = Demand(clock=lambda: 0.0)  # all of a trace comes within the hour
         self._known: dict[str, None] = {}  # what requests brought
         self.forwards = 0  # that compiling took
-        self.arranger = PatchAwareOrderer(index, compose_up_to=limits.compose_up_to if limits.pair_forwards else 0)
+        self.orderer = PatchAwareOrderer(index, compose_up_to=limits.compose_up_to if limits.pair_forwards else 0)
 
     def serve(self, order: Sequence[str]) -> Served:
         """Link chunks in this order, and compile what the product would."""
@@ -216,17 +216,17 @@ class Library:
             parts = [] if stored else self._parts(content, order[:i])
             found.patched.append(bool(stored or parts))
             found.summed.append(bool(parts))
-            self.arranger.formed(stored or parts or whole[:1])
+            self.orderer.formed(stored or parts or whole[:1])
         if not all(found.patched):
             self._compile(order)
         return found
 
     def _stored(self, entries: Iterable[Entry]) -> list[Entry]:
-        return [entry for entry in entries if entry in self.arranger.index]
+        return [entry for entry in entries if entry in self.orderer.index]
 
     def _parts(self, content: str, before: Sequence[str]) -> list[Entry]:
         """The patches whose sum serves a chunk behind others; none if one of them is not stored."""
-        if len(before) not in composed_antecedents(self.arranger.compose_up_to):
+        if len(before) not in composed_antecedents(self.orderer.compose_up_to):
             return []
         parts = [Entry(_SCOPE, content, part, ordered=False) for part in ((), *zip(before))]
         return parts if len(self._stored(parts)) == len(parts) else []
@@ -255,20 +255,20 @@ class Library:
             for content in names:
                 others = [other for other in names if other != content]
                 sets = (chosen for size in range(len(names)) for chosen in combinations(others, size))
-                self.arranger.formed(Entry(_SCOPE, content, chosen, ordered=False) for chosen in sets)
+                self.orderer.formed(Entry(_SCOPE, content, chosen, ordered=False) for chosen in sets)
             return limit if missing else 0
         if kind is JobKind.prefix_subsets:
             made = [Entry(_SCOPE, name, tuple(names[:i]), ordered=True) for i, name in enumerate(names)]
             missing = not self._stored(made[-1:])
             if missing:
-                self.arranger.formed(entry for entry in made if entry not in self.arranger.index)
+                self.orderer.formed(entry for entry in made if entry not in self.orderer.index)
             return int(missing)
         first, *others = names
         lacking = [pair for one in others if not self._stored([pair := Entry(_SCOPE, one, (first,), ordered=False)])]
         alone = Entry(_SCOPE, first, (), ordered=False)
         if lacking and not self._stored([alone]):
-            self.arranger.formed([alone])
-        self.arranger.formed(lacking[:limit])
+            self.orderer.formed([alone])
+        self.orderer.formed(lacking[:limit])
         return len(lacking[:limit])
 
 
@@ -279,8 +279,8 @@ def replay(requests: Sequence[Sequence[str]], limits: CompileLimits, *, placed: 
     came: set[tuple[str, ...]] = set()
     for request in requests:
         group = 0 if placed else None
-        library.arranger.popularity.observe(_TENANT, request)
-        order = place(library.arranger.problem(request, [group] * len(request), _TENANT, ())).order
+        library.orderer.popularity.observe(_TENANT, request)
+        order = place(library.orderer.problem(request, [group] * len(request), _TENANT, ())).order
         chosen = [request[i] for i in order]
         served = library.serve(chosen)
         first, *rest = served.patched

@@ -191,7 +191,7 @@ def test_no_more_than_the_share_of_the_time_is_spent(share: float, clock: Clock)
     window, forward = 10.0, 0.5
     budget, spent = ComputeBudget(share, window, clock), 0.0
     for _ in range(10_000):
-        if budget.open:
+        if budget.is_open:
             clock.now += forward
             budget.spend(forward)
             spent += forward
@@ -205,9 +205,9 @@ def test_what_an_idle_worker_saves_up_is_bounded(clock: Clock):
     budget = ComputeBudget(0.5, 10.0, clock)
     clock.now = 1e6
     budget.spend(5.0)
-    assert not budget.open
+    assert not budget.is_open
     clock.now += 0.1
-    assert budget.open
+    assert budget.is_open
 
 
 def test_under_a_tight_budget_the_most_valuable_are_compiled_and_the_rest_waits(demand: Demand, clock: Clock):
@@ -219,7 +219,7 @@ def test_under_a_tight_budget_the_most_valuable_are_compiled_and_the_rest_waits(
             queue.add(job)
     ran: list[str] = []
     waiting = taken(queue)
-    while budget.open:
+    while budget.is_open:
         ran.append(next(waiting).item)
         budget.spend(1.0)
     assert ran == ["abc"]

@@ -106,7 +106,7 @@ class Chat(OrbitServingChat):
         self._prefixes, self._max_characters = Prefixes(SimpleNamespace(encode=lambda text, **_: [])), 1000
         self._media: Any = SimpleNamespace(resolve_messages=self._resolved)
         self._documents: Any = SimpleNamespace(marked=lambda _: [])
-        self.engine_client: Any = SimpleNamespace(arranger=PatchAwareOrderer(), prefetch=lambda *_: None)
+        self.engine_client: Any = SimpleNamespace(orderer=PatchAwareOrderer(), prefetch=lambda *_: None)
 
     async def _resolved(self, messages: list[Any], _: str) -> list[Any]:
         return messages

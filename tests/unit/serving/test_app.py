@@ -260,7 +260,7 @@ async def test_a_deletion_that_cannot_be_finished_now_is_owed_and_no_error(caplo
 
     forgotten: list[str] = []
     ingress = object.__new__(Ingress)
-    ingress._arranger = SimpleNamespace(forget=forgotten.append)
+    ingress._orderer = SimpleNamespace(forget=forgotten.append)
     ingress._app = FastAPI()
     ingress._app.state.forget = forgets
     remote = SimpleNamespace(remote=lambda *_: gone())

@@ -191,17 +191,17 @@ def test_placement_saves_at_least_what_the_plan_counts():
     requests = [request(draw.sample(pages, draw.randint(1, 4)), free=draw.random() < 0.7) for _ in range(200)]
     found = plan(traced(*requests), Kind.sets, replace(TERMS, min_uses=3), Cost(30_000, math.inf))
     assert 0 < found.saves < found.possible
-    arranger = PatchAwareOrderer(costs=LinkCosts(compute=TERMS.forward.added_seconds(1), place=TERMS.place))
-    arranger.formed(
+    orderer = PatchAwareOrderer(costs=LinkCosts(compute=TERMS.forward.added_seconds(1), place=TERMS.place))
+    orderer.formed(
         Entry(Scope(wanted.scope.owner, wanted.scope.prefix), wanted.contents[-1], wanted.contents[:-1], ordered=True)
         for wanted in found.patches
     )
     spent = computed = 0.0
     for each in requests:
         contents = [chunk.content for chunk in each.chunks]
-        arranger._tokens.update({chunk.content: chunk.tokens for chunk in each.chunks})
-        arranger.popularity.observe(each.tenant, contents)
-        problem = arranger.problem(contents, [chunk.group for chunk in each.chunks], each.tenant, ())
+        orderer._tokens.update({chunk.content: chunk.tokens for chunk in each.chunks})
+        orderer.popularity.observe(each.tenant, contents)
+        problem = orderer.problem(contents, [chunk.group for chunk in each.chunks], each.tenant, ())
         spent += place(problem).cost / 1e9
         computed += TERMS.forward.seconds(sum(chunk.tokens for chunk in each.chunks))
     assert computed - spent >= found.saves * (1 - 1e-6)

@@ -33,7 +33,7 @@ async def test_a_link_tells_which_chunks_have_a_known_patch_in_modes_that_use_an
     for mode in ("auto", "full-reuse"):
         set_trace(RequestTrace(OrbitOptions(mode=mode)))
         client = client_of(roles)
-        client.arranger.formed([Entry(scopes_of("local", (), "a")[0], "a", (), ordered=True)])
+        client.orderer.formed([Entry(scopes_of("local", (), "a")[0], "a", (), ordered=True)])
         prompt = {"type": "token", "prompt_token_ids": list(range(12))}
         assert [output async for output in client.generate(prompt, SamplingParams(), "request")]
     assert [request.patched for request in roles.linked] == [(True, False), ()]
