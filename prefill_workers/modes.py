@@ -1,4 +1,4 @@
-"""Modes of requests, and the operating point of a chunk by mode and by what is stored.
+"""What a request allows, and at which operating point a chunk is linked.
 
 Pure functions and values.
 """
@@ -12,7 +12,7 @@ from typing import ClassVar
 
 
 class ModeKind(StrEnum):
-    """Kinds of modes, without their amounts."""
+    """What a request allows, but for how much of it."""
 
     AUTO = "auto"  # stored patches where they fit, exact otherwise
     EXACT = "exact"  # every chunk computed in context
@@ -23,17 +23,14 @@ class ModeKind(StrEnum):
 
 
 class Text(StrEnum):
-    """Text around chunks as part of their patches' keys."""
+    """Whether text around chunks is part of what their patches are keyed by."""
 
-    AUTO = "auto"  # text between chunks, where some of it is long (`prefill_workers.link.keys.contexts`)
+    AUTO = "auto"  # text between chunks, where some of it is long (`keys.contexts`)
     STRICT = "strict"  # all text before a chunk
     FREE = "free"  # none but the fixed prefix
 
     def keys(self, longest: int, free_text: int) -> bool:
-        """True if text keys the patch of a chunk.
-
-        `longest`: tokens of the longest stretch between chunks before it.
-        """
+        """Whether text keys the patch of a chunk; `longest`: tokens of the longest stretch between chunks before it."""
         return self is Text.STRICT or (self is Text.AUTO and longest > free_text)
 
 
@@ -44,7 +41,7 @@ MODES = "auto, exact, full-reuse, off, mpic-K (K from 0 to 4096) or cacheblend-R
 
 @dataclass(frozen=True)
 class Mode:
-    """Mode of a request: how its chunks may be linked.
+    """What a request allows.
 
     `amount` is how much of a chunk with stored KV is computed in context all the same: the first so many tokens (mpic),
     or so many per cent of its tokens (cacheblend). Other kinds have none.
@@ -81,25 +78,22 @@ class Mode:
         return f"{self.kind}-{self.amount}" if self.selects else str(self.kind)
 
     def selected(self, tokens: int) -> int:
-        """Number of a chunk's `tokens` with stored KV that are computed in context.
-
-        A share of a token counts as one.
-        """
+        """How many of a chunk's `tokens` with stored KV are computed in context; a share of a token counts as one."""
         return -(-tokens * self.amount // 100) if self.kind is ModeKind.CACHEBLEND else min(self.amount, tokens)
 
     @property
     def selects(self) -> bool:
-        """True if some tokens of a chunk with stored KV may be computed, and the others not."""
+        """Whether some tokens of a chunk with stored KV may be computed in context, and the others not."""
         return self.kind in _LARGEST
 
     @property
     def recomputes(self) -> bool:
-        """True if some tokens of every chunk with stored KV are computed in context."""
+        """Whether some tokens of every chunk with stored KV are computed in context."""
         return self.amount > 0
 
     @property
     def measures(self) -> bool:
-        """True if a partial forward must find out which tokens are computed in context."""
+        """Whether which tokens are computed in context must be found out by a partial forward."""
         return self.kind is ModeKind.CACHEBLEND and 0 < self.amount < _LARGEST[self.kind]
 
 
@@ -109,10 +103,10 @@ _NAMED = {str(mode): mode for mode in (Mode.AUTO, Mode.EXACT, Mode.FULL_REUSE, M
 
 
 class OperatingPoint(StrEnum):
-    """Origin of one chunk's KV in a prompt."""
+    """How one chunk's KV came to be."""
 
     PATCHED = "patched"  # relocated and patched, no forward
-    COMPOSED = "composed"  # relocated and patched by a weighted sum of pair patches (see `link.compose`)
+    COMPOSED = "composed"  # relocated and patched by a weighted sum of pair patches (see `composing`)
     RELOCATED = "relocated"  # relocated only (blind), no forward
     SELECTED = "selected"  # relocated, and some tokens computed in context
     RECOMPUTED = "recomputed"  # computed in context, from stored embeddings or from text
@@ -120,20 +114,17 @@ class OperatingPoint(StrEnum):
 
     @property
     def reuses_kv(self) -> bool:
-        """True if the chunk's stored KV is used."""
+        """Whether the chunk's stored KV is used."""
         return self not in EXACT_POINTS
 
     @property
     def computes(self) -> bool:
-        """True if a forward computes tokens of the chunk."""
+        """Whether a forward computes tokens of the chunk."""
         return self not in (OperatingPoint.PATCHED, OperatingPoint.COMPOSED, OperatingPoint.RELOCATED)
 
     @property
     def is_conditioned(self) -> bool:
-        """True if all of the chunk's KV is conditioned on the chunks before.
-
-        Patches may be formed behind it then.
-        """
+        """Whether all of the chunk's KV knows of the chunks before: patches may be formed behind it."""
         return self not in (OperatingPoint.RELOCATED, OperatingPoint.SELECTED)
 
 
@@ -141,7 +132,7 @@ EXACT_POINTS = frozenset({OperatingPoint.RECOMPUTED, OperatingPoint.ENCODED})  #
 
 
 def looks_up_patch(mode: Mode) -> bool:
-    """True if a stored patch could serve a request of this mode."""
+    """Whether a stored patch could serve a request of this mode."""
     return mode.kind is ModeKind.AUTO
 
 
@@ -154,19 +145,19 @@ def composed_antecedents(compose_up_to: int) -> range:
 
 
 def uses_canonical_alone(mode: Mode) -> bool:
-    """True if stored canonical KV serves a request of this mode without a patch."""
+    """Whether stored canonical KV serves a request of this mode without a patch."""
     return mode.kind is ModeKind.FULL_REUSE or mode.selects
 
 
 def uses_library(mode: Mode) -> bool:
-    """True if a request of this mode looks anything up, or leaves anything for later ones."""
+    """Whether a request of this mode looks anything up, or leaves anything behind for later ones."""
     return mode.kind is not ModeKind.OFF
 
 
 def operating_point(
     mode: Mode, *, canonical: bool, patch: bool, computable: bool, parts: bool = False
 ) -> OperatingPoint:
-    """Choose the cheapest point that `mode` allows, given what is stored for the chunk.
+    """The cheapest point that `mode` allows, given what is stored for the chunk behind these antecedents.
 
     `computable`: whether a forward can run over the chunk without encoding pixels: its embeddings are stored, or it is
     text. `parts`: whether the patch is to be summed of several.

@@ -283,7 +283,7 @@ class CompileQueue(Generic[Item]):
         return max(able, key=lambda job: job.priority(self._demand), default=None)
 
     def remove(self, job: CompileJob[Item]) -> None:
-        """A job waits no more."""
+        """Remove a job."""
         del self._waiting[job.name]
 
     def forget(self, content: str, tenant: str) -> None:
@@ -311,7 +311,7 @@ class ComputeBudget:
         return self._at(self._clock()) > 0
 
     def spend(self, seconds: float) -> None:
-        """A step took so long, and has ended now."""
+        """Spend the seconds of a step that has ended now."""
         now = self._clock()
         self._left, self._since = self._at(now) - seconds, now
 

@@ -132,7 +132,7 @@ class IdleWork:
                     self._harvester.keep_embeddings(plan, chunk)
 
     def forget(self, content: str, tenant: str) -> None:
-        """A content was deleted: keep nothing more of links that brought it, and compile nothing."""
+        """Keep nothing more of links that brought a deleted content, and compile nothing of it."""
         deleted = content, owner_of(tenant, content)
         self._deleted.pop(deleted, None)
         self._deleted[deleted] = time.perf_counter()

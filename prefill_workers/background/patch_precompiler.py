@@ -92,7 +92,7 @@ class PatchPrecompiler:
         return waiting if waiting and (self.is_running or self._budget.is_open) else 0
 
     def offer(self, plan: LinkPlan, *, missed: bool) -> None:
-        """A link has finished; `missed`: some of its chunks had to be computed."""
+        """Take up a finished link; `missed`: some of its chunks had to be computed."""
         tenant, prefix, limits = plan.request.tenant, plan.request.prefix, self._limits
         contents = [chunk.span.content for chunk in plan.chunks]
         self.demand.observe(tenant, contents)
@@ -119,7 +119,7 @@ class PatchPrecompiler:
             self._queue.add(job)
 
     def forget(self, content: str, tenant: str) -> None:
-        """A content was deleted: compile nothing more of it, not to the end of a step either."""
+        """Compile nothing more of a deleted content, not to the end of a step either."""
         self._known.forget(content, tenant)
         self._queue.forget(content, tenant)
         if self._job and self._job.is_over(content, tenant):
@@ -242,7 +242,7 @@ class PatchPrecompiler:
             return ran, tokens
         step = job.steps.pop(0)
         if fits and job.has_pairs:
-            ran, tokens = yield from self._harvester.pair_batch_step(job.item, step, job.forwards, self._scratch)
+            ran, tokens = yield from self._harvester.pairs_step(job.item, step, job.forwards, self._scratch)
         elif fits:
             ran = int((yield from self._harvester.prefix_subset_step(job.item, step, self._scratch)))
         job.forwards -= ran

@@ -99,7 +99,7 @@ class ShadowChecks:
         return next((check.since for check in self._queue if check.lease is not None), None)
 
     def offer(self, plan: LinkPlan, lease: str) -> None:
-        """A link has finished; with the configured chance, take it up and hold its blocks."""
+        """Take up a finished link with the configured chance, and hold its blocks."""
         points = self._fidelity.draw(chunk.outcome.operating_point for chunk in plan.chunks)
         if not points:
             return

@@ -318,7 +318,7 @@ class Harvester:
                 )
         return True
 
-    def pair_batch_step(
+    def pairs_step(
         self, forming: OrbitForming, batch: Sequence[int], limit: int, scratch: Scratch
     ) -> Pieces[tuple[int, int]]:
         """Run chunks of a set, each by itself behind the first, and send off their pair patches and its behind nothing.

@@ -235,7 +235,7 @@ def fixed_prefix(messages: list[dict[str, Any]], request: ChatCompletionRequest 
 
 
 def refuse_unsupported(request: Any, reasons: dict[str, str]) -> None:
-    """Raises InvalidRequest for the first field in `reasons` that the request sets."""
+    """Raise InvalidRequest for the first field in `reasons` that the request sets."""
     for name, reason in reasons.items():
         value = getattr(request, name, None)
         if value or type(value) is int:  # of a number 0 is one too

@@ -57,7 +57,7 @@ class ResolvedImage:
 
     @property
     def pixels(self) -> int:
-        """Its pixels."""
+        """Number of pixels."""
         return self.image.width * self.image.height
 
 
@@ -81,7 +81,7 @@ class _RequestBudget:
         self._lock = threading.Lock()
 
     def take(self, count: int, where: str) -> None:
-        """Raises TooLarge if that is more than is left."""
+        """Take a part; raises TooLarge if that is more than is left."""
         with self._lock:
             self._taken += count
             if self._most is not None and self._taken > self._most:
@@ -89,7 +89,7 @@ class _RequestBudget:
 
 
 class MediaResolver:
-    """Resolves the image and file parts of one deployment's requests.
+    """Resolver of the image and file parts of one deployment's requests.
 
     Without `documents` text files are refused. `max_characters`: of a request's text files, all together.
     """

@@ -106,7 +106,7 @@ def exposition(metrics: Iterable[Metric]) -> bytes:
 
 
 class _Given(CollectorRegistry):
-    """Metrics that somebody else collected."""
+    """Metrics collected elsewhere."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         super().__init__()

@@ -84,7 +84,7 @@ class _NewBatch(_Body):
     chunking_strategy: _Chunking | None = None
 
     def attributes_by_file(self) -> dict[str, Attributes]:
-        """Raises InvalidRequest unless exactly one of `file_ids` and `files` is given."""
+        """Attributes by file; raises InvalidRequest unless one of `file_ids` and `files` is given."""
         if (self.file_ids is None) == (self.files is None):
             raise InvalidRequest("a file batch needs either file_ids or files", parameter="file_ids")
         if self.files is not None:

@@ -52,7 +52,7 @@ class Mark(str):
 
 
 class Documents:
-    """Marks documents in messages and splices their tokens into prompts. Thread-safe.
+    """Marks of documents in messages, and their tokens in prompts. Thread-safe.
 
     Args:
         limit: token ids that are kept of documents, held by a request or not; the least recently used go first.

@@ -380,7 +380,7 @@ class LinkedEngineClient(_NotOurs):
     # -- the rest of vLLM's protocol ----------------------------------------------------------------------------------
 
     async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
-        """This engine generates text."""
+        """Tasks of this engine: it generates text."""
         return ("generate",)
 
     # No engine of its own could die: what fails is a role, and `check_health` tells of that.
@@ -392,22 +392,22 @@ class LinkedEngineClient(_NotOurs):
         return RuntimeError("the engine is running")
 
     async def check_health(self) -> None:
-        """Raises RoleUnavailable when a role has no healthy replica."""
+        """Raise RoleUnavailable when a role has no healthy replica."""
         await self._roles.check_health()
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Requests end when their output stream is closed; there is nothing else to abort."""
+        """Do nothing: requests end when their output stream is closed."""
 
     async def notify_kv_transfer_request_rejected(
         self, request_id: str, kv_transfer_params: dict[str, Any], *, data_parallel_rank: int | None = None
     ) -> None:
-        """Clients do not choose transfers here."""
+        """Do nothing: clients do not choose transfers here."""
 
     async def is_tracing_enabled(self) -> bool:
         return False
 
     async def do_log_stats(self) -> None:
-        """Workers report their own statistics."""
+        """Do nothing: workers report their own statistics."""
 
     async def reset_mm_cache(self) -> None:
         """Forget processed images."""

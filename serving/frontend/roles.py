@@ -84,4 +84,4 @@ class Roles(FidelityRoles, CompilingRoles, Protocol):
         """The linked KV will not be read: let the prefill worker free its blocks."""
 
     async def check_health(self) -> None:
-        """Raises RoleUnavailable when a role has no healthy replica."""
+        """Raise RoleUnavailable when a role has no healthy replica."""

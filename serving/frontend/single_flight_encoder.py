@@ -25,7 +25,9 @@ class _Batch:
 
 
 class SingleFlightEncoder:
-    """Shares the calls of `encode` between requests of one tenant.
+    """Vision encoder whose calls are shared between requests of one tenant.
+
+    Another tenant must not learn of them by their time.
 
     Another tenant must not learn of them by their time.
 

@@ -69,7 +69,9 @@ class Choice:
 
 
 class Planner:
-    """Reads a trace and plans what to compile for it.
+    """Plans of what to compile for a trace.
+
+    Needs the model's configuration, but no engine.
 
     Needs the model's configuration, but no engine.
 

@@ -128,5 +128,5 @@ class Ledger:
 
 
 def _worker(owner: str) -> str:
-    """Owners are called `worker/thread`."""
+    """Worker of an owner, which is called `worker/thread`."""
     return owner.rpartition("/")[0]

@@ -322,7 +322,7 @@ class _Image(BaseModel):
         return base64.b64decode(data, validate=True) if isinstance(data, str) else data
 
     def source(self) -> ImageSource:
-        """Raises ValueError unless the image is named in one way."""
+        """Source of the image; raises ValueError unless it is named in one way."""
         if self.data is not None:
             return ImageSource(data=self.data)
         named = [location for location in (self.path, self.url) if location]

@@ -50,7 +50,7 @@ class EntryError(ValueError):
 
 
 class Preparer:
-    """Prepares entries, many at once. Build it with `await Preparer.create(...)`."""
+    """Preparer of entries, many at once. Build it with `await Preparer.create(...)`."""
 
     def __init__(
         self, config: OrbitServeConfig, offline: OfflineWorker, is_stored: Callable[[Sequence[Name], str], bool]
@@ -166,7 +166,7 @@ class Opening:
 
     @classmethod
     def of(cls, entry: Entry) -> Opening:
-        """Raises EntryError unless its tools are such as a request may have."""
+        """Opening of an entry; raises EntryError for tools that no request may have."""
         try:
             tools = tuple(ChatCompletionToolsParam.model_validate(tool) for tool in json.loads(entry.tools or "[]"))
         except ValidationError as error:
@@ -176,7 +176,9 @@ class Opening:
 
 
 class Prompts:
-    """Renders images as the chat handler renders requests.
+    """Prompts over images, rendered as the chat handler renders requests.
+
+    The opening, then the images as a user's turn.
 
     The opening, then the images as a user's turn.
     """

@@ -231,6 +231,6 @@ class PatchAwareOrderer:
             self.index.add(entry)
 
     def forget(self, content: str) -> None:
-        """A content is deleted, and what was derived from it."""
+        """Forget a deleted content, and the patches derived from it."""
         self.index.forget(content)
         self._tokens.pop(content, None)

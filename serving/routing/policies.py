@@ -117,7 +117,7 @@ class Ranked(NamedTuple):
 
 
 class Policy(ABC, Generic[Report]):
-    """Ranks the replicas of one role. Belongs to one thread."""
+    """Ranking of the replicas of one role. Belongs to one thread."""
 
     role: str
     kind: type[Report]
@@ -169,10 +169,10 @@ class Policy(ABC, Generic[Report]):
 
     @abstractmethod
     def sent(self, replica: str, call: str, ask: Any) -> None:
-        """A call was sent; `call` names it until it is completed."""
+        """Note that a call was sent; `call` names it until it is completed."""
 
     def completed(self, replica: str, call: str) -> None:
-        """A call has ended, well or not."""
+        """Note that a call has ended, well or not."""
         self.ledger.completed(replica, call)
 
 
@@ -250,7 +250,9 @@ def estimate(ask: PrefillAsk, view: PrefillView, stored: Collection[bytes]) -> E
 
 
 class PrefillPolicy(Policy[PrefillReport]):
-    """Sends a prompt where most of it is in memory.
+    """Prefill replicas by seconds: a prompt goes where most of it is in memory.
+
+    Unless that replica's queue costs more than loading elsewhere.
 
     Unless that replica's queue costs more than loading elsewhere.
     """
@@ -382,7 +384,9 @@ def pressure(load: Load, report: DecodeReport) -> float:
 
 
 class DecodePolicy(Policy[DecodeReport]):
-    """Sends a sequence where the most KV is free for it.
+    """Decode replicas by pressure: a sequence goes where the most KV is free for it.
+
+    What already waits there is served first.
 
     What already waits there is served first.
     """

@@ -34,7 +34,7 @@ class _Choice(NamedTuple):
 
 
 class PolicyRouter(LocalityMixin, MultiplexMixin, RequestRouter):
-    """Routes by a policy of `policies`, and by the power of two choices what it has no say in."""
+    """Router by a policy of `policies`, and by the power of two choices where it has no say."""
 
     def initialize_state(self, role: str, report_period_s: float) -> None:
         """See RequestRouter; the arguments are those of the deployment's RequestRouterConfig."""

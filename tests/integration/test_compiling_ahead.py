@@ -145,7 +145,7 @@ def test_a_deletion_ends_a_step_that_has_begun(make_rig: Callable[..., Rig], mon
     rig = make_rig(
         orbit_chunks=0, pair_forwards=12, cost_model=ForwardCostModel(fixed=4.0, seconds_per_token=1.0)
     )  # pieces of 16 tokens
-    step, begun = rig.linker.harvester.pair_batch_step, []
+    step, begun = rig.linker.harvester.pairs_step, []
 
     def meanwhile(forming: OrbitForming, *more: Any) -> Pieces[tuple[int, int]]:
         pieces = step(forming, *more)
@@ -155,7 +155,7 @@ def test_a_deletion_ends_a_step_that_has_begun(make_rig: Callable[..., Rig], mon
         yield
         return (yield from pieces)
 
-    monkeypatch.setattr(rig.linker.harvester, "pair_batch_step", meanwhile)
+    monkeypatch.setattr(rig.linker.harvester, "pairs_step", meanwhile)
     rig.link([1, 2, "?"])
     assert len(begun) == 1
     assert rig.loop.stats().compiled.forwards == {}

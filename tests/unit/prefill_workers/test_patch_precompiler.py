@@ -43,7 +43,7 @@ class Forwards:
         chunks = tuple(OrbitChunk(c.canonical_key, c.span.content, ids, ids, None, 0) for c in plan.chunks)
         return OrbitForming((), chunks, plan.request.tenant)
 
-    def pair_batch_step(
+    def pairs_step(
         self, forming: OrbitForming, batch: Sequence[int], limit: int, scratch: Scratch
     ) -> Pieces[tuple[int, int]]:
         first, *others = batch
