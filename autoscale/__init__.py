@@ -1,1 +1,1 @@
-"""Where load signals and autoscaling policies per role will be; there are none yet: replicas are fixed numbers."""
+"""Autoscaling: service curves so far; replicas are fixed numbers until policies use them."""

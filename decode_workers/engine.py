@@ -24,7 +24,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
@@ -33,33 +32,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from decode_workers.admission import Admission
-from infra.vllm_env import BLOCK_SIZE, cpu_engine_arguments, fitting, gpu_pool
+from decode_workers.spec import DecodeSpec
+from infra.vllm_arguments import hand_off_arguments
+from infra.vllm_env import BLOCK_SIZE
 
 _PULL_SECONDS = 10.0  # for pulls to begin, and for small ones to end
 _PULLED_A_SECOND = 1000  # tokens, at the least: of the largest models a third of a GB
 _LOOK_SECONDS = 2.0  # between looks whether it has ended
-
-
-@dataclass(frozen=True)
-class DecodeSpec:
-    """Settings of a decode engine.
-
-    On a CPU the KV pool's size comes from the environment (`infra.vllm_env`).
-    """
-
-    model: str
-    dtype: str = "auto"
-    load_format: str = "auto"
-    max_model_len: int | None = None
-    block_size: int | None = None
-    tensor_parallel_size: int = 1
-    max_num_seqs: int = 16
-    gpu_memory_utilization: float = 0.9
-    kv_cache_gib: int | None = None
-    trust_remote_code: bool = False
-    kv_cache_dtype: str = "auto"
-    reasoning_parser: str = ""  # grammars begin behind what it takes for reasoning
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,40 +52,25 @@ class DecodeStats:
     blocks_total: int
 
 
+def engine_arguments(spec: DecodeSpec) -> dict[str, Any]:
+    """vLLM's arguments of a decode engine."""
+    on_gpu = torch.cuda.is_available()
+    return {
+        **spec.arguments(),
+        **hand_off_arguments(),
+        "enforce_eager": not on_gpu,
+        "max_num_seqs": spec.max_num_seqs,
+        "reasoning_parser": spec.reasoning_parser,
+        "language_model_only": True,
+        **({} if on_gpu else {"worker_cls": "decode_workers.cpu_worker.SharingCPUWorker"}),
+    }
+
+
 class DecodeEngine:
     """One stock vLLM engine behind `Admission`."""
 
     def __init__(self, spec: DecodeSpec) -> None:
-        arguments = cpu_engine_arguments() | gpu_pool(spec.kv_cache_gib)
-        if spec.block_size is not None:
-            arguments["block_size"] = spec.block_size
-        if not torch.cuda.is_available():
-            arguments["worker_cls"] = "decode_workers.cpu_worker.SharingCPUWorker"
-        self._engine = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(
-                model=spec.model,
-                dtype=spec.dtype,
-                load_format=spec.load_format,
-                max_model_len=fitting(spec.max_model_len),
-                tensor_parallel_size=spec.tensor_parallel_size,
-                max_num_seqs=spec.max_num_seqs,
-                gpu_memory_utilization=spec.gpu_memory_utilization,
-                trust_remote_code=spec.trust_remote_code,
-                seed=spec.seed,
-                enforce_eager=not torch.cuda.is_available(),
-                enable_prefix_caching=False,
-                kv_cache_dtype=spec.kv_cache_dtype,
-                reasoning_parser=spec.reasoning_parser,
-                language_model_only=True,
-                disable_log_stats=True,
-                kv_transfer_config=KVTransferConfig(
-                    kv_connector="NixlConnector",
-                    kv_role="kv_both",
-                    kv_buffer_device="cuda" if torch.cuda.is_available() else "cpu",
-                ),
-                **arguments,
-            )
-        )
+        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(spec)))
         cache = self._engine.vllm_config.cache_config
         blocks, block_size = cache.num_gpu_blocks, cache.block_size
         assert blocks is not None

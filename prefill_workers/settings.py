@@ -8,7 +8,7 @@ from enum import StrEnum
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvstore.settings import FactorType
-from prefill_workers.modes import EXACT_POINTS, OperatingPoint
+from prefill_workers.modes import EXACT_POINTS, OperatingPoint, composed_antecedents
 
 COMPOSE_UP_TO = 3  # of a model that was not measured: of the reference models two hold up to 5, two sum nothing
 FREE_TEXT = 8  # tokens between chunks: 7 cost a stored patch little of its worth, 63 much (`bench fidelity`, drift)
@@ -95,7 +95,7 @@ class CompileLimits:
 
     Attributes:
         orbit_chunks: largest set of chunks whose orders are all run; 0: none.
-        part_forwards: forwards over parts of a larger set; 0: none.
+        subset_forwards: forwards over prefix subsets of a larger set; 0: none.
         pair_forwards: pairs that are compiled of a set; 0: none.
         compose_up_to: antecedents whose pair patches are summed.
         share: of the worker's time that forwards for all of this may take; 0: nothing is compiled.
@@ -103,7 +103,7 @@ class CompileLimits:
     """
 
     orbit_chunks: int = 3
-    part_forwards: int = 0
+    subset_forwards: int = 0
     pair_forwards: int = 0
     compose_up_to: int = COMPOSE_UP_TO
     share: float = 1.0
@@ -163,10 +163,10 @@ class PrefillSettings(BaseModel):
         "chunks or fewer, 24 times as many forwards as chunks beyond. Where sums of pairs serve a set, only if it is "
         "expected again. 0: never.",
     )
-    part_forwards: int = Field(
+    subset_forwards: int = Field(
         2,
         ge=0,
-        description="Forwards, when idle, over parts of a set of more chunks than that: the parts that later requests "
+        description="Forwards, when idle, over subsets of a set of more chunks than that: those that later requests "
         "most likely bring, in the order served. 0: never.",
     )
     pair_forwards: int = Field(
@@ -180,7 +180,7 @@ class PrefillSettings(BaseModel):
         0.5,
         ge=0,
         le=1,
-        description="Share of the time, over two minutes, that forwards for orders, parts and pairs may take; those "
+        description="Share of the time, over two minutes, that forwards for orders, subsets and pairs may take; those "
         "expected to save most come first. What requests computed is kept in any case. 0: nothing else is compiled.",
     )
     busy_share: float = Field(
@@ -218,10 +218,10 @@ class PrefillSettings(BaseModel):
         """How much is compiled ahead, where the pair patches behind so many antecedents are summed."""
         limits = CompileLimits(
             orbit_chunks=self.orbit_chunks,
-            part_forwards=self.part_forwards,
+            subset_forwards=self.subset_forwards,
             pair_forwards=self.pair_forwards,
             compose_up_to=compose_up_to,
             share=self.compile_share,
             busy_share=self.busy_share,
         )
-        return limits if compose_up_to > 1 else limits.without_sums()
+        return limits if composed_antecedents(compose_up_to) else limits.without_sums()

@@ -110,7 +110,7 @@ def client_of(roles: Roles) -> LinkedEngineClient:
     client._encodings = SingleFlightEncoder(roles.encode)
     client._delimiters, client._image_delimiters = Delimiters(), DELIMITERS
     client.forgets = ForgetRegistry()
-    client.arranger = PatchAwareOrderer()
+    client.orderer = PatchAwareOrderer()
     client._first_tokens, client._vocabulary = True, 1000
     client._lease_seconds = 0.06
     client.renderer = SimpleNamespace(validate_token_ids=lambda ids: None)

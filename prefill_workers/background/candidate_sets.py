@@ -1,17 +1,17 @@
-"""What later requests may bring of a set that was served: parts of it in the order in which they were served, or pairs.
+"""Candidate sets: prefix subsets and pairs of a served set that later requests may bring.
 
 Orbit patches for every order of a large set are out of reach (80 patches and 120 forwards for 5 chunks). They are not
 needed where placement chooses orders: what later requests share with this one it puts in the same order, the popular
-chunks first. So the parts of a set are compiled in one order each, as own patches; a forward over a part makes those of
-all its beginnings. A sliding window, whose oldest chunks fall out, asks for such parts too.
+chunks first. So the subsets of a set are compiled in one order each, as own patches; a forward over a subset makes the
+patches of all its prefixes. A sliding window, whose oldest chunks fall out, asks for such subsets too.
 
-    served a b c d      parts, each one forward: a c d (patches c|a, d|a,c), b c, b d, ...
+    served a b c d      prefix subsets, each one forward: a c d (patches c|a, d|a,c), b c, b d, ...
 
-Which parts: those of the largest value, expected reuses times what each saves, for as many forwards as is allowed.
+Which subsets: those of the largest value, expected reuses times what each saves, for as many forwards as is allowed.
 
-Where a model's patches are composed (see `composing`), pairs serve sets that never came before, in any order: of 5
-chunks there are 20. So do pairs of chunks that never met: the request's with others that its tenant asks for. Those
-behind the same chunk are compiled together, so that this one is computed once for all of them.
+Where a model's patches are composed (see `prefill_workers.link.compose`), pairs serve sets that never came before, in
+any order: of 5 chunks there are 20. So do cross-request pairs: the request's chunks with others that its tenant asks
+for. Those behind the same chunk are compiled in one batch, so that this one is computed once for all of them.
 """
 
 from __future__ import annotations
@@ -22,22 +22,25 @@ from dataclasses import dataclass
 from itertools import permutations
 from operator import attrgetter
 
-_MOST_CHUNKS = 8  # of a request, the most popular ones, whose parts are weighed: 255 at most, or 56 pairs
+_MOST_CHUNKS = 8  # of a request, the most popular ones, whose subsets are weighed: 255 at most, or 56 pairs
 _BEHIND = 4  # chunks at most that are compiled together behind another one
 
 
 @dataclass(frozen=True)
 class PrefixSubset:
-    """Some chunks of a request, by index, in its order. `value`: tokens that a later request is expected to save."""
+    """Some chunks of a request, by index, in its order.
+
+    `value`: tokens that a later request is expected to save.
+    """
 
     value: float
     chunks: tuple[int, ...]
 
 
-def parts(shares: Sequence[float], tokens: Sequence[int]) -> list[PrefixSubset]:
-    """The parts of a request's set, the most valuable first.
+def prefix_subsets(shares: Sequence[float], tokens: Sequence[int]) -> list[PrefixSubset]:
+    """The prefix subsets of a request's set, the most valuable first.
 
-    A part's patches are those of its beginnings, each worth its last chunk's tokens wherever all of its chunks are
+    A subset's patches are those of its prefixes, each worth its last chunk's tokens wherever all of its chunks are
     asked for: independent draws, by the `shares` of a tenant's requests that bring each chunk.
     """
     popular = sorted(range(len(shares)), key=lambda i: -shares[i])[:_MOST_CHUNKS]
@@ -67,7 +70,7 @@ class PairBatch:
     chunks: tuple[int, ...]
 
 
-def pairs(shares: Sequence[float], tokens: Sequence[int], limit: int) -> list[PairBatch]:
+def pair_batches(shares: Sequence[float], tokens: Sequence[int], limit: int) -> list[PairBatch]:
     """The pairs of a request's chunks, each in both orders, the most valuable first.
 
     But those of as many popular chunks first as have no more than `limit` pairs: a sum needs all pairs of its set.
@@ -76,22 +79,25 @@ def pairs(shares: Sequence[float], tokens: Sequence[int], limit: int) -> list[Pa
     size = (1 + math.isqrt(1 + 4 * limit)) // 2  # the most whose pairs, size * (size - 1), are within the limit
     first = set(permutations(popular[:size], 2))
     others = (pair for pair in permutations(popular, 2) if pair not in first)
-    return [*_fans(sorted(first), shares, tokens), *_fans(sorted(others), shares, tokens)]
+    return [*_batches(sorted(first), shares, tokens), *_batches(sorted(others), shares, tokens)]
 
 
-def meetings(
+def cross_request_pairs(
     own: Sequence[int], others: Sequence[int], shares: Sequence[float], tokens: Sequence[int]
 ) -> list[PairBatch]:
-    """The pairs of a chunk of a request with one that it did not bring; as `pairs`."""
-    return _fans((pair for a in own for b in others for pair in ((a, b), (b, a))), shares, tokens)
+    """Pairs of a chunk of a request with one that it did not bring; as `pair_batches`."""
+    return _batches((pair for a in own for b in others for pair in ((a, b), (b, a))), shares, tokens)
 
 
 def pair_value(first: int, second: int, shares: Sequence[float], tokens: Sequence[int]) -> float:
-    """A pair in one order saves its chunks' tokens in half of the requests that ask for both, in whatever set."""
+    """Tokens that a pair in one order saves a later request.
+
+    Its chunks' tokens, in half of the requests that ask for both, in whatever set.
+    """
     return shares[first] * shares[second] * (tokens[first] + tokens[second]) / 2
 
 
-def _fans(chosen: Iterable[tuple[int, int]], shares: Sequence[float], tokens: Sequence[int]) -> list[PairBatch]:
+def _batches(chosen: Iterable[tuple[int, int]], shares: Sequence[float], tokens: Sequence[int]) -> list[PairBatch]:
     behind: dict[int, list[int]] = {}
     for first, second in chosen:
         behind.setdefault(first, []).append(second)

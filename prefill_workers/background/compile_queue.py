@@ -1,11 +1,11 @@
-"""What a prefill worker compiles before anybody asks for it, in which order, and how much of it.
+"""Compile queue of a prefill worker: jobs ahead of requests, their priority and budget.
 
-| job    | a step each                                        | what comes of it                                      |
-|--------|----------------------------------------------------|-------------------------------------------------------|
-| orders | every order of a small set                         | orbit patches behind all its subsets, in any order    |
-| parts  | a part of a larger set, in the order served        | own patches of it (see `predictions`)                 |
-| pairs  | some chunks of a set, each behind the same other   | pair patches, whose sums serve sets never seen before |
-| met    | the same, with chunks that the set did not bring   | the same                                              |
+| job                 | a step each                                      | patches                                     |
+|---------------------|--------------------------------------------------|---------------------------------------------|
+| orders              | every order of a small set                       | orbit, behind all its subsets, in any order |
+| prefix_subsets      | a subset of a larger set, in the order served    | own, of the subset (see `candidate_sets`)   |
+| pairs               | some chunks of a set, each behind the same other | pair, whose sums serve sets never seen      |
+| cross_request_pairs | the same, with chunks that the set did not bring | pair                                        |
 
 Where sums of pairs serve a small set, its orders are compiled only if it is expected again.
 
@@ -18,7 +18,7 @@ tenant's requests bring all of them, if each were drawn by itself, times as many
 
 Two budgets bound it. The *compute budget* is a share of the worker's time. The *byte budget* is the library's: once
 that is full, what saves less per byte than what was evicted last is not compiled. What serving forwards computed anyhow
-is kept without asking either (see `background`): it costs no forward, and its set did come.
+is kept without asking either (see `idle_work`): it costs no forward, and its set did come.
 """
 
 from __future__ import annotations
@@ -33,31 +33,35 @@ from typing import Generic, TypeVar
 from kvstore.catalog.popularity import Popularity
 from kvstore.deletions import reaches
 from kvstore.operator.patch import ORBIT_ORDERINGS
-from prefill_workers.background import candidate_sets as predictions
+from prefill_workers.background import candidate_sets
+from prefill_workers.modes import composed_antecedents
 from prefill_workers.settings import CompileLimits
 
 HORIZON_S = 3600.0  # ahead of which reuses are expected, and behind which requests are counted
 ASKED_AGAIN = 1.5  # requests that brought it: more than one, decayed as they may be
-STRANGERS = 16  # of what a tenant's requests brought before, the most popular, that a request's chunks are made to meet
+CROSS_REQUEST_CHUNKS = 16  # of earlier requests, the most popular, with which a request's chunks are paired
 _WINDOW_S = 120.0  # over which the compute budget is a share: what an idle worker saves up at most
 _RECENT_CHUNKS = 256  # over which is counted how often chunks come again
-_LOOKS = 8  # parts that are looked up in the library for each that is compiled
+_LOOKS = 8  # subsets that are looked up in the library for each that is compiled
 
 Item = TypeVar("Item")
 Clock = Callable[[], float]
 
 
 class JobKind(StrEnum):
-    """What a job compiles; see the module's table."""
+    """Kinds of compile jobs; see the module's table."""
 
     orders = "orders"
-    parts = "parts"
+    prefix_subsets = "prefix_subsets"
     pairs = "pairs"
-    met = "met"
+    cross_request_pairs = "cross_request_pairs"
 
 
 class Demand:
-    """What tenants' requests bring, and how many come. Not thread-safe."""
+    """Per-tenant chunk popularity and request rate, decayed over HORIZON_S.
+
+    Not thread-safe.
+    """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -75,20 +79,23 @@ class Demand:
         self._requests[tenant] = self.requests(tenant) + 1.0, self._clock()
 
     def requests(self, tenant: str) -> float:
-        """How many requests of a tenant are expected within the horizon: as many as came in the last one."""
+        """Requests expected of a tenant within the horizon: as many as came in the last one."""
         count, since = self._requests.get(tenant, (0.0, 0.0))
         return count * math.exp((since - self._clock()) / HORIZON_S) if count else 0.0
 
     def expected(self, tenant: str, content: str) -> float:
-        """How many requests of a tenant are expected to bring a content within the horizon."""
+        """Requests of a tenant that are expected to bring a content within the horizon."""
         return self.requests(tenant) * self._popularity.share(tenant, content)
 
     def asked_again(self, tenant: str, content: str) -> bool:
-        """Whether more than one of a tenant's requests brought a content, of late."""
+        """True if more than one of a tenant's requests brought a content, of late."""
         return self._popularity.asked(tenant, content) >= ASKED_AGAIN
 
     def odds_against(self, tenant: str) -> float:
-        """Against a tenant's chunk having come before, of late: near 0 if all come again, large if none does."""
+        """Odds against a tenant's chunk having come before, of late.
+
+        Near 0 if all come again, large if none does.
+        """
         again, of_all = self._chunks.get(tenant, (0.0, 0.0))
         return (of_all - again + 1) / (again + 1)  # the rule of succession
 
@@ -102,8 +109,8 @@ class CompileJob(Generic[Item]):
     """Forwards over chunks of one served set.
 
     `steps` are those left, as indices into its chunks, the most valuable first; a step of pairs is that of all its
-    chunks behind the first (`predictions.Fan`). At most `forwards` orders, parts or pairs are run. Of its chunks the
-    set brought the first `own`, or all.
+    chunks behind the first (`candidate_sets.PairBatch`). At most `forwards` orders, subsets or pairs are run. Of its
+    chunks the set brought the first `own`, or all.
     """
 
     kind: JobKind
@@ -118,30 +125,33 @@ class CompileJob(Generic[Item]):
 
     @property
     def name(self) -> Hashable:
-        """What a job is known by: when its set comes again, the new job of that kind has the same name."""
+        """Identity of a job: when its set comes again, the new job of that kind has the same."""
         return self.kind, self.tenant, self.prefix, self.contents[: self.own]
 
     @property
-    def pairs(self) -> bool:
-        """Whether its steps are pairs, for pair patches."""
-        return self.kind in (JobKind.pairs, JobKind.met)
+    def has_pairs(self) -> bool:
+        """True if its steps are pairs, for pair patches."""
+        return self.kind in (JobKind.pairs, JobKind.cross_request_pairs)
 
     def is_over(self, content: str, tenant: str) -> bool:
-        """Whether it runs over a content of a tenant, or of everybody."""
+        """True if it runs over a content of a tenant, or of everybody."""
         return content in self.contents and reaches(content, tenant, self.tenant)
 
     def awaits(self, awaited: Collection[tuple[str, str]]) -> bool:
-        """Whether it runs over one of these (tenant, content)."""
+        """True if it runs over one of these (tenant, content)."""
         return bool(awaited) and any((self.tenant, content) in awaited for content in self.contents)
 
     def tokens_saved(self, demand: Demand) -> float:
-        """Tokens that what the next step compiles is expected to save; the orders of a set are one step."""
+        """Tokens that the next step's patches are expected to save.
+
+        The orders of a set are one step.
+        """
         step = self.steps[0]
         shares, tokens = demand.shares(self.tenant, [self.contents[i] for i in step]), [self.tokens[i] for i in step]
-        if self.kind is JobKind.parts:
+        if self.kind is JobKind.prefix_subsets:
             saved = sum(math.prod(shares[: i + 1]) * count for i, count in enumerate(tokens))
-        elif self.pairs:
-            saved = sum(predictions.pair_value(0, i, shares, tokens) for i in range(1, len(step)))
+        elif self.has_pairs:
+            saved = sum(candidate_sets.pair_value(0, i, shares, tokens) for i in range(1, len(step)))
         else:
             saved = math.prod(shares) * sum(tokens)
         return demand.requests(self.tenant) * saved
@@ -153,10 +163,13 @@ class CompileJob(Generic[Item]):
     def longest(self) -> int:
         """Tokens of the longest sequence of the next step, the prefix included."""
         first, *others = (self.tokens[i] for i in self.steps[0])
-        return len(self.prefix) + first + (max(others) if self.pairs else sum(others))
+        return len(self.prefix) + first + (max(others) if self.has_pairs else sum(others))
 
     def nbytes(self, of_patch: Callable[[int], int]) -> int:
-        """Bytes of the patches that come of the next step; `of_patch`: of one for a chunk of so many tokens."""
+        """Bytes of the next step's patches.
+
+        `of_patch`: of one for a chunk of so many tokens.
+        """
         sizes = [of_patch(self.tokens[i]) for i in self.steps[0]]
         if self.kind is not JobKind.orders:
             return sum(sizes)
@@ -179,14 +192,16 @@ def jobs(
     limits: CompileLimits,
     demand: Demand,
 ) -> list[CompileJob[Item]]:
-    """What may be compiled of a served set of different chunks: all orders of a small one, parts and pairs of others.
+    """Compile jobs of a served set of different chunks.
+
+    All orders of a small one, prefix subsets and pairs of others.
 
     The orders of a set leave the patches of its pairs as well. They are left to a set that is expected again, where
     pairs serve it for less: of 3 chunks by half of the tokens, and other sets besides.
     """
     count = len(contents)
     shares, found = demand.shares(tenant, contents), list[CompileJob[Item]]()
-    summed = bool(limits.pair_forwards) and 2 <= count - 1 <= limits.compose_up_to
+    summed = bool(limits.pair_forwards) and count - 1 in composed_antecedents(limits.compose_up_to)
     expected = demand.requests(tenant) * math.prod(shares)
 
     def job(kind: JobKind, steps: list[tuple[int, ...]], forwards: int) -> CompileJob[Item]:
@@ -199,16 +214,17 @@ def jobs(
         exhaustive = math.factorial(count - 1) <= ORBIT_ORDERINGS
         forwards = math.factorial(count) if exhaustive else count * ORBIT_ORDERINGS
         found.append(job(JobKind.orders, [tuple(range(count))], forwards))
-    if limits.part_forwards and not small:
-        best = [part.chunks for part in predictions.parts(shares, tokens)[: _LOOKS * limits.part_forwards]]
-        found.append(job(JobKind.parts, best, limits.part_forwards))
+    if limits.subset_forwards and not small:
+        subsets = candidate_sets.prefix_subsets(shares, tokens)
+        best = [subset.chunks for subset in subsets[: _LOOKS * limits.subset_forwards]]
+        found.append(job(JobKind.prefix_subsets, best, limits.subset_forwards))
     if limits.pair_forwards and (summed or not small):
-        fans = predictions.pairs(shares, tokens, limits.pair_forwards)
-        found.append(job(JobKind.pairs, [fan.chunks for fan in fans], limits.pair_forwards))
+        batches = candidate_sets.pair_batches(shares, tokens, limits.pair_forwards)
+        found.append(job(JobKind.pairs, [batch.chunks for batch in batches], limits.pair_forwards))
     return found
 
 
-def meetings(
+def cross_request_jobs(
     item: Item,
     tenant: str,
     prefix: tuple[int, ...],
@@ -218,17 +234,22 @@ def meetings(
     limits: CompileLimits,
     demand: Demand,
 ) -> list[CompileJob[Item]]:
-    """Pairs of a served set's chunks, the first `own`, with others of its tenant that it did not bring.
+    """Pairs of a served set's chunks with others of its tenant that it did not bring.
+
+    The set's own are the first `own`.
 
     Of those that were asked for more than once: nobody has yet come back for the others.
     """
     again = [i for i, content in enumerate(contents) if demand.asked_again(tenant, content)]
     shares, most = demand.shares(tenant, contents), limits.pair_forwards
-    likely = predictions.meetings([i for i in again if i < own], [i for i in again if i >= own], shares, tokens)
-    steps = [fan.chunks for fan in likely[: _LOOKS * most]]
+    mine, others = [i for i in again if i < own], [i for i in again if i >= own]
+    likely = candidate_sets.cross_request_pairs(mine, others, shares, tokens)
+    steps = [batch.chunks for batch in likely[: _LOOKS * most]]
     if not (steps and limits.share):
         return []
-    return [CompileJob(JobKind.met, item, tenant, prefix, tuple(contents), tuple(tokens), steps, most, own)]
+    return [
+        CompileJob(JobKind.cross_request_pairs, item, tenant, prefix, tuple(contents), tuple(tokens), steps, most, own)
+    ]
 
 
 class CompileQueue(Generic[Item]):
@@ -262,7 +283,7 @@ class CompileQueue(Generic[Item]):
         return max(able, key=lambda job: job.priority(self._demand), default=None)
 
     def remove(self, job: CompileJob[Item]) -> None:
-        """A job waits no more."""
+        """Remove a job."""
         del self._waiting[job.name]
 
     def forget(self, content: str, tenant: str) -> None:
@@ -273,9 +294,11 @@ class CompileQueue(Generic[Item]):
 
 
 class ComputeBudget:
-    """Seconds of work that may be spent: a share of the time that passes, saved up for `window_s` at most.
+    """Seconds of work that may be spent: a share of the time that passes.
 
-    Whoever finds it `open` may begin a step, however long: what that takes too much is waited for afterwards.
+    Saved up for `window_s` at most.
+
+    Whoever finds it `is_open` may begin a step, however long: what that takes too much is waited for afterwards.
     """
 
     def __init__(self, share: float, window_s: float = _WINDOW_S, clock: Clock = time.monotonic) -> None:
@@ -283,12 +306,12 @@ class ComputeBudget:
         self._left, self._since = self._most, clock()
 
     @property
-    def open(self) -> bool:
-        """Whether a step may begin."""
+    def is_open(self) -> bool:
+        """True if a step may begin."""
         return self._at(self._clock()) > 0
 
     def spend(self, seconds: float) -> None:
-        """A step took so long, and has ended now."""
+        """Spend the seconds of a step that has ended now."""
         now = self._clock()
         self._left, self._since = self._at(now) - seconds, now
 

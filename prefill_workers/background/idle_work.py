@@ -1,8 +1,8 @@
-"""Background work of a prefill worker: the harvest of finished links and checks of them, in the engine's idle time.
+"""Idle work of a prefill worker: harvests and checks of finished links, compiling ahead.
 
-Harvests hold their sequence's blocks until the conditioned KV has been read out, checks (see `recheck`) until the
-served KV has been attended to; what is compiled besides (see `ahead`) needs none and comes last. Work goes on in pieces
-(see `scratch`), so that a link that arrives meanwhile waits for one of them at most.
+Harvests hold their sequence's blocks until the conditioned KV has been read out, checks (see `shadow_check`) until the
+served KV has been attended to; what is compiled besides (see `patch_precompiler`) needs none and comes last. Work goes
+on in pieces (see `prefill_workers.patches.scratch`), so that a link that arrives meanwhile waits for one at most.
 
 A busy worker learns too, but no more than is worth the waiting: chunks that were asked for more than once are harvested
 beside links, within a share of the time. What was seen once waits until no request has come for a while, the longer the
@@ -49,7 +49,7 @@ class _Harvest:
 
     @property
     def asked(self) -> tuple[str, str]:
-        """Who asked for what."""
+        """Tenant and content of the harvest."""
         return self.plan.request.tenant, self.chunk.span.content
 
 
@@ -96,17 +96,22 @@ class IdleWork:
         return (self._harvest is not None) + len(self._harvests) + len(self._rechecks) + len(self._ahead)
 
     @property
-    def ready(self) -> bool:
-        """Whether a piece of work may be done now."""
+    def is_ready(self) -> bool:
+        """True if a piece of work may be done now."""
         return bool(self._harvest or self._rechecks or self._may_compile or any(map(self._may_begin, self._harvests)))
 
     def hasten(self, until: float) -> None:
-        """Somebody waits for all that is left: until then (`time.perf_counter`) it need not be quiet for it. From any
-        thread."""
+        """Do what is left without waiting for a quiet time, until `until` (`time.perf_counter`).
+
+        From any thread.
+        """
         self._hastened = until
 
     def check(self, plan: LinkPlan, lease: str) -> None:
-        """Compare a finished link with an exact one, if it is drawn; its blocks stay until that has begun."""
+        """Compare a finished link with an exact one, if it is drawn.
+
+        Its blocks stay until that has begun.
+        """
         self._rechecks.offer(plan, lease)
 
     def add(self, plan: LinkPlan, lease: str) -> None:
@@ -148,19 +153,21 @@ class IdleWork:
             self._harvest = None
 
     def _outlived(self, plan: LinkPlan) -> bool:
-        """Whether a content of a link was deleted after it began."""
+        """True if a content of a link was deleted after it began."""
         tenant = plan.request.tenant
         named = ((span.content, owner_of(tenant, span.content)) for span in plan.request.chunks)
         return any(self._deleted.get(one, -math.inf) >= plan.began for one in named)
 
     def compiled(self) -> CompileStats:
-        """What compiling ahead has come to."""
+        """Counters of compiling ahead."""
         return self._ahead.stats()
 
     def is_overdue(self, since: float) -> bool:
-        """Whether links must make way: for a harvest queued before `since` (`time.perf_counter`), of what was asked for
-        before, while the share of a busy time lasts."""
-        if not self._busy.open:
+        """True if a harvest of a repeated chunk has waited since before `since`, and links make way.
+
+        They do while `busy_share` is not used up. `since`: `time.perf_counter`.
+        """
+        if not self._busy.is_open:
             return False
         begun = [self._harvest[0]] if self._harvest else []
         again = filter(self._asked_again, [*begun, *self._harvests])
@@ -168,7 +175,7 @@ class IdleWork:
         return best is not None and best.since < since
 
     def checks_since(self) -> float | None:
-        """When the oldest check was queued (`time.perf_counter`); None if there is none."""
+        """Time at which the oldest check was queued (`time.perf_counter`); None: there is none."""
         return self._rechecks.waits_since()
 
     def step_beside_links(self) -> None:
@@ -184,14 +191,17 @@ class IdleWork:
         return self._ahead.demand.asked_again(*harvest.asked)
 
     def _may_begin(self, harvest: _Harvest) -> bool:
-        """Whether a harvest is worth doing already, when no link is under way."""
+        """True if a harvest is worth doing already, when no link is under way."""
         now, odds_against = time.perf_counter(), self._ahead.demand.odds_against(harvest.asked[0])
         rested = now - self._disturbed() >= min(self._rest * odds_against, _LONGEST_REST)
         return rested or now < self._hastened or self._asked_again(harvest)
 
     @property
     def _may_compile(self) -> bool:
-        """Whether a step ahead has begun or may begin: not over chunks whose canonical KV is still to be kept."""
+        """True if a compile step has begun or may begin.
+
+        Not over chunks whose canonical KV is still to be kept.
+        """
         return self._ahead.may_go_on(self._awaited())
 
     def _awaited(self) -> set[tuple[str, str]]:
@@ -199,13 +209,13 @@ class IdleWork:
 
     def step(self) -> None:
         """Do one piece of work; what fails is counted and given up."""
-        if self._rechecks.running:  # what has begun may use the scratch blocks alone until it is over
+        if self._rechecks.is_running:  # what has begun may use the scratch blocks alone until it is over
             self._rechecks.step()
-        elif self._ahead.running:
+        elif self._ahead.is_running:
             self._compile()
         elif self._harvest or self._begin_harvest():
             self._go_on_harvesting()
-        elif self._rechecks.ready:
+        elif self._rechecks.is_ready:
             self._rechecks.step()
         elif self._may_compile:
             self._compile()
@@ -213,7 +223,10 @@ class IdleWork:
             time.sleep(_LOAD_SECONDS)
 
     def make_room(self) -> bool:
-        """Give up work that alone holds blocks somebody waits for. Returns whether any block came free."""
+        """Give up work that alone holds blocks somebody waits for.
+
+        Returns whether any block came free.
+        """
         if self._rechecks.make_room():
             return True
         before = self._pool.free
@@ -257,7 +270,10 @@ class IdleWork:
                 self._harvest = None  # only now: until then it counts as work to be done
 
     def _keep(self, item: _Harvest) -> Pieces[None]:
-        """Harvest one chunk. The first piece reads what lies in the link's blocks, and lets go of them."""
+        """Harvest one chunk.
+
+        The first piece reads what lies in the link's blocks, and lets go of them.
+        """
         try:
             if self._harvester.is_resident(item.plan, item.chunk):
                 return
@@ -280,5 +296,8 @@ class IdleWork:
 
 
 def _is_defect(error: Exception) -> bool:
-    """Whether an error is none of a store, a device or memory, and the log should say where it came from."""
+    """True for an error that is none of a store, a device or memory.
+
+    The log should say where it came from.
+    """
     return not isinstance(error, StoreError | RuntimeError | OSError)

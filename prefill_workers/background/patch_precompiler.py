@@ -1,4 +1,4 @@
-"""Compiling ahead of requests: the jobs of `compiling`, worked off in the engine's idle time, a piece at a time."""
+"""Patch precompiler: the jobs of `compile_queue`, worked off in idle time, by pieces."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from kvstore.forget import CacheGroup
 from kvstore.records.patch_form import Footprint
 from prefill_workers.background.compile_queue import (
+    CROSS_REQUEST_CHUNKS,
     HORIZON_S,
-    STRANGERS,
     Clock,
     CompileJob,
     CompileQueue,
     ComputeBudget,
     Demand,
     JobKind,
+    cross_request_jobs,
     jobs,
-    meetings,
 )
 from prefill_workers.background.recent_chunks import RecentChunks
 from prefill_workers.link.plan import LinkPlan
@@ -34,12 +34,15 @@ _KNOWN_CHUNKS = 512  # that requests brought last, of all tenants
 
 @dataclass(frozen=True)
 class CompileStats:
-    """What compiling ahead has come to.
+    """Counters of compiling ahead.
 
-    `waiting`: jobs left; `forwards`: orders, parts and pairs that were run, by kind of job; `seconds` that these took;
-    `given_up`: jobs by why, `queue` (others were worth more), `bytes` (the library holds what saves more per byte) or
-    `sums` (no pair patches are summed any more). `dropped`: patches that the compiler had no room for or could not
-    form, whatever they came of.
+    Attributes:
+        waiting: jobs left.
+        forwards: orders, subsets and pairs that were run, by kind of job.
+        seconds: of these forwards.
+        given_up: jobs by reason: `queue` (others were worth more), `bytes` (the library holds what saves more per byte)
+            or `sums` (no pair patches are summed any more).
+        dropped: patches that the compiler had no room for or could not form, whatever they came of.
     """
 
     waiting: int
@@ -84,12 +87,15 @@ class PatchPrecompiler:
         self._tokens, self._seconds = 0, 0.0
 
     def __len__(self) -> int:
-        """Jobs that may go on now: none while the compute budget is spent, unless one has begun a step."""
+        """Jobs that may go on now.
+
+        None while the compute budget is spent, unless one has begun a step.
+        """
         waiting = self._waiting
-        return waiting if waiting and (self.running or self._budget.open) else 0
+        return waiting if waiting and (self.is_running or self._budget.is_open) else 0
 
     def offer(self, plan: LinkPlan, *, missed: bool) -> None:
-        """A link has finished; `missed`: some of its chunks had to be computed."""
+        """Take up a finished link; `missed`: some of its chunks had to be computed."""
         tenant, prefix, limits = plan.request.tenant, plan.request.prefix, self._limits
         contents = [chunk.span.content for chunk in plan.chunks]
         self.demand.observe(tenant, contents)
@@ -103,11 +109,15 @@ class PatchPrecompiler:
         tokens = [len(chunk.span) for chunk in plan.chunks]
         found = jobs(served, tenant, prefix, contents, tokens, limits, self.demand)
         if limits.pair_forwards:
-            others = self._known.beside(served, STRANGERS, lambda content: self.demand.expected(tenant, content))
+            others = self._known.beside(
+                served, CROSS_REQUEST_CHUNKS, lambda content: self.demand.expected(tenant, content)
+            )
             company = OrbitForming(prefix, served.chunks + others, tenant)
             contents += [chunk.content for chunk in others]
             tokens += [len(chunk.token_ids) for chunk in others]
-            found += meetings(company, tenant, prefix, contents, tokens, len(served.chunks), limits, self.demand)
+            found += cross_request_jobs(
+                company, tenant, prefix, contents, tokens, len(served.chunks), limits, self.demand
+            )
         for job in found:
             self._queue.add(job)
 
@@ -117,20 +127,23 @@ class PatchPrecompiler:
             self._end()
 
     @property
-    def running(self) -> bool:
-        """Whether a step has begun, which uses the scratch blocks until it is over."""
+    def is_running(self) -> bool:
+        """True if a step has begun, which uses the scratch blocks until it is over."""
         return self._step is not None
 
     def may_go_on(self, awaited: Collection[tuple[str, str]]) -> bool:
-        """Whether a step has begun or may begin; `awaited` contents (tenant, content) are still to be kept."""
-        if self.running or self._crowded():
-            return self.running
-        return self._budget.open and (self._job is not None or self._queue.best(awaited) is not None)
+        """True if a step has begun or may begin.
+
+        `awaited` contents (tenant, content) are still to be kept.
+        """
+        if self.is_running or self._crowded():
+            return self.is_running
+        return self._budget.is_open and (self._job is not None or self._queue.best(awaited) is not None)
 
     def step(self, awaited: Collection[tuple[str, str]] = ()) -> None:
         """Do one piece of work. Raises what the library and the engine do; the job is given up then."""
         # A job does a step before it gives way: worth decays while jobs are compared, equal ones would swap for ever.
-        job, better = self._job, None if self.running or self._fresh else self._queue.best(awaited)
+        job, better = self._job, None if self.is_running or self._fresh else self._queue.best(awaited)
         # The orders of a set are not left half-way: the means that they are forming are large.
         if job and better and job.kind is not JobKind.orders and self._priority(better) > self._priority(job):
             self._queue.add(job)
@@ -193,15 +206,17 @@ class PatchPrecompiler:
         self._fresh = False
 
     def _to_give_up(self, job: CompileJob[OrbitForming]) -> str | None:
-        """Why a job's next step is not to be taken. The orders of a set end in one patch, whose bytes were weighed when
-        they were begun."""
-        if job.pairs and not self._sums():
+        """Reason for not taking a job's next step; None: it is to be taken.
+
+        The orders of a set end in one patch, whose bytes were weighed when they were begun.
+        """
+        if job.has_pairs and not self._sums():
             return "sums"
         weighed = job.kind is JobKind.orders and not self._fresh
         return None if weighed or self._worth_its_bytes(job) else "bytes"
 
     def _worth_its_bytes(self, job: CompileJob[OrbitForming]) -> bool:
-        """Whether what the next step compiles is expected to save as much per second and byte as what goes for it."""
+        """True if the next step saves as much per second and byte as what goes for it."""
         price = self._harvester.library.price(job.tenant)
         if not price or not self._tokens:
             return True
@@ -213,8 +228,11 @@ class PatchPrecompiler:
         return self._harvester.form.footprint(tokens, engine.layout, engine.dtype)
 
     def _take(self, job: CompileJob[OrbitForming]) -> Pieces[tuple[int, int]]:
-        """Take the job's next step: how many orders, parts or pairs were run, and over how many tokens; none if it was
-        a look at what is stored."""
+        """Take the job's next step.
+
+        Returns:
+            How many orders, subsets or pairs were run, and over how many tokens; none after a look at what is stored.
+        """
         fits, tokens, ran = job.longest() <= self._scratch.tokens, job.step_tokens(), 0
         if job.kind is JobKind.orders:
             if fits and self._forming is None:
@@ -224,15 +242,18 @@ class PatchPrecompiler:
             job.forwards = job.forwards - 1 if ran else 0
             return ran, tokens
         step = job.steps.pop(0)
-        if fits and job.pairs:
+        if fits and job.has_pairs:
             ran, tokens = yield from self._harvester.pairs_step(job.item, step, job.forwards, self._scratch)
         elif fits:
-            ran = int((yield from self._harvester.part_step(job.item, step, self._scratch)))
+            ran = int((yield from self._harvester.prefix_subset_step(job.item, step, self._scratch)))
         job.forwards -= ran
         return ran, tokens
 
 
 def _light(served: OrbitForming) -> OrbitForming:
-    """The same without embeddings, which jobs would keep for as long as they wait: what runs one loads them again."""
+    """The same set without embeddings.
+
+    Jobs would keep them for as long as they wait: what runs one loads them again.
+    """
     chunks = tuple(replace(chunk, embeddings=None) for chunk in served.chunks)
     return OrbitForming(served.prefix, chunks, served.tenant)

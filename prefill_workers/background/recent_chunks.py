@@ -1,4 +1,4 @@
-"""Chunks of earlier prompts: whom those of the next one may meet in a later request."""
+"""Chunks of earlier prompts, to be paired with those of the next one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RecentChunks:
         self._chunks: OrderedDict[tuple[str, str, str], OrbitChunk] = OrderedDict()
 
     def add(self, served: OrbitForming) -> None:
-        """A prompt brought these."""
+        """Remember the chunks of a prompt."""
         prefix = prefix_key(served.prefix)
         for chunk in served.chunks:
             name = served.tenant, prefix, chunk.key
@@ -36,7 +36,7 @@ class RecentChunks:
             self._chunks.popitem(last=False)
 
     def forget(self, content: str, tenant: str) -> None:
-        """A tenant's content was deleted, or everybody's."""
+        """Forget a tenant's deleted content, or everybody's."""
         gone = [
             name
             for name, chunk in self._chunks.items()
@@ -46,7 +46,10 @@ class RecentChunks:
             del self._chunks[name]
 
     def beside(self, served: OrbitForming, count: int, worth: Callable[[str], float]) -> tuple[OrbitChunk, ...]:
-        """Up to `count` other chunks of the same tenant behind the same prefix, those `worth` most by content first."""
+        """Up to `count` other chunks of the same tenant and prefix, those `worth` most first.
+
+        `worth`: by content.
+        """
         there = {chunk.content for chunk in served.chunks}
         whose = served.tenant, prefix_key(served.prefix)
         others = [chunk for name, chunk in self._chunks.items() if name[:2] == whose and chunk.content not in there]

@@ -1,4 +1,6 @@
-"""Exact recomputation of a share of the requests that reused KV, off the request path (see `fidelity`).
+"""Shadow checks: exact recomputation of a share of the requests that reused KV.
+
+Off the request path; see `prefill_workers.fidelity.monitor`.
 
 | when                 | what                                                                                     |
 |----------------------|------------------------------------------------------------------------------------------|
@@ -79,13 +81,13 @@ class ShadowChecks:
         return len(self._queue)
 
     @property
-    def running(self) -> bool:
-        """Whether a check uses the scratch blocks."""
+    def is_running(self) -> bool:
+        """True if a check uses the scratch blocks."""
         return bool(self._queue) and self._queue[0].exact is not None
 
     @property
-    def ready(self) -> bool:
-        """Whether the next check's embeddings are there, or are waited for no longer."""
+    def is_ready(self) -> bool:
+        """True if the next check's embeddings are there, or are waited for no longer."""
         if not self._queue:
             return False
         check = self._queue[0]
@@ -93,11 +95,11 @@ class ShadowChecks:
         return waited or all(load.done() for load in check.loads.values())
 
     def waits_since(self) -> float | None:
-        """When the oldest check that holds blocks was queued (`time.perf_counter`); None if there is none."""
+        """Time at which the oldest check with blocks was queued (`time.perf_counter`), or None."""
         return next((check.since for check in self._queue if check.lease is not None), None)
 
     def offer(self, plan: LinkPlan, lease: str) -> None:
-        """A link has finished; with the configured chance, take it up and hold its blocks."""
+        """Take up a finished link with the configured chance, and hold its blocks."""
         points = self._fidelity.draw(chunk.outcome.operating_point for chunk in plan.chunks)
         if not points:
             return
@@ -219,7 +221,7 @@ def compared(plan: LinkPlan, tokens: int) -> list[Run]:
 
 
 def _embedded(check: _Check) -> tuple[Embedded, ...] | None:
-    """The embeddings of all chunks, in prompt order; None when some are not to be had, or do not fit."""
+    """Embeddings of all chunks, in prompt order; None if some are not to be had or do not fit."""
     embedded = []
     for i, chunk in enumerate(check.plan.chunks):
         embeddings, load = chunk.embeddings, check.loads.get(i)

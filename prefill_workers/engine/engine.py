@@ -13,7 +13,6 @@ import os
 import threading
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from vllm import LLM, SamplingParams
-from vllm.config import KVTransferConfig
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 
 from infra.cpu import openmp
-from infra.vllm_env import BLOCK_SIZE, cpu_engine_arguments, fitting, gpu_pool
+from infra.vllm_arguments import hand_off_arguments
+from infra.vllm_env import BLOCK_SIZE
 from kvstore.operator.apply import relocate
 from kvstore.operator.layout import Layout
 from kvstore.operator.rotary import RotaryScheme
@@ -34,6 +33,7 @@ from prefill_workers.engine.batch import Attending, assemble
 from prefill_workers.engine.fingerprint import fingerprint, precision
 from prefill_workers.engine.image_batches import Pixels, handfuls
 from prefill_workers.engine.rank_errors import Failure
+from prefill_workers.engine.spec import EngineSpec
 from prefill_workers.engine.transfer_notes import ReadNotes
 from prefill_workers.engine.worker_extension import LayerSource, UnsupportedEngine
 from prefill_workers.sequence import LinkSequence, Run
@@ -42,29 +42,6 @@ NULL_BLOCK = 0  # vLLM keeps block 0 as its null block
 
 _ANSWER_SECONDS = 600.0  # longer than any forward takes: a rank that is silent so long waits for one that failed
 _PIXELS_OF_TOKEN = 3 * 28 * 28  # numbers of an image behind one of its tokens: four patches of 14 x 14, as most have
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """Settings of an engine of one model.
-
-    On a CPU the KV pool's size comes from the environment (`infra.vllm_env`).
-    """
-
-    model: str
-    dtype: str = "auto"
-    load_format: str = "auto"
-    max_model_len: int | None = None
-    block_size: int | None = None
-    tensor_parallel_size: int = 1
-    max_batch_tokens: int = 4096
-    gpu_memory_utilization: float = 0.9
-    kv_cache_gib: int | None = None
-    trust_remote_code: bool = False
-    hand_off: bool = True
-    encoder_only: bool = False
-    kv_cache_dtype: str = "auto"
-    seed: int = 0
 
 
 class CheckOutcome(NamedTuple):
@@ -80,29 +57,16 @@ class SelfCheckError(RuntimeError):
 
 
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """vLLM engine arguments that prefill and vision engines share."""
-    arguments: dict[str, Any] = {
-        "model": spec.model,
-        "dtype": spec.dtype,
-        "load_format": spec.load_format,
-        "max_model_len": fitting(spec.max_model_len),
-        "tensor_parallel_size": spec.tensor_parallel_size,
-        "gpu_memory_utilization": spec.gpu_memory_utilization,
-        "trust_remote_code": spec.trust_remote_code,
-        "kv_cache_dtype": spec.kv_cache_dtype,
-        "seed": spec.seed,
+    """vLLM's arguments of a prefill or vision engine."""
+    return {
+        **spec.arguments(),
         "enforce_eager": True,  # forwards over runs have no fixed shape to capture
-        "enable_prefix_caching": False,  # the library and `prefix_cache` are the caches
         "max_num_seqs": 2,  # vLLM's own scheduler only serves the self-check
         "max_num_batched_tokens": max(spec.max_batch_tokens, 2048),
-        "disable_log_stats": True,
         "worker_extension_cls": "prefill_workers.engine.worker_extension.WorkerExtension",
-        **cpu_engine_arguments(),
-        **gpu_pool(spec.kv_cache_gib),
+        **(hand_off_arguments() if spec.hand_off else {}),
+        **({"mm_encoder_only": True} if spec.encoder_only else {}),
     }
-    if spec.block_size is not None:
-        arguments["block_size"] = spec.block_size
-    return arguments
 
 
 def layout_of(facts: Mapping[str, Any]) -> Layout:
@@ -147,17 +111,8 @@ class PrefillEngine:
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        arguments = engine_arguments(spec)
-        if spec.hand_off:
-            arguments["kv_transfer_config"] = KVTransferConfig(
-                kv_connector="NixlConnector",
-                kv_role="kv_both",
-                kv_buffer_device="cuda" if torch.cuda.is_available() else "cpu",
-            )
-        if spec.encoder_only:
-            arguments["mm_encoder_only"] = True
         self.spec = spec
-        self._llm = LLM(**arguments)
+        self._llm = LLM(**engine_arguments(spec))
         # vLLM's executor of several ranks matches answers to calls by their order; requests are planned on many threads
         self._calls = threading.Lock() if spec.tensor_parallel_size > 1 else nullcontext()
         self.silent = False  # for good: a rank does not answer

@@ -6,20 +6,20 @@ It holds the vision tower and nothing else of the model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
 from infra.cpu import openmp
-from prefill_workers.engine.engine import EngineSpec, PrefillEngine
+from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.engine.image_batches import Pixels
+from prefill_workers.engine.spec import EngineSpec
 
 
 class VisionEncoder:
-    """Encodes processed images; one engine in encoder-only mode. Not thread-safe."""
+    """Encodes processed images by an engine whose `spec` says `encoder_only`. Not thread-safe."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        self._engine = PrefillEngine(replace(spec, encoder_only=True, hand_off=False))
+        self._engine = PrefillEngine(spec)
         self.images = 0
         openmp.release()  # the calling thread's; another may be the one that encodes
 

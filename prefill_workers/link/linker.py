@@ -258,7 +258,7 @@ class Linker:
 
     def _composes(self, antecedents: int) -> bool:
         """True if pair patches behind so many antecedents are summed."""
-        return 1 < antecedents <= self.compose_up_to
+        return antecedents in policies.composed_antecedents(self.compose_up_to)
 
     def _sums_behind(self, antecedents: int) -> bool:
         """True if pair patches behind so many antecedents are summed and not switched off."""

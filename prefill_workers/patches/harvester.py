@@ -295,15 +295,15 @@ class Harvester:
                 )
         return True
 
-    # -- parts and pairs -----------------------------------------------------------------------------------------------
+    # -- prefix subsets and pairs --------------------------------------------------------------------------------------
 
-    def part_step(self, forming: OrbitForming, part: Sequence[int], scratch: Scratch) -> Pieces[bool]:
-        """Run some chunks of a set, in this order, and send their own patches not yet stored.
+    def prefix_subset_step(self, forming: OrbitForming, subset: Sequence[int], scratch: Scratch) -> Pieces[bool]:
+        """Run some chunks of a set, in this order, and send off their own patches that are not stored.
 
         Returns whether that took a forward: not if the last chunk's patch is stored, as the others' then are, and not
         if canonical KV or embeddings are gone.
         """
-        order, tenant = [forming.chunks[i] for i in part], forming.tenant
+        order, tenant = [forming.chunks[i] for i in subset], forming.tenant
         keys = []
         for i, chunk in enumerate(order):
             behind = antecedent_key(forming.prefix, [other.key for other in order[:i]], ordered=True)
@@ -325,7 +325,7 @@ class Harvester:
         return True
 
     def pairs_step(
-        self, forming: OrbitForming, fan: Sequence[int], limit: int, scratch: Scratch
+        self, forming: OrbitForming, batch: Sequence[int], limit: int, scratch: Scratch
     ) -> Pieces[tuple[int, int]]:
         """Run each chunk alone behind the first; send pair patches, and the first's behind nothing.
 
@@ -335,7 +335,7 @@ class Harvester:
         at most, and the tokens that this took.
         """
         prefix, tenant = forming.prefix, forming.tenant
-        first, *others = (forming.chunks[i] for i in fan)
+        first, *others = (forming.chunks[i] for i in batch)
 
         def lacks(*chunks: OrbitChunk) -> Pieces[bool]:
             kind = set_kind(len(chunks) - 1)

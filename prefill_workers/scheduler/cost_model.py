@@ -1,8 +1,7 @@
-"""What forwards take: a fixed part, however few tokens they compute, and so much per token.
+"""Forward cost model of a prefill worker: measured at start, learnt from every forward.
 
-The fixed part is what reading the weights and starting the kernels takes. Counted in tokens it is some 20 with 250M
-parameters on two cores, a hundred where these multiply matrices in hardware (AMX), and hundreds on GPUs. It decides
-what goes into one forward together, and in what pieces background work is done.
+It decides what goes into one forward together (`ForwardCost.joins`), in what pieces background work is done, and how
+long a forward waits for layers that are loading.
 """
 
 from __future__ import annotations
@@ -11,10 +10,12 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from autoscale.curves import USUAL, ForwardCost
 from prefill_workers.sequence import LinkSequence, Run
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FIXED_TOKENS = 16.0  # where it was not measured
 _SLACK_SECONDS = 0.1  # how late the layers of one forward may be in all, besides what the forward itself takes
 _PIECE_SECONDS = 0.1  # of a background forward: what a link that arrives meanwhile waits for
 _PIECE_OF_REST = 0.02  # and after a longer rest such a share of it: whole chunks cost less than their pieces
@@ -36,65 +36,63 @@ _TURNS = 4
 
 
 class ForwardCostModel:
-    """What a forward of so many tokens takes, as learnt from the ones before.
+    """The cost of a forward as learnt from earlier ones, and decisions by it.
 
     Args:
         fixed: the fixed part, in tokens.
         seconds_per_token: None: not known before the first forward.
     """
 
-    def __init__(self, fixed: float = FIXED_TOKENS, seconds_per_token: float | None = None) -> None:
-        self.fixed = fixed
-        self._seconds_per_token = seconds_per_token
+    def __init__(self, fixed: float = USUAL.fixed_tokens, seconds_per_token: float | None = None) -> None:
+        self._cost = ForwardCost(fixed, seconds_per_token)
 
     @property
-    def seconds_per_token(self) -> float | None:
-        """What a further token of a forward takes; None before the first."""
-        return self._seconds_per_token
+    def cost(self) -> ForwardCost:
+        """The cost as known now."""
+        return self._cost
 
     def learn(self, tokens: int, seconds: float) -> None:
-        """A forward over so many tokens took this long, without waiting for layers."""
-        now, before = seconds / (tokens + self.fixed), self._seconds_per_token
-        self._seconds_per_token = now if before is None else (now + before) / 2
+        """Take up a forward over so many tokens that took this long, without waiting for layers."""
+        now, before = seconds / (tokens + self._cost.fixed_tokens), self._cost.seconds_per_token
+        self._cost = replace(self._cost, seconds_per_token=now if before is None else (now + before) / 2)
 
     def seconds(self, tokens: int) -> float:
-        """What a forward over so many tokens is expected to take; 0 as long as nothing is known."""
-        return (tokens + self.fixed) * (self._seconds_per_token or 0.0)
+        """Seconds that a forward over so many tokens is expected to take; 0 before the first."""
+        return self._cost.seconds(tokens)
 
     def joins(self, tokens: int, others: int, behind: int) -> bool:
-        """Whether a link with so many tokens to compute should join the forward of `others` links.
-
-        It delays those by what its tokens take; with a forward of its own it would delay itself, and the `behind` that
-        come after it, by the fixed part.
-        """
-        return others * tokens <= (1 + behind) * self.fixed
+        """See `ForwardCost.joins`."""
+        return self._cost.joins(tokens, others, behind)
 
     def piece(self, left: int, rested: float = 0.0) -> int:
-        """Of the tokens that are `left`, those of a background forward, after so many seconds in which nobody asked.
+        """Tokens of the next background forward.
+
+        Of those `left`, after `rested` seconds without a request.
 
         A tenth of a second, more after a rest of five; or four times the fixed part where that is longer. All pieces
         are of about one length, and there is none for less than the fixed part.
         """
-        most = int(_PIECE_FIXED * self.fixed)
-        if self._seconds_per_token is not None:
+        fixed, per_token = self._cost.fixed_tokens, self._cost.seconds_per_token
+        most = int(_PIECE_FIXED * fixed)
+        if per_token is not None:
             seconds = min(max(_PIECE_SECONDS, _PIECE_OF_REST * rested), _LONGEST_PIECE_SECONDS)
-            most = max(most, int(seconds / self._seconds_per_token))
-        return math.ceil(left / max(1, math.ceil((left - self.fixed) / most)))
+            most = max(most, int(seconds / per_token))
+        return math.ceil(left / max(1, math.ceil((left - fixed) / most)))
 
     def keeps_ahead(self, arriving: Sequence[LayerwiseLoad], tokens: int) -> bool:
-        """Whether all layers will be there about when a forward over so many tokens, begun now, needs them."""
-        if self._seconds_per_token is None:
+        """True if all layers arrive about when a forward over so many tokens, begun now, needs them."""
+        if self._cost.seconds_per_token is None:
             return False
         return max(chunk.seconds_left for chunk in arriving) <= self.seconds(tokens)
 
     def deadline(self, tokens: int) -> float:
-        """When a forward over so many tokens, begun now, stops waiting for layers (monotonic seconds)."""
+        """Monotonic time at which a forward that begins now stops waiting for layers."""
         return time.monotonic() + 2 * self.seconds(tokens) + _SLACK_SECONDS
 
 
 @torch.inference_mode()
 def measure_forward_cost(engine: PrefillEngine) -> ForwardCostModel:
-    """The pace of an engine that nobody uses yet, whose KV this overwrites.
+    """Measure the forward cost of an idle engine, whose KV this overwrites.
 
     By the shortest forward, and by one that is long enough to take several times as long.
     """

@@ -247,8 +247,8 @@ class PrefillLoop:
             forwards_partial=scheduler.forwards_partial,
             tokens_forwarded=scheduler.tokens,
             tokens_queued=scheduler.tokens_left + self._loaded.tokens,
-            fixed_tokens=scheduler.cost_model.fixed,
-            seconds_per_token=scheduler.cost_model.seconds_per_token,
+            fixed_tokens=scheduler.cost_model.cost.fixed_tokens,
+            seconds_per_token=scheduler.cost_model.cost.seconds_per_token,
             leases_expired=self._expired,
             harvest_failures=self._background.failures,
             compiled=self._background.compiled(),
@@ -319,11 +319,11 @@ class PrefillLoop:
                 with self._wake:  # leave the machine to somebody's first token
                     if not self._scheduler.waiting:
                         self._wake.wait(_POLL_SECONDS)
-            elif self._background.ready:
+            elif self._background.is_ready:
                 self._background.step()
 
     def _has_work(self) -> bool:
-        return self._scheduler.has_links or bool(self._images or self._background.ready)
+        return self._scheduler.has_links or bool(self._images or self._background.is_ready)
 
     def _gives_way(self) -> bool:
         """True if background work should wait for a hand-off or a request, and no check is late."""

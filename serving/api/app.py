@@ -1,4 +1,4 @@
-"""The HTTP application: vLLM's OpenAI routes on our engine client, files, health and metrics.
+"""HTTP application: vLLM's OpenAI routes on our engine client, files, health, metrics.
 
 | route                                   | answered by                                   |
 |-----------------------------------------|-----------------------------------------------|
@@ -42,7 +42,7 @@ from serving.api.auth import Authenticate, Limit
 from serving.api.chat import UNSUPPORTED, OrbitServingChat, fixed_prefix, readable, refuse_longer, refuse_unsupported
 from serving.api.client_disconnect import CancelOnDisconnect, answering
 from serving.api.compiling import compiling
-from serving.api.errors import InvalidRequest, answer_errors
+from serving.api.errors import answer_errors
 from serving.api.fidelity import families, fidelity_router, scraped
 from serving.api.files import OnDelete, files_router
 from serving.api.media import MediaResolver
@@ -52,6 +52,7 @@ from serving.api.vector_stores import vector_stores_router
 from serving.config import OrbitServeConfig
 from serving.frontend.documents import Documents
 from serving.frontend.engine_client import LinkedEngineClient
+from serving.frontend.errors import InvalidRequest
 from serving.frontend.report import RequestTrace, parse_options, set_trace
 
 _UNSUPPORTED_COMPLETION = {
@@ -78,7 +79,10 @@ class OrbitServingCompletion(OpenAIServingCompletion):
 
 
 class OrbitServingTokenization(ServingTokenization):
-    """vLLM's tokenisation handler, which would fetch a chat's images itself and let clients choose their names."""
+    """vLLM's tokenisation handler, with a chat's images resolved by us.
+
+    It would fetch them itself and let clients choose their names.
+    """
 
     def __init__(self, *arguments: Any, media: MediaResolver, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -87,7 +91,9 @@ class OrbitServingTokenization(ServingTokenization):
         self._max_characters = self._max_tokens * self.renderer.get_tokenizer().max_chars_per_token
 
     async def create_tokenize(self, request: TokenizeRequest, raw_request: Request) -> Any:
-        """Resolve a chat's chunks as for an answer, then tokenise as vLLM does: where all prompts are rendered.
+        """Resolve a chat's chunks as for an answer, then tokenise as vLLM does.
+
+        In the thread that renders all prompts.
 
         Raises:
             InvalidRequest: more text than a prompt can hold.
@@ -106,7 +112,7 @@ class OrbitServingTokenization(ServingTokenization):
         return await super().create_tokenize(request, raw_request)
 
     async def create_detokenize(self, request: DetokenizeRequest, raw_request: Request) -> Any:
-        """As vLLM does. Raises InvalidRequest for more tokens than a prompt can hold."""
+        """Detokenise as vLLM does. Raises InvalidRequest for more tokens than a prompt can hold."""
         if len(request.tokens) > self._max_tokens:
             raise InvalidRequest(
                 f"{len(request.tokens)} tokens; the longest prompt has at most {self._max_tokens}", parameter="tokens"
@@ -142,7 +148,7 @@ async def build_api(
     longest = client.model_config.max_model_len * client.renderer.get_tokenizer().max_chars_per_token
     media = MediaResolver(http, files, stores, documents, longest)
     metrics = Metrics()
-    metrics.patches.set_function(lambda: len(client.arranger.index))
+    metrics.patches.set_function(lambda: len(client.orderer.index))
     metrics.unlogged.set_function(lambda: client.access_log.dropped if client.access_log else 0)
 
     app = FastAPI(title="OrbitServe", description="Multimodal serving that does not pay twice for what it has seen.")

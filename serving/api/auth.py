@@ -27,14 +27,17 @@ _OTHER_BODY = 4 << 20  # bytes: a vector store of the most files there may be, w
 
 
 def _route(scope: Scope) -> str:
-    """The path as the application's routes have it: where it is mounted under a prefix, without that."""
+    """Path by the application's routes: without the prefix under which it is mounted."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "").rstrip("/")
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
 class Authenticate:
-    """Bearer key to `tenant` and `admin` in `scope["state"]`. Without configured keys everyone is the local tenant."""
+    """Middleware that writes a bearer key's `tenant` and `admin` into `scope["state"]`.
+
+    Without configured keys everyone is the local tenant.
+    """
 
     def __init__(self, app: ASGIApp, api_keys: Mapping[str, ApiKey]) -> None:
         self._app = app
@@ -72,14 +75,14 @@ class _BodyTooLarge(HTTPException):
 
 
 class _BodyTooSlow(HTTPException):
-    """As `_BodyTooLarge`."""
+    """Request body that takes longer than allowed; raised like `_BodyTooLarge`."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(HTTPStatus.REQUEST_TIMEOUT, f"the request body did not come within {seconds:g} s")
 
 
 class Limit:
-    """Bounds request bodies while they are read, the time that takes, and what is in progress that has one.
+    """Middleware that bounds request bodies: their size, their time, those in progress.
 
     One too many is answered 429 with Retry-After.
     """
@@ -120,7 +123,10 @@ class Limit:
             self._running -= 1
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Counts answers by status. What is raised up to here is answered 500, outside of all middleware."""
+        """Count answers by status.
+
+        What is raised up to here is answered 500, outside of all middleware.
+        """
         answered = False
 
         def count(status: int) -> None:

@@ -1,4 +1,4 @@
-"""Chat completions: vLLM's own, with chunks resolved before and the `orbit` report added after."""
+"""Chat completions: vLLM's own, with chunks resolved and the `orbit` report added."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
 
 from serving.api.client_disconnect import answering
-from serving.api.errors import InvalidRequest
 from serving.api.media import MediaResolver
 from serving.api.ordering import Ordering, ordered
 from serving.api.pixel_budget import give_back
 from serving.api.prefix import Prefixes, tools_text
 from serving.api.streams import opened
 from serving.frontend.documents import Documents
+from serving.frontend.errors import InvalidRequest
 from serving.frontend.report import RequestTrace, parse_options, set_trace
 
 # What needs the prompt in the engine that decodes, which never sees it; and what would need another engine.
@@ -76,7 +76,7 @@ class OrbitServingChat(OpenAIServingChat):
         request.messages = await ordered(
             Ordering(await self._media.resolve_messages(messages, tenant), self._documents),
             trace,
-            self.engine_client.arranger,
+            self.engine_client.orderer,
         )
         trace.documents = self._documents.marked(part["text"] for part in parts_of(request.messages, "text"))
         contents = contents_of(request.messages, self._documents)
@@ -97,7 +97,10 @@ class OrbitServingChat(OpenAIServingChat):
         return await opened(self._reported(answer, trace))
 
     async def render_chat_request(self, request: ChatCompletionRequest) -> Any:
-        """As vLLM's, but every item comes with its processed fields, repeated images from the processor cache."""
+        """Render as vLLM does, but with every item's processed fields.
+
+        Those of repeated images come from the processor cache.
+        """
         error = await self._check_model(request)
         if error is not None:
             return error
@@ -155,7 +158,9 @@ def contents_of(messages: list[Any], documents: Documents) -> list[str]:
 
 
 def readable(messages: Iterable[Any]) -> list[dict[str, Any]]:
-    """Messages whose parts can be read more than once; pydantic leaves some of them to a one-shot iterator.
+    """Messages whose parts can be read more than once.
+
+    pydantic leaves some of them to a one-shot iterator.
 
     Raises:
         InvalidRequest: one of them has no role, for which vLLM takes it for a message in another format.
@@ -188,7 +193,7 @@ def _only_named(messages: list[Any], which: Callable[[str], bool]) -> list[Any]:
 
 
 def refuse_longer(messages: list[dict[str, Any]], prefix: str, most: int) -> None:
-    """Raises InvalidRequest for more text than a prompt can hold, before anything is spent on it.
+    """Raise InvalidRequest for more text than a prompt can hold, before anything is spent on it.
 
     `prefix`: see `fixed_prefix`.
     """
@@ -213,8 +218,10 @@ def _leads(message: dict[str, Any]) -> bool:
 
 
 def fixed_prefix(messages: list[dict[str, Any]], request: ChatCompletionRequest | TokenizeChatRequest) -> str:
-    """What stands before every chunk of a conversation whatever is asked: what a template writes before the messages,
-    and leading system messages."""
+    """Text before every chunk of a conversation, whatever is asked.
+
+    A template writes some of it before the messages; leading system messages are the rest.
+    """
     texts = [tools_text(request.tools)] if request.tools else []
     if documents := getattr(request, "documents", None):
         texts.append(json.dumps(documents, sort_keys=True))
@@ -228,7 +235,7 @@ def fixed_prefix(messages: list[dict[str, Any]], request: ChatCompletionRequest 
 
 
 def refuse_unsupported(request: Any, reasons: dict[str, str]) -> None:
-    """Raises InvalidRequest for the first field in `reasons` that the request sets."""
+    """Raise InvalidRequest for the first field in `reasons` that the request sets."""
     for name, reason in reasons.items():
         value = getattr(request, name, None)
         if value or type(value) is int:  # of a number 0 is one too

@@ -31,6 +31,6 @@ class CancelOnDisconnect:
 
 
 def answering(request: Request | None) -> None:
-    """Note that the current task answers a request; None: of nobody who could leave."""
+    """Note the request that the current task answers; None: no client could leave."""
     if request is not None:
         setattr(request.state, _STATE, asyncio.current_task())

@@ -1,4 +1,7 @@
-"""What prefill replicas compile ahead of requests, for /metrics (see `prefill_workers.background.compile_queue`)."""
+"""Metrics of what prefill replicas compile ahead of requests.
+
+See `prefill_workers.background.compile_queue`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of the HTTP surface, in OpenAI's shape. vLLM's exception handlers turn most of them into responses."""
+"""Errors as HTTP responses in OpenAI's shape; vLLM's exception handlers make most of them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ from vllm.entrypoints.serve.exception_handling.register import init_exception_ha
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 from kvstore.errors import StoreError
+from serving.frontend.errors import OverloadedError
 
 logger = logging.getLogger(__name__)
 
 _STREAMING = tuple(f"vllm.entrypoints.openai.{api}.serving" for api in ("chat_completion", "completion"))  # loggers
-
-
-class InvalidRequest(VLLMValidationError):
-    """400: the request is wrong; `parameter` names the part, such as `messages[0].content[2]`."""
 
 
 class Forbidden(GracefulHTTPError):
@@ -53,15 +50,11 @@ class TooLarge(GracefulHTTPError):
         super().__init__(message, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
 
-class OverloadedError(GracefulHTTPError):
-    """429: queues are full; nothing was started."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, HTTPStatus.TOO_MANY_REQUESTS)
-
-
 class _ToldAlready(logging.Filter):
-    """Drops the traceback that vLLM logs of every stream that fails, where the client is told what it was."""
+    """Log filter that drops vLLM's traceback of a stream that failed.
+
+    The client is told what it was.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -77,7 +70,7 @@ def error_body(message: str, status: HTTPStatus) -> dict[str, Any]:
 
 
 def answer_errors(app: FastAPI) -> None:
-    """Turn what a route raises into responses: vLLM's errors, ours, and those of the library and its files."""
+    """Turn errors of routes into responses: vLLM's, ours, the library's and its files'."""
     app.state.args = Namespace(log_error_stack=False)  # what vLLM's exception handlers look at
     init_exception_handler(app)
     app.exception_handler(HTTPException)(http_exception_handler)  # Starlette's own: no such route, body too large

@@ -11,8 +11,9 @@ from fastapi import APIRouter, File, Form, Query, Request, Response, UploadFile
 from kvstore.records.keys import DYNAMIC_TENANT
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
-from serving.api.errors import Forbidden, InvalidRequest, TooLarge
+from serving.api.errors import Forbidden, TooLarge
 from serving.api.media import MediaResolver
+from serving.frontend.errors import InvalidRequest
 
 OnDelete = Callable[[str, str], Awaitable[None]]
 Purpose = Literal["assistants", "vision", "user_data"]

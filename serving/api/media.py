@@ -1,4 +1,4 @@
-"""Content parts to chunks: fetched, bounded, checked and named, before anything else sees them.
+"""Content parts to chunks: fetched, bounded, checked and named before all else.
 
 An image's name is the BLAKE3 of its bytes under the tenant's salt, or for a file of a vector store under the dynamic
 library's, so that what is computed from a reference serves every tenant and nothing else passes between them. It is
@@ -34,9 +34,10 @@ from kvstore.errors import UnknownFile
 from kvstore.records.keys import DYNAMIC_TENANT, owned_content_id
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
-from serving.api.errors import InvalidRequest, NotFound, TooLarge
+from serving.api.errors import NotFound, TooLarge
 from serving.api.pixel_budget import PixelBudget, PixelReservation
 from serving.frontend.documents import Documents, Mark
+from serving.frontend.errors import InvalidRequest
 from serving.settings import HttpSettings
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -56,7 +57,7 @@ class ResolvedImage:
 
     @property
     def pixels(self) -> int:
-        """Its pixels."""
+        """Number of pixels."""
         return self.image.width * self.image.height
 
 
@@ -69,7 +70,7 @@ class ResolvedText:
 
 
 class _RequestBudget:
-    """What the images or the documents of one request may still have. Thread-safe.
+    """Bound on something of one request's images or documents, such as pixels. Thread-safe.
 
     `most`: None bounds nothing; `of`: "images have {} pixels".
     """
@@ -80,7 +81,7 @@ class _RequestBudget:
         self._lock = threading.Lock()
 
     def take(self, count: int, where: str) -> None:
-        """Raises TooLarge if that is more than is left."""
+        """Take a part; raises TooLarge if that is more than is left."""
         with self._lock:
             self._taken += count
             if self._most is not None and self._taken > self._most:
@@ -88,7 +89,7 @@ class _RequestBudget:
 
 
 class MediaResolver:
-    """Resolves the image and file parts of one deployment's requests.
+    """Resolver of the image and file parts of one deployment's requests.
 
     Without `documents` text files are refused. `max_characters`: of a request's text files, all together.
     """
@@ -108,7 +109,7 @@ class MediaResolver:
         self._budget = PixelBudget(settings.max_decoded_pixels)
 
     async def resolve_messages(self, messages: list[Any], tenant: str) -> list[Any]:
-        """The messages with every image part replaced by vLLM's `image_pil` part, and documents by their marks.
+        """Replace image parts of messages by vLLM's `image_pil` part, documents by their marks.
 
         Raises:
             InvalidRequest, NotFound, TooLarge: naming the part.
@@ -181,7 +182,10 @@ class MediaResolver:
     async def _decode_new(
         self, found: Sequence[ResolvedImage | Mark], places: Sequence[str], at_once: asyncio.Semaphore
     ) -> dict[str, ResolvedImage]:
-        """By content the images that nobody has seen before, decoded; waits until there is memory for all of them."""
+        """Decode the images that are not known yet, by content.
+
+        Waits until there is memory for all of them.
+        """
         new: dict[str, tuple[ResolvedImage, str]] = {}
         for one, where in zip(found, places, strict=True):
             if isinstance(one, ResolvedImage) and one.content not in self._decoded:
@@ -213,7 +217,7 @@ class MediaResolver:
     def _identify_file(
         self, data: bytes, owner: str, where: str, pixels: _RequestBudget | None = None
     ) -> ResolvedImage | ResolvedText:
-        """As `open_file`, an image by its header alone."""
+        """Identify a file as `open_file` does, an image by its header alone."""
         text = None if self._documents is None else as_text(data)
         if text is None:
             return self._identify(data, owner, where, pixels, or_text=self._documents is not None)
@@ -223,7 +227,9 @@ class MediaResolver:
         return ResolvedText(owned_content_id(data, owner, self._secret), text)
 
     def open_for(self, purpose: str, data: bytes, owner: str, where: str) -> ResolvedImage | ResolvedText:
-        """Check an upload of OpenAI's purpose: `vision` takes images alone, the others what `open_file` takes.
+        """Check an upload of one of OpenAI's purposes.
+
+        `vision` takes images alone, the others what `open_file` takes.
 
         Raises:
             InvalidRequest: as `open_file`, and of a text that has the purpose `vision`. TooLarge: as `open_file`.
@@ -250,7 +256,9 @@ class MediaResolver:
     def _identify(
         self, data: bytes, owner: str, where: str, pixels: _RequestBudget | None = None, or_text: bool = False
     ) -> ResolvedImage:
-        """As `open`, by the image's header alone; its pixels count against the request's.
+        """Identify content as `open` does, by the image's header alone.
+
+        Its pixels count against the request's.
 
         `or_text`: whether text would have done as well.
         """
@@ -279,7 +287,10 @@ class MediaResolver:
         return ResolvedImage(owned_content_id(data, owner, self._secret), image)
 
     def _decode(self, found: ResolvedImage, where: str, share: PixelReservation | None = None) -> ResolvedImage:
-        """The image as vLLM takes it, which holds its share; as it is if its content has proved decodable."""
+        """Decode an image for vLLM; it holds its share of the pixel budget.
+
+        As it is, if its content has proved decodable.
+        """
         content, image = found.content, found.image
         if content in self._decoded:
             with suppress(KeyError):  # another thread may have let go of it just now
@@ -298,7 +309,10 @@ class MediaResolver:
         return ResolvedImage(content, image)
 
     async def _file(self, part: dict[str, Any], tenant: str, where: str) -> tuple[bytes, str]:
-        """A file's bytes, and who owns what is computed from it. References come first: their KV serves everybody."""
+        """A file's bytes, and the owner of what is computed from it.
+
+        References come first: their KV serves everybody.
+        """
         reference = part.get("file")
         given = reference if isinstance(reference, dict) else {}
         file_id, inline = given.get("file_id"), given.get("file_data")
@@ -315,7 +329,7 @@ class MediaResolver:
 
     @cached_property
     def _certificates(self) -> ssl.SSLContext:
-        """What https is verified by; reading it takes long, and every client would read it anew."""
+        """TLS context for https, which takes long to read and is shared by all clients."""
         return httpx.create_ssl_context(trust_env=False)
 
     async def _fetch(self, url: str, where: str) -> bytes:
@@ -359,7 +373,7 @@ class MediaResolver:
 
 
 async def _together(calls: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
-    """What all of them return; the first error ends the others."""
+    """Results of all tasks; the first error ends the others."""
     tasks = [asyncio.create_task(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
@@ -378,7 +392,10 @@ def as_text(data: bytes) -> str | None:
 
 
 def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Whether an address is one of the public internet; of an IPv4 address that is written as IPv6, whether that is."""
+    """True for an address of the public internet.
+
+    Of an IPv4 address that is written as IPv6, the inner one counts.
+    """
     if isinstance(address, ipaddress.IPv6Address):
         within = int(address) & 0xFFFFFFFF if address in _NAT64 else None
         inner = address.ipv4_mapped if within is None else ipaddress.IPv4Address(within)
@@ -389,7 +406,9 @@ def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
 
 
 async def pinned(url: str, where: str) -> tuple[str, dict[str, str], dict[str, Any]]:
-    """Resolve a URL's host once and aim the request at that address, so that no second look-up can change it.
+    """Resolve a URL's host once and aim the request at that address.
+
+    No second look-up can change it then.
 
     Raises:
         InvalidRequest: the host is unknown, or any of its addresses is not a public one.

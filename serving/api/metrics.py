@@ -1,4 +1,6 @@
-"""What the ingress counts, for `/metrics`. What prefill workers measure is in `fidelity`.
+"""Counters and histograms of the ingress, for `/metrics`.
+
+Those of prefill workers are in `serving.api.fidelity`.
 
 A scrape reaches one ingress replica, and asks the others: series carry the replica's name, so that one which ends takes
 its counters with it.
@@ -72,12 +74,12 @@ class Metrics:
             self.ttft.observe(report.ttft_ms / 1e3)
 
     def collect(self) -> list[Metric]:
-        """What was counted so far in this process: here, and in choosing replicas."""
+        """Metrics of this process so far: the ingress', and those of choosing replicas."""
         return [*self.registry.collect(), *REGISTRY.collect()]
 
 
 async def in_time(asked: Awaitable[_T], otherwise: _T, who: str) -> _T:
-    """What replicas answer in time; a scrape that finds one lost or too busy goes without them."""
+    """Answer of replicas, or a substitute for a scrape that finds one lost or too busy."""
     try:
         return await asyncio.wait_for(asked, SCRAPE_SECONDS)
     except (RoleUnavailable, TimeoutError) as error:
@@ -104,7 +106,7 @@ def exposition(metrics: Iterable[Metric]) -> bytes:
 
 
 class _Given(CollectorRegistry):
-    """Metrics that somebody else collected."""
+    """Metrics collected elsewhere."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         super().__init__()

@@ -61,14 +61,14 @@ _BY_PLACE = re.compile(  # in text whose runs of white space are single spaces: 
 
 
 def words_by_place(texts: Sequence[str]) -> str | None:
-    """The first words that name a chunk by its place, or the order itself; None if there are none."""
+    """First words that name a chunk by its place, or the order itself; None: there are none."""
     collapsed = (" ".join(text.split()) for text in texts)
     found = next((match for match in map(_BY_PLACE.search, collapsed) if match), None)
     return None if found is None else found[0]
 
 
 class Ordering:
-    """The chunks of resolved messages, in order: where their parts are, and which may trade places."""
+    """Chunks of resolved messages, in order: their parts, and which may trade places."""
 
     def __init__(self, messages: list[Any], documents: Documents) -> None:
         self._messages, self._documents = messages, documents
@@ -107,7 +107,9 @@ class Ordering:
         self._gap += len(text.split())
 
     def before_text(self, text: Text, free_text: int) -> int:
-        """How many chunks there are before text that keys the patches of all behind it (`prefill_workers.link.keys`).
+        """Number of chunks before text that keys the patches of all behind it.
+
+        See `prefill_workers.link.keys`.
 
         Words are counted: tokens are not known yet, and text has more of them.
         """
@@ -132,14 +134,14 @@ class Ordering:
         return moved
 
 
-async def ordered(request: Ordering, trace: RequestTrace, arranger: PatchAwareOrderer) -> list[Any]:
+async def ordered(request: Ordering, trace: RequestTrace, orderer: PatchAwareOrderer) -> list[Any]:
     """A request's messages in the order that placement chooses, which the request's report says.
 
     Placement is asked where it may choose, and where its costs are to be explained.
     """
     options, contents = trace.options, request.contents
-    arranger.popularity.observe(trace.tenant, contents)
-    known = request.before_text(options.text, arranger.free_text)
+    orderer.popularity.observe(trace.tenant, contents)
+    known = request.before_text(options.text, orderer.free_text)
     kept = _why_kept(request, trace, known)
     if not contents or (kept is not None and not options.explain):
         if options.order == "free":
@@ -149,7 +151,7 @@ async def ordered(request: Ordering, trace: RequestTrace, arranger: PatchAwareOr
     groups = [None if kept or i >= known else group for i, group in enumerate(request.groups)]
     trace.groups = groups
     uses_patches = looks_up_patch(Mode.parse(options.mode))
-    problem = arranger.problem(contents, groups, trace.tenant, trace.prefix_tokens, known if uses_patches else 0)
+    problem = orderer.problem(contents, groups, trace.tenant, trace.prefix_tokens, known if uses_patches else 0)
     placement = await _searched(problem, place, problem)
     took = (time.perf_counter() - began) * 1e3
     trace.report.order = OrderReport(chunks=list(placement.order), reason=kept or "the cheapest order found")
@@ -163,7 +165,7 @@ async def ordered(request: Ordering, trace: RequestTrace, arranger: PatchAwareOr
 
 
 async def _searched(problem: Problem, search: Callable[..., Found], *arguments: Any) -> Found:
-    """What a search finds; the event loop does not wait for one that takes long."""
+    """Result of a search; one that takes long runs in a thread."""
     return search(*arguments) if problem.is_small else await asyncio.to_thread(search, *arguments)
 
 

@@ -1,4 +1,4 @@
-"""What decoded images may take of an ingress replica's memory, those of all requests together."""
+"""Bound on the decoded images in an ingress replica's memory, over all requests."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from infra.cpu.fair_semaphore import FairSemaphore
 
 
 class PixelReservation:
-    """Pixels that a request's images take, until they are given back or nothing refers to this any more."""
+    """Pixels reserved for a request's images.
+
+    Until they are given back or nothing refers to this any more.
+    """
 
     def __init__(self, give: Callable[[], None]) -> None:
         self.give = weakref.finalize(self, give)  # once, whoever comes first
         self.give.atexit = False
 
     def held_by(self, image: Image.Image) -> None:
-        """As long as the image is there, so is this."""
+        """Keep the reservation for as long as the image exists."""
         image.orbit_share = self  # type: ignore[attr-defined]
 
 
 class PixelBudget:
-    """At most `most` pixels decoded at once, but for a request that has more by itself: that goes alone."""
+    """At most `most` pixels decoded at once; a request that has more by itself goes alone."""
 
     def __init__(self, most: int) -> None:
         self._turns = FairSemaphore(most)
@@ -36,7 +39,10 @@ class PixelBudget:
         return self._turns.held
 
     async def take(self, pixels: int) -> PixelReservation:
-        """Wait for all that a request is to decode, once: who holds some and waits for more would wait for ever."""
+        """Wait for all pixels that a request is to decode.
+
+        Once: two that hold some and wait for more would wait for ever.
+        """
         amount, loop = min(pixels, self._turns.total), asyncio.get_running_loop()
         await self._turns.take(amount)
 
@@ -48,6 +54,6 @@ class PixelBudget:
 
 
 def give_back(image: Image.Image | None) -> None:
-    """Nobody needs the pixels of this image's request any more."""
+    """Give back the pixels of this image's request."""
     if (share := getattr(image, "orbit_share", None)) is not None:
         share.give()

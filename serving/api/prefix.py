@@ -25,7 +25,10 @@ def tools_text(tools: Iterable[ChatCompletionToolsParam]) -> str:
 
 
 def with_tools_of_requests(prefix: str) -> str:
-    """A fixed prefix with the JSON array of tools that it begins with as `tools_text` writes it; another as it is."""
+    """Rewrite the JSON array of tools that a fixed prefix begins with as `tools_text` does.
+
+    A prefix without one is left as it is.
+    """
     if not prefix.startswith("["):
         return prefix
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
@@ -40,7 +43,9 @@ def with_tools_of_requests(prefix: str) -> str:
 
 
 class Prefixes:
-    """Tokenises fixed prefixes and remembers them, by tenant: speed must not tell of others' prompts.
+    """Cache of tokenised fixed prefixes, by tenant.
+
+    Speed must not tell of others' prompts.
 
     Args:
         executor: whose threads tokenise, of a tokenizer of vLLM's those that it has copies of itself for.
@@ -53,7 +58,10 @@ class Prefixes:
         self._held = 0
 
     async def token_ids(self, tenant: str, text: str) -> tuple[int, ...]:
-        """A prefix's own tokens. One that is not known is tokenised in a thread: it may be as long as a prompt."""
+        """A prefix's own tokens.
+
+        One that is not known is tokenised in a thread: it may be as long as a prompt.
+        """
         key = tenant, blake3(text.encode(errors="surrogatepass")).digest()
         known = self._kept.get(key)
         found = await self._tokenised(text) if known is None else known

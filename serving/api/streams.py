@@ -8,7 +8,7 @@ from http import HTTPStatus
 
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
-from serving.api.errors import OverloadedError
+from serving.frontend.errors import OverloadedError
 
 _ERROR = 'data: {"error":'
 
@@ -34,7 +34,10 @@ async def opened(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]
 
 
 async def _begun(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """The events, the first of them twice: once to look at, when this begins; Python closes no generator before."""
+    """Events of a stream, the first of them twice.
+
+    Once to look at, when this begins; Python closes no generator before.
+    """
     async with aclosing(events):
         first = await anext(events, None)
         if first is not None:

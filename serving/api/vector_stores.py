@@ -1,4 +1,6 @@
-"""`/v1/vector_stores`: reference sets that an administrator maintains for every tenant (the dynamic library).
+"""`/v1/vector_stores`: reference sets that an administrator maintains for every tenant.
+
+They make up the dynamic library.
 
 Everybody may read them and name their files in a chat; only an administrator's key changes them. A file is ready as
 soon as it was added: a file is one chunk, and what is computed from it is kept when it is first used.
@@ -16,9 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from kvstore.records.keys import DYNAMIC_TENANT
 from kvstore.uploads.vector_stores import Attributes, Batch, Reference, VectorStore, VectorStores
-from serving.api.errors import Forbidden, InvalidRequest, NotAvailable
+from serving.api.errors import Forbidden, NotAvailable
 from serving.api.files import OnDelete
 from serving.api.media import as_text
+from serving.frontend.errors import InvalidRequest
 
 _MAX_BATCH = 2000
 _DELETED_AT_ONCE = 8  # contents, each of which is looked for in every tier and worker
@@ -81,7 +84,7 @@ class _NewBatch(_Body):
     chunking_strategy: _Chunking | None = None
 
     def attributes_by_file(self) -> dict[str, Attributes]:
-        """Raises InvalidRequest unless exactly one of `file_ids` and `files` is given."""
+        """Attributes by file; raises InvalidRequest unless one of `file_ids` and `files` is given."""
         if (self.file_ids is None) == (self.files is None):
             raise InvalidRequest("a file batch needs either file_ids or files", parameter="file_ids")
         if self.files is not None:
@@ -94,7 +97,7 @@ class _NewAttributes(_Body):
 
 
 class _Page(BaseModel):
-    """Where in a listing to look, as OpenAI's cursors say it."""
+    """Section of a listing, by OpenAI's cursors."""
 
     limit: int = Field(20, ge=1, le=100)
     order: Literal["asc", "desc"] = "desc"

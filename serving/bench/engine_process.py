@@ -101,7 +101,8 @@ def _forward(checkpoint: str, context: int) -> Any:
     """A forward over the last tokens of a prompt whose others are computed already."""
     import torch
 
-    from prefill_workers.engine.engine import EngineSpec, PrefillEngine
+    from prefill_workers.engine.engine import PrefillEngine
+    from prefill_workers.engine.spec import EngineSpec
     from prefill_workers.sequence import LinkSequence, Run
 
     engine = PrefillEngine(EngineSpec(str(checkpoint_path(checkpoint)), hand_off=False, max_model_len=2048))

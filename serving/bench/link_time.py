@@ -66,7 +66,8 @@ def _measure(
     from kvstore.library import Library
     from kvstore.records.patch_form import PatchForm
     from kvstore.settings import LibrarySettings
-    from prefill_workers.engine.engine import EngineSpec, PrefillEngine
+    from prefill_workers.engine.engine import PrefillEngine
+    from prefill_workers.engine.spec import EngineSpec
     from prefill_workers.patches.patch_compiler import PatchCompiler
     from prefill_workers.scheduler.cost_model import measure_forward_cost
     from prefill_workers.settings import CompileLimits

@@ -27,12 +27,11 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pyarrow as pa
@@ -49,6 +48,7 @@ from kvstore.settings import FileSettings, LibrarySettings
 from kvstore.tiers.base import Tier
 from kvstore.tiers.stack import TierStack
 from kvstore.uploads.files import FileStore
+from prefill_workers.engine.spec import EngineSpec
 
 GIB = 1 << 30
 DEFAULT_PORTS = (8000,)  # HTTP
@@ -74,7 +74,6 @@ _ENGINE_REMEDIES = (  # by what the engine said
     ),
 )
 _HEALTH_TIMEOUT_S = 10.0
-_ENGINE = {"hand_off": False}
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,7 @@ def run_doctor(
     ports: Sequence[int] = DEFAULT_PORTS,
     library: LibrarySettings | None = None,
     files: tuple[str, FileSettings] | None = None,
-    engine: Mapping[str, Any] | None = None,
-    kv_cache_gib: int | None = None,
+    engine: EngineSpec | None = None,
     host: str = "127.0.0.1",
 ) -> list[CheckResult]:
     """Run every check and return all findings; takes about a minute on two cores. Never raises for a bad machine.
@@ -103,8 +101,9 @@ def run_doctor(
         ports: TCP ports that have to be free at `host`, or in use by OrbitServe.
         library: settings of the library whose tiers are checked; None checks none.
         files: URL and settings of the uploaded files whose place is checked; None checks none.
-        engine: further fields of the `EngineSpec` of the engine that is checked, which keeps `kv_cache_gib` of KV.
+        engine: the engine that is checked; None: the checkpoint's, with default settings.
     """
+    engine = engine or EngineSpec(str(checkpoint or weights(DEFAULT_MODEL)), hand_off=False)
     results = [check_packages(_lock_file()), check_processor(), check_memory(checkpoint), check_disk(_on_disk(library))]
     results += [check_port(port, host) for port in ports]
     results += check_library(library) if library is not None else []
@@ -119,8 +118,8 @@ def run_doctor(
     )
     found = run_probe(
         "engine",
-        json.dumps({**_ENGINE, **(engine or {}), "model": str(checkpoint or weights(DEFAULT_MODEL))}),
-        environment=vllm_environment(kv_cache_gib=kv_cache_gib),
+        json.dumps(asdict(engine)),
+        environment=vllm_environment(kv_cache_gib=engine.kv_cache_gib),
         remedy="do not serve with this engine: run `make setup`, then report the model, the processor and this line",
     )
     return results + [replace(result, remedy=_engine_remedy(result)) for result in found]
@@ -372,7 +371,7 @@ def _probe_ray() -> list[CheckResult]:
 
 
 def _probe_engine(spec: str) -> list[CheckResult]:
-    from prefill_workers.engine.engine import EngineSpec, self_check
+    from prefill_workers.engine.engine import self_check
 
     outcomes = self_check(EngineSpec(**json.loads(spec)))
     return [CheckResult(f"engine: {name}", ok, detail) for name, ok, detail in outcomes]

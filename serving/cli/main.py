@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -100,16 +99,14 @@ def doctor(
     if settings is None:
         results = run_doctor(model)
     else:
-        from serving.engine_spec import engine_spec
+        from serving.engine_spec import prefill_spec
 
-        spec = engine_spec(settings, settings.prefill.tensor_parallel_size, hand_off=False)
         results = run_doctor(
             settings.model.path,
             (settings.http.port,),
             settings.library,
             (settings.files_url, settings.files),
-            asdict(spec),
-            settings.prefill.kv_cache_gib,
+            prefill_spec(settings, hand_off=False),
             settings.http.host,
         )
     print_report(results, console)

@@ -1,4 +1,4 @@
-"""Answers that begin on a prefill worker: which may, and how the first token is joined with what a decode engine adds.
+"""Answers that begin on a prefill worker: the first token, joined with a decode engine's.
 
     link ─→ first token ─→ client                       decode engine: prompt + first token ─→ the rest ─→ client
 
@@ -42,7 +42,9 @@ _PLAIN = SamplingParams()
 
 
 def sampling_of(params: SamplingParams, vocabulary: int) -> Sampling | None:
-    """How a prefill worker draws a request's first token; None where that must be left to the decode engine.
+    """Sampling of a request's first token on a prefill worker.
+
+    None where that must be left to the decode engine.
 
     To that one too are left stop tokens that the `vocabulary` does not have, for it to refuse.
     """
@@ -64,14 +66,19 @@ def sampling_of(params: SamplingParams, vocabulary: int) -> Sampling | None:
 
 
 def _asks(value: Any, plain: Any) -> bool:
-    """Whether a parameter is set, if `plain` is its value where it is not; nor is it to an empty list or mapping."""
+    """True if a parameter is set.
+
+    `plain` is its value where it is not; an empty list or mapping counts as not set.
+    """
     if plain is None or isinstance(plain, list | dict):
         return value is not None and not (isinstance(value, list | dict) and not value)
     return bool(value != plain)
 
 
 class AnswerStream:
-    """An answer on its way, which a decode engine gives from the start or, once it has `begun`, goes on with.
+    """An answer on its way.
+
+    A decode engine gives it from the start or, once it has `begun`, goes on with it.
 
     Attributes:
         prompt: token ids that the decode engine is given: the prompt, and what is known of the answer.
@@ -139,7 +146,7 @@ class AnswerStream:
 
 
 def _request(prompt: list[int], params: SamplingParams) -> EngineCoreRequest:
-    """What a detokenizer needs to know of a request."""
+    """The request as a detokenizer needs it."""
     return EngineCoreRequest(
         request_id="",
         prompt_token_ids=prompt,
@@ -156,7 +163,9 @@ def _request(prompt: list[int], params: SamplingParams) -> EngineCoreRequest:
 def _end(
     token: int, length: int, params: SamplingParams, processor: InputProcessor
 ) -> tuple[str | None, int | str | None]:
-    """Why an answer ends with its first token, as vLLM finds it: finish and stop reason; (None, None): it goes on.
+    """Finish and stop reason of an answer that ends with its first token.
+
+    As vLLM finds them; (None, None): it goes on.
 
     Args:
         length: tokens of the prompt and the first token.

@@ -38,7 +38,10 @@ class Document:
 
 
 class Mark(str):
-    """What stands for a document in a message. As long as a request holds one, its document can be found."""
+    """Stand-in for a document in a message.
+
+    As long as a request holds one, its document can be found.
+    """
 
     document: Document
 
@@ -49,7 +52,7 @@ class Mark(str):
 
 
 class Documents:
-    """Marks documents in messages and splices their tokens into prompts. Thread-safe.
+    """Marks of documents in messages, and their tokens in prompts. Thread-safe.
 
     Args:
         limit: token ids that are kept of documents, held by a request or not; the least recently used go first.
@@ -67,13 +70,16 @@ class Documents:
         self._marks = re.compile(f"\ue000{nonce}:([a-z0-9-]+)\ue001")
 
     async def mark_soon(self, content: str, text: str) -> Mark:
-        """As `mark`. What waits to be tokenised takes none of the threads that images and files are read by."""
+        """Tokenise a document as `mark` does, in a thread kept for that.
+
+        What waits to be tokenised takes none of the threads that images and files are read by.
+        """
         if content in self._live:
             return self.mark(content, text)
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.mark, content, text)
 
     def mark(self, content: str, text: str) -> Mark:
-        """What stands for a document in a message."""
+        """Tokenise a document and return its stand-in for messages."""
         document = self._live.get(content) or self._tokenised(content, text)
         with self._lock:
             document = self._live.setdefault(content, document)
@@ -97,11 +103,17 @@ class Documents:
                 self._held -= len(document.token_ids)
 
     def marked(self, texts: Iterable[str]) -> list[Document]:
-        """The documents that are marked in these texts, in order; somebody must hold their `Mark`s or themselves."""
+        """Documents that are marked in these texts, in order.
+
+        Their `Mark`s, or they themselves, must be held by the caller.
+        """
         return [self._live[content] for text in texts for content in self._marks.findall(text)]
 
     def token_ids(self, text: str, **options: Any) -> list[int]:
-        """Tokens of a prompt with marks; `options` are the tokenizer's, for the text around the documents."""
+        """Tokens of a prompt with marks.
+
+        `options` are the tokenizer's, for the text around the documents.
+        """
         pieces = self._marks.split(text)
         whole: list[int] = []
         for i, piece in enumerate(pieces):
@@ -127,7 +139,10 @@ class Documents:
 
 
 def _literally(tokenizer: Any) -> Callable[[str], list[int]]:
-    """Tokenises text by itself, what spells a control token like any other; on a copy, of which that is a state."""
+    """Tokeniser of plain text: text that spells a control token is text.
+
+    On a copy of the tokenizer, of which that is a state.
+    """
     if not isinstance(tokenizer, PreTrainedTokenizerBase):  # one of vLLM's own: they do so
         return partial(tokenizer.encode, add_special_tokens=False)
     encode = partial(copy.deepcopy(tokenizer).encode, add_special_tokens=False, split_special_tokens=True)
@@ -138,7 +153,9 @@ def _literally(tokenizer: Any) -> Callable[[str], list[int]]:
 def places(
     token_ids: Sequence[int], documents: Sequence[Document], taken: Sequence[tuple[int, int]] = ()
 ) -> list[tuple[Document, int]]:
-    """Where each document begins in a prompt that holds them in this order, outside the tokens that are `taken`.
+    """First tokens of documents in a prompt that holds them in this order.
+
+    Outside the tokens that are `taken`.
 
     Of a document whose tokens stand there more than once it is the first place: they are the same.
 
@@ -159,7 +176,7 @@ def places(
 
 
 def _next(data: bytes, document: Document, start: int) -> int:
-    """The first token from `start` on with which a document's tokens begin in a prompt's bytes; -1: none."""
+    """First token from `start` on at which a document begins in a prompt's bytes; -1: none."""
     wanted, size = document.token_ids.tobytes(), document.token_ids.itemsize
     at = data.find(wanted, start * size)
     while at % size and at >= 0:
@@ -168,7 +185,7 @@ def _next(data: bytes, document: Document, start: int) -> int:
 
 
 def _beyond(start: int, count: int, taken: Sequence[tuple[int, int]]) -> int:
-    """From which token on to look again, if `count` of them from `start` on overlap what is taken; 0: they do not."""
+    """Token from which to look again, if `count` tokens from `start` on overlap `taken`; else 0."""
     for first, stop in taken:
         if start < stop and first < start + count:
             return stop if start >= first else start + 1

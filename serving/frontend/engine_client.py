@@ -5,7 +5,7 @@ an engine: `generate`, from a rendered prompt to a stream of outputs. Here that 
 
     rendered prompt → segments → link on a prefill worker → NIXL → stock decode engine → outputs
                           ├ pixels needed? → vision encoder → link again with embeddings
-                          └ first token → output (see `answers`)
+                          └ first token → output (see `answer_stream`)
 
 The prefill worker loads what is stored from the moment that the images are known (`prefetch`), while the prompt
 is rendered and its other images are encoded (mpic.md §3.2). It answers with the images that are not stored: those are
@@ -39,9 +39,9 @@ from prefill_workers.modes import Mode
 from prefill_workers.protocol import LeaseState, LinkRequest, LinkResult, Overloaded, PixelsNeeded, PrefetchRequest
 from prefill_workers.settings import PrefillSettings
 from serving.access_log import AccessLog
-from serving.api.errors import OverloadedError
 from serving.errors import RoleUnavailable
 from serving.frontend.answer_stream import AnswerStream, sampling_of
+from serving.frontend.errors import OverloadedError
 from serving.frontend.prompt_segments import Delimiters, Segments, image_delimiters, segment
 from serving.frontend.report import ChunkReport, OrbitReport, RequestTrace, current_trace
 from serving.frontend.roles import Roles
@@ -87,7 +87,10 @@ _NotOurs: Any = type(EngineClient)(
 
 
 async def _lacking_by_now(lacking: asyncio.Future[Collection[str]] | None) -> Collection[str]:
-    """Images of which nothing is stored, if the worker tells that within a moment: a link would be told the same."""
+    """Images of which nothing is stored, if the worker tells that within a moment.
+
+    A link would be told the same.
+    """
     if lacking is None:
         return ()
     await asyncio.wait([lacking], timeout=_ANSWER_SECONDS)
@@ -96,15 +99,18 @@ async def _lacking_by_now(lacking: asyncio.Future[Collection[str]] | None) -> Co
 
 
 class _Lease:
-    """A link's blocks, held for `seconds` from when the link ended or a worker was last told that they are wanted."""
+    """Lease on a link's blocks.
+
+    Held for `seconds` from when the link ended or a worker was last told that they are wanted.
+    """
 
     def __init__(self, name: str, seconds: float) -> None:
         self._name, self._seconds = name, seconds
         self._until = time.monotonic() + seconds
 
     @property
-    def certain(self) -> bool:
-        """Whether the blocks are held, and were until now."""
+    def is_certain(self) -> bool:
+        """True if the blocks are held, and were until now."""
         return time.monotonic() < self._until
 
     async def renew(self, roles: Roles) -> None:
@@ -143,7 +149,7 @@ class LinkedEngineClient(_NotOurs):
         self._image_delimiters = image_delimiters(self.renderer, self._delimiters)
         self.forgets = ForgetRegistry()
         orderer = PatchAwareOrderer(compose_up_to=compose_up_to, free_text=prefill.free_text)
-        self.arranger = self.forgets.group().register(orderer)
+        self.orderer = self.forgets.group().register(orderer)
         self._first_tokens, self._vocabulary = prefill.first_token, vllm_config.model_config.get_vocab_size()
         self._lease_seconds = prefill.lease_seconds
 
@@ -171,7 +177,9 @@ class LinkedEngineClient(_NotOurs):
         reasoning_ended: bool | None = None,
         reasoning_parser_kwargs: dict[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Link and decode one rendered prompt. The request's trace is read now, not at the first output.
+        """Link and decode one rendered prompt.
+
+        The request's trace is read now, not at the first output.
 
         Raises VLLMValidationError at once for what no engine takes: it would fail there, with everybody's forward.
         """
@@ -188,7 +196,9 @@ class LinkedEngineClient(_NotOurs):
         return self._observed(prompt, sampling_params, request_id, current_trace().of_prompt(), options)
 
     def _check_tokens(self, prompt: Any) -> None:
-        """As vLLM checks what it is given itself; a prompt of text alone may name none but the model's own tokens.
+        """Check token ids as vLLM checks its own input.
+
+        A prompt of text alone may name none but the model's own tokens.
 
         A tokenizer may know more, which stand for images: in an image's place nothing looks them up.
         """
@@ -199,7 +209,7 @@ class LinkedEngineClient(_NotOurs):
             raise VLLMValidationError(f"Token id {largest} is out of vocabulary", parameter="prompt")
 
     def prefetch(self, contents: Sequence[str], trace: RequestTrace) -> None:
-        """Let a prefill worker load what is stored for a prompt's chunks while the prompt is still being rendered."""
+        """Let a prefill worker load a prompt's stored chunks while the prompt is being rendered."""
         mode = Mode.parse(trace.options.mode)
         if contents and mode != Mode.OFF:
             request = PrefetchRequest(
@@ -215,7 +225,10 @@ class LinkedEngineClient(_NotOurs):
     async def _observed(
         self, prompt: Any, params: SamplingParams, request_id: str, trace: RequestTrace, options: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """One prompt's outputs, once it has a place among those of its request; its report is observed at the end."""
+        """Outputs of one prompt, once it has a place among those of its request.
+
+        Its report is observed at the end.
+        """
         async with trace.places, aclosing(self._generate(prompt, params, request_id, trace, options)) as outputs:
             try:
                 async for output in outputs:
@@ -240,7 +253,7 @@ class LinkedEngineClient(_NotOurs):
             readers=params.n or 1,
             sampling=sampling_of(params, self._vocabulary) if self._first_tokens else None,
         )
-        request = replace(request, patched=self.arranger.patched(request))
+        request = replace(request, patched=self.orderer.patched(request))
         trace.mark("rendered")
         answer = AnswerStream(segments.token_ids, params, self.input_processor)
         told = ended = False
@@ -280,7 +293,9 @@ class LinkedEngineClient(_NotOurs):
         trace: RequestTrace,
         options: dict[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """An answer's outputs, from its first token on; the lease is given back unless a decode engine takes it.
+        """Outputs of an answer, from its first token on.
+
+        The lease is given back unless a decode engine takes it.
 
         Until one has, the prefill worker is told that the KV is wanted: a decode worker may be long in letting the
         sequence in, and blocks that were freed meanwhile would hold somebody else's KV. What was pulled when nobody had
@@ -307,7 +322,7 @@ class LinkedEngineClient(_NotOurs):
                         raise RoleUnavailable("the linked KV could not be pulled")
                     taken = True
                     choices = {choice.index for choice in output.outputs}
-                    if not choices <= pulled and not lease.certain:
+                    if not choices <= pulled and not lease.is_certain:
                         raise RoleUnavailable("the linked KV was not held until it was pulled")
                     pulled |= choices
                     if len(pulled) >= request.readers:
@@ -360,7 +375,7 @@ class LinkedEngineClient(_NotOurs):
                     if embeddings.keys() >= set(needed):
                         raise RuntimeError(f"chunks {needed} were encoded, and asked for again") from more
         vision_ms += result.stages_ms.get("vision", 0.0)
-        self.arranger.learn(request, result)
+        self.orderer.learn(request, result)
         if trace.report.first_token is None:  # else the report is of the link that the answer began with
             encoded = sum(segments.chunks[i].count for i in embeddings)
             whole_ms = (time.perf_counter() - began) * 1e3
@@ -370,7 +385,7 @@ class LinkedEngineClient(_NotOurs):
     # -- the rest of vLLM's protocol ----------------------------------------------------------------------------------
 
     async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
-        """This engine generates text."""
+        """Tasks of this engine: it generates text."""
         return ("generate",)
 
     # No engine of its own could die: what fails is a role, and `check_health` tells of that.
@@ -382,22 +397,22 @@ class LinkedEngineClient(_NotOurs):
         return RuntimeError("the engine is running")
 
     async def check_health(self) -> None:
-        """Raises RoleUnavailable when a role has no healthy replica."""
+        """Raise RoleUnavailable when a role has no healthy replica."""
         await self._roles.check_health()
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Requests end when their output stream is closed; there is nothing else to abort."""
+        """Do nothing: requests end when their output stream is closed."""
 
     async def notify_kv_transfer_request_rejected(
         self, request_id: str, kv_transfer_params: dict[str, Any], *, data_parallel_rank: int | None = None
     ) -> None:
-        """Clients do not choose transfers here."""
+        """Do nothing: clients do not choose transfers here."""
 
     async def is_tracing_enabled(self) -> bool:
         return False
 
     async def do_log_stats(self) -> None:
-        """Workers report their own statistics."""
+        """Do nothing: workers report their own statistics."""
 
     async def reset_mm_cache(self) -> None:
         """Forget processed images."""
@@ -411,7 +426,10 @@ class LinkedEngineClient(_NotOurs):
 def _report(
     trace: RequestTrace, prompt_tokens: int, result: LinkResult, encoded: int, vision_ms: float, whole_ms: float
 ) -> None:
-    """Note in a request's report how it was linked. `encoded`: vision tokens; `whole_ms` with what encoding took."""
+    """Note in a request's report how it was linked.
+
+    `encoded`: vision tokens; `whole_ms` with what encoding took.
+    """
     report = trace.report
     report.chunks = [
         ChunkReport(

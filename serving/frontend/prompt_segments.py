@@ -1,4 +1,4 @@
-"""Segments: a rendered prompt as text runs and chunks, in plain values a prefill worker understands."""
+"""Segments: a rendered prompt as text runs and chunks, in plain values for prefill workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SAMPLE = (64, 64)  # pixels
 
 @dataclass(frozen=True)
 class Delimiters:
-    """What stands around a chunk's placeholders, and goes with them wherever the chunk goes.
+    """Tokens around a chunk's placeholders, which go with them wherever the chunk goes.
 
     `written`: modalities, and the token ids that the model's chat template writes for an item, its placeholder once.
     """
@@ -30,7 +30,7 @@ class Delimiters:
 
     @classmethod
     def of(cls, model: ModelConfig, tokenizer: Any) -> Delimiters:
-        """What a model's family writes, as this tokenizer reads it."""
+        """Delimiters that a model's family writes, as this tokenizer reads them."""
         from vllm.model_executor.model_loader import get_model_cls
 
         family = get_model_cls(model)
@@ -57,14 +57,17 @@ class Delimiters:
 
 @dataclass(frozen=True)
 class Segments:
-    """A prompt cut into chunks and what lies between them, with the processed pixels of each (None: a text chunk)."""
+    """A prompt cut into chunks and text.
+
+    With the processed pixels of each chunk (None: a text chunk).
+    """
 
     token_ids: list[int]
     chunks: tuple[ChunkSpan, ...]
     items: tuple[tuple[str, MultiModalKwargsItem] | None, ...]
 
     def pixels(self, chunks: Sequence[int]) -> list[tuple[str, MultiModalKwargsItem]]:
-        """What the vision encoder takes of these chunks, none of which may be a text chunk."""
+        """Processed pixels of these chunks, for the vision encoder; none may be a text chunk."""
         return [item for i in chunks if (item := self.items[i]) is not None]
 
 

@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from prefill_workers.modes import Mode, OperatingPoint, Text
-from serving.api.errors import InvalidRequest
 from serving.frontend.documents import Document
+from serving.frontend.errors import InvalidRequest
 
 PROMPTS_AT_ONCE = 32  # of one request: the others wait for a place, not in a worker's queue
 
@@ -68,7 +68,7 @@ def parse_options(value: Any) -> OrbitOptions:
 
 
 class Alternative(BaseModel):
-    """What the best rejected order has in a chunk's place. Costs are expected milliseconds.
+    """The best rejected order's chunk in a place. Costs are expected milliseconds.
 
     Where no other chunk may stand it is the same chunk, computed instead of patched; a chunk that is computed there has
     no alternative.
@@ -81,7 +81,7 @@ class Alternative(BaseModel):
 
 
 class ChunkReport(BaseModel):
-    """How one chunk of the prompt was linked; `index` is its place in the prompt."""
+    """Link of one chunk of the prompt; `index` is its place in the prompt."""
 
     index: int
     tokens: int
@@ -94,7 +94,9 @@ class ChunkReport(BaseModel):
 
 
 class OrderReport(BaseModel):
-    """The order of a request's chunks. `chunks[i]` is the chunk, as sent, that stands in the i-th place.
+    """Order of a request's chunks.
+
+    `chunks[i]` is the chunk, as sent, that stands in the i-th place.
 
     Costs are expected milliseconds of linking all chunks, where an explanation was asked for and patches are used.
     """
@@ -123,7 +125,7 @@ class OrbitReport(BaseModel):
 
 
 class ChunkCosts(NamedTuple):
-    """What a chunk's place in the order was expected to cost, in milliseconds."""
+    """Expected costs of a chunk's place in the order, in milliseconds."""
 
     placed_ms: float
     summed_ms: float
@@ -160,7 +162,10 @@ class RequestTrace:
         self.report = OrbitReport(mode=self.options.mode)
 
     def of_prompt(self) -> RequestTrace:
-        """The trace of the request's next prompt: itself, then others like it (a completion may have many prompts)."""
+        """Trace of the request's next prompt.
+
+        Itself, then others like it: a completion may have many prompts.
+        """
         if self._taken:
             return RequestTrace(self.options, self.tenant, received=self.received, places=self.places)
         self._taken = True
@@ -180,7 +185,10 @@ class RequestTrace:
         self.report.first_token = by
 
     def decoding(self, ms: float) -> None:
-        """Record what hand-off and first decode step took, or, of an answer that is not streamed, all steps."""
+        """Record the time of hand-off and first decode step.
+
+        Of an answer that is not streamed, of all steps.
+        """
         self.report.stages_ms["decode"] = ms
 
     def document(self) -> dict[str, Any]:

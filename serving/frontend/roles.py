@@ -66,7 +66,7 @@ class Roles(FidelityRoles, CompilingRoles, Protocol):
         """Stream a decode engine's outputs for a linked prompt."""
 
     async def renew(self, lease: str) -> LeaseState:
-        """Keep the linked KV's blocks for longer. Returns what the worker knows of them."""
+        """Renew the lease on linked KV. Returns what the worker knows of it."""
 
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
         """Let the prefill worker free the linked KV's blocks, which will not be read."""

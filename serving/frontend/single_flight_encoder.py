@@ -1,4 +1,4 @@
-"""SingleFlightEncoder under way: an image that several requests wait for at the same time is encoded once.
+"""Single-flight vision encoding: an image that several requests wait for is encoded once.
 
 What is known to be lacking is encoded before a link asks for it (`RequestEncoder`).
 """
@@ -25,7 +25,11 @@ class _Batch:
 
 
 class SingleFlightEncoder:
-    """Shares the calls of `encode` between requests of one tenant: another tenant must not learn of them by their time.
+    """Vision encoder whose calls are shared between requests of one tenant.
+
+    Another tenant must not learn of them by their time.
+
+    Another tenant must not learn of them by their time.
 
     A call goes on for as long as any request waits for it. Belongs to one event loop.
     """
@@ -35,7 +39,9 @@ class SingleFlightEncoder:
         self._running: dict[tuple[str, str], tuple[_Batch, int]] = {}  # (tenant, content): call, place in its result
 
     async def get(self, tenant: str, items: Mapping[str, Any]) -> dict[str, Any]:
-        """Embeddings by content id, of processed items by content id. What is not under way goes into one call.
+        """Embeddings of processed items, both by content id.
+
+        What is not under way goes into one call.
 
         Raises what the call does, or RoleUnavailable if it was cancelled, and not by who asks.
         """
@@ -65,12 +71,17 @@ class SingleFlightEncoder:
     def of_request(
         self, tenant: str, items: Mapping[str, Any], lacking: Awaitable[Collection[str]] | None = None
     ) -> RequestEncoder:
-        """The encodings of one request's `items`, its processed images by content id; `lacking` ones begin at once."""
+        """Encodings of one request's `items`, its processed images by content id.
+
+        `lacking` ones begin at once.
+        """
         return RequestEncoder(self, tenant, items, lacking)
 
     def _begin(self, items: Sequence[Any]) -> asyncio.Task[Sequence[Any]]:
-        """One call, which is nobody's own: with a cancelled request Serve cancels the calls in its name that have no
-        replica yet."""
+        """Begin one call that belongs to no request.
+
+        With a cancelled request Serve cancels the calls in its name that have no replica yet.
+        """
 
         async def call() -> Sequence[Any]:
             return await self._encode(items)
@@ -82,7 +93,7 @@ class SingleFlightEncoder:
 
 
 class RequestEncoder:
-    """The encodings that one request may need, of which some begin before it is known that it does."""
+    """Encodings for one request, some of which begin before it is known to need them."""
 
     def __init__(
         self,

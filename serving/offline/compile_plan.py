@@ -25,13 +25,15 @@ from enum import StrEnum
 from itertools import chain
 from typing import NamedTuple
 
+from autoscale.curves import ForwardCost
 from kvstore.records.keys import owner_of
+from prefill_workers.modes import composed_antecedents
 from serving.access_log import LoggedChunk, LoggedRequest
 from serving.offline.knapsack import UNBOUNDED, Cost, Demand, bound, pick
 
 
 class Kind(StrEnum):
-    """What is compiled."""
+    """Kinds of patches that a plan compiles."""
 
     sets = "sets"
     pairs = "pairs"
@@ -45,7 +47,10 @@ class Scope(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A patch of the last of these chunks behind the others, content ids: in this order, or in any."""
+    """A patch of the last of these chunks behind the others (content ids).
+
+    In this order, or in any.
+    """
 
     scope: Scope
     ordered: bool
@@ -54,10 +59,11 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True)
 class Terms:
-    """What the choice goes by.
+    """Costs and limits that the choice goes by.
 
     Args:
-        compute, place: seconds per token of computing a chunk, and of writing a stored one.
+        forward: what computing chunks takes.
+        place: seconds per token of writing a stored chunk.
         patch_bytes: bytes of a patch of a chunk of so many tokens.
         first_layers: share of the layers that a request with composed chunks computes to weigh their parts, once, or
             what takes as long.
@@ -66,7 +72,7 @@ class Terms:
         min_uses: logged requests that must use a patch for it to be a candidate.
     """
 
-    compute: float
+    forward: ForwardCost
     place: float
     patch_bytes: Callable[[int], int]
     first_layers: float = 0.0
@@ -74,10 +80,14 @@ class Terms:
     longest: int = 1 << 40
     min_uses: int = 2
 
+    def saved(self, tokens: int) -> float:
+        """Seconds that a request saves where a chunk of so many tokens is written, not computed."""
+        return self.forward.added_seconds(tokens) - self.place * tokens
+
 
 @dataclass(frozen=True)
 class Plan:
-    """What to compile, in an order in which neighbours share a beginning.
+    """Patches to compile, in an order in which neighbours share a beginning.
 
     `saves` of `most` seconds: what the patches spare the trace's requests, and what no choice within the budget
     exceeds. `possible`: what all candidates together would spare.
@@ -99,7 +109,7 @@ class Plan:
 
 @dataclass
 class Trace:
-    """The requests of a log that patches can serve, in the order in which placement would have served them.
+    """Requests of a log that patches can serve, in placement's order.
 
     `skipped`: chunks of requests that no patch can be compiled for, by reason.
     """
@@ -160,7 +170,10 @@ def trace_of(
 
 
 def in_order(chunks: Sequence[LoggedChunk], popularity: Mapping[str, float]) -> tuple[LoggedChunk, ...]:
-    """A request's chunks, those that may trade places with the most popular first; `popularity`: by content id."""
+    """A request's chunks, those that may trade places with the most popular first.
+
+    `popularity`: by content id.
+    """
     groups: dict[int, list[LoggedChunk]] = defaultdict(list)
     for chunk in chunks:
         if chunk.group is not None:
@@ -200,7 +213,10 @@ def plan(
 
 
 class _Candidates:
-    """Items: forwards over chunks behind others, and patches to store; demands: requests' chunks that they serve."""
+    """Items and demands of the knapsack.
+
+    Items: forwards over chunks behind others, and patches to store. Demands: requests' chunks that they serve.
+    """
 
     def __init__(self, terms: Terms) -> None:
         self.terms = terms
@@ -232,7 +248,7 @@ class _Candidates:
             forward = patch._replace(contents=patch.contents[:count])
             if forward not in self._forwards:
                 tokens = chunk.tokens + (prefix if count == 1 else 0)
-                self._forwards[forward] = self._item(Cost(seconds=tokens * self.terms.compute))
+                self._forwards[forward] = self._item(Cost(seconds=self.terms.forward.seconds(tokens)))
             found.append(self._forwards[forward])
         return tuple(found), self._item(Cost(bytes=self.terms.patch_bytes(chunks[-1].tokens)))
 
@@ -243,7 +259,10 @@ class _Candidates:
     def worth_it(
         self, stored: Callable[[Collection[Wanted]], Collection[Wanted]]
     ) -> tuple[list[Cost], dict[int, Wanted], list[Demand]]:
-        """All demands that save anything by patches that are used often enough; and their items, numbered anew."""
+        """Demands that save anything by patches that are used often enough.
+
+        With their items, numbered anew.
+        """
         kept = {
             patches: value
             for patches, value in self._values.items()
@@ -269,26 +288,28 @@ class _Candidates:
 
 def _add_sets(candidates: _Candidates, request: LoggedRequest, order: Sequence[LoggedChunk]) -> None:
     scope, contents = Scope(request.tenant, request.prefix), tuple(chunk.content for chunk in order)
-    saved = candidates.terms.compute - candidates.terms.place
     for place, chunk in enumerate(order):
         patch = Wanted(scope, True, contents[: place + 1])
-        value = request.weight * saved * chunk.tokens
+        value = request.weight * candidates.terms.saved(chunk.tokens)
         candidates.demand(value, [(patch, order[: place + 1], request.prefix_tokens)])
 
 
 def _add_pairs(candidates: _Candidates, request: LoggedRequest, order: Sequence[LoggedChunk]) -> None:
     terms, tokens = candidates.terms, request.prefix_tokens
-    for place, chunk in enumerate(order[: max(terms.compose_up_to, 1) + 1]):
+    sums = composed_antecedents(terms.compose_up_to)
+    for place, chunk in enumerate(order):
+        composed = place in sums
+        if place > 1 and not composed:
+            return
         before = order[:place]
         contents = [other.content for other in order[: place + 1]]
-        composed = place > 1
         if composed and len(set(contents)) < len(contents):
             return  # what stands twice is not composed, nor is it in anything behind it
         owner = request.tenant if tokens else owner_of(request.tenant, *contents)
         scope = Scope(owner, request.prefix)
         alone = (Wanted(scope, False, (chunk.content,)), (chunk,), tokens)
         behind = [(Wanted(scope, False, (b.content, chunk.content)), (b, chunk), tokens) for b in before]
-        value = (terms.compute - terms.place) * chunk.tokens
+        value = terms.saved(chunk.tokens)
         if composed:  # as if it were the only one: whether others, weighed in the same look, are chosen is not known
-            value -= terms.first_layers * terms.compute * sum(other.tokens for other in order[: place + 1])
+            value -= terms.first_layers * terms.forward.added_seconds(sum(other.tokens for other in order[: place + 1]))
         candidates.demand(request.weight * value, behind if place == 1 else [alone, *behind])

@@ -1,4 +1,4 @@
-"""What `orbitserve compile-trace` planned and did: as JSON, and in words."""
+"""Report of `orbitserve compile-trace`: plan and outcome, as JSON and in words."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from serving.offline.knapsack import UNBOUNDED, Cost
 
 @dataclass
 class Report:
-    """What was planned and done."""
+    """Plan and outcome of a run."""
 
     requests: int
     chunks: int

@@ -1,4 +1,4 @@
-"""Compiling for a known trace: the patches that an access log asks for, made offline (`orbitserve compile-trace`).
+"""Offline patches for a known trace (`orbitserve compile-trace`).
 
     access log ──▶ trace ──▶ plans: sets, pairs ──▶ the one that saves more ──▶ PathWorker ──▶ library
 
@@ -57,7 +57,10 @@ class CompileTraceError(RuntimeError):
 
 @dataclass(frozen=True)
 class Choice:
-    """What a run is asked for. `kind` None: whichever saves more. `prefixes`: texts of fixed prefixes."""
+    """Request of a run: kind of patches, budget, fixed prefixes.
+
+    `kind` None: whichever saves more. `prefixes`: texts of fixed prefixes.
+    """
 
     kind: Kind | None = None
     budget: Cost = UNBOUNDED
@@ -66,7 +69,11 @@ class Choice:
 
 
 class Planner:
-    """Reads a trace and plans what to compile for it; needs the model's configuration, but no engine.
+    """Plans of what to compile for a trace.
+
+    Needs the model's configuration, but no engine.
+
+    Needs the model's configuration, but no engine.
 
     Raises:
         CompileTraceError: the library keeps nothing, or lacks the shared basis that the settings name.
@@ -78,7 +85,7 @@ class Planner:
         from kvstore.library import Library
         from prefill_workers.engine.fingerprint import fingerprint
         from prefill_workers.patches.patch_compiler import UnknownBasis, load_form
-        from serving.frontend.vllm_config import front_end_config
+        from serving.engine_spec import front_end_config
         from serving.placement.orderer import LinkCosts
 
         self.config, self.choice = config, choice
@@ -95,7 +102,10 @@ class Planner:
         self.prefixes = self._prefixes(choice.prefixes)
 
     def _prefixes(self, texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
-        """Token ids by digest: of the empty prefix and of those given, also with tools as requests have them."""
+        """Token ids of fixed prefixes by digest.
+
+        Of the empty one and of those given, also with tools as requests have them.
+        """
         known: list[tuple[int, ...]] = [()]
         if texts:
             from vllm.tokenizers import get_tokenizer
@@ -138,7 +148,7 @@ class Planner:
             return list(look.map(self._why_unusable, owned))
 
     def stored(self, trace: Trace, wanted: Collection[Wanted]) -> set[Wanted]:
-        """Those of some patches that the library has already."""
+        """Patches, of those given, that the library has already."""
         from kvstore.operator.patch import PatchKind, set_kind
         from kvstore.records.keys import antecedent_key
 
@@ -180,7 +190,7 @@ class Planner:
         return None if record and record.token_ids else "the tokens of a text document are not stored"
 
     def terms(self) -> Terms:
-        """What the choice goes by: costs as learnt, bytes of the deployment's patches."""
+        """Terms of the choice: costs as learnt, bytes of the deployment's patches."""
         from prefill_workers.link.token_selection import MEASURED_LAYER
         from prefill_workers.settings import Weighing
 
@@ -189,7 +199,7 @@ class Planner:
         # Attention alone takes half as long as the two layers' forward (benchmark `weighing`).
         layers = MEASURED_LAYER + 1 if self.config.weigh_by is Weighing.KV else 1
         return Terms(
-            compute=self.costs.compute,
+            forward=self.costs.forward,
             place=self.costs.place,
             patch_bytes=lambda tokens: form.footprint(tokens, layout, self.model.dtype).own,
             first_layers=min(1.0, layers / layout.layers),
@@ -206,7 +216,7 @@ class Planner:
         return Report(
             requests=len(trace.requests),
             chunks=sum(len(order) for _, order in trace.requests),
-            compute_ms_per_token=terms.compute * 1e3,
+            compute_ms_per_token=terms.forward.added_seconds(1) * 1e3,
             place_ms_per_token=terms.place * 1e3,
             skipped=dict(trace.skipped),
             plans=plans,
@@ -214,7 +224,7 @@ class Planner:
         )
 
     def paths(self, chosen: Plan, trace: Trace) -> Iterator[PatchPath]:
-        """What a path worker makes of a plan."""
+        """Paths of a plan, for a path worker."""
         from prefill_workers.patches.offline_paths import Path as PatchPath
 
         shapes: dict[str, ChunkShape] = {}
@@ -227,7 +237,9 @@ class Planner:
 
 
 def text_of(prefix: str) -> str:
-    """A fixed prefix as it is given: its text, or @FILE, which holds it (a last line break is the file's, not its).
+    """A fixed prefix: its text, or @FILE, which holds it.
+
+    A last line break is the file's, not the prefix's.
 
     Raises:
         CompileTraceError: the file cannot be read.
@@ -241,7 +253,7 @@ def text_of(prefix: str) -> str:
 
 
 def outline(model: Any) -> Layout:
-    """The sizes of a model's KV (vLLM's `ModelConfig`): its layout, but for the angles of its rotary embedding."""
+    """Layout of a model (vLLM's `ModelConfig`), but for the angles of its rotary embedding."""
     from kvstore.operator.layout import Layout
     from kvstore.operator.rotary import RotaryScheme
 
@@ -281,7 +293,9 @@ def shape_of(chunk: LoggedChunk) -> ChunkShape:
 def compile_paths(
     worker: PathWorker, library: Library, paths: Iterable[PatchPath], seconds: float = math.inf
 ) -> Iterator[Compiled]:
-    """Make patches and have them written, a few at a time; what fails is skipped with its reason.
+    """Make patches and have them written, a few at a time.
+
+    What fails is skipped with its reason.
 
     After so many `seconds` no other is begun.
     """
@@ -307,7 +321,9 @@ def compile_paths(
 def compile_trace(
     config: OrbitServeConfig, log: Path, choice: Choice, console: Console, *, dry_run: bool, json_file: Path | None
 ) -> bool:
-    """Plan, print the plan and, unless it is a dry run, compile it; returns whether all of it is stored.
+    """Plan, print the plan and, unless it is a dry run, compile it.
+
+    Returns whether all of it is stored.
 
     Raises:
         BadLog: the log cannot be read. CompileTraceError: see `Planner`, `json_file` cannot be written, or the engine
@@ -374,10 +390,10 @@ def _compile(planner: Planner, trace: Trace, report: Report, console: Console) -
 def _worker(planner: Planner) -> PathWorker:
     from prefill_workers.engine.engine import PrefillEngine, SelfCheckError
     from prefill_workers.patches.offline_paths import PathWorker
-    from serving.engine_spec import engine_spec
+    from serving.engine_spec import prefill_spec
 
     config = planner.config
-    engine = PrefillEngine(engine_spec(config, config.prefill.tensor_parallel_size, hand_off=False))
+    engine = PrefillEngine(prefill_spec(config, hand_off=False))
     if config.prefill.self_check:
         try:
             engine.require_self_check()

@@ -1,4 +1,4 @@
-"""Choosing what to make within a budget: demands that are met by items, which several demands may share.
+"""Knapsack with shared items: choose demands to meet within a budget.
 
 A demand is worth its value once all of its items are made; an item costs bytes and seconds, once. This is a knapsack
 with shared items. `pick` is greedy, what is made already counting nothing; `bound` says how much any choice could be
@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 
 
 class Cost(NamedTuple):
-    """What something takes: bytes stored, and seconds of computing."""
+    """Bytes stored, and seconds of computing."""
 
     bytes: float = 0.0
     seconds: float = 0.0
@@ -36,7 +36,7 @@ class Cost(NamedTuple):
         return Cost(self.bytes + other.bytes, self.seconds + other.seconds)
 
     def within(self, budget: Cost) -> bool:
-        """Whether a budget allows it."""
+        """True if a budget allows it."""
         return self.bytes <= budget.bytes and self.seconds <= budget.seconds
 
 
@@ -44,7 +44,7 @@ UNBOUNDED = Cost(math.inf, math.inf)
 
 
 class Demand(NamedTuple):
-    """What is worth `value` seconds once these items (indices, each once) are made."""
+    """A value in seconds that is gained once these items (indices, each once) are made."""
 
     value: float
     items: tuple[int, ...]
@@ -52,7 +52,7 @@ class Demand(NamedTuple):
 
 @dataclass
 class Picked:
-    """Which items to make, which demands that meets (indices), what they are worth and cost together."""
+    """Choice of items and demands (indices), with its value and cost."""
 
     items: set[int] = field(default_factory=set)
     demands: list[int] = field(default_factory=list)
@@ -84,7 +84,7 @@ def pick(items: Sequence[Cost], demands: Sequence[Demand], budget: Cost = UNBOUN
 def _greedy(
     items: Sequence[Cost], demands: Sequence[Demand], budget: Cost, prices: Sequence[float], gains: Sequence[float]
 ) -> Picked:
-    """Meet one demand after another, by its gain over the prices of those of its items that are not made yet."""
+    """Meet demands greedily, by gain over the prices of their items that are not made yet."""
     users: list[list[int]] = [[] for _ in items]
     for d, demand in enumerate(demands):
         for item in demand.items:
@@ -143,7 +143,7 @@ def _best_single(items: Sequence[Cost], demands: Sequence[Demand], budget: Cost)
 
 
 def bound(items: Sequence[Cost], demands: Sequence[Demand], budget: Cost = UNBOUNDED) -> float:
-    """What no choice within the budget exceeds: a dual of the linear relaxation.
+    """Upper bound of every choice within the budget: a dual of the linear relaxation.
 
     For any price per byte and second, and any way in which demands share the price of an item between them, a choice
     is worth at most the whole budget's price and what every demand is worth beyond its shares. Prices are searched for
@@ -187,7 +187,10 @@ class _Prices:
         return float(self._values.sum() / used.min()) if len(used) and cost.any() else 0.0
 
     def surplus(self, price: Sequence[float]) -> float:
-        """What demands are worth beyond their shares of their items' prices; the least of a few ways to share."""
+        """Value of demands beyond their shares of items' prices.
+
+        The least of a few ways to share.
+        """
         prices = self._costs @ np.asarray(price)
         of_pair = prices[self._item]
         weight = self._values[self._demand]
@@ -205,7 +208,10 @@ class _Prices:
 
 
 def _least(of: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
-    """Where a convex function is about least between `low` and `high`, and its value; searched on a log scale."""
+    """Least point of a convex function between `low` and `high`, and its value.
+
+    Searched on a log scale.
+    """
     if high <= 0:
         return 0.0, of(0.0)
     ratio = (math.sqrt(5) - 1) / 2

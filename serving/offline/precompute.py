@@ -1,4 +1,4 @@
-"""The offline caching job: everything in a manifest encoded and stored before anybody asks (`orbitserve precompute`).
+"""Offline caching job: a manifest's images, encoded and stored (`orbitserve precompute`).
 
     Manifest ── one read task ──▶ entries, a few per block ── Ray Data ──▶ PrecomputeWorker, N of them ──▶ Ledger
 
@@ -58,7 +58,10 @@ class PrecomputeError(RuntimeError):
 
 @dataclass
 class Summary:
-    """What a job did. `seconds` are from the first entry's start to the last one's end: without engines' start."""
+    """Counts of a job.
+
+    `seconds` are from the first entry's start to the last one's end: without engines' start.
+    """
 
     statuses: Counter[str] = field(default_factory=Counter)  # stored, present, failed
     images: int = 0
@@ -128,7 +131,9 @@ def entry_blocks(
 
 
 def outcomes(config: OrbitServeConfig, manifest: Manifest, entries: int) -> Iterator[Outcome]:
-    """Run the job on the first `entries` entries; yields every entry's outcome, in the order in which they end.
+    """Run the job on the first `entries` entries.
+
+    Yields every entry's outcome, in the order in which they end.
 
     Joins a Ray cluster that is already there (RAY_ADDRESS, or one started on this machine), else starts one.
 
@@ -186,7 +191,9 @@ def _last_line(error: BaseException) -> str:
 def precompute(
     config: OrbitServeConfig, manifest: Manifest, limit: int | None, failures: Path | None, console: Console
 ) -> bool:
-    """Run the job with a progress bar and print what came of it; returns whether every entry is stored.
+    """Run the job with a progress bar and print its summary.
+
+    Returns whether every entry is stored.
 
     Args:
         limit: only so many entries, from the first; None: all.
@@ -263,7 +270,10 @@ class _Rate(ProgressColumn):
 
 
 def dry_run(manifest: Manifest, limit: int | None, console: Console) -> bool:
-    """Read the manifest alone and print what it asks for; returns whether all entries are well-formed."""
+    """Read the manifest alone and print what it asks for.
+
+    Returns whether all entries are well-formed.
+    """
     entries, images, bad = 0, 0, 0
     kinds: Counter[str] = Counter()
     tenants: Counter[str] = Counter()

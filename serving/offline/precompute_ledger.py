@@ -1,4 +1,4 @@
-"""What the workers of an offline caching job are at, and what came of it.
+"""Ledger of an offline caching job: claims of its workers, and outcomes of entries.
 
 | call             | by                                                                        |
 |------------------|---------------------------------------------------------------------------|
@@ -23,7 +23,10 @@ Status = Literal["stored", "present", "failed"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one entry. `began` and `ended` are Unix seconds; counts are of records computed for it."""
+    """Outcome of one entry.
+
+    `began` and `ended` are Unix seconds; counts are of records computed for it.
+    """
 
     number: int
     name: str
@@ -46,7 +49,10 @@ class Ledger:
     """
 
     def __init__(self, entries: int, lease_seconds: float = 900.0) -> None:
-        """`lease_seconds`: after so long a claim is void: its owner died, and nobody was started in its place."""
+        """Create a ledger whose claims are void after `lease_seconds`.
+
+        After so long the owner has died, and nobody was started in its place.
+        """
         self._lease = lease_seconds
         self._begun: Counter[int] = Counter()
         self._ended = bytearray(entries)
@@ -61,7 +67,7 @@ class Ledger:
         await self._give_back(lambda owner: _worker(owner) == worker)
 
     async def attempts(self, entries: Sequence[int]) -> list[int | None]:
-        """How often each entry was begun and not ended; None: it has an outcome."""
+        """Attempts at each entry that did not end; None: it has an outcome."""
         return [None if self._ended[entry] else self._begun[entry] for entry in entries]
 
     async def begin(self, entries: Sequence[int]) -> None:
@@ -69,7 +75,7 @@ class Ledger:
         self._begun.update(entries)
 
     async def end(self, outcomes: Sequence[Outcome]) -> None:
-        """What became of entries; an entry's first outcome counts."""
+        """Note outcomes of entries; an entry's first outcome counts."""
         for outcome in outcomes:
             del self._begun[outcome.number]
             if not self._ended[outcome.number]:
@@ -82,7 +88,9 @@ class Ledger:
         return drained
 
     async def take(self, owner: str, wanted: Sequence[Sequence[str]]) -> list[int]:
-        """Claim every group of records that nobody else has a part of, as soon as there is one; returns which.
+        """Claim every group of records that is free, as soon as there is one.
+
+        Free: nobody else has claimed a part of it. Returns which.
 
         Nothing, if the owner's worker has restarted meanwhile: then nobody waits for the answer.
         """
@@ -120,5 +128,5 @@ class Ledger:
 
 
 def _worker(owner: str) -> str:
-    """Owners are called `worker/thread`."""
+    """Worker of an owner, which is called `worker/thread`."""
     return owner.rpartition("/")[0]

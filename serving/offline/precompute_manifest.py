@@ -1,4 +1,4 @@
-"""Manifests of the offline caching job: which images, in which order, behind which prefix, for which tenant.
+"""Manifests of the offline caching job: images, their order, prefix and tenant.
 
 | manifest              | an entry is                                                       |
 |-----------------------|-------------------------------------------------------------------|
@@ -53,13 +53,19 @@ class ManifestError(ValueError):
 
 @dataclass(frozen=True)
 class Owners:
-    """Whose content a manifest may hold: of entries that do not say `default`'s; `known` has keys, empty: all do."""
+    """Tenants whose content a manifest may hold.
+
+    Of entries that name none, `default`; `known` have keys, empty: all do.
+    """
 
     default: str = "local"
     known: frozenset[str] = frozenset()
 
     def of(self, named: str | None) -> str:
-        """The tenant of an entry that names this one. Raises ValueError where no key would ever reach its content."""
+        """The tenant of an entry that names this one.
+
+        Raises ValueError where no key would ever reach its content.
+        """
         tenant = self.default if named is None else named
         if not tenant or (self.known and tenant not in self.known | {DYNAMIC_TENANT}):
             raise ValueError(
@@ -74,7 +80,7 @@ ANYBODY = Owners()
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Where an image comes from: a path or URL, or its bytes."""
+    """Source of an image: a path or URL, or its bytes."""
 
     location: str | None = None
     data: bytes | None = None
@@ -156,7 +162,9 @@ class Manifest:
         self._base = self._fs.unstrip_protocol(self._path if is_folder else self._fs._parent(self._path)).rstrip("/")
 
     def count(self, limit: int | None = None) -> int:
-        """How many entries there are, at most `limit`. Reads the lines of a JSONL file, else only a footer or listing.
+        """Number of entries, at most `limit`.
+
+        Reads the lines of a JSONL file, else only a footer or listing.
 
         Raises:
             ManifestError: it cannot be read, or is empty.
@@ -314,7 +322,7 @@ class _Image(BaseModel):
         return base64.b64decode(data, validate=True) if isinstance(data, str) else data
 
     def source(self) -> ImageSource:
-        """Raises ValueError unless the image is named in one way."""
+        """Source of the image; raises ValueError unless it is named in one way."""
         if self.data is not None:
             return ImageSource(data=self.data)
         named = [location for location in (self.path, self.url) if location]

@@ -34,11 +34,12 @@ from prefill_workers.modes import Mode
 from prefill_workers.patches.offline import Name, OfflineTask, OfflineWorker
 from prefill_workers.protocol import ChunkSpan, LinkRequest
 from serving.api.chat import fixed_prefix
-from serving.api.errors import InvalidRequest, TooLarge
+from serving.api.errors import TooLarge
 from serving.api.media import MediaResolver, ResolvedImage
 from serving.config import OrbitServeConfig
+from serving.engine_spec import front_end_config
+from serving.frontend.errors import InvalidRequest
 from serving.frontend.prompt_segments import Delimiters, Segments, segment
-from serving.frontend.vllm_config import front_end_config
 from serving.offline.precompute_manifest import Entry, ImageSource, ManifestError, file_system
 
 MAX_ORBIT_IMAGES = 5  # of more, not all orders are run, and not every order would link
@@ -49,7 +50,7 @@ class EntryError(ValueError):
 
 
 class Preparer:
-    """Prepares entries, many at once. Build it with `await Preparer.create(...)`."""
+    """Preparer of entries, many at once. Build it with `await Preparer.create(...)`."""
 
     def __init__(
         self, config: OrbitServeConfig, offline: OfflineWorker, is_stored: Callable[[Sequence[Name], str], bool]
@@ -63,7 +64,10 @@ class Preparer:
 
     @classmethod
     async def create(cls, *arguments: Any) -> Preparer:
-        """A preparer that has rendered one image, which shows the delimiters of them all and warms the processor."""
+        """Create a preparer that has rendered one image.
+
+        That shows the delimiters of them all and warms the processor.
+        """
         preparer = cls(*arguments)
         sample = ResolvedImage("0" * 64, Image.new("RGB", (64, 64)))
         segments = await preparer._prompts.render(Opening(), [sample])
@@ -72,7 +76,7 @@ class Preparer:
         return preparer
 
     async def task(self, entry: Entry) -> OfflineTask | None:
-        """What an entry asks for; None if all of it is stored. Raises EntryError."""
+        """Task of an entry; None if all of it is stored. Raises EntryError."""
         self._check(entry)
         opening = Opening.of(entry)
         data = await asyncio.gather(*(asyncio.to_thread(self._read, source) for source in entry.images))
@@ -121,7 +125,10 @@ class Preparer:
         return LinkRequest("outline", tokens, tuple(chunks), Mode.EXACT, tenant, prefix)
 
     def _read(self, source: ImageSource) -> bytes:
-        """At most one byte more than an image may have, so that a huge file fails instead of filling the memory."""
+        """Read an image, at most one byte more than it may have.
+
+        A huge file fails then, instead of filling the memory.
+        """
         if source.location is None:
             return source.data or b""
         try:
@@ -152,14 +159,14 @@ def _named(source: ImageSource) -> str:
 
 @dataclass(frozen=True)
 class Opening:
-    """What requests over an entry's images will begin with: tools, and a system message."""
+    """Opening of requests over an entry's images: tools, and a system message."""
 
     tools: tuple[ChatCompletionToolsParam, ...] = ()
     messages: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, entry: Entry) -> Opening:
-        """Raises EntryError unless its tools are such as a request may have."""
+        """Opening of an entry; raises EntryError for tools that no request may have."""
         try:
             tools = tuple(ChatCompletionToolsParam.model_validate(tool) for tool in json.loads(entry.tools or "[]"))
         except ValidationError as error:
@@ -169,7 +176,12 @@ class Opening:
 
 
 class Prompts:
-    """Renders images as the chat handler renders requests: the opening, then the images as a user's turn."""
+    """Prompts over images, rendered as the chat handler renders requests.
+
+    The opening, then the images as a user's turn.
+
+    The opening, then the images as a user's turn.
+    """
 
     def __init__(self, config: OrbitServeConfig) -> None:
         vllm_config = front_end_config(config.model, processor_cache_gib=0)
@@ -190,7 +202,10 @@ class Prompts:
         return tuple(self._renderer.get_tokenizer().encode(text, add_special_tokens=False))
 
     async def render(self, opening: Opening, images: Iterable[ResolvedImage]) -> Segments:
-        """The prompt in segments. Raises EntryError if it is too long, or an image too small for the processor."""
+        """The prompt in segments.
+
+        Raises EntryError if it is too long, or an image too small for the processor.
+        """
         parts = [{"type": "image_pil", "image_pil": found.image, "uuid": found.content} for found in images]
         try:
             rendered = await self._online.render_chat(

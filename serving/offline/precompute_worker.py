@@ -24,7 +24,7 @@ import ray
 
 from infra.vllm_env import vllm_environment
 from serving.config import OrbitServeConfig
-from serving.engine_spec import engine_spec
+from serving.engine_spec import prefill_spec
 from serving.offline.precompute_ledger import Outcome, Status
 from serving.offline.precompute_manifest import Entry, from_table
 
@@ -40,7 +40,10 @@ _LOOKS = 16  # records looked for at once: behind a URL each takes a round trip
 
 @dataclass(frozen=True)
 class _Prepared:
-    """An entry with its task; without one, either there is a reason why, or everything is stored."""
+    """An entry with its task.
+
+    Without one, either there is a reason why, or everything is stored.
+    """
 
     entry: Entry
     began: float
@@ -55,7 +58,10 @@ class _Prepared:
 
 
 class PrecomputeWorker:
-    """The class that Ray Data keeps in its actors; two calls at a time, so that one prepares while one computes."""
+    """Worker of the job, which Ray Data keeps in its actors.
+
+    Two calls at a time, so that one prepares while one computes.
+    """
 
     def __init__(self, config: OrbitServeConfig, threads: int, ledger: Any) -> None:
         os.environ.update(vllm_environment(kv_cache_gib=config.prefill.kv_cache_gib, threads=threads))
@@ -66,7 +72,7 @@ class PrecomputeWorker:
         from serving.offline.precompute_prepare import Preparer
 
         self._config = config
-        engine = PrefillEngine(engine_spec(config, config.prefill.tensor_parallel_size, hand_off=False))
+        engine = PrefillEngine(prefill_spec(config, hand_off=False))
         if config.prefill.self_check:
             engine.require_self_check()
         # No write may be dropped, and nothing stored be taken for missing, because a tier failed a few times before:
@@ -92,7 +98,9 @@ class PrecomputeWorker:
         ray.get(ledger.restarted.remote(self._name))
 
     def __call__(self, table: pa.Table) -> Iterator[pa.Table]:
-        """Settle a batch of entries and tell the ledger what became of each; yields their numbers, group by group.
+        """Settle a batch of entries and write their outcomes to the ledger.
+
+        Yields their numbers, group by group.
 
         Ray Data runs a batch again when a worker dies on it. What the ledger has is not settled again.
         """
@@ -220,7 +228,10 @@ def groups(entries: Iterable[Entry], images: int, alone: Collection[int] = ()) -
 
 
 class Company:
-    """What runs in this process at once. Who is to be alone waits for the others, and they for it."""
+    """Calls that run in this process at once.
+
+    One that is to be alone waits for the others, and they for it.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

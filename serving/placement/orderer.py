@@ -1,10 +1,10 @@
-"""The arranger: what one ingress knows of the library and of links, and the orders that it chooses by it.
+"""Orders for requests' chunks, from what one ingress knows of the library and of links.
 
-| told by                                          | what                                                         |
-|--------------------------------------------------|--------------------------------------------------------------|
-| prefill workers, from time to time (`formed`)    | patches that they have formed since; if they use and sum any |
-| every finished link (`learn`)                    | patches that served or were missed, tokens and times         |
-| every request with chunks (`popularity.observe`) | how often a tenant asks for what                             |
+| told by                                           | what                                                         |
+|---------------------------------------------------|--------------------------------------------------------------|
+| prefill workers, from time to time (`patch_feed`) | patches that they have formed since; if they use and sum any |
+| every finished link (`learn`)                     | patches that served or were missed, tokens and times         |
+| every request with chunks (`popularity.observe`)  | how often a tenant asks for what                             |
 
 Nothing is asked of anybody while a request waits: an order comes from memory alone. Popularity is kept per tenant, so
 that an order tells nobody what another tenant asks for.
@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
+from autoscale.curves import ForwardCost
 from kvstore.catalog.index import Entry, PatchIndex, Scope, scopes_of
 from kvstore.catalog.popularity import Popularity
 from kvstore.operator.patch import PatchKind
 from prefill_workers.link.keys import contexts
-from prefill_workers.modes import OperatingPoint, looks_up_patch
+from prefill_workers.modes import OperatingPoint, composed_antecedents, looks_up_patch
 from prefill_workers.protocol import ChunkOutcome, LinkRequest, LinkResult
 from prefill_workers.settings import FREE_TEXT
 from serving.placement.search import Chunk, Problem, Stored, sums_of
@@ -34,8 +35,9 @@ _DECAY = 0.99  # of the sums, at every link
 
 
 class LinkCosts:
-    """Seconds per token of computing a chunk, of placing one, and of weighing a sum of patches: from links, as decayed
-    sums, so that they follow the load.
+    """Costs of a link per token: computing, placing, and weighing a sum of patches [s].
+
+    From links, as decayed sums, so that they follow the load.
 
     They start with what benchmark `ttft` measured (250M parameters, two CPU cores), and with two layers out of
     16, one of them without its feed-forward network, for weighing. Embeddings are encoded wherever a new chunk stands,
@@ -48,9 +50,9 @@ class LinkCosts:
         self._weighed = [1.7e-4 * _USUAL_TOKENS, float(_USUAL_TOKENS)]
 
     @property
-    def compute(self) -> float:
-        """Seconds per token that a forward computes."""
-        return self._computed[0] / self._computed[1]
+    def forward(self) -> ForwardCost:
+        """Cost of a chunk's tokens in a link's forward, its fixed part spread over all tokens."""
+        return ForwardCost(fixed_tokens=0.0, seconds_per_token=self._computed[0] / self._computed[1])
 
     @property
     def place(self) -> float:
@@ -59,7 +61,7 @@ class LinkCosts:
 
     @property
     def weigh(self) -> float:
-        """Seconds per token of a chunk whose patches are summed, on average: remembered weights cost none."""
+        """Mean seconds per token of weighing summed patches; remembered weights cost none."""
         return self._weighed[0] / self._weighed[1]
 
     def learn(self, result: LinkResult) -> None:
@@ -78,16 +80,16 @@ class LinkCosts:
         sums[:] = [sums[0] * _DECAY + seconds, sums[1] * _DECAY + tokens]
 
     def of(self, tokens: int, *, patched: bool) -> int:
-        """What linking a chunk of so many tokens costs, in nanoseconds."""
-        return round(tokens * (self.place if patched else self.compute) * 1e9)
+        """Nanoseconds of linking a chunk of so many tokens."""
+        return round((tokens * self.place if patched else self.forward.seconds(tokens)) * 1e9)
 
     def of_sum(self, tokens: int) -> int:
-        """The same, where pair patches are summed."""
+        """Nanoseconds of linking it where pair patches are summed."""
         return min(round(tokens * (self.place + self.weigh) * 1e9), self.of(tokens, patched=False))
 
 
 class _Fitting(NamedTuple):
-    """What would serve the last chunk of a list: a patch for this order, one for this set, or a sum of parts.
+    """Patches that serve the last chunk of a list: for this order, for this set, or summed.
 
     A set's patch and each part serve from any scope. Without `parts` none are summed.
     """
@@ -98,9 +100,12 @@ class _Fitting(NamedTuple):
 
     @classmethod
     def of(cls, scopes: Sequence[Scope], contents: Sequence[str], summed_up_to: int) -> _Fitting:
-        """What would serve the last of `contents` behind the others in these scopes; the first is the tenant's."""
+        """Patches that serve the last of `contents` behind the others in these scopes.
+
+        The first scope is the tenant's.
+        """
         *before, content = contents
-        summed = 1 < len(before) <= summed_up_to and len(set(contents)) == len(contents)
+        summed = len(before) in composed_antecedents(summed_up_to) and len(set(contents)) == len(contents)
         return cls(
             Entry(scopes[0], content, tuple(before), ordered=True),
             [Entry(scope, content, tuple(before), ordered=False) for scope in scopes],
@@ -108,7 +113,7 @@ class _Fitting(NamedTuple):
         )
 
     def known(self, index: PatchIndex) -> bool:
-        """Whether any of these is."""
+        """True if any of these patches is in the index."""
         summed = bool(self.parts) and all(any(entry in index for entry in part) for part in self.parts)
         return summed or any(entry in index for entry in (self.own, *self.behind_set))
 
@@ -139,7 +144,9 @@ class PatchAwareOrderer:
         prefix: Sequence[int],
         patched: int | None = None,
     ) -> Problem:
-        """What the order of a request's chunks is to be chosen by, of which those of one group may trade places.
+        """Placement problem of a request's chunks.
+
+        Those of one group may trade places.
 
         `patched`: patches that no text keys may serve so many of its first chunks; None: all.
         """

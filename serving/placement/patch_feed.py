@@ -99,17 +99,17 @@ class PatchFeedRoles(Protocol):
         """
 
 
-async def follow(roles: PatchFeedRoles, arranger: PatchAwareOrderer, period_s: float) -> None:
+async def follow(roles: PatchFeedRoles, orderer: PatchAwareOrderer, period_s: float) -> None:
     """Tell an orderer every `period_s`, for ever, which patches are stored and whether used."""
     cursors: dict[str, int] = {}
     while True:
         try:
             news = await roles.formed(cursors)
             cursors = {one.replica: one.cursor for one in news}
-            arranger.patches_allowed = all(one.patches for one in news)
-            arranger.sums_allowed = all(one.sums for one in news)
+            orderer.patches_allowed = all(one.patches for one in news)
+            orderer.sums_allowed = all(one.sums for one in news)
             for one in news:
-                arranger.formed(one.entries)
+                orderer.formed(one.entries)
         except RoleUnavailable as error:
             logger.debug("a replica does not say what it formed or found: %s", error)
         except Exception:

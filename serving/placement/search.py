@@ -1,4 +1,4 @@
-"""Placement: in which order to put the chunks that a request leaves free, so that stored patches fit.
+"""Placement: the order of the chunks that a request leaves free, so that patches fit.
 
 Orbit patches depend on the *set* of a chunk's predecessors, not on their order (kamera.md §5, "Reorder"; App. E,
 "Reuse-aware placement"). So the best order is a shortest path in the subset lattice: a state is the set placed so far,
@@ -33,6 +33,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from prefill_workers.modes import composed_antecedents
+
 EXACT = 12  # free chunks up to which the whole lattice is searched
 BEAM = 24  # states kept per place beyond that
 SUMMED = 4096  # sets at most behind which sums of patches are counted
@@ -45,7 +47,7 @@ Sequences = Mapping[tuple[int, ...], int]
 
 @dataclass(frozen=True)
 class Chunk:
-    """What linking a chunk costs, in nanoseconds, and where it may stand.
+    """Costs of linking a chunk, in nanoseconds, and the places where it may stand.
 
     Chunks of one `group` may take one another's places; None: the chunk stays where it is. Between orders that cost the
     same decide `popularity` and then `name`, which is the same in all requests. With a sum of pair patches it costs
@@ -74,14 +76,17 @@ class Stored:
     sums: Sets = field(default_factory=dict)
 
 
-def sums_of(sets: Sets, chunks: int, up_to: int) -> dict[int, int]:
-    """Behind which sets of 2 to `up_to` chunks a sum serves which chunks: those that have a patch behind nothing, and
-    one behind each member. Of no more than `SUMMED` sets, small ones first."""
+def sums_of(sets: Sets, chunks: int, compose_up_to: int) -> dict[int, int]:
+    """Chunks that a sum of patches serves, by the set they stand behind.
+
+    `composed_antecedents` says how large such a set is. The chunks have a patch behind nothing, and one behind each
+    member. Of no more than `SUMMED` sets, small ones first.
+    """
     alone = sets.get(0, 0)
     behind = {1 << chunk: served for chunk in range(chunks) if (served := alone & sets.get(1 << chunk, 0))}
     found: dict[int, int] = {}
     level = behind
-    for _ in range(1, up_to):
+    for _ in composed_antecedents(compose_up_to):
         longer = (
             (members | one, both)
             for members, served in level.items()
@@ -94,7 +99,7 @@ def sums_of(sets: Sets, chunks: int, up_to: int) -> dict[int, int]:
 
 
 class Edge(NamedTuple):
-    """A chunk in a place: whether stored patches fit there, one or a sum, and what linking it costs (nanoseconds)."""
+    """A chunk in a place: whether patches fit there, one or a sum, and its cost [ns]."""
 
     chunk: int
     patched: bool
@@ -103,7 +108,7 @@ class Edge(NamedTuple):
 
 
 class Rejected(NamedTuple):
-    """The best order in which another chunk takes a place: that chunk's edge, and the cost of the whole order."""
+    """The best order in which another chunk takes a place: its edge, and the order's cost."""
 
     edge: Edge
     total: int
@@ -142,7 +147,7 @@ class Problem:
         return Edge(chunk, patched, self.chunks[chunk].patched if patched else self.chunks[chunk].computed)
 
     def edges(self, order: Sequence[int]) -> list[Edge]:
-        """What every chunk of an order costs there."""
+        """Edges of all chunks of an order."""
         found, before = [], 0
         for place, chunk in enumerate(order):
             found.append(self.edge(chunk, before, tuple(order[:place])))
@@ -150,12 +155,12 @@ class Problem:
         return found
 
     def cost(self, order: Sequence[int]) -> int:
-        """What a whole order costs."""
+        """Cost of a whole order."""
         return sum(edge.cost for edge in self.edges(order))
 
     @property
     def is_small(self) -> bool:
-        """Whether the whole lattice is searched, which takes milliseconds."""
+        """True if the whole lattice is searched, which takes milliseconds."""
         return len(self.ranked) <= EXACT and self.places <= _MASK_BITS
 
     @cached_property
@@ -174,7 +179,7 @@ def place(problem: Problem) -> Placement:
 
 
 def rejected(problem: Problem, placement: Placement) -> list[Rejected | None]:
-    """For every place the best order that has another chunk there; None where no other may stand.
+    """Best order with another chunk, for every place; None where no other may stand.
 
     Up to `EXACT` free chunks the order is the same before that place, and the best of all such orders; beyond, it
     differs by an exchange with the next chunk before or behind that may stand there.
@@ -187,8 +192,10 @@ def rejected(problem: Problem, placement: Placement) -> list[Rejected | None]:
 
 @lru_cache(maxsize=EXACT + 1)
 def _layers(free: int) -> list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
-    """By how many are placed: the states [s], what each becomes with every chunk [s, free], and _NEVER where it has it
-    already [s, free]."""
+    """Layers of the lattice, by the number of chunks placed.
+
+    The states [s], what each becomes with every chunk [s, free], and _NEVER where it has it already [s, free].
+    """
     states, bits = np.arange(1 << free, dtype=np.int64), np.int64(1) << np.arange(free, dtype=np.int64)
     found = []
     for count in range(free):
@@ -199,7 +206,10 @@ def _layers(free: int) -> list[tuple[NDArray[np.int64], NDArray[np.int64], NDArr
 
 
 class _Listed(NamedTuple):
-    """Sets behind which chunks are served [sets]: their free chunks as states, their fixed ones and what is served."""
+    """Sets behind which chunks are served [sets].
+
+    Their free chunks as states, their fixed ones and what is served.
+    """
 
     states: NDArray[np.int64]
     fixed: NDArray[np.int64]
@@ -207,7 +217,10 @@ class _Listed(NamedTuple):
 
 
 class _Exact:
-    """The whole lattice. A state is the set of free chunks placed, as ranks: bit r is `problem.ranked[r]`."""
+    """Exact search of the whole lattice.
+
+    A state is the set of free chunks placed, as ranks: bit r is `problem.ranked[r]`.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -232,7 +245,10 @@ class _Exact:
         return [*masks, mask]
 
     def _solve(self) -> NDArray[np.int64]:
-        """[2^free] what is still to be paid from a state whose fixed chunks up to the next free place are linked."""
+        """Cost still to be paid from each state [2^free].
+
+        The fixed chunks up to the state's next free place are linked already.
+        """
         problem, free = self._problem, self._free
         ranked = [problem.chunks[chunk] for chunk in problem.ranked]
         computed, summed, patched = (
@@ -262,7 +278,7 @@ class _Exact:
         return rest
 
     def _between(self, sums: _Listed, sets: _Listed) -> NDArray[np.int64]:
-        """[2^free] what the fixed chunks cost that stand between a state's last free place and the next one."""
+        """Cost of the fixed chunks between a state's last free place and the next one [2^free]."""
         count = np.bitwise_count(np.arange(1 << self._free, dtype=np.int64))
         between = np.zeros(1 << self._free, dtype=np.int64)
         before = linked = 0
@@ -306,14 +322,14 @@ class _Exact:
         return Rejected(edge, self._problem.cost(start) + rest)
 
     def _next(self, order: tuple[int, ...], before: int) -> Iterator[tuple[Edge, int]]:
-        """Every chunk that may come next, the most popular first, and what is to be paid from there to the end."""
+        """Chunks that may come next, the most popular first, and the cost from there to the end."""
         for chunk in self._problem.candidates[len(order)]:
             if not before >> chunk & 1:
                 edge = self._problem.edge(chunk, before, order)
                 yield edge, edge.cost + self._to_pay((*order, chunk), before | 1 << chunk)
 
     def _to_pay(self, order: tuple[int, ...], before: int) -> int:
-        """What the best continuation of an order costs: along own patches for a while, and in the lattice."""
+        """Cost of the best continuation of an order: along own patches, then in the lattice."""
         known = self._below.get(order)
         if known is not None:
             return known
@@ -340,7 +356,7 @@ class _Exact:
         return branches
 
     def _in_lattice(self, place: int, before: int) -> int:
-        """What is to be paid from a place on, without own patches."""
+        """Cost from a place on, without own patches."""
         problem, cost = self._problem, 0
         while place < problem.places and problem.chunks[place].group is None:
             cost += problem.edge(place, before, None).cost
@@ -363,7 +379,7 @@ def _members(mask: int) -> Iterator[int]:
 
 
 class _State(NamedTuple):
-    """A beginning of an order, compared by what it cost and then by how popular its first chunks are."""
+    """A beginning of an order, compared by its cost, then by how popular its first chunks are."""
 
     cost: int
     ranks: tuple[int, ...]

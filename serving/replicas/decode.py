@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 from serving.config import OrbitServeConfig
+from serving.engine_spec import decode_spec
 from serving.replicas.process import enter_vllm
 from serving.routing.reports import DecodeReporter
 
@@ -25,26 +26,9 @@ class DecodeWorker:
     def __init__(self, config: OrbitServeConfig) -> None:
         settings = config.decode
         enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, nixl=True)
-        from decode_workers.engine import DecodeEngine, DecodeSpec
+        from decode_workers.engine import DecodeEngine
 
-        model = config.model
-        self._engine = DecodeEngine(
-            DecodeSpec(
-                model=str(model.path),
-                dtype=model.dtype,
-                load_format=model.load_format,
-                max_model_len=model.max_model_len,
-                block_size=config.prefill.block_size,
-                tensor_parallel_size=settings.tensor_parallel_size,
-                max_num_seqs=settings.max_num_seqs,
-                gpu_memory_utilization=settings.gpu_memory_utilization,
-                kv_cache_gib=settings.kv_cache_gib,
-                trust_remote_code=model.trust_remote_code,
-                kv_cache_dtype=model.kv_cache_dtype,
-                reasoning_parser=model.reasoning_parser or "",
-                seed=model.seed,
-            )
-        )
+        self._engine = DecodeEngine(decode_spec(config))
         self._reporter = DecodeReporter(self._engine, settings.max_num_seqs)
 
     async def generate(

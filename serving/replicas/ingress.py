@@ -11,6 +11,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from serving.config import OrbitServeConfig
+from serving.engine_spec import front_end_config
 from serving.frontend.ray_roles import RayRoles, answered
 from serving.placement.patch_feed import follow
 from serving.replicas.process import enter_vllm
@@ -37,7 +38,6 @@ class Ingress:
         from serving.access_log import AccessLog as Log
         from serving.api.app import build_api
         from serving.frontend.engine_client import LinkedEngineClient
-        from serving.frontend.vllm_config import front_end_config
 
         threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="ingress")
         asyncio.get_running_loop().set_default_executor(threads)  # Serve's own is as small as `num_cpus`
@@ -52,7 +52,7 @@ class Ingress:
             self._log = client.access_log = Log(config.access_log, self._name, config.model.served_name)
         await self._roles.warm_up(config)
         self._forgets = client.forgets
-        self._following = asyncio.create_task(follow(self._roles, client.arranger, config.ingress.index_period_s))
+        self._following = asyncio.create_task(follow(self._roles, client.orderer, config.ingress.index_period_s))
         self._app = await build_api(client, config, self._forget, self._name, self._roles.counted)
 
     async def longest(self) -> int:

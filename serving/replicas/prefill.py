@@ -16,7 +16,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from serving.config import OrbitServeConfig
-from serving.engine_spec import engine_spec
+from serving.engine_spec import prefill_spec
 from serving.errors import RoleUnavailable
 from serving.frontend.ray_roles import answered
 from serving.placement.patch_feed import PatchFeed, PatchFeedSource
@@ -54,7 +54,7 @@ class PrefillWorker:
         from prefill_workers.scheduler.load_budget import KVLoadBudget
         from prefill_workers.scheduler.prefill_loop import PrefillLoop
 
-        self._engine = PrefillEngine(engine_spec(config, settings.tensor_parallel_size, hand_off=True))
+        self._engine = PrefillEngine(prefill_spec(config))
         check_hand_off(self._engine.layout, settings.tensor_parallel_size, config.decode.tensor_parallel_size)
         if settings.self_check:
             for outcome in self._engine.require_self_check():

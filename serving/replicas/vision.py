@@ -5,18 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from serving.config import OrbitServeConfig
-from serving.engine_spec import engine_spec
+from serving.engine_spec import vision_spec
 from serving.replicas.process import MOST_FAILURES, enter_vllm
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-_UNUSED_GIB = 1  # of KV, which a vision encoder has no use for
 
 
 class VisionEncoder:
@@ -27,9 +23,7 @@ class VisionEncoder:
         enter_vllm(settings, kv_cache_gib=None, nixl=False)
         from prefill_workers.engine.vision_encoder import VisionEncoder as Encoder
 
-        spec = engine_spec(config, tensor_parallel_size=1, hand_off=False)
-        share = settings.gpu_memory_utilization
-        self._encoder = Encoder(replace(spec, gpu_memory_utilization=share, kv_cache_gib=_UNUSED_GIB))
+        self._encoder = Encoder(vision_spec(config))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vision")
         self._failing = 0
 

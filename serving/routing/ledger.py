@@ -1,4 +1,4 @@
-"""What one router has sent to each replica and not got back, beside what the replicas last reported of themselves.
+"""Ledger of one router: calls under way on each replica, beside the replica's reports.
 
 A replica's load is what this process has under way there, which is known exactly and at once, and what others have:
 the part of its last report that this process cannot account for, or, where that is stale, as much as others have on the
@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 
 class Load(NamedTuple):
-    """What a replica has to do: tokens to compute or KV blocks to hold, and for how many sequences."""
+    """Load of a replica: tokens to compute or KV blocks to hold, and sequences."""
 
     work: float = 0
     sequences: float = 0
@@ -36,7 +36,7 @@ class Load(NamedTuple):
         return Load(max(self.work, other.work), max(self.sequences, other.sequences))
 
     def less(self, other: Load) -> Load:
-        """What is left, nothing at least."""
+        """Difference of both, nothing at least."""
         return Load(max(0, self.work - other.work), max(0, self.sequences - other.sequences))
 
 
@@ -79,7 +79,7 @@ class Ledger(Generic[R]):
             del self._accounts[gone]
 
     def is_news(self, replica: str, sequence: int) -> bool:
-        """Whether the replica's report of this number is not known yet."""
+        """True if the replica's report of this number is not known yet."""
         return self._accounts[replica].sequence != sequence
 
     def report(self, replica: str, sequence: int, load: Load, report: R) -> None:
@@ -105,7 +105,9 @@ class Ledger(Generic[R]):
         coming: Collection[bytes] = (),
         kept: Collection[bytes] = (),
     ) -> None:
-        """A call was sent. Calls may share a name; they are then taken to end in the order in which they were sent.
+        """Note that a call was sent.
+
+        Calls may share a name; they are then taken to end in the order in which they were sent.
 
         Args:
             coming: marks of chunks that the replica has in memory soon; `kept`: those that it has after the call.
@@ -117,7 +119,10 @@ class Ledger(Generic[R]):
         self._expect(account, coming)
 
     def completed(self, replica: str, call: str) -> Collection[bytes]:
-        """A call has ended; returns the marks that were to be kept. Calls that were not sent from here do not count."""
+        """Note that a call has ended; returns the marks that were to be kept.
+
+        Calls that were not sent from here do not count.
+        """
         account = self._accounts.get(replica)
         if account is None or call not in account.calls:
             return ()
@@ -134,7 +139,7 @@ class Ledger(Generic[R]):
     # -- what is known ------------------------------------------------------------------------------------------------
 
     def is_lost(self, replica: str) -> bool:
-        """Whether it did not answer lately."""
+        """True if the replica did not answer lately."""
         return self._accounts[replica].lost
 
     def fresh(self, replica: str) -> R | None:
@@ -148,7 +153,10 @@ class Ledger(Generic[R]):
         return (report for report in reports if report is not None)
 
     def load(self, replica: str, drained_per_s: float = 0.0) -> Load:
-        """What is under way on a replica. `drained_per_s`: the work of others that it gets done in a second."""
+        """Load under way on a replica.
+
+        `drained_per_s`: the work of others that it gets done in a second.
+        """
         reporting = [replica] if self.fresh(replica) is not None else [one for one in self._accounts if self.fresh(one)]
         others = [self._of_others(one, drained_per_s) for one in reporting]
         mean = Load(*(sum(part) / len(others) for part in zip(*others, strict=True))) if others else NOTHING

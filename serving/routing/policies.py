@@ -1,6 +1,6 @@
 """Which replica should serve a request: what replicas report, and what follows from it.
 
-Nothing here knows Ray: `router` asks these policies inside Ray Serve.
+Nothing here knows Ray: `ray_router` asks these policies inside Ray Serve.
 
     replica ── report, every period ──▶ Ledger ◀── sent, completed ── router
                                           │
@@ -17,7 +17,6 @@ of a period would go to the replica that was the least busy at its beginning.
 
 from __future__ import annotations
 
-import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from blake3 import blake3
 from prometheus_client import CollectorRegistry, Counter
 
+from autoscale.curves import USUAL, ForwardCost
 from decode_workers.admission import blocks_needed
 from prefill_workers.modes import looks_up_patch, uses_canonical_alone, uses_library
 from serving.routing.ledger import NOTHING, Ledger, Load
@@ -37,9 +37,7 @@ if TYPE_CHECKING:
 MARK_BYTES = 8  # of a chunk's mark; among 10^5 chunks some two are taken for each other once in 10^9 deployments
 _CHUNK_TOKENS = 256  # what a chunk is taken for before it is rendered
 _REMEMBERED = 1 << 16  # chunks known to be stored
-# What a replica is taken for before it has measured: as `kvstore.tiers.eviction` and
-# `prefill_workers.scheduler.cost_model`, and a disk whose pages are cached.
-_SECONDS_PER_TOKEN, _FIXED_TOKENS, _BYTES_PER_SECOND = 8e-4, 16.0, float(1 << 30)
+_BYTES_PER_SECOND = float(1 << 30)  # of a replica that has not measured its loads: a disk whose pages are cached
 
 REGISTRY = CollectorRegistry()  # of this process, which is one replica of the ingress
 CHOICES = Counter(
@@ -53,7 +51,7 @@ CHOICES = Counter(
 
 
 def mark_of(content: str) -> bytes:
-    """What stands for a content id in reports."""
+    """Mark of a content id in reports."""
     return blake3(content.encode()).digest(MARK_BYTES)
 
 
@@ -62,23 +60,32 @@ def mark_of(content: str) -> bytes:
 
 @dataclass(frozen=True)
 class PrefillReport:
-    """What a prefill worker says of itself. `hot` are marks of chunks in its memory, most recently used first."""
+    """Report of a prefill worker.
+
+    `hot` are marks of chunks in its memory, most recently used first.
+    """
 
     queued_tokens: int
     requests: int
-    fixed_tokens: (
-        float  # what a forward costs besides, whatever it computes (see `prefill_workers.scheduler.cost_model`)
-    )
-    seconds_per_token: float | None
+    fixed_tokens: float  # see `autoscale.curves.ForwardCost`
+    seconds_per_token: float | None  # the same
     bytes_per_second: float | None  # of loads from its tiers; None: not measured yet
     bytes_per_token: int  # of canonical KV
     hot: bytes
     hot_version: int  # changes with `hot`
 
+    @property
+    def forward_cost(self) -> ForwardCost:
+        """The replica's cost of a forward, or the usual one as far as it was not measured."""
+        return ForwardCost(self.fixed_tokens, self.seconds_per_token or USUAL.seconds_per_token)
+
 
 @dataclass(frozen=True)
 class DecodeReport:
-    """What a decode worker says of itself; blocks of requests that wait for room count as those that have it."""
+    """Report of a decode worker.
+
+    Blocks of requests that wait for room count as those that have it.
+    """
 
     blocks: int
     blocks_total: int
@@ -101,7 +108,7 @@ def parsed(kind: type[Report], stats: Mapping[str, Any]) -> Report | None:
 
 
 class Ranked(NamedTuple):
-    """A replica that could serve a request, why it would be chosen, and how many tokens it has in memory for it."""
+    """A replica that could serve a request: cost, reason, and tokens in its memory for it."""
 
     replica: str
     cost: float
@@ -110,7 +117,7 @@ class Ranked(NamedTuple):
 
 
 class Policy(ABC, Generic[Report]):
-    """Ranks the replicas of one role. Belongs to one thread."""
+    """Ranking of the replicas of one role. Belongs to one thread."""
 
     role: str
     kind: type[Report]
@@ -135,7 +142,7 @@ class Policy(ABC, Generic[Report]):
 
     @abstractmethod
     def ask(self, method: str, arguments: Sequence[Any]) -> Any:
-        """What a call asks of a replica; None for calls that any replica answers as well."""
+        """Demand of a call on a replica; None for calls that any replica answers as well."""
 
     def rank(
         self, ask: Any, replicas: Collection[str], distance: Callable[[str], int] = lambda replica: 0
@@ -162,10 +169,10 @@ class Policy(ABC, Generic[Report]):
 
     @abstractmethod
     def sent(self, replica: str, call: str, ask: Any) -> None:
-        """A call was sent; `call` names it until it is completed."""
+        """Note that a call was sent; `call` names it until it is completed."""
 
     def completed(self, replica: str, call: str) -> None:
-        """A call has ended, well or not."""
+        """Note that a call has ended, well or not."""
         self.ledger.completed(replica, call)
 
 
@@ -186,33 +193,33 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class PrefillAsk:
-    """What linking a prompt takes. Its chunks are in the worker's memory afterwards."""
+    """Work of linking a prompt. Its chunks are in the worker's memory afterwards."""
 
     text: int  # tokens outside of chunks
     chunks: tuple[Chunk, ...]
     links: bool = True  # False: only loads
 
     @property
-    def counts(self) -> bool:
-        """Whether the choice of its replica is counted."""
+    def is_counted(self) -> bool:
+        """True if the choice of its replica is counted."""
         return self.links
 
 
 @dataclass(frozen=True)
 class PrefillView:
-    """What is known of a prefill replica at the moment."""
+    """Knowledge of a prefill replica at the moment."""
 
     queued_tokens: float
     hot: Collection[bytes] = ()  # marks of what its memory had, as it reported
     expected: Collection[bytes] = ()  # and of what it should have by now
-    seconds_per_token: float = _SECONDS_PER_TOKEN
+    forward_cost: ForwardCost = USUAL
     bytes_per_second: float = _BYTES_PER_SECOND
     bytes_per_token: int = 0
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a request would cost on a replica."""
+    """Cost of a request on a replica."""
 
     queued: float  # tokens
     computed: int  # tokens
@@ -238,29 +245,17 @@ def estimate(ask: PrefillAsk, view: PrefillView, stored: Collection[bytes]) -> E
             continue
         computed += chunk.computed
         loaded += 0 if here else reused * view.bytes_per_token
-    seconds = (view.queued_tokens + computed) * view.seconds_per_token + loaded / view.bytes_per_second
-    return Estimate(view.queued_tokens, computed, loaded, held, seconds)
-
-
-def forwards(load: Load, fixed: float) -> float:
-    """Forwards that queued links will take, of about as many tokens each.
-
-    Those that compute little join others' (`prefill_workers.scheduler.cost_model.ForwardCostModel.joins`): of n links
-    of t tokens each, one and those k join that have k·t <= (n - k)·fixed. So a forward takes n·s + 1/2 of those that
-    are left, give or take a half, with s = fixed / (t + fixed); the last 1 / 2s take one each.
-    """
-    if not load.work or load.sequences <= 1:
-        return min(load.sequences, 1.0)
-    joining = fixed * load.sequences / load.work  # fixed / t
-    alone = (1 + joining) / (2 * joining) if joining else math.inf
-    if load.sequences <= alone:
-        return load.sequences
-    shared = math.log((load.sequences / alone + 1) / 2) / math.log1p(joining)
-    return max(1.0, min(load.sequences, alone + shared))
+    computing = view.forward_cost.added_seconds(view.queued_tokens + computed)
+    return Estimate(view.queued_tokens, computed, loaded, held, computing + loaded / view.bytes_per_second)
 
 
 class PrefillPolicy(Policy[PrefillReport]):
-    """Sends a prompt where most of it is in memory, unless that replica's queue costs more than loading elsewhere."""
+    """Prefill replicas by seconds: a prompt goes where most of it is in memory.
+
+    Unless that replica's queue costs more than loading elsewhere.
+
+    Unless that replica's queue costs more than loading elsewhere.
+    """
 
     role, kind, resolution = "prefill", PrefillReport, 1e-3
 
@@ -338,17 +333,19 @@ class PrefillPolicy(Policy[PrefillReport]):
         return estimate(ask, self.view(replica), self._stored)
 
     def view(self, replica: str) -> PrefillView:
-        """What is known of a replica; of one without a fresh report, what was sent from here (see `Ledger.load`)."""
+        """Knowledge of a replica.
+
+        Of one without a fresh report, what was sent from here (see `Ledger.load`).
+        """
         report = self.ledger.fresh(replica)
         measured = report or next(self.ledger.all_fresh(), None)
-        seconds_per_token = (measured and measured.seconds_per_token) or _SECONDS_PER_TOKEN
-        fixed = measured.fixed_tokens if measured else _FIXED_TOKENS
-        load = self.ledger.load(replica, drained_per_s=1 / seconds_per_token)
+        cost = measured.forward_cost if measured else USUAL
+        load = self.ledger.load(replica, drained_per_s=1 / cost.added_seconds(1))
         return PrefillView(
-            queued_tokens=load.work + fixed * forwards(load, fixed),
+            queued_tokens=cost.queued_tokens(load.sequences, load.work),
             hot=self._hot[replica][1] if report else (),
             expected=self.ledger.expected(replica),
-            seconds_per_token=seconds_per_token,
+            forward_cost=cost,
             bytes_per_second=(measured and measured.bytes_per_second) or _BYTES_PER_SECOND,
             bytes_per_token=measured.bytes_per_token if measured else 0,
         )
@@ -364,12 +361,15 @@ class PrefillPolicy(Policy[PrefillReport]):
 
 @dataclass(frozen=True)
 class DecodeAsk:
-    """What generating takes: `sequences` of a prompt and at most so many tokens more (None: as the model allows)."""
+    """Work of generating from a prompt: `sequences`, of at most `max_tokens` each.
+
+    None: as many as the model allows.
+    """
 
     prompt: int
     max_tokens: int | None
     sequences: int
-    counts: bool = True  # see `PrefillAsk`
+    is_counted: bool = True  # see `PrefillAsk`
 
     def load(self, report: DecodeReport) -> Load:
         """KV blocks and sequences that a replica would reserve."""
@@ -384,7 +384,12 @@ def pressure(load: Load, report: DecodeReport) -> float:
 
 
 class DecodePolicy(Policy[DecodeReport]):
-    """Sends a sequence where the most KV is free for it, what already waits there being served first."""
+    """Decode replicas by pressure: a sequence goes where the most KV is free for it.
+
+    What already waits there is served first.
+
+    What already waits there is served first.
+    """
 
     role, kind, resolution = "decode", DecodeReport, 1e-6
 

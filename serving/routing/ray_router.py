@@ -1,4 +1,6 @@
-"""The request router of the prefill and decode deployments, a plug-in of Ray Serve; what it decides by is in `routing`.
+"""Request router of the prefill and decode deployments, a plug-in of Ray Serve.
+
+It decides by `serving.routing.policies`.
 
 Serve ships this module by value to every process that holds a handle, so it keeps no state of its own and names that
 of others by their module. Who talks to a replica, queues, retries and drops dead replicas is Serve: a request is
@@ -32,7 +34,7 @@ class _Choice(NamedTuple):
 
 
 class PolicyRouter(LocalityMixin, MultiplexMixin, RequestRouter):
-    """Routes by a policy of `routing`, and by the power of two choices what it has no say in."""
+    """Router by a policy of `policies`, and by the power of two choices where it has no say."""
 
     def initialize_state(self, role: str, report_period_s: float) -> None:
         """See RequestRouter; the arguments are those of the deployment's RequestRouterConfig."""
@@ -83,7 +85,7 @@ class PolicyRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         pending.future.set_result(replica)
         self._remove_pending_request_from_indices(pending)
         self._policy.sent(name, pending.metadata.internal_request_id, ask)
-        if ask is not None and ask.counts:
+        if ask is not None and ask.is_counted:
             routing.CHOICES.labels(role=self._policy.role, reason=choice.reasons.get(name, "stale")).inc()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

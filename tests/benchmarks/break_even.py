@@ -72,7 +72,8 @@ def run(quick: bool, console: Console) -> Outcome:
 
 def _measure(cases: Mapping[str, tuple[int, int]], turns: int) -> dict[str, dict[str, list[float]]]:
     """Arm or part of `first` → case → processor milliseconds, by an engine in this process."""
-    from prefill_workers.engine.engine import EngineSpec, PrefillEngine
+    from prefill_workers.engine.engine import PrefillEngine
+    from prefill_workers.engine.spec import EngineSpec
 
     engine = PrefillEngine(EngineSpec(model=str(checkpoint_path(CHECKPOINT)), max_model_len=4096, hand_off=False))
     # vLLM would say at every picture that an engine in the same process keeps its threads.
@@ -137,9 +138,10 @@ class _Arms:
                 nonlocal factoring
                 factoring += processor_ms(lambda: compiler.compile(job))
 
+            cost = self._cost_model.cost
             options: dict[str, Any] = {
                 "compiles": CompileLimits(share=0),
-                "cost_model": ForwardCostModel(self._cost_model.fixed, self._cost_model.seconds_per_token),
+                "cost_model": ForwardCostModel(cost.fixed_tokens, cost.seconds_per_token),
             }
             with worker(self._engine, library, form, compile_patch, **options) as opened:
                 if taught:

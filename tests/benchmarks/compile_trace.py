@@ -53,7 +53,7 @@ def run(quick: bool, console: Console) -> Outcome:
     after: dict[str, dict[str, float]] = {}
     planning: dict[str, list[float]] = {}
     costs = LinkCosts()
-    whole = costs.compute * TOKENS * sum(map(len, log))
+    whole = costs.forward.seconds(TOKENS) * sum(map(len, log))
     cases = [(kind, placed) for placed in (True, False) for kind in Kind]
     for kind, placed in track(cases, "plans", console=console, transient=True):
         name = f"{kind}, {'placed' if placed else 'as sent'}"
@@ -86,7 +86,7 @@ def run(quick: bool, console: Console) -> Outcome:
 
 def _terms(costs: LinkCosts) -> Terms:
     return Terms(
-        compute=costs.compute,
+        forward=costs.forward,
         place=costs.place,
         patch_bytes=lambda tokens: PatchForm().footprint(tokens, _LAYOUT, torch.bfloat16).own,
         first_layers=(MEASURED_LAYER + 1) / _LAYOUT.layers,
@@ -116,18 +116,18 @@ def _logged(requests: Sequence[Sequence[str]], placed: bool) -> list[LoggedReque
 
 def patched_share(compiled: Plan, requests: Sequence[Sequence[str]], *, placed: bool) -> float:
     """Share of the requests' chunks that a plan's patches serve, placed or as sent."""
-    arranger = PatchAwareOrderer(compose_up_to=COMPOSE_UP_TO)
+    orderer = PatchAwareOrderer(compose_up_to=COMPOSE_UP_TO)
     stored = {
         Entry(IndexScope(*wanted.scope), wanted.contents[-1], wanted.contents[:-1], wanted.ordered)
         for wanted in compiled.patches
     }
-    arranger.formed(stored)
+    orderer.formed(stored)
     scope, hits, chunks = IndexScope(_TENANT, _PREFIX), 0, 0
     for request in requests:
         contents = [name.replace(" ", "-") for name in request]
         groups = [0 if placed else None] * len(contents)
-        arranger.popularity.observe(_TENANT, contents)
-        order = [contents[i] for i in place(arranger.problem(contents, groups, _TENANT, ())).order]
+        orderer.popularity.observe(_TENANT, contents)
+        order = [contents[i] for i in place(orderer.problem(contents, groups, _TENANT, ())).order]
         for at, content in enumerate(order):
             before = tuple(order[:at])
             direct = any(Entry(scope, content, before, ordered) in stored for ordered in (True, False))

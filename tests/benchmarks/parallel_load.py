@@ -74,7 +74,8 @@ CASES = (
 def run(quick: bool, console: Console) -> Outcome:
     """Measure every case, its arms in turns."""
     os.environ.update(vllm_environment(kv_cache_gib=1, threads=os.cpu_count()))
-    from prefill_workers.engine.engine import EngineSpec, PrefillEngine
+    from prefill_workers.engine.engine import PrefillEngine
+    from prefill_workers.engine.spec import EngineSpec
 
     console.print("starting a prefill engine")
     engine = PrefillEngine(EngineSpec(model=str(checkpoint_path(CHECKPOINT)), max_model_len=4096, hand_off=False))

@@ -30,7 +30,8 @@ _KEYS = {"canonical": "a" * 64, "patch": "b" * 64}
 def run(quick: bool, console: Console) -> Outcome:
     """Measure the whole way from memory and from disk, and its parts."""
     os.environ.update(vllm_environment(kv_cache_gib=1, threads=os.cpu_count()))
-    from prefill_workers.engine.engine import EngineSpec, PrefillEngine
+    from prefill_workers.engine.engine import PrefillEngine
+    from prefill_workers.engine.spec import EngineSpec
 
     console.print("starting a prefill engine")
     checkpoint = checkpoint_path(CHECKPOINT)

@@ -59,7 +59,8 @@ _PIXELS, _SHAPES = 336, 12
 def run(quick: bool, console: Console, model: Path | None = None) -> Outcome:
     """Measure every kind at every rank on `model`, or on the bundled one."""
     os.environ.update(vllm_environment(kv_cache_gib=1, threads=os.cpu_count()))
-    from prefill_workers.engine.engine import EngineSpec, PrefillEngine
+    from prefill_workers.engine.engine import PrefillEngine
+    from prefill_workers.engine.spec import EngineSpec
 
     checkpoint = model or checkpoint_path(CHECKPOINT)
     is_random = (checkpoint / STAMP).exists()

@@ -1,21 +1,22 @@
 """Placement against arrival order: share of chunks with a patch, and time to choose.
 
 A trace of retrieval requests (MRAG): each brings k different pages, drawn by Zipf's law over N pages, in random order.
-The index, the arranger and the choice of what to compile are the product's; only the engine is left out, and a patch is
+The index, the orderer and the choice of what to compile are the product's; only the engine is left out, and a patch is
 stored at once. A chunk that finds no patch is computed and leaves its own patch; a set of at most
-`prefill.orbit_chunks` leaves orbit patches for every order, of a larger one `prefill.part_forwards` parts are compiled.
+`prefill.orbit_chunks` leaves orbit patches for every order, of a larger one
+`prefill.subset_forwards` subsets are compiled.
 With pairs, these are compiled as well, and their sums serve chunks behind up to `prefill.compose_up_to` others. Every
 arm holds as many patches as `budget`; those that were used longest ago go first. The compute budget is left out; how
 many forwards per request an arm compiles is reported.
 
 | arm | order | compiled besides what was served |
 |---|---|---|
-| placed, pairs | placement's | what the product compiles: parts of sets, and pairs |
+| placed, pairs | placement's | what the product compiles: subsets, and pairs |
 | arrival, pairs | as sent | the same |
 | placed | placement's | the same without pairs |
 | arrival | as sent | the same without pairs |
 | placed, served only | placement's | nothing |
-| placed, unbounded | placement's | `UNBOUNDED_PARTS` parts of every set, and no patch ever goes |
+| placed, unbounded | placement's | `UNBOUNDED_SUBSETS` subsets of every set, and no patch ever goes |
 | arrival, served only | as sent | nothing |
 | optimum | with hindsight | every order of every set that was served |
 
@@ -42,14 +43,15 @@ from rich.console import Console
 from rich.progress import track
 
 from kvstore.catalog.index import Entry, PatchIndex, Scope, prefix_key
-from prefill_workers.background.compile_queue import STRANGERS, Demand, JobKind, jobs, meetings
+from prefill_workers.background.compile_queue import CROSS_REQUEST_CHUNKS, Demand, JobKind, cross_request_jobs, jobs
+from prefill_workers.modes import composed_antecedents
 from prefill_workers.settings import COMPOSE_UP_TO, CompileLimits, PrefillSettings
 from serving.bench.harness import Arm, Benchmark, Outcome
 from serving.placement.orderer import PatchAwareOrderer
 from serving.placement.search import place
 
 PAGES, RETRIEVED, REQUESTS, ZIPF, BUDGET = 100, 5, 2000, 1.0, 5000
-UNBOUNDED_PARTS = 16
+UNBOUNDED_SUBSETS = 16
 _TENANT = "local"
 _SCOPE = Scope(_TENANT, prefix_key(()))
 _TOKENS = 256
@@ -92,7 +94,7 @@ def run(quick: bool, console: Console) -> Outcome:
         "zipf_exponent": ZIPF,
         "budget_patches": BUDGET,
         "orbit_chunks": settings.orbit_chunks,
-        "part_forwards": settings.part_forwards,
+        "subset_forwards": settings.subset_forwards,
         "pair_forwards": settings.pair_forwards,
         "compose_up_to": COMPOSE_UP_TO,
         "optimum": "the largest part of a request that came in one earlier request; no budget",
@@ -122,11 +124,11 @@ def _plan_ms(size: int, turns: int) -> list[float]:
     library, found = Library(PatchIndex(), limits), []
     pages = [f"page {number}" for number in range(PAGES)]
     behind = ((page, before) for page in pages for before in ((), *((other,) for other in pages if other != page)))
-    library.arranger.formed(Entry(_SCOPE, page, before, ordered=False) for page, before in behind)
+    library.orderer.formed(Entry(_SCOPE, page, before, ordered=False) for page, before in behind)
     for request in trace(PAGES, size, 300 + turns):
         began = time.thread_time()
-        library.arranger.popularity.observe(_TENANT, request)
-        order = place(library.arranger.problem(request, [0] * size, _TENANT, ())).order
+        library.orderer.popularity.observe(_TENANT, request)
+        order = place(library.orderer.problem(request, [0] * size, _TENANT, ())).order
         found.append((time.thread_time() - began) * 1e3)
         library.serve([request[i] for i in order])
     return found[-turns:]
@@ -165,7 +167,7 @@ class HitRate(NamedTuple):
 
 def _rates(requests: list[list[str]]) -> dict[str, HitRate]:
     product, plain = (PrefillSettings().compile_limits(up_to) for up_to in (COMPOSE_UP_TO, 0))
-    unbounded = PrefillSettings(part_forwards=UNBOUNDED_PARTS).compile_limits(0)
+    unbounded = PrefillSettings(subset_forwards=UNBOUNDED_SUBSETS).compile_limits(0)
     return {
         "placed": replay(requests, plain, placed=True),
         "arrival": replay(requests, plain, placed=False),
@@ -194,14 +196,14 @@ class Served(NamedTuple):
 
 
 class Library:
-    """Stored patches, as an up-to-date arranger's index, and compilation for them."""
+    """Stored patches, as an up-to-date orderer's index, and compilation for them."""
 
     def __init__(self, index: PatchIndex, limits: CompileLimits) -> None:
         self._limits = limits
         self._demand = Demand(clock=lambda: 0.0)  # all of a trace comes within the hour
         self._known: dict[str, None] = {}  # what requests brought
         self.forwards = 0  # that compiling took
-        self.arranger = PatchAwareOrderer(index, compose_up_to=limits.compose_up_to if limits.pair_forwards else 0)
+        self.orderer = PatchAwareOrderer(index, compose_up_to=limits.compose_up_to if limits.pair_forwards else 0)
 
     def serve(self, order: Sequence[str]) -> Served:
         """Link chunks in this order, and compile what the product would."""
@@ -214,30 +216,30 @@ class Library:
             parts = [] if stored else self._parts(content, order[:i])
             found.patched.append(bool(stored or parts))
             found.summed.append(bool(parts))
-            self.arranger.formed(stored or parts or whole[:1])
+            self.orderer.formed(stored or parts or whole[:1])
         if not all(found.patched):
             self._compile(order)
         return found
 
     def _stored(self, entries: Iterable[Entry]) -> list[Entry]:
-        return [entry for entry in entries if entry in self.arranger.index]
+        return [entry for entry in entries if entry in self.orderer.index]
 
     def _parts(self, content: str, before: Sequence[str]) -> list[Entry]:
         """The patches whose sum serves a chunk behind others; none if one of them is not stored."""
-        if not 1 < len(before) <= self.arranger.compose_up_to:
+        if len(before) not in composed_antecedents(self.orderer.compose_up_to):
             return []
         parts = [Entry(_SCOPE, content, part, ordered=False) for part in ((), *zip(before))]
         return parts if len(self._stored(parts)) == len(parts) else []
 
     def _compile(self, order: Sequence[str]) -> None:
         """As `prefill_workers.background.patch_precompiler`, but at once."""
-        limits, demand, tokens = self._limits, self._demand, [_TOKENS] * (len(order) + STRANGERS)
+        limits, demand, tokens = self._limits, self._demand, [_TOKENS] * (len(order) + CROSS_REQUEST_CHUNKS)
         found = jobs(None, _TENANT, (), order, tokens[: len(order)], limits, demand)
         if limits.pair_forwards:
             others = [content for content in self._known if content not in order]
-            strangers = sorted(others, key=lambda content: -demand.expected(_TENANT, content))[:STRANGERS]
-            company = [*order, *strangers]
-            found += meetings(None, _TENANT, (), company, tokens[: len(company)], len(order), limits, demand)
+            popular = sorted(others, key=lambda content: -demand.expected(_TENANT, content))[:CROSS_REQUEST_CHUNKS]
+            company = [*order, *popular]
+            found += cross_request_jobs(None, _TENANT, (), company, tokens[: len(company)], len(order), limits, demand)
         for job in found:
             for step in job.steps:
                 if job.forwards:
@@ -255,20 +257,20 @@ class Library:
             for content in names:
                 others = [other for other in names if other != content]
                 sets = (chosen for size in range(len(names)) for chosen in combinations(others, size))
-                self.arranger.formed(Entry(_SCOPE, content, chosen, ordered=False) for chosen in sets)
+                self.orderer.formed(Entry(_SCOPE, content, chosen, ordered=False) for chosen in sets)
             return limit if missing else 0
-        if kind is JobKind.parts:
+        if kind is JobKind.prefix_subsets:
             made = [Entry(_SCOPE, name, tuple(names[:i]), ordered=True) for i, name in enumerate(names)]
             missing = not self._stored(made[-1:])
             if missing:
-                self.arranger.formed(entry for entry in made if entry not in self.arranger.index)
+                self.orderer.formed(entry for entry in made if entry not in self.orderer.index)
             return int(missing)
         first, *others = names
         lacking = [pair for one in others if not self._stored([pair := Entry(_SCOPE, one, (first,), ordered=False)])]
         alone = Entry(_SCOPE, first, (), ordered=False)
         if lacking and not self._stored([alone]):
-            self.arranger.formed([alone])
-        self.arranger.formed(lacking[:limit])
+            self.orderer.formed([alone])
+        self.orderer.formed(lacking[:limit])
         return len(lacking[:limit])
 
 
@@ -279,8 +281,8 @@ def replay(requests: Sequence[Sequence[str]], limits: CompileLimits, *, placed: 
     came: set[tuple[str, ...]] = set()
     for request in requests:
         group = 0 if placed else None
-        library.arranger.popularity.observe(_TENANT, request)
-        order = place(library.arranger.problem(request, [group] * len(request), _TENANT, ())).order
+        library.orderer.popularity.observe(_TENANT, request)
+        order = place(library.orderer.problem(request, [group] * len(request), _TENANT, ())).order
         chosen = [request[i] for i in order]
         served = library.serve(chosen)
         first, *rest = served.patched

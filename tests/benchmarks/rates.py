@@ -11,7 +11,7 @@
 
 Each arm first answers part of the workload, one request at a time, and stores what it learnt, and then the service
 compiles what it has still to compile: a steady state is measured. Nor does vLLM's turn begin while the service
-compiles. That is pairs, whose sums serve every set; parts of sets besides (`prefill.part_forwards`) would save the
+compiles. That is pairs, whose sums serve every set; prefix subsets besides (`prefill.subset_forwards`) would save the
 sums' weighing, and their compiling take longer than all the rest. Rates are multiples of the pace at which vLLM
 answered the second half of the first part. It *saturates* at the first rate of whose requests it completes less than
 `measures.SATURATED` a second; arms that saturate are not asked at rates above both that one and their own. An arm's
@@ -85,7 +85,7 @@ def run(quick: bool, console: Console, model: Path | None = None, items: int | N
     scale = _QUICK if quick else _FULL
     scale = replace(scale, requests=items or scale.requests)
     checkpoint = load_arms.checkpoint_of(model, quick)
-    prefill = {"part_forwards": 0}
+    prefill = {"subset_forwards": 0}
     with load_arms.both(checkpoint, console, [*OURS, PLACED], prefill=prefill) as (alone, service):
         arms = _arms(alone, service, scale)
         compiled = partial(load_arms.wait_until_compiled, service, console, scale.compiling)

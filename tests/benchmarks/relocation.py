@@ -73,7 +73,8 @@ def _errors(family: Family) -> dict[str, float]:
 
 
 def _compute(family: Family, dtype: str) -> tuple[dict[int, Tensor], Layout]:
-    from prefill_workers.engine.engine import EngineSpec, PrefillEngine
+    from prefill_workers.engine.engine import PrefillEngine
+    from prefill_workers.engine.spec import EngineSpec
 
     engine = PrefillEngine(
         EngineSpec(

@@ -25,7 +25,7 @@ from infra.ports import free_port
 from infra.vllm_env import vllm_environment
 from serving.bench.models import GPU_POOL_GIB, load_format, on_gpu
 from serving.config import OrbitServeConfig
-from serving.engine_spec import engine_spec
+from serving.engine_spec import decode_spec, front_end_config, prefill_spec
 
 if TYPE_CHECKING:
     from prefill_workers.background.patch_precompiler import CompileStats
@@ -171,7 +171,7 @@ class EmbeddedRoles:
     """`Roles` over plain objects: prefill in this process, decode in vLLM's own core process."""
 
     def __init__(self, config: OrbitServeConfig) -> None:
-        from decode_workers.engine import DecodeEngine, DecodeSpec
+        from decode_workers.engine import DecodeEngine
         from kvstore.library import Library
         from prefill_workers.engine.engine import PrefillEngine
         from prefill_workers.link.linker import Linker
@@ -181,20 +181,10 @@ class EmbeddedRoles:
         from prefill_workers.scheduler.cost_model import measure_forward_cost
         from prefill_workers.scheduler.prefill_loop import PrefillLoop
 
-        spec = engine_spec(config, 1, hand_off=True)
         # The decode core inherits the environment when it starts: every engine needs a port of its own.
-        self._decode = DecodeEngine(
-            DecodeSpec(
-                model=spec.model,
-                dtype=spec.dtype,
-                load_format=spec.load_format,
-                max_model_len=spec.max_model_len,
-                gpu_memory_utilization=config.decode.gpu_memory_utilization,
-                kv_cache_gib=config.decode.kv_cache_gib,
-            )
-        )
+        self._decode = DecodeEngine(decode_spec(config))
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
-        self.engine = PrefillEngine(spec)
+        self.engine = PrefillEngine(prefill_spec(config))
         self._library = Library(config.library, self.engine.fingerprint)
         form = load_form(config.patch, self._library)
         compiler = PatchCompiler(self._library, form)
@@ -287,7 +277,6 @@ def embedded(config: OrbitServeConfig) -> Iterator[Server]:
 
     from serving.api.app import build_api
     from serving.frontend.engine_client import LinkedEngineClient
-    from serving.frontend.vllm_config import front_end_config
 
     started: dict[str, Any] = {}
     ready = threading.Event()

@@ -76,7 +76,8 @@ def limit_of(service: Server, checkpoint: Path) -> Iterator[Limit]:
         yield Limit(service.engine)
         return
     os.environ.update(vllm_environment(kv_cache_gib=1, threads=os.cpu_count()))
-    from prefill_workers.engine.engine import EngineSpec, PrefillEngine
+    from prefill_workers.engine.engine import PrefillEngine
+    from prefill_workers.engine.spec import EngineSpec
 
     spec = EngineSpec(
         model=str(checkpoint), load_format=load_format(checkpoint), max_model_len=4096, hand_off=False,

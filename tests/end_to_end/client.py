@@ -26,7 +26,7 @@ from infra.checkpoints import checkpoint_path
 from infra.families import FAMILIES
 from infra.ports import free_port
 from infra.reference import weights
-from infra.vllm_env import cpu_engine_arguments
+from infra.vllm_arguments import cpu_engine_arguments
 from serving.bench.fidelity.storage import forms
 from serving.bench.fidelity.tables import STORED_RANK
 from serving.config import OrbitServeConfig

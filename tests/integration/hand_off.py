@@ -114,7 +114,8 @@ def decode(asked: Any, answers: Any) -> None:
     forkserver.ensure_running()  # imports while this process does
     from vllm import SamplingParams
 
-    from decode_workers.engine import DecodeEngine, DecodeSpec
+    from decode_workers.engine import DecodeEngine
+    from decode_workers.spec import DecodeSpec
 
     params = SamplingParams(max_tokens=TOKENS, temperature=0, logprobs=2, detokenize=False, ignore_eos=True)
 

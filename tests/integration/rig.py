@@ -23,7 +23,8 @@ from kvstore.library import Library
 from kvstore.records.patch_form import PatchForm
 from kvstore.settings import FactorType, LibrarySettings
 from prefill_workers.engine.batch import Attending
-from prefill_workers.engine.engine import EngineSpec, PrefillEngine
+from prefill_workers.engine.engine import PrefillEngine
+from prefill_workers.engine.spec import EngineSpec
 from prefill_workers.fidelity.monitor import Fidelity
 from prefill_workers.link.linker import Linker
 from prefill_workers.link.plan import LinkPlan

@@ -226,10 +226,10 @@ def test_an_ingress_that_starts_later_finds_on_disk_what_this_worker_compiled(ma
     prefix = (5, 6, 7)
     rig.link([1, 2, 3, "What?"], prefix=prefix)
     assert rig.library.disk is not None
-    arranger = PatchAwareOrderer()
-    arranger.formed(PatchCatalogue(rig.library.disk, rig.engine.fingerprint, rig.linker.form).look())
-    assert len(arranger.index) == 3 + 12
+    orderer = PatchAwareOrderer()
+    orderer.formed(PatchCatalogue(rig.library.disk, rig.engine.fingerprint, rig.linker.form).look())
+    assert len(orderer.index) == 3 + 12
     contents = [span.content for span in rig.render([3, 1, 2, "?"]).chunks]
-    arranger.popularity.observe("local", contents)
-    problem = arranger.problem(contents, [0, 0, 0], "local", prefix)
+    orderer.popularity.observe("local", contents)
+    problem = orderer.problem(contents, [0, 0, 0], "local", prefix)
     assert problem.stored.sets == {mask: 0b111 & ~mask for mask in range(0b111)}

@@ -259,7 +259,7 @@ def test_a_model_whose_sums_were_measured_to_lose_answers_is_never_summed(make_r
     assert rig.link(SET).points == ["patched", "patched", "recomputed"]
     rig.link([3, 1, 2, 4, "?"])
     forwards = rig.loop.stats().compiled.forwards
-    assert forwards.keys() == {"orders", "parts"}, forwards
+    assert forwards.keys() == {"orders", "prefix_subsets"}, forwards
 
 
 def test_a_set_with_a_page_twice_is_not_composed(make_rig: Callable[..., Rig]):

@@ -27,8 +27,8 @@ from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.patches.patch_compiler import load_form
 from serving.api.app import build_api
 from serving.config import OrbitServeConfig
+from serving.engine_spec import front_end_config
 from serving.frontend.engine_client import LinkedEngineClient
-from serving.frontend.vllm_config import front_end_config
 from serving.offline.precompute import outcomes
 from serving.offline.precompute_ledger import Outcome
 from serving.offline.precompute_manifest import Manifest

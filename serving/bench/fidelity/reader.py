@@ -96,7 +96,8 @@ class Reader:
     def __init__(self, checkpoint: Path, trust_remote_code: bool = False) -> None:
         from vllm.renderers import renderer_from_config
 
-        from prefill_workers.engine.engine import EngineSpec, PrefillEngine
+        from prefill_workers.engine.engine import PrefillEngine
+        from prefill_workers.engine.spec import EngineSpec
         from serving.frontend.prompt_segments import Delimiters
 
         spec = EngineSpec(

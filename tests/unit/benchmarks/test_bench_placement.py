@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from prefill_workers.settings import COMPOSE_UP_TO, PrefillSettings
-from tests.benchmarks.placement import NOTHING, UNBOUNDED_PARTS, HitRate, optimum, replay, trace
+from tests.benchmarks.placement import NOTHING, UNBOUNDED_SUBSETS, HitRate, optimum, replay, trace
 
 PAIRS, PLAIN = (PrefillSettings().compile_limits(up_to) for up_to in (COMPOSE_UP_TO, 0))
 
@@ -44,8 +44,8 @@ def test_placement_lies_between_arrival_and_the_optimum(retrieved: int):
 def test_without_bounds_placement_comes_to_the_optimum():
     requests = trace(40, 5, 150)
     bounded, unbounded = (
-        replay(requests, PrefillSettings(part_forwards=parts).compile_limits(0), placed=True, budget=budget)
-        for parts, budget in ((0, 50), (UNBOUNDED_PARTS, sys.maxsize))
+        replay(requests, PrefillSettings(subset_forwards=subsets).compile_limits(0), placed=True, budget=budget)
+        for subsets, budget in ((0, 50), (UNBOUNDED_SUBSETS, sys.maxsize))
     )
     assert bounded.of_all < 0.8 * unbounded.of_all
     assert unbounded.of_all == optimum(requests).of_all

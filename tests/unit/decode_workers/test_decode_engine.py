@@ -12,7 +12,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from decode_workers import engine
 from decode_workers.admission import Admission
-from decode_workers.engine import DecodeEngine, DecodeSpec
+from decode_workers.engine import DecodeEngine
+from decode_workers.spec import DecodeSpec
 from infra.reference import DEFAULT_MODEL, weights
 from infra.vllm_env import BLOCK_SIZE
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from infra import vllm_env
-from infra.vllm_env import gpu_pool, vllm_environment
+from infra.vllm_arguments import gpu_pool
+from infra.vllm_env import vllm_environment
 from infra.vllm_plugin import SHARED_CORES, register
 
 

@@ -20,12 +20,12 @@ from prefill_workers.background.compile_queue import (
     ComputeBudget,
     Demand,
     JobKind,
+    cross_request_jobs,
     jobs,
-    meetings,
 )
 from prefill_workers.settings import PrefillSettings
 
-LIMITS = CompileLimits(orbit_chunks=3, part_forwards=2, pair_forwards=12, compose_up_to=1)
+LIMITS = CompileLimits(orbit_chunks=3, subset_forwards=2, pair_forwards=12, compose_up_to=1)
 
 
 @pytest.fixture
@@ -49,9 +49,10 @@ def taken(queue: CompileQueue[str]) -> Iterator[CompileJob[str]]:
         yield job
 
 
-def test_small_sets_get_all_orders_and_large_ones_parts_and_pairs(demand: Demand):
+def test_small_sets_get_all_orders_and_large_ones_subsets_and_pairs(demand: Demand):
     assert [(job.kind, job.forwards) for job in made(demand, "abc")] == [(JobKind.orders, 6)]
-    assert [(job.kind, job.forwards) for job in made(demand, "abcd")] == [(JobKind.parts, 2), (JobKind.pairs, 12)]
+    large = [(job.kind, job.forwards) for job in made(demand, "abcd")]
+    assert large == [(JobKind.prefix_subsets, 2), (JobKind.pairs, 12)]
     assert made(demand, "a") == []
 
 
@@ -72,7 +73,7 @@ def test_nothing_is_compiled_that_is_switched_off_or_has_no_share_of_the_time(de
     for limits, kinds in (
         (CompileLimits(orbit_chunks=0), []),
         (CompileLimits(orbit_chunks=0, pair_forwards=2), [JobKind.pairs]),
-        (CompileLimits(part_forwards=1), [JobKind.parts]),
+        (CompileLimits(subset_forwards=1), [JobKind.prefix_subsets]),
         (CompileLimits(pair_forwards=2, share=0), []),
     ):
         assert [job.kind for job in made(demand, "abcd", limits=limits)] == kinds
@@ -178,8 +179,8 @@ def test_bytes_are_those_of_all_patches_that_come_of_a_step(demand: Demand):
     (orders,) = made(demand, "abc")
     subsets = [chosen for size in range(3) for chosen in combinations("ab", size)]
     assert orders.nbytes(lambda tokens: tokens) == 3 * len(subsets) * 100
-    parts, pairs = made(demand, "abcd")
-    assert parts.nbytes(lambda tokens: tokens) == len(parts.steps[0]) * 100
+    subsets, pairs = made(demand, "abcd")
+    assert subsets.nbytes(lambda tokens: tokens) == len(subsets.steps[0]) * 100
     assert pairs.steps[0] == (0, 1, 2, 3)
     assert pairs.nbytes(lambda tokens: tokens) == 400
     assert (pairs.step_tokens(), pairs.longest()) == (400, 200), "the first is computed once, the others in turns"
@@ -190,7 +191,7 @@ def test_no_more_than_the_share_of_the_time_is_spent(share: float, clock: Clock)
     window, forward = 10.0, 0.5
     budget, spent = ComputeBudget(share, window, clock), 0.0
     for _ in range(10_000):
-        if budget.open:
+        if budget.is_open:
             clock.now += forward
             budget.spend(forward)
             spent += forward
@@ -204,9 +205,9 @@ def test_what_an_idle_worker_saves_up_is_bounded(clock: Clock):
     budget = ComputeBudget(0.5, 10.0, clock)
     clock.now = 1e6
     budget.spend(5.0)
-    assert not budget.open
+    assert not budget.is_open
     clock.now += 0.1
-    assert budget.open
+    assert budget.is_open
 
 
 def test_under_a_tight_budget_the_most_valuable_are_compiled_and_the_rest_waits(demand: Demand, clock: Clock):
@@ -218,7 +219,7 @@ def test_under_a_tight_budget_the_most_valuable_are_compiled_and_the_rest_waits(
             queue.add(job)
     ran: list[str] = []
     waiting = taken(queue)
-    while budget.open:
+    while budget.is_open:
         ran.append(next(waiting).item)
         budget.spend(1.0)
     assert ran == ["abc"]
@@ -230,20 +231,19 @@ def test_a_library_with_room_asks_no_price(tmp_path):
         assert library.price("local") == 0
 
 
-def test_chunks_that_were_asked_for_again_are_made_to_meet(demand: Demand):
+def test_chunks_that_were_asked_for_again_are_paired_across_requests(demand: Demand):
     for contents in ("ab", "cd", "ae", "cf"):
         demand.observe("local", list(contents))
 
-    def met(contents: str, own: int, limits: CompileLimits = LIMITS) -> list[tuple[int, ...]]:
-        found = meetings(contents, "local", (), list(contents), [100] * len(contents), own, limits, demand)
+    def paired(contents: str, own: int, limits: CompileLimits = LIMITS) -> list[tuple[int, ...]]:
+        found = cross_request_jobs(contents, "local", (), list(contents), [100] * len(contents), own, limits, demand)
         return [step for job in found for step in job.steps]
 
-    assert met("aecd", 2) == [(0, 2), (2, 0)], "a and c came twice"
-    assert met("ebdf", 2) == []
-    assert met("ac", 2) == [], "they are the request's own"
-    assert (
-        met("aecd", 2, CompileLimits(pair_forwards=0)) == met("aecd", 2, CompileLimits(pair_forwards=9, share=0)) == []
-    )
+    assert paired("aecd", 2) == [(0, 2), (2, 0)], "a and c came twice"
+    assert paired("ebdf", 2) == []
+    assert paired("ac", 2) == [], "they are the request's own"
+    for limits in (CompileLimits(pair_forwards=0), CompileLimits(pair_forwards=9, share=0)):
+        assert paired("aecd", 2, limits) == []
 
 
 def test_jobs_over_what_was_deleted_are_given_up(demand: Demand):

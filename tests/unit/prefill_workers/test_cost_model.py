@@ -14,28 +14,12 @@ from prefill_workers.scheduler.cost_model import ForwardCostModel, measure_forwa
 
 def test_a_pace_is_learnt_from_forwards_and_follows_them():
     known = ForwardCostModel(fixed=20.0)
-    assert known.seconds_per_token is None
+    assert known.cost.seconds_per_token is None
     assert known.seconds(1000) == 0.0
     known.learn(100, 1.2)
     assert known.seconds(100) == pytest.approx(1.2)
     known.learn(100, 2.4)
     assert known.seconds(100) == pytest.approx(1.8)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "others", "behind", "joins"),
-    [
-        (20, 1, 0, True),  # it delays one link by 20 tokens, and spares itself 20
-        (21, 1, 0, False),
-        (290, 1, 0, False),  # two prompts of which nothing is known: one after the other
-        (290, 1, 14, True),  # unless many wait behind them
-        (10, 2, 0, True),
-        (11, 2, 0, False),
-        (11, 2, 1, True),
-    ],
-)
-def test_a_link_joins_where_that_saves_more_waiting_than_it_causes(tokens: int, others: int, behind: int, joins: bool):
-    assert ForwardCostModel(fixed=20.0).joins(tokens, others, behind) is joins
 
 
 def test_background_pieces_take_a_tenth_of_a_second_unless_that_is_mostly_the_fixed_part():
@@ -90,5 +74,5 @@ def test_the_pace_of_an_engine_is_measured(
     found = measure_forward_cost(engine)
     assert max(engine.lengths) == longest
     per_token = max(per_token, (fixed + per_token) / 2048)
-    assert found.seconds_per_token == pytest.approx(per_token, rel=1e-3)
+    assert found.cost.seconds_per_token == pytest.approx(per_token, rel=1e-3)
     assert found.seconds(1) == pytest.approx(fixed + per_token, rel=1e-3)

@@ -14,9 +14,9 @@ from kvstore.operator.apply import relocate
 from kvstore.operator.layout import Layout
 from kvstore.operator.rotary import RotaryScheme
 from prefill_workers.link.token_selection import deviations, runs_of, selected_by_deviation, selected_by_place
-from prefill_workers.modes import Mode, ModeKind, OperatingPoint, Text, operating_point
+from prefill_workers.modes import Mode, ModeKind, OperatingPoint, Text, composed_antecedents, operating_point
 from prefill_workers.sequence import Run, complement
-from serving.api.errors import InvalidRequest
+from serving.frontend.errors import InvalidRequest
 from serving.frontend.report import parse_options
 
 WRITTEN = {
@@ -172,3 +172,8 @@ def test_a_chunk_is_linked_at_the_cheapest_point_that_its_mode_allows(mode, stor
         parts="parts" in stored,
     )
     assert point is expected
+
+
+@pytest.mark.parametrize(("compose_up_to", "summed"), [(0, []), (1, []), (2, [2]), (4, [2, 3, 4])])
+def test_pair_patches_are_summed_behind_two_antecedents_up_to_the_limit(compose_up_to: int, summed: list[int]):
+    assert [count for count in range(8) if count in composed_antecedents(compose_up_to)] == summed

@@ -45,9 +45,9 @@ class Forwards:
         return OrbitForming((), chunks, plan.request.tenant)
 
     def pairs_step(
-        self, forming: OrbitForming, fan: Sequence[int], limit: int, scratch: Scratch
+        self, forming: OrbitForming, batch: Sequence[int], limit: int, scratch: Scratch
     ) -> Pieces[tuple[int, int]]:
-        first, *others = fan
+        first, *others = batch
         for second in others[:limit]:
             yield
             self.ran.append(forming.chunks[first].content + forming.chunks[second].content)
@@ -97,7 +97,7 @@ def crowd() -> Crowd:
 
 @pytest.fixture
 def ahead(forwards: Forwards, sums: Sums, crowd: Crowd) -> PatchPrecompiler:
-    limits = CompileLimits(orbit_chunks=0, part_forwards=0, pair_forwards=12)
+    limits = CompileLimits(orbit_chunks=0, subset_forwards=0, pair_forwards=12)
     scratch = Scratch(range(8), 16, lambda left: 64)
     return PatchPrecompiler(cast(Harvester, forwards), scratch, limits, CacheGroup(), TickingClock(), sums, crowd)
 
@@ -159,7 +159,7 @@ def test_a_job_waits_for_what_is_still_to_be_kept_and_others_do_not_wait_for_it(
 
 def test_no_step_begins_while_the_compiler_has_enough_to_do(ahead: PatchPrecompiler, forwards: Forwards, crowd: Crowd):
     ahead.offer(served("abx"), missed=True)
-    while not ahead.running:
+    while not ahead.is_running:
         ahead.step()
     crowd.there = True
     while ahead.may_go_on(()):
@@ -175,7 +175,7 @@ def test_no_step_begins_while_the_compiler_has_enough_to_do(ahead: PatchPrecompi
 def test_a_job_ends_where_the_library_holds_what_is_worth_more(ahead: PatchPrecompiler, forwards: Forwards):
     """It was worth its bytes when it was begun: what it is about to displace may be dearer by now."""
     ahead.offer(served("abxy"), missed=True)
-    while not forwards.ran or ahead.running:
+    while not forwards.ran or ahead.is_running:
         ahead.step()
     ran, forwards.price = list(forwards.ran), 1e9
     while ahead:
@@ -189,7 +189,7 @@ def test_no_pair_is_worth_a_forward_while_sums_are_switched_off(
 ):
     for contents in ("abx", "cdy"):
         ahead.offer(served(contents), missed=True)
-    while not forwards.ran or ahead.running:
+    while not forwards.ran or ahead.is_running:
         ahead.step()
     sums.allowed, ran = False, list(forwards.ran)
     while ahead:

@@ -45,7 +45,7 @@ class Chat(OrbitServingChat):
     def __init__(self, media: MediaResolver, documents: Documents) -> None:
         self._media, self._documents = media, documents
         self._prefixes, self._max_characters = Prefixes(Tokenizer()), 1000
-        self.engine_client: Any = SimpleNamespace(arranger=PatchAwareOrderer(), prefetch=lambda *_: None)
+        self.engine_client: Any = SimpleNamespace(orderer=PatchAwareOrderer(), prefetch=lambda *_: None)
         self.asked: list[Any] = []
 
 
@@ -93,7 +93,7 @@ async def test_free_images_trade_places_behind_a_system_image_and_a_fixed_one(ch
     logo, plan, a, b, c = (chat._media.open(png(number), "local", "").content for number in range(5))
     scope = Scope("local", prefix_key(Tokenizer().encode(SYSTEM)))
     stored = [(logo, ()), (b, (plan, logo)), (c, (logo, plan, b)), (a, (c, b, logo, plan))]
-    chat.engine_client.arranger.formed(Entry(scope, *entry, ordered=False) for entry in stored)
+    chat.engine_client.orderer.formed(Entry(scope, *entry, ordered=False) for entry in stored)
 
     answer = await post(
         chat,
@@ -112,7 +112,7 @@ async def test_free_images_trade_places_behind_a_system_image_and_a_fixed_one(ch
     assert user == [plan, "Pages:", b, c, "\n", a, "Who signed?"], "text stays, and what stands alone between it"
     order = answer["orbit"]["order"]
     assert (order["chunks"], order["reason"]) == ([0, 1, 3, 4, 2], "the cheapest order found")
-    patched, computed = (chat.engine_client.arranger.costs.of(256, patched=patched) / 1e6 for patched in (True, False))
+    patched, computed = (chat.engine_client.orderer.costs.of(256, patched=patched) / 1e6 for patched in (True, False))
     assert order["cost_ms"] == pytest.approx(4 * patched + computed, abs=1e-2)
     assert order["arrival_ms"] == pytest.approx(patched + 4 * computed, abs=1e-2)
 
@@ -120,7 +120,7 @@ async def test_free_images_trade_places_behind_a_system_image_and_a_fixed_one(ch
 async def test_a_computed_chunk_that_may_stand_nowhere_else_has_no_alternative(chat: Chat):
     logo = chat._media.open(png(0), "local", "").content
     scope = Scope("local", prefix_key(Tokenizer().encode(SYSTEM)))
-    chat.engine_client.arranger.formed([Entry(scope, logo, (), ordered=False)])
+    chat.engine_client.orderer.formed([Entry(scope, logo, (), ordered=False)])
     found: list[Any] = []
     chat.engine_client.prefetch = lambda _, trace: found.extend(trace.costs)
 
@@ -185,7 +185,7 @@ async def test_pages_of_a_later_turn_keep_the_order_that_their_patches_are_of(ch
     a, b, c, d = (chat._media.open(png(number), "local", "").content for number in range(4))
     scope = Scope("local", prefix_key(Tokenizer().encode(SYSTEM)))
     stored = [(b, ()), (a, (b,)), (d, (a, b)), (c, (a, b, d))]
-    chat.engine_client.arranger.formed(Entry(scope, *entry, ordered=False) for entry in stored)
+    chat.engine_client.orderer.formed(Entry(scope, *entry, ordered=False) for entry in stored)
     turns = [
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": [image(0), image(1), said("Which is newer?")]},
@@ -195,7 +195,7 @@ async def test_pages_of_a_later_turn_keep_the_order_that_their_patches_are_of(ch
     for text, order in (("auto", [1, 0, 2, 3]), ("free", [1, 0, 3, 2])):
         answer = await post(chat, messages=turns, orbit={"order": "free", "explain": True, "text": text})
         assert answer["orbit"]["order"]["chunks"] == order
-        patched, computed = (chat.engine_client.arranger.costs.of(256, patched=one) / 1e6 for one in (True, False))
+        patched, computed = (chat.engine_client.orderer.costs.of(256, patched=one) / 1e6 for one in (True, False))
         cost = 2 * patched + 2 * (patched if text == "free" else computed)
         assert answer["orbit"]["order"]["cost_ms"] == pytest.approx(cost, abs=1e-2)
     turns[1]["content"] = [image(0), said("Which?")]

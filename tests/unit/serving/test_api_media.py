@@ -28,9 +28,10 @@ from kvstore.settings import FileSettings
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
 from serving.api import media
-from serving.api.errors import InvalidRequest, NotFound, TooLarge
+from serving.api.errors import NotFound, TooLarge
 from serving.api.media import MediaResolver, pinned
 from serving.api.pixel_budget import give_back
+from serving.frontend.errors import InvalidRequest
 from serving.settings import HttpSettings
 
 

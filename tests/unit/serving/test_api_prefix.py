@@ -12,8 +12,8 @@ import pytest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
 from serving.api.chat import OrbitServingChat, fixed_prefix
-from serving.api.errors import InvalidRequest
 from serving.api.prefix import Prefixes, with_tools_of_requests
+from serving.frontend.errors import InvalidRequest
 
 
 class Tokenizer:

@@ -26,9 +26,10 @@ from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidati
 from serving.api.app import OrbitServingCompletion
 from serving.api.auth import Authenticate
 from serving.api.chat import OrbitServingChat
-from serving.api.errors import OverloadedError, answer_errors
+from serving.api.errors import answer_errors
 from serving.api.prefix import Prefixes
 from serving.api.streams import opened
+from serving.frontend.errors import OverloadedError
 from serving.placement.orderer import PatchAwareOrderer
 
 EVENTS = ['data: {"id":"1"}\n\n', 'data: {"id":"2","choices":[{"finish_reason":"stop"}]}\n\n', "data: [DONE]\n\n"]
@@ -105,7 +106,7 @@ class Chat(OrbitServingChat):
         self._prefixes, self._max_characters = Prefixes(SimpleNamespace(encode=lambda text, **_: [])), 1000
         self._media: Any = SimpleNamespace(resolve_messages=self._resolved)
         self._documents: Any = SimpleNamespace(marked=lambda _: [])
-        self.engine_client: Any = SimpleNamespace(arranger=PatchAwareOrderer(), prefetch=lambda *_: None)
+        self.engine_client: Any = SimpleNamespace(orderer=PatchAwareOrderer(), prefetch=lambda *_: None)
 
     async def _resolved(self, messages: list[Any], _: str) -> list[Any]:
         return messages

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoscale.curves import ForwardCost
 from kvstore.catalog.index import Entry, Scope, prefix_key
 from kvstore.records.keys import DYNAMIC_TENANT
 from serving.access_log import LoggedChunk, LoggedRequest
@@ -22,7 +23,7 @@ from serving.placement.search import place
 
 NO_PREFIX = prefix_key(())
 TOKENS = {"a": 100, "b": 100, "c": 100, "d": 50, "e": 200}
-TERMS = Terms(compute=1.0, place=0.1, patch_bytes=lambda tokens: 10 * tokens, compose_up_to=3)
+TERMS = Terms(forward=ForwardCost(0.0, 1.0), place=0.1, patch_bytes=lambda tokens: 10 * tokens, compose_up_to=3)
 
 
 def request(
@@ -190,19 +191,19 @@ def test_placement_saves_at_least_what_the_plan_counts():
     requests = [request(draw.sample(pages, draw.randint(1, 4)), free=draw.random() < 0.7) for _ in range(200)]
     found = plan(traced(*requests), Kind.sets, replace(TERMS, min_uses=3), Cost(30_000, math.inf))
     assert 0 < found.saves < found.possible
-    arranger = PatchAwareOrderer(costs=LinkCosts(compute=TERMS.compute, place=TERMS.place))
-    arranger.formed(
+    orderer = PatchAwareOrderer(costs=LinkCosts(compute=TERMS.forward.added_seconds(1), place=TERMS.place))
+    orderer.formed(
         Entry(Scope(wanted.scope.owner, wanted.scope.prefix), wanted.contents[-1], wanted.contents[:-1], ordered=True)
         for wanted in found.patches
     )
     spent = computed = 0.0
     for each in requests:
         contents = [chunk.content for chunk in each.chunks]
-        arranger._tokens.update({chunk.content: chunk.tokens for chunk in each.chunks})
-        arranger.popularity.observe(each.tenant, contents)
-        problem = arranger.problem(contents, [chunk.group for chunk in each.chunks], each.tenant, ())
+        orderer._tokens.update({chunk.content: chunk.tokens for chunk in each.chunks})
+        orderer.popularity.observe(each.tenant, contents)
+        problem = orderer.problem(contents, [chunk.group for chunk in each.chunks], each.tenant, ())
         spent += place(problem).cost / 1e9
-        computed += TERMS.compute * sum(chunk.tokens for chunk in each.chunks)
+        computed += TERMS.forward.seconds(sum(chunk.tokens for chunk in each.chunks))
     assert computed - spent >= found.saves * (1 - 1e-6)
 
 

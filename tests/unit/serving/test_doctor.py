@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from kvstore.settings import FileSettings, LibrarySettings
+from prefill_workers.engine.spec import EngineSpec
 from serving.cli import doctor
 from serving.cli.doctor import (
     CheckResult,
@@ -219,7 +220,7 @@ def test_the_engine_is_checked_with_the_kv_that_it_will_have(monkeypatch: pytest
         return []
 
     monkeypatch.setattr(doctor, "run_probe", probe)
-    doctor.run_doctor(ports=(), kv_cache_gib=8)
+    doctor.run_doctor(ports=(), engine=EngineSpec("model", kv_cache_gib=8))
     assert environments["engine"]["VLLM_CPU_KVCACHE_SPACE"] == "8"
 
 

@@ -17,8 +17,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from kvstore.catalog.index import Entry, scopes_of
 from prefill_workers.modes import Mode
 from prefill_workers.protocol import ChunkSpan, LeaseState, Overloaded
-from serving.api.errors import OverloadedError
 from serving.errors import RoleUnavailable
+from serving.frontend.errors import OverloadedError
 from serving.frontend.prompt_segments import Segments
 from serving.frontend.report import PROMPTS_AT_ONCE, OrbitOptions, RequestTrace, set_trace
 
@@ -33,7 +33,7 @@ async def test_a_link_tells_which_chunks_have_a_known_patch_in_modes_that_use_an
     for mode in ("auto", "full-reuse"):
         set_trace(RequestTrace(OrbitOptions(mode=mode)))
         client = client_of(roles)
-        client.arranger.formed([Entry(scopes_of("local", (), "a")[0], "a", (), ordered=True)])
+        client.orderer.formed([Entry(scopes_of("local", (), "a")[0], "a", (), ordered=True)])
         prompt = {"type": "token", "prompt_token_ids": list(range(12))}
         assert [output async for output in client.generate(prompt, SamplingParams(), "request")]
     assert [request.patched for request in roles.linked] == [(True, False), ()]

@@ -42,177 +42,177 @@ def result(*outcomes: ChunkOutcome, reused: int = 0, computed: int = 0, **stages
 
 
 def problem(
-    arranger: PatchAwareOrderer,
+    orderer: PatchAwareOrderer,
     contents: Sequence[str],
     groups: Sequence[int | None] | None = None,
     tenant: str = "acme",
     prefix: Sequence[int] = PREFIX,
 ) -> Problem:
     """As a request has it, which counts first."""
-    arranger.popularity.observe(tenant, contents)
-    return arranger.problem(list(contents), groups or [0] * len(contents), tenant, prefix)
+    orderer.popularity.observe(tenant, contents)
+    return orderer.problem(list(contents), groups or [0] * len(contents), tenant, prefix)
 
 
 def order(
-    arranger: PatchAwareOrderer, contents: str, tenant: str = "acme", groups: list[int | None] | None = None
+    orderer: PatchAwareOrderer, contents: str, tenant: str = "acme", groups: list[int | None] | None = None
 ) -> str:
-    found = place(problem(arranger, contents, groups, tenant)).order
+    found = place(problem(orderer, contents, groups, tenant)).order
     return "".join(contents[chunk] for chunk in found)
 
 
 def test_a_link_teaches_which_own_patches_are_stored():
-    arranger = PatchAwareOrderer()
-    arranger.learn(request("cab"), result(*[outcome(PatchKind.own)] * 3))
-    assert order(arranger, "abc") == "cab"
-    assert order(arranger, "abc", tenant="another") == "abc"
-    assert place(problem(arranger, "abc", prefix=())).order == (0, 1, 2), "another prefix"
+    orderer = PatchAwareOrderer()
+    orderer.learn(request("cab"), result(*[outcome(PatchKind.own)] * 3))
+    assert order(orderer, "abc") == "cab"
+    assert order(orderer, "abc", tenant="another") == "abc"
+    assert place(problem(orderer, "abc", prefix=())).order == (0, 1, 2), "another prefix"
 
 
 def test_what_is_keyed_by_text_is_learnt_of_that_text_alone():
-    arranger = PatchAwareOrderer(free_text=2)
+    orderer = PatchAwareOrderer(free_text=2)
 
     def between(words: list[int], text: Text = Text.AUTO) -> LinkRequest:
         first, second = (ChunkSpan(name, "image", at, at + 1, at, 1) for name, at in (("a", 0), ("b", 1 + len(words))))
         return LinkRequest("request", [0, *words, 0], (first, second), prefix=PREFIX, tenant="acme", text=text)
 
-    arranger.learn(between([1, 2, 3]), result(*[outcome(PatchKind.own)] * 2))
-    assert arranger.patched(between([1, 2, 3])) == (True, True)
-    assert arranger.patched(between([1, 2, 4])) == arranger.patched(between([1, 2])) == (True, False)
-    assert arranger.patched(between([1, 2, 3], Text.FREE)) == (True, False)
-    arranger.learn(between([1, 2]), result(*[outcome(PatchKind.own)] * 2))
-    arranger.learn(between([1, 2, 4]), result(outcome(PatchKind.own), outcome()))
-    assert arranger.patched(between([])) == (True, True), "what that text misses is stored without it"
-    assert arranger.patched(replace(between([]), mode=Mode.FULL_REUSE)) == ()
+    orderer.learn(between([1, 2, 3]), result(*[outcome(PatchKind.own)] * 2))
+    assert orderer.patched(between([1, 2, 3])) == (True, True)
+    assert orderer.patched(between([1, 2, 4])) == orderer.patched(between([1, 2])) == (True, False)
+    assert orderer.patched(between([1, 2, 3], Text.FREE)) == (True, False)
+    orderer.learn(between([1, 2]), result(*[outcome(PatchKind.own)] * 2))
+    orderer.learn(between([1, 2, 4]), result(outcome(PatchKind.own), outcome()))
+    assert orderer.patched(between([])) == (True, True), "what that text misses is stored without it"
+    assert orderer.patched(replace(between([]), mode=Mode.FULL_REUSE)) == ()
 
 
 def test_a_link_that_misses_a_patch_takes_it_out_of_the_index():
-    arranger = PatchAwareOrderer()
+    orderer = PatchAwareOrderer()
     entry = Entry(SCOPE, "b", ("a",), ordered=True)
-    arranger.formed([entry, Entry(SCOPE, "b", ("a",), ordered=False)])
+    orderer.formed([entry, Entry(SCOPE, "b", ("a",), ordered=False)])
     switched_off = result(outcome(missed=False), outcome(missed=False))
-    arranger.learn(request("ab"), switched_off)
-    assert len(arranger.index) == 2, "it was not looked for"
-    arranger.learn(request("ab"), result(outcome(), outcome()))
-    assert len(arranger.index) == 0
+    orderer.learn(request("ab"), switched_off)
+    assert len(orderer.index) == 2, "it was not looked for"
+    orderer.learn(request("ab"), result(outcome(), outcome()))
+    assert len(orderer.index) == 0
 
 
 def test_a_sum_of_pairs_is_no_stored_patch():
-    arranger = PatchAwareOrderer()
-    arranger.learn(request("ab"), result(outcome(PatchKind.orbit), outcome(PatchKind.composed)))
-    assert len(arranger.index) == 1
+    orderer = PatchAwareOrderer()
+    orderer.learn(request("ab"), result(outcome(PatchKind.orbit), outcome(PatchKind.composed)))
+    assert len(orderer.index) == 1
 
 
 def test_sums_of_known_pairs_are_counted_where_they_are_used():
     pairs = [Entry(SCOPE, content, before, ordered=False) for content in "abc" for before in ((), *zip("abc"))]
     pairs = [entry for entry in pairs if entry.content not in entry.antecedents]
-    arranger, without = PatchAwareOrderer(compose_up_to=2), PatchAwareOrderer()
-    for each in (arranger, without):
+    orderer, without = PatchAwareOrderer(compose_up_to=2), PatchAwareOrderer()
+    for each in (orderer, without):
         each.formed(pairs)
-    summed, plain = (place(problem(each, "abc")) for each in (arranger, without))
-    costs = arranger.costs
+    summed, plain = (place(problem(each, "abc")) for each in (orderer, without))
+    costs = orderer.costs
     assert summed.cost == 2 * costs.of(256, patched=True) + costs.of_sum(256)
     assert plain.cost == 2 * costs.of(256, patched=True) + costs.of(256, patched=False)
     assert costs.of(256, patched=True) < costs.of_sum(256) < costs.of(256, patched=False)
 
 
 def test_a_sum_that_was_missed_takes_its_pairs_out_of_the_index():
-    arranger = PatchAwareOrderer(compose_up_to=2)
+    orderer = PatchAwareOrderer(compose_up_to=2)
     pairs = [Entry(SCOPE, "c", before, ordered=False) for before in ((), ("a",), ("b",))]
-    arranger.formed([*pairs, Entry(SCOPE, "b", ("a",), ordered=False)])
+    orderer.formed([*pairs, Entry(SCOPE, "b", ("a",), ordered=False)])
     found = [outcome(PatchKind.own), outcome(PatchKind.pair)]
-    arranger.learn(request("abc"), result(*found, outcome(PatchKind.composed)))
-    assert all(entry in arranger.index for entry in pairs)
-    arranger.learn(request("abc"), result(*found, outcome()))
-    assert not any(entry in arranger.index for entry in pairs)
-    assert Entry(SCOPE, "b", ("a",), ordered=False) in arranger.index
+    orderer.learn(request("abc"), result(*found, outcome(PatchKind.composed)))
+    assert all(entry in orderer.index for entry in pairs)
+    orderer.learn(request("abc"), result(*found, outcome()))
+    assert not any(entry in orderer.index for entry in pairs)
+    assert Entry(SCOPE, "b", ("a",), ordered=False) in orderer.index
 
 
 def test_while_sums_are_switched_off_no_order_counts_on_them_and_none_that_is_missed_costs_its_pairs():
-    arranger = PatchAwareOrderer(compose_up_to=2)
+    orderer = PatchAwareOrderer(compose_up_to=2)
     pairs = [Entry(SCOPE, "c", before, ordered=False) for before in ((), ("a",), ("b",))]
-    arranger.formed(pairs)
-    arranger.sums_allowed = False
-    arranger.learn(request("abc"), result(outcome(PatchKind.own), outcome(PatchKind.pair), outcome()))
-    assert all(entry in arranger.index for entry in pairs)
-    arranger.sums_allowed = True  # as far as this ingress has heard
+    orderer.formed(pairs)
+    orderer.sums_allowed = False
+    orderer.learn(request("abc"), result(outcome(PatchKind.own), outcome(PatchKind.pair), outcome()))
+    assert all(entry in orderer.index for entry in pairs)
+    orderer.sums_allowed = True  # as far as this ingress has heard
     missed = replace(outcome(), sums_off=True)
-    arranger.learn(request("abc"), result(outcome(PatchKind.own), outcome(PatchKind.pair), missed))
-    assert all(entry in arranger.index for entry in pairs)
+    orderer.learn(request("abc"), result(outcome(PatchKind.own), outcome(PatchKind.pair), missed))
+    assert all(entry in orderer.index for entry in pairs)
     sums = []
-    for arranger.sums_allowed in (False, True):
-        sums.append(problem(arranger, "abc").stored.sums)
+    for orderer.sums_allowed in (False, True):
+        sums.append(problem(orderer, "abc").stored.sums)
     assert sums == [{}, {0b011: 0b100}]
 
 
 def test_while_patches_are_switched_off_no_order_and_no_worker_is_chosen_for_any():
-    arranger = PatchAwareOrderer(compose_up_to=2)
-    arranger.learn(request("ab"), result(*[outcome(PatchKind.own)] * 2))
-    for arranger.patches_allowed, patched in ((False, (False, False)), (True, (True, True))):
-        assert arranger.patched(request("ab")) == patched
-        assert bool(problem(arranger, "ab").stored.sequences) == arranger.patches_allowed
+    orderer = PatchAwareOrderer(compose_up_to=2)
+    orderer.learn(request("ab"), result(*[outcome(PatchKind.own)] * 2))
+    for orderer.patches_allowed, patched in ((False, (False, False)), (True, (True, True))):
+        assert orderer.patched(request("ab")) == patched
+        assert bool(problem(orderer, "ab").stored.sequences) == orderer.patches_allowed
 
 
 def test_no_sum_serves_a_list_in_which_a_chunk_comes_twice():
     """The linker sums none there: no pair was read behind the same page twice."""
-    arranger = PatchAwareOrderer(compose_up_to=3)
-    arranger.formed([Entry(SCOPE, "c", before, ordered=False) for before in ((), ("a",), ("b",))])
-    assert arranger.patched(request("abc"))[-1]
-    assert not arranger.patched(request("aabc"))[-1]
-    assert not arranger.patched(request("acbc"))[-1]
+    orderer = PatchAwareOrderer(compose_up_to=3)
+    orderer.formed([Entry(SCOPE, "c", before, ordered=False) for before in ((), ("a",), ("b",))])
+    assert orderer.patched(request("abc"))[-1]
+    assert not orderer.patched(request("aabc"))[-1]
+    assert not orderer.patched(request("acbc"))[-1]
 
 
 def test_parts_of_a_sum_may_lie_with_the_tenant_and_with_everybody():
-    arranger = PatchAwareOrderer(compose_up_to=2)
+    orderer = PatchAwareOrderer(compose_up_to=2)
     everybody = Scope(DYNAMIC_TENANT, SCOPE.prefix)
     contents = ["shared-a", "b", "shared-c"]
     parts = [Entry(everybody, "shared-c", part, ordered=False) for part in ((), ("shared-a",))]
     parts.append(Entry(SCOPE, "shared-c", ("b",), ordered=False))
-    arranger.formed(parts)
-    assert problem(arranger, contents).stored.sums == {0b011: 0b100}
-    arranger.learn(request(contents), result(outcome(), outcome(), outcome()))
-    assert not any(part in arranger.index for part in parts)
+    orderer.formed(parts)
+    assert problem(orderer, contents).stored.sums == {0b011: 0b100}
+    orderer.learn(request(contents), result(outcome(), outcome(), outcome()))
+    assert not any(part in orderer.index for part in parts)
 
 
 def test_a_patch_is_known_for_this_order_for_the_set_or_by_a_sum_of_parts():
-    arranger = PatchAwareOrderer(compose_up_to=2)
+    orderer = PatchAwareOrderer(compose_up_to=2)
 
     def known(contents: str) -> str:
-        patched = arranger.patched(request(contents))
+        patched = orderer.patched(request(contents))
         return "".join(chunk if fits else "-" for chunk, fits in zip(contents, patched, strict=True))
 
     assert known("abc") == "---"
-    arranger.learn(request("abc"), result(*[outcome(PatchKind.own)] * 3))
-    assert (known("abc"), known("bac"), arranger.patched(request("abc", "other"))) == ("abc", "---", (False,) * 3)
-    arranger.learn(request("abc"), result(*[outcome(PatchKind.orbit)] * 3))
+    orderer.learn(request("abc"), result(*[outcome(PatchKind.own)] * 3))
+    assert (known("abc"), known("bac"), orderer.patched(request("abc", "other"))) == ("abc", "---", (False,) * 3)
+    orderer.learn(request("abc"), result(*[outcome(PatchKind.orbit)] * 3))
     assert known("bac") == "--c", "behind the set; nothing is known of the others in these places"
     for pair in ("bd", "cd", "d"):
-        arranger.learn(request(pair), result(*[outcome(PatchKind.orbit)] * len(pair)))
+        orderer.learn(request(pair), result(*[outcome(PatchKind.orbit)] * len(pair)))
     assert known("abcd") == "abc-", "a sum of three"
     assert known("bcd") == "b-d"
-    arranger.sums_allowed = False
+    orderer.sums_allowed = False
     assert known("bcd") == "b--"
 
 
 def test_patches_of_references_serve_every_tenant():
-    arranger = PatchAwareOrderer()
+    orderer = PatchAwareOrderer()
     shared = ["shared-a", "shared-b"]
-    arranger.formed([Entry(Scope(DYNAMIC_TENANT, SCOPE.prefix), content, (), ordered=False) for content in shared[1:]])
-    arranger.formed([Entry(Scope(DYNAMIC_TENANT, SCOPE.prefix), "shared-a", ("shared-b",), ordered=False)])
-    assert place(problem(arranger, shared)).order == (1, 0)
+    orderer.formed([Entry(Scope(DYNAMIC_TENANT, SCOPE.prefix), content, (), ordered=False) for content in shared[1:]])
+    orderer.formed([Entry(Scope(DYNAMIC_TENANT, SCOPE.prefix), "shared-a", ("shared-b",), ordered=False)])
+    assert place(problem(orderer, shared)).order == (1, 0)
 
 
 def test_what_a_tenant_often_asks_for_comes_first_for_that_tenant():
-    arranger = PatchAwareOrderer()
+    orderer = PatchAwareOrderer()
     for _ in range(3):
-        order(arranger, "ab", groups=[None, None])
-        order(arranger, "b", groups=[None])
-    assert order(arranger, "ab") == "ba"
-    assert order(arranger, "ab", tenant="another") == "ab"
+        order(orderer, "ab", groups=[None, None])
+        order(orderer, "b", groups=[None])
+    assert order(orderer, "ab") == "ba"
+    assert order(orderer, "ab", tenant="another") == "ab"
 
 
 def test_chunks_that_came_together_only_have_one_order_however_they_are_sent():
-    arranger = PatchAwareOrderer()
-    assert {order(arranger, "".join(sent)) for sent in permutations("cab")} == {"abc"}
+    orderer = PatchAwareOrderer()
+    assert {order(orderer, "".join(sent)) for sent in permutations("cab")} == {"abc"}
 
 
 def test_popularity_fades():
@@ -252,23 +252,23 @@ def test_weighing_costs_what_links_with_sums_took_for_it_remembered_weights_noth
 
 def test_a_tiny_forward_says_nothing_of_the_cost_of_a_token():
     costs = LinkCosts()
-    before = costs.compute, costs.place
+    before = costs.forward, costs.place
     costs.learn(result(computed=8, forward=500.0))
-    assert (costs.compute, costs.place) == before
+    assert (costs.forward, costs.place) == before
 
 
 def test_chunks_cost_by_the_tokens_that_were_linked():
-    arranger = PatchAwareOrderer()
-    arranger.learn(request("ab"), result(outcome(tokens=300), outcome(tokens=100)))
-    large, small = problem(arranger, "ab").chunks
+    orderer = PatchAwareOrderer()
+    orderer.learn(request("ab"), result(outcome(tokens=300), outcome(tokens=100)))
+    large, small = problem(orderer, "ab").chunks
     assert large.computed == pytest.approx(3 * small.computed)
 
 
 def test_deleted_content_is_forgotten():
-    arranger = PatchAwareOrderer()
-    arranger.learn(request("ab"), result(*[outcome(PatchKind.own)] * 2))
-    arranger.forget("a", "acme")
-    assert len(arranger.index) == 0
+    orderer = PatchAwareOrderer()
+    orderer.learn(request("ab"), result(*[outcome(PatchKind.own)] * 2))
+    orderer.forget("a", "acme")
+    assert len(orderer.index) == 0
 
 
 class Roles:
@@ -291,17 +291,17 @@ class Roles:
 
 
 async def test_what_replicas_formed_is_asked_for_again_and_again():
-    arranger, roles = PatchAwareOrderer(), Roles()
+    orderer, roles = PatchAwareOrderer(), Roles()
     heard: list[bool] = []
-    formed = arranger.formed
+    formed = orderer.formed
 
     def hear(entries: Any) -> None:
-        heard.append(arranger.patches_allowed and arranger.sums_allowed)
+        heard.append(orderer.patches_allowed and orderer.sums_allowed)
         formed(entries)
 
-    arranger.formed = hear
+    orderer.formed = hear
     with pytest.raises(KeyboardInterrupt):
-        await follow(roles, arranger, 0.001)
+        await follow(roles, orderer, 0.001)
     assert heard == [False, False, True, True], "one replica that has switched them off is enough"
     assert roles.asked == [{}, {}, {"one": 2, "two": 0}, {"one": 3, "two": 0}]
-    assert len(arranger.index) == 2
+    assert len(orderer.index) == 2

@@ -172,16 +172,16 @@ def test_long_text_costs_no_time(words: str):
     assert time.process_time() - began < 1
 
 
-def asked(arranger: PatchAwareOrderer, *messages: Any, **options: Any) -> tuple[list[str], RequestTrace]:
+def asked(orderer: PatchAwareOrderer, *messages: Any, **options: Any) -> tuple[list[str], RequestTrace]:
     trace = RequestTrace(OrbitOptions(**options))
-    moved = asyncio.run(ordered(read(*messages), trace, arranger))
+    moved = asyncio.run(ordered(read(*messages), trace, orderer))
     return read(*moved).contents, trace
 
 
-def arranger_with(*entries: tuple[str, tuple[str, ...]]) -> PatchAwareOrderer:
-    arranger = PatchAwareOrderer()
-    arranger.formed(Entry(Scope("local", prefix_key(())), *entry, ordered=True) for entry in entries)
-    return arranger
+def orderer_with(*entries: tuple[str, tuple[str, ...]]) -> PatchAwareOrderer:
+    orderer = PatchAwareOrderer()
+    orderer.formed(Entry(Scope("local", prefix_key(())), *entry, ordered=True) for entry in entries)
+    return orderer
 
 
 def test_a_long_search_leaves_the_event_loop_alone(monkeypatch: pytest.MonkeyPatch):
@@ -203,14 +203,14 @@ PAGES = message(image("a"), image("b"), said("What?"))
 
 
 def test_a_free_order_is_the_one_that_stored_patches_fit():
-    order, trace = asked(arranger_with(("b", ()), ("a", ("b",))), PAGES, order="free")
+    order, trace = asked(orderer_with(("b", ()), ("a", ("b",))), PAGES, order="free")
     assert order == ["b", "a"]
     assert trace.document()["order"] == {"chunks": [1, 0], "reason": "the cheapest order found"}
     assert trace.groups == [0, 0]
 
 
 def test_nothing_moves_unless_it_is_asked_for():
-    order, trace = asked(arranger_with(("b", ()), ("a", ("b",))), PAGES)
+    order, trace = asked(orderer_with(("b", ()), ("a", ("b",))), PAGES)
     assert order == ["a", "b"]
     assert "order" not in trace.document()
     assert trace.groups == []
@@ -226,7 +226,7 @@ def test_nothing_moves_unless_it_is_asked_for():
     ],
 )
 def test_why_an_order_was_kept_is_said(messages: list[Any], options: dict[str, Any], reason: str):
-    order, trace = asked(arranger_with(("b", ()), ("a", ("b",))), *messages, order="free", **options)
+    order, trace = asked(orderer_with(("b", ()), ("a", ("b",))), *messages, order="free", **options)
     assert order == ["a", "b"]
     assert trace.report.order is not None
     assert trace.report.order.chunks == [0, 1]
@@ -234,18 +234,18 @@ def test_why_an_order_was_kept_is_said(messages: list[Any], options: dict[str, A
 
 
 def test_every_request_counts_for_popularity():
-    arranger = PatchAwareOrderer()
-    asked(arranger, message(image("b"), said("?")))
-    assert asked(arranger, PAGES, order="free")[0] == ["b", "a"]
-    assert arranger.popularity.asked("local", "a") == pytest.approx(1), "once"
+    orderer = PatchAwareOrderer()
+    asked(orderer, message(image("b"), said("?")))
+    assert asked(orderer, PAGES, order="free")[0] == ["b", "a"]
+    assert orderer.popularity.asked("local", "a") == pytest.approx(1), "once"
 
 
 def test_an_explanation_has_every_chunks_cost_and_the_best_rejected_order():
-    arranger = arranger_with(("b", ()), ("a", ("b",)))
-    _, trace = asked(arranger, PAGES, order="free", explain=True)
+    orderer = orderer_with(("b", ()), ("a", ("b",)))
+    _, trace = asked(orderer, PAGES, order="free", explain=True)
     report = trace.report.order
     assert report is not None
-    patched, computed = (arranger.costs.of(256, patched=patched) / 1e6 for patched in (True, False))
+    patched, computed = (orderer.costs.of(256, patched=patched) / 1e6 for patched in (True, False))
     assert report.cost_ms == pytest.approx(2 * patched, abs=1e-3)
     assert report.arrival_ms == pytest.approx(2 * computed, abs=1e-3)
     first, second = trace.costs
@@ -262,7 +262,7 @@ def test_an_explanation_has_every_chunks_cost_and_the_best_rejected_order():
     ("mode", "point", "cost"), [("full-reuse", "relocated", "placed_ms"), ("exact", "recomputed", "computed_ms")]
 )
 def test_a_chunk_costs_what_was_done_with_it(mode: str, point: str, cost: str):
-    _, trace = asked(arranger_with(("a", ())), PAGES, mode=mode, explain=True)
+    _, trace = asked(orderer_with(("a", ())), PAGES, mode=mode, explain=True)
     assert trace.report.order is not None
     assert trace.report.order.cost_ms is None, "no order costs less than another without patches"
     linked = ChunkReport(index=0, tokens=256, operating_point=point, antecedents=0, reason="")
@@ -275,10 +275,10 @@ def test_a_chunk_costs_what_was_done_with_it(mode: str, point: str, cost: str):
 
 def test_a_rejected_sum_is_called_one():
     pairs = [(page, before) for page in "cd" for before in ((), ("a",), ("b",))]
-    arranger = arranger_with(("a", ()), ("b", ("a",)))
-    arranger.formed(Entry(Scope("local", prefix_key(())), *entry, ordered=False) for entry in pairs)
-    arranger.compose_up_to = 2
-    _, trace = asked(arranger, message(*map(image, "abcd"), said("?")), order="free", explain=True)
+    orderer = orderer_with(("a", ()), ("b", ("a",)))
+    orderer.formed(Entry(Scope("local", prefix_key(())), *entry, ordered=False) for entry in pairs)
+    orderer.compose_up_to = 2
+    _, trace = asked(orderer, message(*map(image, "abcd"), said("?")), order="free", explain=True)
     assert trace.report.order is not None
     third = trace.costs[2].alternative
     assert third is not None
@@ -291,5 +291,5 @@ def test_a_rejected_sum_is_called_one():
 
 
 def test_modes_without_patches_are_explained_without_them():
-    _, trace = asked(arranger_with(("a", ())), PAGES, mode="exact", explain=True)
+    _, trace = asked(orderer_with(("a", ())), PAGES, mode="exact", explain=True)
     assert [costs.alternative for costs in trace.costs] == [None, None]

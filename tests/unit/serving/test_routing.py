@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from clock import Clock
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
+from autoscale.curves import ForwardCost
 from prefill_workers.modes import Mode
 from prefill_workers.protocol import ChunkSpan, LinkRequest, PrefetchRequest
-from prefill_workers.scheduler.cost_model import ForwardCostModel
 from serving.routing.ledger import STALE_PERIODS, Load
 from serving.routing.policies import (
     Chunk,
@@ -27,7 +27,6 @@ from serving.routing.policies import (
     PrefillReport,
     PrefillView,
     estimate,
-    forwards,
     mark_of,
     parsed,
 )
@@ -35,6 +34,7 @@ from serving.routing.policies import (
 MARKS = [mark_of(f"chunk-{i}") for i in range(6)]
 PACE, BANDWIDTH, BYTES = 1e-3, 1e8, 10_000  # seconds a token, bytes a second, bytes a token
 FIXED = 16.0  # tokens that a forward costs besides
+COST = ForwardCost(FIXED, PACE)
 
 
 def prefill_report(hot: Collection[str] = (), queued: int = 0, requests: int = 0, **fields: Any) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def link(
 
 def test_a_chunk_costs_nothing_where_it_is_hot_its_bytes_where_it_is_stored_and_its_tokens_where_it_is_not():
     ask = PrefillAsk(20, (Chunk(MARKS[0], 500, 0), Chunk(MARKS[1], 300, 0), Chunk(MARKS[2], 100, 0)))
-    view = PrefillView(70, {MARKS[0]}, (), PACE, BANDWIDTH, BYTES)
+    view = PrefillView(70, {MARKS[0]}, (), COST, BANDWIDTH, BYTES)
     found = estimate(ask, view, {MARKS[0], MARKS[1]})
     assert (found.queued, found.computed, found.loaded, found.held) == (70, 20 + 100, 300 * BYTES, 500)
     assert found.seconds == pytest.approx((70 + 120) * PACE + 300 * BYTES / BANDWIDTH)
@@ -92,9 +92,9 @@ marks = st.sets(st.sampled_from(MARKS))
 @given(st.integers(0, 500), chunks, marks, marks, marks, st.integers(0, 10_000), st.integers(0, 10_000))
 def test_more_in_memory_or_a_shorter_queue_never_costs_more(text, listed, hot, more, stored, queued, longer):
     ask = PrefillAsk(text, tuple(listed))
-    view = PrefillView(queued, hot, (), PACE, BANDWIDTH, BYTES)
-    fuller = PrefillView(queued, hot | more, (), PACE, BANDWIDTH, BYTES)
-    busier = PrefillView(queued + longer, hot, (), PACE, BANDWIDTH, BYTES)
+    view = PrefillView(queued, hot, (), COST, BANDWIDTH, BYTES)
+    fuller = PrefillView(queued, hot | more, (), COST, BANDWIDTH, BYTES)
+    busier = PrefillView(queued + longer, hot, (), COST, BANDWIDTH, BYTES)
     known = stored | hot | more
     assert estimate(ask, fuller, known).seconds <= estimate(ask, view, known).seconds
     assert estimate(ask, view, known).seconds <= estimate(ask, busier, known).seconds
@@ -104,27 +104,6 @@ def test_more_in_memory_or_a_shorter_queue_never_costs_more(text, listed, hot, m
 def test_every_token_of_a_prompt_is_held_loaded_or_computed(text, listed, hot, stored, queued):
     found = estimate(PrefillAsk(text, tuple(listed)), PrefillView(queued, hot, bytes_per_token=BYTES), stored)
     assert found.held + found.loaded // BYTES + found.computed == text + sum(chunk.tokens for chunk in listed)
-
-
-def test_links_that_compute_little_share_forwards_and_long_ones_have_their_own():
-    assert forwards(Load(0, 0), FIXED) == 0
-    assert forwards(Load(5, 1), FIXED) == 1
-    assert forwards(Load(0, 9), FIXED) == 1
-    assert round(forwards(Load(10 * 4, 10), FIXED)) == 2
-    assert forwards(Load(10 * 500, 10), FIXED) == 10
-
-
-@example(61, 62, 4.4375)
-@given(st.integers(1, 200), st.integers(1, 600), st.floats(1, 300))
-def test_about_as_many_forwards_are_expected_as_the_loop_makes_of_links_that_wait(links, tokens, fixed):
-    cost_model, left, made = ForwardCostModel(fixed), links, 0
-    while left:
-        joined = 1
-        while joined < left and cost_model.joins(tokens, joined, left - joined - 1):
-            joined += 1
-        left, made = left - joined, made + 1
-    expected = forwards(Load(links * tokens, links), fixed)
-    assert 0.6 * expected <= made <= 1.4 * expected
 
 
 # -- prefill ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,89 @@
+"""vLLM's arguments that the engines of all roles share, from one specification."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelEngineSpec:
+    """One engine of a model, whatever its role.
+
+    On a CPU the KV pool's size comes from the environment (`infra.vllm_env`).
+
+    Attributes:
+        max_model_len: None: the model's, or what the KV pool holds if that is less.
+        block_size: None: vLLM's choice for the platform.
+        kv_cache_gib: KV pool on a GPU; None: what `gpu_memory_utilization` leaves.
+    """
+
+    model: str
+    dtype: str = "auto"
+    load_format: str = "auto"
+    max_model_len: int | None = None
+    block_size: int | None = None
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.9
+    kv_cache_gib: int | None = None
+    trust_remote_code: bool = False
+    kv_cache_dtype: str = "auto"
+    seed: int = 0
+
+    def arguments(self) -> dict[str, Any]:
+        """vLLM's engine arguments."""
+        block_size = {} if self.block_size is None else {"block_size": self.block_size}
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "load_format": self.load_format,
+            "max_model_len": -1 if self.max_model_len is None else self.max_model_len,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "trust_remote_code": self.trust_remote_code,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "seed": self.seed,
+            "enable_prefix_caching": False,  # the library is the cache; equal placeholder ids stand for unequal images
+            "disable_log_stats": True,
+            **block_size,
+            **cpu_engine_arguments(),
+            **gpu_pool(self.kv_cache_gib),
+        }
+
+
+def hand_off_arguments() -> dict[str, Any]:
+    """Arguments of an engine that hands KV over, or takes it."""
+    import torch
+    from vllm.config import KVTransferConfig
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    connector = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both", kv_buffer_device=device)
+    return {"kv_transfer_config": connector}
+
+
+def gpu_pool(kv_cache_gib: int | None) -> dict[str, int]:
+    """KV pool of an engine on a GPU; {} on a machine without one.
+
+    None: what `gpu_memory_utilization` leaves.
+
+    With a size of its own an engine may start beside others on the same GPU: vLLM would take what those allocate while
+    it measures for its own.
+    """
+    import torch
+
+    if kv_cache_gib is None or not torch.cuda.is_available():
+        return {}
+    return {"kv_cache_memory_bytes": kv_cache_gib << 30}
+
+
+def cpu_engine_arguments() -> dict[str, Any]:
+    """Arguments of every engine on a CPU; {} on a machine with a GPU.
+
+    Both for MLA: the kernel of rotary_embedding is wrong on the strided views that it passes for k_pe, and what vLLM
+    prefers as its attention on CPUs with AMX takes no fp32. For other models vLLM logs that it cannot use CPU_MLA.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return {}
+    return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}, "attention_backend": "CPU_MLA"}
