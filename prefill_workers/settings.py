@@ -17,14 +17,17 @@ COMPOSED_BOUND = 0.3  # sums by measured weights are at 0.01 to 0.09, those with
 
 
 class Weighing(StrEnum):
-    """What tells how much of each pair patch makes up a sum (see `composing`)."""
+    """Source of the weights of pair patches in a sum (see `link.compose`)."""
 
     KV = "kv"
     ATTENTION = "attention"
 
 
 class PatchFormSettings(BaseModel):
-    """How much of a deficit patches keep. Prefill workers and patch compilers must agree on it."""
+    """Form of patches: the part of a deficit that they keep.
+
+    Prefill workers and patch compilers must agree on it.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -52,7 +55,7 @@ class PatchFormSettings(BaseModel):
 
 
 class FidelitySettings(BaseModel):
-    """Online fidelity: how often what is served is compared with exact, and when an operating point is switched off."""
+    """Online fidelity: checks against exact prefill, and bounds that disable an operating point."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -91,7 +94,7 @@ class FidelitySettings(BaseModel):
 
 @dataclass(frozen=True)
 class CompileLimits:
-    """How much may be compiled.
+    """Limits of compiling ahead.
 
     Attributes:
         orbit_chunks: largest set of chunks whose orders are all run; 0: none.
@@ -215,7 +218,7 @@ class PrefillSettings(BaseModel):
     )
 
     def compile_limits(self, compose_up_to: int) -> CompileLimits:
-        """How much is compiled ahead, where the pair patches behind so many antecedents are summed."""
+        """Limits of compiling ahead, where pair patches behind so many antecedents are summed."""
         limits = CompileLimits(
             orbit_chunks=self.orbit_chunks,
             subset_forwards=self.subset_forwards,

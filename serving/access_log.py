@@ -1,4 +1,4 @@
-"""The access log: what requests brought, for deciding offline what to compile (`orbitserve compile-trace`).
+"""Access log of requests, from which `orbitserve compile-trace` decides what to compile.
 
 One JSON object a line and request with chunks. It holds digests, counts and shapes, and nothing of what anybody wrote
 or showed: of a prompt neither texts nor their tokens, of an image its placeholder tokens and its grid.
@@ -122,7 +122,7 @@ class LoggedRequest(_Line):
 
     @property
     def weight(self) -> float:
-        """How many requests the line stands for."""
+        """Number of requests that the line stands for."""
         return 1 / self.sample
 
 
@@ -130,7 +130,9 @@ class LoggedRequest(_Line):
 
 
 def log_files(path: Path) -> list[Path]:
-    """The file itself, or all access logs of a directory, rotated ones included, in the order of their writing.
+    """Access log files at a path: the file itself, or a directory's, in the order of writing.
+
+    Rotated files are included.
 
     Raises:
         BadLog: there is none.
@@ -201,7 +203,10 @@ class AccessLog:
         self._thread.start()
 
     def offer(self, request: LinkRequest, groups: Sequence[int | None], result: LinkResult) -> None:
-        """Log a linked request, if it has chunks and is drawn. `groups`: of its chunks, empty where none may move."""
+        """Log a linked request, if it has chunks and is drawn.
+
+        `groups`: of its chunks, empty where none may move.
+        """
         if not request.chunks or self._draw() >= self._settings.sample:
             return
         try:
@@ -327,7 +332,7 @@ class _File(logging.handlers.RotatingFileHandler):
 
 
 def cut_to_whole_lines(path: Path) -> None:
-    """Take the end off a file that a full disk or a process that ended left in the middle of a line, if it is there."""
+    """Cut an unfinished last line off a file, as a full disk or a killed process leaves it."""
     with suppress(FileNotFoundError), path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
         while end:

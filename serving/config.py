@@ -1,4 +1,4 @@
-"""The configuration of a deployment: one model per role, composed here, loaded once at the edge.
+"""The configuration of a deployment: one settings model per role, loaded once at the edge.
 
 `OrbitServeConfig.from_yaml` reads it; `orbitserve config` prints the defaults with their descriptions.
 """
@@ -93,7 +93,7 @@ class OrbitServeConfig(Settings):
 
     @property
     def composing(self) -> ModelCard:
-        """How pair patches are summed: as configured, or as was measured for the model.
+        """Composition of pair patches: as configured, or as was measured for the model.
 
         Raises:
             BadModelCard: what lies beside the model's weights cannot be used.
@@ -107,12 +107,12 @@ class OrbitServeConfig(Settings):
 
     @property
     def weigh_by(self) -> Weighing:
-        """What weighs the pair patches of a sum; see `composing`."""
+        """Source of the weights of pair patches in a sum; see `composing`."""
         return self.composing.weigh_by
 
     @property
     def sums_up_to(self) -> int:
-        """Behind how many chunks placement may count on sums: patches without the first layers cannot be weighed."""
+        """Most antecedents of a composed chunk; 0 where patches lack the layers to weigh them by."""
         return self.compose_up_to if self.patch.depth == 1 else 0
 
     @classmethod
@@ -188,7 +188,7 @@ class OrbitServeConfig(Settings):
         )
 
     def to_yaml(self) -> str:
-        """The configuration as YAML; secrets are left out: API keys, salts and the storages' options."""
+        """The configuration as YAML, without secrets: API keys, salts and storage options."""
         values = self.model_dump(mode="json", exclude_none=True)
         values["http"].pop("api_keys")
         for section in (values["library"], values["files"], values["precompute"]):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def unwritable(*files: Path | None) -> str | None:
-    """Why the first of these files that cannot be written cannot be; None if all can. Makes their folders."""
+    """Error of the first file that cannot be written; None if all can. Makes their folders."""
     for file in files:
         if file is None:
             continue

@@ -68,7 +68,7 @@ class ModelSettings(Settings):
 
 
 class ApiKey(Settings):
-    """Who a bearer key stands for; a tenant's name alone means an ordinary key of that tenant."""
+    """Tenant of a bearer key; a tenant's name alone means an ordinary key of that tenant."""
 
     tenant: str = Field(min_length=1, description="Whose files and content the key reaches.")
     admin: bool = Field(False, description="May also maintain the dynamic library (/v1/vector_stores).")
@@ -146,7 +146,7 @@ class HttpSettings(Settings):
 
 
 class RoleSettings(Settings):
-    """What every deployment has: how many replicas, and what each gets."""
+    """Settings of every deployment: the number of replicas, and the resources of each."""
 
     replicas: int = Field(1, ge=1, description="Replicas of the role.")
     num_cpus: float = Field(0.1, ge=0, description="CPUs that Ray reserves for a replica.")
@@ -182,7 +182,7 @@ class RoleSettings(Settings):
 
 
 def reserved_gpus(asked: float | None, ranks: int) -> float:
-    """GPUs of a process whose engine has so many ranks: as asked for, else one a rank where vLLM is a CUDA build."""
+    """GPUs of an engine's process: as asked for, else one a rank where vLLM is a CUDA build."""
     if asked is not None:
         return asked
     return 0 if is_cpu_build() else ranks
@@ -244,9 +244,10 @@ class PatchSettings(RoleSettings, PatchFormSettings):
 
 
 class DecodeRoleSettings(RoleSettings, DecodeSettings):
-    """The decode worker. It gives way to prompts: a step reads all weights, for one sequence as for many.
+    """The decode worker, which gives way to prompts.
 
-    What waits meanwhile shares the next step: under load an answer's tokens come further apart, its first one sooner.
+    A step reads all weights, for one sequence as for many. What waits meanwhile shares the next step: under load an
+    answer's tokens come further apart, its first one sooner.
     """
 
     max_ongoing_requests: int = Field(
@@ -292,7 +293,7 @@ class PrecomputeSettings(Settings):
 
 
 class RoutingSettings(Settings):
-    """How requests choose among the replicas of prefill and decode."""
+    """Choice among the replicas of prefill and decode."""
 
     enabled: bool = Field(
         True, description="By queues, chunks in memory and free KV. false: Ray Serve's power of two choices."
@@ -306,7 +307,7 @@ class RoutingSettings(Settings):
 
 
 class AccessLogSettings(Settings):
-    """What requests brought, without content, for `orbitserve compile-trace`."""
+    """Log of requests, without content, for `orbitserve compile-trace`."""
 
     directory: Path | None = Field(
         None, description="Where every ingress replica writes its access-*.jsonl. None: nothing is logged."

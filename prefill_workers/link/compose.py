@@ -125,7 +125,7 @@ class KnownWeights:
             self._held = 0
 
     def forget(self, content: str, tenant: str) -> None:
-        """Drop all of a tenant's weights, which do not name their contents; of a reference's owner, everybody's."""
+        """Drop all of a tenant's weights, which do not name contents; all of them for a reference."""
         with self._lock:
             self.epoch += 1
             everybodys = tenant == DYNAMIC_TENANT

@@ -298,7 +298,7 @@ class Harvester:
     # -- prefix subsets and pairs --------------------------------------------------------------------------------------
 
     def prefix_subset_step(self, forming: OrbitForming, subset: Sequence[int], scratch: Scratch) -> Pieces[bool]:
-        """Run some chunks of a set, in this order, and send off their own patches that are not stored.
+        """Run some chunks of a set, in this order, and send off own patches not yet stored.
 
         Returns whether that took a forward: not if the last chunk's patch is stored, as the others' then are, and not
         if canonical KV or embeddings are gone.

@@ -1,4 +1,4 @@
-"""`orbitserve doctor`: is this machine fit to serve, and if not, what is to be done about it.
+"""`orbitserve doctor`: checks of this machine, and what to do about each problem.
 
 | check             | what it does                                                              | where        |
 |-------------------|---------------------------------------------------------------------------|--------------|
@@ -94,7 +94,9 @@ def run_doctor(
     engine: EngineSpec | None = None,
     host: str = "127.0.0.1",
 ) -> list[CheckResult]:
-    """Run every check and return all findings; takes about a minute on two cores. Never raises for a bad machine.
+    """Run every check and return all findings, in about a minute on two cores.
+
+    Never raises for a bad machine.
 
     Args:
         checkpoint: the model whose engine is checked; None takes the bundled one.
@@ -126,7 +128,10 @@ def run_doctor(
 
 
 def print_report(results: Iterable[CheckResult], console: Console | None = None) -> bool:
-    """Print findings as a table, failures with what to do about them. Returns whether every check passed."""
+    """Print findings as a table, each failure with its remedy.
+
+    Returns whether every check passed.
+    """
     results = list(results)
     table = Table(box=None, pad_edge=False, show_header=False)
     for result in results:
@@ -172,7 +177,7 @@ def check_processor() -> CheckResult:
 
 
 def check_memory(checkpoint: Path | None = None) -> CheckResult:
-    """Memory that is available now, for the roles and, on processors, the weights in two of them."""
+    """Check available memory: for the roles and, on CPUs, the weights in two of them."""
     files = checkpoint.glob("*.safetensors") if checkpoint is not None and is_cpu_build() else ()
     needed = MIN_MEMORY_BYTES + 2 * sum(file.stat().st_size for file in files)
     meminfo = re.findall(r"^(\w+): +(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
@@ -198,7 +203,7 @@ def check_disk(folder: Path) -> CheckResult:
 
 
 def check_port(port: int, host: str = "127.0.0.1") -> CheckResult:
-    """Whether TCP port `port` can be bound where the service would listen, or OrbitServe has it."""
+    """Check that the service could listen on a TCP port, or that OrbitServe has it already."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -222,7 +227,7 @@ def _serves(port: int, host: str) -> bool:
 
 
 def check_library(settings: LibrarySettings) -> list[CheckResult]:
-    """Store, read and delete a small blob in the directory and behind the URL, as far as there are any."""
+    """Store, read and delete a small blob in the library's directory and behind its URL."""
     results = []
     for name, field, other in (("library directory", "directory", "url"), ("library URL", "url", "directory")):
         place = getattr(settings, field)
@@ -294,7 +299,10 @@ def run_probe(
     environment: dict[str, str] | None = None,
     timeout_s: float = PROBE_TIMEOUT_S,
 ) -> list[CheckResult]:
-    """Run `PROBES[name]` in a fresh interpreter. A crash, a hang or silence becomes one failed finding."""
+    """Run `PROBES[name]` in a fresh interpreter.
+
+    A crash, a hang or silence becomes one failed finding.
+    """
     with tempfile.TemporaryFile("w+") as log:
         try:
             code: int | None = subprocess.run(
@@ -386,7 +394,10 @@ PROBES: dict[str, Callable[..., list[CheckResult]]] = {
 
 
 def main(arguments: Sequence[str]) -> None:
-    """`python -m serving.cli.doctor PROBE [ARGUMENT ...]`: run one probe and print its findings for `run_probe`."""
+    """Run one probe and print its findings for `run_probe`.
+
+    Called as `python -m serving.cli.doctor PROBE [ARGUMENT ...]`.
+    """
     name, *rest = arguments
     findings = [asdict(result) for result in PROBES[name](*rest)]
     print(f"\n{_RESULT_MARK}{json.dumps(findings)}", flush=True)

@@ -1,4 +1,6 @@
-"""`orbitserve library`: commands over a library's tier (`kvstore.catalog.inventory` and `archive` do the work).
+"""`orbitserve library`: commands over a library's tier.
+
+`kvstore.catalog.inventory` and `kvstore.catalog.archive` do the work.
 
 Heavy modules are imported inside the commands, so that `orbitserve --help` stays fast.
 """
@@ -410,7 +412,7 @@ def _progress(verb: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size: K, M, G and T (or KB, ...) are powers of 1000, as in what is printed; KiB, ... of 1024."""
+    """Bytes of a size such as 500M or 2GiB: K, M, G, T and KB, ... are powers of 1000, KiB, ... of 1024."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise typer.BadParameter(f"{text!r} is not a size such as 500M, 20G or 20GiB")

@@ -1,4 +1,4 @@
-"""Start the application on this machine: Ray, Serve, the graph; and say what is happening while the roles come up."""
+"""Start of the application on this machine: Ray, Serve, the graph, with progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Ray cluster that a command works in: one that is there, else one of its own for as long as it runs."""
+"""The Ray cluster of a command: one that runs already, else its own while it runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SETTINGS = {
 
 @contextmanager
 def ray_cluster(**options: Any) -> Iterator[None]:
-    """Join the cluster this process is in already, one that RAY_ADDRESS names, or one that runs on this machine.
+    """Join this process's cluster, the one that RAY_ADDRESS names, or one on this machine.
 
     Without any, a cluster is started, and ended at the end. It is told `_SETTINGS`; what the environment says stands.
 

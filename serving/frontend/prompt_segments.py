@@ -45,7 +45,7 @@ class Delimiters:
         return cls(tuple(written))
 
     def around(self, token_ids: Sequence[int], start: int, stop: int) -> tuple[int, int]:
-        """The span of placeholders with their delimiters; the same span where these do not stand around it."""
+        """Span of placeholders with their delimiters; the same span where none stand around it."""
         for _, one in self.written:
             if token_ids[start] in one:
                 at = one.index(token_ids[start])
@@ -90,7 +90,7 @@ def segment(engine_input: Any, delimiters: Delimiters, documents: Sequence[Docum
 
 
 def image_delimiters(renderer: BaseRenderer, delimiters: Delimiters) -> tuple[int, ...]:
-    """Token ids around every image's placeholders in prompts that `segment` cuts; () for models without images.
+    """Token ids around an image's placeholders; () for models without images.
 
     The placeholders of an image are the processor's to choose, so a sample is rendered.
     """

@@ -40,7 +40,7 @@ class Kind(StrEnum):
 
 
 class Scope(NamedTuple):
-    """Whose patches, and behind which fixed prefix (its digest)."""
+    """Owner of patches, and the digest of the fixed prefix that they are behind."""
 
     owner: str
     prefix: str

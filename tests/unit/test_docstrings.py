@@ -19,7 +19,7 @@ VAGUE_OPENING = re.compile(
 )
 BOOLEAN = re.compile(r"(is|has|needs|can|may|accepts)_")
 VERB = re.compile(  # a property is a noun: a verb in the third person reads like a call, or like a plural
-    r"composes|computes|covers|differs|fits|fuses|gains|goes|holds|keeps|knows|learns|leaves|loads|measures|needs|reads|"
+    r"composes|computes|covers|differs|fits|fuses|gains|goes|holds|keeps|knows|learns|leaves|measures|needs|reads|"
     r"reuses|selects|serves|teaches|tells|uses|waits|writes"
 )
 

@@ -28,7 +28,7 @@ KEEPS_NOTHING_DELETED = {
     "Admission": IN_FLIGHT,
     "BlockPool": IN_FLIGHT,
     "EncodeQueue": IN_FLIGHT,
-    "LinksUnderWay": IN_FLIGHT,
+    "Scheduler": IN_FLIGHT,
     "Ordering": IN_FLIGHT,
     "PrefillLoop": IN_FLIGHT,
     "RequestEncoder": IN_FLIGHT,

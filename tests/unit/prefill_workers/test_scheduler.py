@@ -40,7 +40,7 @@ def job(tokens: int, reused: int = 0) -> LinkJob:
 class Engine:
     """Fails forwards over some sequences; counts how often it was waited for."""
 
-    takes_arriving = False
+    accepts_layerwise_kv = False
     num_blocks, block_size, max_model_len = 41, 16, 160
 
     def __init__(self) -> None:
