@@ -25,8 +25,11 @@ class Settings(BaseModel):
 class ModelSettings(Settings):
     """The model that is served."""
 
-    path: Path = Field(description="Directory of a Hugging Face checkpoint that vLLM can load.")
-    served_name: str = Field("", description="Name in the API; empty: the directory's name.")
+    path: Path = Field(
+        description="Directory of a Hugging Face checkpoint that vLLM can load; or a name that `orbitserve fetch` "
+        "knows, or a hub's ORGANISATION/NAME, which are downloaded where the configuration is read.",
+    )
+    served_name: str = Field("", description="Name in the API; empty: the model's, of a directory its own name.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Weights and KV; auto: as stored."
     )

@@ -32,10 +32,29 @@ def written(tmp_path: Path, text: str) -> Path:
 
 def test_a_file_and_the_command_line_are_put_together(tmp_path: Path, checkpoint: Path):
     path = written(tmp_path, "model: {path: /nowhere}\nhttp: {port: 1234}\nprefill: {replicas: 3}\n")
-    config = OrbitServeConfig.load(path, model=checkpoint, host="0.0.0.0", max_model_len=2048)
+    config = OrbitServeConfig.load(
+        path, {"model.path": checkpoint, "http.host": "0.0.0.0", "http.port": None, "model.max_model_len": 2048}
+    )
     assert config.model.max_model_len == 2048
     assert (config.model.path, config.model.served_name) == (checkpoint, "model")
     assert (config.http.host, config.http.port, config.prefill.replicas) == ("0.0.0.0", 1234, 3)
+
+
+def test_a_model_is_served_under_the_name_that_it_was_asked_for_by(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("infra.models.hub.snapshot", lambda name: checkpoint)
+    config = OrbitServeConfig.load(None, {"model.path": "acme/tiny"})
+    assert (config.model.path, config.model.served_name) == (checkpoint, "acme/tiny")
+    path = written(tmp_path, "model: {path: acme/tiny, served_name: ours}\n")
+    assert OrbitServeConfig.load(path).model.served_name == "ours"
+    assert OrbitServeConfig.load(path, {"model.served_name": "theirs"}).model.served_name == "theirs"
+
+
+def test_nothing_is_downloaded_for_a_configuration_that_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("infra.models.hub.snapshot", lambda name: pytest.fail("downloaded"))
+    with pytest.raises(ConfigError, match=r"http\.port"):
+        OrbitServeConfig.load(None, {"model.path": "acme/tiny", "http.port": 0})
 
 
 @pytest.mark.parametrize("path", [".", "../model", "../model/"])
@@ -43,7 +62,7 @@ def test_a_model_is_named_after_its_directory_however_that_is_written(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ):
     monkeypatch.chdir(checkpoint)
-    assert OrbitServeConfig.load(None, model=Path(path)).model.served_name == "model"
+    assert OrbitServeConfig.load(None, {"model.path": path}).model.served_name == "model"
 
 
 def test_a_path_that_is_none_is_named_in_the_error(tmp_path: Path):
@@ -89,8 +108,8 @@ def test_a_path_may_begin_with_the_home_directory(tmp_path: Path, checkpoint: Pa
     text = "model: {path: ~/model, chat_template: '~{{ messages }}'}\nlibrary: {url: 's3://bucket/~'}\n"
     config = OrbitServeConfig.load(written(tmp_path, text))
     assert (config.model.chat_template, config.library.url) == ("~{{ messages }}", "s3://bucket/~")
-    with pytest.raises(ConfigError, match=r"model\.path: ~nobody-at-all/x holds no config\.json"):
-        OrbitServeConfig.load(None, model=Path("~nobody-at-all/x"))
+    with pytest.raises(ConfigError, match=r"model\.path: ~nobody-at-all/x is no directory"):
+        OrbitServeConfig.load(None, {"model.path": "~nobody-at-all/x"})
 
 
 @pytest.mark.parametrize(
@@ -107,7 +126,10 @@ def test_a_path_may_begin_with_the_home_directory(tmp_path: Path, checkpoint: Pa
             r"ingress.max_ongoing_requests \(1024\) must be more than http.max_concurrent_requests \(2000\)",
         ),
         ("model: {path: MODEL, dtype: int4}\n", "model.dtype"),
-        ("model: {path: some-hub/model}\n", "holds no config.json; .*hf download NAME --local-dir DIR"),
+        (
+            "model: {path: some-hub/model}\n",
+            "model.path: some-hub/model is no directory, not in the cache .*HF_HUB_OFFLINE",
+        ),
         ("model: {path: MODEL}\nhttp: {api_keys: {key: dynamic-library}}\n", "names the dynamic library"),
         (
             "model: {path: MODEL}\nhttp: {api_keys: {key: {admin: true}}}\n",
@@ -120,7 +142,7 @@ def test_a_path_may_begin_with_the_home_directory(tmp_path: Path, checkpoint: Pa
             )
             for key in ('""', "schlüssel", "'a key'", r'"a\nkey"')
         ),
-        ("http: {}\n", "no checkpoint is named"),
+        ("http: {}\n", "no model is named"),
         ("- a list\n", "expected sections"),
         ("model: [\n", "is not YAML"),
     ],
@@ -146,7 +168,7 @@ def test_a_missing_file_is_named(tmp_path: Path):
 
 
 def test_a_configuration_survives_being_written(tmp_path: Path, checkpoint: Path):
-    config = OrbitServeConfig.load(None, model=checkpoint)
+    config = OrbitServeConfig.load(None, {"model.path": checkpoint})
     assert OrbitServeConfig.from_yaml(written(tmp_path, config.to_yaml())) == config
 
 
@@ -187,7 +209,7 @@ def test_the_serve_builder_says_what_it_needs():
 
 
 def test_how_far_pairs_are_summed_is_what_was_measured_for_the_model_unless_configured(checkpoint: Path):
-    config = OrbitServeConfig.load(None, model=checkpoint)
+    config = OrbitServeConfig.load(None, {"model.path": checkpoint})
     assert config.compose_up_to == COMPOSE_UP_TO, "nothing was measured"
     (checkpoint / FILE).write_text('{"compose_up_to": 1}')
     assert (config.compose_up_to, config.sums_up_to) == (1, 1)
@@ -198,7 +220,7 @@ def test_how_far_pairs_are_summed_is_what_was_measured_for_the_model_unless_conf
 
 
 def test_what_weighs_sums_is_what_was_measured_for_the_model_unless_configured(checkpoint: Path):
-    config = OrbitServeConfig.load(None, model=checkpoint)
+    config = OrbitServeConfig.load(None, {"model.path": checkpoint})
     assert config.weigh_by is Weighing.KV, "nothing was measured"
     (checkpoint / FILE).write_text('{"compose_up_to": 3}')
     assert config.weigh_by is Weighing.KV, "nothing was measured of that"
@@ -221,7 +243,7 @@ def test_what_weighs_sums_is_what_was_measured_for_the_model_unless_configured(c
 def test_what_is_wrong_with_a_models_measurements_is_named(checkpoint: Path, text: str, words: str):
     (checkpoint / FILE).write_text(text)
     with pytest.raises(ConfigError, match=words) as caught:
-        OrbitServeConfig.load(None, model=checkpoint)
+        OrbitServeConfig.load(None, {"model.path": checkpoint})
     assert str(checkpoint / FILE) in str(caught.value)
 
 
