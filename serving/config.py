@@ -56,7 +56,7 @@ class OrbitServeConfig(Settings):
         "empty and library.url has the same protocol, with the library's.",
     )
     ingress: IngressSettings = IngressSettings()
-    vision: VisionSettings = VisionSettings()
+    vision: VisionSettings = Field(default_factory=VisionSettings)
     prefill: PrefillRoleSettings = PrefillRoleSettings()
     patch: PatchSettings = PatchSettings()
     decode: DecodeRoleSettings = DecodeRoleSettings()
@@ -93,6 +93,11 @@ class OrbitServeConfig(Settings):
             shared = {"storage_options": self.library.storage_options}
             object.__setattr__(self, "files", self.files.model_copy(update=shared))
         return self
+
+    @property
+    def has_vision_encoder(self) -> bool:
+        """True if images go to vision encoders; else prefill workers encode them."""
+        return self.vision.replicas > 0 and not self.model.is_text_only
 
     @property
     def composing(self) -> ModelCard:

@@ -14,7 +14,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub:
-    """What a hub has, and what it was asked for.
+    """Models of a hub, and the paths that it was asked for.
 
     Args:
         models: files by name, by ORGANISATION/NAME.
@@ -28,7 +28,7 @@ class Hub:
 
 @contextmanager
 def running(hub: Hub) -> Iterator[Hub]:
-    """Serve it on a port of its own, in a thread."""
+    """The hub on a port of its own, served by a thread."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

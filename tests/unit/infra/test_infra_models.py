@@ -187,7 +187,7 @@ def hub() -> Iterator[Hub]:
 
 
 def resolved(name: str, home: Path, **environment: str) -> str:
-    """What a process says that resolves a name: `huggingface_hub` reads its environment when it is imported."""
+    """Resolve a name in a process of its own: `huggingface_hub` reads its environment when it is imported."""
     environment = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1", **environment}
     command = [sys.executable, "-c", RESOLVE, name]
     outcome = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)

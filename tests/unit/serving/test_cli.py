@@ -27,7 +27,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[OrbitServeConfig]:
-    """What would have been served: every start ends at once, as if it had been interrupted."""
+    """Configurations that were to be served: every start ends at once, as if it had been interrupted."""
     configs: list[OrbitServeConfig] = []
 
     @contextmanager

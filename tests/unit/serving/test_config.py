@@ -15,6 +15,7 @@ from prefill_workers.model_card import FILE
 from prefill_workers.settings import COMPOSE_UP_TO, Weighing
 from serving.app import build_app
 from serving.config import ConfigError, OrbitServeConfig, documented
+from serving.settings import VisionSettings
 
 
 @pytest.fixture
@@ -277,6 +278,36 @@ def test_what_the_try_out_of_s3_prints_is_a_configuration():
     config = OrbitServeConfig.model_validate({"model": {"path": "x"}, **yaml.safe_load(server.configuration("pages"))})
     assert (config.library.url, config.files_url) == ("s3://pages/library", "s3://pages/files")
     assert config.library.storage_options == config.files.storage_options == server.storage_options()
+
+
+@pytest.mark.parametrize(("cpu", "expected"), [(True, [False, True, False]), (False, [True, True, False])])
+def test_prefill_workers_encode_unless_there_is_a_gpu_or_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu: bool, expected: list[bool]
+):
+    monkeypatch.setattr("serving.settings.is_cpu_build", lambda: cpu)
+    sections = ({}, {"vision": {"replicas": 1}}, {"vision": {"replicas": 0}})
+    configs = [OrbitServeConfig.model_validate({"model": {"path": tmp_path}, **each}) for each in sections]
+    assert [config.has_vision_encoder for config in configs] == expected
+    assert f"  replicas: {int(not cpu)}  # Replicas of the role. 0: prefill workers encode" in documented(
+        VisionSettings, 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "text_only"),
+    [
+        ('{"architectures": ["LlamaForCausalLM"]}', True),
+        ('{"architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": {}}', False),
+        ('{"architectures": ["PageForCausalLM"], "vision_config": {}}', False),
+        ('{"architectures": ["ASomethingElse"]}', False),
+        ("{}", False),
+        ("{", False),
+    ],
+)
+def test_a_text_only_model_never_has_a_vision_encoder(checkpoint: Path, config: str, text_only: bool):
+    (checkpoint / "config.json").write_text(config)
+    settings = OrbitServeConfig.load(None, {"model.path": checkpoint, "vision.replicas": 1})
+    assert (settings.model.is_text_only, settings.has_vision_encoder) == (text_only, not text_only)
 
 
 @pytest.mark.parametrize(("cpu", "expected"), [(True, (0, 0, 0, 0, 0.5)), (False, (1, 2, 3, 0, 0.5))])
