@@ -10,12 +10,12 @@ ARGS ?=
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: setup ## Start the service, ask about pages in two orders, print what was reused; KEEP=1: go on serving
-	$(ORBITSERVE) demo $(if $(KEEP),--keep) $(ARGS)
+demo: setup ## Start the service, ask about pages in two orders, print what was reused [MODEL=smollm2] [KEEP=1]
+	$(ORBITSERVE) demo $(if $(MODEL),--model "$(MODEL)") $(if $(KEEP),--keep) $(ARGS)
 
-serve: setup ## Serve your own checkpoint: make serve MODEL=path, or CONFIG=file, or both [ARGS="..."]
-	@test -n "$(MODEL)$(CONFIG)" || { echo "which checkpoint? make serve MODEL=path, or CONFIG=file that names one"; exit 2; }
-	$(ORBITSERVE) serve $(if $(MODEL),--model "$(MODEL)") $(if $(CONFIG),--config "$(CONFIG)") $(ARGS)
+serve: setup ## Serve a model: make serve MODEL=directory|smollm2|ORGANISATION/NAME, or CONFIG=file, or both [ARGS="..."]
+	@test -n "$(MODEL)$(CONFIG)" || { echo "which model? make serve MODEL=directory, or CONFIG=file that names one"; exit 2; }
+	$(ORBITSERVE) serve $(if $(MODEL),"$(MODEL)") $(if $(CONFIG),--config "$(CONFIG)") $(ARGS)
 
 test: setup tiny-checkpoint ## Run all tests: make test [ARGS="tests/unit -k word"]
 	$(PYTHON) -m pytest $(ARGS)

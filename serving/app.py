@@ -39,7 +39,7 @@ def build(config: OrbitServeConfig) -> serve.Application:
     compiler = _deployment(PatchCompiler, config.patch).bind(config)
     routers = {role: router_config(role, config.routing) for role in ("prefill", "decode")}
     prefill = _deployment(PrefillWorker, config.prefill, routers["prefill"]).bind(config, compiler)
-    vision = {"vision": _deployment(VisionEncoder, config.vision).bind(config)} if config.vision.replicas else {}
+    vision = {"vision": _deployment(VisionEncoder, config.vision).bind(config)} if config.has_vision_encoder else {}
     return _deployment(Ingress, config.ingress).bind(
         config,
         **vision,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from pydantic import BaseModel, Field, SecretStr, ValidationError, model_validat
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
+from infra.models import resolve
+from infra.models.errors import ModelUnavailable
 from kvstore.settings import FileSettings, LibrarySettings
 from prefill_workers.model_card import BadModelCard, ModelCard, composition_for
 from prefill_workers.settings import Weighing
@@ -53,7 +56,7 @@ class OrbitServeConfig(Settings):
         "empty and library.url has the same protocol, with the library's.",
     )
     ingress: IngressSettings = IngressSettings()
-    vision: VisionSettings = VisionSettings()
+    vision: VisionSettings = Field(default_factory=VisionSettings)
     prefill: PrefillRoleSettings = PrefillRoleSettings()
     patch: PatchSettings = PatchSettings()
     decode: DecodeRoleSettings = DecodeRoleSettings()
@@ -92,6 +95,11 @@ class OrbitServeConfig(Settings):
         return self
 
     @property
+    def has_vision_encoder(self) -> bool:
+        """True if images go to vision encoders; else prefill workers encode them."""
+        return self.vision.replicas > 0 and not self.model.is_text_only
+
+    @property
     def composing(self) -> ModelCard:
         """Composition of pair patches: as configured, or as was measured for the model.
 
@@ -125,46 +133,39 @@ class OrbitServeConfig(Settings):
         return cls.load(path)
 
     @classmethod
-    def load(
-        cls,
-        path: Path | None,
-        model: Path | None = None,
-        host: str | None = None,
-        port: int | None = None,
-        workers: int | None = None,
-        max_model_len: int | None = None,
-    ) -> OrbitServeConfig:
-        """Read a configuration file, if there is one, and put the given values over it.
+    def load(cls, path: Path | None, overrides: Mapping[str, Any] | None = None) -> OrbitServeConfig:
+        """Read a configuration file, if there is one, and put `overrides` over it; gets the model if it is a name.
+
+        Args:
+            overrides: by a setting's name with its section, as `http.port`; those that are None say nothing.
 
         Raises:
-            ConfigError: see `from_yaml`; or no model is named anywhere, or what was measured of it cannot be used.
+            ConfigError: see `from_yaml`; or no model is named anywhere, it is not to be had, or what was measured of it
+                cannot be used.
         """
         values: dict[str, Any] = _read(path) if path is not None else {}
         source = str(path) if path is not None else "the command line"
-        for section, name, value in (
-            ("model", "path", model),
-            ("model", "max_model_len", max_model_len),
-            ("http", "host", host),
-            ("http", "port", port),
-            ("precompute", "workers", workers),
-        ):
+        for name, value in {"model.path": None, **(overrides or {})}.items():
+            section, field = name.split(".")
             found = values.get(section) or {}
             if not isinstance(found, dict):
-                raise ConfigError(f"{source}: {section}: {found!r} should be settings, such as `{name}: ...`")
-            values[section] = found if value is None else {**found, name: value}
+                raise ConfigError(f"{source}: {section}: {found!r} should be settings, such as `{field}: ...`")
+            values[section] = found if value is None else {**found, field: value}
         if not values["model"].get("path"):
-            raise ConfigError(f"{source}: model.path: no checkpoint is named; pass --model PATH or a configuration")
+            raise ConfigError(f"{source}: model.path: no model is named, neither here nor on the command line")
         try:
             config = cls.model_validate(values)
         except ValidationError as error:
             problems = (f"{_place(e['loc']) or 'the file'}: {e['msg']}" for e in error.errors())
             raise ConfigError(f"{source}: " + "; ".join(problems)) from None  # the cause quotes API keys
-        if not (_absolute(config.model.path) / "config.json").exists():
-            raise ConfigError(
-                f"{source}: model.path: {config.model.path} holds no config.json; it must be the directory of a "
-                "checkpoint. `hf download NAME --local-dir DIR` gets the one that a hub calls NAME"
-            )
-        config = config._anchored()
+        try:
+            path, name = resolve(str(config.model.path))
+        except ModelUnavailable as error:
+            raise ConfigError(f"{source}: model.path: {error}") from error
+        if not name or values["model"].get("served_name"):
+            name = config.model.served_name
+        model = config.model.model_copy(update={"path": path, "served_name": name})
+        config = config.model_copy(update={"model": model})._anchored()
         try:
             _ = config.composing
         except BadModelCard as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -25,8 +26,11 @@ class Settings(BaseModel):
 class ModelSettings(Settings):
     """The model that is served."""
 
-    path: Path = Field(description="Directory of a Hugging Face checkpoint that vLLM can load.")
-    served_name: str = Field("", description="Name in the API; empty: the directory's name.")
+    path: Path = Field(
+        description="Directory of a Hugging Face checkpoint that vLLM can load; or a name that `orbitserve fetch` "
+        "knows, or a hub's ORGANISATION/NAME, which are downloaded where the configuration is read.",
+    )
+    served_name: str = Field("", description="Name in the API; empty: the model's, of a directory its own name.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Weights and KV; auto: as stored."
     )
@@ -65,6 +69,16 @@ class ModelSettings(Settings):
         if not isinstance(path, str | os.PathLike):
             return values  # to be refused by name
         return {**values, "served_name": Path(os.path.abspath(path)).name}
+
+    @property
+    def is_text_only(self) -> bool:
+        """True for a plain language model; a checkpoint that cannot be read may have a vision tower."""
+        try:
+            config = json.loads((self.path / "config.json").read_bytes())
+        except (OSError, ValueError):
+            return False
+        architectures = config.get("architectures") or [""]
+        return "vision_config" not in config and all(name.endswith("ForCausalLM") for name in architectures)
 
 
 class ApiKey(Settings):
@@ -203,7 +217,10 @@ class VisionSettings(RoleSettings):
 
     max_ongoing_requests: int = Field(1024, ge=1, description="Calls in progress on a replica before Serve queues.")
     replicas: int = Field(
-        1, ge=0, description="Replicas of the role. 0: prefill workers encode the images that they link themselves."
+        default_factory=lambda: 0 if is_cpu_build() else 1,  # on a CPU it would take its cores from the other roles
+        ge=0,
+        description="Replicas of the role. 0: prefill workers encode the images that they link themselves, the default "
+        "where vLLM is a CPU build; else it is 1. A text-only model has none.",
     )
     niceness: int = Field(5, ge=0, le=19, description="As for all roles: requests that came before are computed first.")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of GPU memory that vLLM may take.")

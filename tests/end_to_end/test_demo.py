@@ -9,7 +9,7 @@ import pytest
 from client import Service
 from rich.console import Console
 
-from serving.cli.demo import Story, converse
+from serving.cli.demo_pages import Pages, Story
 
 pytestmark = pytest.mark.service
 
@@ -22,7 +22,7 @@ def console() -> Console:
 
 
 def test_the_demo_asks_what_the_model_answers_from_reused_pages(bundled: Service, console: Console):
-    assert converse(console, bundled.url, bundled.model, SEED)
+    assert Pages(SEED).converse(console, bundled.url, bundled.model)
     said = console.export_text()
     assert said.count(", right\n") == 2
     assert "wrong: it is" not in said
@@ -34,5 +34,5 @@ def test_the_demo_fails_where_an_answer_is_not_what_the_pages_say(
 ):
     drawn = Story.drawn
     monkeypatch.setattr(Story, "drawn", lambda seed: replace(drawn(seed), answers=["plaid", drawn(seed).answers[1]]))
-    assert not converse(console, bundled.url, bundled.model, SEED + 2)
+    assert not Pages(SEED + 2).converse(console, bundled.url, bundled.model)
     assert "wrong: it is plaid" in console.export_text()

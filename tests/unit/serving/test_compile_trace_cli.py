@@ -34,7 +34,7 @@ def config(tmp_path: Path) -> Path:
     ("arguments", "words"),
     [
         (["none.jsonl"], "no such file"),
-        (["log", "--model", "nowhere"], "holds no config.json"),
+        (["log", "--model", "nowhere"], "nowhere is no directory"),
         (["log", "--prefix", "@nowhere.txt"], "--prefix @nowhere.txt: cannot be read"),
         (["log"], "neither a directory nor a url"),
         (["log", "--bytes", "much"], "is not a size"),

@@ -15,6 +15,7 @@ from prefill_workers.model_card import FILE
 from prefill_workers.settings import COMPOSE_UP_TO, Weighing
 from serving.app import build_app
 from serving.config import ConfigError, OrbitServeConfig, documented
+from serving.settings import VisionSettings
 
 
 @pytest.fixture
@@ -32,10 +33,29 @@ def written(tmp_path: Path, text: str) -> Path:
 
 def test_a_file_and_the_command_line_are_put_together(tmp_path: Path, checkpoint: Path):
     path = written(tmp_path, "model: {path: /nowhere}\nhttp: {port: 1234}\nprefill: {replicas: 3}\n")
-    config = OrbitServeConfig.load(path, model=checkpoint, host="0.0.0.0", max_model_len=2048)
+    config = OrbitServeConfig.load(
+        path, {"model.path": checkpoint, "http.host": "0.0.0.0", "http.port": None, "model.max_model_len": 2048}
+    )
     assert config.model.max_model_len == 2048
     assert (config.model.path, config.model.served_name) == (checkpoint, "model")
     assert (config.http.host, config.http.port, config.prefill.replicas) == ("0.0.0.0", 1234, 3)
+
+
+def test_a_model_is_served_under_the_name_that_it_was_asked_for_by(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("infra.models.hub.snapshot", lambda name: checkpoint)
+    config = OrbitServeConfig.load(None, {"model.path": "acme/tiny"})
+    assert (config.model.path, config.model.served_name) == (checkpoint, "acme/tiny")
+    path = written(tmp_path, "model: {path: acme/tiny, served_name: ours}\n")
+    assert OrbitServeConfig.load(path).model.served_name == "ours"
+    assert OrbitServeConfig.load(path, {"model.served_name": "theirs"}).model.served_name == "theirs"
+
+
+def test_nothing_is_downloaded_for_a_configuration_that_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("infra.models.hub.snapshot", lambda name: pytest.fail("downloaded"))
+    with pytest.raises(ConfigError, match=r"http\.port"):
+        OrbitServeConfig.load(None, {"model.path": "acme/tiny", "http.port": 0})
 
 
 @pytest.mark.parametrize("path", [".", "../model", "../model/"])
@@ -43,7 +63,7 @@ def test_a_model_is_named_after_its_directory_however_that_is_written(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ):
     monkeypatch.chdir(checkpoint)
-    assert OrbitServeConfig.load(None, model=Path(path)).model.served_name == "model"
+    assert OrbitServeConfig.load(None, {"model.path": path}).model.served_name == "model"
 
 
 def test_a_path_that_is_none_is_named_in_the_error(tmp_path: Path):
@@ -89,8 +109,8 @@ def test_a_path_may_begin_with_the_home_directory(tmp_path: Path, checkpoint: Pa
     text = "model: {path: ~/model, chat_template: '~{{ messages }}'}\nlibrary: {url: 's3://bucket/~'}\n"
     config = OrbitServeConfig.load(written(tmp_path, text))
     assert (config.model.chat_template, config.library.url) == ("~{{ messages }}", "s3://bucket/~")
-    with pytest.raises(ConfigError, match=r"model\.path: ~nobody-at-all/x holds no config\.json"):
-        OrbitServeConfig.load(None, model=Path("~nobody-at-all/x"))
+    with pytest.raises(ConfigError, match=r"model\.path: ~nobody-at-all/x is no directory"):
+        OrbitServeConfig.load(None, {"model.path": "~nobody-at-all/x"})
 
 
 @pytest.mark.parametrize(
@@ -107,7 +127,10 @@ def test_a_path_may_begin_with_the_home_directory(tmp_path: Path, checkpoint: Pa
             r"ingress.max_ongoing_requests \(1024\) must be more than http.max_concurrent_requests \(2000\)",
         ),
         ("model: {path: MODEL, dtype: int4}\n", "model.dtype"),
-        ("model: {path: some-hub/model}\n", "holds no config.json; .*hf download NAME --local-dir DIR"),
+        (
+            "model: {path: some-hub/model}\n",
+            "model.path: some-hub/model is no directory, not in the cache .*HF_HUB_OFFLINE",
+        ),
         ("model: {path: MODEL}\nhttp: {api_keys: {key: dynamic-library}}\n", "names the dynamic library"),
         (
             "model: {path: MODEL}\nhttp: {api_keys: {key: {admin: true}}}\n",
@@ -120,7 +143,7 @@ def test_a_path_may_begin_with_the_home_directory(tmp_path: Path, checkpoint: Pa
             )
             for key in ('""', "schlüssel", "'a key'", r'"a\nkey"')
         ),
-        ("http: {}\n", "no checkpoint is named"),
+        ("http: {}\n", "no model is named"),
         ("- a list\n", "expected sections"),
         ("model: [\n", "is not YAML"),
     ],
@@ -146,7 +169,7 @@ def test_a_missing_file_is_named(tmp_path: Path):
 
 
 def test_a_configuration_survives_being_written(tmp_path: Path, checkpoint: Path):
-    config = OrbitServeConfig.load(None, model=checkpoint)
+    config = OrbitServeConfig.load(None, {"model.path": checkpoint})
     assert OrbitServeConfig.from_yaml(written(tmp_path, config.to_yaml())) == config
 
 
@@ -187,7 +210,7 @@ def test_the_serve_builder_says_what_it_needs():
 
 
 def test_how_far_pairs_are_summed_is_what_was_measured_for_the_model_unless_configured(checkpoint: Path):
-    config = OrbitServeConfig.load(None, model=checkpoint)
+    config = OrbitServeConfig.load(None, {"model.path": checkpoint})
     assert config.compose_up_to == COMPOSE_UP_TO, "nothing was measured"
     (checkpoint / FILE).write_text('{"compose_up_to": 1}')
     assert (config.compose_up_to, config.sums_up_to) == (1, 1)
@@ -198,7 +221,7 @@ def test_how_far_pairs_are_summed_is_what_was_measured_for_the_model_unless_conf
 
 
 def test_what_weighs_sums_is_what_was_measured_for_the_model_unless_configured(checkpoint: Path):
-    config = OrbitServeConfig.load(None, model=checkpoint)
+    config = OrbitServeConfig.load(None, {"model.path": checkpoint})
     assert config.weigh_by is Weighing.KV, "nothing was measured"
     (checkpoint / FILE).write_text('{"compose_up_to": 3}')
     assert config.weigh_by is Weighing.KV, "nothing was measured of that"
@@ -221,7 +244,7 @@ def test_what_weighs_sums_is_what_was_measured_for_the_model_unless_configured(c
 def test_what_is_wrong_with_a_models_measurements_is_named(checkpoint: Path, text: str, words: str):
     (checkpoint / FILE).write_text(text)
     with pytest.raises(ConfigError, match=words) as caught:
-        OrbitServeConfig.load(None, model=checkpoint)
+        OrbitServeConfig.load(None, {"model.path": checkpoint})
     assert str(checkpoint / FILE) in str(caught.value)
 
 
@@ -255,6 +278,36 @@ def test_what_the_try_out_of_s3_prints_is_a_configuration():
     config = OrbitServeConfig.model_validate({"model": {"path": "x"}, **yaml.safe_load(server.configuration("pages"))})
     assert (config.library.url, config.files_url) == ("s3://pages/library", "s3://pages/files")
     assert config.library.storage_options == config.files.storage_options == server.storage_options()
+
+
+@pytest.mark.parametrize(("cpu", "expected"), [(True, [False, True, False]), (False, [True, True, False])])
+def test_prefill_workers_encode_unless_there_is_a_gpu_or_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu: bool, expected: list[bool]
+):
+    monkeypatch.setattr("serving.settings.is_cpu_build", lambda: cpu)
+    sections = ({}, {"vision": {"replicas": 1}}, {"vision": {"replicas": 0}})
+    configs = [OrbitServeConfig.model_validate({"model": {"path": tmp_path}, **each}) for each in sections]
+    assert [config.has_vision_encoder for config in configs] == expected
+    assert f"  replicas: {int(not cpu)}  # Replicas of the role. 0: prefill workers encode" in documented(
+        VisionSettings, 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "text_only"),
+    [
+        ('{"architectures": ["LlamaForCausalLM"]}', True),
+        ('{"architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": {}}', False),
+        ('{"architectures": ["PageForCausalLM"], "vision_config": {}}', False),
+        ('{"architectures": ["ASomethingElse"]}', False),
+        ("{}", False),
+        ("{", False),
+    ],
+)
+def test_a_text_only_model_never_has_a_vision_encoder(checkpoint: Path, config: str, text_only: bool):
+    (checkpoint / "config.json").write_text(config)
+    settings = OrbitServeConfig.load(None, {"model.path": checkpoint, "vision.replicas": 1})
+    assert (settings.model.is_text_only, settings.has_vision_encoder) == (text_only, not text_only)
 
 
 @pytest.mark.parametrize(("cpu", "expected"), [(True, (0, 0, 0, 0, 0.5)), (False, (1, 2, 3, 0, 0.5))])
