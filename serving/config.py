@@ -134,7 +134,7 @@ class OrbitServeConfig(Settings):
 
     @classmethod
     def load(cls, path: Path | None, overrides: Mapping[str, Any] | None = None) -> OrbitServeConfig:
-        """Read a configuration file, if there is one, and put `overrides` over it; gets the model if it is a name.
+        """Read a configuration file, if any, with `overrides`; gets the model if it is a name.
 
         Args:
             overrides: by a setting's name with its section, as `http.port`; those that are None say nothing.

@@ -29,7 +29,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint's directory, and the name to serve it under where that is not the directory's."""
+    """A checkpoint's directory, and the name to serve it under if not the directory's."""
 
     path: Path
     served_name: str = ""

@@ -33,7 +33,7 @@ class WheelModel:
 
     @property
     def requirement(self) -> str:
-        """What a package installer calls the wheel."""
+        """Name and version of the wheel, as package installers take it."""
         return f"{self.package}=={self.version}"
 
 

@@ -1,4 +1,4 @@
-"""The demos: three files, questions about them in two orders, and what the later ones did not pay for again."""
+"""The demos: questions about three files in two orders, and what the later ones reused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Demo(ABC):
 
     @abstractmethod
     def converse(self, console: Console, url: str, model: str) -> bool:
-        """Ask a service that this process started; returns whether it reused every file and its answers are right."""
+        """Ask a service of this process; returns whether every file was reused and answers are right."""
 
 
 def demo_config(model: dict[str, Any], port: int, root: Path) -> OrbitServeConfig:
@@ -63,7 +63,7 @@ def demo_config(model: dict[str, Any], port: int, root: Path) -> OrbitServeConfi
 
 
 def run_demo(demo: Demo, console: Console, port: int, keep: bool = False) -> bool:
-    """Run a whole demo; returns whether the second request reused every file and the answers are right.
+    """Run a demo; returns whether every file was reused and the answers are right.
 
     What it stores lives as long as it runs: the next one's first request must not profit.
 

