@@ -47,7 +47,7 @@ class Demo(ABC):
 
     @abstractmethod
     def converse(self, console: Console, url: str, model: str) -> bool:
-        """Ask a service of this process; returns whether every file was reused and answers are right."""
+        """Ask a service of this process. True if all files were reused and the answers are right."""
 
 
 def demo_config(model: dict[str, Any], port: int, root: Path) -> OrbitServeConfig:

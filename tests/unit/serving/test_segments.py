@@ -6,6 +6,7 @@ from array import array
 
 import pytest
 from PIL import Image
+from serving.frontend.vllm_config import front_end_config
 from vllm.config import ModelConfig
 from vllm.multimodal.inputs import MultiModalKwargsItem, PlaceholderRange
 from vllm.renderers import renderer_from_config
@@ -15,7 +16,6 @@ from infra.checkpoints import checkpoint_path
 from infra.families import FAMILIES
 from serving.frontend.documents import Document
 from serving.frontend.prompt_segments import Delimiters, image_delimiters, segment
-from serving.frontend.vllm_config import front_end_config
 from serving.settings import ModelSettings
 
 KIMI = "image", (1, 7, 8, 2, 9, 3)  # start, "image" in two tokens, content, placeholder, end
