@@ -13,9 +13,9 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 
 from infra.checkpoints import checkpoint_path
 from infra.families import FAMILIES
+from serving.engine_spec import front_end_config
 from serving.frontend.documents import Document
 from serving.frontend.prompt_segments import Delimiters, image_delimiters, segment
-from serving.frontend.vllm_config import front_end_config
 from serving.settings import ModelSettings
 
 KIMI = "image", (1, 7, 8, 2, 9, 3)  # start, "image" in two tokens, content, placeholder, end
