@@ -14,6 +14,7 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 
 from infra.checkpoints import checkpoint_path
 from infra.families import FAMILIES
+from serving.engine_spec import front_end_config
 from serving.frontend.documents import Document
 from serving.frontend.prompt_segments import Delimiters, image_delimiters, segment
 from serving.settings import ModelSettings
