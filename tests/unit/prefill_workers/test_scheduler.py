@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from kvstore.forget import ForgetRegistry
 from prefill_workers.block_pool import BlockPool
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.fidelity.monitor import Fidelity
@@ -154,6 +155,7 @@ def test_what_was_written_for_a_link_is_there_before_it_ends_although_the_forwar
         advance=lambda plan: None,
         keep_prefix=lambda plan, busy: None,
         sums=None,
+        forgets=ForgetRegistry(),
         library=None,
         fidelity=Fidelity(FidelitySettings(share=0)),
     )
