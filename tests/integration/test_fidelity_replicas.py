@@ -121,14 +121,15 @@ def test_a_keeper_that_died_learns_from_the_replicas_what_is_disabled():
     with pytest.raises(RayActorError):
         service.keeper.die.remote().result()
     assert service.are_disabled(COMPOSED), "it stops nothing"
-    wait_until(lambda: [known.point for known in exchanged(service)] == [COMPOSED], 60)
+    wait_until(lambda: kept_disabled(service) == [COMPOSED], 60)
     assert service.keeper.allow.remote(COMPOSED).result() == 2
     assert service.are_disabled()
 
 
-def exchanged(service: Application) -> Sequence[PointDecision]:
-    """The keeper's decisions; none while it is down."""
+def kept_disabled(service: Application) -> list[OperatingPoint]:
+    """Points that the keeper knows to be disabled; none while it is down."""
     try:
-        return service.keeper.exchange.remote([]).result(timeout_s=5)
+        known = service.keeper.exchange.remote([]).result(timeout_s=5)
     except (RayActorError, DeploymentUnavailableError, TimeoutError):
         return []
+    return [decision.point for decision in known if not decision.allowed]
