@@ -6,7 +6,6 @@ from array import array
 
 import pytest
 from PIL import Image
-from serving.frontend.vllm_config import front_end_config
 from vllm.config import ModelConfig
 from vllm.multimodal.inputs import MultiModalKwargsItem, PlaceholderRange
 from vllm.renderers import renderer_from_config
