@@ -5,7 +5,7 @@ ORBITSERVE := .venv/bin/orbitserve
 NAME ?= list
 ARGS ?=
 
-.PHONY: help setup demo serve test check lint types format doctor bench figures checkpoints tiny-checkpoint lock clean
+.PHONY: help setup tools demo serve test check lint types format doctor bench figures checkpoints tiny-checkpoint lock clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -17,19 +17,19 @@ serve: setup ## Serve a model: make serve MODEL=directory|smollm2|ORGANISATION/N
 	@test -n "$(MODEL)$(CONFIG)" || { echo "which model? make serve MODEL=directory, or CONFIG=file that names one"; exit 2; }
 	$(ORBITSERVE) serve $(if $(MODEL),"$(MODEL)") $(if $(CONFIG),--config "$(CONFIG)") $(ARGS)
 
-test: setup tiny-checkpoint ## Run all tests: make test [ARGS="tests/unit -k word"]
+test: tools tiny-checkpoint ## Run all tests: make test [ARGS="tests/unit -k word"]
 	$(PYTHON) -m pytest $(ARGS)
 
 check: lint types test ## What CI runs: lint, types and tests
 
-lint: setup ## Check style with ruff
+lint: tools ## Check style with ruff
 	$(PYTHON) -m ruff check
 	$(PYTHON) -m ruff format --check
 
-types: setup ## Check types with mypy (strict)
+types: tools ## Check types with mypy (strict)
 	$(PYTHON) -m mypy
 
-format: setup ## Rewrite the sources in the project's style
+format: tools ## Rewrite the sources in the project's style
 	$(PYTHON) -m ruff check --fix
 	$(PYTHON) -m ruff format
 
@@ -45,8 +45,8 @@ figures: setup ## Write the figures and tables in the documents anew, from recor
 checkpoints: setup ## Write the tests' random checkpoints to .orbitserve/checkpoints
 	@$(PYTHON) -m infra.checkpoints all
 
-lock: setup ## Write the lock file anew from the packages that are installed in .venv
-	$(PYTHON) -m infra.lock infra/requirements-cpu.lock
+lock: tools ## Write the lock files of this version of Python anew, from the packages that are installed in .venv
+	$(PYTHON) -m infra.lock
 
 clean: ## Remove the environment and all that it makes anew; what was stored or trained in .orbitserve stays, but the demo's
 	rm -rf .venv .orbitserve/{checkpoints,s3-server,demo} .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
@@ -54,6 +54,9 @@ clean: ## Remove the environment and all that it makes anew; what was stored or 
 
 setup: ## Make or refresh .venv; the other targets do it by themselves
 	@infra/bootstrap.sh
+
+tools: ## The same, with the tools of tests, types and style
+	@infra/bootstrap.sh dev
 
 tiny-checkpoint: setup
 	@$(PYTHON) -m infra.checkpoints qwen2_5_vl-tiny >/dev/null

@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-import infra
+from infra.lock import lock_file
 from infra.ports import url_host
 from infra.reference import DEFAULT_MODEL, weights
 from infra.vllm_env import is_cpu_build, vllm_environment
@@ -106,7 +106,8 @@ def run_doctor(
         engine: the engine that is checked; None: the checkpoint's, with default settings.
     """
     engine = engine or EngineSpec(str(checkpoint or weights(DEFAULT_MODEL)), hand_off=False)
-    results = [check_packages(_lock_file()), check_processor(), check_memory(checkpoint), check_disk(_on_disk(library))]
+    lock, pinned = lock_file("cpu" if is_cpu_build() else "gpu"), Path(sys.prefix, "environment.stamp").exists()
+    results = [check_packages(lock, pinned), check_processor(), check_memory(checkpoint), check_disk(_on_disk(library))]
     results += [check_port(port, host) for port in ports]
     results += check_library(library) if library is not None else []
     results += [check_files(*files)] if files is not None else []
@@ -150,8 +151,14 @@ def print_report(results: Iterable[CheckResult], console: Console | None = None)
 # -- checks in this process --------------------------------------------------------------------------------------------
 
 
-def check_packages(lock: Path) -> CheckResult:
-    """Installed versions against the `name==version` lines of `lock`."""
+def check_packages(lock: Path, pinned: bool = True) -> CheckResult:
+    """Installed versions against the `name==version` lines of `lock`.
+
+    Args:
+        lock: the tested set for this Python.
+        pinned: whether a difference is a fault. Without `infra/bootstrap.sh`, pip chose among the versions that
+            `pyproject.toml` allows.
+    """
     pins = re.findall(r"^([\w.-]+)(?:\[[\w,-]+\])?==([^\s\\]+)", lock.read_text(), re.MULTILINE)
     wrong = []
     for name, wanted in pins:
@@ -161,6 +168,8 @@ def check_packages(lock: Path) -> CheckResult:
             found = "missing"
         if found != wanted:
             wrong.append(f"{name} {found} (want {wanted})")
+    if wrong and not pinned:
+        return CheckResult("packages", True, f"{len(wrong)} of {len(pins)} are not what was tested ({lock.name})")
     if wrong:
         return CheckResult("packages", False, ", ".join(wrong), "run `make setup`")
     return CheckResult("packages", True, f"{len(pins)} as in {lock.name}")
@@ -281,12 +290,6 @@ def _verdict(name: str, ok: bool, detail: str, remedy: str) -> CheckResult:
 
 def _read(path: str) -> str:
     return Path(path).read_text() if Path(path).exists() else ""
-
-
-def _lock_file() -> Path:
-    """The requirements that `infra/bootstrap.sh` installed here."""
-    name = "requirements-cpu.lock" if is_cpu_build() else "requirements-gpu.txt"
-    return Path(infra.__path__[0]) / name
 
 
 # -- checks in processes of their own ----------------------------------------------------------------------------------

@@ -47,6 +47,9 @@ def test_a_package_of_another_version_and_a_missing_one_are_named(tmp_path: Path
     assert f"pytest {metadata.version('pytest')} (want 0.1)" in result.detail
     assert "no-such-package missing (want 1.0)" in result.detail
     assert "make setup" in result.remedy
+    chosen_by_pip = check_packages(lock, pinned=False)
+    assert chosen_by_pip.ok
+    assert chosen_by_pip.detail == "2 of 2 are not what was tested (lock)"
 
 
 def test_packages_as_locked_pass(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ registers fake kernels for them, fails the whole import. Image processors only u
 which are pure Python: declaring the two operators is enough.
 
 torchvision loads its library before it imports `_meta_registrations` (its `__init__` insists on that order), so at that
-moment it is known whether the operators exist. `infra/bootstrap.sh` copies this file into site-packages and imports it
-from a `.pth` file, because it has to be there in every process that may import torchvision: Ray's workers and vLLM's
-model-inspection subprocess included. At interpreter start it costs one list insertion.
+moment it is known whether the operators exist. A `.pth` file beside this module in site-packages imports it at
+interpreter start, because it has to be there in every process that may import torchvision: Ray's workers and vLLM's
+model-inspection subprocess included. That costs one list insertion. Wheels have both files (`setup.py`); for an
+editable install `infra/bootstrap.sh` copies them.
 """
 
 import sys
