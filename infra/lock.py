@@ -1,4 +1,4 @@
-"""Lock files of the running Python, written by `python -m infra.lock` (`make lock`).
+"""Writer of the lock files for the Python it runs on: `python -m infra.lock` (`make lock`).
 
 | lock        | what is in it                            | where it comes from                                         |
 |-------------|------------------------------------------|-------------------------------------------------------------|
@@ -45,7 +45,7 @@ def requirements(*extras: str) -> list[str]:
 
 
 def installed(roots: Iterable[str]) -> dict[str, str]:
-    """Pins (`name==version`) by canonical name: all that `roots` need and is installed here.
+    """Installed versions, `name==version` by canonical name, of all that `roots` need.
 
     Raises:
         importlib.metadata.PackageNotFoundError: a package is needed, and neither installed nor of `EXCLUDED`.
@@ -81,7 +81,7 @@ def archive_hashes(pins: Sequence[str]) -> dict[str, str]:
 
 
 def gpu_hashes(pins: dict[str, str]) -> dict[str, str]:
-    """Pins and hashes of the GPU set: direct requirements and what pip finds they need.
+    """SHA-256 per pin of the GPU set: its direct requirements and what they need.
 
     Direct requirements, and torch, have the versions that they have in `pins`; vLLM's two builds differ in others.
     """
@@ -119,7 +119,10 @@ def _resolved(wanted: Sequence[str], options: Sequence[str]) -> dict[str, str]:
 
 
 def render(title: str, hashes: dict[str, str]) -> str:
-    """Text of a lock: sorted pins with hashes, and nothing about where archives were found."""
+    """A lock's text: one pin with its hash per entry, sorted.
+
+    Nothing in it says where archives were found.
+    """
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     header = [
         f"# {title} for {platform.system()} {platform.machine()}, Python {python}.",
