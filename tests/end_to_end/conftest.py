@@ -76,10 +76,11 @@ def service(reference: Reference, only_service: Callable[..., Service]) -> Servi
 
 @pytest.fixture
 def guarded(only_service: Callable[..., Service]) -> Service:
-    """A service in bf16 with keys, and a prefill queue so short that a burst does not fit."""
+    """A service in bf16 with keys and a vision encoder, and a prefill queue too short for a burst."""
     return only_service(
         "guarded",
         "bfloat16",
+        vision={"replicas": 1},
         http={"api_keys": KEYS},
         prefill={"max_queue": 1, "max_batch_tokens": 64},
         decode={"health_check_period_s": 1},
