@@ -72,8 +72,11 @@ class FidelityKeeper:
         """
         known = self._decisions.get(point)
         later = 0.0 if known is None else math.nextafter(known.changed, math.inf)  # clocks of nodes differ
-        self._take(PointDecision(point, True, max(time.time(), later)))
-        answers = await self._broadcast("allow", point)
+        decision = PointDecision(point, True, max(time.time(), later))
+        try:  # told before it is known here: a replica that learnt of it by an exchange would not count
+            answers = await self._broadcast("allow", point)
+        finally:
+            self._take(decision)
         if failed := [answer for answer in answers if isinstance(answer, BaseException)]:
             raise RoleUnavailable(f"{point} is allowed, and not every prefill replica has answered: {failed[0]}")
         return sum(answers)
