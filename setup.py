@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: two files of a wheel go to the top of site-packages.
+"""Build step that pyproject.toml cannot describe: two files go to the top of site-packages.
 
 See `infra/cpu/orbitserve_torchvision_cpu.py`, which has to be imported at interpreter start.
 """

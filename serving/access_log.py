@@ -356,7 +356,7 @@ def runs_of(values: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def _shape(span: ChunkSpan, token_ids: Sequence[int]) -> dict[str, Any]:
-    """What a forward over the chunk needs beside its stored embeddings."""
+    """Fields that a forward over the chunk needs beside its stored embeddings."""
     data = {name: field.data for name, field in (span.grid or {}).items()}
     return {
         "first": span.first - span.start,

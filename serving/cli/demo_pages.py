@@ -108,7 +108,7 @@ your own picture, while a server runs (`make demo KEEP=1`, or `make serve MODEL=
 
 
 def _blindly(text: str, wanted: str) -> str:
-    """What a prompt linked without patches answered, and what that says."""
+    """Verdict on the answer to a prompt that was linked without patches."""
     if text == wanted:
         return f"{text!r}, right by chance: what page 3 takes from the others is lost all the same."
     return f"{text!r}, wrong. What page 3 takes from the others is lost, and nothing says so."

@@ -226,7 +226,7 @@ def check_port(port: int, host: str = "127.0.0.1") -> CheckResult:
 
 
 def _serves(port: int, host: str) -> bool:
-    """Whether what listens there answers /health as `serving.api.app` does, healthy or not."""
+    """True if a service there answers /health as `serving.api.app` does, healthy or not."""
     url = f"http://{url_host(host)}:{port}/health"
     try:
         said = httpx.get(url, timeout=_HEALTH_TIMEOUT_S, trust_env=False).json()
@@ -277,7 +277,7 @@ def _check_place(name: str, place: str, tier_of: Callable[[], Tier], remedy: str
 
 
 def _engine_remedy(result: CheckResult) -> str:
-    """What to do about an engine: less is wrong where the machine is too small or busy than where it computes badly."""
+    """Remedy for an engine: a machine that is too small or busy is less wrong than one that miscomputes."""
     if result.ok:
         return ""
     known = (remedy for pattern, remedy in _ENGINE_REMEDIES if re.search(pattern, result.detail, re.IGNORECASE))

@@ -308,7 +308,7 @@ def gc(
 
 
 def _expired(place: _Place, found: Contents, dry_run: bool) -> list[Removal]:
-    """What was derived from files and vector stores that have expired; these themselves are swept.
+    """Removals of all that derives from expired files and vector stores, which are swept.
 
     Their deletion stays owed: the service has it in its memory too, and there may be another tier.
     """

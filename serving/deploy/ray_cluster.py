@@ -44,7 +44,7 @@ def ray_cluster(**options: Any) -> Iterator[None]:
 
 
 def _address() -> str | None:
-    """What `ray.init` is told. A cluster that was killed leaves its address behind, and Ray would wait for it."""
+    """Arguments of `ray.init`. A killed cluster leaves its address behind, and Ray would wait for it."""
     left = None if os.environ.get("RAY_ADDRESS") else find_bootstrap_address(None)
     if left is None or _answers(left):
         return None

@@ -125,7 +125,7 @@ def keys_of(rig: Rig, text: Text = Text.AUTO) -> list[ChunkKeys]:
 
 
 def prefetched(rig: Rig, request: LinkRequest) -> PrefetchRequest:
-    """What the ingress sends ahead of a request, by nothing but its contents."""
+    """The prefetch that the ingress sends ahead of a request."""
     contents = tuple(chunk.content for chunk in request.chunks)
     return PrefetchRequest(contents, image_delimiters(rig.renderer, rig.delimiters))
 

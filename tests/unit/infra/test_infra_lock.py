@@ -38,7 +38,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], list[str]]]:
-    """What pip is asked for, and with which constraints and options; it chooses what it is asked for."""
+    """Record what pip is asked for, with constraints and options; it chooses just that."""
     asked: list[tuple[list[str], list[str]]] = []
 
     def run(command: list[str], **_: Any) -> None:

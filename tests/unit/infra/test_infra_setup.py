@@ -1,4 +1,4 @@
-"""What the set-up rests on: locks that decide everything, a torchvision that imports in every process."""
+"""Set-up: locks that decide every version, and a torchvision that imports in every process."""
 
 from __future__ import annotations
 
@@ -130,7 +130,10 @@ def test_the_torchvision_shim_leaves_existing_operators_alone() -> None:
 
 
 def bootstrap(folder: Path, environment: dict[str, str], held: str | None = None) -> str:
-    """What a bootstrap says in a copy of the project whose Pythons make no virtual environment; it installs nothing."""
+    """Output of a bootstrap in a copy of the project; it installs nothing.
+
+    Its Pythons make no virtual environment.
+    """
     shutil.copytree(LOCKS, folder / "infra/locks")
     shutil.copy(INFRA / "bootstrap.sh", folder / "infra")
     (folder / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: some'\n")
