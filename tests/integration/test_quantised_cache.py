@@ -11,7 +11,13 @@ from infra.families import FAMILIES
 
 pytestmark = pytest.mark.engine
 
+needs_fp8 = pytest.mark.skipif(
+    not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
+    reason="vLLM keeps an fp8 cache on CPUs with AVX-512 or AMX only",
+)
 
+
+@needs_fp8
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
 def test_a_quantised_cache_is_relocated_to_the_rounding_of_its_numbers(make_rig, only_engines: Any, kind: str):
     engine = only_engines.get("bfloat16", kv_cache_dtype=kind)
@@ -26,6 +32,7 @@ def test_a_quantised_cache_is_relocated_to_the_rounding_of_its_numbers(make_rig,
     assert off[0] < off[1]
 
 
+@needs_fp8
 def test_text_ahead_of_the_chunks_is_not_quantised_a_second_time(make_rig, only_engines: Any):
     """A prompt of two images stands in another frame than one of one: its text would have to be relocated."""
     rig = make_rig(only_engines.get("bfloat16", kv_cache_dtype="fp8_e4m3"), prefix_cache_bytes=1 << 24)
