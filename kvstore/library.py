@@ -15,7 +15,7 @@
 | flush, close | the queues | persists what is queued |
 
 A tier that fails, is slow, or returns damaged bytes costs a miss, never an error: damaged records are moved aside and
-counted. Records are read-only: writing to a tensor that came from here ends the process.
+counted. Records are shared by all readers: never write to a tensor that came from here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Operations on one tier's records for operators: list, inspect, verify, tidy up.
 
-Everything works from outside, on any tier, beside a running service: a record that is mapped stays readable after its
+Everything works from outside, on any tier, beside a running service: a record that was read stays readable after its
 file is gone, and one that vanishes while it is looked at was evicted.
 """
 

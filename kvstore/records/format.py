@@ -1,4 +1,4 @@
-"""Records on disk: one Arrow IPC file each, memory-mappable, self-checking, never pickle.
+"""Records on disk: one Arrow IPC file each, laid out for views, self-checking, never pickle.
 
     Arrow IPC file
       schema metadata  "orbitserve.record"  JSON: format, kind, key, fingerprint, tenant, content, antecedents, layout,
@@ -9,10 +9,10 @@
 Every byte is covered by BLAKE3: a layer's numbers by that layer's digest, everything else (metadata, Arrow framing,
 padding, footer) by the frame digest, which leaves out its own digits. The frame is checked before Arrow
 parses anything, so damaged bytes never reach a parser. All record batches have the same size, so the layers lie at a
-constant stride and the KV is ONE [layers, tokens, features] view of the mapped file. A patch has as many directions in
+constant stride and the KV is ONE [layers, tokens, features] view of the file's bytes. A patch has as many directions in
 a layer as are worth it, so it is one batch as a whole, and its factors are views likewise.
 
-The views are read-only memory: writing into them ends the process. Use `out=` of the operator to write elsewhere.
+The views are shared by all readers: never write into them. Use `out=` of the operator to write elsewhere.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 | tier | module | backing | read | write |
 |---|---|---|---|---|
 | MemoryTier | memory | a dictionary | the stored buffer itself | the buffer itself |
-| DiskTier | disk | a directory, shared by processes of a node | memory map | temporary name, rename |
+| DiskTier | disk | a directory, shared by processes of a node | one pass, by layers | temporary name, rename |
 | RayTier | ray | object stores of a Ray cluster | shared memory of the node | one object |
 | FsspecTier | fsspec | any fsspec file system (`gs://`, `memory://`, ...) | one GET | one PUT |
 | S3Tier | s3 | `s3://` | one GET, parallel ranges if large | one PUT |

@@ -1,7 +1,7 @@
 """Eviction: bounds on the bytes of a cache or tier, and the order in which records leave.
 
 A record's worth is the recompute seconds it saves per byte, over how long it lay idle. Records in use never leave
-memory; a mapped file that another process deletes stays readable until its last user lets go.
+memory; what one process evicts from a tier stays in the memory of those that use it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ class TierBudget:
     `survey` turns the tier's entries into candidates. `writers` processes may each keep a budget over one tier. None
     sees what the others write between two scans, so each scans again before its own writes since its last one reach
     `_FREE` / (writers - 1) of the limit: those of all others then stay within the `_FREE` that every budget leaves.
-    Only records that are larger than such a share, written by several at the same instant, may pass it. What one evicts
-    while another uses it stays mapped there until it is let go.
+    Only records that are larger than such a share, written by several at the same instant, may pass it.
     """
 
     def __init__(

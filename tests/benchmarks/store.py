@@ -4,7 +4,7 @@
 |---|---|---|
 | disk-write | put and flush, `durable`: encode, checksum, temporary name, sync, rename, sync | plain files, synced |
 | disk-write-cached | the same as by default: the page cache may keep it for a while | plain files |
-| disk-read | get: map, verify every checksum; nothing in the page cache | plain reads into one buffer |
+| disk-read | get: read and verify every checksum; nothing in the page cache | plain reads into one buffer |
 | disk-read-warm | the same, all of it in the page cache | the same |
 | s3-write, s3-read | put and flush, get | s3fs `pipe_file`, `cat_file` |
 

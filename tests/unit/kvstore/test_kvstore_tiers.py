@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from tier_conformance import TierConformance, buffers
 
-from kvstore.errors import TierUnavailable
-from kvstore.tiers import disk as disk_tier
+from kvstore.errors import BlobReplaced, TierUnavailable
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.faults import FaultyTier, HeldTier, SlowTier
@@ -32,7 +31,7 @@ class TestDiskTier(TierConformance):
     def tier(self, tmp_path: Path) -> Tier:
         return DiskTier(tmp_path / "tier")
 
-    def test_reading_maps_the_file_and_holds_no_descriptor(self, tmp_path: Path) -> None:
+    def test_what_was_read_holds_no_descriptor(self, tmp_path: Path) -> None:
         tier = DiskTier(tmp_path)
         tier.put("k", buffers(b"x" * 10_000))
         before = len(os.listdir("/proc/self/fd"))
@@ -40,19 +39,37 @@ class TestDiskTier(TierConformance):
         assert len(os.listdir("/proc/self/fd")) == before
         assert {bytes(buffer or b"") for buffer in held} == {b"x" * 10_000}
 
-    @pytest.mark.parametrize("cached", [True, False])
-    def test_a_cold_file_can_be_read_through_in_chunks(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
-    ) -> None:
-        monkeypatch.setattr(disk_tier, "_in_page_cache", lambda descriptor, size: cached)
+    def test_a_file_is_read_through_in_chunks(self, tmp_path: Path) -> None:
         tier, content = DiskTier(tmp_path), os.urandom(1_300_000)
         tier.put("k", buffers(content))
         blob = tier.open("k")
         assert blob is not None
-        assert bytes(blob.buffer) == content
-        assert (blob.read is None) == cached
-        if blob.read is not None:
-            assert b"".join(map(bytes, blob.read(5, 1_299_999))) == content[5:1_299_999]
+        assert blob.read is not None
+        chunks = [bytes(chunk) for chunk in blob.read(5, 1_299_999)]
+        assert len(chunks) > 1
+        assert b"".join(chunks) == content[5:1_299_999]
+        assert bytes(blob.buffer)[5:1_299_999] == content[5:1_299_999]
+
+    @pytest.mark.parametrize("size", [0, 5_000, 20_000])
+    def test_a_file_that_changes_in_place_changes_nothing_that_was_read(self, tmp_path: Path, size: int) -> None:
+        tier = DiskTier(tmp_path)
+        tier.put("k", buffers(b"x" * 10_000))
+        held = tier.get("k")
+        with (tmp_path / "k").open("r+b") as file:
+            file.write(b"y" * size)
+            file.truncate(size)
+        assert held is not None
+        assert bytes(held) == b"x" * 10_000
+
+    def test_a_file_that_is_cut_short_while_it_is_read_is_replaced(self, tmp_path: Path) -> None:
+        tier = DiskTier(tmp_path)
+        tier.put("k", buffers(b"x" * 10_000))
+        blob = tier.open("k")
+        os.truncate(tmp_path / "k", 5_000)
+        assert blob is not None
+        assert blob.read is not None
+        with pytest.raises(BlobReplaced):
+            list(blob.read(0, 10_000))
 
     def test_leftovers_of_dead_writers_are_swept_when_opened(self, tmp_path: Path) -> None:
         DiskTier(tmp_path)
