@@ -28,6 +28,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -39,6 +40,13 @@ from infra.vllm_env import BLOCK_SIZE
 _PULL_SECONDS = 10.0  # for pulls to begin, and for small ones to end
 _PULLED_A_SECOND = 1000  # tokens, at the least: of the largest models a third of a GB
 _LOOK_SECONDS = 2.0  # between looks whether it has ended
+
+
+class NonFiniteLogits(RuntimeError):
+    """NaN among the logits that an answer's next token would be drawn from."""
+
+    def __init__(self) -> None:
+        super().__init__("the model gave logits that are not numbers")
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,7 @@ class DecodeEngine:
 
     def __init__(self, spec: DecodeSpec) -> None:
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(spec)))
+        fail_on_nan(self._engine.output_processor)
         cache = self._engine.vllm_config.cache_config
         blocks, block_size = cache.num_gpu_blocks, cache.block_size
         assert blocks is not None
@@ -91,6 +100,9 @@ class DecodeEngine:
         Args:
             transfer: the prefill worker's `kv_transfer_params`; None computes the (text-only) prompt here.
             options: what vLLM's `generate` takes besides (priority, reasoning state, trace headers).
+
+        Raises:
+            NonFiniteLogits: NaN among a step's logits; that step's token is not given out.
         """
         params = params.clone()
         whole = transfer is not None and params.output_kind == RequestOutputKind.FINAL_ONLY
@@ -172,6 +184,25 @@ class DecodeEngine:
     def shutdown(self) -> None:
         """Stop the engine core."""
         self._engine.shutdown()
+
+
+def fail_on_nan(processor: Any) -> None:
+    """Have an AsyncLLM's output processor end requests whose logits hold NaN.
+
+    vLLM counts those (VLLM_COMPUTE_NANS_IN_LOGITS) and gives out the token all the same, or lets the whole engine die.
+    """
+    process = processor.process_outputs
+
+    def process_finite(outputs: list[EngineCoreOutput], *arguments: Any, **options: Any) -> Any:
+        broken = [output for output in outputs if output.num_nans_in_logits]
+        for output in broken:
+            state = processor.request_states.get(output.request_id)
+            if state is not None:
+                state.queue.put(NonFiniteLogits())  # whoever waits for the queue aborts the request
+        sound = [output for output in outputs if not output.num_nans_in_logits] if broken else outputs
+        return process(sound, *arguments, **options)
+
+    processor.process_outputs = process_finite
 
 
 def _joined(answer: RequestOutput | None, more: RequestOutput) -> RequestOutput:

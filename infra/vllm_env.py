@@ -38,6 +38,7 @@ def vllm_environment(
         # The model runner that `prefill_workers.engine.worker_extension` is written for and tested on; CPUs have no
         # other.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_COMPUTE_NANS_IN_LOGITS": "1",  # see `decode_workers.engine`
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         # The worker extension takes tensors and dataclasses as arguments; they only travel between our own processes.

@@ -12,6 +12,7 @@
 | persisted | a tier | looks in the farthest tier alone |
 | pin | nothing | the keys stay in memory and on disk while the block runs |
 | delete, delete_content | every tier | removes everywhere, also what is queued |
+| quarantine | every tier | moves aside everywhere |
 | flush, close | the queues | persists what is queued |
 
 A tier that fails, is slow, or returns damaged bytes costs a miss, never an error: damaged records are moved aside and
@@ -347,6 +348,13 @@ class Library:
             self._settle(path)
         self._stack.remove_derived(stored, paths)
         return len(paths)
+
+    def quarantine(self, kind: RecordKind, key: str, tenant: str) -> None:
+        """Move a record aside in every tier: what was computed from it is wrong."""
+        path = record_path(kind, key, self.fingerprint, tenant)
+        self._forget(path)
+        self._settle(path)
+        self._stack.quarantine(path)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything put so far is persisted.

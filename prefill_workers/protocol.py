@@ -152,6 +152,20 @@ class LinkResult:
         return self.tokens_reused - self.prefix_tokens_reused
 
 
+class NonFiniteLogits(RuntimeError):
+    """NaN or infinite logits behind a prompt: its KV is not what the model would have computed.
+
+    `stored`: the records that were linked, as `Library.quarantine` takes them.
+    """
+
+    def __init__(self, stored: Sequence[tuple[str, str, str]] = ()) -> None:
+        super().__init__("the model gave logits that are not finite")
+        self.stored = tuple(stored)
+
+    def __reduce__(self) -> tuple[type[NonFiniteLogits], tuple[tuple[tuple[str, str, str], ...]]]:
+        return NonFiniteLogits, (self.stored,)
+
+
 class Overloaded(RuntimeError):
     """The queue of waiting links is full."""
 

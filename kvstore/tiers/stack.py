@@ -275,6 +275,11 @@ class TierStack:
             raise failure
         return removed
 
+    def quarantine(self, path: str) -> None:
+        """Move a record aside in every tier that holds it, as far as that works."""
+        for tier in self.tiers:
+            self._quarantine(tier, path, CorruptRecord("what was computed from it is not finite"))
+
     def undo(self, index: int, path: str) -> None:
         """Delete a record from a tier as far as that works."""
         try:

@@ -12,6 +12,14 @@ from torch import Tensor
 from prefill_workers.protocol import Sampling
 
 
+def are_finite(logits: Tensor) -> list[bool]:
+    """Per row of logits [rows, vocabulary]: True unless one is NaN or +inf, or all are -inf.
+
+    A model may rule tokens out by -inf.
+    """
+    return logits.amax(-1).isfinite().tolist()  # NaN is the largest of any
+
+
 def draw(logits: Tensor, sampling: Sampling, prompt: Tensor) -> int:
     """A token from the logits [vocabulary] fp32 behind `prompt` [tokens], its token ids.
 

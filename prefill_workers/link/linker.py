@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -40,7 +40,7 @@ from prefill_workers.link.attention_weights import weighed_by_attention
 from prefill_workers.link.compose import KnownWeights, measured_weights, weighted_sum
 from prefill_workers.link.keys import ChunkKeys, Keys, cacheable, contexts
 from prefill_workers.link.layerwise_load import LayerwiseLoad
-from prefill_workers.link.lookups import Found, Lookup, Lookups
+from prefill_workers.link.lookups import Found, Lookup, Lookups, Stored
 from prefill_workers.link.place_kv import PlacedChunk, write_chunks
 from prefill_workers.link.plan import ChunkPlan, ChunkState, LinkPlan
 from prefill_workers.link.prefix_cache import Block, CachedPrefix, PrefixCache, relocated
@@ -264,6 +264,15 @@ class Linker:
         """True if pair patches behind so many antecedents are summed and not switched off."""
         return self.sums() and self._composes(antecedents)
 
+    def quarantine(self, stored: Iterable[Stored]) -> None:
+        """Move records aside whose KV gave logits that are not finite. Waits for all tiers."""
+        for kind, key, owner in stored:
+            self.library.quarantine(kind, key, owner)
+        self._lookups.clear()
+        self._weights.clear()
+        if self._prefixes is not None:
+            self._prefixes.clear()
+
     def _before_allowing(self, point: OperatingPoint) -> None:
         self._lookups.clear()
         if point in (OperatingPoint.PATCHED, OperatingPoint.COMPOSED):
@@ -419,6 +428,7 @@ class Linker:
         Returns what was found, with the patch that its parts sum up to if their weights are known.
         """
         found = self._fitting(chunk, found)
+        chunk.stored = found.stored
         mode = Mode.EXACT if chunk.is_barred else request.mode
         weights = self._weights.get(request.tenant, chunk.patch_key) if found.parts else None
         unweighed = bool(found.parts) and weights is None

@@ -32,7 +32,7 @@ from kvstore.library import Library, Place
 from kvstore.operator.basis import SharedBasis
 from kvstore.operator.layout import Layout
 from kvstore.operator.patch import Patch
-from kvstore.records.format import CanonicalRecord, EmbeddingRecord, PatchRecord
+from kvstore.records.format import CanonicalRecord, EmbeddingRecord, PatchRecord, RecordKind
 from kvstore.tiers.loading import Loading
 from prefill_workers.link.compose import can_be_weighed
 from prefill_workers.link.keys import ChunkKeys
@@ -43,6 +43,9 @@ _KEPT_SECONDS = 5.0  # a prompt is rendered, and its new images are encoded, in 
 _MOST_KEPT = 1024
 
 
+Stored = tuple[RecordKind, str, str]  # a record: its kind, key and owner
+
+
 @dataclass(frozen=True)
 class Found:
     """Outcome of a look-up: KV to place, embeddings to compute with, or nothing.
@@ -50,7 +53,7 @@ class Found:
     Both only where some tokens of a chunk whose KV is stored are computed all the same, and for a patch that is still
     to be summed of `parts`: those behind the fixed prefix and behind each antecedent, of which `patch` is the first.
     `is_unsure`: a patch is stored and did not come, or a tier did not answer; it says nothing of what is stored.
-    `is_unfit`: what is stored is of other tokens than the chunk has.
+    `is_unfit`: what is stored is of other tokens than the chunk has. `stored`: the records that all this was read from.
     """
 
     canonical: CanonicalRecord | None = None
@@ -59,6 +62,7 @@ class Found:
     parts: tuple[Patch, ...] = ()
     is_unsure: bool = False
     is_unfit: bool = False
+    stored: tuple[Stored, ...] = ()
 
     def check(self, tokens: int, layout: Layout, basis: SharedBasis | None) -> None:
         """Raises ShapeMismatch unless KV and patches are those of so many tokens."""
@@ -216,8 +220,9 @@ class Lookups:
             if key is not None and (found.canonical is None or beside is not None or found.parts):
                 loading = beside or library.load("embedding", key, keys.owner)
                 record = library.wait(loading, until if found.canonical is not None else None)
-                embeddings = cast(EmbeddingRecord, record).embeddings if record is not None else None
-                found = replace(found, embeddings=embeddings)
+                if record is not None:
+                    stored = (*found.stored, ("embedding", key, keys.owner))
+                    found = replace(found, embeddings=cast(EmbeddingRecord, record).embeddings, stored=stored)
             lookup._found.set_result(found)
             lookup._decide(coming=found.canonical is not None)
         except BaseException as error:  # a defect: whoever asked must hear of it, not wait for ever
@@ -231,12 +236,14 @@ class Lookups:
         """
         library, patches = self._library, list[Loading]()
         summed, until = False, math.inf
+        stored: list[Stored] = [("canonical", keys.canonical, keys.owner)]
         if looks_up_patch(mode):
             # Without a patch the canonical KV is of no use: nothing is moved until one is known to be stored.
             patch = self._patches(keys)
             if not patch.places:
                 return Found(is_unsure=not patch.certain), until
             patches, summed = [library.load("patch", *place) for place in patch.places], patch.summed
+            stored += [("patch", *place) for place in patch.places]
         elif not uses_canonical_alone(mode):
             return Found(), until
         canonical = library.load("canonical", keys.canonical, keys.owner)
@@ -252,8 +259,9 @@ class Lookups:
             return Found(is_unsure=True), until
         if summed:
             parts = tuple(record.patch.bind(self._basis) for record in records)
-            return Found(kv, records[0], parts=parts) if can_be_weighed(parts) else Found(), until
-        return Found(kv, records[0] if records else None), until
+            found = Found(kv, records[0], parts=parts, stored=tuple(stored)) if can_be_weighed(parts) else Found()
+            return found, until
+        return Found(kv, records[0] if records else None, stored=tuple(stored)), until
 
     def _patches(self, keys: ChunkKeys) -> _PatchPlaces:
         """Find the stored records that serve as a chunk's patch."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from prefill_workers.link.lookups import Found, Lookup
+from prefill_workers.link.lookups import Found, Lookup, Stored
 from prefill_workers.link.prefix_cache import Block, CachedPrefix
 from prefill_workers.modes import OperatingPoint
 from prefill_workers.protocol import ChunkOutcome, ChunkSpan, LinkRequest
@@ -74,6 +74,7 @@ class ChunkPlan:
     is_encoded: bool = False  # these were encoded for this request
     ruled_out: OperatingPoint | None = None
     is_unfit: bool = False
+    stored: tuple[Stored, ...] = ()  # records that it was linked or computed from, once its load has ended
     weights_epoch: int = 0  # of `compose.KnownWeights`, when it was planned
     is_cacheable: bool = True  # see `keys.ChunkKeys`
 
@@ -256,6 +257,11 @@ class LinkPlan:
     def tokens_computed(self) -> int:
         """Prompt tokens that a forward computes."""
         return sum(len(run) for run in self.runs)
+
+    @property
+    def stored(self) -> list[Stored]:
+        """Records that the link's KV was made from."""
+        return [record for chunk in self.chunks for record in chunk.stored]
 
     def embed(self) -> None:
         """Hand the embeddings of chunks that a forward computes, if only in part, to the sequence."""

@@ -60,9 +60,8 @@ class LinkJob:
         return len(self.plan.sequence) + (self.plan.request.sampling is not None)
 
     def ends_with(self, runs: Sequence[Run]) -> bool:
-        """True if these runs end the prompt and the answer's first token is wanted."""
-        whole = len(self.plan.sequence)
-        return self.plan.request.sampling is not None and bool(runs) and runs[-1].stop == whole
+        """True if these runs end the prompt."""
+        return bool(runs) and runs[-1].stop == len(self.plan.sequence)
 
     @property
     def runs_to_weigh(self) -> list[Run]:

@@ -150,7 +150,8 @@ class PrefillLoop:
     def submit(self, plan: LinkPlan) -> Future[LinkResult]:
         """Queue a plan. Cancelling the future drops the link and frees its blocks.
 
-        The future raises PixelsNeeded when stored KV could not be loaded after all and must be computed instead.
+        The future raises PixelsNeeded when stored KV could not be loaded after all and must be computed instead, and
+        NonFiniteLogits when what was linked or computed is not sound.
 
         Raises:
             Overloaded: too many links wait already.
@@ -419,7 +420,7 @@ class PrefillLoop:
         """
         began = time.perf_counter()
         try:
-            logits = self._engine.forward(batch.sequences, batch.loads, batch.deadline, batch.sampled)
+            logits = self._engine.forward(batch.sequences, batch.loads, batch.deadline, batch.ending)
         except Exception as error:
             self._scheduler.fail(batch.jobs, error)
             return None

@@ -31,10 +31,10 @@ from itertools import takewhile
 from torch import Tensor
 
 from prefill_workers.block_pool import BlockPool, PoolExhausted
-from prefill_workers.engine.sampling import draw
+from prefill_workers.engine.sampling import are_finite, draw
 from prefill_workers.link.layerwise_load import LayerwiseLoad
 from prefill_workers.link.linker import Linker
-from prefill_workers.protocol import PixelsNeeded
+from prefill_workers.protocol import NonFiniteLogits, PixelsNeeded
 from prefill_workers.scheduler.cost_model import ForwardCostModel
 from prefill_workers.scheduler.link_job import FORWARD_TOKENS, LinkJob
 from prefill_workers.sequence import LinkSequence, Run, split_runs
@@ -48,13 +48,14 @@ _STRETCH = 4.0  # times what a link takes to compute, until it is due
 class ForwardBatch:
     """Batch of one forward: the runs of several links, and the loads that it writes by layer.
 
-    `sampled`: indices into `work` of the links whose first answer token is drawn from the forward's logits. `deadline`
-    is until when the forward waits for layers (monotonic seconds).
+    `ending`: indices into `work` of the links whose prompts the forward ends: their logits are checked, and a first
+    answer token is drawn from them where one is wanted. `deadline` is until when the forward waits for layers
+    (monotonic seconds).
     """
 
     work: Sequence[tuple[LinkJob, list[Run]]]
     streams: Sequence[tuple[LinkJob, LayerwiseLoad]]
-    sampled: Sequence[int]
+    ending: Sequence[int]
     tokens: int
     deadline: float
 
@@ -76,7 +77,7 @@ class ForwardBatch:
 
 @dataclass(frozen=True, eq=False)
 class ForwardResult:
-    """Outcome of a batch: logits [sampled, vocabulary], if asked for, and its seconds."""
+    """Outcome of a batch: logits [ending, vocabulary] and its seconds."""
 
     logits: Tensor | None
     seconds: float
@@ -204,6 +205,15 @@ class Scheduler:
         with suppress(InvalidStateError):  # cancelled
             job.done.set_exception(error)
 
+    def _end_prompt(self, job: LinkJob, logits: Tensor, *, is_sound: bool) -> None:
+        """Draw a link's first token; a link whose logits are not finite ends with an error."""
+        sampling = job.plan.request.sampling
+        if not is_sound:
+            self._end(job, NonFiniteLogits(job.plan.stored))
+            self.remove([job])
+        elif sampling is not None:
+            job.first_token = draw(logits, sampling, job.plan.sequence.token_ids)
+
     def _due(self, job: LinkJob) -> float:
         """Time at which a link should have been computed (`time.perf_counter`).
 
@@ -286,9 +296,9 @@ class Scheduler:
                 budget -= sum(len(run) for run in now)
                 streams += [(job, load) for load in job.streams]
                 job.streams = []
-        sampled = [i for i, (job, now) in enumerate(work) if job.ends_with(now)]
+        ending = [i for i, (job, now) in enumerate(work) if job.ends_with(now)]
         tokens = self._budget - budget
-        return ForwardBatch(work, streams, sampled, tokens, self.cost_model.deadline(tokens))
+        return ForwardBatch(work, streams, ending, tokens, self.cost_model.deadline(tokens))
 
     def _note(self, batch: ForwardBatch, result: ForwardResult) -> None:
         """Count a forward, learn its cost, and draw first tokens.
@@ -305,12 +315,13 @@ class Scheduler:
         for job, runs in batch.work:
             job.plan.took("forward", result.seconds)
             job.plan.compute_ms += computing * 1e3 * sum(map(len, runs)) / batch.tokens
-        for i, scores in zip(batch.sampled, () if result.logits is None else result.logits, strict=True):
-            job = batch.work[i][0]
-            assert job.plan.request.sampling is not None
-            job.first_token = draw(scores, job.plan.request.sampling, job.plan.sequence.token_ids)
         for job, load in batch.streams:
             if load.is_late:
                 load.chunk.drop_stream()
                 job.may_stream = False
                 job.go_back_to(load.chunk.span.start)
+        if result.logits is not None:
+            for i, scores, is_sound in zip(batch.ending, result.logits, are_finite(result.logits), strict=True):
+                job = batch.work[i][0]
+                if job.reached == len(job.plan.sequence):  # else it goes back: a layer came too late for the forward
+                    self._end_prompt(job, scores, is_sound=is_sound)

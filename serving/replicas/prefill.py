@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from prefill_workers.protocol import NonFiniteLogits
 from serving.config import OrbitServeConfig
 from serving.engine_spec import prefill_spec
 from serving.errors import RoleUnavailable
@@ -119,6 +120,7 @@ class PrefillWorker:
 
         Raises:
             PixelsNeeded: images are missing; the caller calls again with them.
+            NonFiniteLogits: the model gave NaN, also without what was stored.
             Overloaded: the queue is full.
             RoleUnavailable: the loop's thread died.
         """
@@ -131,12 +133,22 @@ class PrefillWorker:
         if pixels:
             embeddings = await asyncio.wrap_future(self._loop.encode(list(pixels.values())))
             given |= zip(pixels, embeddings, strict=True)
-        vision_ms = (time.perf_counter() - began) * 1e3
+        vision_ms = (time.perf_counter() - began) * 1e3 if pixels else 0.0
+        try:
+            return await self._link(request, given, vision_ms)
+        except NonFiniteLogits as error:
+            if not error.stored:
+                raise
+            logger.error("link %.100r: %s; what it was linked from is quarantined", request.request_id, error)
+            await asyncio.to_thread(self._linker.quarantine, error.stored)
+            return await self._link(request, given, vision_ms)
+
+    async def _link(self, request: LinkRequest, given: Mapping[int, Tensor], vision_ms: float) -> LinkResult:
         loop = asyncio.get_running_loop()
         async with self._loaded.room_for(request) as waited:
             plan = await loop.run_in_executor(self._planners, self._linker.plan, request, given)
             plan.took("queue", waited)
-            if pixels:
+            if vision_ms:
                 plan.stages_ms["vision"] = vision_ms
             try:
                 future = self._loop.submit(plan)

@@ -19,10 +19,13 @@ import os
 import sys
 import tempfile
 import traceback
+from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from infra.checkpoints import checkpoint_path
 from infra.families import FAMILIES, Family
@@ -114,14 +117,17 @@ def decode(asked: Any, answers: Any) -> None:
     forkserver.ensure_running()  # imports while this process does
     from vllm import SamplingParams
 
-    from decode_workers.engine import DecodeEngine
+    from decode_workers.engine import DecodeEngine, NonFiniteLogits
     from decode_workers.spec import DecodeSpec
 
     params = SamplingParams(max_tokens=TOKENS, temperature=0, logprobs=2, detokenize=False, ignore_eos=True)
 
     async def one(engine: DecodeEngine, token_ids: list[int], transfer: dict[str, Any]) -> dict[str, Any]:
-        async for output in engine.generate(token_ids, transfer, params, "request"):
-            last = output
+        try:
+            async for output in engine.generate(token_ids, transfer, params, "request"):
+                last = output
+        except NonFiniteLogits as error:
+            return {"error": str(error)}
         return answer(last.outputs[0])
 
     async def case(name: str, dtype: str, ranks: int) -> None:
@@ -143,6 +149,13 @@ def decode(asked: Any, answers: Any) -> None:
     while (begun := asked.get()) is not None:
         enter_vllm()
         asyncio.run(case(*begun))
+
+
+def spoil(engine: Any, blocks: Any) -> None:
+    """Write NaN over the KV of a sequence's second token."""
+    kv = torch.full((engine.layout.layers, 1, engine.layout.features), torch.nan, dtype=engine.dtype)
+    engine.write_kv(kv, engine.slots(blocks, 1, 2))
+    engine.finish_writes()
 
 
 def prefill(name: str, dtype: str, ranks: int, decoding: Decoding) -> dict[str, Any]:
@@ -188,6 +201,14 @@ def prefill(name: str, dtype: str, ranks: int, decoding: Decoding) -> dict[str, 
             report["linked"].append(
                 {"prompt": kind, "length": len(token_ids), "points": points, "first": first, **said}
             )
+            rig.settle()
+        report["spoiled"] = []
+        for spoils in (True, False):
+            plan = rig.plan(parts)
+            result = rig.loop.submit(plan).result(60)
+            if spoils:
+                rig.loop.call(partial(spoil, engine, plan.sequence.blocks)).result(60)
+            report["spoiled"].append(decoding.ask(plan.sequence.token_ids.tolist(), result.transfer))
             rig.settle()
         rig.wait_until_free()
         report["leases"], report["block_size"] = rig.loop.stats().leases, engine.block_size

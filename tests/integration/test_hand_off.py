@@ -119,6 +119,14 @@ def test_a_stock_engine_continues_from_linked_kv(pair: Pair, family: str):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_nan_in_the_kv_is_an_error_of_that_request_alone(pair: Pair, family: str):
+    report = pair.report(family, "float32")
+    spoiled, next_one = report["spoiled"]
+    assert spoiled == {"error": "the model gave logits that are not numbers"}
+    assert next_one["tokens"] == report["linked"][1]["tokens"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_stock_engine_continues_from_linked_kv_in_bf16(pair: Pair, family: str):
     assert_decodes_like_one_engine_but_for_near_ties(pair.report(family, "bfloat16"))
 

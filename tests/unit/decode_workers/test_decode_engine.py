@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from decode_workers import engine
 from decode_workers.admission import Admission
-from decode_workers.engine import DecodeEngine
+from decode_workers.engine import DecodeEngine, NonFiniteLogits, fail_on_nan
 from decode_workers.spec import DecodeSpec
 from infra.reference import DEFAULT_MODEL, weights
 from infra.vllm_env import BLOCK_SIZE
@@ -52,6 +55,22 @@ def decode(vllm: Vllm) -> DecodeEngine:
     made = object.__new__(DecodeEngine)
     made._engine, made.admission, made.max_model_len = vllm, Admission(10, 16), 160
     return made
+
+
+async def test_nan_among_logits_ends_that_request_before_its_token_is_given_out():
+    queues = {name: RequestOutputCollector(RequestOutputKind.DELTA, name) for name in ("broken", "sound")}
+    states = {name: SimpleNamespace(queue=queue) for name, queue in queues.items()}
+    processed: list[str] = []
+    processor = SimpleNamespace(
+        request_states=states, process_outputs=lambda outputs, at: processed.extend(o.request_id for o in outputs)
+    )
+    fail_on_nan(processor)
+    broken, left = (EngineCoreOutput(name, [7], num_nans_in_logits=3) for name in ("broken", "left already"))
+    processor.process_outputs([broken, EngineCoreOutput("sound", [7]), left], 0.0)
+    assert processed == ["sound"]
+    with pytest.raises(NonFiniteLogits):
+        await queues["broken"].get()
+    assert queues["sound"].output is None
 
 
 async def read(worker: DecodeEngine, transfer: Any = TRANSFER, **params: Any) -> int:

@@ -18,6 +18,8 @@ from waiting import wait_for as wait_until
 from kvstore.errors import InvalidKey, StoreError
 from kvstore.library import Library
 from kvstore.settings import LibrarySettings
+from kvstore.tiers.base import QUARANTINE
+from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.faults import FaultyTier, HeldTier
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.paths import path_of
@@ -379,6 +381,20 @@ def test_closing_writes_what_is_queued(make_library: MakeLibrary) -> None:
         library.put_canonical(canonical(f"n{number}"))
     library.close()
     assert len(stored(tier)) == 10
+
+
+def test_a_quarantined_record_is_gone_from_memory_and_every_tier(make_library: MakeLibrary, tmp_path: Path) -> None:
+    record, far = canonical(), MemoryTier()
+    library = make_library(DiskTier(tmp_path / "near"), far)
+    library.put_canonical(record)
+    library.flush()
+    library.quarantine("canonical", record.key, "acme")
+    assert library.get_canonical(record.key, "acme") is None
+    assert not library.has("canonical", record.key, "acme")
+    assert library.stats().quarantined == 2
+    assert list(far.keys(QUARANTINE)) == [QUARANTINE + path_of(record)]
+    library.put_canonical(record)  # computed again
+    assert library.has("canonical", record.key, "acme")
 
 
 @pytest.mark.parametrize("damage", ["garbage", "zeros", "truncated"])

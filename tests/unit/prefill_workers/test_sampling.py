@@ -9,7 +9,7 @@ import torch
 from vllm.model_executor.layers.utils import apply_penalties
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
-from prefill_workers.engine.sampling import draw
+from prefill_workers.engine.sampling import are_finite, draw
 from prefill_workers.protocol import Sampling
 
 VOCABULARY = 40
@@ -58,6 +58,12 @@ def test_tokens_are_drawn_as_often_as_vllm_draws_them(logits: torch.Tensor, samp
     assert not share[wanted == 0].any()
     deviation = (wanted * (1 - wanted) / DRAWS).sqrt()
     assert ((share - wanted).abs() <= 4.5 * deviation + 1 / DRAWS).all()
+
+
+def test_logits_are_finite_unless_one_is_nan_or_infinite_or_all_are_ruled_out():
+    rows = torch.zeros(5, 4)
+    rows[1, 2], rows[2, 0], rows[3], rows[4, 1] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    assert are_finite(rows) == [True, False, False, False, True]
 
 
 def test_without_a_temperature_it_is_the_likeliest(logits: torch.Tensor):

@@ -18,7 +18,7 @@ from prefill_workers.link.linker import Linker
 from prefill_workers.link.plan import ChunkPlan, LinkPlan
 from prefill_workers.modes import OperatingPoint
 from prefill_workers.patches.harvester import Harvester
-from prefill_workers.protocol import ChunkOutcome, ChunkSpan, LinkRequest
+from prefill_workers.protocol import ChunkOutcome, ChunkSpan, LinkRequest, NonFiniteLogits
 from prefill_workers.scheduler.cost_model import ForwardCostModel
 from prefill_workers.scheduler.link_job import LinkJob
 from prefill_workers.scheduler.prefill_loop import PrefillLoop
@@ -80,6 +80,20 @@ def admit(scheduler: Scheduler, *jobs: LinkJob) -> None:
 def computed(scheduler: Scheduler) -> list[LinkJob]:
     """The links that are done after a forward that went well."""
     return scheduler.update(scheduler.schedule(), ForwardResult(None, 1e-3))
+
+
+def test_a_link_whose_logits_are_not_finite_ends_with_an_error_and_others_go_on(scheduler: Scheduler, pool: BlockPool):
+    broken, sound = job(64, reused=16), job(64)
+    broken.plan.chunks[0].stored = (("patch", "key", "owner"),)
+    admit(scheduler, broken, sound)
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert [batch.work[i][0] for i in batch.ending] == [broken]
+    assert scheduler.update(batch, ForwardResult(torch.tensor([[1.0, torch.nan]]), 1e-3)) == []
+    error = broken.done.exception()
+    assert isinstance(error, NonFiniteLogits)
+    assert error.stored == (("patch", "key", "owner"),)
+    assert (scheduler.running, pool.free, scheduler.failing) == ([sound], 6, 0)
 
 
 def test_waiting_links_are_admitted_in_order_while_blocks_last(scheduler: Scheduler, pool: BlockPool):
