@@ -47,6 +47,7 @@ from kvstore.records.format import (
     Record,
     RecordKind,
     encode_parts,
+    is_finite,
 )
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.base import Tier
@@ -286,7 +287,8 @@ class Library:
 
         Its tensors must not change afterwards.
 
-        Raises StoreError if the record is of another model than this library's, InvalidKey for a malformed key.
+        Raises StoreError if the record is of another model than this library's or holds numbers that are not finite,
+        InvalidKey for a malformed key.
         """
         self._put(record)
 
@@ -501,6 +503,8 @@ class Library:
     def _put(self, record: Record) -> None:
         if record.fingerprint != self.fingerprint:
             raise StoreError("the record's model fingerprint is not this library's")
+        if not is_finite(record):
+            raise StoreError(f"{path_of(record)} holds numbers that are not finite")
         path = path_of(record)
         with self._lock:  # a deletion begins before or after
             if self._deletions.covers(record):

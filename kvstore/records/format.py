@@ -156,6 +156,12 @@ def kind_of(record: Record) -> RecordKind:
     return "patch" if isinstance(record, PatchRecord) else "embedding"
 
 
+def is_finite(record: Record) -> bool:
+    """True if the record's tensors hold neither NaN nor infinities."""
+    parts = (part for part in _parts_of(record).values() if part.is_floating_point() and part.numel())
+    return all(bool(torch.stack(part.aminmax()).isfinite().all()) for part in parts)
+
+
 def encode_parts(record: Record) -> list[pa.Buffer]:
     """Encode the record as one file, in pieces to be written one after another.
 

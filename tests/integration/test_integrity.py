@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from rig import Rig
+from rig import Rig, all_free
 
 from kvstore.library import Library
+from kvstore.records.format import CanonicalRecord, PatchRecord, Record, RecordKind, encode
 from kvstore.settings import LibrarySettings
+from kvstore.tiers.paths import path_of
 from prefill_workers.engine.engine import PrefillEngine
+from prefill_workers.protocol import NonFiniteLogits
 
 pytestmark = pytest.mark.engine
 
@@ -50,3 +54,46 @@ def test_corrupted_files_are_computed_and_stored_again(
     assert healed.points == ["patched", "patched"]
     torch.testing.assert_close(healed.logprobs, healthy.logprobs, rtol=0, atol=1e-4)
     assert third.library.stats().corrupt == 0
+
+
+@pytest.mark.parametrize("kind", ["canonical", "patch"])
+def test_nan_in_a_sound_record_is_quarantined_and_never_becomes_a_token(
+    make_rig: Callable[..., Rig], fp32: PrefillEngine, tmp_path: Path, kind: RecordKind
+) -> None:
+    def restarted() -> Rig:
+        return make_rig(library=Library(LibrarySettings(directory=tmp_path), fp32.fingerprint))
+
+    first = restarted()
+    first.link(PAGES)
+    healthy = first.link(PAGES)
+    stored = [place for place in healthy.plan.stored if place[0] == kind]
+    records = [first.library.wait(first.library.load(*place)) for place in stored]
+    first.close()
+    for record in records:
+        assert record is not None
+        (tmp_path / path_of(record)).write_bytes(encode(spoiled(record)))
+
+    second = restarted()
+    with pytest.raises(NonFiniteLogits) as error:
+        second.link(PAGES)
+    assert set(stored) <= set(error.value.stored)
+    second.linker.quarantine(error.value.stored)
+    again = second.link(PAGES)
+    assert again.points == ["recomputed", "recomputed"]
+    torch.testing.assert_close(again.logprobs, healthy.logprobs, rtol=0, atol=1e-4)
+    assert second.library.stats().quarantined == len(error.value.stored)
+    assert all_free(second)
+
+
+def spoiled(record: Record) -> Record:
+    """The record with one NaN, under a checksum that fits."""
+    if isinstance(record, PatchRecord):
+        (first, *others) = record.patch.segments
+        scale = first.scale.clone()
+        scale[0] = torch.nan
+        segments = (replace(first, scale=scale), *others)
+        return replace(record, patch=replace(record.patch, segments=segments))
+    assert isinstance(record, CanonicalRecord)
+    kv = record.kv.clone()
+    kv[0, 0, 0] = torch.nan
+    return replace(record, kv=kv)

@@ -383,6 +383,15 @@ def test_closing_writes_what_is_queued(make_library: MakeLibrary) -> None:
     assert len(stored(tier)) == 10
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_are_not_finite_are_not_stored(make_library: MakeLibrary, number: float) -> None:
+    record, library = canonical(), make_library()
+    record.kv[1, 2, 3] = number
+    with pytest.raises(StoreError, match="not finite"):
+        library.put_canonical(record)
+    assert not library.has("canonical", record.key, "acme")
+
+
 def test_a_quarantined_record_is_gone_from_memory_and_every_tier(make_library: MakeLibrary, tmp_path: Path) -> None:
     record, far = canonical(), MemoryTier()
     library = make_library(DiskTier(tmp_path / "near"), far)
