@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rig import Rig, all_free
+from rig import Rig
 
 from kvstore.library import Library
 from kvstore.records.format import CanonicalRecord, PatchRecord, Record, RecordKind, encode
@@ -82,7 +82,8 @@ def test_nan_in_a_sound_record_is_quarantined_and_never_becomes_a_token(
     assert again.points == ["recomputed", "recomputed"]
     torch.testing.assert_close(again.logprobs, healthy.logprobs, rtol=0, atol=1e-4)
     assert second.library.stats().quarantined == len(error.value.stored)
-    assert all_free(second)
+    second.settle()
+    second.wait_until_free()
 
 
 def spoiled(record: Record) -> Record:
