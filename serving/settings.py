@@ -133,6 +133,12 @@ class HttpSettings(Settings):
     body_timeout_s: float = Field(
         120.0, gt=0, description="Time allowed for a request's body to come; what takes longer is answered 408."
     )
+    request_timeout_s: float | None = Field(
+        600.0,
+        gt=0,
+        description="Time from a generation's arrival to its last token; an answer that takes longer ends with 504, a "
+        "stream with an error event. None: no deadline.",
+    )
     allow_http_images: bool = Field(
         False, description="Fetch http(s) image URLs. Private addresses are always refused."
     )

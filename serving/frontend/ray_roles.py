@@ -13,6 +13,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from prefill_workers.protocol import Refusal
 from serving.config import OrbitServeConfig
 from serving.errors import RoleUnavailable
 
@@ -182,9 +183,9 @@ def lost(error: Exception) -> RoleUnavailable:
 
 
 async def answered(response: Any) -> Any:
-    """Result of a call to a role. Raises the role's error, or RoleUnavailable if it was lost."""
+    """Result of a call to a role. Raises the role's error or refusal, or RoleUnavailable if it was lost."""
     try:
-        return await response
+        return accepted(await response)
     except RayTaskError as error:
         raise error.cause if isinstance(error.cause, Exception) else error from None
     except (RayActorError, DeploymentUnavailableError) as error:
@@ -192,6 +193,13 @@ async def answered(response: Any) -> Any:
     except asyncio.CancelledError:
         response.cancel()
         raise
+
+
+def accepted(answer: Any) -> Any:
+    """An answer that is no refusal. Raises the error of one that is."""
+    if isinstance(answer, Refusal):
+        raise answer.error
+    return answer
 
 
 async def answered_by_all(role: DeploymentHandle, method: str, *arguments: Any) -> list[Any]:
@@ -214,7 +222,7 @@ async def answered_by_all(role: DeploymentHandle, method: str, *arguments: Any) 
 async def _stream(responses: Any) -> AsyncGenerator[Any, None]:
     try:
         async for item in responses:
-            yield item
+            yield accepted(item)
     except RayTaskError as error:
         raise error.cause if isinstance(error.cause, Exception) else error from None
     except (RayActorError, DeploymentUnavailableError) as error:

@@ -7,6 +7,8 @@ import os
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
+from infra.ports import LOOPBACK
+from prefill_workers.protocol import Refusal
 from serving.config import OrbitServeConfig
 from serving.engine_spec import decode_spec
 from serving.replicas.process import enter_vllm
@@ -25,7 +27,9 @@ class DecodeWorker:
 
     def __init__(self, config: OrbitServeConfig) -> None:
         settings = config.decode
-        enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, nixl=True)
+        enter_vllm(
+            settings, kv_cache_gib=settings.kv_cache_gib, handshakes_at=LOOPBACK
+        )  # which nobody asks for: it pulls
         from decode_workers.engine import DecodeEngine
 
         self._engine = DecodeEngine(decode_spec(config))
@@ -38,17 +42,24 @@ class DecodeWorker:
         params: SamplingParams,
         request_id: str,
         options: dict[str, Any],
-    ) -> AsyncGenerator[RequestOutput, None]:
+    ) -> AsyncGenerator[RequestOutput | Refusal, None]:
         """Stream outputs; the prompt's token ids stay here, the caller has them.
+
+        A Refusal ends the stream where the request is wrong: larger than the pool, or with parameters vLLM does not take.
 
         With the engine core this process ends: Serve then asks it no more, and callers hear of a lost worker.
         """
+        from vllm.exceptions import VLLMClientError, VLLMValidationError
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
             async for output in self._engine.generate(token_ids, transfer, params, request_id, **options):
                 output.prompt_token_ids = None
                 yield output
+        except VLLMClientError as error:
+            yield Refusal(error)
+        except ValueError as error:
+            yield Refusal(VLLMValidationError(str(error)))
         except EngineDeadError:
             logger.exception("the decode engine died, and this worker ends")
             os._exit(1)

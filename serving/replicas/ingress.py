@@ -34,7 +34,7 @@ class Ingress:
     """Ingress role: the HTTP front end; see `serving.api.app`."""
 
     async def __init__(self, config: OrbitServeConfig, **handles: DeploymentHandle) -> None:  # type: ignore[misc]
-        enter_vllm(config.ingress, kv_cache_gib=None, nixl=False)
+        enter_vllm(config.ingress, kv_cache_gib=None)
         from serving.access_log import AccessLog as Log
         from serving.api.app import build_api
         from serving.frontend.engine_client import LinkedEngineClient

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from prefill_workers.protocol import Overloaded, PixelsNeeded, PromptTooLarge, Refusal
 from serving.config import OrbitServeConfig
 from serving.engine_spec import prefill_spec
 from serving.errors import RoleUnavailable
@@ -22,7 +23,7 @@ from serving.frontend.ray_roles import answered
 from serving.placement.patch_feed import PatchFeed, PatchFeedSource
 from serving.replicas.fidelity import PrefillFidelity
 from serving.replicas.patch_queue import PatchQueue
-from serving.replicas.process import MOST_FAILURES, enter_vllm
+from serving.replicas.process import MOST_FAILURES, address_for_peers, enter_vllm
 from serving.routing.reports import PrefillReporter
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class PrefillWorker:
 
     async def __init__(self, config: OrbitServeConfig, compiler: DeploymentHandle) -> None:  # type: ignore[misc]
         settings = config.prefill
-        enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, nixl=True)
+        enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, handshakes_at=address_for_peers())
         from kvstore.library import Library
         from prefill_workers.engine.engine import PrefillEngine, check_hand_off
         from prefill_workers.link.linker import Linker
@@ -111,17 +112,29 @@ class PrefillWorker:
 
     async def link(
         self, request: LinkRequest, indices: Sequence[int] = (), images: Sequence[Tensor | Pixels] = ()
-    ) -> LinkResult:
+    ) -> LinkResult | Refusal:
         """Link one request. Cancelling the call frees what it holds.
 
         Args:
             images: of the chunks at `indices`: embeddings, or without vision encoders pixels, to be encoded here.
 
+        Returns:
+            A Refusal carries:
+                PixelsNeeded: images are missing; the caller calls again with them.
+                Overloaded: the queue is full.
+                PromptTooLarge: no pool has room for the prompt.
+
         Raises:
-            PixelsNeeded: images are missing; the caller calls again with them.
-            Overloaded: the queue is full.
             RoleUnavailable: the loop's thread died.
         """
+        try:
+            return await self._link(request, indices, images)
+        except (PixelsNeeded, Overloaded, PromptTooLarge) as refusal:
+            return Refusal(refusal)
+
+    async def _link(
+        self, request: LinkRequest, indices: Sequence[int], images: Sequence[Tensor | Pixels]
+    ) -> LinkResult:
         if not self._loop.alive():
             raise RoleUnavailable("the prefill loop has ended")
         self._loop.refuse_if_full()

@@ -17,7 +17,7 @@ from kvstore.operator.layout import Layout
 from prefill_workers.engine import worker_extension as runs
 from prefill_workers.engine.engine import PrefillEngine, check_hand_off
 from prefill_workers.engine.image_batches import handfuls
-from prefill_workers.engine.transfer_notes import ReadNotes
+from prefill_workers.engine.transfer_notes import ReadNotes, parsed
 from prefill_workers.engine.worker_extension import UnsupportedEngine, WorkerExtension
 
 # Calls

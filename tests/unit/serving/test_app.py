@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import pickle
 import threading
 from collections.abc import AsyncGenerator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.serve import context
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
+from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.cache import MultiModalProcessorOnlyCache
 from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -25,13 +27,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from kvstore.errors import TierUnavailable
 from kvstore.forget import ForgetRegistry
 from prefill_workers.background.patch_precompiler import CompileStats
-from prefill_workers.protocol import ChunkSpan, LeaseState, LinkRequest, Overloaded, PixelsNeeded
+from prefill_workers.protocol import ChunkSpan, LeaseState, LinkRequest, Overloaded, PixelsNeeded, PromptTooLarge
 from prefill_workers.scheduler.load_budget import KVLoadBudget
 from prefill_workers.scheduler.prefill_loop import LoopStats
 from serving.api.app import ProcessedImages
 from serving.errors import RoleUnavailable
 from serving.frontend.documents import Documents
-from serving.frontend.ray_roles import RayRoles, answered, lost
+from serving.frontend.ray_roles import RayRoles, accepted, answered, lost
 from serving.replicas.decode import DecodeWorker
 from serving.replicas.ingress import Ingress
 from serving.replicas.library_keeper import LibraryKeeper
@@ -124,8 +126,7 @@ async def test_a_link_is_planned_when_there_is_room_for_what_it_loads():
     await until(1)
     await worker.prefetch(None)
     links[0].set_exception(PixelsNeeded([0]))
-    with pytest.raises(PixelsNeeded):
-        await first
+    assert isinstance((await first).error, PixelsNeeded)
     await until(2)
     assert planned == ["first", "second"]
     second.cancel()
@@ -137,6 +138,47 @@ async def test_a_link_is_planned_when_there_is_room_for_what_it_loads():
     assert links[1].cancelled()
     assert worker._loaded.held == 0
     assert ahead == [False, True]
+
+
+@pytest.mark.parametrize("refused", [Overloaded("full"), PixelsNeeded([1]), PromptTooLarge("needs 9 KV blocks")])
+async def test_an_expected_refusal_of_a_link_is_an_answer_and_no_error_of_the_replica(refused: Exception):
+    """Ray Serve logs what a replica raises as an error, with a traceback."""
+    worker = prefill_worker()
+
+    def submit(plan: Any) -> Future[Any]:
+        raise refused
+
+    worker._loop.refuse_if_full = lambda: None
+    worker._loop.submit = submit
+    worker._linker = SimpleNamespace(
+        plan=lambda *_: SimpleNamespace(took=lambda stage, seconds: None, unpin=lambda: None)
+    )
+    answer = pickle.loads(pickle.dumps(await worker.link(LinkRequest("request", [0] * 8))))
+    with pytest.raises(type(refused)) as raised:
+        accepted(answer)
+    assert str(raised.value) == str(refused)
+
+    refused = TimeoutError("a rank of the engine does not answer any more")  # a fault
+    with pytest.raises(TimeoutError):
+        await worker.link(LinkRequest("request", [0] * 8))
+
+
+@pytest.mark.parametrize("refused", [ValueError("lower max_tokens or n"), VLLMValidationError("no", parameter="n")])
+async def test_a_generation_that_is_refused_ends_its_stream_with_the_reason(refused: Exception):
+    async def generate(*_: Any, **__: Any) -> AsyncGenerator[Any, None]:
+        raise refused
+        yield
+
+    worker = object.__new__(DecodeWorker)
+    worker._engine = SimpleNamespace(generate=generate, shutdown=lambda: None)
+    (answer,) = [output async for output in worker.generate([1], {}, None, "request", {})]
+    with pytest.raises(VLLMValidationError) as raised:
+        accepted(pickle.loads(pickle.dumps(answer)))
+    assert str(raised.value) == str(refused)
+
+    refused = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError, match="memory"):
+        assert [output async for output in worker.generate([1], {}, None, "request", {})]
 
 
 async def test_a_prefill_worker_counts_the_patches_that_were_dropped(monkeypatch: pytest.MonkeyPatch):
