@@ -236,8 +236,19 @@ class VisionSettings(RoleSettings):
         return 1
 
 
+def _canary() -> Any:
+    return Field(
+        5.0,
+        gt=0,
+        description="Time in which an engine without other work must compute one token when its health is asked; "
+        "after three health checks without an answer Serve restarts it.",
+    )
+
+
 class PrefillRoleSettings(RoleSettings, PrefillSettings):
     """The prefill worker."""
+
+    canary_timeout_s: float = _canary()
 
     max_ongoing_requests: int = Field(
         1024,
@@ -273,6 +284,7 @@ class DecodeRoleSettings(RoleSettings, DecodeSettings):
     answer's tokens come further apart, its first one sooner.
     """
 
+    canary_timeout_s: float = _canary()
     max_ongoing_requests: int = Field(
         1024, ge=1, description="As for all roles, and more than what is generated at once: health checks find a place."
     )

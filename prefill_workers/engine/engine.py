@@ -23,8 +23,8 @@ from vllm import LLM, SamplingParams
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 
 from infra.cpu import openmp
-from infra.vllm_arguments import hand_off_arguments
 from infra.nixl_handshake import shake_hands
+from infra.vllm_arguments import hand_off_arguments
 from infra.vllm_env import BLOCK_SIZE, NIXL_HOST
 from infra.vllm_plugin import NIXL_PORT
 from kvstore.operator.apply import relocate

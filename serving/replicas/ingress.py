@@ -43,7 +43,11 @@ class Ingress:
         asyncio.get_running_loop().set_default_executor(threads)  # Serve's own is as small as `num_cpus`
         context = serve.get_replica_context()
         self._name = str(context.replica_id.unique_id)
-        self._roles = RayRoles(handles, serve.get_deployment_handle(type(self).__name__, context.app_name))
+        self._roles = RayRoles(
+            handles,
+            serve.get_deployment_handle(type(self).__name__, context.app_name),
+            max(config.prefill.canary_timeout_s, config.decode.canary_timeout_s),
+        )
         self._longest = await self._roles.longest()
         front_end = front_end_config(config.model, config.ingress.processor_cache_gib, self._longest)
         client = LinkedEngineClient(front_end, self._roles, config.sums_up_to, config.prefill)

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from infra.vllm_env import is_cpu_build
 from prefill_workers.protocol import Overloaded, PixelsNeeded, PromptTooLarge, Refusal
 from serving.config import OrbitServeConfig
 from serving.engine_spec import prefill_spec
 from serving.errors import RoleUnavailable
 from serving.frontend.ray_roles import answered
 from serving.placement.patch_feed import PatchFeed, PatchFeedSource
+from serving.replicas.canary import Canary
 from serving.replicas.fidelity import PrefillFidelity
 from serving.replicas.patch_queue import PatchQueue
 from serving.replicas.process import MOST_FAILURES, address_for_peers, enter_vllm
@@ -94,6 +96,13 @@ class PrefillWorker:
             loaded=self._loaded,
             crowded=lambda: self._deficits.is_crowded,
         )
+        self._canary = Canary(
+            lambda: self._loop.progressed,
+            self._compute_one_token,
+            settings.canary_timeout_s,
+            self._loop.cpu_seconds if is_cpu_build() else None,
+        )
+        self._handshake_timeout = settings.canary_timeout_s
         self._reporter = PrefillReporter(self._loop, self._library, bytes_per_token, config.routing.hot_chunks)
         self._planners = ThreadPoolExecutor(32, thread_name_prefix="plan")  # a plan waits for look-ups
         await self._fidelity.start()
@@ -226,13 +235,21 @@ class PrefillWorker:
             await asyncio.to_thread(self._library.delete_content, content, tenant)
 
     async def check_health(self) -> None:
-        """Raise when the loop's thread died or all forwards fail (a GPU's lost context)."""
+        """Raise when the engine does not serve.
+
+        The loop's thread died, all forwards fail (a GPU's lost context), nothing is computed any more, or decode
+        engines could not shake hands.
+        """
         if not self._loop.alive():
             raise RuntimeError("the prefill loop has ended")
         if self._engine.silent:
             raise RuntimeError("a rank of the engine does not answer any more")
         if self._loop.failing >= MOST_FAILURES:
             raise RuntimeError(f"the engine failed {self._loop.failing} times in a row")
+        await asyncio.gather(self._canary.check(), self._engine.check_handshake(self._handshake_timeout))
+
+    async def _compute_one_token(self) -> None:
+        await asyncio.wrap_future(self._loop.compute_one_token())
 
     def __del__(self) -> None:
         if hasattr(self, "_loop"):

@@ -127,6 +127,25 @@ def test_a_lease_is_read_when_every_rank_has_heard_of_all_its_readers():
     assert notes.take([([("b", 2)], []), ([("b", 2)], [])], held) == (["b"], [])
 
 
+def test_notes_of_anybody_else_are_dropped():
+    notes = [
+        b"a-1:2",
+        b"HB:a-1,b-2",
+        b"",
+        b":",
+        b"a",
+        b"a:",
+        b":1",
+        b"a:x",
+        b"a:-1",
+        b"a:0",
+        b"\xff:1",
+        b"HB:\xff",
+        b"a:b:1",
+    ]
+    assert parsed(notes) == ([("a-1", 2), ("a:b", 1)], ["a-1", "b-2"])
+
+
 def test_what_was_heard_of_leases_that_have_ended_is_forgotten():
     notes = ReadNotes(2)
     notes.take([([("a", 1)], []), ([], [])], {"a"})

@@ -34,6 +34,7 @@ from serving.api.app import ProcessedImages
 from serving.errors import RoleUnavailable
 from serving.frontend.documents import Documents
 from serving.frontend.ray_roles import RayRoles, accepted, answered, lost
+from serving.replicas.canary import EngineStalled
 from serving.replicas.decode import DecodeWorker
 from serving.replicas.ingress import Ingress
 from serving.replicas.library_keeper import LibraryKeeper
@@ -59,12 +60,17 @@ async def test_a_decode_worker_ends_with_its_engine(monkeypatch: pytest.MonkeyPa
 
 def prefill_worker(*, alive: bool = True, failing: int = 0, silent: bool = False) -> PrefillWorker:
     worker = object.__new__(PrefillWorker)
-    worker._engine = SimpleNamespace(silent=silent)
+    worker._engine = SimpleNamespace(silent=silent, check_handshake=nothing)
     worker._loop = SimpleNamespace(alive=lambda: alive, failing=failing, stop=lambda: None)
     worker._library = SimpleNamespace(close=lambda: None)
     worker._loaded = KVLoadBudget(100, bytes_per_token=10)
     worker._planners = ThreadPoolExecutor(1, thread_name_prefix="plan")
+    worker._canary, worker._handshake_timeout = SimpleNamespace(check=nothing), 1.0
     return worker
+
+
+async def nothing(*_: Any) -> None:
+    pass
 
 
 async def test_a_prefill_loop_that_has_ended_is_a_role_that_is_not_available():
@@ -78,6 +84,21 @@ async def test_a_prefill_worker_whose_every_forward_fails_is_not_healthy():
         await prefill_worker(failing=3).check_health()
     with pytest.raises(RuntimeError, match="does not answer any more"):
         await prefill_worker(silent=True).check_health()
+
+
+async def test_a_prefill_worker_that_computes_or_hands_over_nothing_is_not_healthy():
+    async def stalled(*_: Any) -> None:
+        raise EngineStalled("nothing for 5 s")
+
+    worker = prefill_worker()
+    await worker.check_health()
+    worker._canary.check = stalled
+    with pytest.raises(EngineStalled):
+        await worker.check_health()
+    worker = prefill_worker()
+    worker._engine.check_handshake = stalled
+    with pytest.raises(EngineStalled):
+        await worker.check_health()
 
 
 async def test_the_keys_of_a_prefetch_are_made_beside_the_event_loop():
@@ -422,9 +443,17 @@ async def test_a_role_that_does_not_answer_is_not_available_and_named(monkeypatc
     def roles(prefill: Any, decode: Any) -> RayRoles:
         prefill, decode = (SimpleNamespace(check_health=SimpleNamespace(remote=remote)) for remote in (prefill, decode))
         decode.options = lambda **_: decode
-        return RayRoles({"prefill": prefill, "decode": decode, "library": None}, NOBODY)
+        return RayRoles({"prefill": prefill, "decode": decode, "library": None}, NOBODY, canary_timeout_s=0.04)
 
-    monkeypatch.setattr("serving.frontend.ray_roles._HEALTH_SECONDS", 0.05)
+    monkeypatch.setattr("serving.frontend.ray_roles.HEALTH_SECONDS", 0.01)
     await roles(well, well).check_health()
-    with pytest.raises(RoleUnavailable, match=r"decode did not answer within 0\.05 s"):
+    with pytest.raises(RoleUnavailable, match=r"decode: no answer within 0\.05 s"):
         await roles(well, silent).check_health()
+
+    def stalled() -> Any:
+        answer = silent()
+        answer.set_exception(EngineStalled("the engine has computed nothing for 5 s"))
+        return answer
+
+    with pytest.raises(RoleUnavailable, match="prefill: the engine has computed nothing for 5 s"):
+        await roles(stalled, well).check_health()

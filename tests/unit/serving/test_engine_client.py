@@ -145,10 +145,13 @@ async def test_an_answer_that_does_not_end_in_time_is_cancelled(first_tokens: li
     set_trace(RequestTrace())
     prompt = {"type": "token", "prompt_token_ids": list(range(12))}
     params = SamplingParams(output_kind=RequestOutputKind.DELTA)
+
+    async def read() -> None:
+        async for output in client.generate(prompt, params, "request"):
+            got.append(output)
+
     with pytest.raises(DeadlineExceeded, match=r"within 0\.05 s") as late:
-        outputs = client.generate(prompt, params, "request")
-        while True:
-            got.append(await anext(outputs))
+        await read()
     assert late.value.http_status == 504
     assert tokens_of(got) == first_tokens
     assert roles.abandoned == [("lease-1", 1)], "what it held goes back"
