@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from infra.nixl_handshake import dropped
 from infra.vllm_env import is_cpu_build
 from prefill_workers.protocol import Overloaded, PixelsNeeded, PromptTooLarge, Refusal
 from serving.config import OrbitServeConfig
@@ -205,7 +206,7 @@ class PrefillWorker:
         return self._reporter.stats()
 
     async def stats(self) -> dict[str, Any]:
-        """This replica's name, loop and library counters."""
+        """This replica's name, loop and library counters, and what its handshake port got of strangers."""
         loop = self._loop.stats()
         return {
             "name": self._name,
@@ -213,6 +214,7 @@ class PrefillWorker:
             "library": self._library.stats(),
             "patches_queued": len(self._deficits),
             "patches_dropped": self._deficits.dropped,
+            "handshakes_dropped": dropped(),
         }
 
     async def flush(self) -> None:
