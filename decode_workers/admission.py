@@ -53,6 +53,10 @@ class Admission:
         """Tokens of the longest sequence that is ever admitted (see `blocks_needed`)."""
         return (self.total - 1) * self.block_size
 
+    def has_room(self, tokens: int) -> bool:
+        """True if a sequence of up to `tokens` tokens would be admitted at once."""
+        return not self.waiting and self.reserved + blocks_needed(tokens, 1, self.block_size) <= self.total
+
     @asynccontextmanager
     async def admit(self, tokens: int, sequences: int) -> AsyncGenerator[Room, None]:
         """Hold room for `sequences` sequences of up to `tokens` tokens each.

@@ -20,9 +20,11 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from operator import attrgetter
 from typing import Any
 
+import psutil
 import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt
@@ -86,6 +88,8 @@ class DecodeEngine:
         assert block_size is not None
         self.admission = Admission(blocks - 1, block_size)  # vLLM keeps block 0 as its null block
         self.max_model_len = min(self._engine.model_config.max_model_len, self.admission.longest)
+        self.progressed = time.monotonic()  # when the engine last gave an output
+        self._canaries = count()
 
     async def generate(
         self,
@@ -124,6 +128,7 @@ class DecodeEngine:
                 answer: RequestOutput | None = None
                 try:
                     async for output in self._engine.generate(prompt, params, request_id, **options):
+                        self.progressed = time.monotonic()
                         pulled.update(choice.index for choice in output.outputs)
                         if len(pulled) >= (params.n or 1):
                             room.until = None
@@ -159,6 +164,24 @@ class DecodeEngine:
         for reader in range(readers):
             name = f"abandon-{transfer['remote_request_id']}-{reader}"
             await self._engine.notify_kv_transfer_request_rejected(name, transfer)
+
+    async def compute_one_token(self) -> None:
+        """Generate one token, as proof that the engine computes; with a full pool have its core answer."""
+        if not self.admission.has_room(2):
+            await self.all_blocks_free()
+            return
+        params = SamplingParams(max_tokens=1, temperature=0, detokenize=False, ignore_eos=True)
+        async for _ in self.generate([1], None, params, f"canary-{next(self._canaries)}"):
+            pass
+
+    def cpu_seconds(self) -> float:
+        """CPU time that the engine core's processes have spent, by which a long step on a CPU shows."""
+        seconds = 0.0
+        for process in self._engine.engine_core.resources.engine_manager.processes:
+            with suppress(psutil.Error):
+                times = psutil.Process(process.pid).cpu_times()
+                seconds += times.user + times.system
+        return seconds
 
     async def check_health(self) -> None:
         """Raise when the engine core died."""

@@ -7,6 +7,7 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+LOOPBACK = "127.0.0.1"
 _FIRST = 20_000  # above those that Ray gives its workers
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _ATTEMPTS = 1_000

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from importlib import metadata
 
-from infra.vllm_plugin import SHARED_CORES
+from infra.ports import LOOPBACK
+from infra.vllm_plugin import NIXL_PORT, SHARED_CORES
 
+NIXL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"  # of the handshake
 BLOCK_SIZE = "prefill_block_size"  # what we tell in `kv_transfer_params` beside what vLLM reads: tokens of a block
 
 
@@ -17,7 +19,7 @@ def vllm_environment(
     *,
     kv_cache_gib: int | None,
     threads: int | None = None,
-    nixl_host: str = "127.0.0.1",
+    nixl_host: str = LOOPBACK,
     nixl_port: int | None = None,
 ) -> dict[str, str]:
     """Environment of a process that runs one vLLM engine.
@@ -25,12 +27,12 @@ def vllm_environment(
     Args:
         kv_cache_gib: size of the KV pool on a CPU, in whole GiB; None: 1. On a GPU see `infra.vllm_arguments`.
         threads: OpenMP threads of the process; None leaves the choice to Ray and OpenMP.
-        nixl_host: address at which NIXL peers reach this process for their handshake.
+        nixl_host: address of the handshake, which peers must reach; nothing is listened to on others.
         nixl_port: port of that handshake; None where the process exchanges no KV.
     """
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib or 1),
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": nixl_host,
+        NIXL_HOST: nixl_host,
         # Prefill: the engine core lives in the calling process. Decode (AsyncLLM always starts a core of its own): on
         # CPU the worker then lives in that core, instead of a further process that both spin on a queue to talk to;
         # with that process a token of a tiny model took 100 ms on two cores.
@@ -53,7 +55,7 @@ def vllm_environment(
         environment[SHARED_CORES] = "1"
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # engines of several roles share the cores
     if nixl_port is not None:
-        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(nixl_port)
+        environment[NIXL_PORT] = str(nixl_port)
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     return environment

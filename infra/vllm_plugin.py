@@ -8,6 +8,8 @@ threads make that call at once, one of them may take a kernel of half the digits
 Engines fill their rotary tables by such a call: now and then one kept tables that were off by 1.5e-4, and all that it
 computed was, in its fourth digit, another model's.
 
+In an engine that hands KV over it guards the port of NIXL's handshake (see `nixl_handshake`).
+
 On a CPU it has engines use kernels that vLLM leaves unused there (see `cpu_kernels`).
 
 On a CPU host that several engines share it undoes four things that suit a large host with one engine. The first two
@@ -34,6 +36,7 @@ from datetime import timedelta
 from typing import Any
 
 SHARED_CORES = "ORBITSERVE_ENGINES_SHARE_CORES"
+NIXL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"  # of the handshake
 _POLL_MICROSECONDS = 2000  # between two polls of UCX
 # What torch has MKL compute for contiguous floats.
 _VECTOR_FUNCTIONS = (
@@ -43,7 +46,7 @@ _VECTOR_FUNCTIONS = (
 
 
 def register() -> None:
-    """Enable AMX, settle MKL's and vLLM's kernels; share cores where `vllm_env` says so."""
+    """Enable AMX, settle MKL's and vLLM's kernels; guard the handshake, share cores where `vllm_env` says so."""
     import torch
 
     for dtype in (torch.float32, torch.float64):
@@ -58,6 +61,10 @@ def register() -> None:
 
     if current_platform.is_cpu():
         cpu_kernels.install()
+    if NIXL_PORT in os.environ:
+        from infra import nixl_handshake
+
+        nixl_handshake.install()
     if os.environ.get(SHARED_CORES) != "1":
         return
     from vllm.distributed import nixl_utils

@@ -174,6 +174,16 @@ class PromptTooLarge(ValueError):
     """The prompt needs more KV blocks than the whole pool has."""
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """A refusal as the answer of a call to another process.
+
+    Ray Serve logs whatever a replica raises as an error, with a traceback: only faults are raised there.
+    """
+
+    error: Exception
+
+
 class LeaseState(StrEnum):
     """State of a lease's blocks, as far as a worker knows."""
 

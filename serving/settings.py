@@ -133,6 +133,12 @@ class HttpSettings(Settings):
     body_timeout_s: float = Field(
         120.0, gt=0, description="Time allowed for a request's body to come; what takes longer is answered 408."
     )
+    request_timeout_s: float | None = Field(
+        600.0,
+        gt=0,
+        description="Time from a generation's arrival to its last token; an answer that takes longer ends with 504, a "
+        "stream with an error event. None: no deadline.",
+    )
     allow_http_images: bool = Field(
         False, description="Fetch http(s) image URLs. Private addresses are always refused."
     )
@@ -230,8 +236,19 @@ class VisionSettings(RoleSettings):
         return 1
 
 
+def _canary() -> Any:
+    return Field(
+        5.0,
+        gt=0,
+        description="Time in which an engine without other work must compute one token when its health is asked; "
+        "after three health checks without an answer Serve restarts it.",
+    )
+
+
 class PrefillRoleSettings(RoleSettings, PrefillSettings):
     """The prefill worker."""
+
+    canary_timeout_s: float = _canary()
 
     max_ongoing_requests: int = Field(
         1024,
@@ -267,6 +284,7 @@ class DecodeRoleSettings(RoleSettings, DecodeSettings):
     answer's tokens come further apart, its first one sooner.
     """
 
+    canary_timeout_s: float = _canary()
     max_ongoing_requests: int = Field(
         1024, ge=1, description="As for all roles, and more than what is generated at once: health checks find a place."
     )

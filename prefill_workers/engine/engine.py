@@ -23,8 +23,10 @@ from vllm import LLM, SamplingParams
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 
 from infra.cpu import openmp
+from infra.nixl_handshake import shake_hands
 from infra.vllm_arguments import hand_off_arguments
-from infra.vllm_env import BLOCK_SIZE
+from infra.vllm_env import BLOCK_SIZE, NIXL_HOST
+from infra.vllm_plugin import NIXL_PORT
 from kvstore.operator.apply import relocate
 from kvstore.operator.layout import Layout
 from kvstore.operator.rotary import RotaryScheme
@@ -296,8 +298,8 @@ class PrefillEngine:
             BLOCK_SIZE: self.block_size,
             "remote_engine_id": transfer.engine_id,
             "remote_request_id": lease,
-            "remote_host": os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"],
-            "remote_port": int(os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"]),
+            "remote_host": os.environ[NIXL_HOST],
+            "remote_port": int(os.environ[NIXL_PORT]),
             "tp_size": self.spec.tensor_parallel_size,
             "dcp_size": 1,
             "pp_size": 1,
@@ -306,6 +308,15 @@ class PrefillEngine:
             "transfer_mode": "pull",
             "remote_prefill_cached_tokens": 0,
         }
+
+    async def check_handshake(self, seconds: float) -> None:
+        """Ask for the metadata of a hand-off as decode engines do; from any thread's event loop.
+
+        Raises:
+            TimeoutError: no answer came in time.
+        """
+        if self.config.kv_transfer_config is not None:
+            await shake_hands(os.environ[NIXL_HOST], int(os.environ[NIXL_PORT]), seconds)
 
     def shutdown(self) -> None:
         """Stop vLLM's executor and free the KV pool."""

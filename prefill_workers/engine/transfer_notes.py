@@ -2,8 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
+
+logger = logging.getLogger(__name__)
+
+
+def parsed(notes: Iterable[bytes]) -> tuple[list[tuple[str, int]], list[str]]:
+    """(lease, ranks that read it) of every read notification, and the leases of heartbeats.
+
+    Any agent that has this one's metadata may send notes: what is neither is dropped.
+    """
+    read: list[tuple[str, int]] = []
+    wanted: list[str] = []
+    for note in notes:
+        kind, _, leases = note.partition(b":")
+        lease, _, ranks = note.rpartition(b":")
+        try:
+            if kind == b"HB":
+                wanted += leases.decode().split(",")
+            elif lease and ranks.isdigit() and int(ranks) > 0:
+                read.append((lease.decode(), int(ranks)))
+            else:
+                logger.warning("a NIXL note that is none of a decode engine is dropped: %.100r", note)
+        except ValueError:
+            logger.warning("a NIXL note that cannot be read is dropped: %.100r", note)
+    return read, wanted
 
 
 class ReadNotes:

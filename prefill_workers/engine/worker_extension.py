@@ -47,6 +47,7 @@ from prefill_workers.engine.attention import attended, paid_to
 from prefill_workers.engine.batch import Attending, Rows, RunBatch
 from prefill_workers.engine.pages import Pages, learnt
 from prefill_workers.engine.rank_errors import Failure, portable
+from prefill_workers.engine.transfer_notes import parsed
 
 _QUANTISED = {
     "fp8": torch.float8_e4m3fn,
@@ -469,15 +470,7 @@ class WorkerExtension:
         if not has_kv_transfer_group():
             return [], []
         notes = get_kv_transfer_group().connector_worker.nixl_wrapper.get_new_notifs()
-        read: list[tuple[str, int]] = []
-        wanted: list[str] = []
-        for message in (note.decode() for arrived in notes.values() for note in arrived):
-            if message.startswith("HB:"):
-                wanted += message[3:].split(",")
-            else:
-                lease, readers = message.rsplit(":", 1)
-                read.append((lease, int(readers)))
-        return read, wanted
+        return parsed(note for arrived in notes.values() for note in arrived)
 
     # -- vLLM's inside ------------------------------------------------------------------------------------------------
 

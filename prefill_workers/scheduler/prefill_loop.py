@@ -22,7 +22,7 @@ from infra.cpu import openmp
 from prefill_workers.background.idle_work import IdleWork
 from prefill_workers.background.patch_precompiler import CompileStats
 from prefill_workers.background.shadow_check import ShadowChecks
-from prefill_workers.block_pool import BlockPool
+from prefill_workers.block_pool import BlockPool, PoolExhausted
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.engine.image_batches import Pixels
 from prefill_workers.link.linker import Linker
@@ -35,6 +35,7 @@ from prefill_workers.scheduler.encode_queue import EncodeQueue
 from prefill_workers.scheduler.link_job import LinkJob
 from prefill_workers.scheduler.load_budget import KVLoadBudget
 from prefill_workers.scheduler.scheduler import ForwardBatch, ForwardResult, Scheduler
+from prefill_workers.sequence import LinkSequence, Run
 from prefill_workers.settings import CompileLimits
 
 logger = logging.getLogger(__name__)
@@ -135,6 +136,7 @@ class PrefillLoop:
         self._wake = threading.Condition()
         self._stopping = False
         self._expired = 0
+        self._progressed = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="prefill-loop", daemon=True)
 
     # -- called from other threads ------------------------------------------------------------------------------------
@@ -233,6 +235,26 @@ class PrefillLoop:
             self._wake.notify()
         return done
 
+    def compute_one_token(self) -> Future[None]:
+        """Run a forward over one token, as proof that the engine computes; nothing is kept of it.
+
+        Raises:
+            RuntimeError: the loop ends, or has ended.
+        """
+        return self.call(self._one_token)
+
+    @property
+    def progressed(self) -> float:
+        """Time at which the engine last computed something (`time.monotonic`)."""
+        return self._progressed
+
+    def cpu_seconds(self) -> float:
+        """CPU time that the thread has spent, by which a long forward on a CPU shows; 0 where threads do not tell."""
+        thread = self._thread.ident
+        if thread is None or not self._thread.is_alive() or not hasattr(time, "pthread_getcpuclockid"):
+            return 0.0
+        return time.clock_gettime(time.pthread_getcpuclockid(thread))
+
     def stats(self) -> LoopStats:
         """Counters and queue lengths, without stopping the loop."""
         scheduler = self._scheduler
@@ -306,10 +328,12 @@ class PrefillLoop:
             self._free_blocks()
             self._admit()
             if self._images and self._images.turn():
+                self._note_progress()
                 self.expect()  # the link that they are for
             since = time.perf_counter() - self._patience
             if not (gave_way and self._scheduler.running) and self._background.is_overdue(since):
                 self._background.step_beside_links()
+                self._note_progress()
                 gave_way = True  # and then it is the links' turn
             elif self._scheduler.running:
                 self._turn()
@@ -322,6 +346,25 @@ class PrefillLoop:
                         self._wake.wait(_POLL_SECONDS)
             elif self._background.is_ready:
                 self._background.step()
+                self._note_progress()
+
+    def _note_progress(self) -> None:
+        self._progressed = time.monotonic()
+
+    def _one_token(self) -> None:
+        try:
+            lease = self._pool.allocate(1, readers=0)
+        except PoolExhausted:  # of what was computed before; the loop turns
+            return
+        try:
+            index = torch.arange(1)
+            positions = index.expand(3, -1) if self._engine.uses_mrope else index
+            sequence = LinkSequence(torch.zeros(1, dtype=torch.int32), positions, lease.blocks)
+            self._engine.forward([(sequence, [Run(0, 1)])])
+            self._engine.finish_writes()
+        finally:
+            self._pool.abandon(lease.id)
+        self._note_progress()
 
     def _has_work(self) -> bool:
         return self._scheduler.has_links or bool(self._images or self._background.is_ready)
@@ -424,6 +467,7 @@ class PrefillLoop:
         except Exception as error:
             self._scheduler.fail(batch.jobs, error)
             return None
+        self._note_progress()
         return ForwardResult(logits, time.perf_counter() - began)
 
     def _finish_writes(self, finished: Sequence[LinkJob]) -> bool:

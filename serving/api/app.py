@@ -153,7 +153,7 @@ async def build_api(
 
     app = FastAPI(title="OrbitServe", description="Multimodal serving that does not pay twice for what it has seen.")
     app.state.metrics = metrics
-    client.observe = metrics.observe
+    client.observe, client.request_timeout_s = metrics.observe, http.request_timeout_s
     await _add_openai(app, client, config, media, documents)
     app.include_router(files_router(files, stores, media, http.max_file_bytes, on_delete))
     app.include_router(vector_stores_router(stores, on_delete))

@@ -12,6 +12,8 @@ from typing import Any
 import ray
 from ray._private.services import find_bootstrap_address
 
+from serving.replicas.process import ONE_MACHINE
+
 logger = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 2.0
@@ -36,7 +38,11 @@ def ray_cluster(**options: Any) -> Iterator[None]:
         return
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
-    ray.init(address=_address(), include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, **options)
+    if (address := _address()) == "local":
+        environment = options.get("runtime_env", {})
+        variables = {**environment.get("env_vars", {}), ONE_MACHINE: "1"}
+        options["runtime_env"] = {**environment, "env_vars": variables}
+    ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, **options)
     try:
         yield
     finally:
@@ -44,9 +50,16 @@ def ray_cluster(**options: Any) -> Iterator[None]:
 
 
 def _address() -> str | None:
-    """Arguments of `ray.init`. A killed cluster leaves its address behind, and Ray would wait for it."""
-    left = None if os.environ.get("RAY_ADDRESS") else find_bootstrap_address(None)
-    if left is None or _answers(left):
+    """Address for `ray.init`: None for a cluster that is there, `local` for one to be started.
+
+    A killed cluster leaves its address behind, and Ray would wait for it.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        return None
+    left = find_bootstrap_address(None)
+    if left is None:
+        return "local"
+    if _answers(left):
         return None
     logger.warning("no Ray cluster answers at %s, the address that the last one left: starting another", left)
     return "local"

@@ -36,12 +36,20 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from kvstore.forget import ForgetRegistry
 from prefill_workers.modes import Mode
-from prefill_workers.protocol import LeaseState, LinkRequest, LinkResult, Overloaded, PixelsNeeded, PrefetchRequest
+from prefill_workers.protocol import (
+    LeaseState,
+    LinkRequest,
+    LinkResult,
+    Overloaded,
+    PixelsNeeded,
+    PrefetchRequest,
+    PromptTooLarge,
+)
 from prefill_workers.settings import PrefillSettings
 from serving.access_log import AccessLog
 from serving.errors import RoleUnavailable
 from serving.frontend.answer_stream import AnswerStream, sampling_of
-from serving.frontend.errors import OverloadedError
+from serving.frontend.errors import DeadlineExceeded, InvalidRequest, OverloadedError
 from serving.frontend.prompt_segments import Delimiters, Segments, image_delimiters, segment
 from serving.frontend.report import ChunkReport, OrbitReport, RequestTrace, current_trace
 from serving.frontend.roles import Roles
@@ -129,6 +137,7 @@ class LinkedEngineClient(_NotOurs):
 
     access_log: AccessLog | None = None  # where requests are logged, if they are
     observe: Callable[[OrbitReport], None] | None = None  # told of every prompt's report at its end
+    request_timeout_s: float | None = None  # from a request's arrival to its last output; None: no deadline
 
     def __init__(
         self,
@@ -193,7 +202,8 @@ class LinkedEngineClient(_NotOurs):
             "reasoning_ended": reasoning_ended,
             "reasoning_parser_kwargs": reasoning_parser_kwargs,
         }
-        return self._observed(prompt, sampling_params, request_id, current_trace().of_prompt(), options)
+        trace = current_trace().of_prompt()
+        return self._in_time(self._observed(prompt, sampling_params, request_id, trace, options), trace)
 
     def _check_tokens(self, prompt: Any) -> None:
         """Check token ids as vLLM checks its own input.
@@ -221,6 +231,31 @@ class LinkedEngineClient(_NotOurs):
                 prefix=trace.prefix_tokens,
             )
             trace.lacking = asyncio.ensure_future(self._roles.prefetch(request))
+
+    async def _in_time(
+        self, outputs: AsyncGenerator[RequestOutput, None], trace: RequestTrace
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs until the deadline of their request.
+
+        Raises:
+            DeadlineExceeded: the next one does not come before it.
+        """
+        seconds = self.request_timeout_s
+        due = None
+        if seconds is not None:
+            due = asyncio.get_running_loop().time() + trace.received + seconds - time.perf_counter()
+        async with aclosing(outputs):
+            while True:
+                try:
+                    async with asyncio.timeout_at(due) as limit:
+                        output = await anext(outputs, None)
+                except TimeoutError:
+                    if seconds is None or not limit.expired():
+                        raise
+                    raise DeadlineExceeded(seconds) from None
+                if output is None:
+                    return
+                yield output
 
     async def _observed(
         self, prompt: Any, params: SamplingParams, request_id: str, trace: RequestTrace, options: dict[str, Any]
@@ -279,6 +314,8 @@ class LinkedEngineClient(_NotOurs):
                     answer.go_on()
                     request = replace(request, token_ids=answer.prompt, sampling=None)
                 logger.warning("request %.100r: %s; trying another replica", request_id, error)
+            except PromptTooLarge as error:
+                raise InvalidRequest(str(error)) from error
             except Overloaded as error:
                 if told:
                     raise GenerationError(f"a worker was lost, and the others are full: {error}") from error

@@ -14,6 +14,13 @@ class InvalidRequest(VLLMValidationError):
     """400: the request is wrong; `parameter` names the part, such as `messages[0].content[2]`."""
 
 
+class DeadlineExceeded(GracefulHTTPError):
+    """504: the answer did not end in time; what was begun for it is cancelled."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"the answer did not end within {seconds:g} s", HTTPStatus.GATEWAY_TIMEOUT)
+
+
 class OverloadedError(GracefulHTTPError):
     """429: queues are full; nothing was started."""
 

@@ -13,6 +13,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from prefill_workers.protocol import Refusal
 from serving.config import OrbitServeConfig
 from serving.errors import RoleUnavailable
 
@@ -31,20 +32,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_HEALTH_SECONDS = 5.0  # for a role to say that it is well
+HEALTH_SECONDS = 2.0  # for a role to say how it is, beside what its canary may take
 _RENEWAL_SECONDS = 5.0  # for replicas to say that they have heard of a lease; one that hangs keeps nobody from the next
 
 
 class RayRoles:
     """`serving.frontend.roles.Roles` over Ray Serve handles."""
 
-    def __init__(self, handles: dict[str, DeploymentHandle], ingress: DeploymentHandle) -> None:
+    def __init__(
+        self, handles: dict[str, DeploymentHandle], ingress: DeploymentHandle, canary_timeout_s: float = 5.0
+    ) -> None:
+        """`canary_timeout_s`: the longest of all roles."""
         self.ingress = ingress  # all its replicas, of which the caller is one
         self.vision = handles.get("vision")  # without the role, prefill workers encode
         self.prefill = handles["prefill"]
         self.decode = handles["decode"].options(stream=True)
         self._decode_once = handles["decode"]
         self.library = handles["library"]
+        self._patience = canary_timeout_s + HEALTH_SECONDS
 
     async def prefetch(self, request: PrefetchRequest) -> Collection[str]:
         """Best effort.
@@ -162,15 +167,17 @@ class RayRoles:
         Serve restarts unhealthy replicas; an unanswered call means that a role has none, or none with a free place.
         """
         roles = {"vision": self.vision, "prefill": self.prefill, "decode": self._decode_once, "library": self.library}
-        await asyncio.gather(*(_in_time(name, role.check_health.remote()) for name, role in roles.items() if role))
+        calls = (_in_time(name, role.check_health.remote(), self._patience) for name, role in roles.items() if role)
+        await asyncio.gather(*calls)
 
 
-async def _in_time(role: str, response: Any) -> None:
+async def _in_time(role: str, response: Any, seconds: float) -> None:
     try:
-        async with asyncio.timeout(_HEALTH_SECONDS):
+        async with asyncio.timeout(seconds):
             await answered(response)
-    except TimeoutError:
-        raise RoleUnavailable(f"{role} did not answer within {_HEALTH_SECONDS:g} s") from None
+    except Exception as error:
+        reason = str(error) or f"no answer within {seconds:g} s"  # a time-out says nothing
+        raise RoleUnavailable(f"{role}: {reason}") from error
 
 
 def lost(error: Exception) -> RoleUnavailable:
@@ -182,9 +189,9 @@ def lost(error: Exception) -> RoleUnavailable:
 
 
 async def answered(response: Any) -> Any:
-    """Result of a call to a role. Raises the role's error, or RoleUnavailable if it was lost."""
+    """Result of a call to a role. Raises the role's error or refusal, or RoleUnavailable if it was lost."""
     try:
-        return await response
+        return accepted(await response)
     except RayTaskError as error:
         raise error.cause if isinstance(error.cause, Exception) else error from None
     except (RayActorError, DeploymentUnavailableError) as error:
@@ -192,6 +199,13 @@ async def answered(response: Any) -> Any:
     except asyncio.CancelledError:
         response.cancel()
         raise
+
+
+def accepted(answer: Any) -> Any:
+    """An answer that is no refusal. Raises the error of one that is."""
+    if isinstance(answer, Refusal):
+        raise answer.error
+    return answer
 
 
 async def answered_by_all(role: DeploymentHandle, method: str, *arguments: Any) -> list[Any]:
@@ -214,7 +228,7 @@ async def answered_by_all(role: DeploymentHandle, method: str, *arguments: Any) 
 async def _stream(responses: Any) -> AsyncGenerator[Any, None]:
     try:
         async for item in responses:
-            yield item
+            yield accepted(item)
     except RayTaskError as error:
         raise error.cause if isinstance(error.cause, Exception) else error from None
     except (RayActorError, DeploymentUnavailableError) as error:

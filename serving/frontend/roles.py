@@ -37,14 +37,14 @@ class CompilingRoles(Protocol):
 class Roles(FidelityRoles, CompilingRoles, Protocol):
     """All other roles, as the ingress calls them.
 
-    | primitive  | role           | raises                                        |
-    |------------|----------------|-----------------------------------------------|
-    | `prefetch` | prefill worker | nothing: best effort                          |
-    | `encode`   | vision encoder | RoleUnavailable                               |
-    | `link`     | prefill worker | PixelsNeeded, Overloaded, RoleUnavailable     |
-    | `generate` | decode worker  | ValueError (request too large), RoleUnavailable |
-    | `renew`    | prefill worker | nothing: unknown if nobody tells               |
-    | `abandon`  | decode worker  | nothing: best effort, leases end by time-out  |
+    | primitive  | role           | raises                                                    |
+    |------------|----------------|-----------------------------------------------------------|
+    | `prefetch` | prefill worker | nothing: best effort                                      |
+    | `encode`   | vision encoder | RoleUnavailable                                           |
+    | `link`     | prefill worker | PixelsNeeded, Overloaded, PromptTooLarge, RoleUnavailable |
+    | `generate` | decode worker  | VLLMClientError (request too large), RoleUnavailable      |
+    | `renew`    | prefill worker | nothing: unknown if nobody tells                          |
+    | `abandon`  | decode worker  | nothing: best effort, leases end by time-out              |
     | `fidelity`, `allow`, `compiled` | prefill workers, all of them | RoleUnavailable |
     """
 

@@ -7,8 +7,12 @@ import os
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
+from infra.ports import LOOPBACK
+from infra.vllm_env import is_cpu_build
+from prefill_workers.protocol import Refusal
 from serving.config import OrbitServeConfig
 from serving.engine_spec import decode_spec
+from serving.replicas.canary import Canary
 from serving.replicas.process import enter_vllm
 from serving.routing.reports import DecodeReporter
 
@@ -25,10 +29,18 @@ class DecodeWorker:
 
     def __init__(self, config: OrbitServeConfig) -> None:
         settings = config.decode
-        enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, nixl=True)
+        enter_vllm(
+            settings, kv_cache_gib=settings.kv_cache_gib, handshakes_at=LOOPBACK
+        )  # which nobody asks for: it pulls
         from decode_workers.engine import DecodeEngine
 
         self._engine = DecodeEngine(decode_spec(config))
+        self._canary = Canary(
+            lambda: self._engine.progressed,
+            self._engine.compute_one_token,
+            settings.canary_timeout_s,
+            self._engine.cpu_seconds if is_cpu_build() else None,
+        )
         self._reporter = DecodeReporter(self._engine, settings.max_num_seqs)
 
     async def generate(
@@ -38,17 +50,25 @@ class DecodeWorker:
         params: SamplingParams,
         request_id: str,
         options: dict[str, Any],
-    ) -> AsyncGenerator[RequestOutput, None]:
+    ) -> AsyncGenerator[RequestOutput | Refusal, None]:
         """Stream outputs; the prompt's token ids stay here, the caller has them.
+
+        A Refusal ends the stream where the request is wrong: larger than the pool, or with parameters that vLLM does
+        not take.
 
         With the engine core this process ends: Serve then asks it no more, and callers hear of a lost worker.
         """
+        from vllm.exceptions import VLLMClientError, VLLMValidationError
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
             async for output in self._engine.generate(token_ids, transfer, params, request_id, **options):
                 output.prompt_token_ids = None
                 yield output
+        except VLLMClientError as error:
+            yield Refusal(error)
+        except ValueError as error:
+            yield Refusal(VLLMValidationError(str(error)))
         except EngineDeadError:
             logger.exception("the decode engine died, and this worker ends")
             os._exit(1)
@@ -74,8 +94,9 @@ class DecodeWorker:
         return await self._engine.all_blocks_free()
 
     async def check_health(self) -> None:
-        """Raise when the engine core died."""
+        """Raise when the engine core died, or computes nothing any more."""
         await self._engine.check_health()
+        await self._canary.check()
 
     def __del__(self) -> None:
         if hasattr(self, "_engine"):

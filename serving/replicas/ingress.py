@@ -34,7 +34,7 @@ class Ingress:
     """Ingress role: the HTTP front end; see `serving.api.app`."""
 
     async def __init__(self, config: OrbitServeConfig, **handles: DeploymentHandle) -> None:  # type: ignore[misc]
-        enter_vllm(config.ingress, kv_cache_gib=None, nixl=False)
+        enter_vllm(config.ingress, kv_cache_gib=None)
         from serving.access_log import AccessLog as Log
         from serving.api.app import build_api
         from serving.frontend.engine_client import LinkedEngineClient
@@ -43,7 +43,11 @@ class Ingress:
         asyncio.get_running_loop().set_default_executor(threads)  # Serve's own is as small as `num_cpus`
         context = serve.get_replica_context()
         self._name = str(context.replica_id.unique_id)
-        self._roles = RayRoles(handles, serve.get_deployment_handle(type(self).__name__, context.app_name))
+        self._roles = RayRoles(
+            handles,
+            serve.get_deployment_handle(type(self).__name__, context.app_name),
+            max(config.prefill.canary_timeout_s, config.decode.canary_timeout_s),
+        )
         self._longest = await self._roles.longest()
         front_end = front_end_config(config.model, config.ingress.processor_cache_gib, self._longest)
         client = LinkedEngineClient(front_end, self._roles, config.sums_up_to, config.prefill)

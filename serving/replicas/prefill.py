@@ -15,15 +15,18 @@ from typing import TYPE_CHECKING, Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from prefill_workers.protocol import NonFiniteLogits
+from infra.nixl_handshake import dropped
+from infra.vllm_env import is_cpu_build
+from prefill_workers.protocol import NonFiniteLogits, Overloaded, PixelsNeeded, PromptTooLarge, Refusal
 from serving.config import OrbitServeConfig
 from serving.engine_spec import prefill_spec
 from serving.errors import RoleUnavailable
 from serving.frontend.ray_roles import answered
 from serving.placement.patch_feed import PatchFeed, PatchFeedSource
+from serving.replicas.canary import Canary
 from serving.replicas.fidelity import PrefillFidelity
 from serving.replicas.patch_queue import PatchQueue
-from serving.replicas.process import MOST_FAILURES, enter_vllm
+from serving.replicas.process import MOST_FAILURES, address_for_peers, enter_vllm
 from serving.routing.reports import PrefillReporter
 
 if TYPE_CHECKING:
@@ -44,7 +47,7 @@ class PrefillWorker:
 
     async def __init__(self, config: OrbitServeConfig, compiler: DeploymentHandle) -> None:  # type: ignore[misc]
         settings = config.prefill
-        enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, nixl=True)
+        enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, handshakes_at=address_for_peers())
         from kvstore.library import Library
         from prefill_workers.engine.engine import PrefillEngine, check_hand_off
         from prefill_workers.link.linker import Linker
@@ -94,6 +97,13 @@ class PrefillWorker:
             loaded=self._loaded,
             crowded=lambda: self._deficits.is_crowded,
         )
+        self._canary = Canary(
+            lambda: self._loop.progressed,
+            self._compute_one_token,
+            settings.canary_timeout_s,
+            self._loop.cpu_seconds if is_cpu_build() else None,
+        )
+        self._handshake_timeout = settings.canary_timeout_s
         self._reporter = PrefillReporter(self._loop, self._library, bytes_per_token, config.routing.hot_chunks)
         self._planners = ThreadPoolExecutor(32, thread_name_prefix="plan")  # a plan waits for look-ups
         await self._fidelity.start()
@@ -112,18 +122,30 @@ class PrefillWorker:
 
     async def link(
         self, request: LinkRequest, indices: Sequence[int] = (), images: Sequence[Tensor | Pixels] = ()
-    ) -> LinkResult:
+    ) -> LinkResult | Refusal:
         """Link one request. Cancelling the call frees what it holds.
 
         Args:
             images: of the chunks at `indices`: embeddings, or without vision encoders pixels, to be encoded here.
 
+        Returns:
+            A Refusal carries:
+                PixelsNeeded: images are missing; the caller calls again with them.
+                Overloaded: the queue is full.
+                PromptTooLarge: no pool has room for the prompt.
+
         Raises:
-            PixelsNeeded: images are missing; the caller calls again with them.
             NonFiniteLogits: the model gave NaN, also without what was stored.
-            Overloaded: the queue is full.
             RoleUnavailable: the loop's thread died.
         """
+        try:
+            return await self._link(request, indices, images)
+        except (PixelsNeeded, Overloaded, PromptTooLarge) as refusal:
+            return Refusal(refusal)
+
+    async def _link(
+        self, request: LinkRequest, indices: Sequence[int], images: Sequence[Tensor | Pixels]
+    ) -> LinkResult:
         if not self._loop.alive():
             raise RoleUnavailable("the prefill loop has ended")
         self._loop.refuse_if_full()
@@ -135,15 +157,15 @@ class PrefillWorker:
             given |= zip(pixels, embeddings, strict=True)
         vision_ms = (time.perf_counter() - began) * 1e3 if pixels else 0.0
         try:
-            return await self._link(request, given, vision_ms)
+            return await self._link_embedded(request, given, vision_ms)
         except NonFiniteLogits as error:
             if not error.stored:
                 raise
             logger.error("link %.100r: %s; what it was linked from is quarantined", request.request_id, error)
             await asyncio.to_thread(self._linker.quarantine, error.stored)
-            return await self._link(request, given, vision_ms)
+            return await self._link_embedded(request, given, vision_ms)
 
-    async def _link(self, request: LinkRequest, given: Mapping[int, Tensor], vision_ms: float) -> LinkResult:
+    async def _link_embedded(self, request: LinkRequest, given: Mapping[int, Tensor], vision_ms: float) -> LinkResult:
         loop = asyncio.get_running_loop()
         async with self._loaded.room_for(request) as waited:
             plan = await loop.run_in_executor(self._planners, self._linker.plan, request, given)
@@ -195,7 +217,7 @@ class PrefillWorker:
         return self._reporter.stats()
 
     async def stats(self) -> dict[str, Any]:
-        """This replica's name, loop and library counters."""
+        """This replica's name, loop and library counters, and what its handshake port got of strangers."""
         loop = self._loop.stats()
         return {
             "name": self._name,
@@ -203,6 +225,7 @@ class PrefillWorker:
             "library": self._library.stats(),
             "patches_queued": len(self._deficits),
             "patches_dropped": self._deficits.dropped,
+            "handshakes_dropped": dropped(),
         }
 
     async def flush(self) -> None:
@@ -225,13 +248,21 @@ class PrefillWorker:
             await asyncio.to_thread(self._library.delete_content, content, tenant)
 
     async def check_health(self) -> None:
-        """Raise when the loop's thread died or all forwards fail (a GPU's lost context)."""
+        """Raise when the engine does not serve.
+
+        The loop's thread died, all forwards fail (a GPU's lost context), nothing is computed any more, or decode
+        engines could not shake hands.
+        """
         if not self._loop.alive():
             raise RuntimeError("the prefill loop has ended")
         if self._engine.silent:
             raise RuntimeError("a rank of the engine does not answer any more")
         if self._loop.failing >= MOST_FAILURES:
             raise RuntimeError(f"the engine failed {self._loop.failing} times in a row")
+        await asyncio.gather(self._canary.check(), self._engine.check_handshake(self._handshake_timeout))
+
+    async def _compute_one_token(self) -> None:
+        await asyncio.wrap_future(self._loop.compute_one_token())
 
     def __del__(self) -> None:
         if hasattr(self, "_loop"):

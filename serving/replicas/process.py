@@ -10,7 +10,7 @@ from pathlib import Path
 
 import ray
 
-from infra.ports import free_port
+from infra.ports import LOOPBACK, free_port
 from infra.vllm_env import vllm_environment
 from serving.settings import RoleSettings
 
@@ -21,6 +21,8 @@ SPIN = ("GOMP_SPINCOUNT", "10000")
 
 # malloc.h: M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD (32 MiB is its most), M_ARENA_MAX.
 _MALLOC = {-1: 512 << 20, -2: 64 << 20, -3: 32 << 20, -8: 1}
+
+ONE_MACHINE = "ORBITSERVE_ONE_MACHINE"  # "1" in clusters that a command has started for itself
 
 MOST_FAILURES = 3  # of an engine, one after another: then it is hardly the requests
 
@@ -34,17 +36,26 @@ def enter(settings: RoleSettings) -> None:
     give_way(0 if settings.gpus else settings.niceness)  # a GPU must not wait for its thread
 
 
-def enter_vllm(settings: RoleSettings, *, kv_cache_gib: int | None, nixl: bool) -> None:
-    """`enter`, with vLLM's environment. Must run before anything imports torch or vLLM."""
+def enter_vllm(settings: RoleSettings, *, kv_cache_gib: int | None, handshakes_at: str | None = None) -> None:
+    """`enter`, with vLLM's environment. Must run before anything imports torch or vLLM.
+
+    Args:
+        handshakes_at: address on which the engine answers NIXL handshakes; None: it exchanges no KV.
+    """
     enter(settings)
     keep_log_open()
     os.environ.update(
         vllm_environment(
             kv_cache_gib=kv_cache_gib,
-            nixl_host=ray.util.get_node_ip_address(),
-            nixl_port=free_port() if nixl else None,
+            nixl_host=handshakes_at or LOOPBACK,
+            nixl_port=None if handshakes_at is None else free_port(),
         )
     )
+
+
+def address_for_peers() -> str:
+    """Address of this node for other replicas: loopback where all of them are on this machine."""
+    return LOOPBACK if os.environ.get(ONE_MACHINE) == "1" else str(ray.util.get_node_ip_address())
 
 
 def keep_log_open() -> None:

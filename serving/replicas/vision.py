@@ -20,7 +20,7 @@ class VisionEncoder:
 
     def __init__(self, config: OrbitServeConfig) -> None:
         settings = config.vision
-        enter_vllm(settings, kv_cache_gib=None, nixl=False)
+        enter_vllm(settings, kv_cache_gib=None)
         from prefill_workers.engine.vision_encoder import VisionEncoder as Encoder
 
         self._encoder = Encoder(vision_spec(config))

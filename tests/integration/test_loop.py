@@ -56,6 +56,17 @@ def forwarded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[Link
     return seen
 
 
+def test_one_token_proves_the_engine_and_leaves_nothing_behind(make_rig: Callable[..., Rig]):
+    rig = make_rig(learns=False)
+    before, links = rig.loop.progressed, rig.loop.stats().forwards
+    for _ in range(2):
+        rig.loop.compute_one_token().result(60)
+    assert rig.loop.progressed > before
+    assert rig.loop.stats().forwards == links, "none of a link's, by which costs are learnt"
+    assert rig.loop.cpu_seconds() > 0
+    assert all_free(rig)
+
+
 def test_links_go_in_the_order_in_which_they_are_due_and_join_where_that_saves_waiting(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,7 @@ class Vllm:
         self.asked: list[SamplingParams] = []
         self.pulled, self.ended = asyncio.Event(), asyncio.Event()
         self.ended.set()
-        self.free = False
+        self.free, self.looked = False, 0
 
     async def generate(self, prompt: Any, params: SamplingParams, request_id: str) -> AsyncGenerator[Any, None]:
         self.asked.append(params)
@@ -48,12 +49,14 @@ class Vllm:
                 yield RequestOutput(request_id, None, None, None, [output], last)
 
     async def reset_prefix_cache(self) -> bool:
+        self.looked += 1
         return self.free
 
 
 def decode(vllm: Vllm) -> DecodeEngine:
     made = object.__new__(DecodeEngine)
     made._engine, made.admission, made.max_model_len = vllm, Admission(10, 16), 160
+    made.progressed, made._canaries = 0.0, count()
     return made
 
 
@@ -161,6 +164,21 @@ async def test_a_request_that_vllm_refuses_gives_its_room_back_at_once():
     with pytest.raises(ValueError, match="broken schema"):
         await read(worker)
     assert worker.stats().blocks_reserved == 0
+
+
+async def test_a_canary_is_a_token_of_its_own_or_where_the_pool_is_full_an_answer_of_the_core():
+    vllm = Vllm()
+    vllm.pulled.set()
+    worker = decode(vllm)
+    before = worker.progressed
+    await worker.compute_one_token()
+    assert [params.max_tokens for params in vllm.asked] == [1]
+    assert worker.progressed > before
+    assert worker.stats().blocks_reserved == 0
+    async with worker.admission.admit(9 * 16, 1):  # all ten blocks: the canary must not take one that it needs
+        await worker.compute_one_token()
+    assert len(vllm.asked) == 1
+    assert vllm.looked == 1
 
 
 async def test_text_that_is_computed_here_leaves_nothing_behind():

@@ -17,7 +17,7 @@ from kvstore.operator.layout import Layout
 from prefill_workers.engine import worker_extension as runs
 from prefill_workers.engine.engine import PrefillEngine, check_hand_off
 from prefill_workers.engine.image_batches import handfuls
-from prefill_workers.engine.transfer_notes import ReadNotes
+from prefill_workers.engine.transfer_notes import ReadNotes, parsed
 from prefill_workers.engine.worker_extension import UnsupportedEngine, WorkerExtension
 
 # Calls
@@ -125,6 +125,25 @@ def test_a_lease_is_read_when_every_rank_has_heard_of_all_its_readers():
     assert notes.take([([("a", 1)], ["b"]), ([], [])], held) == ([], ["b"])
     assert notes.take([([("b", 2)], []), ([("a", 1), ("b", 2)], [])], held) == (["a"], [])
     assert notes.take([([("b", 2)], []), ([("b", 2)], [])], held) == (["b"], [])
+
+
+def test_notes_of_anybody_else_are_dropped():
+    notes = [
+        b"a-1:2",
+        b"HB:a-1,b-2",
+        b"",
+        b":",
+        b"a",
+        b"a:",
+        b":1",
+        b"a:x",
+        b"a:-1",
+        b"a:0",
+        b"\xff:1",
+        b"HB:\xff",
+        b"a:b:1",
+    ]
+    assert parsed(notes) == ([("a-1", 2), ("a:b", 1)], ["a-1", "b-2"])
 
 
 def test_what_was_heard_of_leases_that_have_ended_is_forgotten():

@@ -29,7 +29,7 @@ from serving.api.chat import OrbitServingChat
 from serving.api.errors import answer_errors
 from serving.api.prefix import Prefixes
 from serving.api.streams import opened
-from serving.frontend.errors import OverloadedError
+from serving.frontend.errors import DeadlineExceeded, OverloadedError
 from serving.placement.orderer import PatchAwareOrderer
 
 EVENTS = ['data: {"id":"1"}\n\n', 'data: {"id":"2","choices":[{"finish_reason":"stop"}]}\n\n', "data: [DONE]\n\n"]
@@ -169,6 +169,7 @@ async def post(app: FastAPI, path: str, **more: Any) -> httpx.Response:
     ("error", "status"),
     [
         (OverloadedError("the queue is full"), 429),
+        (DeadlineExceeded(600), 504),
         (VLLMValidationError("the request is too large"), 400),
         (RetryableRequestError("a worker was lost"), 503),
         (GenerationError("a worker was lost"), 500),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import pickle
 import threading
 from collections.abc import AsyncGenerator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.serve import context
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
+from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.cache import MultiModalProcessorOnlyCache
 from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -25,13 +27,14 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from kvstore.errors import TierUnavailable
 from kvstore.forget import ForgetRegistry
 from prefill_workers.background.patch_precompiler import CompileStats
-from prefill_workers.protocol import ChunkSpan, LeaseState, LinkRequest, Overloaded, PixelsNeeded
+from prefill_workers.protocol import ChunkSpan, LeaseState, LinkRequest, Overloaded, PixelsNeeded, PromptTooLarge
 from prefill_workers.scheduler.load_budget import KVLoadBudget
 from prefill_workers.scheduler.prefill_loop import LoopStats
 from serving.api.app import ProcessedImages
 from serving.errors import RoleUnavailable
 from serving.frontend.documents import Documents
-from serving.frontend.ray_roles import RayRoles, answered, lost
+from serving.frontend.ray_roles import RayRoles, accepted, answered, lost
+from serving.replicas.canary import EngineStalled
 from serving.replicas.decode import DecodeWorker
 from serving.replicas.ingress import Ingress
 from serving.replicas.library_keeper import LibraryKeeper
@@ -57,12 +60,17 @@ async def test_a_decode_worker_ends_with_its_engine(monkeypatch: pytest.MonkeyPa
 
 def prefill_worker(*, alive: bool = True, failing: int = 0, silent: bool = False) -> PrefillWorker:
     worker = object.__new__(PrefillWorker)
-    worker._engine = SimpleNamespace(silent=silent)
+    worker._engine = SimpleNamespace(silent=silent, check_handshake=nothing)
     worker._loop = SimpleNamespace(alive=lambda: alive, failing=failing, stop=lambda: None)
     worker._library = SimpleNamespace(close=lambda: None)
     worker._loaded = KVLoadBudget(100, bytes_per_token=10)
     worker._planners = ThreadPoolExecutor(1, thread_name_prefix="plan")
+    worker._canary, worker._handshake_timeout = SimpleNamespace(check=nothing), 1.0
     return worker
+
+
+async def nothing(*_: Any) -> None:
+    pass
 
 
 async def test_a_prefill_loop_that_has_ended_is_a_role_that_is_not_available():
@@ -76,6 +84,21 @@ async def test_a_prefill_worker_whose_every_forward_fails_is_not_healthy():
         await prefill_worker(failing=3).check_health()
     with pytest.raises(RuntimeError, match="does not answer any more"):
         await prefill_worker(silent=True).check_health()
+
+
+async def test_a_prefill_worker_that_computes_or_hands_over_nothing_is_not_healthy():
+    async def stalled(*_: Any) -> None:
+        raise EngineStalled("nothing for 5 s")
+
+    worker = prefill_worker()
+    await worker.check_health()
+    worker._canary.check = stalled
+    with pytest.raises(EngineStalled):
+        await worker.check_health()
+    worker = prefill_worker()
+    worker._engine.check_handshake = stalled
+    with pytest.raises(EngineStalled):
+        await worker.check_health()
 
 
 async def test_the_keys_of_a_prefetch_are_made_beside_the_event_loop():
@@ -124,8 +147,7 @@ async def test_a_link_is_planned_when_there_is_room_for_what_it_loads():
     await until(1)
     await worker.prefetch(None)
     links[0].set_exception(PixelsNeeded([0]))
-    with pytest.raises(PixelsNeeded):
-        await first
+    assert isinstance((await first).error, PixelsNeeded)
     await until(2)
     assert planned == ["first", "second"]
     second.cancel()
@@ -137,6 +159,47 @@ async def test_a_link_is_planned_when_there_is_room_for_what_it_loads():
     assert links[1].cancelled()
     assert worker._loaded.held == 0
     assert ahead == [False, True]
+
+
+@pytest.mark.parametrize("refused", [Overloaded("full"), PixelsNeeded([1]), PromptTooLarge("needs 9 KV blocks")])
+async def test_an_expected_refusal_of_a_link_is_an_answer_and_no_error_of_the_replica(refused: Exception):
+    """Ray Serve logs what a replica raises as an error, with a traceback."""
+    worker = prefill_worker()
+
+    def submit(plan: Any) -> Future[Any]:
+        raise refused
+
+    worker._loop.refuse_if_full = lambda: None
+    worker._loop.submit = submit
+    worker._linker = SimpleNamespace(
+        plan=lambda *_: SimpleNamespace(took=lambda stage, seconds: None, unpin=lambda: None)
+    )
+    answer = pickle.loads(pickle.dumps(await worker.link(LinkRequest("request", [0] * 8))))
+    with pytest.raises(type(refused)) as raised:
+        accepted(answer)
+    assert str(raised.value) == str(refused)
+
+    refused = TimeoutError("a rank of the engine does not answer any more")  # a fault
+    with pytest.raises(TimeoutError):
+        await worker.link(LinkRequest("request", [0] * 8))
+
+
+@pytest.mark.parametrize("refused", [ValueError("lower max_tokens or n"), VLLMValidationError("no", parameter="n")])
+async def test_a_generation_that_is_refused_ends_its_stream_with_the_reason(refused: Exception):
+    async def generate(*_: Any, **__: Any) -> AsyncGenerator[Any, None]:
+        raise refused
+        yield
+
+    worker = object.__new__(DecodeWorker)
+    worker._engine = SimpleNamespace(generate=generate, shutdown=lambda: None)
+    (answer,) = [output async for output in worker.generate([1], {}, None, "request", {})]
+    with pytest.raises(VLLMValidationError) as raised:
+        accepted(pickle.loads(pickle.dumps(answer)))
+    assert str(raised.value) == str(refused)
+
+    refused = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError, match="memory"):
+        assert [output async for output in worker.generate([1], {}, None, "request", {})]
 
 
 async def test_a_prefill_worker_counts_the_patches_that_were_dropped(monkeypatch: pytest.MonkeyPatch):
@@ -380,9 +443,17 @@ async def test_a_role_that_does_not_answer_is_not_available_and_named(monkeypatc
     def roles(prefill: Any, decode: Any) -> RayRoles:
         prefill, decode = (SimpleNamespace(check_health=SimpleNamespace(remote=remote)) for remote in (prefill, decode))
         decode.options = lambda **_: decode
-        return RayRoles({"prefill": prefill, "decode": decode, "library": None}, NOBODY)
+        return RayRoles({"prefill": prefill, "decode": decode, "library": None}, NOBODY, canary_timeout_s=0.04)
 
-    monkeypatch.setattr("serving.frontend.ray_roles._HEALTH_SECONDS", 0.05)
+    monkeypatch.setattr("serving.frontend.ray_roles.HEALTH_SECONDS", 0.01)
     await roles(well, well).check_health()
-    with pytest.raises(RoleUnavailable, match=r"decode did not answer within 0\.05 s"):
+    with pytest.raises(RoleUnavailable, match=r"decode: no answer within 0\.05 s"):
         await roles(well, silent).check_health()
+
+    def stalled() -> Any:
+        answer = silent()
+        answer.set_exception(EngineStalled("the engine has computed nothing for 5 s"))
+        return answer
+
+    with pytest.raises(RoleUnavailable, match="prefill: the engine has computed nothing for 5 s"):
+        await roles(stalled, well).check_health()

@@ -16,9 +16,9 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from kvstore.catalog.index import Entry, scopes_of
 from prefill_workers.modes import Mode
-from prefill_workers.protocol import ChunkSpan, LeaseState, Overloaded
+from prefill_workers.protocol import ChunkSpan, LeaseState, Overloaded, PromptTooLarge
 from serving.errors import RoleUnavailable
-from serving.frontend.errors import OverloadedError
+from serving.frontend.errors import DeadlineExceeded, InvalidRequest, OverloadedError
 from serving.frontend.prompt_segments import Segments
 from serving.frontend.report import PROMPTS_AT_ONCE, OrbitOptions, RequestTrace, set_trace
 
@@ -129,6 +129,41 @@ async def test_a_whole_answers_time_is_not_taken_for_its_first_tokens(
     assert [output async for output in outputs]
     assert trace.report.first_token == ("prefill" if first_tokens else "decode")
     assert (trace.report.ttft_ms is not None) == known
+
+
+async def test_a_prompt_that_no_pool_has_room_for_is_the_clients_to_shorten():
+    with pytest.raises(InvalidRequest, match="needs 9 KV blocks"):
+        await ask(Roles(link=[PromptTooLarge("the prompt needs 9 KV blocks")]))
+
+
+@pytest.mark.parametrize("first_tokens", [[], [7]])
+async def test_an_answer_that_does_not_end_in_time_is_cancelled(first_tokens: list[int]):
+    roles = Roles(first_tokens)
+    roles.admits, roles.admits_after = asyncio.Event(), math.inf
+    client, got = client_of(roles), list[Any]()
+    client.request_timeout_s = 0.05
+    set_trace(RequestTrace())
+    prompt = {"type": "token", "prompt_token_ids": list(range(12))}
+    params = SamplingParams(output_kind=RequestOutputKind.DELTA)
+
+    async def read() -> None:
+        async for output in client.generate(prompt, params, "request"):
+            got.append(output)
+
+    with pytest.raises(DeadlineExceeded, match=r"within 0\.05 s") as late:
+        await read()
+    assert late.value.http_status == 504
+    assert tokens_of(got) == first_tokens
+    assert roles.abandoned == [("lease-1", 1)], "what it held goes back"
+
+
+async def test_a_workers_own_time_out_is_not_taken_for_the_deadline():
+    client = client_of(Roles(link=[TimeoutError("a rank does not answer")]))
+    client.request_timeout_s = 60
+    set_trace(RequestTrace())
+    prompt = {"type": "token", "prompt_token_ids": list(range(12))}
+    with pytest.raises(TimeoutError, match="a rank"):
+        await anext(client.generate(prompt, SamplingParams(), "request"))
 
 
 @pytest.mark.parametrize("lost", ["link", "generate"])

@@ -13,7 +13,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from prefill_workers.protocol import Overloaded
+from prefill_workers.protocol import Overloaded, Refusal
 from serving.errors import RoleUnavailable
 from serving.frontend.ray_roles import RayRoles, answered, answered_by_all
 
@@ -138,6 +138,15 @@ async def test_what_a_role_raised_comes_as_it_raised_it():
     with pytest.raises(RayTaskError) as unknown:
         await answered(Response(whole))
     assert unknown.value is whole
+
+
+async def test_a_refusal_is_raised_where_it_was_asked_for():
+    with pytest.raises(Overloaded, match="full"):
+        await answered(Response(Refusal(Overloaded("full"))))
+    got: list[Any] = []
+    with pytest.raises(Overloaded, match="full"):
+        await told(Stream("a", Refusal(Overloaded("full"))), got)
+    assert got == ["a"]
 
 
 async def test_a_call_is_cancelled_with_whoever_waits_for_it():
