@@ -35,6 +35,7 @@ from serving.settings import (
     PrefillRoleSettings,
     RoutingSettings,
     Settings,
+    TenantsSettings,
     VisionSettings,
 )
 
@@ -64,6 +65,7 @@ class OrbitServeConfig(Settings):
     keeper: LibraryRoleSettings = LibraryRoleSettings()
     precompute: PrecomputeSettings = PrecomputeSettings()
     access_log: AccessLogSettings = AccessLogSettings()
+    tenants: TenantsSettings = TenantsSettings()
 
     @model_validator(mode="after")
     def _tells_that_it_is_full(self) -> OrbitServeConfig:
@@ -98,6 +100,14 @@ class OrbitServeConfig(Settings):
     def has_vision_encoder(self) -> bool:
         """True if images go to vision encoders; else prefill workers encode them."""
         return self.vision.replicas > 0 and not self.model.is_text_only
+
+    @property
+    def places(self) -> int | None:
+        """Answers in progress at once on one ingress replica; None: there is one tenant, and no bound."""
+        if not self.http.has_tenants:
+            return None
+        running = self.tenants.running or self.decode.max_num_seqs * self.decode.replicas
+        return -(-running // self.ingress.replicas)
 
     @property
     def composing(self) -> ModelCard:

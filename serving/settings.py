@@ -100,6 +100,54 @@ class ApiKey(Settings):
         return tenant
 
 
+class TenantLimits(Settings):
+    """Limits of one tenant; None bounds nothing. Bytes of files are bounded in the section `files`."""
+
+    weight: float = Field(1.0, gt=0, description="Share of the places for answers, relative to other tenants'.")
+    requests_per_minute: int | None = Field(
+        None, ge=1, description="Chats and completions; further ones are answered 429. None: no limit."
+    )
+    tokens_per_minute: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens of prompts and answers; a request takes its longest answer until it has ended. None: no "
+        "limit.",
+    )
+
+
+class TenantsSettings(Settings):
+    """Shares of tenants, where there is more than one."""
+
+    running: int | None = Field(
+        None,
+        ge=1,
+        description="Answers in progress at once; further ones wait, and places go to the tenants that hold the "
+        "fewest. None: as many as the decode workers take at once.",
+    )
+    reserve: float = Field(
+        0.125,
+        ge=0,
+        lt=1,
+        description="Share of the places, and of the requests in progress, that no tenant takes alone: others' begin "
+        "at once.",
+    )
+    max_waiting: int = Field(
+        256,
+        ge=1,
+        description="Answers of a tenant that may wait on an ingress replica; further ones are answered 429.",
+    )
+    default: TenantLimits = Field(TenantLimits(), description="Limits of tenants that are not named below.")
+    named: dict[str, TenantLimits] = Field(default_factory=dict, description="Limits of tenants by their names.")
+
+    def most_of_one(self, count: int) -> int:
+        """Part of `count` that one tenant may take by itself."""
+        return max(1, int(count * (1 - self.reserve)))
+
+    def of(self, tenant: str) -> TenantLimits:
+        """Limits of one tenant."""
+        return self.named.get(tenant, self.default)
+
+
 class HttpSettings(Settings):
     """The HTTP surface and its limits."""
 
@@ -158,6 +206,11 @@ class HttpSettings(Settings):
         if not all(key and key.isascii() and key.isprintable() and " " not in key for key in keys):
             raise ValueError("a key is empty, or has other characters than printable ASCII without spaces")
         return keys
+
+    @property
+    def has_tenants(self) -> bool:
+        """True if keys of more than one tenant may come."""
+        return len({owner.tenant for owner in self.api_keys.values()}) > 1
 
     @property
     def max_file_bytes(self) -> int:

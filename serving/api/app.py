@@ -53,6 +53,8 @@ from serving.config import OrbitServeConfig
 from serving.frontend.documents import Documents
 from serving.frontend.engine_client import LinkedEngineClient
 from serving.frontend.errors import InvalidRequest
+from serving.frontend.fair_queue import FairQueue
+from serving.frontend.rate_limits import RateLimits
 from serving.frontend.report import RequestTrace, parse_options, set_trace
 
 _UNSUPPORTED_COMPLETION = {
@@ -161,7 +163,19 @@ async def build_api(
     _add_operations(app, client, metrics, replica, counted)
     answer_errors(app)
     app.add_middleware(CancelOnDisconnect)
-    app.add_middleware(Limit, http, metrics)
+    limits = RateLimits(config.tenants.of, config.ingress.replicas)
+    alone = config.tenants.most_of_one(http.max_concurrent_requests) if http.has_tenants else None
+    app.add_middleware(Limit, http, metrics, limits, alone)
+    client.limits = limits
+    if config.places is not None:
+        shares = config.tenants
+        client.queue = queue = FairQueue(
+            config.places,
+            shares.most_of_one(config.places),
+            shares.max_waiting,
+            weight=lambda tenant: shares.of(tenant).weight,
+        )
+        metrics.waiting.set_function(lambda: queue.waiting)
     app.add_middleware(Authenticate, http.api_keys)
     if http.cors_origins:  # before keys are asked for: a browser's question whether it may call carries none
         app.add_middleware(CORSMiddleware, allow_origins=http.cors_origins, allow_methods=["*"], allow_headers=["*"])

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+from collections import Counter
 from collections.abc import Mapping
 from http import HTTPStatus
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving.api.errors import error_body
+from serving.api.errors import error_body, too_many
 from serving.api.metrics import Metrics
+from serving.frontend.errors import OverloadedError, RateLimited
+from serving.frontend.rate_limits import RateLimits
 from serving.settings import ApiKey, HttpSettings
 
 _LOCAL = ApiKey(tenant="local", admin=True)
@@ -85,16 +88,28 @@ class Limit:
     """Middleware that bounds request bodies: their size, their time, those in progress.
 
     One too many is answered 429 with Retry-After.
+
+    Args:
+        limits: requests a minute by tenant, which generating ones take from.
+        most_of_one: requests in progress of one tenant; None: as many as of all.
     """
 
-    def __init__(self, app: ASGIApp, http: HttpSettings, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        http: HttpSettings,
+        metrics: Metrics,
+        limits: RateLimits | None = None,
+        most_of_one: int | None = None,
+    ) -> None:
         self._app = app
         self._max_body, self._max_concurrent = http.max_body_bytes, http.max_concurrent_requests
         self._max_upload = min(http.max_body_bytes, http.max_file_bytes + _UPLOAD_ENVELOPE)
         self._max_other = min(http.max_body_bytes, _OTHER_BODY)
         self._body_timeout = http.body_timeout_s
-        self._metrics = metrics
-        self._running = 0
+        self._metrics, self._limits = metrics, limits
+        self._running = Counter[str]()  # by tenant
+        self._most_of_one = most_of_one or self._max_concurrent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -111,23 +126,27 @@ class Limit:
             await self._limited(scope, receive, send, self._max_upload if path == _UPLOAD_PATH else self._max_other)
 
     async def _limited(self, scope: Scope, receive: Receive, send: Send, max_body: int) -> None:
-        if self._running >= self._max_concurrent:
-            message = f"{self._running} requests are in progress already; try again later"
-            body = error_body(message, HTTPStatus.TOO_MANY_REQUESTS)
-            await JSONResponse(body, 429, headers={"Retry-After": "1"})(scope, receive, send)
+        tenant: str = scope["state"]["tenant"]
+        running, own = self._running.total(), self._running[tenant]
+        if running >= self._max_concurrent or own >= self._most_of_one:
+            count = f"{running} requests" if running >= self._max_concurrent else f"{own} of your requests"
+            error = OverloadedError(f"{count} are in progress already; try again later")
+            await too_many(error)(scope, receive, send)
             return
-        self._running += 1
+        self._running[tenant] += 1
         try:
             await self._bounded(scope, receive, send, max_body)
         finally:
-            self._running -= 1
+            self._running[tenant] -= 1
+            if not self._running[tenant]:
+                del self._running[tenant]
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Count answers by status.
 
         What is raised up to here is answered 500, outside of all middleware.
         """
-        answered = False
+        answered, tenant = False, scope["state"]["tenant"]
 
         def count(status: int) -> None:
             nonlocal answered
@@ -137,10 +156,16 @@ class Limit:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 count(message["status"])
+                if self._limits is not None:
+                    MutableHeaders(scope=message).update(self._limits.headers(tenant))
             await send(message)
 
         try:
+            if self._limits is not None:
+                self._limits.take(tenant, "requests")
             await self._limited(scope, receive, counted, self._max_body)
+        except RateLimited as error:
+            await too_many(error)(scope, receive, counted)
         except Exception:
             if not answered:
                 count(500)

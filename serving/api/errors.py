@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from argparse import Namespace
 from http import HTTPStatus
 from typing import Any
@@ -69,6 +70,12 @@ def error_body(message: str, status: HTTPStatus) -> dict[str, Any]:
     return {"error": {"message": message, "type": status.phrase, "param": None, "code": status.value}}
 
 
+def too_many(error: OverloadedError) -> JSONResponse:
+    """Response 429 with the seconds after which another try is worth it."""
+    headers = {"Retry-After": str(math.ceil(error.retry_after_s))}
+    return JSONResponse(error_body(error.message, error.http_status), error.http_status, headers=headers)
+
+
 def answer_errors(app: FastAPI) -> None:
     """Turn errors of routes into responses: vLLM's, ours, the library's and its files'."""
     app.state.args = Namespace(log_error_stack=False)  # what vLLM's exception handlers look at
@@ -79,7 +86,7 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(OverloadedError)
     async def try_later(_: Request, error: OverloadedError) -> JSONResponse:
-        return JSONResponse(error_body(error.message, error.http_status), 429, headers={"Retry-After": "1"})
+        return too_many(error)
 
     @app.exception_handler(StoreError)
     async def refused(request: Request, error: StoreError) -> JSONResponse:

@@ -56,6 +56,11 @@ class Metrics:
             registry=self.registry,
         )
 
+        self.waiting = Gauge(
+            "orbitserve_answers_waiting",
+            "Answers that wait for a place on this ingress replica, where tenants share them.",
+            registry=self.registry,
+        )
         self.unlogged = Gauge(
             "orbitserve_access_log_dropped",
             "Requests that this ingress replica could not write to its access log.",

@@ -20,8 +20,9 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -50,7 +51,9 @@ from serving.access_log import AccessLog
 from serving.errors import RoleUnavailable
 from serving.frontend.answer_stream import AnswerStream, sampling_of
 from serving.frontend.errors import DeadlineExceeded, InvalidRequest, OverloadedError
+from serving.frontend.fair_queue import FairQueue
 from serving.frontend.prompt_segments import Delimiters, Segments, image_delimiters, segment
+from serving.frontend.rate_limits import RateLimits
 from serving.frontend.report import ChunkReport, OrbitReport, RequestTrace, current_trace
 from serving.frontend.roles import Roles
 from serving.frontend.single_flight_encoder import SingleFlightEncoder
@@ -137,6 +140,8 @@ class LinkedEngineClient(_NotOurs):
 
     access_log: AccessLog | None = None  # where requests are logged, if they are
     observe: Callable[[OrbitReport], None] | None = None  # told of every prompt's report at its end
+    queue: FairQueue | None = None  # of answers, where tenants share the decode workers
+    limits: RateLimits | None = None  # of tenants' tokens
     request_timeout_s: float | None = None  # from a request's arrival to its last output; None: no deadline
 
     def __init__(
@@ -203,7 +208,10 @@ class LinkedEngineClient(_NotOurs):
             "reasoning_parser_kwargs": reasoning_parser_kwargs,
         }
         trace = current_trace().of_prompt()
-        return self._in_time(self._observed(prompt, sampling_params, request_id, trace, options), trace)
+        outputs = self._observed(prompt, sampling_params, request_id, trace, options)
+        if self.limits is not None:
+            outputs = self._metered(outputs, prompt, sampling_params, trace.tenant, self.limits)
+        return self._in_time(outputs, trace)
 
     def _check_tokens(self, prompt: Any) -> None:
         """Check token ids as vLLM checks its own input.
@@ -231,6 +239,38 @@ class LinkedEngineClient(_NotOurs):
                 prefix=trace.prefix_tokens,
             )
             trace.lacking = asyncio.ensure_future(self._roles.prefetch(request))
+
+    def _metered(
+        self,
+        outputs: AsyncGenerator[RequestOutput, None],
+        prompt: Any,
+        params: SamplingParams,
+        tenant: str,
+        limits: RateLimits,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs whose tokens count against a tenant's limit: at first all that there may be.
+
+        Raises:
+            RateLimited: the limit is used up.
+        """
+        given = len(prompt["prompt_token_ids"])
+        most = params.max_tokens if params.max_tokens is not None else self.model_config.max_model_len - given
+        reserved = given + most * (params.n or 1)
+        limits.take(tenant, "tokens", reserved)
+
+        async def metered() -> AsyncGenerator[RequestOutput, None]:
+            said = Counter[int]()
+            try:
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        for choice in output.outputs:
+                            before = said[choice.index] if params.output_kind == RequestOutputKind.DELTA else 0
+                            said[choice.index] = before + len(choice.token_ids)
+                        yield output
+            finally:
+                limits.give(tenant, "tokens", max(0, reserved - given - said.total()))
+
+        return metered()
 
     async def _in_time(
         self, outputs: AsyncGenerator[RequestOutput, None], trace: RequestTrace
@@ -264,7 +304,8 @@ class LinkedEngineClient(_NotOurs):
 
         Its report is observed at the end.
         """
-        async with trace.places, aclosing(self._generate(prompt, params, request_id, trace, options)) as outputs:
+        place = nullcontext() if self.queue is None else self.queue.place(trace.tenant)
+        async with trace.places, place, aclosing(self._generate(prompt, params, request_id, trace, options)) as outputs:
             try:
                 async for output in outputs:
                     yield output

@@ -24,5 +24,15 @@ class DeadlineExceeded(GracefulHTTPError):
 class OverloadedError(GracefulHTTPError):
     """429: queues are full; nothing was started."""
 
+    retry_after_s = 1.0
+
     def __init__(self, message: str) -> None:
         super().__init__(message, HTTPStatus.TOO_MANY_REQUESTS)
+
+
+class RateLimited(OverloadedError):
+    """429: a tenant's limit of requests or tokens a minute is used up for now."""
+
+    def __init__(self, message: str, resource: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.resource, self.retry_after_s = resource, retry_after_s

@@ -12,14 +12,19 @@ from fastapi.responses import JSONResponse
 from serving.api.auth import Authenticate, Limit
 from serving.api.errors import answer_errors
 from serving.api.metrics import Metrics, exposition
-from serving.settings import ApiKey, HttpSettings
+from serving.frontend.rate_limits import RateLimits
+from serving.settings import ApiKey, HttpSettings, TenantLimits, TenantsSettings
 
 
 def limits(max_body: int = 1000, at_once: int = 2, body_timeout_s: float = 120) -> HttpSettings:
     return HttpSettings(max_body_bytes=max_body, max_concurrent_requests=at_once, body_timeout_s=body_timeout_s)
 
 
-def api(keys: dict[str, ApiKey] | None = None, http: HttpSettings | None = None) -> FastAPI:
+def api(
+    keys: dict[str, ApiKey] | None = None,
+    http: HttpSettings | None = None,
+    tenants: TenantsSettings | None = None,
+) -> FastAPI:
     app = FastAPI()
     app.state.gate = asyncio.Event()
     app.state.metrics = Metrics()
@@ -43,13 +48,51 @@ def api(keys: dict[str, ApiKey] | None = None, http: HttpSettings | None = None)
         return {"tenant": request.state.tenant, "admin": request.state.admin}
 
     answer_errors(app)
-    app.add_middleware(Limit, http or limits(), app.state.metrics)
+    http = http or limits()
+    rates = None if tenants is None else RateLimits(tenants.of)
+    alone = None if tenants is None else tenants.most_of_one(http.max_concurrent_requests)
+    app.add_middleware(Limit, http, app.state.metrics, rates, alone)
     app.add_middleware(Authenticate, keys or {})
     return app
 
 
 def client(app: FastAPI, **headers: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", headers=headers)
+
+
+TWO = {"one": ApiKey(tenant="acme"), "two": ApiKey(tenant="other")}
+
+
+async def test_slow_bodies_take_their_tenants_places_and_not_all():
+    async def slow():
+        yield b"x"
+        await asyncio.Event().wait()
+
+    app = api(TWO, limits(at_once=4), TenantsSettings(reserve=0.25))
+    async with client(app, Authorization="Bearer one") as one, client(app, Authorization="Bearer two") as two:
+        slowly = [asyncio.create_task(one.post("/v1/chat/completions", content=slow())) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        refused = await one.post("/v1/chat/completions", content=b"x")
+        served = await two.post("/v1/chat/completions", content=b"x")
+        for task in slowly:
+            task.cancel()
+        await asyncio.gather(*slowly, return_exceptions=True)
+        again = await one.post("/v1/chat/completions", content=b"x")
+    assert (refused.status_code, served.status_code, again.status_code) == (429, 200, 200)
+    assert "3 of your requests" in refused.json()["error"]["message"]
+
+
+async def test_requests_a_minute_are_limited_by_tenant_and_told_in_headers():
+    app = api(TWO, tenants=TenantsSettings(named={"acme": TenantLimits(requests_per_minute=2)}))
+    async with client(app, Authorization="Bearer one") as one, client(app, Authorization="Bearer two") as two:
+        answers = [await one.post("/v1/chat/completions", content=b"x") for _ in range(3)]
+        upload = await one.post("/v1/files", content=b"x")
+        other = await two.post("/v1/chat/completions", content=b"x")
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == ["1", "0", "0"]
+    assert 1 <= int(answers[2].headers["Retry-After"]) <= 30
+    assert (upload.status_code, other.status_code) == (200, 200)
+    assert not [name for name in other.headers if name.startswith("x-ratelimit")]
 
 
 async def test_without_keys_everyone_is_the_local_tenant_and_administrator():
@@ -221,6 +264,7 @@ async def test_what_goes_wrong_inside_is_counted_too():
 
     metrics = Metrics()
     app.add_middleware(Limit, limits(), metrics)
+    app.add_middleware(Authenticate, {})
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as c:
         assert (await c.post("/v1/chat/completions", content=b"x")).status_code == 500
