@@ -27,7 +27,7 @@ from kvstore.records.keys import is_shared
 from kvstore.settings import FileSettings
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
-from serving.api import media
+from serving.api import media, pixels
 from serving.api.errors import NotFound, TooLarge
 from serving.api.media import MediaResolver, pinned
 from serving.api.pixel_budget import give_back
@@ -84,7 +84,7 @@ async def test_the_name_is_the_contents_and_the_tenants(files: FileStore):
 async def test_a_repeated_image_is_not_decoded_again(files: FileStore, monkeypatch: pytest.MonkeyPatch):
     media_of = resolver(files)
     media_of.open(png(), "local", "x")
-    monkeypatch.setattr(media, "convert_image_mode", pytest.fail)
+    monkeypatch.setattr(pixels, "convert_image_mode", pytest.fail)
     media_of.open(png(), "local", "x")
 
 
@@ -124,7 +124,7 @@ async def test_the_pixels_of_a_request_are_bounded_together(files: FileStore, mo
     parts = [image_part(data_url(png(100, 100, colour))) for colour in ("red", "green", "blue", "white", "black")]
     await limited.resolve_messages(ask(*parts[:2]), "local")
     loaded: list[Any] = []
-    monkeypatch.setattr("serving.api.media.convert_image_mode", lambda image, mode: loaded.append(image) or image)
+    monkeypatch.setattr("serving.api.pixels.convert_image_mode", lambda image, mode: loaded.append(image) or image)
     with pytest.raises(TooLarge, match=r"more than 25000 pixels in all"):
         await limited.resolve_messages(ask(*parts[2:]), "local")
     assert len(loaded) <= 2, "only what fits is decoded"
