@@ -84,7 +84,7 @@ def _statuses(path: str, method: str, operation: dict[str, Any]) -> set[int]:
     named = "{" in path  # something by its id
     if named or operation.get("parameters") or "requestBody" in operation:
         found.add(400)
-    if named or "requestBody" in operation and path != "/v1/files":  # bodies name models and files
+    if named or ("requestBody" in operation and path != "/v1/files"):  # bodies name models and files
         found.add(404)
     if "requestBody" in operation:
         found |= {408, 413}

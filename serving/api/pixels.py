@@ -69,8 +69,6 @@ def decode(opened: ImageFile) -> Image.Image:
         image = _scaled(image, samples)
     elif (plain := _PREMULTIPLIED.get(image.mode)) is not None:
         image = _unmultiplied(image, plain)
-    elif samples.is_16_bit and isinstance(transparent := image.info.get("transparency"), tuple):
-        image.info["transparency"] = tuple(value >> 8 for value in transparent)  # its pixels were cut to 8 bits
     return convert_image_mode(normalize_image(image), "RGB")
 
 
@@ -81,20 +79,17 @@ class _Samples:
     bits: int = 16
     is_signed: bool = True  # of 32-bit integers
     is_inverted: bool = False  # 0 is white
-    is_16_bit: bool = False  # also of samples that Pillow gives as 8 bits
 
     @classmethod
     def of(cls, opened: ImageFile) -> _Samples:
-        """Meaning of the samples of an opened file that is not decoded yet."""
-        raw = str(opened.tile[0].args) if opened.tile else ""
+        """Meaning of an opened file's samples."""
         if not isinstance(opened, TiffImagePlugin.TiffImageFile):
-            return cls(is_16_bit=";16" in raw)
+            return cls()
         tags = opened.tag_v2
         return cls(
             bits=int(tags.get(TiffImagePlugin.BITSPERSAMPLE, (1,))[0]),
             is_signed=int(tags.get(TiffImagePlugin.SAMPLEFORMAT, (_UNSIGNED,))[0]) != _UNSIGNED,
             is_inverted=tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == _WHITE_IS_ZERO,
-            is_16_bit=";16" in raw,
         )
 
 
