@@ -144,12 +144,17 @@ async def build_api(
     files = FileStore(config.files_url, config.files)
     stores = VectorStores(files)
     documents = client.forgets.group().register(Documents(client.renderer.get_tokenizer()))
-    if (cache := client.renderer._mm_processor_only_cache) is not None:
+    cache = client.renderer._mm_processor_only_cache
+    if cache is not None:
         client.forgets.group(client.renderer._mm_executor.submit).register(ProcessedImages(cache))
     documents.install(client.renderer)
     longest = client.model_config.max_model_len * client.renderer.get_tokenizer().max_chars_per_token
     limits = ImageLimits.of(client.renderer, http.max_resized_pixels)
-    media = MediaResolver(http, files, stores, documents, longest, limits)
+
+    def is_processed(content: str) -> bool:
+        return cache is not None and cache.is_cached([content])[0]
+
+    media = MediaResolver(http, files, stores, documents, longest, limits, is_processed)
     metrics = Metrics()
     metrics.patches.set_function(lambda: len(client.orderer.index))
     metrics.unlogged.set_function(lambda: client.access_log.dropped if client.access_log else 0)

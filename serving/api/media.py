@@ -125,7 +125,8 @@ class MediaResolver:
     """Resolver of the image and file parts of one deployment's requests.
 
     Without `documents` text files are refused. `max_characters`: of a request's text files, all together. `limits`: the
-    model's own on images; None: it has none, or they are not known.
+    model's own on images; None: it has none, or they are not known. `is_processed`: by content id, whether vLLM has an
+    image's processed pixels, so that it need not be decoded.
     """
 
     def __init__(
@@ -136,9 +137,10 @@ class MediaResolver:
         documents: Documents | None = None,
         max_characters: int | None = None,
         limits: ImageLimits | None = None,
+        is_processed: Callable[[str], bool] = lambda content: True,
     ) -> None:
         self._settings, self._files, self._stores, self._documents = settings, files, stores, documents
-        self._max_characters, self._limits = max_characters, limits
+        self._max_characters, self._limits, self._is_processed = max_characters, limits, is_processed
         self._secret = files.settings.salt_secret.get_secret_value().encode()
         self._decoded: OrderedDict[str, None] = OrderedDict()  # content ids that have proved decodable
         self._budget = PixelBudget(settings.max_decoded_pixels)
@@ -221,13 +223,15 @@ class MediaResolver:
     async def _decode_new(
         self, found: Sequence[ResolvedImage | Mark], places: Sequence[str], at_once: asyncio.Semaphore
     ) -> dict[str, ResolvedImage]:
-        """Decode the images that are not known yet, by content.
+        """Decode the images that are not known yet, or no longer processed, by content.
 
         Waits until there is memory for all of them.
         """
         new: dict[str, tuple[ResolvedImage, str]] = {}
         for one, where in zip(found, places, strict=True):
-            if isinstance(one, ResolvedImage) and one.content not in self._decoded:
+            if not isinstance(one, ResolvedImage):
+                continue
+            if one.content not in self._decoded or not self._is_processed(one.content):
                 new.setdefault(one.content, (one, where))
 
         if not new:
@@ -341,10 +345,10 @@ class MediaResolver:
     def _decode(self, found: ResolvedImage, where: str, share: PixelReservation | None = None) -> ResolvedImage:
         """Decode an image for vLLM; it holds its share of the pixel budget.
 
-        As it is, if its content has proved decodable.
+        Without one it is left as it is, if its content has proved decodable.
         """
         content, image = found.content, found.image
-        if content in self._decoded:
+        if share is None and content in self._decoded:
             with suppress(KeyError):  # another thread may have let go of it just now
                 self._decoded.move_to_end(content)
             return found
