@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -162,6 +163,11 @@ class HttpSettings(Settings):
         le=178_956_970,  # Pillow opens none with more
         description="Most pixels of an image, read from its header.",
     )
+    max_resized_pixels: int = Field(
+        33_000_000,
+        ge=1,
+        description="Most pixels of an image as the model's processor resizes it: a thin one may become large there.",
+    )
     max_request_pixels: int = Field(
         256_000_000, ge=1, description="Most pixels of all images of one request: decoded they take 4 bytes each."
     )
@@ -190,6 +196,11 @@ class HttpSettings(Settings):
     allow_http_images: bool = Field(
         False, description="Fetch http(s) image URLs. Private addresses are always refused."
     )
+    allowed_media_domains: list[str] = Field(
+        default_factory=list,
+        description="Hosts that image URLs may name, exactly, also where one is redirected to; empty: all. They are "
+        "fetched with `allow_http_images` alone.",
+    )
     http_image_timeout_s: float = Field(10.0, gt=0, description="Time allowed to fetch one image.")
     cors_origins: list[str] = Field(
         default_factory=list, description="Origins whose pages may call this from a browser; ['*']: all."
@@ -199,6 +210,14 @@ class HttpSettings(Settings):
         description="Bearer key to its tenant, or to {tenant: NAME, admin: true} for an administrator's. "
         "Empty: no key needed, one tenant named `local` who is the administrator: everybody who reaches the port.",
     )
+
+    @field_validator("allowed_media_domains")
+    @classmethod
+    def _hosts(cls, domains: list[str]) -> list[str]:
+        for domain in domains:
+            if not re.fullmatch(r"[\w.-]+|[0-9a-fA-F:.]+", domain):
+                raise ValueError(f"{domain!r} is not a host's name, such as pictures.example: no scheme, port or path")
+        return [domain.lower().rstrip(".") for domain in domains]
 
     @field_validator("api_keys")
     @classmethod

@@ -38,15 +38,17 @@ from vllm.renderers.online_renderer import OnlineRenderer
 
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
-from serving.api.auth import Authenticate, Limit
+from serving.api.auth import AnswerHead, Authenticate, Limit
 from serving.api.chat import UNSUPPORTED, OrbitServingChat, fixed_prefix, readable, refuse_longer, refuse_unsupported
 from serving.api.client_disconnect import CancelOnDisconnect, answering
 from serving.api.compiling import compiling
 from serving.api.errors import answer_errors
 from serving.api.fidelity import families, fidelity_router, scraped
 from serving.api.files import OnDelete, files_router
+from serving.api.image_limits import ImageLimits
 from serving.api.media import MediaResolver
 from serving.api.metrics import Metrics, exposition, in_time, labelled
+from serving.api.openapi import document_errors
 from serving.api.streams import opened
 from serving.api.vector_stores import vector_stores_router
 from serving.config import OrbitServeConfig
@@ -144,11 +146,17 @@ async def build_api(
     files = FileStore(config.files_url, config.files)
     stores = VectorStores(files)
     documents = client.forgets.group().register(Documents(client.renderer.get_tokenizer()))
-    if (cache := client.renderer._mm_processor_only_cache) is not None:
+    cache = client.renderer._mm_processor_only_cache
+    if cache is not None:
         client.forgets.group(client.renderer._mm_executor.submit).register(ProcessedImages(cache))
     documents.install(client.renderer)
     longest = client.model_config.max_model_len * client.renderer.get_tokenizer().max_chars_per_token
-    media = MediaResolver(http, files, stores, documents, longest)
+    limits = ImageLimits.of(client.renderer, http.max_resized_pixels)
+
+    def is_processed(content: str) -> bool:
+        return cache is not None and cache.is_cached([content])[0]
+
+    media = MediaResolver(http, files, stores, documents, longest, limits, is_processed)
     metrics = Metrics()
     metrics.patches.set_function(lambda: len(client.orderer.index))
     metrics.unlogged.set_function(lambda: client.access_log.dropped if client.access_log else 0)
@@ -162,6 +170,8 @@ async def build_api(
     app.include_router(fidelity_router(client.roles))
     _add_operations(app, client, metrics, replica, counted)
     answer_errors(app)
+    document_errors(app)
+    app.add_middleware(AnswerHead)
     app.add_middleware(CancelOnDisconnect)
     limits = RateLimits(config.tenants.of, config.ingress.replicas)
     alone = config.tenants.most_of_one(http.max_concurrent_requests) if http.has_tenants else None

@@ -1,4 +1,4 @@
-"""Middleware: who asks, how much they may send, and how many requests are in progress."""
+"""Middleware: who asks, how much they may send, how many requests are in progress; and HEAD."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from serving.frontend.rate_limits import RateLimits
 from serving.settings import ApiKey, HttpSettings
 
 _LOCAL = ApiKey(tenant="local", admin=True)
-_OPEN_PATHS = frozenset({"/health", "/metrics", "/docs", "/openapi.json", "/redoc"})
+OPEN_PATHS = frozenset({"/health", "/metrics", "/docs", "/openapi.json", "/redoc"})
 _GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 # Of a chat /tokenize fetches, decodes and processes all images; both run where all prompts are rendered.
 _TOKENISING_PATHS = frozenset({"/tokenize", "/detokenize"})
@@ -51,7 +51,7 @@ class Authenticate:
             await self._app(scope, receive, send)
             return
         owner = self._owner(Headers(scope=scope).get("authorization", ""))
-        if owner is None and _route(scope) not in _OPEN_PATHS:
+        if owner is None and _route(scope) not in OPEN_PATHS:
             body = error_body("missing or unknown API key", HTTPStatus.UNAUTHORIZED)
             await JSONResponse(body, 401, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)
             return
@@ -68,6 +68,23 @@ class Authenticate:
             if hmac.compare_digest(key, given.strip().encode()) and scheme.lower() == "bearer":
                 found = owner
         return found
+
+
+class AnswerHead:
+    """Middleware that answers HEAD wherever GET is answered: the same, without the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def without_body(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        await self._app({**scope, "method": "GET"}, receive, without_body)
 
 
 class _BodyTooLarge(HTTPException):

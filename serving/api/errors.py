@@ -9,8 +9,10 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi import HTTPException as FastAPIHTTPException
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
@@ -76,11 +78,26 @@ def too_many(error: OverloadedError) -> JSONResponse:
     return JSONResponse(error_body(error.message, error.http_status), error.http_status, headers=headers)
 
 
+def _methods(request: Request) -> set[str]:
+    """Methods that any route takes at a request's path."""
+    known = ((route, getattr(route, "methods", None) or ()) for route in request.app.routes)
+    found = {method for route, methods in known if route.matches(request.scope)[0] != Match.NONE for method in methods}
+    return found | ({"HEAD"} if "GET" in found else set())
+
+
 def answer_errors(app: FastAPI) -> None:
     """Turn errors of routes into responses: vLLM's, ours, the library's and its files'."""
     app.state.args = Namespace(log_error_stack=False)  # what vLLM's exception handlers look at
     init_exception_handler(app)
-    app.exception_handler(HTTPException)(http_exception_handler)  # Starlette's own: no such route, body too large
+
+    @app.exception_handler(HTTPException)  # Starlette's own: no such route or method, body too large
+    @app.exception_handler(FastAPIHTTPException)
+    async def refused_by_framework(request: Request, error: HTTPException) -> JSONResponse:
+        response = await http_exception_handler(request, error)
+        if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            response.headers["Allow"] = ", ".join(sorted(_methods(request)))
+        return response
+
     for name in _STREAMING:
         logging.getLogger(name).addFilter(_TOLD_ALREADY)
 

@@ -5,7 +5,8 @@ library's, so that what is computed from a reference serves every tenant and not
 handed to vLLM as the item's uuid, so that the processor cache, the chunk's keys and the file store agree on it; a
 repeated image is opened lazily and never decoded.
 
-A file that is text and no image becomes a document: a text chunk (see `serving.frontend.documents`).
+A file that is text and no image becomes a document: a text chunk (see `serving.frontend.documents`). Of a file with
+several pictures (GIF, TIFF, AVIF) the first is taken, as vLLM does; of an ICO the largest.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import base64
 import binascii
 import io
 import ipaddress
+import re
 import socket
 import ssl
 import threading
 from collections import OrderedDict
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,22 +30,36 @@ from urllib.parse import urlsplit
 
 import httpx
 from PIL import Image, UnidentifiedImageError
-from vllm.multimodal.image import convert_image_mode, normalize_image
 
 from kvstore.errors import UnknownFile
 from kvstore.records.keys import DYNAMIC_TENANT, owned_content_id
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
 from serving.api.errors import NotFound, TooLarge
+from serving.api.image_headers import BadContainer, check_avif, check_container, is_tiff
+from serving.api.image_limits import ImageLimits
 from serving.api.pixel_budget import PixelBudget, PixelReservation
+from serving.api.pixels import DeferredImage, UnreadablePixels
 from serving.frontend.documents import Documents, Mark
 from serving.frontend.errors import InvalidRequest
 from serving.settings import HttpSettings
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "ICO")
 _MAX_REDIRECTS = 3
 _UNICAST = ipaddress.ip_network("2000::/3")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_PDF_HEADER = re.compile(rb"%PDF-\d\.\d")  # within the first 1024 bytes, by the PDF specification
+_PDF_WITHIN = 1024
+_PDF_PARTS = (b"endobj", b"startxref", b"%%EOF")  # what a text that only speaks of PDFs does not have besides
+# Pages as a program in ASCII: read as a text, a prompt would be their source.
+_PAGES = {
+    b"%PDF-": "a PDF",
+    b"%FDF-": "a PDF's form",
+    b"%!PS": "PostScript",
+    b"\xc5\xd0\xd3\xc6": "PostScript",
+    b"\x1b%-12345X": "a print job",
+    b"{\\rtf": "RTF",
+}
 _AT_ONCE = 8  # parts of one request that are fetched, read and decoded beside one another
 _Result = TypeVar("_Result")
 
@@ -72,26 +88,45 @@ class ResolvedText:
 class _RequestBudget:
     """Bound on something of one request's images or documents, such as pixels. Thread-safe.
 
-    `most`: None bounds nothing; `of`: "images have {} pixels".
+    `most`: None bounds nothing; `of`: "images have {} pixels"; `refusal`: the error by its message and place.
     """
 
-    def __init__(self, most: int | None, of: str) -> None:
-        self._most, self._of = most, of
+    def __init__(self, most: int | None, of: str, refusal: Callable[[str, str], Exception]) -> None:
+        self._most, self._of, self._refusal = most, of, refusal
         self._taken = 0
         self._lock = threading.Lock()
 
     def take(self, count: int, where: str) -> None:
-        """Take a part; raises TooLarge if that is more than is left."""
+        """Take a part; raises the refusal if that is more than is left."""
         with self._lock:
             self._taken += count
             if self._most is not None and self._taken > self._most:
-                raise TooLarge(f"{where}: up to here the request's {self._of.format(f'more than {self._most}')} in all")
+                of = self._of.format(f"more than {self._most}")
+                raise self._refusal(f"{where}: up to here the request's {of} in all", where)
+
+
+def _too_large(message: str, where: str) -> TooLarge:
+    return TooLarge(message)
+
+
+def _invalid(message: str, where: str) -> InvalidRequest:
+    return InvalidRequest(message, parameter=where)
+
+
+@dataclass(frozen=True)
+class _ImageBudgets:
+    """Bounds on all images of a request together."""
+
+    pixels: _RequestBudget
+    tokens: _RequestBudget
 
 
 class MediaResolver:
     """Resolver of the image and file parts of one deployment's requests.
 
-    Without `documents` text files are refused. `max_characters`: of a request's text files, all together.
+    Without `documents` text files are refused. `max_characters`: of a request's text files, all together. `limits`: the
+    model's own on images; None: it has none, or they are not known. `is_processed`: by content id, whether vLLM has an
+    image's processed pixels, so that it need not be decoded.
     """
 
     def __init__(
@@ -101,9 +136,11 @@ class MediaResolver:
         stores: VectorStores,
         documents: Documents | None = None,
         max_characters: int | None = None,
+        limits: ImageLimits | None = None,
+        is_processed: Callable[[str], bool] = lambda content: True,
     ) -> None:
         self._settings, self._files, self._stores, self._documents = settings, files, stores, documents
-        self._max_characters = max_characters
+        self._max_characters, self._limits, self._is_processed = max_characters, limits, is_processed
         self._secret = files.settings.salt_secret.get_secret_value().encode()
         self._decoded: OrderedDict[str, None] = OrderedDict()  # content ids that have proved decodable
         self._budget = PixelBudget(settings.max_decoded_pixels)
@@ -139,14 +176,18 @@ class MediaResolver:
                     )
             resolved.append({**message, "content": parts})
         at_once = asyncio.Semaphore(_AT_ONCE)
-        pixels = _RequestBudget(self._settings.max_request_pixels, "images have {} pixels")
+        longest = None if self._limits is None else self._limits.max_tokens
+        images = _ImageBudgets(
+            _RequestBudget(self._settings.max_request_pixels, "images have {} pixels", _too_large),
+            _RequestBudget(longest, "images take {} tokens, the most that a prompt can hold,", _invalid),
+        )
         characters = _RequestBudget(
-            self._max_characters, "documents have {} characters, the most that a prompt can hold,"
+            self._max_characters, "documents have {} characters, the most that a prompt can hold,", _too_large
         )
 
         async def resolve(part: dict[str, Any], where: str) -> ResolvedImage | Mark:
             async with at_once:
-                return await self._resolve(part, tenant, where, pixels, characters)
+                return await self._resolve(part, tenant, where, images, characters)
 
         found = await _together(resolve(parts[p], where) for parts, p, where in wanted)
         decoded = await self._decode_new(found, [where for _, _, where in wanted], at_once)
@@ -159,12 +200,12 @@ class MediaResolver:
         return resolved
 
     async def _resolve(
-        self, part: dict[str, Any], tenant: str, where: str, pixels: _RequestBudget, characters: _RequestBudget
+        self, part: dict[str, Any], tenant: str, where: str, images: _ImageBudgets, characters: _RequestBudget
     ) -> ResolvedImage | Mark:
         """An image, not decoded yet, or what stands for a document."""
         if part["type"] == "file":
             data, owner = await self._file(part, tenant, where)
-            found = await asyncio.to_thread(self._identify_file, data, owner, where, pixels)
+            found = await asyncio.to_thread(self._identify_file, data, owner, where, images)
             if isinstance(found, ResolvedText):
                 assert self._documents is not None
                 characters.take(len(found.text), where)
@@ -177,18 +218,20 @@ class MediaResolver:
         inline = url.startswith("data:")
         most = self._settings.max_image_bytes
         data = await (asyncio.to_thread(_data_url, url, where, most) if inline else self._fetch(url, where))
-        return await asyncio.to_thread(self._identify, data, tenant, where, pixels)
+        return await asyncio.to_thread(self._identify, data, tenant, where, images)
 
     async def _decode_new(
         self, found: Sequence[ResolvedImage | Mark], places: Sequence[str], at_once: asyncio.Semaphore
     ) -> dict[str, ResolvedImage]:
-        """Decode the images that are not known yet, by content.
+        """Decode the images that are not known yet, or no longer processed, by content.
 
         Waits until there is memory for all of them.
         """
         new: dict[str, tuple[ResolvedImage, str]] = {}
         for one, where in zip(found, places, strict=True):
-            if isinstance(one, ResolvedImage) and one.content not in self._decoded:
+            if not isinstance(one, ResolvedImage):
+                continue
+            if one.content not in self._decoded or not self._is_processed(one.content):
                 new.setdefault(one.content, (one, where))
 
         if not new:
@@ -215,12 +258,13 @@ class MediaResolver:
         return found if isinstance(found, ResolvedText) else self._decode(found, where)
 
     def _identify_file(
-        self, data: bytes, owner: str, where: str, pixels: _RequestBudget | None = None
+        self, data: bytes, owner: str, where: str, images: _ImageBudgets | None = None
     ) -> ResolvedImage | ResolvedText:
         """Identify a file as `open_file` does, an image by its header alone."""
+        refuse_pages(data, where)
         text = None if self._documents is None else as_text(data)
         if text is None:
-            return self._identify(data, owner, where, pixels, or_text=self._documents is not None)
+            return self._identify(data, owner, where, images, or_text=self._documents is not None)
         if len(data) > self._settings.max_document_bytes:
             limit = self._settings.max_document_bytes
             raise TooLarge(f"{where}: the document has {len(data)} bytes, at most {limit} are allowed")
@@ -236,6 +280,7 @@ class MediaResolver:
         """
         if purpose != "vision":
             return self.open_file(data, owner, where)
+        refuse_pages(data, where)
         if self._documents is not None and as_text(data) is not None:
             raise InvalidRequest(
                 f"{where}: a text, but purpose 'vision' is for images; upload it as 'user_data' or 'assistants'",
@@ -254,51 +299,63 @@ class MediaResolver:
         return self._decode(self._identify(data, owner, where), where)
 
     def _identify(
-        self, data: bytes, owner: str, where: str, pixels: _RequestBudget | None = None, or_text: bool = False
+        self, data: bytes, owner: str, where: str, images: _ImageBudgets | None = None, or_text: bool = False
     ) -> ResolvedImage:
         """Identify content as `open` does, by the image's header alone.
 
-        Its pixels count against the request's.
+        Its pixels and tokens count against the request's.
 
         `or_text`: whether text would have done as well.
         """
         limits = self._settings
         if not data:
             raise InvalidRequest(f"{where}: the image is empty (0 bytes)", parameter=where)
+        refuse_pages(data, where)
         if len(data) > limits.max_image_bytes:
             raise TooLarge(f"{where}: the image has {len(data)} bytes, at most {limits.max_image_bytes} are allowed")
         try:
-            image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
+            check_container(data, limits.max_image_pixels)
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            if image.format == "AVIF":
+                check_avif(data, image.width * image.height)
         except Image.DecompressionBombError as error:
             raise TooLarge(
                 f"{where}: the image has more pixels than the {limits.max_image_pixels} that are allowed"
             ) from error
+        except BadContainer as error:
+            raise InvalidRequest(f"{where}: the image cannot be read: {error}", parameter=where) from error
         except (UnidentifiedImageError, OSError, ValueError) as error:
-            known = f"an image in a known format ({', '.join(FORMATS)})"
-            wanted = f"neither {known} nor a text file" if or_text else f"not {known}"
+            if is_tiff(data):
+                wanted = "a TIFF in a form that is not read; save it with 8 or 16 bits a channel, or as PNG"
+            else:
+                known = f"an image in a known format ({', '.join(FORMATS)})"
+                wanted = f"neither {known} nor a text file" if or_text else f"not {known}"
             raise InvalidRequest(f"{where}: {wanted}", parameter=where) from error
         if image.width * image.height > limits.max_image_pixels:
             raise TooLarge(
                 f"{where}: the image has {image.width}x{image.height} pixels, "
                 f"at most {limits.max_image_pixels} are allowed"
             )
-        if pixels is not None:
-            pixels.take(image.width * image.height, where)
-        return ResolvedImage(owned_content_id(data, owner, self._secret), image)
+        tokens = 0 if self._limits is None else self._limits.check(image.width, image.height, where)
+        if images is not None:
+            images.pixels.take(image.width * image.height, where)
+            images.tokens.take(tokens, where)
+        return ResolvedImage(owned_content_id(data, owner, self._secret), DeferredImage(image))
 
     def _decode(self, found: ResolvedImage, where: str, share: PixelReservation | None = None) -> ResolvedImage:
         """Decode an image for vLLM; it holds its share of the pixel budget.
 
-        As it is, if its content has proved decodable.
+        Without one it is left as it is, if its content has proved decodable.
         """
         content, image = found.content, found.image
-        if content in self._decoded:
+        if share is None and content in self._decoded:
             with suppress(KeyError):  # another thread may have let go of it just now
                 self._decoded.move_to_end(content)
             return found
         try:
-            image.load()  # first: what turns an image swallows every error
-            image = convert_image_mode(normalize_image(image), "RGB")  # as vLLM does where it decodes itself
+            image.load()
+        except UnreadablePixels as error:
+            raise InvalidRequest(f"{where}: {error}", parameter=where) from error
         except Exception as error:  # whatever decoding raises is the image's fault, and Pillow raises many things
             raise InvalidRequest(f"{where}: the image is truncated or broken: {error}", parameter=where) from error
         if share is not None:
@@ -306,7 +363,7 @@ class MediaResolver:
         self._decoded[content] = None
         if len(self._decoded) > 65536:
             self._decoded.popitem(last=False)
-        return ResolvedImage(content, image)
+        return found
 
     async def _file(self, part: dict[str, Any], tenant: str, where: str) -> tuple[bytes, str]:
         """A file's bytes, and the owner of what is computed from it.
@@ -348,6 +405,7 @@ class MediaResolver:
                 httpx.AsyncClient(timeout=None, trust_env=False, verify=self._certificates) as client,
             ):
                 for _ in range(_MAX_REDIRECTS + 1):
+                    self._check_domain(url, where)
                     target, headers, extensions = await pinned(url, where)
                     headers["Accept-Encoding"] = "identity"
                     async with client.stream("GET", target, headers=headers, extensions=extensions) as response:
@@ -371,6 +429,17 @@ class MediaResolver:
             raise InvalidRequest(f"{where}: the image could not be fetched: {error}", parameter=where) from error
         raise InvalidRequest(f"{where}: more than {_MAX_REDIRECTS} redirects", parameter=where)
 
+    def _check_domain(self, url: str, where: str) -> None:
+        """Raise InvalidRequest for a URL, also one redirected to, of a host that is not allowed."""
+        allowed = self._settings.allowed_media_domains
+        host = _host_and_port(url, where)[0].rstrip(".")
+        if allowed and host not in allowed:
+            raise InvalidRequest(
+                f"{where}: {host!r} is not among the hosts that images may be fetched from: {', '.join(allowed)} "
+                "(`http.allowed_media_domains`)",
+                parameter=where,
+            )
+
 
 async def _together(calls: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
     """Results of all tasks; the first error ends the others."""
@@ -380,6 +449,22 @@ async def _together(calls: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Resu
     finally:
         for task in tasks:
             task.cancel()
+
+
+def refuse_pages(data: bytes, where: str) -> None:
+    """Raise InvalidRequest for a PDF or another page description, however much of it is text.
+
+    A PDF's header may stand behind other bytes; there it takes more of a PDF than the header alone.
+    """
+    start = data[:_PDF_WITHIN].removeprefix(b"\xef\xbb\xbf").lstrip()
+    kind = next((kind for magic, kind in _PAGES.items() if start.startswith(magic)), None)
+    if kind is None and _PDF_HEADER.search(data[: _PDF_WITHIN + 8]) and any(part in data for part in _PDF_PARTS):
+        kind = "a PDF"
+    if kind is not None:
+        raise InvalidRequest(
+            f"{where}: {kind}, which is not read yet; render its pages as images (such as PNG), or send its text",
+            parameter=where,
+        )
 
 
 def as_text(data: bytes) -> str | None:
@@ -413,11 +498,7 @@ async def pinned(url: str, where: str) -> tuple[str, dict[str, str], dict[str, A
     Raises:
         InvalidRequest: the host is unknown, or any of its addresses is not a public one.
     """
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-    except ValueError as error:
-        raise InvalidRequest(f"{where}: not a URL: {error}", parameter=where) from error
+    (host, port), parts = _host_and_port(url, where), urlsplit(url)
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -428,6 +509,15 @@ async def pinned(url: str, where: str) -> tuple[str, dict[str, str], dict[str, A
     address = addresses[0]
     netloc = f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
     return parts._replace(netloc=netloc).geturl(), {"Host": parts.netloc.rpartition("@")[2]}, {"sni_hostname": host}
+
+
+def _host_and_port(url: str, where: str) -> tuple[str, int]:
+    """Host in lower case and port of a URL; raises InvalidRequest if it is none."""
+    try:
+        parts = urlsplit(url)
+        return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError as error:
+        raise InvalidRequest(f"{where}: not a URL: {error}", parameter=where) from error
 
 
 def _data_url(url: str, where: str, most: int) -> bytes:

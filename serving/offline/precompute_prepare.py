@@ -35,6 +35,7 @@ from prefill_workers.patches.offline import Name, OfflineTask, OfflineWorker
 from prefill_workers.protocol import ChunkSpan, LinkRequest
 from serving.api.chat import fixed_prefix
 from serving.api.errors import TooLarge
+from serving.api.image_limits import ImageLimits
 from serving.api.media import MediaResolver, ResolvedImage
 from serving.config import OrbitServeConfig
 from serving.engine_spec import front_end_config
@@ -58,8 +59,9 @@ class Preparer:
         self._config, self._offline, self._is_stored = config, offline, is_stored
         self._secret = config.files.salt_secret.get_secret_value().encode()
         files = FileStore(config.files_url, config.files)
-        self._media = MediaResolver(config.http, files, VectorStores(files))
         self._prompts = Prompts(config)
+        limits = self._prompts.image_limits(config.http.max_resized_pixels)
+        self._media = MediaResolver(config.http, files, VectorStores(files), limits=limits)
         self._delimiters: tuple[list[int], list[int]] = ([], [])  # what opens and closes an image's chunk
 
     @classmethod
@@ -195,6 +197,10 @@ class Prompts:
             chat_template_content_format="auto",
         )
         self._delimiters = Delimiters.of(vllm_config.model_config, self._renderer.get_tokenizer())
+
+    def image_limits(self, max_resized_pixels: int) -> ImageLimits | None:
+        """The model's limits on images; None: it takes none."""
+        return ImageLimits.of(self._renderer, max_resized_pixels)
 
     def prefix_tokens(self, opening: Opening) -> tuple[int, ...]:
         """Token ids of a fixed prefix, as patches are keyed by."""

@@ -19,17 +19,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from PIL import Image
-from vllm.multimodal.image import normalize_image
+from image_files import png16, tiff
+from PIL import Image, PngImagePlugin
+from vllm.multimodal.image import convert_image_mode, normalize_image
 
 from kvstore.records.keys import is_shared
 from kvstore.settings import FileSettings
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
-from serving.api import media
+from serving.api import media, pixels
 from serving.api.errors import NotFound, TooLarge
-from serving.api.media import MediaResolver, pinned
+from serving.api.image_limits import ImageLimits
+from serving.api.media import MediaResolver, ResolvedText, pinned
 from serving.api.pixel_budget import give_back
 from serving.frontend.errors import InvalidRequest
 from serving.settings import HttpSettings
@@ -84,11 +87,29 @@ async def test_the_name_is_the_contents_and_the_tenants(files: FileStore):
 async def test_a_repeated_image_is_not_decoded_again(files: FileStore, monkeypatch: pytest.MonkeyPatch):
     media_of = resolver(files)
     media_of.open(png(), "local", "x")
-    monkeypatch.setattr(media, "convert_image_mode", pytest.fail)
+    monkeypatch.setattr(pixels, "convert_image_mode", pytest.fail)
     media_of.open(png(), "local", "x")
 
 
-@pytest.mark.parametrize(("mode", "kind"), [("L", "PNG"), ("P", "GIF"), ("RGBA", "PNG"), ("RGB", "JPEG"), ("1", "BMP")])
+async def test_a_repeated_image_that_is_processed_no_more_is_decoded_within_the_budget(files: FileStore):
+    processed: set[str] = set()
+    settings = HttpSettings(max_decoded_pixels=1000)
+    images = MediaResolver(settings, files, VectorStores(files), is_processed=processed.__contains__)
+    for times in (1, 2):
+        (message,) = await images.resolve_messages(ask(image_part(data_url(png()))), "local")
+        assert images._budget.held == 64, times
+        processed.add(message["content"][0]["uuid"]) if times == 2 else None
+        give_back(message["content"][0]["image_pil"])
+        await asyncio.sleep(0.01)
+    await images.resolve_messages(ask(image_part(data_url(png()))), "local")
+    assert images._budget.held == 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [("L", "PNG"), ("P", "GIF"), ("RGBA", "PNG"), ("RGB", "JPEG"), ("1", "BMP"),
+     ("RGB", "TIFF"), ("I;16", "TIFF"), ("F", "TIFF"), ("CMYK", "TIFF"), ("RGBA", "AVIF"), ("RGBA", "ICO")],
+)  # fmt: skip
 async def test_every_format_comes_out_as_rgb(files: FileStore, mode: str, kind: str):
     found = resolver(files).open(png(mode=mode, kind=kind), "local", "x")
     assert found.image.convert("RGB").size == (8, 8)
@@ -124,7 +145,7 @@ async def test_the_pixels_of_a_request_are_bounded_together(files: FileStore, mo
     parts = [image_part(data_url(png(100, 100, colour))) for colour in ("red", "green", "blue", "white", "black")]
     await limited.resolve_messages(ask(*parts[:2]), "local")
     loaded: list[Any] = []
-    monkeypatch.setattr("serving.api.media.convert_image_mode", lambda image, mode: loaded.append(image) or image)
+    monkeypatch.setattr("serving.api.pixels.convert_image_mode", lambda image, mode: loaded.append(image) or image)
     with pytest.raises(TooLarge, match=r"more than 25000 pixels in all"):
         await limited.resolve_messages(ask(*parts[2:]), "local")
     assert len(loaded) <= 2, "only what fits is decoded"
@@ -221,6 +242,111 @@ async def test_a_text_uploaded_as_an_image_is_told_where_it_belongs(files: FileS
     assert takes_text.open_for("vision", png(), "local", "file").content
     with pytest.raises(InvalidRequest, match="not an image"):
         resolver(files).open_for("vision", b"words", "local", "file")
+
+
+async def test_the_first_picture_of_several_is_taken(files: FileStore):
+    for kind in ("GIF", "TIFF", "AVIF"):
+        buffer = io.BytesIO()
+        pages = [Image.new("RGB", (40, 40), colour) for colour in ("red", "lime")]
+        pages[0].save(buffer, kind, save_all=True, append_images=pages[1:])
+        found = resolver(files).open(buffer.getvalue(), "local", "x").image
+        assert found.getpixel((20, 20))[0] > 200, kind
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+async def test_a_deep_image_is_scaled_whenever_it_is_decoded(files: FileStore, lazily: bool):
+    half = png16(np.full((8, 8, 1), 128 * 257, np.uint16))
+    images = resolver(files)
+    if lazily:
+        images.open(half, "local", "x")
+    (message,) = await images.resolve_messages(ask(image_part(data_url(half))), "local")
+    as_vllm_reads_it = convert_image_mode(normalize_image(message["content"][0]["image_pil"]), "RGB")
+    assert as_vllm_reads_it.getpixel((0, 0)) == (128, 128, 128)
+
+
+def test_a_lying_container_is_refused_before_it_is_decoded(files: FileStore, monkeypatch: pytest.MonkeyPatch):
+    picture = png(300, 300)
+    directory = struct.pack("<HHH", 0, 1, 1) + struct.pack("<BBBBHHII", 8, 8, 0, 0, 1, 32, len(picture), 22)
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", pytest.fail)
+    with pytest.raises(InvalidRequest, match="part: the image cannot be read: its directory says 8x8 pixels"):
+        resolver(files).open(directory + picture, "local", "part")
+    avif = bytearray(png(600, 500, kind="AVIF"))
+    said = avif.find(b"ispe") + 8
+    avif[said : said + 8] = struct.pack(">II", 16, 16)
+    with pytest.raises(InvalidRequest, match="its header says 256 pixels, the frames in it have 300000"):
+        resolver(files).open(bytes(avif), "local", "part")
+
+
+def test_a_tiff_that_pillow_does_not_read_is_said_to_be_one(files: FileStore):
+    with pytest.raises(InvalidRequest, match="a TIFF in a form that is not read"):
+        resolver(files).open(tiff(np.zeros((2, 2, 1), np.float64), 1), "local", "x")
+
+
+def test_pixels_that_are_no_numbers_are_refused(files: FileStore):
+    with pytest.raises(InvalidRequest, match="part: the image has pixels that are not finite numbers"):
+        resolver(files).open(tiff(np.full((2, 2, 1), np.nan, np.float32), 1), "local", "part")
+
+
+async def test_an_image_beyond_the_models_limits_is_refused_before_it_is_decoded(
+    files: FileStore, monkeypatch: pytest.MonkeyPatch
+):
+    def tokens(width: int, height: int) -> int:
+        if max(width, height) > 200 * min(width, height):
+            raise ValueError(f"aspect ratio {max(width, height) // min(width, height)}")
+        return width * height
+
+    limits = ImageLimits(tokens, None, 1, 100, 1_000_000)
+    limited = MediaResolver(HttpSettings(), files, VectorStores(files), limits=limits)
+    await limited.resolve_messages(ask(image_part(data_url(png(8, 8)))), "local")
+    monkeypatch.setattr(pixels, "decode", pytest.fail)
+    with pytest.raises(InvalidRequest, match=r"content\[0\]: the model's processor .* 1x300 pixels: aspect ratio 300"):
+        await limited.resolve_messages(ask(image_part(data_url(png(1, 300)))), "local")
+    with pytest.raises(InvalidRequest, match="10x11 pixels takes 110 tokens; the longest prompt has at most 100"):
+        limited.open_for("vision", png(10, 11), "local", "file")
+    parts = [image_part(data_url(png(7, 7, colour))) for colour in ("red", "green", "blue")]
+    with pytest.raises(InvalidRequest, match="images take more than 100 tokens, the most that a prompt can hold"):
+        await limited.resolve_messages(ask(*parts), "local")
+
+
+PDF = b"%PDF-1.4\n1 0 obj<</Type/Catalog/Pages 2 0 R>>endobj\ntrailer<</Root 1 0 R>>\n%%EOF\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (PDF, "a PDF"),
+        (b"%PDF-1.7\nwhatever follows", "a PDF"),
+        (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n\0\xff", "a PDF"),
+        (b"\xef\xbb\xbf\n" + PDF, "a PDF"),
+        (b"From: a scanner\r\n\r\n" + PDF, "a PDF"),
+        (b"x" * 1020 + PDF, "a PDF"),
+        (b"%FDF-1.2\n1 0 obj<<>>endobj", "a PDF's form"),
+        (b"%!PS-Adobe-3.0\n72 72 moveto (words) show", "PostScript"),
+        (b"\xc5\xd0\xd3\xc6\x20\0\0\0", "PostScript"),
+        (b"\x1b%-12345X@PJL JOB\n", "a print job"),
+        (rb"{\rtf1\ansi words}", "RTF"),
+    ],
+)
+async def test_a_page_description_is_no_text(files: FileStore, data: bytes, kind: str):
+    documents: Any = SimpleNamespace()
+    takes_text = MediaResolver(HttpSettings(), files, VectorStores(files), documents)
+    words = f"{kind}, which is not read yet; render its pages as images"
+    stored = files.create("local", "a.txt", "user_data", data)  # as one may have been before it was refused
+    inline = {"type": "file", "file": {"file_data": data_url(data)}}
+    for part in (inline, {"type": "file", "file": {"file_id": stored.id}}, image_part(data_url(data))):
+        with pytest.raises(InvalidRequest, match=words):
+            await takes_text.resolve_messages(ask(part), "local")
+    for purpose in ("vision", "user_data"):
+        with pytest.raises(InvalidRequest, match=words):
+            takes_text.open_for(purpose, data, "local", "file")
+
+
+@pytest.mark.parametrize("words", [b"A PDF begins with %PDF-1.4, and ends with its trailer.", b"{ rtf }", b"%! comment",
+                                   b"x" * 1100 + PDF])  # fmt: skip
+def test_words_about_page_descriptions_are_text(files: FileStore, words: bytes):
+    documents: Any = SimpleNamespace()
+    takes_text = MediaResolver(HttpSettings(), files, VectorStores(files), documents)
+    assert isinstance(takes_text.open_for("user_data", words, "local", "file"), ResolvedText)
 
 
 # -- fetching ---------------------------------------------------------------------------------------------------------
@@ -328,6 +454,11 @@ async def test_an_image_is_fetched_where_that_is_allowed(files: FileStore, web: 
     for path in ("/a.png", "/identity"):
         (message,) = await allowed.resolve_messages(ask(image_part(web + path)), "local")
         assert message["content"][0]["image_pil"].size == (8, 8)
+    from_here = resolver(files, allow_http_images=True, allowed_media_domains=["127.0.0.1"])
+    await from_here.resolve_messages(ask(image_part(f"{web}/a.png")), "local")
+    elsewhere = resolver(files, allow_http_images=True, allowed_media_domains=["Pictures.Example"])
+    with pytest.raises(InvalidRequest, match=r"'127.0.0.1' is not among the hosts .* from: pictures.example \("):
+        await elsewhere.resolve_messages(ask(image_part(f"{web}/a.png")), "local")
     with pytest.raises(InvalidRequest, match="not allowed"):
         await resolver(files).resolve_messages(ask(image_part(f"{web}/a.png")), "local")
 
@@ -351,6 +482,32 @@ async def test_a_fetch_that_goes_wrong_says_how(
     allowed = resolver(files, allow_http_images=True, max_image_bytes=4096, http_image_timeout_s=timeout_s)
     with pytest.raises(error, match=words):
         await allowed.resolve_messages(ask(image_part(web + path)), "local")
+
+
+async def test_a_redirect_leads_to_allowed_hosts_only(files: FileStore, web: str):
+    only = resolver(files, allow_http_images=True, allowed_media_domains=["127.0.0.1"])
+    with pytest.raises(InvalidRequest, match=r"content\[0\]: '10.0.0.1' is not among the hosts"):
+        await only.resolve_messages(ask(image_part(web + "/inside")), "local")
+
+
+@pytest.mark.parametrize("url", ["http://pictures.example.evil.example/", "http://pictures.example@evil.example/",
+                                 "http://evil.example/pictures.example", "http://sub.pictures.example/"])  # fmt: skip
+async def test_an_allowed_host_is_the_urls_own_and_whole(files: FileStore, url: str):
+    only = resolver(files, allow_http_images=True, allowed_media_domains=["pictures.example"])
+    with pytest.raises(InvalidRequest, match="is not among the hosts"):
+        await only.resolve_messages(ask(image_part(url)), "local")
+
+
+async def test_an_allowed_host_may_be_written_in_any_case(files: FileStore):
+    only = resolver(files, allow_http_images=True, allowed_media_domains=["localhost"])
+    with pytest.raises(InvalidRequest, match=r"not a public address|unknown host"):  # allowed so far
+        await only.resolve_messages(ask(image_part("http://LOCALHOST./a.png")), "local")
+
+
+@pytest.mark.parametrize("domain", ["https://pictures.example", "pictures.example/a", "a.example:80 ", "", "*.example"])
+def test_an_allowed_host_is_a_name_alone(domain: str):
+    with pytest.raises(ValueError, match="not a host's name"):
+        HttpSettings(allowed_media_domains=[domain])
 
 
 @pytest.mark.parametrize("host", ["[bad", "host:99999", "host:x"])
