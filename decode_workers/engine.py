@@ -166,7 +166,10 @@ class DecodeEngine:
             await self._engine.notify_kv_transfer_request_rejected(name, transfer)
 
     async def compute_one_token(self) -> None:
-        """Generate one token, as proof that the engine computes; with a full pool have its core answer."""
+        """Generate one token, as proof that the engine computes.
+
+        While the pool is full its core has to answer instead: blocks are reserved by others.
+        """
         if not self.admission.has_room(2):
             await self.all_blocks_free()
             return

@@ -1,4 +1,4 @@
-"""NIXL's handshake port: vLLM's listener, restarted when it fails, given well-formed requests only.
+"""Guard of NIXL's handshake port: drops malformed messages, restarts a failed listener.
 
 Before its first pull from a prefill engine a decode engine asks that engine's port for its NIXL metadata. vLLM answers
 on a thread that ends at the first message it cannot read, and nobody notices: decode engines that start later cannot
@@ -34,7 +34,7 @@ _dropped = 0
 
 
 def install() -> None:
-    """Have vLLM's listeners of this process, from now on, be restarted and spared of what is no request."""
+    """Guard the handshake listeners that vLLM starts in this process from now on."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_scheduler
 
     scheduler: Any = base_scheduler.NixlBaseConnectorScheduler

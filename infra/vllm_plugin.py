@@ -46,7 +46,7 @@ _VECTOR_FUNCTIONS = (
 
 
 def register() -> None:
-    """Enable AMX, settle MKL's and vLLM's kernels; guard the handshake, share cores where `vllm_env` says so."""
+    """Enable AMX, settle kernels, guard NIXL's handshake; share cores where `vllm_env` says so."""
     import torch
 
     for dtype in (torch.float32, torch.float64):

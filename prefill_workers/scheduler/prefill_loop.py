@@ -249,7 +249,10 @@ class PrefillLoop:
         return self._progressed
 
     def cpu_seconds(self) -> float:
-        """CPU time that the thread has spent, by which a long forward on a CPU shows; 0 where threads do not tell."""
+        """CPU time that the thread has spent; 0 where the system does not tell.
+
+        By it a long forward on a CPU shows.
+        """
         thread = self._thread.ident
         if thread is None or not self._thread.is_alive() or not hasattr(time, "pthread_getcpuclockid"):
             return 0.0

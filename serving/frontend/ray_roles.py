@@ -189,7 +189,10 @@ def lost(error: Exception) -> RoleUnavailable:
 
 
 async def answered(response: Any) -> Any:
-    """Result of a call to a role. Raises the role's error or refusal, or RoleUnavailable if it was lost."""
+    """Result of a call to a role.
+
+    Raises the role's error or refusal, or RoleUnavailable if it was lost.
+    """
     try:
         return accepted(await response)
     except RayTaskError as error:

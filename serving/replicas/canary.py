@@ -1,4 +1,7 @@
-"""Canary of an engine: a one-token request that must end in time, unless the engine shows that it computes."""
+"""Canary of an engine: a one-token request that must end in time.
+
+An engine that shows that it computes is not asked.
+"""
 
 from __future__ import annotations
 

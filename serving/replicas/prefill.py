@@ -217,7 +217,7 @@ class PrefillWorker:
         return self._reporter.stats()
 
     async def stats(self) -> dict[str, Any]:
-        """This replica's name, loop and library counters, and what its handshake port got of strangers."""
+        """This replica's name, its counters and those of its loop and library."""
         loop = self._loop.stats()
         return {
             "name": self._name,
