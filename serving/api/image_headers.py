@@ -1,4 +1,4 @@
-"""Checks of image files whose header may promise fewer pixels than decoding makes, before Pillow looks at them.
+"""Checks of image files whose header may promise fewer pixels than decoding makes.
 
 | format | Pillow takes                                          | refused here                                     |
 |--------|-------------------------------------------------------|--------------------------------------------------|

@@ -1,4 +1,4 @@
-"""Limits of the model's own image processor, told from an image's size before anything is decoded.
+"""Limits of the model's image processor, checked by an image's size before it is decoded.
 
 | family             | its processor                                             | a thin image there                  |
 |--------------------|-----------------------------------------------------------|-------------------------------------|

@@ -1,4 +1,4 @@
-"""OpenAPI document: FastAPI's own, with the errors that each route answers and with bearer keys.
+"""OpenAPI document: FastAPI's own, with each route's errors and with bearer keys.
 
 FastAPI knows nothing of middleware and exception handlers, and documents its own 422, which is never answered.
 """
@@ -47,7 +47,7 @@ _RETRY_AFTER = {"Retry-After": {"schema": {"type": "integer"}, "description": "S
 
 
 def document_errors(app: FastAPI) -> None:
-    """Let an application's OpenAPI document tell errors and keys; to be called when it has all routes."""
+    """Add errors and keys to an application's OpenAPI document."""
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Decoding of images to RGB with 8 bits a channel, as vLLM does; deeper ones are scaled, where vLLM would clip them.
+"""Decoding of images to RGB with 8 bits a channel; deeper ones are scaled, not clipped.
 
 | pixels                              | become                                                                       |
 |-------------------------------------|------------------------------------------------------------------------------|
@@ -6,11 +6,11 @@
 | unsigned, 12 or 16 bits             | their high 8 bits                                                            |
 | signed or 32-bit integers           | scaled from 0..255, 0..65535 or 0..2^32-1, whichever first holds them all    |
 | floats                              | scaled from 0..1, 0..255 or 0..65535, in the same way; NaN and inf: refused  |
-| such, but the brightest below 1/8   | stretched: the darkest is black, the brightest white                         |
-| such, and some are negative or more | stretched                                                                    |
+| such, if the brightest is below 1/8 | stretched: the darkest is black, the brightest white                         |
+| such, if some are below 0 or beyond | stretched                                                                    |
 
-An unsigned 16-bit file says itself what is white. No format does so of what stands in the lower rows; a standard range
-is taken where the picture uses it, so that a dark corner of a scan stays dark.
+Turning and transparency are vLLM's own; it clips deep pixels. An unsigned file of 12 or 16 bits says itself what is
+white, the others do not: a standard range is taken where the picture uses it, so that a dark scan stays dark.
 """
 
 from __future__ import annotations
