@@ -144,6 +144,8 @@ class ClientText:
 
     def install(self, renderer: BaseRenderer) -> None:
         """Make a renderer take messages, and what else its templates read of a request, at their letters."""
+        if not self._control:
+            return
         tokenise, render, render_soon = (
             renderer._tokenize_prompt,
             renderer.render_messages,
@@ -157,8 +159,9 @@ class ClientText:
             ids = self.encode(text, add_special_tokens=params.add_special_tokens)
             return renderer._build_tokens_prompt(ids, {**prompt, "prompt": self.plain(text)})
 
-        def escaped(params: Any) -> Any:
-            return replace(params, chat_template_kwargs=self.escape(params.chat_template_kwargs))
+        def escaped(params: Any) -> Any:  # no request may have tokens made elsewhere, of text with marks
+            variables = {**self.escape(params.chat_template_kwargs), "tokenize": False}
+            return replace(params, chat_template_kwargs=variables)
 
         if (processor := renderer.mm_processor) is not None:
             processor._apply_prompt_updates_via_text = self._checked(processor._apply_prompt_updates_via_text)
@@ -271,10 +274,10 @@ def _added(tokenizer: Any) -> list[tuple[int, str, bool]]:
     return [(number, token.content, token.special) for number, token in tokenizer.added_tokens_decoder.items()]
 
 
-def _named(configuration: Mapping[str, Any]) -> Iterable[int]:
+def _named(configuration: Mapping[Any, Any]) -> Iterable[int]:
     """Token ids in a model's configuration and its parts."""
     for name, value in configuration.items():
         if isinstance(value, dict):
             yield from _named(value)
-        elif _NAMES_TOKENS.search(name):
+        elif isinstance(name, str) and _NAMES_TOKENS.search(name):
             yield from value if isinstance(value, list) else [value]
