@@ -81,6 +81,11 @@ def answer_errors(app: FastAPI) -> None:
     async def try_later(_: Request, error: OverloadedError) -> JSONResponse:
         return JSONResponse(error_body(error.message, error.http_status), 429, headers={"Retry-After": "1"})
 
+    @app.exception_handler(RecursionError)
+    async def too_deep(_: Request, __: RecursionError) -> JSONResponse:
+        status = HTTPStatus.BAD_REQUEST
+        return JSONResponse(error_body("the request's JSON is nested too deeply", status), status)
+
     @app.exception_handler(StoreError)
     async def refused(request: Request, error: StoreError) -> JSONResponse:
         message, status = str(error), HTTPStatus(error.status)

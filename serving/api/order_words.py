@@ -11,6 +11,7 @@ A list is a row of `_LANGUAGES`: common words and letters, by which a text is kn
 order. `*` ends a word's beginning. A language that is missing costs nothing but freedom.
 """
 
+# ruff: noqa: RUF001  (letters of many scripts, some of which look like Latin ones)
 from __future__ import annotations
 
 import re
@@ -22,6 +23,10 @@ from dataclasses import dataclass
 _KNOWN_SHARE = 0.2  # of a text's words that must be common ones of one language
 _FEW = 3  # words; fewer may hold no common one in any language
 _WORD = re.compile(r"[^\W\d_]+")
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class _Language:
         for word in order.split():
             (begun if word.endswith("*") else exact).append(word.rstrip("*"))
         own = frozenset("abcdefghijklmnopqrstuvwxyz" + letters)
-        return cls(frozenset(common.split()), own, frozenset(exact), tuple(begun))
+        return cls(_words(common), own, frozenset(exact), tuple(begun))
 
     def order_word(self, words: Iterable[str]) -> str | None:
         """First of these words that is one of order."""
@@ -104,9 +109,9 @@ _LANGUAGES = {
         " fra rispettiv* nuov* succed* json sopra sotto fine",
     ),
     "pt": _Language.of(
-        common="a ao as assinou com como da das de diz do dos e em essa esse esta estas este estes foi há imagem imagens"
-        " mostra mostram na nas no não nos o onde os ou para página páginas pela pelo por qual quais quando quanto que"
-        " quem resuma se seu são sua um uma é",
+        common="a ao as assinou com como da das de diz do dos e em essa esse esta estas este estes foi há imagem"
+        " imagens mostra mostram na nas no não nos o onde os ou para página páginas pela pelo por qual quais quando quanto"
+        " que quem resuma se seu são sua um uma é",
         letters="áâãàçéêíóôõúü",
         order="primeir* segund* terceir* quart* quint* últim* ultim* próxim* proxim* seguinte* anterior* antes depois"
         " ordem outr* mud* alter* modific* compar* diferen* cada list* número* numero* esquerd* direit* meio entre"
@@ -132,11 +137,10 @@ _LANGUAGES = {
     ),
 }
 # Common words of languages without a list that the ones above share none of.
-_UNLISTED = frozenset(
+_UNLISTED = _words(
     "och är att på inte vad vilken vilket bilden bilder og ikke hva hvad hvilken hvilket bildet billedet det mitä missä"
-    " mikä mitkä kuka onko kuvassa kuva sivulla nedir hangi bir resimde sayfa imaginea pagini și sau"
-    " apa yang gambar halaman siapa què amb imatge quina který která které obrázku stránce hogy kép képen egy"
-    " što koja koji slika slici".split()
+    " mikä mitkä kuka onko kuvassa kuva sivulla nedir hangi bir resimde sayfa imaginea pagini și sau apa yang gambar"
+    " halaman siapa què amb imatge quina který která které obrázku stránce hogy kép képen egy što koja koji slika slici"
 ) - frozenset[str]().union(*(language.common for language in _LANGUAGES.values()))
 
 _SCRIPTS = {  # letters of a script, letters of other languages in it, common words (None: it is one language's)
@@ -165,13 +169,13 @@ _ORDER_IN_SCRIPTS = re.compile(
     r"|отлич|различ|лев|прав|номер|друг|между|нов|соответ|происход)"
     r"|أول|اول|الأولى|ثان|ثالث|رابع|خامس|أخير|اخير|آخر|اخر|تالي|سابق|قبل|بعد|ترتيب|كل |لكل|قائم|تغي|قارن|مقارن|فرق"
     r"|اختلا|يمين|يسار|رقم|بين|جديد|يحدث|حدة"
-    r"|पहल|दूसर|तीसर|चौथ|पाँचव|पांचव|आखिर|आख़िर|अंतिम|अगल|पिछल|बाद|क्रम|प्रत्येक|हर|सूची|बदल|तुलना|अंतर|फर्क|फ़र्क|बाएं|दाएं|बायी|दायी"
-    r"|नंबर|संख्या|अलग|बीच|नया|नई"
+    r"|पहल|दूसर|तीसर|चौथ|पाँचव|पांचव|आखिर|आख़िर|अंतिम|अगल|पिछल|बाद|क्रम|प्रत्येक|हर|सूची|बदल|तुलना|अंतर|फर्क|फ़र्क"
+    r"|बाएं|दाएं|बायी|दायी|नंबर|संख्या|अलग|बीच|नया|नई"
     r"|[前后後先次首末左右另每各逐列序順顺变變変化比差异異別别区區接继繼续續第再新间間旧舊逆]|不同|更改|改动|清单|清單|数组|步骤"
     r"|最初|最後|番目|それぞれ|ごと|毎|一覧|リスト|違い|枚目|目の|もう一|[一二三四五六七八九十\d][つ张張页頁幅个個号號枚本]"
     r"|[图圖页頁][一二三四五六七八九十]"
-    r"|첫|처음|마지막|다음|이전|전에|후에|순서|먼저|나중|각각|각 |마다|목록|리스트|번째|번 |변경|변화|달라|바뀌|바뀐|비교|차이|왼쪽|오른쪽"
-    r"|둘째|셋째|사이|새로"
+    r"|첫|처음|마지막|다음|이전|전에|후에|순서|먼저|나중|각각|각 |마다|목록|리스트|번째|번 |변경|변화|달라|바뀌|바뀐"
+    r"|비교|차이|왼쪽|오른쪽|둘째|셋째|사이|새로"
 )
 
 _HARMLESS = re.compile(  # taken out before words of order are looked for
@@ -233,9 +237,7 @@ def _told(text: str) -> str | None:
 
 def _hits(words: Counter[str]) -> dict[str, int]:
     """By language, how many of a text's words are common in it."""
-    return {
-        name: sum(words[word] for word in language.common & words.keys()) for name, language in _LANGUAGES.items()
-    }
+    return {name: sum(words[word] for word in language.common & words.keys()) for name, language in _LANGUAGES.items()}
 
 
 def _is_known(text: str, few: int) -> bool:

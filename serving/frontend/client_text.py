@@ -6,11 +6,11 @@ character of everything in a message that spells a control token, and the tokeni
 but with the tokens that the template wrote under other names. A mark is letters and digits with a number drawn at
 start-up: templates trim, split, quote and search text around it, and nobody can write one into a message.
 
-| added token of the tokenizer                           | in turns' text | in tool calls, tool results, tools, documents |
-|--------------------------------------------------------|----------------|-----------------------------------------------|
-| special; named by the model's configuration; `<|...|>` | letters        | letters                                       |
-| other ones that the chat template names: `</think>`    | a token        | letters                                       |
-| further ones: runs of white space, HTML tags           | a token        | a token                                       |
+| added token of the tokenizer                           | in turns' text | in tool calls, tool results, tools |
+|--------------------------------------------------------|----------------|------------------------------------|
+| special; named by the model's configuration; `<|...|>` | letters        | letters                            |
+| other ones that the chat template names: `</think>`    | a token        | letters                            |
+| further ones: runs of white space, HTML tags           | a token        | a token                            |
 
 The second row is text to its tokenizer: answers show it, clients send it back, and templates look for it in turns. In
 data that a template puts between such tokens it would end them.
@@ -37,7 +37,7 @@ from serving.frontend.errors import InvalidRequest
 
 _DATA_ROLES = ("tool", "function")  # whose messages are data
 _DATA_FIELDS = ("tool_calls", "function_call", "tools", "documents")  # of messages, and of a template's variables
-_PIPED = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
+_PIPED = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)  # the second bar is a wide one
 _NAMES_TOKENS = re.compile(r"_token_(?:id|index)s?$")  # fields of configurations
 
 
@@ -76,31 +76,22 @@ class ClientText:
         return cls(tokenizer, frozenset(_named(config.hf_config.to_dict())), filter(None, found))
 
     def escape(self, value: Any, is_data: bool = False) -> Any:
-        """The messages or template variables `value`, with marks in what spells control tokens.
+        """Messages or a template's variables, with marks in what spells control tokens.
 
         What spells none is returned itself, not a copy.
-
-        Raises:
-            InvalidRequest: nested too deeply.
         """
-        try:
-            return self._escaped(value, is_data)
-        except RecursionError as error:
-            raise InvalidRequest("the messages or tools are nested too deeply") from error
-
-    def _escaped(self, value: Any, is_data: bool) -> Any:
         if isinstance(value, str):
             return (self._data if is_data else self._turns).broken(value)
         if isinstance(value, dict):
             is_data = is_data or value.get("role") in _DATA_ROLES
             items = [
-                (self._escaped(name, is_data), self._field(name, one, is_data or name in _DATA_FIELDS))
+                (self.escape(name, is_data), self._field(name, one, is_data or name in _DATA_FIELDS))
                 for name, one in value.items()
             ]
             same = all(new[0] is old[0] and new[1] is old[1] for new, old in zip(items, value.items(), strict=True))
             return value if same else dict(items)
         if isinstance(value, list | tuple):
-            found = [self._escaped(one, is_data) for one in value]
+            found = [self.escape(one, is_data) for one in value]
             return value if all(new is old for new, old in zip(found, value, strict=True)) else found
         return value
 
@@ -109,10 +100,10 @@ class ClientText:
             try:
                 parsed = json.loads(value)
             except ValueError:
-                return self._escaped(value, is_data)
-            escaped = self._escaped(parsed, is_data)
+                return self.escape(value, is_data)
+            escaped = self.escape(parsed, is_data)
             return value if escaped is parsed else escaped
-        return self._escaped(value, is_data)
+        return self.escape(value, is_data)
 
     def plain(self, text: str) -> str:
         """A rendered prompt without marks."""

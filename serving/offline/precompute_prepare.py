@@ -38,8 +38,8 @@ from serving.api.errors import TooLarge
 from serving.api.media import MediaResolver, ResolvedImage
 from serving.config import OrbitServeConfig
 from serving.engine_spec import front_end_config
-from serving.frontend.errors import InvalidRequest
 from serving.frontend.client_text import ClientText
+from serving.frontend.errors import InvalidRequest
 from serving.frontend.prompt_segments import Delimiters, Segments, segment
 from serving.offline.precompute_manifest import Entry, ImageSource, ManifestError, file_system
 
