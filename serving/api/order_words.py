@@ -110,8 +110,8 @@ _LANGUAGES = {
     ),
     "pt": _Language.of(
         common="a ao as assinou com como da das de diz do dos e em essa esse esta estas este estes foi há imagem"
-        " imagens mostra mostram na nas no não nos o onde os ou para página páginas pela pelo por qual quais quando quanto"
-        " que quem resuma se seu são sua um uma é",
+        " imagens mostra mostram na nas no não nos o onde os ou para página páginas pela pelo por qual quais quando"
+        " quanto que quem resuma se seu são sua um uma é",
         letters="áâãàçéêíóôõúü",
         order="primeir* segund* terceir* quart* quint* últim* ultim* próxim* proxim* seguinte* anterior* antes depois"
         " ordem outr* mud* alter* modific* compar* diferen* cada list* número* numero* esquerd* direit* meio entre"

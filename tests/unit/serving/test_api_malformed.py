@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -181,12 +182,10 @@ messages = values | st.fixed_dictionaries(
 @settings(max_examples=300, deadline=None)
 def test_the_checks_raise_nothing_but_refusals(media: MediaResolver, given_messages: list[Any]):
     request: Any = SimpleNamespace(tools=None)
-    try:
+    with suppress(InvalidRequest, NotFound, TooLarge):
         found = readable(given_messages)
         refuse_longer(found, fixed_prefix(found, request), 1000)
         asyncio.run(media.resolve_messages(found, "local"))
-    except (InvalidRequest, NotFound, TooLarge) as error:
-        assert str(error)
 
 
 @given(given_messages=st.lists(messages, min_size=1, max_size=3))
