@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from vllm.renderers import ChatParams, renderer_from_config
 from vllm.renderers.params import TokenizeParams
@@ -41,7 +41,7 @@ class Model:
     def render(self, messages: list[dict[str, Any]], of: Any = None, **variables: Any) -> Any:
         """What the engine gets of a chat."""
         variables = {"add_generation_prompt": True, "tokenize": False, **variables}
-        how = TokenizeParams(max_total_tokens=4096, add_special_tokens=False)
+        how = TokenizeParams(max_total_tokens=16384, add_special_tokens=False)
         _, (prompt,) = (of or self.renderer).render_chat([messages], ChatParams(chat_template_kwargs=variables), how)
         return prompt
 
@@ -81,7 +81,7 @@ def conversation(words: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         {"role": "system", "content": words},
         {
             "role": "user",
-            "content": [{"type": "text", "text": words}, *pictures, {"type": "text", "text": f"?{words}"}],
+            "content": [{"type": "text", "text": f"{words}!"}, *pictures, {"type": "text", "text": f"?{words}"}],
         },
         {
             "role": "assistant",
@@ -200,7 +200,7 @@ def test_an_image_that_the_template_drops_is_refused_and_takes_no_words_for_its_
     messages = [{"role": "user", "content": [{"type": "text", "text": pad}, image]}]
     variables = {"add_generation_prompt": True, "tokenize": False}
     dropping = "{% for m in messages %}{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}{% endfor %}"
-    how = TokenizeParams(max_total_tokens=4096, add_special_tokens=False)
+    how = TokenizeParams(max_total_tokens=16384, add_special_tokens=False)
     params = ChatParams(chat_template=dropping, chat_template_kwargs=variables, chat_template_content_format="openai")
     with pytest.raises(InvalidRequest, match="has no place in the prompt"):
         model.renderer.render_chat([messages], params, how)
@@ -220,7 +220,7 @@ def fast(*special: str, words: tuple[str, ...] = (), **options: Any) -> PreTrain
     """A character tokenizer with added tokens: special ones, and `words`, which are none."""
     letters = {chr(code): code - 32 for code in range(32, 127)} | {"\n": 95, "▁": 96}
     backend = Tokenizer(models.BPE(vocab=letters | options.get("vocab", {}), merges=[]))
-    backend.pre_tokenizer = options.get("pre_tokenizer")
+    backend.pre_tokenizer, backend.decoder = options.get("pre_tokenizer"), decoders.Fuse()
     if "normalizer" in options:
         backend.normalizer = options["normalizer"]
     backend.add_special_tokens([AddedToken(token, special=True) for token in special])
