@@ -36,6 +36,7 @@ UNSUPPORTED = {
     "kv_transfer_params": "kv_transfer_params belongs to the server",
     "cache_salt": "cache_salt is not supported: content is salted by tenant",
 }
+_TEXTS = ("text", "refusal")  # types of parts that are text, in a field of the same name
 _TOLD_BY_FIELDS = ("tools", "documents")  # what a template writes before the messages, see `fixed_prefix`
 
 
@@ -195,7 +196,7 @@ def _readable_parts(content: Any, where: str) -> list[Any]:
 
 def _readable_part(part: Any, where: str) -> Any:
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in ("text", "refusal"):
+    if kind not in _TEXTS:
         return part
     if not isinstance(part.get(kind), str):
         raise InvalidRequest(f"{where}: a part of type {kind!r} needs {kind!r}, a string", parameter=where)
@@ -234,7 +235,7 @@ def _characters(message: dict[str, Any]) -> int:
     content = message.get("content") or ()
     if isinstance(content, str):
         return len(content)
-    texts = (part.get(part.get("type")) for part in content if isinstance(part, dict))
+    texts = (part.get(kind) for part in content if isinstance(part, dict) for kind in _TEXTS)
     return sum(len(text) for text in texts if isinstance(text, str))
 
 

@@ -41,11 +41,10 @@ class _Language:
     @classmethod
     def of(cls, common: str, letters: str, order: str) -> _Language:
         """From texts of words."""
-        exact, begun = [], []
-        for word in order.split():
-            (begun if word.endswith("*") else exact).append(word.rstrip("*"))
+        begun = tuple(word[:-1] for word in order.split() if word.endswith("*"))
+        whole = frozenset(word for word in order.split() if not word.endswith("*"))
         own = frozenset("abcdefghijklmnopqrstuvwxyz" + letters)
-        return cls(_words(common), own, frozenset(exact), tuple(begun))
+        return cls(_words(common), own, whole, begun)
 
     def order_word(self, words: Iterable[str]) -> str | None:
         """First of these words that is one of order."""
@@ -204,10 +203,10 @@ _SMALL_NUMBER = re.compile(r"(?<![\d.,:/-])\d{1,2}(?![\d.,:/%-]\d|\d|%)")
 
 def dependence(texts: Sequence[str]) -> str | None:
     """Reason to believe that texts depend on the order of the pages they are about; None: there is none."""
-    known = _normal(" ".join(texts))
-    if (found := _told(known)) is not None:
+    normal = [_normal(text) for text in texts]
+    if (found := next(filter(None, map(_told, normal)), None)) is not None:
         return f"the text may tell of an order: {found!r}"
-    if not _is_known(known, few=0) or not all(_is_known(_normal(text), _FEW) for text in texts):
+    if not _is_known(" ".join(normal), few=0) or not all(_is_known(text, _FEW) for text in normal):
         return "the text is in a language of which no words of order are known"
     return None
 
