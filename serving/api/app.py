@@ -52,6 +52,7 @@ from serving.api.openapi import document_errors
 from serving.api.streams import opened
 from serving.api.vector_stores import vector_stores_router
 from serving.config import OrbitServeConfig
+from serving.frontend.client_text import ClientText
 from serving.frontend.documents import Documents
 from serving.frontend.engine_client import LinkedEngineClient
 from serving.frontend.errors import InvalidRequest
@@ -145,10 +146,12 @@ async def build_api(
     http, model = config.http, config.model
     files = FileStore(config.files_url, config.files)
     stores = VectorStores(files)
-    documents = client.forgets.group().register(Documents(client.renderer.get_tokenizer()))
+    text = ClientText.of(client.renderer, model.chat_template)
+    documents = client.forgets.group().register(Documents(client.renderer.get_tokenizer(), text=text))
     cache = client.renderer._mm_processor_only_cache
     if cache is not None:
         client.forgets.group(client.renderer._mm_executor.submit).register(ProcessedImages(cache))
+    text.install(client.renderer)
     documents.install(client.renderer)
     longest = client.model_config.max_model_len * client.renderer.get_tokenizer().max_chars_per_token
     limits = ImageLimits.of(client.renderer, http.max_resized_pixels)

@@ -9,6 +9,7 @@ from itertools import dropwhile, takewhile
 from typing import Any
 
 from fastapi import Request
+from pydantic import ValidationError
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -35,6 +36,7 @@ UNSUPPORTED = {
     "kv_transfer_params": "kv_transfer_params belongs to the server",
     "cache_salt": "cache_salt is not supported: content is salted by tenant",
 }
+_TEXTS = ("text", "refusal")  # types of parts that are text, in a field of the same name
 _TOLD_BY_FIELDS = ("tools", "documents")  # what a template writes before the messages, see `fixed_prefix`
 
 
@@ -158,23 +160,47 @@ def contents_of(messages: list[Any], documents: Documents) -> list[str]:
 
 
 def readable(messages: Iterable[Any]) -> list[dict[str, Any]]:
-    """Messages whose parts can be read more than once.
+    """Messages whose parts are checked and can be read more than once.
 
-    pydantic leaves some of them to a one-shot iterator.
+    pydantic leaves some of them to a one-shot iterator. Of a text its words are kept alone: by further fields of a part
+    ("image_url" and "uuid", "image") vLLM or a template would take it for an image.
 
     Raises:
-        InvalidRequest: one of them has no role, for which vLLM takes it for a message in another format.
+        InvalidRequest: a message has no role, for which vLLM takes it for one in another format, or a part no text.
     """
     found = []
     for m, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise InvalidRequest(f"messages[{m}]: a message needs a role", parameter=f"messages[{m}]")
+        where = f"messages[{m}]"
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise InvalidRequest(f"{where}: a message needs a role", parameter=where)
         content = message.get("content")
         if content is None or isinstance(content, str):
             found.append(dict(message))
         else:
-            found.append({**message, "content": list(content)})
+            found.append({**message, "content": _readable_parts(content, f"{where}.content")})
     return found
+
+
+def _readable_parts(content: Any, where: str) -> list[Any]:
+    if isinstance(content, dict) or not isinstance(content, Iterable):
+        raise InvalidRequest(f"{where}: neither a text nor a list of parts", parameter=where)
+    parts: list[Any] = []
+    try:
+        for part in content:
+            parts.append(_readable_part(part, f"{where}[{len(parts)}]"))
+    except ValidationError as error:
+        at = f"{where}[{len(parts)}]"
+        raise InvalidRequest(f"{at}: {error.errors()[0]['msg']}", parameter=at) from error
+    return parts
+
+
+def _readable_part(part: Any, where: str) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in _TEXTS:
+        return part
+    if not isinstance(part.get(kind), str):
+        raise InvalidRequest(f"{where}: a part of type {kind!r} needs {kind!r}, a string", parameter=where)
+    return {"type": kind, kind: part[kind]}
 
 
 def _only_named(messages: list[Any], which: Callable[[str], bool]) -> list[Any]:
@@ -209,7 +235,7 @@ def _characters(message: dict[str, Any]) -> int:
     content = message.get("content") or ()
     if isinstance(content, str):
         return len(content)
-    texts = (part.get("text") for part in content if isinstance(part, dict))
+    texts = (part.get(kind) for part in content if isinstance(part, dict) for kind in _TEXTS)
     return sum(len(text) for text in texts if isinstance(text, str))
 
 

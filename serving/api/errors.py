@@ -105,6 +105,11 @@ def answer_errors(app: FastAPI) -> None:
     async def try_later(_: Request, error: OverloadedError) -> JSONResponse:
         return too_many(error)
 
+    @app.exception_handler(RecursionError)
+    async def too_deep(_: Request, __: RecursionError) -> JSONResponse:
+        status = HTTPStatus.BAD_REQUEST
+        return JSONResponse(error_body("the request's JSON is nested too deeply", status), status)
+
     @app.exception_handler(StoreError)
     async def refused(request: Request, error: StoreError) -> JSONResponse:
         message, status = str(error), HTTPStatus(error.status)

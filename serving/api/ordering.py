@@ -1,8 +1,9 @@
 """Which chunks of a request may trade places, and the messages in another order.
 
 Only `order: "free"` moves anything, and then only chunks of one *run*: content parts of one user message that follow
-one another with no words between them. What a text says by place ("the second image") would change its meaning, so a
-request with such words keeps its order. English words are known; in other languages the client must know better.
+one another with no words between them. What a text says by place ("the second image") or about an order ("what
+changed?") would change its meaning, so a request with such words keeps its order, and so does one in a language whose
+words are not known (`serving.api.order_words`): when in doubt, nothing moves.
 Chunks behind text that keys patches, such as those of a conversation's later turns, keep their order, too: what is
 stored for them is stored for the order that they were sent in.
 """
@@ -17,6 +18,7 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 from prefill_workers.modes import Mode, Text, looks_up_patch
+from serving.api.order_words import dependence
 from serving.frontend.documents import Documents
 from serving.frontend.report import Alternative, ChunkCosts, OrderReport, RequestTrace
 from serving.placement.orderer import PatchAwareOrderer
@@ -30,7 +32,7 @@ _UNIT = (
     r"screens?|frames?|attachments?|diagrams?)"
 )
 _TURN = 4  # tokens that a template writes between two messages, about
-_MOST_TEXT = 1 << 18  # characters; the event loop stands still meanwhile
+_MOST_TEXT = 1 << 16  # characters; the event loop stands still meanwhile
 _ORDINAL = (
     r"(?:first|second|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|last|final|next|previous|preceding|"
     r"earlier|later|middle|\d+(?:st|nd|rd|th))"
@@ -185,7 +187,7 @@ def _why_kept(request: Ordering, trace: RequestTrace, known: int) -> str | None:
     if sum(map(len, request.texts)) > _MOST_TEXT:
         return f"more than {_MOST_TEXT} characters of text: it is not looked through for words by place"
     words = words_by_place(request.texts)
-    return None if words is None else f"the text names chunks by their place: {words!r}"
+    return dependence(request.texts) if words is None else f"the text names chunks by their place: {words!r}"
 
 
 def _costs(problem: Problem, placement: Placement) -> list[ChunkCosts]:

@@ -11,22 +11,21 @@ It can neither end the turn that it is shown in nor stand where an image should.
 from __future__ import annotations
 
 import asyncio
-import copy
 import re
 import secrets
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
-from transformers import PreTrainedTokenizerBase
 from vllm.renderers.base import BaseRenderer
 from vllm.utils.async_utils import make_async
+
+from serving.frontend.client_text import ClientText
 
 
 @dataclass(frozen=True)
@@ -55,11 +54,12 @@ class Documents:
     """Marks of documents in messages, and their tokens in prompts. Thread-safe.
 
     Args:
+        text: the prompts' tokeniser, if it is known already.
         limit: token ids that are kept of documents, held by a request or not; the least recently used go first.
     """
 
-    def __init__(self, tokenizer: Any, limit: int = 1 << 22) -> None:
-        self._tokenizer, self._encode, self._limit = tokenizer, _literally(tokenizer), limit
+    def __init__(self, tokenizer: Any, limit: int = 1 << 22, text: ClientText | None = None) -> None:
+        self._text, self._limit = text or ClientText(tokenizer), limit
         self._kept: OrderedDict[str, Document] = OrderedDict()
         self._held = 0  # token ids of all of them
         self._live: WeakValueDictionary[str, Document] = WeakValueDictionary()  # those, and what requests hold
@@ -94,7 +94,7 @@ class Documents:
 
     def _tokenised(self, content: str, text: str) -> Document:
         with self._tokenising:  # of every thread beyond its first ones a tokenizer of vLLM's keeps a copy of itself
-            return self._live.get(content) or Document(content, array("i", self._encode(text)))
+            return self._live.get(content) or Document(content, array("i", self._text.literal(text)))
 
     def forget(self, content: str, tenant: str) -> None:
         """Keep a deleted document no longer than requests hold it; ids are salted by tenant."""
@@ -121,7 +121,7 @@ class Documents:
                 whole += self._live[piece].token_ids
             elif piece:
                 own = options if not whole else {**options, "add_special_tokens": False}
-                whole += self._tokenizer.encode(piece, **own)
+                whole += self._text.encode(piece, **own)
         return whole
 
     def install(self, renderer: BaseRenderer) -> None:
@@ -131,23 +131,11 @@ class Documents:
         def spliced(prompt: Any, params: Any) -> Any:
             if not self._marks.search(prompt["prompt"]):
                 return tokenise(prompt, params)
-            options = {k: v for k, v in params.get_encode_kwargs().items() if k == "add_special_tokens"}
-            return renderer._build_tokens_prompt(self.token_ids(prompt["prompt"], **options), prompt)
+            token_ids = self.token_ids(prompt["prompt"], add_special_tokens=params.add_special_tokens)
+            return renderer._build_tokens_prompt(token_ids, {**prompt, "prompt": self._text.plain(prompt["prompt"])})
 
         renderer._tokenize_prompt = spliced
         renderer._tokenize_prompt_async = make_async(spliced, executor=renderer._executor)
-
-
-def _literally(tokenizer: Any) -> Callable[[str], list[int]]:
-    """Tokeniser of plain text: text that spells a control token is text.
-
-    On a copy of the tokenizer, of which that is a state.
-    """
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):  # one of vLLM's own: they do so
-        return partial(tokenizer.encode, add_special_tokens=False)
-    encode = partial(copy.deepcopy(tokenizer).encode, add_special_tokens=False, split_special_tokens=True)
-    encode("")  # threads that encode at once must not be those that change the state
-    return encode
 
 
 def places(

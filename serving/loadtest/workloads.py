@@ -28,12 +28,14 @@ from infra.reference.scenes import NOWHERE
 from infra.reference.vocabulary import COLOURS, THINGS
 
 CELL = 28  # pixels of a cell's side: one vision token of the Qwen-VL families
-# None names a page by its place ("the first one"): pages then keep their order in services that choose it.
+# None names a page by its place, or tells of an order ("after", "every"): pages then keep theirs in services that
+# choose it, and in languages that these do not know. So a sentence has common English words in it.
+_COMMON = ["about", "at", "for", "from", "in", "into", "is", "of", "on", "the", "to", "with"]
 _WORDS = [
-    "about", "after", "again", "answer", "before", "between", "bright", "colour", "column", "corner", "every",
-    "fabric", "forest", "fresh", "given", "group", "inside", "known", "large", "letter", "light", "little", "margin",
-    "matter", "metal", "number", "object", "older", "other", "paint", "paper", "part", "place", "plain", "point",
-    "question", "reader", "right", "shown", "side", "small", "state", "still", "table", "title", "under", "value",
+    "amber", "answer", "arrow", "berry", "bottle", "bright", "button", "colour", "column", "corner", "engine",
+    "fabric", "forest", "fresh", "garden", "group", "harbour", "known", "large", "letter", "light", "little", "margin",
+    "matter", "metal", "napkin", "object", "orange", "paint", "paper", "pencil", "place", "plain", "point",
+    "question", "reader", "river", "shown", "side", "small", "state", "stone", "table", "title", "under", "value",
     "where", "which", "while", "whole",
 ]  # fmt: skip
 
@@ -116,7 +118,9 @@ class Workload(BaseModel, ABC):
 
 def words(random: np.random.Generator, count: int) -> str:
     """A sentence of so many words, for text that no other request has."""
-    return " ".join(_WORDS[i] for i in random.integers(len(_WORDS), size=count)) + "."
+    drawn = random.integers(len(_COMMON) * len(_WORDS), size=count)
+    known = (_WORDS if place % 4 else _COMMON for place in range(count))
+    return " ".join(some[i % len(some)] for some, i in zip(known, drawn, strict=True)) + "."
 
 
 class _Pool(Workload):

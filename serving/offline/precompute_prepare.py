@@ -39,6 +39,7 @@ from serving.api.image_limits import ImageLimits
 from serving.api.media import MediaResolver, ResolvedImage
 from serving.config import OrbitServeConfig
 from serving.engine_spec import front_end_config
+from serving.frontend.client_text import ClientText
 from serving.frontend.errors import InvalidRequest
 from serving.frontend.prompt_segments import Delimiters, Segments, segment
 from serving.offline.precompute_manifest import Entry, ImageSource, ManifestError, file_system
@@ -189,6 +190,7 @@ class Prompts:
         vllm_config = front_end_config(config.model, processor_cache_gib=0)
         self._model = config.model.served_name
         self._renderer = renderer_from_config(vllm_config)
+        ClientText.of(self._renderer, config.model.chat_template).install(self._renderer)
         self._online = OnlineRenderer(
             vllm_config.model_config,
             self._renderer,

@@ -37,7 +37,7 @@ def test_a_documents_tokens_do_not_depend_on_what_touches_it(documents: Document
     mark = documents.mark(A, "side by side")
     (document,) = documents.marked([mark])
     spliced = documents.token_ids(f"in{mark}walk")
-    assert documents._tokenizer.encode("inside by sidewalk") != spliced
+    assert documents._text.encode("inside by sidewalk") != spliced
     assert spliced[2 : 2 + len(document.token_ids)] == document.token_ids.tolist()
 
 
@@ -151,13 +151,13 @@ def test_what_a_request_holds_is_found_when_others_took_its_place():
     marked = documents.marked([first, second])
     assert [document.content for document in marked] == [A, B]
     spliced = documents.token_ids(f"{first} {second}", add_special_tokens=False)
-    assert spliced == [*marked[0].token_ids, documents._tokenizer.words[" "], *marked[1].token_ids]
+    assert spliced == [*marked[0].token_ids, documents._text._tokenizer.words[" "], *marked[1].token_ids]
 
 
 def test_a_held_document_is_not_tokenised_again():
     documents = Documents(Greedy(), limit=4)
     first, _ = documents.mark(A, "one two"), documents.mark(B, "three four")
-    documents._tokenizer = None
+    documents._text = None
     again = documents.mark(A, "one two")
     assert again.document is first.document
 
