@@ -113,10 +113,11 @@ def _opened(location: str | None, config: Path | None, remote: bool, make: bool 
 
 
 def _make(directory: Path) -> None:
+    from kvstore.private_files import make_private_folder
     from serving.config import ConfigError
 
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_private_folder(directory)
     except OSError as error:
         raise ConfigError(f"cannot make {directory}: {error.strerror}") from error
 
