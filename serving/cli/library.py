@@ -62,10 +62,11 @@ class _Place:
         """Digest to name, of the tenants whose names are known here."""
         from kvstore.records.keys import DYNAMIC_TENANT
         from kvstore.tiers.paths import tenant_digest
+        from serving.api_keys import KeyRing
 
         names = {"local", DYNAMIC_TENANT, *(name for name in more if name)}
         if self.config is not None:
-            names |= {owner.tenant for owner in self.config.http.api_keys.values()}
+            names |= KeyRing.of(self.config.http).tenants
         return {tenant_digest(name): name for name in names} | {tenant_digest(""): "(every tenant)"}  # a model's basis
 
     def model(self, name: str | None) -> str | None:

@@ -26,6 +26,7 @@ from serving.api.errors import answer_errors
 from serving.api.files import files_router
 from serving.api.media import MediaResolver
 from serving.api.vector_stores import vector_stores_router
+from serving.api_keys import KeyRing
 from serving.settings import ApiKey, HttpSettings
 
 KEYS = {
@@ -53,7 +54,7 @@ class Api:
         self.app.include_router(files_router(files, self.stores, media, 1 << 20, self._forget))
         self.app.include_router(vector_stores_router(self.stores, self._forget))
         answer_errors(self.app)
-        self.app.add_middleware(Authenticate, KEYS)
+        self.app.add_middleware(Authenticate, KeyRing(KEYS))
 
     async def _forget(self, content: str, owner: str) -> None:
         self.deleted.append((content, owner))
