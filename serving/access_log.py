@@ -44,6 +44,7 @@ from pydantic import (
 )
 
 from kvstore.catalog.index import prefix_key
+from kvstore.private_files import make_private_folder, private_opener
 from serving.settings import AccessLogSettings
 
 if TYPE_CHECKING:
@@ -226,7 +227,7 @@ class AccessLog:
         while (item := self._queue.get()) is not None:
             try:
                 if file is None:
-                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                    make_private_folder(self.path.parent)
                     file = _File(self.path, self._settings)
                 file.write(json.dumps(self._document(*item), separators=(",", ":")))
                 self.written += 1
@@ -328,7 +329,7 @@ class _File(logging.handlers.RotatingFileHandler):
 
     def _open(self) -> TextIOWrapper:
         cut_to_whole_lines(self._path)
-        return super()._open()
+        return open(self.baseFilename, "a", encoding=self.encoding, opener=private_opener)
 
 
 def cut_to_whole_lines(path: Path) -> None:

@@ -23,6 +23,7 @@ from infra.models.errors import ModelUnavailable
 from kvstore.settings import FileSettings, LibrarySettings
 from prefill_workers.model_card import BadModelCard, ModelCard, composition_for
 from prefill_workers.settings import Weighing
+from serving.api_keys import BadKeys, KeyRing
 from serving.settings import (
     AccessLogSettings,
     DecodeRoleSettings,
@@ -180,17 +181,24 @@ class OrbitServeConfig(Settings):
             _ = config.composing
         except BadModelCard as error:
             raise ConfigError(f"{source}: model.path: {error}") from error
+        try:
+            KeyRing.of(config.http)
+        except BadKeys as error:
+            raise ConfigError(f"{source}: {error}") from error
         return config
 
     def _anchored(self) -> OrbitServeConfig:
         """The same with absolute paths: a cluster's workers have another working directory."""
-        model, library, log = self.model, self.library, self.access_log
+        model, library, log, http = self.model, self.library, self.access_log, self.http
         template = model.chat_template
         if template is not None and os.path.isfile(file := os.path.expanduser(template)):
             template = os.path.abspath(file)  # else it is the text itself, which may be too long for a path
         directory = library.directory and _absolute(library.directory)
+        files = ("api_keys_file", "tls_certificate", "tls_key")
+        of_http = {name: _absolute(file) for name in files if (file := getattr(http, name)) is not None}
         return self.model_copy(
             update={
+                "http": http.model_copy(update=of_http),
                 "model": model.model_copy(update={"path": _absolute(model.path), "chat_template": template}),
                 "library": library.model_copy(update={"directory": directory, "url": _absolute_url(library.url)}),
                 "files_url": _absolute_url(self.files_url),

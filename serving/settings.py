@@ -6,9 +6,9 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from decode_workers.settings import DecodeSettings
 from infra.vllm_env import is_cpu_build
@@ -149,6 +149,21 @@ class TenantsSettings(Settings):
         return self.named.get(tenant, self.default)
 
 
+HASHED = "sha256:"  # of an entry that is the digest of a key
+_HASHED_KEY = re.compile(rf"{HASHED}[0-9a-fA-F]{{64}}")
+
+
+def _can_be_sent(keys: dict[str, ApiKey]) -> dict[str, ApiKey]:
+    if not all(key and key.isascii() and key.isprintable() and " " not in key for key in keys):
+        raise ValueError("a key is empty, or has other characters than printable ASCII without spaces")
+    if not all(_HASHED_KEY.fullmatch(key) for key in keys if key.startswith(HASHED)):
+        raise ValueError(f"an entry that begins with {HASHED} goes on with the 64 hexadecimal digits of a key's digest")
+    return keys
+
+
+ApiKeys = Annotated[dict[str, ApiKey], AfterValidator(_can_be_sent)]  # by key, or by `sha256:` and its digest
+
+
 class HttpSettings(Settings):
     """The HTTP surface and its limits."""
 
@@ -205,11 +220,24 @@ class HttpSettings(Settings):
     cors_origins: list[str] = Field(
         default_factory=list, description="Origins whose pages may call this from a browser; ['*']: all."
     )
-    api_keys: dict[str, ApiKey] = Field(
+    api_keys: ApiKeys = Field(
         default_factory=dict,
-        description="Bearer key to its tenant, or to {tenant: NAME, admin: true} for an administrator's. "
-        "Empty: no key needed, one tenant named `local` who is the administrator: everybody who reaches the port.",
+        description="Bearer key, or its hash (`orbitserve hash-key`), to its tenant, or to {tenant: NAME, admin: true} "
+        "for an administrator's. Empty, and without api_keys_file: no key needed, one tenant named `local` who is the "
+        "administrator: everybody who reaches the port.",
     )
+    api_keys_file: Path | None = Field(
+        None,
+        description="YAML or JSON file of further keys, as in api_keys; read again within a second of a change. Where "
+        "replicas are on several nodes, on each of them.",
+    )
+    admin_paths: list[Literal["/metrics", "/docs", "/redoc", "/openapi.json"]] = Field(
+        default_factory=list, description="Paths that take an administrator's key; without, they need none."
+    )
+    tls_certificate: Path | None = Field(
+        None, description="PEM file of the certificate chain that Ray Serve's proxy shows; None: plain HTTP."
+    )
+    tls_key: Path | None = Field(None, description="PEM file of the certificate's private key, without a passphrase.")
 
     @field_validator("allowed_media_domains")
     @classmethod
@@ -219,17 +247,18 @@ class HttpSettings(Settings):
                 raise ValueError(f"{domain!r} is not a host's name, such as pictures.example: no scheme, port or path")
         return [domain.lower().rstrip(".") for domain in domains]
 
-    @field_validator("api_keys")
-    @classmethod
-    def _can_be_sent(cls, keys: dict[str, ApiKey]) -> dict[str, ApiKey]:
-        if not all(key and key.isascii() and key.isprintable() and " " not in key for key in keys):
-            raise ValueError("a key is empty, or has other characters than printable ASCII without spaces")
-        return keys
+    @model_validator(mode="after")
+    def _complete(self) -> HttpSettings:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key need one another")
+        if self.admin_paths and not self.api_keys and self.api_keys_file is None:
+            raise ValueError("admin_paths need api_keys or api_keys_file: without keys everybody is the administrator")
+        return self
 
     @property
     def has_tenants(self) -> bool:
         """True if keys of more than one tenant may come."""
-        return len({owner.tenant for owner in self.api_keys.values()}) > 1
+        return self.api_keys_file is not None or len({owner.tenant for owner in self.api_keys.values()}) > 1
 
     @property
     def max_file_bytes(self) -> int:

@@ -25,6 +25,7 @@ from blake3 import blake3
 
 from kvstore.catalog.inventory import Advance, Item, checked
 from kvstore.errors import CorruptRecord, StoreError
+from kvstore.private_files import private_opener
 from kvstore.tiers.base import Tier
 from kvstore.tiers.paths import RecordPath, marker_paths
 
@@ -97,7 +98,7 @@ def tar_writer(path: Path) -> Iterator[Callable[[str, pa.Buffer], None]]:
     """
     temporary = path.with_name(f".{uuid.uuid4().hex}.partial")
     try:
-        with tarfile.open(temporary, "x:") as tar:
+        with open(temporary, "xb", opener=private_opener) as file, tarfile.open(fileobj=file, mode="w:") as tar:
 
             def put(name: str, buffer: pa.Buffer) -> None:
                 info = tarfile.TarInfo(name)

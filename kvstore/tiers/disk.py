@@ -14,6 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from kvstore.errors import BlobReplaced
+from kvstore.private_files import make_private_folder, private_opener
 from kvstore.records.seal import read_all
 from kvstore.tiers.base import QUARANTINE, Blob, Entry, Guard, ReadThrough, Tier, check_key
 
@@ -23,7 +24,7 @@ _VIEWS_PER_CALL = os.sysconf("SC_IOV_MAX")
 
 
 class DiskTier(Tier):
-    """Blobs as files below `root`.
+    """Blobs as files below `root`, which one user alone may read.
 
     Renames make writes atomic, so processes share a root without a common lock.
 
@@ -42,7 +43,7 @@ class DiskTier(Tier):
         self.durable = durable
         self._partial = self.root / self._TEMPORARY
         with self._guarded("open"):
-            self._partial.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self._partial)
             self._sweep()
 
     def get(self, key: str) -> pa.Buffer | None:
@@ -115,7 +116,7 @@ class DiskTier(Tier):
     def quarantine(self, key: str) -> bool:
         source, target = self._path(key), self._path(QUARANTINE + key)
         with self._guarded("quarantine", key):
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_private_folder(target.parent)
             try:
                 os.replace(source, target)
             except FileNotFoundError:
@@ -144,9 +145,9 @@ class DiskTier(Tier):
 
     def _write(self, path: Path, buffers: Sequence[pa.Buffer]) -> None:
         temporary = self._partial / uuid.uuid4().hex
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(path.parent)
         try:
-            with temporary.open("xb", buffering=0) as file:
+            with open(temporary, "xb", buffering=0, opener=private_opener) as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
                 _write_all(file.fileno(), [memoryview(buffer) for buffer in buffers])
                 if self.durable:

@@ -4,13 +4,12 @@
     files/<tenant>/<id>.blob      its bytes, written before and deleted after
 
 Another tenant's file, an expired one and one that never was raise the same UnknownFile: a tenant learns nothing about
-others. Ids are random, so they say nothing about content either.
+others. Ids are a time stamp and random bits (see `ids`), so they say nothing about content either.
 """
 
 from __future__ import annotations
 
 import re
-import secrets
 import threading
 import time
 from dataclasses import dataclass
@@ -25,10 +24,12 @@ from kvstore.settings import FileSettings
 from kvstore.tiers.base import Tier
 from kvstore.tiers.paths import ORPHAN_SECONDS, tenant_digest
 from kvstore.tiers.stack import tier_for_url
+from kvstore.uploads.ids import DIGITS, Place, new_id, place_of, stamp_of
 from kvstore.uploads.json_objects import JsonObjects
 from kvstore.uploads.pending_deletions import PendingDeletions
 
-_ID = re.compile(r"file-[0-9a-f]{32}")
+_ID = re.compile(rf"file-{DIGITS}")
+_PREFIX = "file-"
 _ROOT = "files/"
 
 
@@ -47,6 +48,11 @@ class FileObject:
     created_at: int
     expires_at: int | None
     content: str
+
+    @property
+    def place(self) -> Place:
+        """Place among the tenant's files, by the order of upload."""
+        return place_of(self.id, self.created_at)
 
     def expired(self, now: float) -> bool:
         return self.expires_at is not None and self.expires_at <= now
@@ -99,9 +105,10 @@ class FileStore:
         if expires_after is not None and not 1 <= expires_after <= limits.max_expiry_s:
             raise InvalidUpload(f"expires_after must lie between 1 and {limits.max_expiry_s} seconds")
         lifetime = limits.default_expiry_s if expires_after is None else expires_after
+        present = self._check_quota(tenant, len(data))
         now = int(time.time())
         file = FileObject(
-            id=f"file-{secrets.token_hex(16)}",
+            id=new_id(_PREFIX, present),
             tenant=tenant,
             filename=filename,
             purpose=purpose,
@@ -110,7 +117,6 @@ class FileStore:
             expires_at=None if lifetime is None else now + lifetime,
             content=owned_content_id(data, tenant, limits.salt_secret.get_secret_value().encode()),
         )
-        self._check_quota(tenant, len(data))
         self.tier.put(_blob_key(file), [pa.py_buffer(data)])  # others need not wait for so many bytes
         with self._creating.setdefault(tenant, threading.Lock()):
             try:
@@ -145,22 +151,25 @@ class FileStore:
         after: str | None = None,
         order: str = "desc",
     ) -> tuple[list[FileObject], bool]:
-        """The tenant's files by creation time, and whether more follow.
+        """The tenant's files by the order of upload, and whether more follow.
 
-        `after`: the id that ended the last page.
+        `after`: the id that ended the last page; of a file that is gone, what stood behind it follows.
 
-        Raises UnknownFile if `after` names no file of the tenant, InvalidUpload for an unknown order.
+        Raises UnknownFile if `after` is of a file that is gone and its id tells no place (see `ids`), or is no id;
+        InvalidUpload for an unknown order.
         """
         if order not in ("asc", "desc"):
             raise InvalidUpload("order must be asc or desc")
-        files = sorted(self._objects.find(_folder(tenant)), key=lambda f: (f.created_at, f.id), reverse=order == "desc")
-        now = time.time()
-        files = [f for f in files if not f.expired(now) and (purpose is None or f.purpose == purpose)]
+        stored, now = self._objects.find(_folder(tenant)), time.time()
+        files = [f for f in stored if not f.expired(now) and (purpose is None or f.purpose == purpose)]
+        files.sort(key=lambda file: file.place, reverse=order == "desc")
         if after is not None:
-            ids = [file.id for file in files]
-            if after not in ids:
+            start = next((file.place for file in stored if file.id == after), None)
+            if start is None and _ID.fullmatch(after) and (stamp := stamp_of(after)) is not None:
+                start = stamp, after
+            if start is None:
                 raise UnknownFile(after)
-            files = files[ids.index(after) + 1 :]
+            files = [file for file in files if (file.place > start if order == "asc" else file.place < start)]
         return files[:limit], len(files) > limit
 
     def delete(self, tenant: str, file_id: str) -> FileObject:
@@ -202,14 +211,16 @@ class FileStore:
             self._remove(file)
         return expired
 
-    def _check_quota(self, tenant: str, *more: int) -> None:
-        """Raise QuotaExceeded if the tenant's blobs and `more` such sizes pass the limit."""
-        sizes = [entry.size for entry in self.tier.entries(_folder(tenant)) if entry.key.endswith(".blob")]
-        sizes += more
+    def _check_quota(self, tenant: str, *more: int) -> tuple[str, ...]:
+        """Ids of the tenant's files. Raises QuotaExceeded if their blobs and `more` such sizes pass the limit."""
+        folder = _folder(tenant)
+        blobs = [entry for entry in self.tier.entries(folder) if entry.key.endswith(".blob")]
+        sizes = [*(entry.size for entry in blobs), *more]
         if len(sizes) > self.settings.max_tenant_files:
             raise QuotaExceeded(f"the limit is {self.settings.max_tenant_files} files")
         if sum(sizes) > self.settings.max_tenant_bytes:
             raise QuotaExceeded(f"the files would exceed {self.settings.max_tenant_bytes} bytes in all")
+        return tuple(entry.key.removeprefix(folder).removesuffix(".blob") for entry in blobs)
 
     def _remove(self, file: FileObject) -> None:
         self.pending_deletions.note(file.content, file.tenant)

@@ -4,6 +4,7 @@
     store-activity/<store>.json                               when it was last used
     store-files/<store>/<file>.<content id>.<bytes>.json      a Reference: one file in the store
     store-batches/<store>/<batch>.json                        files that were added together
+    store-removed/<store>/<file>.<added>                      a file that was taken out, for cursors that name it
     references/<file>/<store>.<content id>.<bytes>            which stores hold a file
 
 A reference is a file of the static library under a content id of the dynamic library: its bytes stay with the tenant
@@ -15,7 +16,6 @@ another; of two simultaneous updates of a store's own fields the last one stands
 from __future__ import annotations
 
 import re
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,19 +29,21 @@ from kvstore.records.keys import DYNAMIC_TENANT, owned_content_id
 from kvstore.tiers.base import Entry
 from kvstore.tiers.paths import ORPHAN_SECONDS
 from kvstore.uploads.files import FileStore
+from kvstore.uploads.ids import DIGITS, NANOSECONDS, Place, new_id, next_stamp, place_of, stamp_of
 from kvstore.uploads.json_objects import JsonObjects
 
 _STORES, _ACTIVITY, _FILES, _BATCHES = "stores/", "store-activity/", "store-files/", "store-batches/"
-_INDEX = "references/"
-_STORE = re.compile(r"vs_[0-9a-f]{32}")
-_BATCH = re.compile(r"vsfb_[0-9a-f]{32}")
-_FILE = re.compile(r"file-[0-9a-f]{32}")
+_INDEX, _REMOVED = "references/", "store-removed/"
+_STORE = re.compile(rf"vs_{DIGITS}")
+_BATCH = re.compile(rf"vsfb_{DIGITS}")
+_FILE = re.compile(rf"file-{DIGITS}")
 _FACTS = r"\.(?P<content>[a-z0-9-]+)\.(?P<bytes>\d+)"
-_REFERENCE = re.compile(rf"store-files/(?P<store>vs_[0-9a-f]{{32}})/(?P<file>file-[0-9a-f]{{32}}){_FACTS}\.json")
-_INDEXED = re.compile(rf"references/(?P<file>file-[0-9a-f]{{32}})/(?P<store>vs_[0-9a-f]{{32}}){_FACTS}")
+_REFERENCE = re.compile(rf"store-files/(?P<store>vs_{DIGITS})/(?P<file>file-{DIGITS}){_FACTS}\.json")
+_INDEXED = re.compile(rf"references/(?P<file>file-{DIGITS})/(?P<store>vs_{DIGITS}){_FACTS}")
 _DAY = 24 * 3600
 _HELD_SECONDS = 60.0  # after this what is held is taken to stay so: a deletion is noted before its file goes
 _ACTIVITY_SECONDS = 3600.0  # use in requests is noted this often at most
+_REMOVED_SECONDS = 24 * 3600.0  # for which a cursor may name a file that was taken out of a store
 
 Attributes = Mapping[str, str | float | bool]
 
@@ -57,12 +59,18 @@ class VectorStore:
     metadata: Mapping[str, str] = field(default_factory=dict)
     expires_days: int | None = None
 
+    @property
+    def place(self) -> Place:
+        """Place among all stores, by the order of creation."""
+        return place_of(self.id, self.created_at)
+
 
 @dataclass(frozen=True)
 class Reference:
     """One file of a store.
 
-    `tenant` uploaded it; `content` is its content id in the dynamic library.
+    `tenant` uploaded it; `content` is its content id in the dynamic library. `added`: when it came into the store, in
+    Unix nanoseconds; 0 in references of earlier versions.
     """
 
     file: str
@@ -72,6 +80,12 @@ class Reference:
     bytes: int
     created_at: int
     attributes: Attributes = field(default_factory=dict)
+    added: int = 0
+
+    @property
+    def place(self) -> Place:
+        """Place in its store, by the order in which files were added."""
+        return self.added or self.created_at * NANOSECONDS, self.file
 
 
 @dataclass(frozen=True)
@@ -159,8 +173,9 @@ class VectorStores:
         expires_days: int | None = None,
     ) -> VectorStore:
         """A new, empty store."""
+        others = (key.removeprefix(_STORES).removesuffix(".json") for key in self._tier.keys(_STORES))
         store = VectorStore(
-            f"vs_{secrets.token_hex(16)}", name, int(time.time()), description, dict(metadata or {}), expires_days
+            new_id("vs_", others), name, int(time.time()), description, dict(metadata or {}), expires_days
         )
         self._note_use(store.id)
         self._stores.write(_store_key(store.id), store)
@@ -176,7 +191,17 @@ class VectorStores:
     def all(self) -> list[VectorStore]:
         """All stores, oldest first."""
         found = [store for store in self._stores.find(_STORES) if not self._expired(store)]
-        return sorted(found, key=lambda store: (store.created_at, store.id))
+        return sorted(found, key=lambda store: store.place)
+
+    def place(self, store_id: str) -> Place | None:
+        """Place of a store in the listing, also of one that is gone; None if unknown."""
+        if not _STORE.fullmatch(store_id):
+            return None
+        stamp = stamp_of(store_id)
+        if stamp is not None:
+            return stamp, store_id
+        store = self._stores.read(_store_key(store_id))
+        return None if store is None else store.place
 
     def summary(self, store: VectorStore) -> Summary:
         """Counts, bytes and times of a store."""
@@ -207,17 +232,17 @@ class VectorStores:
         Raises UnknownVectorStore; UnknownFile, and adds nothing, if the tenant lacks one of the files.
         """
         self.get(store_id)
-        now, added = int(time.time()), []
-        for file_id, attributes in files.items():
+        now, stamp, added = int(time.time()), next_stamp(), []
+        for i, (file_id, attributes) in enumerate(files.items()):
             data = self._files.content(tenant, file_id)
             content = owned_content_id(data, DYNAMIC_TENANT, self._secret)
-            added.append(Reference(file_id, store_id, tenant, content, len(data), now, dict(attributes)))
+            added.append(Reference(file_id, store_id, tenant, content, len(data), now, dict(attributes), stamp + i))
         with self._changing:
             for i, reference in enumerate(added):
                 entry = _entry_of(reference)
                 there = self._references.read(entry.key)
                 if there is not None:
-                    added[i] = reference = replace(reference, created_at=there.created_at)
+                    added[i] = reference = replace(reference, created_at=there.created_at, added=there.added)
                 self._tier.put(entry.index_key, [pa.py_buffer(b"")])
                 self._references.write(entry.key, reference)
             self._note_use(store_id)
@@ -241,7 +266,18 @@ class VectorStores:
         """All files of a store, oldest first. Raises UnknownVectorStore."""
         self.get(store_id)
         found = self._references.find(f"{_FILES}{store_id}/")
-        return sorted(found, key=lambda reference: (reference.created_at, reference.file))
+        return sorted(found, key=lambda reference: reference.place)
+
+    def place_in(self, store_id: str, file_id: str) -> Place | None:
+        """Place of a file in a store's listing, also of one that was removed; None if unknown."""
+        entry = self._find(store_id, file_id)
+        reference = None if entry is None else self._references.read(entry.key)
+        if reference is not None:
+            return reference.place
+        if not _FILE.fullmatch(file_id):
+            return None
+        noted = [key.rpartition(".")[2] for key in self._tier.keys(f"{_REMOVED}{store_id}/{file_id}.")]
+        return (max(map(int, noted)), file_id) if noted else None
 
     def set_attributes(self, store_id: str, file_id: str, attributes: Attributes) -> Reference:
         """Replace a reference's attributes. Raises UnknownVectorStore."""
@@ -267,7 +303,7 @@ class VectorStores:
     def add_batch(self, store_id: str, tenant: str, files: Mapping[str, Attributes]) -> Batch:
         """`add`, remembering which files came together."""
         self.add(store_id, tenant, files)
-        batch = Batch(f"vsfb_{secrets.token_hex(16)}", store_id, int(time.time()), list(files))
+        batch = Batch(new_id("vsfb_"), store_id, int(time.time()), list(files))
         self._batches.write(_batch_key(store_id, batch.id), batch)
         return batch
 
@@ -337,6 +373,9 @@ class VectorStores:
             for index in list(self._tier.entries(_INDEX)):
                 if index.key not in held and index.used < deadline:
                     self._tier.delete(index.key)
+            for removed in list(self._tier.entries(_REMOVED)):
+                if removed.used < time.time() - _REMOVED_SECONDS:
+                    self._tier.delete(removed.key)
             return dropped
 
     # Inside
@@ -370,16 +409,22 @@ class VectorStores:
 
     def _drop_store(self, store_id: str) -> set[str]:
         self._tier.delete(_store_key(store_id))
-        dropped = self._drop(list(self._entries(store_id)))
-        for key in [_activity_key(store_id), *self._tier.keys(f"{_BATCHES}{store_id}/")]:
+        dropped = self._drop(list(self._entries(store_id)), noted=False)
+        left = (key for kind in (_BATCHES, _REMOVED) for key in self._tier.keys(f"{kind}{store_id}/"))
+        for key in [_activity_key(store_id), *left]:
             self._tier.delete(key)
         return dropped
 
-    def _drop(self, entries: Iterable[_Entry]) -> set[str]:
+    def _drop(self, entries: Iterable[_Entry], noted: bool = True) -> set[str]:
+        """Remove files from stores; their places are noted unless the stores go too."""
         gone = list(entries)
         contents = {entry.content for entry in gone}
         for content in contents:
             self._files.pending_deletions.note(content, DYNAMIC_TENANT)
+        for reading in [self._references.later(entry.key) for entry in gone if noted]:
+            if (reference := reading.result()) is not None:
+                key = f"{_REMOVED}{reference.store}/{reference.file}.{reference.place[0]}"
+                self._tier.put(key, [pa.py_buffer(b"")])
         for entry in gone:
             self._tier.delete(entry.key)
             self._tier.delete(entry.index_key)

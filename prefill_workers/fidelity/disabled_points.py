@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from kvstore.private_files import make_private_folder, private_opener
 from prefill_workers.modes import EXACT_POINTS, OperatingPoint
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class DisabledPoints:
     def _write(self, file: Path, decision: PointDecision) -> None:
         """Rewrite the file, one process at a time."""
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
+            make_private_folder(file.parent)
             folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 fcntl.flock(folder, fcntl.LOCK_EX)
@@ -78,7 +79,8 @@ class DisabledPoints:
                     disabled.setdefault(decision.point, decision)
                 document = {point: {"reason": off.reason, "since": off.changed} for point, off in disabled.items()}
                 fresh = file.with_suffix(".part")
-                fresh.write_text(json.dumps(document, indent=1))
+                with open(fresh, "w", opener=private_opener) as handle:
+                    handle.write(json.dumps(document, indent=1))
                 fresh.replace(file)
             finally:
                 os.close(folder)

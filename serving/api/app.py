@@ -38,7 +38,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
-from serving.api.auth import AnswerHead, Authenticate, Limit
+from serving.api.auth import AnswerHead, Authenticate, BoundHeaders, Limit
 from serving.api.chat import UNSUPPORTED, OrbitServingChat, fixed_prefix, readable, refuse_longer, refuse_unsupported
 from serving.api.client_disconnect import CancelOnDisconnect, answering
 from serving.api.compiling import compiling
@@ -51,6 +51,7 @@ from serving.api.metrics import Metrics, exposition, in_time, labelled
 from serving.api.openapi import document_errors
 from serving.api.streams import opened
 from serving.api.vector_stores import vector_stores_router
+from serving.api_keys import KeyRing
 from serving.config import OrbitServeConfig
 from serving.frontend.client_text import ClientText
 from serving.frontend.documents import Documents
@@ -189,9 +190,10 @@ async def build_api(
             weight=lambda tenant: shares.of(tenant).weight,
         )
         metrics.waiting.set_function(lambda: queue.waiting)
-    app.add_middleware(Authenticate, http.api_keys)
+    app.add_middleware(Authenticate, KeyRing.of(http), http.admin_paths)
     if http.cors_origins:  # before keys are asked for: a browser's question whether it may call carries none
         app.add_middleware(CORSMiddleware, allow_origins=http.cors_origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(BoundHeaders)
     app.state.model_name = model.served_name
     return app
 
@@ -221,7 +223,8 @@ async def _add_openai(
         "tool_parser": model.tool_call_parser,
         "reasoning_parser": model.reasoning_parser or "",
     }
-    models = OpenAIServingModels(client, [BaseModelPath(name=model.served_name, model_path=str(model.path))])
+    # vLLM would tell the checkpoint's path, as `root`.
+    models = OpenAIServingModels(client, [BaseModelPath(name=model.served_name, model_path=model.served_name)])
     renderer = OnlineRenderer(
         client.model_config,
         client.renderer,

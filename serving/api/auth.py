@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection
 from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -15,8 +14,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.api.errors import error_body, too_many
 from serving.api.metrics import Metrics
+from serving.api_keys import KeyRing
 from serving.frontend.errors import OverloadedError, RateLimited
 from serving.frontend.rate_limits import RateLimits
+from serving.proxy_protocol import MAX_HEADER_BYTES
 from serving.settings import ApiKey, HttpSettings
 
 _LOCAL = ApiKey(tenant="local", admin=True)
@@ -36,38 +37,63 @@ def _route(scope: Scope) -> str:
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
+class BoundHeaders:
+    """Middleware that answers 431 to large headers before keys are looked at.
+
+    The proxy does so too (`serving.proxy_protocol`), where it was told to.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            size = len(scope["path"]) + len(scope["query_string"]) + sum(len(n) + len(v) for n, v in scope["headers"])
+            if size > MAX_HEADER_BYTES:
+                status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+                body = error_body(f"URL and headers have {size} bytes, the limit is {MAX_HEADER_BYTES}", status)
+                await JSONResponse(body, status)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
 class Authenticate:
     """Middleware that writes a bearer key's `tenant` and `admin` into `scope["state"]`.
 
     Without configured keys everyone is the local tenant.
+
+    Args:
+        admin_paths: open paths that are not: they take an administrator's key.
     """
 
-    def __init__(self, app: ASGIApp, api_keys: Mapping[str, ApiKey]) -> None:
-        self._app = app
-        self._keys = {key.encode(): owner for key, owner in api_keys.items()}
+    def __init__(self, app: ASGIApp, keys: KeyRing, admin_paths: Collection[str] = ()) -> None:
+        self._app, self._keys = app, keys
+        self._admin_paths = frozenset(admin_paths)
+        self._open_paths = OPEN_PATHS - self._admin_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         owner = self._owner(Headers(scope=scope).get("authorization", ""))
-        if owner is None and _route(scope) not in OPEN_PATHS:
+        path = _route(scope)
+        if owner is None and path not in self._open_paths:
             body = error_body("missing or unknown API key", HTTPStatus.UNAUTHORIZED)
             await JSONResponse(body, 401, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)
+            return
+        if path in self._admin_paths and not (owner is not None and owner.admin):
+            body = error_body(f"{path} takes an administrator's key", HTTPStatus.FORBIDDEN)
+            await JSONResponse(body, 403)(scope, receive, send)
             return
         if owner is not None:
             scope.setdefault("state", {}).update(tenant=owner.tenant, admin=owner.admin)
         await self._app(scope, receive, send)
 
     def _owner(self, authorization: str) -> ApiKey | None:
-        if not self._keys:
+        if self._keys.is_open:
             return _LOCAL
         scheme, _, given = authorization.partition(" ")
-        found = None
-        for key, owner in self._keys.items():  # every key is compared, so that timing tells nothing
-            if hmac.compare_digest(key, given.strip().encode()) and scheme.lower() == "bearer":
-                found = owner
-        return found
+        return self._keys.owner(given.strip()) if scheme.lower() == "bearer" else None
 
 
 class AnswerHead:

@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, File, Form, Query, Request, Response, UploadFile
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.datastructures import FormData
 
 from kvstore.records.keys import DYNAMIC_TENANT
 from kvstore.uploads.files import FileStore
@@ -17,7 +19,27 @@ from serving.frontend.errors import InvalidRequest
 
 OnDelete = Callable[[str, str], Awaitable[None]]
 Purpose = Literal["assistants", "vision", "user_data"]
+_EXPIRY = "expires_after"
+_EXPIRY_FIELDS = {f"{_EXPIRY}[{name}]": name for name in ("anchor", "seconds")}
 _IN_MEMORY = 8  # uploads at once; what waits lies in a temporary file
+
+
+class _ExpiresAfter(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    anchor: Literal["created_at"]
+    seconds: int
+
+
+class _ExpiresAfterJson(_ExpiresAfter):
+    seconds: int = Field(strict=True)
+
+
+def _expiry_field(name: str | None, description: str) -> Any:
+    """A form field for the API's documentation; `_expiry` reads and checks it."""
+    kind = "integer" if name == "seconds" else "string"
+    alias = _EXPIRY if name is None else f"{_EXPIRY}[{name}]"
+    return Form(alias=alias, description=description, json_schema_extra={"type": kind})
 
 
 def files_router(
@@ -37,11 +59,11 @@ def files_router(
         request: Request,
         file: Annotated[UploadFile, File(description="An image, or UTF-8 text.")],
         purpose: Annotated[Purpose, Form(description="What the file is for.")],
-        anchor: Annotated[Literal["created_at"] | None, Form(alias="expires_after[anchor]")] = None,
-        seconds: Annotated[int | None, Form(alias="expires_after[seconds]")] = None,
+        anchor: Annotated[Any, _expiry_field("anchor", "created_at.")] = None,
+        seconds: Annotated[Any, _expiry_field("seconds", "Lifetime in seconds from the upload.")] = None,
+        expires_after: Annotated[Any, _expiry_field(None, "Both as JSON, instead of two fields.")] = None,
     ) -> dict[str, Any]:
-        if (anchor is None) != (seconds is None):
-            raise InvalidRequest("expires_after needs both anchor and seconds", parameter="expires_after")
+        lifetime = _expiry(await request.form())  # the parameters document it; an empty field would be missing in them
         if (file.size or 0) > most_bytes:
             raise TooLarge(f"file: {file.size} bytes; images and documents have at most {most_bytes}")
         tenant: str = request.state.tenant
@@ -49,7 +71,7 @@ def files_router(
         async with reading:
             data = await file.read()
             await asyncio.to_thread(media.open_for, purpose, data, tenant, "file")
-            return (await asyncio.to_thread(files.create, tenant, name, purpose, data, seconds)).to_openai()
+            return (await asyncio.to_thread(files.create, tenant, name, purpose, data, lifetime)).to_openai()
 
     @router.get("", summary="List uploads")
     async def listing(
@@ -93,3 +115,27 @@ def files_router(
         return {"id": file_id, "object": "file", "deleted": True}
 
     return router
+
+
+def _expiry(form: FormData) -> int | None:
+    """Seconds of an upload's `expires_after`: OpenAI's two form fields, or one that is JSON; None without any.
+
+    Raises:
+        InvalidRequest: it cannot be read, or has other fields.
+    """
+    given = [(name, value) for name, value in form.multi_items() if name.startswith("expires")]
+    if not given:
+        return None
+    try:
+        if len({name for name, _ in given}) < len(given):
+            raise ValueError("a field is given twice")
+        if [name for name, _ in given] == [_EXPIRY]:
+            return _ExpiresAfterJson.model_validate_json(str(given[0][1])).seconds
+        return _ExpiresAfter.model_validate({_EXPIRY_FIELDS.get(name, name): value for name, value in given}).seconds
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        problem = f"{where}: {first['msg']}" if where else first["msg"]
+    except ValueError as error:
+        problem = str(error)
+    raise InvalidRequest(f"{_EXPIRY}: {problem}; it takes anchor (created_at) and seconds", parameter=_EXPIRY)

@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, TypeVar
+from functools import partial
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from kvstore.records.keys import DYNAMIC_TENANT
+from kvstore.uploads.ids import Place
 from kvstore.uploads.vector_stores import Attributes, Batch, Reference, VectorStore, VectorStores
 from serving.api.errors import Forbidden, NotAvailable
 from serving.api.files import OnDelete
@@ -25,11 +27,18 @@ from serving.frontend.errors import InvalidRequest
 
 _MAX_BATCH = 2000
 _DELETED_AT_ONCE = 8  # contents, each of which is looked for in every tier and worker
-_Item = TypeVar("_Item")
 _Key = Annotated[str, StringConstraints(max_length=64)]
 _Text = Annotated[str, StringConstraints(max_length=512)]
 _Metadata = Annotated[dict[_Key, _Text], Field(max_length=16)]
 _Attributes = Annotated[dict[_Key, _Text | bool | float], Field(max_length=16)]
+
+
+class _Placed(Protocol):
+    @property
+    def place(self) -> Place: ...
+
+
+_Item = TypeVar("_Item", bound=_Placed)
 
 
 class _Body(BaseModel):
@@ -150,7 +159,7 @@ def vector_stores_router(stores: VectorStores, on_delete: OnDelete) -> APIRouter
     @router.get("", summary="List vector stores")
     async def listing(page: Cursor) -> dict[str, Any]:
         def work() -> dict[str, Any]:
-            return _listed(stores.all(), page, lambda store: store.id, shown)
+            return _listed(stores.all(), page, stores.place, shown)
 
         return await asyncio.to_thread(work)
 
@@ -180,7 +189,7 @@ def vector_stores_router(stores: VectorStores, on_delete: OnDelete) -> APIRouter
     def files_page(store_id: str, page: _FilesPage, among: Collection[str] | None = None) -> dict[str, Any]:
         found = stores.references(store_id) if page.status in (None, "completed") else []
         kept = [reference for reference in found if among is None or reference.file in among]
-        return _listed(kept, page, lambda reference: reference.file, _file_object)
+        return _listed(kept, page, partial(stores.place_in, store_id), _file_object)
 
     @router.get("/{store_id}/files", summary="List the files of a vector store")
     async def files(store_id: str, page: FilesCursor) -> dict[str, Any]:
@@ -244,23 +253,34 @@ Administrator = Annotated[str, Depends(_administrator)]
 
 
 def _listed(
-    items: Sequence[_Item], page: _Page, name: Callable[[_Item], str], show: Callable[[_Item], dict[str, Any]]
+    items: Sequence[_Item], page: _Page, find: Callable[[str], Place | None], show: Callable[[_Item], dict[str, Any]]
 ) -> dict[str, Any]:
-    """One page of `items` (oldest first) as OpenAI lists them.
+    """One page of `items` (oldest first) as OpenAI lists them; what a cursor names may be gone.
+
+    Args:
+        find: gives the place of an item that is, or was, in the list.
 
     Raises:
-        InvalidRequest: a cursor names nothing in the list.
+        InvalidRequest: a cursor names nothing that has a place in the list.
     """
-    ordered = list(items if page.order == "asc" else reversed(items))
-    names = [name(item) for item in ordered]
-    for field, cursor in (("after", page.after), ("before", page.before)):
-        if cursor is not None and cursor not in names:
+
+    def place(field: str, cursor: str) -> Place:
+        found = find(cursor)
+        if found is None:
             raise InvalidRequest(f"{field}: no such item in the list: {cursor}", parameter=field)
-    start = 0 if page.after is None else names.index(page.after) + 1
-    stop = len(ordered) if page.before is None else names.index(page.before)
+        return found
+
+    window, descending = list(items), page.order == "desc"
+    if page.after is not None:
+        start = place("after", page.after)
+        window = [item for item in window if (item.place < start if descending else item.place > start)]
+    if page.before is not None:
+        stop = place("before", page.before)
+        window = [item for item in window if (item.place > stop if descending else item.place < stop)]
+    if descending:
+        window.reverse()
     if page.before is not None and page.after is None:
-        start = max(0, stop - page.limit)
-    window = ordered[start:stop]
+        window = window[-page.limit :]
     objects = [show(item) for item in window[: page.limit]]
     return {
         "object": "list",

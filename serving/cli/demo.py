@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvstore.private_files import make_private_folder
 from serving.config import OrbitServeConfig
 from serving.deploy.launch import APPLICATION, StartUpError, application
 
@@ -71,7 +72,7 @@ def run_demo(demo: Demo, console: Console, port: int, keep: bool = False) -> boo
         ModelUnavailable: see `Demo.model`.
     """
     model, began = demo.model(), time.monotonic()
-    _ROOT.mkdir(parents=True, exist_ok=True)
+    make_private_folder(_ROOT)
     with TemporaryDirectory(dir=_ROOT, ignore_cleanup_errors=True) as root:
         config = demo_config(model, port, Path(root).absolute())
         console.print(f"starting OrbitServe on port {port}: one replica of every role, {demo.title}")

@@ -62,10 +62,11 @@ class _Place:
         """Digest to name, of the tenants whose names are known here."""
         from kvstore.records.keys import DYNAMIC_TENANT
         from kvstore.tiers.paths import tenant_digest
+        from serving.api_keys import KeyRing
 
         names = {"local", DYNAMIC_TENANT, *(name for name in more if name)}
         if self.config is not None:
-            names |= {owner.tenant for owner in self.config.http.api_keys.values()}
+            names |= KeyRing.of(self.config.http).tenants
         return {tenant_digest(name): name for name in names} | {tenant_digest(""): "(every tenant)"}  # a model's basis
 
     def model(self, name: str | None) -> str | None:
@@ -113,10 +114,11 @@ def _opened(location: str | None, config: Path | None, remote: bool, make: bool 
 
 
 def _make(directory: Path) -> None:
+    from kvstore.private_files import make_private_folder
     from serving.config import ConfigError
 
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_private_folder(directory)
     except OSError as error:
         raise ConfigError(f"cannot make {directory}: {error.strerror}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from pathlib import Path
 from typing import Annotated, Literal
@@ -143,6 +144,29 @@ def serve(
         raise typer.Exit(1) from None
 
 
+@app.command("hash-key")
+def hash_key(
+    tenant: Annotated[str, typer.Argument(help="Whose files and content the key reaches.")],
+    admin: Annotated[bool, typer.Option("--admin", help="An administrator's key.")] = False,
+    stdin: Annotated[bool, typer.Option("--stdin", help="Hash the key on standard input; default: make one.")] = False,
+) -> None:
+    """Print a new API key, on standard error, and its entry for `http.api_keys_file`.
+
+    The entry has the key's hash, from which nobody can tell the key.
+    """
+    from serving.api_keys import BadKeys, hashed_entry, new_key
+
+    key = sys.stdin.readline().strip() if stdin else new_key()
+    try:
+        entry = hashed_entry(key, tenant, admin)
+    except BadKeys as error:
+        console.print(f"[red]error:[/red] {escape(str(error))}")
+        raise typer.Exit(2) from None
+    if not stdin:
+        typer.echo(key, err=True)
+    typer.echo(entry)
+
+
 @app.command()
 def config() -> None:
     """Print every setting with its default and what it means, as YAML to start from."""
@@ -207,13 +231,14 @@ def precompute(
 
     Where the configuration has API keys, content must be of a tenant of theirs, or of `dynamic-library`: everybody's.
     """
+    from serving.api_keys import KeyRing
     from serving.config import ConfigError, OrbitServeConfig
     from serving.offline import precompute as job
     from serving.offline.precompute_manifest import Manifest, ManifestError, Owners
 
     try:
         settings = OrbitServeConfig.load(config, {"model.path": model, "precompute.workers": workers})
-        owners = Owners(tenant, frozenset(key.tenant for key in settings.http.api_keys.values()))
+        owners = Owners(tenant, KeyRing.of(settings.http).tenants)
         source = Manifest(manifest, settings.precompute.storage_options, owners)
         if dry_run:
             good = job.dry_run(source, limit, console)

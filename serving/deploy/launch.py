@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -20,13 +21,14 @@ from infra.ports import url_host
 from serving.app import build
 from serving.config import OrbitServeConfig
 from serving.deploy.ray_cluster import ray_cluster
-from serving.settings import RoleSettings
+from serving.settings import HttpSettings, RoleSettings
 
 APPLICATION = "orbitserve"
 _ROLES = ("PatchCompiler", "LibraryKeeper", "VisionEncoder", "PrefillWorker", "DecodeWorker", "Ingress")
 
 
-# Ray Serve's switches for a short way between replicas: gRPC instead of actor calls, one event loop instead of three.
+# Ray Serve's switches for a short way between replicas: gRPC instead of actor calls, one event loop instead of three;
+# and what bounds headers in its proxies.
 # Serve reads them in every process of the cluster; for a cluster of your own `infra/cluster.env` says them again.
 FAST_REQUEST_PATH = {
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
@@ -34,6 +36,7 @@ FAST_REQUEST_PATH = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serving.proxy_protocol:bound_headers",
     "grpc_proxy": "",  # else gRPC takes http_proxy, as Ray's own does not
 }
 _ANY_HOST = ("0.0.0.0", "::", "127.0.0.1", "::1", "localhost")  # that every node can listen on
@@ -52,8 +55,9 @@ def application(config: OrbitServeConfig, console: Console) -> Iterator[str]:
 
     Raises:
         StartUpError: a role failed to start, or did not within half an hour; the cluster serves the application
-            already, listens elsewhere already, or the port is taken.
+            already, listens elsewhere already, or the port is taken; the TLS files cannot be used.
     """
+    _check_tls(config.http)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     with ray_cluster(runtime_env={"env_vars": FAST_REQUEST_PATH}):
         _end_by_signal()  # after Ray, which brings a handler of its own
@@ -61,7 +65,12 @@ def application(config: OrbitServeConfig, console: Console) -> Iterator[str]:
             everywhere = config.http.host in _ANY_HOST
             serve.start(
                 proxy_location="EveryNode" if everywhere else "HeadOnly",
-                http_options={"host": config.http.host, "port": config.http.port},
+                http_options={
+                    "host": config.http.host,
+                    "port": config.http.port,
+                    "ssl_keyfile": _name(config.http.tls_key),
+                    "ssl_certfile": _name(config.http.tls_certificate),
+                },
             )
         except RuntimeError as error:
             raise StartUpError(f"cannot listen on {config.http.host}:{config.http.port}: {error}") from error
@@ -78,7 +87,7 @@ def application(config: OrbitServeConfig, console: Console) -> Iterator[str]:
             _wait_until_ready(console)
             longest = serve.get_app_handle(APPLICATION).longest.remote().result()
             console.print(f"  prompts with their answers have up to {longest} tokens; {_logs()}")
-            yield f"http://{url_host(config.http.host)}:{config.http.port}"
+            yield f"{'https' if config.http.tls_key else 'http'}://{url_host(config.http.host)}:{config.http.port}"
         finally:
             _end(config)
 
@@ -101,6 +110,26 @@ def _refuse_elsewhere(config: OrbitServeConfig) -> None:
             f"Ray Serve listens on {found.host}:{found.port} already, not on {asked.host}:{asked.port}; "
             f"pass --host {found.host} --port {found.port}, or end it with `serve shutdown`"
         )
+    if found.ssl_certfile != _name(asked.tls_certificate):
+        raise StartUpError(
+            f"Ray Serve runs already with the TLS certificate {found.ssl_certfile}, not {asked.tls_certificate}; "
+            "end it with `serve shutdown`"
+        )
+
+
+def _check_tls(http: HttpSettings) -> None:
+    """Raises StartUpError where the proxy could not use the TLS files: it would not say so."""
+    if http.tls_certificate is None or http.tls_key is None:
+        return
+    try:
+        no_passphrase = lambda: ""  # noqa: E731 - else OpenSSL asks for it on the terminal
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(http.tls_certificate, http.tls_key, no_passphrase)
+    except OSError as error:  # also that they are no pair
+        raise StartUpError(f"cannot use http.tls_certificate and http.tls_key: {error.strerror or error}") from error
+
+
+def _name(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _warn_of_apart(config: OrbitServeConfig, console: Console) -> None:

@@ -40,6 +40,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from kvstore.private_files import private_opener
 from serving.config import OrbitServeConfig
 from serving.deploy.ray_cluster import ray_cluster
 from serving.offline.precompute_ledger import Ledger, Outcome
@@ -206,7 +207,7 @@ def precompute(
     entries = manifest.count(limit)
     summary = Summary()
     with ExitStack() as stack:
-        log = stack.enter_context(failures.open("w")) if failures is not None else None
+        log = stack.enter_context(open(failures, "w", opener=private_opener)) if failures is not None else None
         progress = stack.enter_context(
             Progress(
                 SpinnerColumn(),

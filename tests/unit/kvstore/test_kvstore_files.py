@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,6 +17,7 @@ from kvstore.records.keys import content_id, tenant_salt
 from kvstore.settings import FileSettings
 from kvstore.tiers.faults import FaultyTier, HeldTier
 from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.paths import tenant_digest
 from kvstore.uploads.files import FileStore
 
 
@@ -112,13 +114,48 @@ def test_listing_pages_through_everything_once(store: FileStore) -> None:
         store.list("acme", order="sideways")
 
 
-def test_listing_is_by_creation_time(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = time.time()
-    for offset in (5, 1, 3):
-        monkeypatch.setattr(time, "time", lambda offset=offset: now + offset)
-        store.create("acme", str(offset), "vision", b"x")
-    assert [file.filename for file in store.list("acme", order="asc")[0]] == ["1", "3", "5"]
-    assert [file.filename for file in store.list("acme")[0]] == ["5", "3", "1"]
+def test_listing_is_by_the_order_of_upload_in_whatever_process_it_was(tmp_path: Path) -> None:
+    stores = [FileStore(tmp_path), FileStore(tmp_path)]
+    names = [str(n) for n in range(12)]
+    for n, name in enumerate(names):
+        stores[n % 2].create("acme", name, "vision", b"x")
+    assert [file.filename for file in stores[0].list("acme", order="asc")[0]] == names
+    assert [file.filename for file in stores[1].list("acme")[0]] == names[::-1]
+
+
+def test_a_clock_that_is_set_back_changes_no_order(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time_ns()
+    for name, offset in (("first", 5), ("second", 1), ("third", 3)):
+        monkeypatch.setattr(time, "time_ns", lambda offset=offset: now + offset * 10**9)
+        store.create("acme", name, "vision", b"x")
+    assert [file.filename for file in store.list("acme", order="asc")[0]] == ["first", "second", "third"]
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+def test_a_cursor_whose_file_is_gone_goes_on_behind_its_place(store: FileStore, order: str) -> None:
+    names = [str(n) for n in range(7)]
+    for name in names:
+        store.create("acme", name, "vision", b"x")
+    seen, after, more = list[str](), None, True
+    while more:
+        page, more = store.list("acme", limit=2, after=after, order=order)
+        seen += [store.delete("acme", file.id).filename for file in page]
+        after = page[-1].id
+    assert seen == (names if order == "asc" else names[::-1])
+    assert store.list("acme", after=after) == ([], False)
+
+
+def test_files_of_earlier_versions_are_listed_before_and_paged_through(store: FileStore) -> None:
+    new = store.create("acme", "new", "vision", b"x")
+    old = [
+        replace(new, id=f"file-{digit * 32}", filename=f"old {digit}", created_at=new.created_at - age)
+        for digit, age in (("f", 9), ("1", 8), ("0", 7))
+    ]
+    for file in old:
+        store._objects.write(f"files/{tenant_digest('acme')}/{file.id}.json", file)
+    assert store.list("acme", order="asc")[0] == [*old, new]
+    assert store.list("acme", order="asc", limit=1, after=old[0].id) == ([old[1]], True)
+    assert store.get("acme", old[0].id) == old[0]
 
 
 def test_an_expired_file_is_unknown_at_once_and_swept_later(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from serving.api.chat import OrbitServingChat, fixed_prefix
 from serving.api.errors import answer_errors
 from serving.api.media import MediaResolver
 from serving.api.prefix import Prefixes
+from serving.api_keys import KeyRing
 from serving.frontend.documents import Documents
 from serving.placement.orderer import PatchAwareOrderer
 from serving.settings import HttpSettings
@@ -65,7 +66,7 @@ async def post(chat: Chat, status: int = 200, **body: Any) -> dict[str, Any]:
     app.state.openai_serving_chat = chat
     app.router.routes += [route for route in router.routes if route.path == "/v1/chat/completions"]
     answer_errors(app)
-    app.add_middleware(Authenticate, {})
+    app.add_middleware(Authenticate, KeyRing({}))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         response = await client.post("/v1/chat/completions", json={"model": "m", **body})
     assert response.status_code == status, response.text

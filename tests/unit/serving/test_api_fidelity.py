@@ -23,6 +23,7 @@ from serving.api import metrics
 from serving.api.auth import Authenticate
 from serving.api.errors import answer_errors
 from serving.api.metrics import exposition
+from serving.api_keys import KeyRing
 from serving.cli.main import app as command_line
 from serving.errors import RoleUnavailable
 from serving.settings import ApiKey
@@ -65,7 +66,7 @@ def application(roles: Roles) -> FastAPI:
     app = FastAPI()
     app.include_router(api.fidelity_router(roles))
     answer_errors(app)
-    app.add_middleware(Authenticate, KEYS)
+    app.add_middleware(Authenticate, KeyRing(KEYS))
     return app
 
 

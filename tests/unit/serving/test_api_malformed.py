@@ -71,7 +71,7 @@ def app(chat: Chat) -> FastAPI:
     app.state.openai_serving_chat = chat
     app.router.routes += [route for route in router.routes if route.path == "/v1/chat/completions"]
     answer_errors(app)
-    app.add_middleware(Authenticate, {})
+    app.add_middleware(Authenticate, KeyRing({}))
     return app
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import httpx
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from serving.api.auth import Authenticate, Limit
+from serving.api.auth import Authenticate, BoundHeaders, Limit
 from serving.api.errors import answer_errors
 from serving.api.metrics import Metrics, exposition
+from serving.api_keys import KeyRing
 from serving.frontend.rate_limits import RateLimits
 from serving.settings import ApiKey, HttpSettings, TenantLimits, TenantsSettings
 
@@ -23,6 +25,7 @@ def limits(max_body: int = 1000, at_once: int = 2, body_timeout_s: float = 120) 
 def api(
     keys: dict[str, ApiKey] | None = None,
     http: HttpSettings | None = None,
+    admin_paths: Sequence[str] = (),
     tenants: TenantsSettings | None = None,
 ) -> FastAPI:
     app = FastAPI()
@@ -39,6 +42,7 @@ def api(
             await app.state.gate.wait()
         return {"tenant": request.state.tenant, "bytes": len(body)}
 
+    @app.get("/metrics")
     @app.get("/health")
     async def health() -> dict:
         return {}
@@ -52,7 +56,8 @@ def api(
     rates = None if tenants is None else RateLimits(tenants.of)
     alone = None if tenants is None else tenants.most_of_one(http.max_concurrent_requests)
     app.add_middleware(Limit, http, app.state.metrics, rates, alone)
-    app.add_middleware(Authenticate, keys or {})
+    app.add_middleware(Authenticate, KeyRing(keys or {}), admin_paths)
+    app.add_middleware(BoundHeaders)
     return app
 
 
@@ -264,7 +269,7 @@ async def test_what_goes_wrong_inside_is_counted_too():
 
     metrics = Metrics()
     app.add_middleware(Limit, limits(), metrics)
-    app.add_middleware(Authenticate, {})
+    app.add_middleware(Authenticate, KeyRing({}))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as c:
         assert (await c.post("/v1/chat/completions", content=b"x")).status_code == 500
@@ -272,3 +277,40 @@ async def test_what_goes_wrong_inside_is_counted_too():
         line for line in exposition(metrics.collect()).decode().splitlines() if "orbitserve_requests_total{" in line
     ]
     assert counted == ['orbitserve_requests_total{status="500"} 1.0']
+
+
+async def test_the_administrators_paths_take_their_key():
+    keys = {"one": ApiKey(tenant="acme"), "boss": ApiKey(tenant="ops", admin=True)}
+    app = api(keys, admin_paths=["/metrics"])
+    for path, key, status in (
+        ("/metrics", "", 401),
+        ("/metrics", "two", 401),
+        ("/metrics", "one", 403),
+        ("/metrics", "boss", 200),
+        ("/docs", "", 200),
+        ("/health", "", 200),
+    ):
+        async with client(app, Authorization=f"Bearer {key}") as c:
+            assert (await c.get(path)).status_code == status, (path, key)
+    async with client(api(keys)) as c:
+        assert (await c.get("/metrics")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        ("/v1/models", {"Authorization": "Bearer " + "x" * 70_000}),
+        ("/v1/models", {f"X-{n}": "x" * 1000 for n in range(70)}),
+        ("/v1/models?" + "x" * 40_000, {"X": "x" * 40_000}),
+    ],
+    ids=["one", "many", "with the URL"],
+)
+async def test_large_headers_are_refused_before_keys_are_looked_at(
+    path: str, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    app = api({"one": ApiKey(tenant="acme")})
+    monkeypatch.setattr(Authenticate, "_owner", lambda *_: pytest.fail("a key was looked at"))
+    async with client(app, **headers) as c:
+        answer = await c.get(path)
+    assert answer.status_code == 431
+    assert answer.json()["error"]["code"] == 431

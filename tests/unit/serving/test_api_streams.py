@@ -29,6 +29,7 @@ from serving.api.chat import OrbitServingChat
 from serving.api.errors import answer_errors
 from serving.api.prefix import Prefixes
 from serving.api.streams import opened
+from serving.api_keys import KeyRing
 from serving.frontend.errors import DeadlineExceeded, OverloadedError
 from serving.placement.orderer import PatchAwareOrderer
 
@@ -149,7 +150,7 @@ def app() -> FastAPI:
     app.router.routes += [route for route in chat_router.routes if route.path == "/v1/chat/completions"]
     app.include_router(completion_router)
     answer_errors(app)
-    app.add_middleware(Authenticate, {})
+    app.add_middleware(Authenticate, KeyRing({}))
     return app
 
 

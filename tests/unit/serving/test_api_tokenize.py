@@ -27,6 +27,7 @@ from serving.api.app import OrbitServingTokenization
 from serving.api.auth import Authenticate
 from serving.api.errors import answer_errors
 from serving.api.media import MediaResolver
+from serving.api_keys import KeyRing
 from serving.frontend.documents import Documents, Mark
 from serving.settings import ApiKey, HttpSettings
 
@@ -66,7 +67,7 @@ async def post(tokenization: Tokenization, path: str = "/tokenize", **body: Any)
     app.state.serving_tokenization = tokenization
     app.include_router(router)
     answer_errors(app)
-    app.add_middleware(Authenticate, {"key": ApiKey(tenant="acme")})
+    app.add_middleware(Authenticate, KeyRing({"key": ApiKey(tenant="acme")}))
     headers = {"Authorization": "Bearer key"}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", headers=headers) as client:
         return await client.post(path, json={"model": "m", **body})

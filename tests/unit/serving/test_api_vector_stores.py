@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -24,6 +26,7 @@ from serving.api.errors import answer_errors
 from serving.api.files import files_router
 from serving.api.media import MediaResolver
 from serving.api.vector_stores import vector_stores_router
+from serving.api_keys import KeyRing
 from serving.settings import ApiKey, HttpSettings
 
 KEYS = {
@@ -51,7 +54,7 @@ class Api:
         self.app.include_router(files_router(files, self.stores, media, 1 << 20, self._forget))
         self.app.include_router(vector_stores_router(self.stores, self._forget))
         answer_errors(self.app)
-        self.app.add_middleware(Authenticate, KEYS)
+        self.app.add_middleware(Authenticate, KeyRing(KEYS))
 
     async def _forget(self, content: str, owner: str) -> None:
         self.deleted.append((content, owner))
@@ -147,6 +150,99 @@ async def test_the_client_pages_through_stores_and_files_once(api: Api):
     assert [s.id for s in back.data] == [s.id for s in page.data]
 
 
+@pytest.mark.parametrize("order", ["asc", "desc"])
+async def test_what_is_deleted_while_it_is_paged_through_is_deleted_in_order_and_whole(api: Api, order: str):
+    client = api.client()
+    files = [await upload(client, number) for number in (3, 0, 4, 1, 2)]
+    batch = await client.vector_stores.create(name="batch", file_ids=files[::-1])
+    stores = [batch.id, *[(await client.vector_stores.create(name=str(i))).id for i in range(4)]]
+    in_order = lambda ids: ids if order == "asc" else ids[::-1]  # noqa: E731
+
+    async def emptied(listed: Any, delete: Callable[[str], Awaitable[Any]]) -> list[str]:
+        gone = []
+        async for item in listed:
+            await delete(item.id)
+            gone.append(item.id)
+        return gone
+
+    taken_out = lambda file: client.vector_stores.files.delete(file, vector_store_id=batch.id)  # noqa: E731
+    of_store = client.vector_stores.files.list(batch.id, limit=2, order=order)
+    assert await emptied(of_store, taken_out) == in_order(files[::-1])
+    assert await emptied(client.vector_stores.list(limit=2, order=order), client.vector_stores.delete) == in_order(
+        stores
+    )
+    assert await emptied(client.files.list(limit=2, order=order), client.files.delete) == in_order(files)
+    assert [key for key in api.files.tier.keys("") if not key.startswith("owed/")] == []
+
+
+async def test_a_page_before_an_item_that_is_gone_ends_at_its_place(api: Api):
+    client = api.client()
+    ids = [await upload(client, number) for number in range(4)]
+    store = await client.vector_stores.create(name="pages", file_ids=ids)
+    await client.files.delete(ids[2])
+    listed = await client.vector_stores.files.list(store.id, order="asc", before=ids[2])
+    assert [file.id for file in listed.data] == ids[:2]
+    with pytest.raises(openai.BadRequestError, match="before: no such item"):
+        await client.vector_stores.files.list(store.id, before=await upload(client, 9))
+
+
+@pytest.mark.parametrize(
+    ("form", "seconds"),
+    [
+        ({}, None),
+        ({"expires_after": '{"anchor": "created_at", "seconds": 3600}'}, 3600),
+        ({"expires_after[anchor]": "created_at", "expires_after[seconds]": "60"}, 60),
+    ],
+    ids=str,
+)
+async def test_an_expiry_is_two_fields_or_one_of_json(api: Api, form: dict[str, str], seconds: int | None):
+    made = await posted(api, form)
+    assert made.status_code == 200, made.text
+    expires = made.json()["expires_at"]
+    assert (expires and expires - made.json()["created_at"]) == seconds
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"expires_after": ""},
+        {"expires_after": "3600"},
+        {"expires_after": "created_at"},
+        {"expires_after": "{'anchor': 'created_at', 'seconds': 3600}"},
+        {"expires_after": '{"anchor": "created_at"}'},
+        {"expires_after": '{"anchor": "last_active_at", "seconds": 3600}'},
+        {"expires_after": '{"anchor": "created_at", "seconds": true}'},
+        {"expires_after": '{"anchor": "created_at", "seconds": 0}'},
+        {"expires_after": '{"anchor": "created_at", "seconds": 3600, "days": 1}'},
+        {"expires_after[anchor]": "created_at"},
+        {"expires_after[anchor]": "", "expires_after[seconds]": ""},
+        {"expires_after[anchor]": "created_at", "expires_after[seconds]": "soon"},
+        {"expires_after[anchor]": "created_at", "expires_after[seconds]": "60", "expires_after[days]": "1"},
+        {"expires_after[anchor]": "created_at", "expires_after[seconds]": ["60", "61"]},
+        {"expires_after": '{"anchor": "created_at", "seconds": 3600}', "expires_after[seconds]": "60"},
+        {"expires_after.seconds": "60"},
+        {"expires_at": "1900000000"},
+    ],
+    ids=str,
+)
+async def test_an_expiry_that_cannot_be_read_is_refused_by_name(api: Api, form: dict[str, Any]):
+    refused = await posted(api, form)
+    assert refused.status_code == 400, refused.text
+    assert "expires_after" in refused.text
+    assert api.files.list("ops") == ([], False)
+
+
+async def posted(api: Api, form: dict[str, Any]) -> httpx.Response:
+    """An upload by form fields, as a client without OpenAI's library sends them."""
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(api.app), base_url="http://test") as http:
+        return await http.post(
+            "/v1/files",
+            data={"purpose": "assistants", **form},
+            files={"file": ("a.png", png())},
+            headers={"Authorization": "Bearer boss"},
+        )
+
+
 async def test_everybody_reads_and_only_administrators_change(api: Api):
     boss, other = api.client("boss"), api.client("one")
     page = await upload(boss)
@@ -194,8 +290,7 @@ async def test_another_tenants_file_answers_as_one_that_never_was(api: Api):
             answers.append(caught.value.response.text.replace(file_id, "ID"))
         assert answers[0] == answers[1]
     assert [file.id async for file in two.files.list()] == []
-    with pytest.raises(openai.NotFoundError):
-        await two.files.list(after=theirs)
+    assert (await two.files.list(after=theirs)).data == []
     assert [file.id async for file in one.files.list()] == [theirs]
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from certificates import self_signed
 from ray.serve.exceptions import RayServeException
 from rich.console import Console
 
@@ -24,7 +25,7 @@ class Serve:
     def __init__(self, *applications: str, taken: bool = False, port: int = 8000, prefix_taken: bool = False) -> None:
         self._prefix_taken = prefix_taken
         self.applications = dict.fromkeys(applications)
-        self.http_config = SimpleNamespace(host="127.0.0.1", port=port)
+        self.http_config = SimpleNamespace(host="127.0.0.1", port=port, ssl_certfile=None)
         self._taken = taken
 
     def start(self, **_: Any) -> None:
@@ -76,6 +77,28 @@ def test_a_proxy_is_started_where_it_can_listen(host: str, where: str, url: str,
     assert not found.applications
 
 
+def test_tls_is_the_proxys_and_its_files_are_tried_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    certificate, key = self_signed(tmp_path / "one")
+    other_key = self_signed(tmp_path / "other")[1]
+    found, given = Serve(), dict[str, Any]()
+    monkeypatch.setattr(found, "start", lambda **options: given.update(options["http_options"]))
+    monkeypatch.setattr(found, "get_app_handle", handle_that_knows(longest=10), raising=False)
+    monkeypatch.setattr(found, "run_many", lambda *_, **__: found.applications.update({launch.APPLICATION: None}))
+    patched(monkeypatch, found)
+    for file in (other_key, tmp_path / "none.pem"):
+        config = config_of("127.0.0.1", tls_certificate=certificate, tls_key=file)
+        with pytest.raises(launch.StartUpError, match="cannot use http"), launch.application(config, Console()):
+            pass
+    assert not given
+    config = config_of("127.0.0.1", tls_certificate=certificate, tls_key=key)
+    with pytest.raises(launch.StartUpError, match="runs already with the TLS certificate None"):
+        launch.application(config, Console()).__enter__()
+    found.http_config.ssl_certfile = str(certificate)
+    with launch.application(config, Console(quiet=True)) as served:
+        assert served == "https://127.0.0.1:8000"
+    assert (given["ssl_certfile"], given["ssl_keyfile"]) == (str(certificate), str(key))
+
+
 def test_a_prefix_that_another_application_has_is_told(monkeypatch: pytest.MonkeyPatch):
     found = Serve("other", prefix_taken=True)
     patched(monkeypatch, found)
@@ -100,8 +123,9 @@ def handle_that_knows(**facts: int) -> Any:
     return lambda name: SimpleNamespace(**answer)
 
 
-def config_of(host: str) -> OrbitServeConfig:
-    return OrbitServeConfig.model_validate({"model": {"path": Path("somewhere")}, "http": {"host": host, "port": 8000}})
+def config_of(host: str, **http: Any) -> OrbitServeConfig:
+    http = {"host": host, "port": 8000, **http}
+    return OrbitServeConfig.model_validate({"model": {"path": Path("somewhere")}, "http": http})
 
 
 def test_a_cluster_of_ones_own_is_told_the_same():

@@ -1,0 +1,126 @@
+"""Bounds on requests' headers in Ray Serve's proxies.
+
+uvicorn's parser takes headers of any size, and waits for them as long as a client likes: each such connection costs the
+proxy memory and a file descriptor. Ray Serve has no setting for that, but calls `bound_headers` in each process that
+listens (RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, see `serving.deploy.launch`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+
+from uvicorn.protocols.http import auto
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+MAX_HEADER_BYTES = 64 * 1024  # of URL and headers
+HEADER_SECONDS = 20.0  # for them to come
+
+
+def bound_headers() -> None:
+    """Have uvicorn bound headers in this process."""
+    auto.AutoHTTPProtocol = BoundedHttpProtocol
+
+
+class _TooLarge(Exception):
+    """Raised to the parser, which stops; uvicorn then calls `send_400_response`."""
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """HTTP connection that is closed with 431 on large headers, and with 408 on slow ones.
+
+    Trailers count as headers.
+    """
+
+    _came = 0  # bytes of the request's URL and headers
+    _unparsed = 0  # bytes since the parser last told of anything
+    _in_headers = False  # a request has begun
+    _timer: asyncio.TimerHandle | None = None  # while headers are awaited
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin to wait for a request."""
+        super().connection_made(transport)  # type: ignore[arg-type]  # uvicorn names the narrower type
+        self._await_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no longer."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came; refuse a part that never ends, of which the parser tells nothing."""
+        self._unparsed += len(data)
+        super().data_received(data)
+        if self._unparsed > MAX_HEADER_BYTES:
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        elif self._timer is None and not self._is_answering and self.transport.get_protocol() is self:
+            self._await_headers()  # uvicorn waits no longer since something came, be it no request
+
+    def on_message_begin(self) -> None:
+        """Begin to count."""
+        self._came = self._unparsed = 0
+        self._in_headers = True
+        self._await_headers()
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """Count a part of the URL."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Count a header."""
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Wait no longer, and let the request begin."""
+        self._stop_waiting()
+        self._in_headers = False
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of the body."""
+        self._unparsed = 0
+        super().on_body(body)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what uvicorn calls invalid: malformed, or too large."""
+        if self._came > MAX_HEADER_BYTES:
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        else:
+            super().send_400_response(msg)
+
+    def _count(self, size: int) -> None:
+        self._unparsed = 0
+        self._came += size
+        if self._came > MAX_HEADER_BYTES:
+            raise _TooLarge
+
+    def _await_headers(self) -> None:
+        self._stop_waiting()
+        self._timer = self.loop.call_later(HEADER_SECONDS, self._waited)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _waited(self) -> None:
+        if self._is_answering:  # the next request's headers may wait in a socket that is not read meanwhile
+            self._await_headers()
+        else:
+            self._refuse(HTTPStatus.REQUEST_TIMEOUT)
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _refuse(self, status: HTTPStatus) -> None:
+        """Close the connection; say why where that can be the answer to a request."""
+        self._stop_waiting()
+        if self.transport.is_closing():
+            return
+        if self._in_headers and not self._is_answering:
+            self.transport.write(STATUS_LINE[status] + b"content-length: 0\r\nconnection: close\r\n\r\n")
+        self.transport.close()
