@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvstore.operator.patch import PatchKind
+    from kvstore.records.format import RecordKind
 
 
 TEXT = "text"  # the modality of a document: its tokens are its content
@@ -158,11 +159,11 @@ class NonFiniteLogits(RuntimeError):
     `stored`: the records that were linked, as `Library.quarantine` takes them.
     """
 
-    def __init__(self, stored: Sequence[tuple[str, str, str]] = ()) -> None:
+    def __init__(self, stored: Sequence[tuple[RecordKind, str, str]] = ()) -> None:
         super().__init__("the model gave logits that are not finite")
         self.stored = tuple(stored)
 
-    def __reduce__(self) -> tuple[type[NonFiniteLogits], tuple[tuple[tuple[str, str, str], ...]]]:
+    def __reduce__(self) -> tuple[type[NonFiniteLogits], tuple[Any]]:
         return NonFiniteLogits, (self.stored,)
 
 

@@ -177,10 +177,10 @@ async def build_api(
     document_errors(app)
     app.add_middleware(AnswerHead)
     app.add_middleware(CancelOnDisconnect)
-    limits = RateLimits(config.tenants.of, config.ingress.replicas)
+    rates = RateLimits(config.tenants.of, config.ingress.replicas)
     alone = config.tenants.most_of_one(http.max_concurrent_requests) if http.has_tenants else None
-    app.add_middleware(Limit, http, metrics, limits, alone)
-    client.limits = limits
+    app.add_middleware(Limit, http, metrics, rates, alone)
+    client.limits = rates
     if config.places is not None:
         shares = config.tenants
         client.queue = queue = FairQueue(

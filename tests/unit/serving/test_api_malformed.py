@@ -26,6 +26,7 @@ from serving.api.chat import OrbitServingChat, fixed_prefix, readable, refuse_lo
 from serving.api.errors import NotFound, TooLarge, answer_errors
 from serving.api.media import MediaResolver
 from serving.api.prefix import Prefixes
+from serving.api_keys import KeyRing
 from serving.frontend.documents import Documents
 from serving.frontend.errors import InvalidRequest
 from serving.placement.orderer import PatchAwareOrderer
