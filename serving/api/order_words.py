@@ -1,4 +1,4 @@
-"""Words by which a request may depend on the order of its pages, in the languages that have a list here.
+"""Words of order: by these a request may depend on the order of its pages.
 
 | what a text has                                        | example                                 | the order |
 |--------------------------------------------------------|-----------------------------------------|-----------|
@@ -7,8 +7,8 @@
 | neither, in a known language                           | "Who signed the contract?"              | is free   |
 | words of a language or script without a list           | "Mikä muuttui?"                         | is kept   |
 
-A list is a row of `_LANGUAGES`: common words and letters, by which a text is known to be of that language, and words of
-order. `*` ends a word's beginning. A language that is missing costs nothing but freedom.
+A list of words is a row of `_LANGUAGES`: common words and letters, by which a text is known to be of that language, and
+words of order. `*` ends a word's beginning. A language that is missing costs nothing but freedom.
 """
 
 # ruff: noqa: RUF001  (letters of many scripts, some of which look like Latin ones)
@@ -202,7 +202,7 @@ _SMALL_NUMBER = re.compile(r"(?<![\d.,:/-])\d{1,2}(?![\d.,:/%-]\d|\d|%)")
 
 
 def dependence(texts: Sequence[str]) -> str | None:
-    """Reason to believe that texts depend on the order of the pages they are about; None: there is none."""
+    """Reason to keep the order of pages that these are the texts about; None: there is none."""
     normal = [_normal(text) for text in texts]
     if (found := next(filter(None, map(_told, normal)), None)) is not None:
         return f"the text may tell of an order: {found!r}"

@@ -72,7 +72,8 @@ class ClientText:
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             return cls(tokenizer)
         given = load_chat_template(chat_template)
-        found = [resolve_chat_template(tokenizer, given, tools, model_config=config) for tools in (None, [])]
+        kinds: tuple[list[dict[str, Any]] | None, ...] = (None, [])  # of chats: without tools, and with some
+        found = [resolve_chat_template(tokenizer, given, tools, model_config=config) for tools in kinds]
         return cls(tokenizer, frozenset(_named(config.hf_config.to_dict())), filter(None, found))
 
     def escape(self, value: Any, is_data: bool = False) -> Any:
@@ -110,7 +111,10 @@ class ClientText:
         return text.replace(self._mark, "")
 
     def encode(self, text: str, **options: Any) -> list[int]:
-        """Tokens of a rendered prompt: control tokens are those without a mark. `options`: the tokenizer's."""
+        """Tokens of a rendered prompt: control tokens are those without a mark.
+
+        `options` are the tokenizer's.
+        """
         if self._mark not in text:
             return list(self._tokenizer.encode(text, **options))
         if self._renamed is not None and (found := self._renamed.prompt(text)) is not None:
@@ -134,7 +138,7 @@ class ClientText:
         return self.encode(self._data.broken(text), add_special_tokens=False) if found is None else found
 
     def install(self, renderer: BaseRenderer) -> None:
-        """Make a renderer take messages, and what else its templates read of a request, at their letters."""
+        """Make a renderer take requests at their letters: messages, and its templates' variables."""
         if not self._control:
             return
         tokenise, render, render_soon = (
@@ -163,9 +167,9 @@ class ClientText:
         renderer.render_messages_async = lambda messages, params: render_soon(self.escape(messages), escaped(params))
 
     def _checked(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        """vLLM's search for an image's place in a prompt's words, of which it then makes tokens again.
+        """Wrap vLLM's search for an image's place in a prompt's words, so that client text is none.
 
-        It comes to that for an image that the template gave no place.
+        It comes to that for an image that the template gave no place; vLLM then tokenises the words again.
         """
 
         def checked(token_ids: list[int], *arguments: Any, **options: Any) -> Any:

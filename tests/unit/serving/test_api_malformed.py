@@ -99,7 +99,7 @@ def chat_of(role: str, *parts: Any) -> list[dict[str, Any]]:
         {"type": "refusal"},
         {"type": "refusal", "refusal": None},
         {"type": "refusal", "text": "words"},
-        {"type": ["text"], "text": "words"},
+        {"type": 5, "text": "words"},
         {"text": "words"},
         {},
         "words",
