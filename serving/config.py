@@ -104,7 +104,7 @@ class OrbitServeConfig(Settings):
 
     @property
     def places(self) -> int | None:
-        """Answers in progress at once on one ingress replica; None: there is one tenant, and no bound."""
+        """Most answers in progress on one ingress replica; None: there is but one tenant."""
         if not self.http.has_tenants:
             return None
         running = self.tenants.running or self.decode.max_num_seqs * self.decode.replicas

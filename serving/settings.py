@@ -102,7 +102,7 @@ class ApiKey(Settings):
 
 
 class TenantLimits(Settings):
-    """Limits of one tenant; None bounds nothing. Bytes of files are bounded in the section `files`."""
+    """Limits of one tenant; bytes of files are bounded in the section `files`."""
 
     weight: float = Field(1.0, gt=0, description="Share of the places for answers, relative to other tenants'.")
     requests_per_minute: int | None = Field(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing
 from itertools import dropwhile, takewhile
 from typing import Any
@@ -174,11 +174,21 @@ def readable(messages: Iterable[Any]) -> list[dict[str, Any]]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise InvalidRequest(f"{where}: a message needs a role", parameter=where)
         content = message.get("content")
-        if content is None or isinstance(content, str):
-            found.append(dict(message))
-        else:
-            found.append({**message, "content": _readable_parts(content, f"{where}.content")})
+        fields = {name: _whole(value, f"{where}.{name}") for name, value in message.items() if name != "content"}
+        if content is not None and not isinstance(content, str):
+            content = _readable_parts(content, f"{where}.content")
+        found.append({**fields, "content": content} if "content" in message else fields)
     return found
+
+
+def _whole(value: Any, where: str) -> Any:
+    """A field's value; of a one-shot iterator, such as tool calls may be, a list."""
+    if not isinstance(value, Iterator):
+        return value
+    try:
+        return list(value)
+    except ValidationError as error:
+        raise InvalidRequest(f"{where}: {error.errors()[0]['msg']}", parameter=where) from error
 
 
 def _readable_parts(content: Any, where: str) -> list[Any]:

@@ -39,7 +39,7 @@ class Bucket:
         return max(0.0, min(amount, self.limit) - self.left) * _MINUTE / self.limit
 
     def take(self, amount: float) -> bool:
-        """Take an amount if there is as much; more than the limit empties a full bucket, which then owes the rest."""
+        """Take an amount if it is there; a full bucket gives more than it holds, and owes the rest."""
         if self.left < min(amount, self.limit):
             return False
         self._left -= amount

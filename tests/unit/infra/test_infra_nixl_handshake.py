@@ -58,7 +58,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 def ask(port: int, *parts: bytes, seconds: float = 10) -> bytes | None:
     """What the listener answers to a message, or None."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.linger = 0
+        socket.linger = 5000  # what was sent arrives, also where nobody waits for an answer
         socket.connect(f"tcp://127.0.0.1:{port}")
         socket.send_multipart(parts)
         return socket.recv_multipart()[1] if socket.poll(seconds * 1e3) else None

@@ -73,7 +73,7 @@ async def test_slow_bodies_take_their_tenants_places_and_not_all():
         yield b"x"
         await asyncio.Event().wait()
 
-    app = api(TWO, limits(at_once=4), TenantsSettings(reserve=0.25))
+    app = api(TWO, limits(at_once=4), tenants=TenantsSettings(reserve=0.25))
     async with client(app, Authorization="Bearer one") as one, client(app, Authorization="Bearer two") as two:
         slowly = [asyncio.create_task(one.post("/v1/chat/completions", content=slow())) for _ in range(3)]
         await asyncio.sleep(0.05)

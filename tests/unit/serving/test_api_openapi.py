@@ -22,6 +22,7 @@ from serving.api.media import MediaResolver
 from serving.api.metrics import Metrics
 from serving.api.openapi import document_errors
 from serving.api.vector_stores import vector_stores_router
+from serving.api_keys import KeyRing
 from serving.settings import ApiKey, HttpSettings
 
 KEY = {"Authorization": "Bearer k"}
@@ -50,7 +51,7 @@ def app(tmp_path: Path) -> FastAPI:
     document_errors(app)
     app.add_middleware(AnswerHead)
     app.add_middleware(Limit, http, Metrics())
-    app.add_middleware(Authenticate, {"k": ApiKey(tenant="one")})
+    app.add_middleware(Authenticate, KeyRing({"k": ApiKey(tenant="one")}))
     return app
 
 

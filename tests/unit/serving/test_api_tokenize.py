@@ -158,3 +158,11 @@ async def test_parts_that_can_be_read_only_once_are_tokenised(tokenization: Toke
     assert (await post(tokenization, messages=[message])).status_code == 200
     ((asked,),) = [request.messages for request in tokenization.asked]
     assert [part["text"] for part in asked["content"]] == ["Words."]
+
+
+async def test_a_chats_tool_calls_are_a_list_for_all_that_read_them(tokenization: Tokenization):
+    call = {"id": "1", "type": "function", "function": {"name": "find", "arguments": "{}"}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert (await post(tokenization, messages=messages)).status_code == 200
+    (asked,) = tokenization.asked
+    assert asked.messages[0]["tool_calls"] == [call]
