@@ -3,7 +3,6 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 ORBITSERVE := .venv/bin/orbitserve
 NAME ?= list
-ARGS ?=
 
 .PHONY: help setup tools demo serve test check lint types format doctor bench figures checkpoints tiny-checkpoint lock clean
 
@@ -17,8 +16,13 @@ serve: setup ## Serve a model: make serve MODEL=directory|smollm2|ORGANISATION/N
 	@test -n "$(MODEL)$(CONFIG)" || { echo "which model? make serve MODEL=directory, or CONFIG=file that names one"; exit 2; }
 	$(ORBITSERVE) serve $(if $(MODEL),"$(MODEL)") $(if $(CONFIG),--config "$(CONFIG)") $(ARGS)
 
-test: tools tiny-checkpoint ## Run all tests: make test [ARGS="tests/unit -k word"]
+test: tools tiny-checkpoint ## Run the tests but slow ones, or some: make test [ARGS="tests/unit -k word", or ARGS="-m slow"]
+ifdef ARGS
 	$(PYTHON) -m pytest $(ARGS)
+else  # those of units side by side; engines and services want the machine for themselves
+	$(PYTHON) -m pytest tests/unit -n logical --dist loadfile
+	$(PYTHON) -m pytest tests/integration tests/end_to_end
+endif
 
 check: lint types test ## What CI runs: lint, types and tests
 

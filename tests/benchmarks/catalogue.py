@@ -22,6 +22,7 @@ from tests.benchmarks import (
     relocation,
     routing,
     shared_cores,
+    soak,
     store,
     sustained,
     system_prompt,
@@ -50,6 +51,7 @@ _MODULES = (
     store,
     rates,
     sustained,
+    soak,
     one_shot,
     weighing,
 )

@@ -6,7 +6,9 @@ import os
 import socket
 import ssl
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -143,6 +145,30 @@ def test_what_is_written_is_for_one_user_alone(guarded: Service):
     assert opened == {}
     client.vector_stores.delete(store.id)
     client.files.delete(file)
+
+
+def test_a_flood_of_one_tenant_leaves_places_for_another(guarded: Service):
+    """First come, first served would answer the small question behind all that came before it."""
+    ended = Counter[str]()
+
+    def flood(number: int) -> None:
+        body = guarded.body(user(f"Count from {number}."), max_tokens=150, ignore_eos=True)
+        while guarded.post(body, headers=bearer("key-of-one")).status_code == 429:  # the prefill queue is short here
+            time.sleep(0.05)
+        ended["one"] += 1
+
+    with ThreadPoolExecutor(48) as pool:
+        work = [pool.submit(flood, number) for number in range(48)]
+        guarded.wait_until(lambda: ended["one"] > 0)
+        before = ended["one"]
+        body = guarded.body(user("Hello."), max_tokens=2)
+        while (answer := guarded.post(body, headers=bearer("key-of-two"))).status_code == 429:
+            time.sleep(0.05)
+        between = ended["one"] - before
+        for one in work:
+            one.result()
+    assert answer.status_code == 200
+    assert between <= 16, "more answers ended before it than there are places"
 
 
 def test_the_proxy_bounds_headers_and_the_time_for_them(guarded: Service):
