@@ -1,25 +1,65 @@
-"""Bounds on requests' headers in Ray Serve's proxies.
+"""Ray Serve's proxies: bounds on headers, and ends of answers whose ingress replica died.
 
 uvicorn's parser takes headers of any size, and waits for them as long as a client likes: each such connection costs the
-proxy memory and a file descriptor. Ray Serve has no setting for that, but calls `bound_headers` in each process that
-listens (RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, see `serving.deploy.launch`).
+proxy memory and a file descriptor. Of an answer whose replica died, Serve's proxy says nothing more. Ray Serve has no
+settings for either, but calls `set_up_proxy` in each process that listens
+(RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, see `serving.deploy.launch`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from http import HTTPStatus
 
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http import auto
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 MAX_HEADER_BYTES = 64 * 1024  # of URL and headers
 HEADER_SECONDS = 20.0  # for them to come
+_LOST = "the replica that answered was lost; try again"
 
 
-def bound_headers() -> None:
-    """Have uvicorn bound headers in this process."""
+def set_up_proxy() -> list[Middleware]:
+    """Bound headers in this process; returns the middleware that Serve is to add."""
     auto.AutoHTTPProtocol = BoundedHttpProtocol
+    return [Middleware(EndAnswers)]
+
+
+class EndAnswers:
+    """Middleware that ends answers that Serve's proxy leaves open when a replica dies.
+
+    An event stream gets an error event, what has not begun is answered 503, and of other answers the connection is cut.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun = streams = ended = False
+
+        async def watched(message: Message) -> None:
+            nonlocal begun, streams, ended
+            if message["type"] == "http.response.start":
+                begun = True
+                streams = Headers(raw=message["headers"]).get("content-type", "").startswith("text/event-stream")
+            ended = message["type"] == "http.response.body" and not message.get("more_body", False)
+            await send(message)
+
+        await self._app(scope, receive, watched)
+        error = json.dumps({"error": {"message": _LOST, "type": "Service Unavailable", "param": None, "code": 503}})
+        if not begun:
+            response = Response(error, 503, {"Retry-After": "1"}, media_type="application/json")
+            await response(scope, receive, send)
+        elif streams and not ended:
+            await send({"type": "http.response.body", "body": f"data: {error}\n\n".encode()})
 
 
 class _TooLarge(Exception):

@@ -36,7 +36,7 @@ FAST_REQUEST_PATH = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serving.proxy_protocol:bound_headers",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serving.proxy_protocol:set_up_proxy",
     "grpc_proxy": "",  # else gRPC takes http_proxy, as Ray's own does not
 }
 _ANY_HOST = ("0.0.0.0", "::", "127.0.0.1", "::1", "localhost")  # that every node can listen on

@@ -1,4 +1,4 @@
-"""Minutes of mixed load while stored records are damaged: wrong answers, errors, memory, blocks.
+"""Mixed load while stored records are damaged: wrong answers, errors, memory, blocks.
 
 Chats with text, documents and images in several modes come from a few clients at once, some leave in the middle of
 their streams, files are uploaded and deleted, and all the while records change in place at random: bits, runs of
@@ -126,7 +126,7 @@ def _kinds() -> list[tuple[list[dict[str, Any]], str]]:
 
 
 class Client:
-    """What is asked of the service."""
+    """Client of the service."""
 
     def __init__(self, url: str, model: str) -> None:
         self._url, self._model = url, model

@@ -123,7 +123,7 @@ def real(smollm2: Path, only_service: Callable[..., Service]) -> Service:
 
 @pytest.fixture
 def couples(only_service: Callable[..., Service]) -> Service:
-    """Two prefill workers that check every request, and read every patch from disk; two decode workers."""
+    """Two prefill workers that check every request, and read every patch from disk; two of each other role."""
     fidelity = {"share": 1.0, "window": 4, "minimum": 2, "bounds": {"patched": 0.1}}
     return only_service(
         "couples",
@@ -131,5 +131,6 @@ def couples(only_service: Callable[..., Service]) -> Service:
         library={"memory_bytes": 0, "object_store_bytes": 0},
         prefill={"replicas": 2, "fidelity": fidelity, "health_check_period_s": 1},
         decode={"replicas": 2},
+        ingress={"replicas": 2},
         patch={"rank": None, "factors": "model"},
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -97,3 +98,34 @@ def test_a_prefill_worker_that_ends_is_not_asked_again(couples: Service):
     ray.kill(ray.get_actor(workers[0], namespace="serve"), no_restart=False)
     for _ in range(4):  # whichever worker it came to until now
         assert couples.chat(PAGE, max_tokens=2)["choices"]
+
+
+def test_a_lost_ingress_replica_costs_no_connection_and_no_stream_its_end(couples: Service):
+    """What it was answering is told so; what comes next goes to the other one."""
+    body = couples.body(user("Count."), max_tokens=400, ignore_eos=True, stream=True)
+    streaming = threading.Event()
+
+    def stream(_: int) -> str:
+        with httpx.stream("POST", f"{couples.url}/v1/chat/completions", json=body, timeout=120) as response:
+            last = ""
+            for line in response.iter_lines():
+                last = line or last
+                streaming.set()
+        return last
+
+    def ask(_: int) -> int:
+        body = couples.body(user("Hello."), max_tokens=4)
+        return httpx.post(f"{couples.url}/v1/chat/completions", json=body, timeout=120).status_code
+
+    with ThreadPoolExecutor(12) as pool:
+        streams = [pool.submit(stream, number) for number in range(6)]
+        assert streaming.wait(60)
+        names = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)]
+        one = next(name for name in names if name.startswith("SERVE_REPLICA::") and "#Ingress#" in name)
+        ray.kill(ray.get_actor(one, namespace="serve"), no_restart=False)
+        asked = list(pool.map(ask, range(30)))
+        ends = [one.result() for one in streams]
+    assert all(end == "data: [DONE]" or "the replica that answered was lost" in end for end in ends), ends
+    assert any("lost" in end for end in ends), "none of the streams was on the replica that was lost"
+    assert set(asked) <= {200, 503}
+    assert asked.count(200) >= 24

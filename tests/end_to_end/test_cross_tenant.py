@@ -90,7 +90,8 @@ def test_only_an_administrator_maintains_the_dynamic_library(guarded: Service):
 
 
 def test_another_tenants_file_is_as_unknown_as_one_that_never_was(guarded: Service):
-    theirs, nobodys = upload(guarded, ONE, 411), "file-" + "0" * 32
+    theirs = upload(guarded, ONE, 411)
+    nobodys = theirs[:-8] + "00000000"
     client = guarded.openai(TWO)
 
     def refusal(call: Any, file_id: str) -> str:
@@ -102,10 +103,11 @@ def test_another_tenants_file_is_as_unknown_as_one_that_never_was(guarded: Servi
         client.files.retrieve,
         client.files.content,
         client.files.delete,
-        lambda file_id: client.files.list(after=file_id),
         lambda file_id: ask(guarded, TWO, page(file_id), "?"),
     ):
         assert refusal(call, theirs) == refusal(call, nobodys)
+    seen, unseen = ([file.id for file in client.files.list(after=one)] for one in (theirs, nobodys))
+    assert seen == unseen
     boss = guarded.openai(OPS)
     store = boss.vector_stores.create(name="mine").id
     adding = lambda file_id: boss.vector_stores.files.create(store, file_id=file_id)  # noqa: E731

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -11,7 +12,7 @@ import uvicorn
 from uvicorn.protocols.http import auto
 
 from serving import proxy_protocol
-from serving.proxy_protocol import MAX_HEADER_BYTES, BoundedHttpProtocol, bound_headers
+from serving.proxy_protocol import MAX_HEADER_BYTES, BoundedHttpProtocol, EndAnswers, set_up_proxy
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 BEGIN = b"GET / HTTP/1.1\r\nhost: here\r\n"
@@ -25,7 +26,7 @@ async def connected(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stream]:
     """A connection to an application that reads the body and answers its length, `slow` ones after a while."""
     monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)
     monkeypatch.setattr(proxy_protocol, "HEADER_SECONDS", SECONDS)
-    bound_headers()
+    set_up_proxy()
 
     async def app(scope, receive, send) -> None:
         size, more = 0, True
@@ -149,7 +150,54 @@ async def test_a_slow_answer_and_a_slow_body_are_not_slow_headers(monkeypatch: p
 
 def test_it_is_what_uvicorn_takes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)
-    bound_headers()
+    set_up_proxy()
     config = uvicorn.Config("somewhere:app")
     config.load = lambda: None
     assert uvicorn.config.import_from_string(uvicorn.config.HTTP_PROTOCOLS["auto"]) is BoundedHttpProtocol
+
+
+def told(*sent: dict, path: str = "/") -> list[dict]:
+    """What a client is told when an application sends so much and ends."""
+    messages: list[dict] = []
+
+    async def app(scope, receive, send) -> None:
+        for message in sent:
+            await send(message)
+
+    async def send(message) -> None:
+        messages.append(message)
+
+    async def receive() -> dict:
+        return {"type": "http.disconnect"}
+
+    asyncio.run(EndAnswers(app)({"type": "http", "method": "POST", "path": path, "headers": []}, receive, send))
+    return messages
+
+
+STREAM = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [(b"content-type", b"text/event-stream; charset")],
+}
+EVENT = {"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True}
+LAST = {"type": "http.response.body", "body": b"", "more_body": False}
+
+
+def test_a_stream_whose_replica_died_ends_with_an_error_event():
+    *before, last = told(STREAM, EVENT)
+    assert before == [STREAM, EVENT]
+    assert not last.get("more_body")
+    assert json.loads(last["body"].removeprefix(b"data: "))["error"]["code"] == 503
+
+
+def test_what_has_not_begun_is_told_to_come_back():
+    start, body = told()
+    assert start["status"] == 503
+    assert (b"retry-after", b"1") in start["headers"]
+    assert json.loads(body["body"])["error"]["code"] == 503
+
+
+def test_whole_answers_and_others_that_are_cut_are_left_alone():
+    assert told(STREAM, EVENT, LAST) == [STREAM, EVENT, LAST]
+    page = {**STREAM, "headers": [(b"content-type", b"application/json")]}
+    assert told(page, EVENT) == [page, EVENT]
