@@ -22,6 +22,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 MAX_HEADER_BYTES = 64 * 1024  # of URL and headers
 HEADER_SECONDS = 20.0  # for them to come
 _LOST = "the replica that answered was lost; try again"
+_STARTING = "the service is starting; try again"
+_LATER = {"Retry-After": "1"}
 
 
 def set_up_proxy() -> list[Middleware]:
@@ -34,6 +36,7 @@ class EndAnswers:
     """Middleware that ends answers that Serve's proxy leaves open when a replica dies.
 
     An event stream gets an error event, what has not begun is answered 503, and of other answers the connection is cut.
+    So is a path that Serve does not know: the application, which takes all paths, is not there yet, or not any more.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -43,23 +46,29 @@ class EndAnswers:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begun = streams = ended = False
+        begun = streams = ended = unknown = False
 
         async def watched(message: Message) -> None:
-            nonlocal begun, streams, ended
+            nonlocal begun, streams, ended, unknown
             if message["type"] == "http.response.start":
-                begun = True
-                streams = Headers(raw=message["headers"]).get("content-type", "").startswith("text/event-stream")
+                kind = Headers(raw=message["headers"]).get("content-type", "")
+                streams = kind.startswith("text/event-stream")
+                unknown = message["status"] == HTTPStatus.NOT_FOUND and kind.startswith("text/plain")  # ours are JSON
+                begun = not unknown
             ended = message["type"] == "http.response.body" and not message.get("more_body", False)
-            await send(message)
+            if not unknown:
+                await send(message)
 
         await self._app(scope, receive, watched)
-        error = json.dumps({"error": {"message": _LOST, "type": "Service Unavailable", "param": None, "code": 503}})
         if not begun:
-            response = Response(error, 503, {"Retry-After": "1"}, media_type="application/json")
+            response = Response(_error(_STARTING if unknown else _LOST), 503, _LATER, media_type="application/json")
             await response(scope, receive, send)
         elif streams and not ended:
-            await send({"type": "http.response.body", "body": f"data: {error}\n\n".encode()})
+            await send({"type": "http.response.body", "body": f"data: {_error(_LOST)}\n\n".encode()})
+
+
+def _error(message: str) -> str:
+    return json.dumps({"error": {"message": message, "type": "Service Unavailable", "param": None, "code": 503}})
 
 
 class _TooLarge(Exception):

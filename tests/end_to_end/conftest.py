@@ -123,7 +123,7 @@ def real(smollm2: Path, only_service: Callable[..., Service]) -> Service:
 
 @pytest.fixture
 def couples(only_service: Callable[..., Service]) -> Service:
-    """Two prefill workers that check every request, and read every patch from disk; two of each other role."""
+    """Two prefill workers that check every request and read every patch from disk; two decoders, two ingresses."""
     fidelity = {"share": 1.0, "window": 4, "minimum": 2, "bounds": {"patched": 0.1}}
     return only_service(
         "couples",

@@ -201,3 +201,14 @@ def test_whole_answers_and_others_that_are_cut_are_left_alone():
     assert told(STREAM, EVENT, LAST) == [STREAM, EVENT, LAST]
     page = {**STREAM, "headers": [(b"content-type", b"application/json")]}
     assert told(page, EVENT) == [page, EVENT]
+
+
+def test_a_path_that_serve_does_not_know_is_told_to_come_back():
+    unknown = {"type": "http.response.start", "status": 404, "headers": [(b"content-type", b"text/plain")]}
+    start, body = told(unknown, {"type": "http.response.body", "body": b"Path '/' not found."})
+    assert (start["status"], json.loads(body["body"])["error"]["message"]) == (
+        503,
+        "the service is starting; try again",
+    )
+    ours = {**unknown, "headers": [(b"content-type", b"application/json")]}
+    assert told(ours, LAST) == [ours, LAST]
