@@ -23,6 +23,7 @@ MAX_HEADER_BYTES = 64 * 1024  # of URL and headers
 HEADER_SECONDS = 20.0  # for them to come
 _LOST = "the replica that answered was lost; try again"
 _STARTING = "the service is starting; try again"
+_UNKNOWN_PATH = b"Path '"  # so begins Serve's answer
 _LATER = {"Retry-After": "1"}
 
 
@@ -47,15 +48,21 @@ class EndAnswers:
             await self._app(scope, receive, send)
             return
         begun = streams = ended = unknown = False
+        held: Message | None = None  # the start of a 404, until its words tell whose it is
 
         async def watched(message: Message) -> None:
-            nonlocal begun, streams, ended, unknown
+            nonlocal begun, streams, ended, unknown, held
             if message["type"] == "http.response.start":
-                kind = Headers(raw=message["headers"]).get("content-type", "")
-                streams = kind.startswith("text/event-stream")
-                unknown = message["status"] == HTTPStatus.NOT_FOUND and kind.startswith("text/plain")  # ours are JSON
-                begun = not unknown
+                streams = Headers(raw=message["headers"]).get("content-type", "").startswith("text/event-stream")
+                if message["status"] == HTTPStatus.NOT_FOUND:
+                    held = message
+                    return
+            elif held is not None:
+                unknown, start, held = message.get("body", b"").startswith(_UNKNOWN_PATH), held, None
+                if not unknown:
+                    await send(start)
             ended = message["type"] == "http.response.body" and not message.get("more_body", False)
+            begun = begun or not unknown
             if not unknown:
                 await send(message)
 
