@@ -171,6 +171,7 @@ def test_a_flood_of_one_tenant_leaves_places_for_another(guarded: Service):
     assert between <= 16, "more answers ended before it than there are places"
 
 
+@pytest.mark.slow
 def test_the_proxy_bounds_headers_and_the_time_for_them(guarded: Service):
     host, _, port = guarded.url.removeprefix("http://").rpartition(":")
 

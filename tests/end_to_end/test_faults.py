@@ -69,6 +69,7 @@ def test_a_stopped_engine_is_unhealthy_in_time_and_well_when_it_goes_on(guarded:
     well_again(guarded)
 
 
+@pytest.mark.slow
 def test_an_engine_that_stays_stopped_is_restarted(guarded: Service):
     well_again(guarded)
     old = process("EngineCore")
@@ -79,6 +80,7 @@ def test_an_engine_that_stays_stopped_is_restarted(guarded: Service):
     assert process("EngineCore").pid != old.pid
 
 
+@pytest.mark.slow
 def test_a_busy_service_is_never_called_unhealthy(guarded: Service):
     """Canaries would wait behind all of this: what is computed for others proves the engines."""
 
@@ -96,6 +98,7 @@ def test_a_busy_service_is_never_called_unhealthy(guarded: Service):
     assert {answer.status_code for answer in asked} == {200}, [answer.text for answer in asked]
 
 
+@pytest.mark.slow
 def test_garbage_on_the_handshake_port_keeps_no_decode_worker_from_pulling(guarded: Service):
     well_again(guarded)
     linked = guarded.role("PrefillWorker", "link", LinkRequest("look", list(range(1, 9)), mode=Mode.OFF))
