@@ -10,12 +10,10 @@ from typing import Any
 class ModelEngineSpec:
     """One engine of a model, whatever its role.
 
-    On a CPU the KV pool's size comes from the environment (`infra.vllm_env`).
-
     Attributes:
         max_model_len: None: the model's, or what the KV pool holds if that is less.
         block_size: None: vLLM's choice for the platform.
-        kv_cache_gib: KV pool on a GPU; None: what `gpu_memory_utilization` leaves.
+        kv_cache_gib: KV pool; None: 1 on a CPU, on a GPU what `gpu_memory_utilization` leaves.
     """
 
     model: str
@@ -25,7 +23,7 @@ class ModelEngineSpec:
     block_size: int | None = None
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.9
-    kv_cache_gib: int | None = None
+    kv_cache_gib: float | None = None
     trust_remote_code: bool = False
     kv_cache_dtype: str = "auto"
     seed: int = 0
@@ -47,7 +45,7 @@ class ModelEngineSpec:
             "disable_log_stats": True,
             **block_size,
             **cpu_engine_arguments(),
-            **gpu_pool(self.kv_cache_gib),
+            **kv_pool(self.kv_cache_gib),
         }
 
 
@@ -61,19 +59,17 @@ def hand_off_arguments() -> dict[str, Any]:
     return {"kv_transfer_config": connector}
 
 
-def gpu_pool(kv_cache_gib: int | None) -> dict[str, int]:
-    """KV pool of an engine on a GPU; {} on a machine without one.
-
-    None: what `gpu_memory_utilization` leaves.
+def kv_pool(kv_cache_gib: float | None) -> dict[str, int]:
+    """Size of an engine's KV pool; {} where vLLM takes it from the environment (`infra.vllm_env`), or chooses.
 
     With a size of its own an engine may start beside others on the same GPU: vLLM would take what those allocate while
     it measures for its own.
     """
     import torch
 
-    if kv_cache_gib is None or not torch.cuda.is_available():
+    if kv_cache_gib is None or not (torch.cuda.is_available() or kv_cache_gib % 1):
         return {}
-    return {"kv_cache_memory_bytes": kv_cache_gib << 30}
+    return {"kv_cache_memory_bytes": int(kv_cache_gib * 2**30)}
 
 
 def cpu_engine_arguments() -> dict[str, Any]:

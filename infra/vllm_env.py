@@ -17,7 +17,7 @@ BLOCK_SIZE = "prefill_block_size"  # what we tell in `kv_transfer_params` beside
 
 def vllm_environment(
     *,
-    kv_cache_gib: int | None,
+    kv_cache_gib: float | None,
     threads: int | None = None,
     nixl_host: str = LOOPBACK,
     nixl_port: int | None = None,
@@ -25,13 +25,15 @@ def vllm_environment(
     """Environment of a process that runs one vLLM engine.
 
     Args:
-        kv_cache_gib: size of the KV pool on a CPU, in whole GiB; None: 1. On a GPU see `infra.vllm_arguments`.
+        kv_cache_gib: size of the KV pool on a CPU; None: 1. The environment tells whole GiB alone: what is not whole,
+            and what is on a GPU, is an argument (`infra.vllm_arguments`).
         threads: OpenMP threads of the process; None leaves the choice to Ray and OpenMP.
         nixl_host: address of the handshake, which peers must reach; nothing is listened to on others.
         nixl_port: port of that handshake; None where the process exchanges no KV.
     """
+    pool = kv_cache_gib or 1
     environment = {
-        "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib or 1),
+        "VLLM_CPU_KVCACHE_SPACE": "" if pool % 1 else str(int(pool)),  # it would go before an argument
         NIXL_HOST: nixl_host,
         # Prefill: the engine core lives in the calling process. Decode (AsyncLLM always starts a core of its own): on
         # CPU the worker then lives in that core, instead of a further process that both spin on a queue to talk to;

@@ -122,9 +122,9 @@ class PrefillSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kv_cache_gib: int | None = Field(
+    kv_cache_gib: float | None = Field(
         None,
-        ge=1,
+        gt=0,
         description="KV pool in GiB. None: 1 on a CPU; on a GPU what gpu_memory_utilization leaves beside the weights.",
     )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of GPU memory that vLLM may take.")

@@ -104,7 +104,7 @@ def serve(
         int | None, typer.Option(help="GPUs that each prefill and each decode worker spreads over.")
     ] = None,
     kv_cache_gib: Annotated[
-        int | None, typer.Option(help="GiB of KV that each prefill and each decode worker keeps.")
+        float | None, typer.Option(help="GiB of KV that each prefill and each decode worker keeps.")
     ] = None,
     trust_remote_code: Annotated[
         bool | None, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")

@@ -21,6 +21,7 @@ _ANSWER_SECONDS = 2.0
 _SETTINGS = {
     "RAY_worker_niceness": "0",  # replicas are servers: at Ray's 15 any other process goes first
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",  # by itself Serve looks after every deployment ten times a second
+    "RAY_memory_monitor_refresh_ms": "0",  # where others fill the memory it takes the proxy or controller first
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",  # a proxy that died is missed sooner than after 10
 }
 

@@ -36,7 +36,7 @@ def enter(settings: RoleSettings) -> None:
     give_way(0 if settings.gpus else settings.niceness)  # a GPU must not wait for its thread
 
 
-def enter_vllm(settings: RoleSettings, *, kv_cache_gib: int | None, handshakes_at: str | None = None) -> None:
+def enter_vllm(settings: RoleSettings, *, kv_cache_gib: float | None, handshakes_at: str | None = None) -> None:
     """`enter`, with vLLM's environment. Must run before anything imports torch or vLLM.
 
     Args:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infra import vllm_env
-from infra.vllm_arguments import gpu_pool
+from infra.vllm_arguments import kv_pool
 from infra.vllm_env import vllm_environment
 from infra.vllm_plugin import SHARED_CORES, register
 
@@ -24,10 +24,12 @@ def test_optional_switches_are_absent_unless_given() -> None:
 def test_a_pool_has_the_size_that_is_asked_for_on_a_gpu_and_one_gib_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert vllm_environment(kv_cache_gib=None)["VLLM_CPU_KVCACHE_SPACE"] == "1"
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert gpu_pool(3) == {}
+    assert kv_pool(3) == {}
+    assert kv_pool(0.25) == {"kv_cache_memory_bytes": 1 << 28}
+    assert vllm_environment(kv_cache_gib=0.25)["VLLM_CPU_KVCACHE_SPACE"] == "", "it would go before that"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert gpu_pool(3) == {"kv_cache_memory_bytes": 3 << 30}
-    assert gpu_pool(None) == {}
+    assert kv_pool(3) == {"kv_cache_memory_bytes": 3 << 30}
+    assert kv_pool(None) == {}
 
 
 @pytest.mark.parametrize(("cpu_build", "switch"), [(True, "1"), (False, None)])
