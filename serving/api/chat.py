@@ -200,8 +200,19 @@ def _readable_parts(content: Any, where: str) -> list[Any]:
             parts.append(_readable_part(part, f"{where}[{len(parts)}]"))
     except ValidationError as error:
         at = f"{where}[{len(parts)}]"
-        raise InvalidRequest(f"{at}: {error.errors()[0]['msg']}", parameter=at) from error
+        raise InvalidRequest(f"{at}: {_why(error)}", parameter=at) from error
     return parts
+
+
+def _why(error: ValidationError) -> str:
+    """Reason why a part is refused: as one of the kind that it says it is."""
+    errors = error.errors()
+    others = {one["loc"][1:2]: one["input"] for one in errors if one["loc"][-1] == "type"}
+    own = next((one for one in errors if one["loc"][1:2] not in others), None)
+    if own is None:
+        kind = next(iter(others.values()))
+        return f"content parts of type {kind!r} are not supported; use text, image_url or file"
+    return ": ".join((*filter(None, [".".join(map(str, own["loc"][2:]))]), own["msg"]))
 
 
 def _readable_part(part: Any, where: str) -> Any:

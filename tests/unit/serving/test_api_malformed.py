@@ -196,3 +196,20 @@ def test_no_malformed_message_is_an_internal_error(app: FastAPI, given_messages:
     body = json.loads(json.dumps(given_messages).replace("NaN", "null").replace("Infinity", "0"))
     answer = asyncio.run(post(app, messages=body))
     assert answer.status_code < 500, answer.text
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"type": "image_url", "image_url": {}}, "image_url.url: Field required"),
+        ({"type": "image_url"}, "image_url: Field required"),
+        ({"type": "input_audio", "input_audio": {}}, "input_audio.data: Field required"),
+        ({"type": "wat"}, "content parts of type 'wat' are not supported"),
+        (5, "valid dictionary"),
+    ],
+    ids=str,
+)
+async def test_a_part_is_refused_as_what_it_says_it_is(app: FastAPI, part: Any, words: str):
+    answer = await post(app, messages=[{"role": "user", "content": [part]}])
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
