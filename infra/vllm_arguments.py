@@ -60,7 +60,7 @@ def hand_off_arguments() -> dict[str, Any]:
 
 
 def kv_pool(kv_cache_gib: float | None) -> dict[str, int]:
-    """Size of an engine's KV pool; {} where vLLM takes it from the environment (`infra.vllm_env`), or chooses.
+    """Size of an engine's KV pool; {} where vLLM reads the environment (`infra.vllm_env`) or chooses.
 
     With a size of its own an engine may start beside others on the same GPU: vLLM would take what those allocate while
     it measures for its own.
