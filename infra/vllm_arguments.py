@@ -60,7 +60,7 @@ def hand_off_arguments() -> dict[str, Any]:
 
 
 def kv_pool(kv_cache_gib: float | None) -> dict[str, int]:
-    """Size of an engine's KV pool; {} where vLLM reads the environment (`infra.vllm_env`) or chooses.
+    """KV pool of an engine; {} where vLLM reads the environment or chooses a size.
 
     With a size of its own an engine may start beside others on the same GPU: vLLM would take what those allocate while
     it measures for its own.
