@@ -32,7 +32,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from decode_workers.admission import Admission
 from decode_workers.spec import DecodeSpec
@@ -138,8 +138,10 @@ class DecodeEngine:
                             answer = _joined(answer, output)
                             if answer.finished:
                                 yield answer
-                except Exception:  # vLLM's: it ended the request itself
+                except Exception as error:  # vLLM's: it ended the request itself
                     room.until = None
+                    if isinstance(error, EngineGenerateError) and isinstance(error.__cause__, NonFiniteLogits):
+                        raise error.__cause__ from None
                     raise
         finally:
             if transfer is not None and not admitted:
