@@ -12,6 +12,7 @@ import pytest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from decode_workers import engine
@@ -74,6 +75,17 @@ async def test_nan_among_logits_ends_that_request_before_its_token_is_given_out(
     with pytest.raises(NonFiniteLogits):
         await queues["broken"].get()
     assert queues["sound"].output is None
+
+
+async def test_nan_is_named_to_the_caller():
+    class Broken(Vllm):
+        async def generate(self, *_: Any) -> AsyncGenerator[Any, None]:
+            for output in ():
+                yield output
+            raise EngineGenerateError from NonFiniteLogits()
+
+    with pytest.raises(NonFiniteLogits):
+        await read(decode(Broken()))
 
 
 async def read(worker: DecodeEngine, transfer: Any = TRANSFER, **params: Any) -> int:
