@@ -122,8 +122,14 @@ def real(smollm2: Path, only_service: Callable[..., Service]) -> Service:
 
 
 @pytest.fixture
+def ingresses(only_service: Callable[..., Service]) -> Service:
+    """Two ingress replicas before one of each other role."""
+    return only_service("ingresses", "float32", ingress={"replicas": 2})
+
+
+@pytest.fixture
 def couples(only_service: Callable[..., Service]) -> Service:
-    """Two prefill workers that check every request and read every patch from disk; two decoders, two ingresses."""
+    """Two prefill workers that check every request, and read every patch from disk; two decode workers."""
     fidelity = {"share": 1.0, "window": 4, "minimum": 2, "bounds": {"patched": 0.1}}
     return only_service(
         "couples",
@@ -131,6 +137,5 @@ def couples(only_service: Callable[..., Service]) -> Service:
         library={"memory_bytes": 0, "object_store_bytes": 0},
         prefill={"replicas": 2, "fidelity": fidelity, "health_check_period_s": 1},
         decode={"replicas": 2},
-        ingress={"replicas": 2},
         patch={"rank": None, "factors": "model"},
     )

@@ -100,13 +100,14 @@ def test_a_prefill_worker_that_ends_is_not_asked_again(couples: Service):
         assert couples.chat(PAGE, max_tokens=2)["choices"]
 
 
-def test_a_lost_ingress_replica_costs_no_connection_and_no_stream_its_end(couples: Service):
+@pytest.mark.slow
+def test_a_lost_ingress_replica_costs_no_connection_and_no_stream_its_end(ingresses: Service):
     """What it was answering is told so; what comes next goes to the other one."""
-    body = couples.body(user("Count."), max_tokens=400, ignore_eos=True, stream=True)
+    body = ingresses.body(user("Count."), max_tokens=400, ignore_eos=True, stream=True)
     streaming = threading.Event()
 
     def stream(_: int) -> str:
-        with httpx.stream("POST", f"{couples.url}/v1/chat/completions", json=body, timeout=120) as response:
+        with httpx.stream("POST", f"{ingresses.url}/v1/chat/completions", json=body, timeout=120) as response:
             last = ""
             for line in response.iter_lines():
                 last = line or last
@@ -114,8 +115,8 @@ def test_a_lost_ingress_replica_costs_no_connection_and_no_stream_its_end(couple
         return last
 
     def ask(_: int) -> int:
-        body = couples.body(user("Hello."), max_tokens=4)
-        return httpx.post(f"{couples.url}/v1/chat/completions", json=body, timeout=120).status_code
+        body = ingresses.body(user("Hello."), max_tokens=4)
+        return httpx.post(f"{ingresses.url}/v1/chat/completions", json=body, timeout=120).status_code
 
     with ThreadPoolExecutor(12) as pool:
         streams = [pool.submit(stream, number) for number in range(6)]
