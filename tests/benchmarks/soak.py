@@ -43,7 +43,7 @@ from tests.benchmarks.load_arms import QUICK_CHECKPOINT, settle
 from tests.benchmarks.servers import bench_config, tree
 
 _CLIENTS = 4
-_PAGE_TOKENS = 64
+_PAGE_TOKENS = 256
 _CHANGES_PER_S = 18.0
 _LEAVES, _UPLOADS = 0.15, 0.05  # shares of the requests
 _LOOK_SECONDS = 2.0  # between two looks at the processes' memory
