@@ -11,6 +11,7 @@ from infra.vllm_env import vllm_environment
 from serving.replicas.process import SPIN
 
 os.environ.update(vllm_environment(kv_cache_gib=1))
+os.environ.pop("COLUMNS", None)  # of a worker of pytest-xdist: consoles that modules make would keep that width
 os.environ.setdefault(*SPIN)  # engines of a test share processors, as roles do
 
 pytest.register_assert_rewrite("tier_conformance")
