@@ -68,7 +68,7 @@ def run(quick: bool, console: Console) -> Outcome:
             Path(root),
             model={"dtype": "float32"},
             patch={"rank": None, "factors": "model", "spread": False},
-            library={"memory_bytes": _MIB},
+            library={"memory_bytes": _MIB, "object_store_bytes": 0},  # records are read from disk
         )
         with application(config, console) as url:
             client = Client(url, config.model.served_name)
