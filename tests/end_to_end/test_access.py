@@ -1,4 +1,4 @@
-"""Who reaches what: keys from a file, TLS, paths for administrators, headers, what others may read on the disk."""
+"""Access: keys from a file, TLS, administrators' paths, headers, shares of tenants, files on the disk."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_a_prefill_worker_that_ends_is_not_asked_again(couples: Service):
 
 @pytest.mark.slow
 def test_a_lost_ingress_replica_costs_no_connection_and_no_stream_its_end(ingresses: Service):
-    """What it was answering is told so; what comes next goes to the other one."""
+    """Its streams are told so, and further requests go to the other one."""
     body = ingresses.body(user("Count."), max_tokens=400, ignore_eos=True, stream=True)
     streaming = threading.Event()
 

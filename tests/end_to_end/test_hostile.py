@@ -1,4 +1,4 @@
-"""What clients may write that a server must not misread: control tokens, parts without content, words of order."""
+"""Hostile messages: control tokens that are spelled out, parts without content, words of order."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 def ask(port: int, *parts: bytes, seconds: float = 10) -> bytes | None:
-    """What the listener answers to a message, or None."""
+    """The listener's answer to a message, or None."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 5000  # what was sent arrives, also where nobody waits for an answer
         socket.connect(f"tcp://127.0.0.1:{port}")

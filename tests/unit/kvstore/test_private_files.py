@@ -1,4 +1,4 @@
-"""What is written is for one user alone, whatever the umask leaves."""
+"""Files and folders for one user alone, whatever the umask leaves."""
 
 from __future__ import annotations
 

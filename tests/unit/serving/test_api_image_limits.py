@@ -1,4 +1,4 @@
-"""What each family's processor refuses or blows up on is refused by an image's size alone."""
+"""Limits of each family's processor, by an image's size alone."""
 
 from __future__ import annotations
 
