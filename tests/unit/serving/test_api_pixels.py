@@ -25,7 +25,7 @@ def deep(pixels: np.ndarray) -> np.ndarray:
 
 
 def plain(pixels: np.ndarray, mode: str | None = None) -> list:
-    """What an 8-bit PNG of the picture becomes."""
+    """The picture as an 8-bit PNG gives it."""
     buffer = io.BytesIO()
     Image.fromarray(pixels, mode).save(buffer, "PNG")
     return decoded(buffer.getvalue())

@@ -39,7 +39,7 @@ class Model:
         return self.renderer.get_tokenizer()
 
     def render(self, messages: list[dict[str, Any]], of: Any = None, **variables: Any) -> Any:
-        """What the engine gets of a chat."""
+        """The prompt of a chat, as the engine gets it."""
         variables = {"add_generation_prompt": True, "tokenize": False, **variables}
         how = TokenizeParams(max_total_tokens=16384, add_special_tokens=False)
         _, (prompt,) = (of or self.renderer).render_chat([messages], ChatParams(chat_template_kwargs=variables), how)

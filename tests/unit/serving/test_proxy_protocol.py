@@ -157,7 +157,7 @@ def test_it_is_what_uvicorn_takes(monkeypatch: pytest.MonkeyPatch):
 
 
 def told(*sent: dict, path: str = "/") -> list[dict]:
-    """What a client is told when an application sends so much and ends."""
+    """Messages to the client of an application that sends so much and ends."""
     messages: list[dict] = []
 
     async def app(scope, receive, send) -> None:
