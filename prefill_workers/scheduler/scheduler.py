@@ -152,9 +152,14 @@ class Scheduler:
         while self.waiting:
             job = self.waiting[0]
             try:
-                job.lease = self.pool.allocate(job.room, job.plan.request.readers)
+                match = self._linker.match(job.plan, fits=lambda match, job=job: self.pool.fits(job.room, match))
+                job.lease = self.pool.allocate(job.room, job.plan.request.readers, match)
             except PoolExhausted:
                 return False
+            except PixelsNeeded as needed:
+                self.waiting.popleft()
+                self._end(job, needed)
+                continue
             self.waiting.popleft()
             job.plan.sequence.blocks = job.lease.blocks
             job.plan.took("queue", time.perf_counter() - job.submitted)
@@ -209,7 +214,7 @@ class Scheduler:
         """Draw a link's first token; a link whose logits are not finite ends with an error."""
         sampling = job.plan.request.sampling
         if not is_sound:
-            self._end(job, NonFiniteLogits(job.plan.stored))
+            self._end(job, NonFiniteLogits(job.plan.stored, is_prefix_hit=bool(job.plan.prefix_hit)))
             self.remove([job])
         elif sampling is not None:
             job.first_token = draw(logits, sampling, job.plan.sequence.token_ids)
@@ -228,6 +233,8 @@ class Scheduler:
             return False
         try:
             spoiled = self._linker.advance(job.plan)
+            if job.lease is not None:
+                self.pool.end_copying(job.lease)
             if spoiled is not None:
                 job.go_back_to(spoiled)
             job.compute_up_to(job.plan.frontier)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvstore.forget import ForgetRegistry
+from prefill_workers.block_index import NO_MATCH
 from prefill_workers.block_pool import BlockPool
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.fidelity.monitor import Fidelity
@@ -66,7 +67,7 @@ def pool() -> BlockPool:
 
 @pytest.fixture
 def scheduler(pool: BlockPool) -> Scheduler:
-    linker = cast(Linker, SimpleNamespace(advance=lambda plan: None))
+    linker = cast(Linker, SimpleNamespace(advance=lambda plan: None, match=lambda plan, fits: NO_MATCH))
     cost_model = ForwardCostModel(fixed=0.0, seconds_per_token=1e-6)  # nobody joins another's forward
     return Scheduler(linker, pool, cost_model, 4096, streams_layers=False)
 
@@ -167,7 +168,8 @@ def test_what_was_written_for_a_link_is_there_before_it_ends_although_the_forwar
     engine = Engine()
     linker = SimpleNamespace(
         advance=lambda plan: None,
-        keep_prefix=lambda plan, busy: None,
+        match=lambda plan, fits: NO_MATCH,
+        prefixes=None,
         sums=None,
         forgets=ForgetRegistry(),
         library=None,
