@@ -41,6 +41,12 @@ class PrefixChain:
     stops: tuple[int, ...] = ()
     contents: tuple[str, ...] = ()
 
+    def common(self, other: PrefixChain) -> int:
+        """Tokens of the longest beginning that both have."""
+        both = range(min(len(self.ends), len(other.ends)))  # equal ones come first
+        equal = bisect_left(both, True, key=lambda i: self.digests[i] != other.digests[i])
+        return self.ends[equal - 1] if equal else 0
+
     def index(self, end: int) -> int:
         """Index of the first beginning of at least `end` tokens."""
         return bisect_left(self.ends, end)

@@ -440,8 +440,8 @@ class RoutingSettings(Settings):
     hot_chunks: int = Field(
         2048,
         ge=0,
-        description="Chunks in a prefill worker's memory that its report names at most, 8 bytes each; and as many beginnings of prompts "
-        "in its blocks.",
+        description="Chunks in a prefill worker's memory that its report names at most, 8 bytes each; and as many "
+        "beginnings of prompts in its blocks.",
     )
 
 

@@ -100,6 +100,16 @@ class PrefixHits:
         self.index.clear()
 
 
+def coming(leader: LinkPlan, follower: LinkPlan) -> int:
+    """Tokens with which a link may begin once another, which is under way, has ended."""
+    if leader.chain is None or follower.chain is None:
+        return 0
+    tokens = min(leader.chain.common(follower.chain), len(follower.sequence) - 1)
+    if asked_by(leader.request) != asked_by(follower.request):
+        tokens = min([tokens, *follower.chain.starts[:1]])
+    return follower.chain.outside_chunks(tokens)
+
+
 def asked_by(request: LinkRequest) -> str:
     """What a request asks for, where that decides how its chunks are linked approximately."""
     return f"{request.mode} {request.text}"

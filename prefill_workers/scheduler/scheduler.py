@@ -26,6 +26,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 
 from torch import Tensor
@@ -34,6 +35,7 @@ from prefill_workers.block_pool import BlockPool, PoolExhausted
 from prefill_workers.engine.sampling import are_finite, draw
 from prefill_workers.link.layerwise_load import LayerwiseLoad
 from prefill_workers.link.linker import Linker
+from prefill_workers.link.prefix_hits import coming
 from prefill_workers.protocol import NonFiniteLogits, PixelsNeeded
 from prefill_workers.scheduler.cost_model import ForwardCostModel
 from prefill_workers.scheduler.link_job import FORWARD_TOKENS, LinkJob
@@ -42,6 +44,7 @@ from prefill_workers.sequence import LinkSequence, Run, split_runs
 logger = logging.getLogger(__name__)
 
 _STRETCH = 4.0  # times what a link takes to compute, until it is due
+_LEADER = 1.5  # times what it is spared, that a link waits for another to compute
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,23 +151,37 @@ class Scheduler:
                 job.done.set_exception(error)
 
     def admit(self) -> bool:
-        """Give waiting links blocks, in order, while these last. False if some are left without."""
-        while self.waiting:
-            job = self.waiting[0]
+        """Give waiting links blocks, in order, while these last. False if some are left without for want of blocks.
+
+        Those that a running link spares their beginning wait for it.
+        """
+        for job in [*self.waiting]:
             try:
-                match = self._linker.match(job.plan, fits=lambda match, job=job: self.pool.fits(job.room, match))
+                match = self._linker.match(job.plan, fits=partial(self.pool.fits, job.room))
+                if self._follows(job):
+                    continue
                 job.lease = self.pool.allocate(job.room, job.plan.request.readers, match)
             except PoolExhausted:
                 return False
             except PixelsNeeded as needed:
-                self.waiting.popleft()
+                self.waiting.remove(job)
                 self._end(job, needed)
                 continue
-            self.waiting.popleft()
+            self.waiting.remove(job)
             job.plan.sequence.blocks = job.lease.blocks
             job.plan.took("queue", time.perf_counter() - job.submitted)
             self.running.append(job)
         return True
+
+    def _follows(self, job: LinkJob) -> bool:
+        """True if a running link computes much of what the job would, and has little else left to do."""
+        known = len(job.plan.prefix_hit)
+
+        def spares(leader: LinkJob) -> bool:
+            spared = coming(leader.plan, job.plan) - known
+            return spared >= FORWARD_TOKENS and leader.left <= _LEADER * spared
+
+        return any(map(spares, self.running))
 
     # -- running ------------------------------------------------------------------------------------------------------
 

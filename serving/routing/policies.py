@@ -63,8 +63,8 @@ def mark_of(content: str) -> bytes:
 class PrefillReport:
     """Report of a prefill worker.
 
-    `hot` are marks of chunks in its memory, most recently used first; `begun` of the beginnings of prompts in its blocks,
-    the latest first.
+    `hot` are marks of chunks in its memory, most recently used first; `begun` of the beginnings of prompts in its
+    blocks, the latest first.
     """
 
     queued_tokens: int
@@ -75,8 +75,8 @@ class PrefillReport:
     bytes_per_token: int  # of canonical KV
     hot: bytes
     hot_version: int  # changes with `hot`
-    begun: bytes
-    begun_version: int  # changes with `begun`
+    begun: bytes = b""
+    begun_version: int = 0  # changes with `begun`
 
     @property
     def forward_cost(self) -> ForwardCost:
@@ -248,7 +248,8 @@ def estimate(ask: PrefillAsk, view: PrefillView, stored: Collection[bytes]) -> E
     Args:
         stored: marks of chunks that some tier is known to have. Others must be computed, whoever does it.
 
-    What the replica's blocks have of the prompt's beginning costs nothing. A chunk that no patch fits counts as held all the same: by the next time one is formed, and then fits here.
+    What the replica's blocks have of the prompt's beginning costs nothing. A chunk that no patch fits counts as held
+    all the same: by the next time one is formed, and then fits here.
     """
     known = next((b for b in reversed(ask.beginnings) if b.mark in view.hot or b.mark in view.expected), Beginning())
     computed, loaded, held = ask.text - known.text, 0, known.tokens
@@ -336,15 +337,13 @@ class PrefillPolicy(Policy[PrefillReport]):
             replica,
             call,
             Load(self._estimate(ask, replica).computed, 1) if ask.links else NOTHING,
-            coming=[mark for mark in marks if mark in self._stored],
-            kept=[*marks, *(known.mark for known in ask.beginnings)] if ask.links else (),
+            coming=[*(mark for mark in marks if mark in self._stored), *(known.mark for known in ask.beginnings)],
+            kept=marks if ask.links else (),
         )
 
     def completed(self, replica: str, call: str) -> None:
         """See `Policy`."""
-        self._remember(
-            self.ledger.completed(replica, call)
-        )  # marks of beginnings, too: they are asked for as such alone
+        self._remember(self.ledger.completed(replica, call))
 
     def _estimate(self, ask: PrefillAsk, replica: str) -> Estimate:
         return estimate(ask, self.view(replica), self._stored)

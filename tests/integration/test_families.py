@@ -151,9 +151,9 @@ def test_a_later_turn_computes_only_what_is_new(engines: Engines, make_rig: Call
     first = ["Read everything with care and answer in few words. ", engines.chunk(1), " What?"]
     second = [*first, "<|im_end|>\n<|im_start|>assistant\nThis.<|im_end|>\n<|im_start|>user\nWhy?"]
     third = [*second, " And what is ", engines.chunk(2), " then?"]
-    before = 0
-    for parts in (first, second, third):
-        linked, expected = cached.link(parts, "exact"), plain.link(parts, "off")
+    whole, before = [plain.link(parts, "off") for parts in (first, second, third)], 0  # on the same engine's blocks
+    for parts, expected in zip((first, second, third), whole, strict=True):
+        linked = cached.link(parts, "exact")
         n = len(linked.plan.sequence)
         assert linked.result.tokens_computed == n - linked.result.prefix_tokens_reused <= n - before + 2 * GRAIN
         rounding, far = (1e-5, 1e-4) if precision == "fp32" else (0.02, 0.15)

@@ -1,4 +1,7 @@
-"""What prompts begin with is computed once: text and chunks, for its own tenant, and exactly where it was exact."""
+"""What prompts begin with is computed once: text and chunks, for its own tenant, and exactly where it was exact.
+
+Workers on one engine use the same blocks: what a prompt is compared with is linked before.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +39,15 @@ def test_a_later_turn_computes_only_what_is_new_and_equals_a_prompt_computed_who
     rig: Rig, make_rig: Callable[..., Rig]
 ):
     """The third brings an image, and so another frame (M-RoPE): what is known is turned into it."""
-    plain, before = make_rig(), 0
-    for parts in (FIRST, SECOND, THIRD, THIRD):
+    turns, before = (FIRST, SECOND, THIRD, THIRD), 0
+    plain = make_rig()
+    whole = [plain.link(parts, "off") for parts in turns]
+    for parts, expected in zip(turns, whole, strict=True):
         linked = rig.link(parts, "exact")
         n = len(linked.plan.sequence)
         assert linked.result.tokens_computed <= max(n - before, 0) + 2 * GRAIN
         assert linked.result.tokens_computed + linked.result.prefix_tokens_reused == n
-        assert same(linked, plain.link(parts, "off"))
+        assert same(linked, expected)
         before = n
     assert linked.points == ["prefix"] * 3
     assert "earlier prompt began alike" in linked.result.chunks[0].reason
@@ -68,12 +73,15 @@ def test_behind_text_that_is_known_a_prompt_links_like_one_of_which_nothing_is(
     rig: Rig, make_rig: Callable[..., Rig], mode: str
 ):
     """In an approximate mode, with other images than the earlier prompt; then again, as that made it."""
-    plain, parts = make_rig(), [SYSTEM, 2, " and ", 1, " and then say what follows."]
-    for one in (rig, plain):
-        one.link(["", 2, " and ", 1, "."])  # so that their KV is stored
-        one.link([SYSTEM + "No. ", 2, " and ", 1, "."])
-        one.link([SYSTEM, 3, "What is it?"])
-    linked, expected = rig.link(parts, mode), plain.link(parts, mode)
+    parts: list[Part] = [SYSTEM, 2, " and ", 1, " and then say what follows."]
+
+    def link(worker: Rig) -> Linked:
+        worker.link(["", 2, " and ", 1, "."])  # so that their KV is stored
+        worker.link([SYSTEM + "No. ", 2, " and ", 1, "."])
+        worker.link([SYSTEM, 3, "What is it?"])
+        return worker.link(parts, mode)
+
+    expected, linked = link(make_rig()), link(rig)
     known = linked.result.prefix_tokens_reused
     assert known == linked.plan.request.chunks[0].start > 0
     assert expected.result.prefix_tokens_reused == 0
