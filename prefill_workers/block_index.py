@@ -172,18 +172,28 @@ class BlockIndex:
         return block.rotations + 1 if self._relocates else MOST_ROTATIONS + 1
 
     def add(
-        self, blocks: Sequence[int], chain: PrefixChain, forms: Forms, match: PrefixMatch, frame: int, epoch: int
+        self,
+        blocks: Sequence[int],
+        chain: PrefixChain,
+        forms: Forms,
+        match: PrefixMatch,
+        frame: int,
+        epoch: int,
+        tokens: int | None = None,
     ) -> None:
-        """Name the blocks of a finished link, as far as the same KV is not known.
+        """Name a link's blocks, as far as the same KV is not known.
 
         Args:
-            blocks: of the whole prompt, in order; final, nothing is written into them any more.
+            blocks: of the whole prompt, in order; nothing is written into those named any more.
             forms: of all its chunks.
             match: what it began with.
             frame: position of its first token.
             epoch: when it was planned.
+            tokens: that are computed, of a link that is under way: whole blocks of these are named. None: all are.
         """
         size, n = self.block_size, chain.ends[-1] if chain.ends else 0
+        if tokens is not None:
+            n = min(n, tokens // size * size)
         with self._lock:
             if epoch != self.epoch:
                 return

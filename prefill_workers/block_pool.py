@@ -83,8 +83,8 @@ class BlockPool:
 
     @property
     def cached(self) -> int:
-        """Blocks without a lease that prompts may still begin with."""
-        return sum(map(self._is_named, self._cached))
+        """Blocks without a lease that were kept for prompts to begin with."""
+        return len(self._cached)
 
     @property
     def leases(self) -> int:
@@ -223,9 +223,6 @@ class BlockPool:
             self._index.drop(block)
         return block
 
-    def _is_named(self, block: int) -> bool:
-        return self._index is not None and block in self._index
-
     def _refer(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             self._cached.pop(block, None)
@@ -237,7 +234,7 @@ class BlockPool:
             if self._references[block]:
                 continue
             del self._references[block]
-            if self._is_named(block):
+            if self._index is not None and block in self._index:
                 self._cached[block] = None
             else:
                 self._free.append(block)

@@ -178,7 +178,7 @@ class Linker:
         shared = len(match.forms)
         with ExitStack() as pins:
             pins.enter_context(self.library.pin(key for keys in wanted[shared:] for key in keys.all()))
-            lookups = [None] * shared + [self._lookups.start(keys, mode) for keys in wanted[shared:]]
+            lookups = [None if i < shared else self._lookups.start(keys, mode) for i, keys in enumerate(wanted)]
             until = time.monotonic() + _TIMEOUTS * self.library.settings.load_timeout_s
             chunks = [
                 self._chunk(request, i, wanted, lookup, positions, (embeddings or {}).get(i), ruled_out, until)

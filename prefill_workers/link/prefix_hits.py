@@ -5,7 +5,8 @@
 | a link is planned    | how far is its beginning known? nothing is loaded or encoded for chunks inside it        |
 | it is to have blocks | the same again, and now these are referred to: in between some may have been evicted     |
 | before it computes   | a block that is known in part, or in another frame, is copied to one of its own          |
-| it has ended         | its own blocks are named: nothing is written into them any more                          |
+| it has ended         | its own blocks are named: nothing is written into them any more; of a long prompt after  |
+|                      | each forward                                                                             |
 
 What earlier prompts computed serves all of their tenant whose mode is `auto` or `exact`; what they linked approximately
 only those who ask for it in the same mode (`form_of`), while that operating point is not switched off.
@@ -89,11 +90,22 @@ class PrefixHits:
             )
         plan.took("prefix", time.perf_counter() - began)
 
-    def keep(self, plan: LinkPlan) -> None:
-        """Name the blocks of a link that has ended, and still holds them."""
-        if plan.chain is not None:
-            forms = tuple(form_of(plan.request, chunk) for chunk in plan.chunks)
-            self.index.add(plan.sequence.blocks, plan.chain, forms, plan.prefix, plan.frame, plan.epoch)
+    def keep(self, plan: LinkPlan, tokens: int | None = None) -> None:
+        """Name the blocks of a link that has ended, and still holds them.
+
+        `tokens`: of one under way, those computed so far; up to a chunk that is not known to have come in well.
+        """
+        if plan.chain is None:
+            return
+        forms = tuple(form_of(plan.request, chunk) for chunk in plan.chunks)
+        if tokens is not None:
+            tokens = min([tokens, *(chunk.span.start for chunk in plan.chunks if chunk.is_loading)])
+        self.index.add(plan.sequence.blocks, plan.chain, forms, plan.prefix, plan.frame, plan.epoch, tokens)
+
+    def distrust(self, plan: LinkPlan) -> None:
+        """Forget a link's blocks: its logits are not finite."""
+        for block in plan.sequence.blocks:
+            self.index.drop(block)
 
     def clear(self) -> None:
         """Forget all blocks."""

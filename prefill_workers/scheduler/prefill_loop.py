@@ -461,9 +461,6 @@ class PrefillLoop:
         if not finished:
             self._wait_for_loads()
         held = [job for job in finished if self._finish(job)]
-        if self._linker.prefixes is not None:
-            for job in finished:
-                self._linker.prefixes.keep(job.plan)
         for job in finished:  # whose blocks are freed on this thread alone
             self._learn(job)
         for job in finished:
@@ -527,9 +524,11 @@ class PrefillLoop:
         return True
 
     def _learn(self, job: LinkJob) -> None:
-        """Let idle work take up a finished link. Errors cost no more than that."""
+        """Keep a finished link's blocks by name, and let idle work take it up. Errors cost no more than that."""
         assert job.lease is not None
         try:
+            if self._linker.prefixes is not None:
+                self._linker.prefixes.keep(job.plan)
             if self._learns:
                 self._background.add(job.plan, job.lease.id)
             self._background.check(job.plan, job.lease.id)

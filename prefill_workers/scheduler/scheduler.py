@@ -231,6 +231,8 @@ class Scheduler:
         """Draw a link's first token; a link whose logits are not finite ends with an error."""
         sampling = job.plan.request.sampling
         if not is_sound:
+            if self._linker.prefixes is not None:
+                self._linker.prefixes.distrust(job.plan)
             self._end(job, NonFiniteLogits(job.plan.stored, is_prefix_hit=bool(job.plan.prefix_hit)))
             self.remove([job])
         elif sampling is not None:
@@ -339,6 +341,8 @@ class Scheduler:
         for job, runs in batch.work:
             job.plan.took("forward", result.seconds)
             job.plan.compute_ms += computing * 1e3 * sum(map(len, runs)) / batch.tokens
+            if job.pending and self._linker.prefixes is not None:
+                self._linker.prefixes.keep(job.plan, job.pending[0].start)
         for job, load in batch.streams:
             if load.is_late:
                 load.chunk.drop_stream()

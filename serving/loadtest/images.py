@@ -64,6 +64,12 @@ class Timed:
     ttft_ms: float
     prompt_tokens: int
     orbit: dict[str, Any]
+    cached_tokens: int = 0  # of the prompt, as far as the server says
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that were not cached."""
+        return self.prompt_tokens - self.cached_tokens
 
 
 def timed_chat(client: httpx.Client, url: str, model: str, messages: list[dict[str, Any]], **fields: Any) -> Timed:
@@ -97,4 +103,6 @@ def timed_chat(client: httpx.Client, url: str, model: str, messages: list[dict[s
             if not first and event["choices"] and event["choices"][0]["delta"].get("content"):
                 first = (time.perf_counter() - began) * 1e3
             last = event
-    return Timed(first, last["usage"]["prompt_tokens"], last.get("orbit", {}))
+    usage = last["usage"]
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return Timed(first, usage["prompt_tokens"], last.get("orbit", {}), cached)

@@ -32,7 +32,7 @@ def rig(make_rig: Callable[..., Rig]) -> Rig:
 
 def same(linked: Linked, expected: Linked) -> bool:
     logprobs = float((linked.logprobs - expected.logprobs).abs().max())
-    return apart(linked.kv, expected.kv) < 1e-5 and logprobs < 1e-4
+    return apart(linked.kv, expected.kv) < 2e-5 and logprobs < 1e-4
 
 
 def test_a_later_turn_computes_only_what_is_new_and_equals_a_prompt_computed_whole(
@@ -51,6 +51,7 @@ def test_a_later_turn_computes_only_what_is_new_and_equals_a_prompt_computed_who
         before = n
     assert linked.points == ["prefix"] * 3
     assert "earlier prompt began alike" in linked.result.chunks[0].reason
+    rig.wait_until_free()
     assert all_free(rig)
     assert rig.loop.stats().blocks_cached > 0
 
@@ -58,14 +59,14 @@ def test_a_later_turn_computes_only_what_is_new_and_equals_a_prompt_computed_who
 def test_a_new_question_about_an_image_needs_no_pixels_and_no_library(make_rig: Callable[..., Rig]):
     rig = make_rig(keeps_prefixes=True, learns=False)
     first = rig.link([SYSTEM, 1, "What is this?"], "exact")
-    asked = rig.render([SYSTEM, 1, "Who made it, and when?"])
+    asked = rig.render([SYSTEM, 1, "By whom is it, and when was it made?"])
     plan = rig.linker.plan(LinkRequest("test", asked.token_ids, asked.chunks))
     linked = rig.finish(plan, rig.loop.submit(plan).result(60))
     end = asked.chunks[0].stop
     assert linked.result.prefix_tokens_reused == end, "up to the image's last token, in the middle of a block"
     assert linked.result.tokens_computed == len(asked.token_ids) - end
     assert torch.equal(linked.kv[:, :end], first.kv[:, :end])
-    assert same(linked, make_rig().link([SYSTEM, 1, "Who made it, and when?"], "off"))
+    assert same(linked, make_rig().link([SYSTEM, 1, "By whom is it, and when was it made?"], "off"))
 
 
 @pytest.mark.parametrize("mode", ["auto", "full-reuse", "mpic-8", "cacheblend-30"])
@@ -156,6 +157,7 @@ def test_what_is_evicted_between_plan_and_admission_is_computed_or_asked_for(mak
     assert lost.value.chunks == (0, 1)
     assert rig.finish(of_text, rig.loop.submit(of_text).result(60)).result.prefix_tokens_reused == 0
     assert rig.link(SECOND).points == ["encoded", "encoded"]
+    rig.wait_until_free()
     assert all_free(rig)
 
 
@@ -164,8 +166,22 @@ def test_a_deleted_image_is_computed_again(rig: Rig):
     content = linked.plan.request.chunks[1].content
     asyncio.run(rig.linker.forgets.forget(content, "local"))
     again = rig.link(FIRST, "exact")
-    assert again.result.prefix_tokens_reused == again.plan.request.chunks[1].start // GRAIN * GRAIN
-    assert again.points == ["prefix", "recomputed"]
+    assert 0 < again.result.prefix_tokens_reused <= again.plan.request.chunks[1].start
+    assert again.points[1] == "recomputed"
+    assert rig.link(FIRST, "exact").points == ["prefix", "prefix"], "it came again since"
+
+
+def test_a_long_prompt_is_known_as_far_as_it_is_computed_and_one_with_a_like_beginning_waits_for_it(
+    make_rig: Callable[..., Rig],
+):
+    rig, tokens = make_rig(keeps_prefixes=True, budget=128), list(range(30, 30 + 320))
+    first, second = (rig.linker.plan(LinkRequest("test", [*tokens, last])) for last in (1, 2))
+    done = [rig.loop.submit(plan) for plan in (first, second)]
+    results = [one.result(60) for one in done]
+    assert [result.prefix_tokens_reused for result in results] == [0, 320]
+    assert rig.loop.stats().forwards == 4
+    linked = [rig.finish(plan, result) for plan, result in zip((first, second), results, strict=True)]
+    assert torch.equal(linked[0].kv[:, :320], linked[1].kv[:, :320])
 
 
 def test_nothing_is_taken_or_kept_where_reuse_is_off(rig: Rig):

@@ -162,6 +162,15 @@ def test_blocks_of_a_lease_are_never_evicted_and_of_others_the_ends_go_first():
     assert known.match(chain(TEXT)).tokens == 160
 
 
+def test_of_a_prompt_that_is_being_computed_whole_blocks_are_known_and_the_rest_once_it_has_ended():
+    known, of = Known(), chain(TEXT)
+    lease = known.pool.allocate(len(TEXT))
+    for tokens, found in ((100, 96), (None, 192)):
+        known.index.add(lease.blocks, of, (), PrefixMatch(), 0, known.index.epoch, tokens)
+        assert known.match(of).tokens == found
+    assert len(known.index) == 6
+
+
 def test_a_prompt_that_leaves_no_room_for_what_it_would_copy_begins_anew():
     known = Known(10)
     known.link(TEXT)

@@ -68,9 +68,9 @@ def pool() -> BlockPool:
 
 @pytest.fixture
 def scheduler(pool: BlockPool) -> Scheduler:
-    linker = cast(Linker, SimpleNamespace(advance=lambda plan: None, match=lambda plan, fits: NO_MATCH))
+    linker = SimpleNamespace(advance=lambda plan: None, match=lambda plan, fits: NO_MATCH, prefixes=None)
     cost_model = ForwardCostModel(fixed=0.0, seconds_per_token=1e-6)  # nobody joins another's forward
-    return Scheduler(linker, pool, cost_model, 4096, streams_layers=False)
+    return Scheduler(cast(Linker, linker), pool, cost_model, 4096, streams_layers=False)
 
 
 def admit(scheduler: Scheduler, *jobs: LinkJob) -> None:
