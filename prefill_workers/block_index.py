@@ -1,4 +1,4 @@
-"""Index of KV blocks by what prompts begin with: which block holds whose KV, and how it came about.
+"""Index of KV blocks by what prompts begin with: whose KV a block holds, and its origin.
 
 A block is named by the digests of the beginnings that end in it (`prefix_digests`). KV depends on more than tokens:
 
@@ -127,9 +127,9 @@ class BlockIndex:
         return block in self._blocks
 
     def match(self, chain: PrefixChain, frame: int, limit: int, allows: Callable[[ChunkForm], bool]) -> PrefixMatch:
-        """Longest known beginning of up to `limit` tokens whose chunks' forms serve; of several an exact one.
+        """Longest known beginning of up to `limit` tokens whose chunks' forms serve.
 
-        It ends outside of chunks, so that no chunk is computed in part.
+        Of several an exact one. It ends outside of chunks, so that no chunk is computed in part.
         """
         with self._lock:
             exact = self._match(chain, frame, limit, lambda form: form.is_exact and allows(form))

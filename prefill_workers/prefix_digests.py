@@ -1,4 +1,4 @@
-"""Digests of what a prompt begins with: its tokens, its chunks' contents, and the tenant that asks.
+"""Digests of a prompt's beginnings: tokens, contents of chunks, and the tenant that asks.
 
 A placeholder's token id says nothing of the image behind it, so a chunk's content id goes in where the chunk begins.
 Equal digests mean equal KV up to there, if it was computed exactly; `block_index` says what holds otherwise. Prefill
@@ -66,7 +66,7 @@ class PrefixChain:
 
 
 def prefix_chain(tenant: str, token_ids: Sequence[int], chunks: Sequence[ChunkSpan], block_size: int) -> PrefixChain:
-    """Digests of a prompt's beginnings at all multiples of the grain, at edges of chunks and at ends of blocks."""
+    """Digests of a prompt's beginnings at multiples of the grain and at edges of chunks."""
     grain = int(np.gcd(GRAIN, block_size))
     n = len(token_ids)
     edges = {edge for span in chunks for edge in (span.start, span.stop)}

@@ -418,9 +418,9 @@ class WorkerExtension:
 
     @torch.inference_mode()
     def copy_kv(self, sources: Sequence[int], targets: Sequence[int], tokens: int, shift: int) -> None:
-        """Copy the KV of the first `tokens` tokens in blocks `sources` to blocks `targets`, on the device.
+        """Copy the KV of the first `tokens` tokens in blocks `sources` to blocks `targets`.
 
-        Keys are turned by `shift` positions.
+        On the device; keys are turned by `shift` positions.
         """
         size, dtype = self._group.kv_cache_spec.block_size, self.model_runner.vllm_config.model_config.dtype
         index = torch.arange(tokens)

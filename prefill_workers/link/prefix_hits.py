@@ -1,4 +1,4 @@
-"""Prefix hits: the blocks that a link begins with, shared with earlier prompts that begin alike.
+"""Prefix hits: blocks that a link begins with, shared with prompts that begin alike.
 
 | when                 | what                                                                                     |
 |----------------------|------------------------------------------------------------------------------------------|
@@ -41,7 +41,7 @@ class PrefixHits:
         return self.index.epoch
 
     def look_up(self, request: LinkRequest, frame: int) -> tuple[PrefixChain | None, PrefixMatch]:
-        """Digests of a prompt's beginnings, and the longest that is known; none in a mode without reuse.
+        """Digests of a prompt's beginnings, and the longest known; none in a mode without reuse.
 
         `frame`: position of its first token.
         """
@@ -123,7 +123,7 @@ def coming(leader: LinkPlan, follower: LinkPlan) -> int:
 
 
 def asked_by(request: LinkRequest) -> str:
-    """What a request asks for, where that decides how its chunks are linked approximately."""
+    """Mode and text of a request, which decide how its chunks are linked approximately."""
     return f"{request.mode} {request.text}"
 
 

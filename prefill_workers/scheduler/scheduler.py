@@ -151,9 +151,9 @@ class Scheduler:
                 job.done.set_exception(error)
 
     def admit(self) -> bool:
-        """Give waiting links blocks, in order, while these last. False if some are left without for want of blocks.
+        """Give waiting links blocks, in order, while these last.
 
-        Those that a running link spares their beginning wait for it.
+        Those that a running link spares their beginning wait for it. False if some are left without for want of blocks.
         """
         for job in [*self.waiting]:
             try:

@@ -206,7 +206,10 @@ class Beginning(NamedTuple):
 
 @dataclass(frozen=True)
 class PrefillAsk:
-    """Work of linking a prompt. Its chunks are in the worker's memory afterwards, and its beginnings in blocks."""
+    """Work of linking a prompt.
+
+    Its chunks are in the worker's memory afterwards, and its beginnings in blocks.
+    """
 
     text: int  # tokens outside of chunks
     chunks: tuple[Chunk, ...]

@@ -1,4 +1,6 @@
-"""Time to first token of a new question about an image that the prompt begins with, and that was asked about before.
+"""Time to first token of a new question about an image that was asked about before.
+
+The prompt begins with the image.
 
 | arm   | what answers                                              |
 |-------|-----------------------------------------------------------|

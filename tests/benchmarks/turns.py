@@ -1,7 +1,7 @@
-"""Tokens computed and time to first token of a chat's turns, all of the chat sent back each time.
+"""Tokens computed and time to first token of a chat's turns.
 
-Eight turns, images in the first and the fourth, answers of 128 tokens. The answers that are sent back are the same for
-all arms, so that they compute the same prompts.
+All of the chat is sent back each time: eight turns, images in the first and the fourth, answers of 128 tokens. The
+answers that are sent back are the same for all arms, so that they compute the same prompts.
 
 | arm   | what answers                                                                        |
 |-------|-------------------------------------------------------------------------------------|

@@ -187,7 +187,7 @@ def test_a_link_waits_for_another_that_is_about_to_spare_it_its_beginning(schedu
 
 
 def test_a_link_does_not_wait_for_one_that_has_much_else_to_compute(scheduler: Scheduler, pool: BlockPool):
-    long, short = job(100), job(50)
+    long, short = job(90), job(50)
     begin_alike(pool, long, short)
     admit(scheduler, long, short)
     assert not scheduler.waiting, "it would be spared fewer tokens than a forward is worth"
