@@ -1,7 +1,7 @@
 """Tokens computed and time to first token of a chat's turns.
 
-All of the chat is sent back each time: eight turns, images in the first and the fourth, answers of 128 tokens. The
-answers that are sent back are the same for all arms, so that they compute the same prompts.
+All of the chat is sent back each time: eight turns, images in the first and the fourth, answers of 128 tokens. These
+are vLLM's for both arms, so that they compute the same prompts; it has their KV from generating them, ours has not.
 
 | arm   | what answers                                                                        |
 |-------|-------------------------------------------------------------------------------------|
@@ -12,7 +12,6 @@ answers that are sent back are the same for all arms, so that they compute the s
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -27,7 +26,8 @@ from tests.benchmarks.servers import ours, vllm_alone
 
 _DESCRIPTIONS = {"vllm": "vLLM's OpenAI server with prefix caching", "exact": "OrbitServe, mode exact"}
 _TURNS, _WITH_IMAGE = 8, (1, 4)
-_ASKED, _ANSWERED = 40, 128  # tokens, letters with the bundled tokenizers
+_ASKED, _ANSWERED = 40, 128  # tokens; of a question letters, with the bundled tokenizers
+_LONG = {"max_tokens": _ANSWERED, "ignore_eos": True}
 
 
 def run(quick: bool, console: Console) -> Outcome:
@@ -38,15 +38,21 @@ def run(quick: bool, console: Console) -> Outcome:
     computed: dict[str, dict[str, list[int]]] = {name: {} for name in _DESCRIPTIONS}
     with vllm_alone(checkpoint) as alone, ours(checkpoint, console, quick) as service, httpx.Client(timeout=300) as web:
         alone.settle()
-        arms = {"vllm": (alone, {}), "exact": (service, {"orbit": {"mode": "exact"}})}
+        arms = {"vllm": (alone, _LONG), "exact": (service, {"orbit": {"mode": "exact"}})}
         for chat in range(chats + 1):
-            for turn, messages in enumerate(_prompts(size, chat), 1):
+            words, messages = np.random.default_rng(chat), list[dict[str, Any]]()
+            for turn in range(1, _TURNS + 1):
+                image = [_image(size, 100 * chat + turn)] if turn in _WITH_IMAGE else []
+                messages.append({"role": "user", "content": [*image, {"type": "text", "text": _question(words)}]})
+                answers = dict[str, str]()
                 for name in [*arms] if (chat + turn) % 2 else reversed([*arms]):
                     server, fields = arms[name]
                     timed = timed_chat(web, server.url, server.model, messages, **fields)
+                    answers[name] = timed.text
                     if chat:  # the first one warms up
                         samples[name].setdefault(str(turn), []).append(timed.ttft_ms)
                         computed[name].setdefault(str(turn), []).append(timed.computed_tokens)
+                messages.append({"role": "assistant", "content": answers["vllm"]})
             console.print(f"  chat {chat} of {chats} done")
     vllm, exact = (Arm(name, text, samples[name]) for name, text in _DESCRIPTIONS.items())
     later = [str(turn) for turn in range(2, _TURNS + 1)]
@@ -68,21 +74,12 @@ def run(quick: bool, console: Console) -> Outcome:
     return Outcome(workload, [vllm, exact], figures, {"tokens computed": tokens}, axis="turn")
 
 
-def _prompts(size: int, chat: int) -> Iterator[list[dict[str, Any]]]:
-    """A chat's prompts, turn by turn; every chat is of its own words and images."""
-    letters = np.random.default_rng(chat)
-    messages: list[dict[str, Any]] = []
-    for turn in range(1, _TURNS + 1):
-        parts: list[dict[str, Any]] = [{"type": "text", "text": _words(letters, _ASKED)}]
-        if turn in _WITH_IMAGE:
-            parts.insert(0, {"type": "image_url", "image_url": {"url": image_url(size, 100 * chat + turn)}})
-        messages = [*messages, {"role": "user", "content": parts}]
-        yield messages
-        messages = [*messages, {"role": "assistant", "content": _words(letters, _ANSWERED)}]
+def _image(size: int, number: int) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": image_url(size, number)}}
 
 
-def _words(letters: np.random.Generator, tokens: int) -> str:
-    return "".join(letters.choice([*string.ascii_lowercase], tokens))
+def _question(letters: np.random.Generator) -> str:
+    return "".join(letters.choice([*string.ascii_lowercase], _ASKED))
 
 
 BENCHMARK = Benchmark(
