@@ -233,7 +233,9 @@ class BlockIndex:
 
     def _drop(self, block: int) -> None:
         cached = self._blocks.pop(block, None)
-        for digest in cached.names if cached else ():
+        if cached is None:
+            return
+        for digest in cached.names:
             known = self._named[digest]
             known.remove(cached)
             if not known:
