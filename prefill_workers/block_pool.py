@@ -1,5 +1,9 @@
 """KV blocks of a prefill worker: allocation, and leases under which decode engines read.
 
+Sequences that begin alike share blocks. A block is free, referred to by leases, or cached: referred to by none, and
+named in the `block_index`. Cached blocks are handed out once no other is free, the one let go of first before others. A
+lease lets go of its end first, so that a prompt's beginning outlives what hangs on it.
+
 A lease keeps a sequence's blocks until everyone who still needs them is done: each decode engine that will pull them
 over NIXL, and the patch compiler, which reads the KV of recomputed chunks off the request path. A lease that nobody
 renews ends by time-out, so that a decode replica that died cannot keep blocks for ever.
@@ -8,11 +12,12 @@ renews ends by time-out, so that a decode replica that died cannot keep blocks f
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 
+from prefill_workers.block_index import NO_MATCH, BlockIndex, PrefixMatch
 from prefill_workers.protocol import LeaseState
 
 _ABOUT_SECONDS = 1.0  # a lease that ends within this time may have ended
@@ -25,23 +30,29 @@ class PoolExhausted(RuntimeError):
 
 @dataclass
 class Lease:
-    """Blocks of one sequence and who still needs them."""
+    """Blocks of one sequence and who still needs them.
+
+    Of `blocks`, those that other leases refer to as well, or may, are only to be read. `sources` are further blocks
+    from which KV is to be copied.
+    """
 
     id: str
     blocks: tuple[int, ...]
+    sources: tuple[int, ...]
     readers: int  # decode sequences that have yet to pull them
     holds: int  # background readers (the patch compiler's)
     deadline: float  # seconds of the pool's clock
 
 
 class BlockPool:
-    """Free list of KV blocks with leases. Not thread-safe: the prefill loop's thread owns it.
+    """KV blocks with references, and leases. Not thread-safe: the prefill loop's thread owns it.
 
     Args:
         blocks: ids of the blocks this pool may hand out.
         block_size: tokens per block.
         lease_seconds: how long a lease lives without being renewed.
         owner: prefix of lease ids, unique among prefill workers.
+        index: names of blocks that outlive their lease; None: none do.
     """
 
     def __init__(
@@ -51,10 +62,14 @@ class BlockPool:
         lease_seconds: float,
         owner: str,
         clock: Callable[[], float] = time.monotonic,
+        index: BlockIndex | None = None,
     ) -> None:
         self.block_size = block_size
         self.total = len(blocks)
+        self._index = index
         self._free = deque(blocks)
+        self._cached: OrderedDict[int, None] = OrderedDict()  # let go of longest ago first
+        self._references: dict[int, int] = {}
         self._leases: dict[str, Lease] = {}
         self._read: dict[str, None] = {}  # by all their readers; oldest first
         self._lease_seconds = lease_seconds
@@ -63,8 +78,13 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks nobody holds."""
-        return len(self._free)
+        """Blocks that may be handed out, cached ones included."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def cached(self) -> int:
+        """Blocks without a lease that were kept for prompts to begin with."""
+        return len(self._cached)
 
     @property
     def leases(self) -> int:
@@ -80,31 +100,58 @@ class BlockPool:
         """True if some decode sequence has yet to pull its blocks."""
         return any(lease.readers > 0 for lease in self._leases.values())
 
-    def waits_for_readers(self, lease_id: str) -> bool:
-        """True if some decode sequence has yet to pull this lease's blocks.
+    def comes_free(self, lease_id: str) -> bool:
+        """True if some block comes free once background readers are done with a lease.
 
-        Releases by others free none of them then.
+        Not while a decode sequence has yet to pull its blocks, nor if other leases refer to all of them.
         """
         lease = self._leases.get(lease_id)
-        return lease is not None and lease.readers > 0
+        if lease is None or lease.readers > 0:
+            return False
+        return any(self._references[block] == 1 for block in lease.blocks)
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that a sequence of `tokens` tokens takes."""
         return -(-tokens // self.block_size)
 
-    def allocate(self, tokens: int, readers: int = 1) -> Lease:
+    def fits(self, tokens: int, match: PrefixMatch) -> bool:
+        """True if a sequence that begins with `match` finds room once all others have ended.
+
+        Not where the blocks that it copies from leave too few.
+        """
+        copied = len(match.blocks) - sum(match.is_shared(i, self.block_size) for i in range(len(match.blocks)))
+        return self.blocks_for(tokens) + copied <= self.total
+
+    def allocate(self, tokens: int, readers: int = 1, match: PrefixMatch = NO_MATCH) -> Lease:
         """Take blocks for `tokens` tokens that `readers` decode sequences will pull.
+
+        Args:
+            match: what the sequence begins with, as the index has it now. Full blocks in its frame are shared; others
+                become `sources`.
 
         Raises:
             PoolExhausted: fewer blocks are free than needed.
         """
-        needed = self.blocks_for(tokens)
-        if needed > len(self._free):
-            raise PoolExhausted(f"{needed} KV blocks needed, {len(self._free)} of {self.total} free")
-        blocks = tuple(self._free.popleft() for _ in range(needed))
-        lease = Lease(next(self._ids), blocks, readers, 0, self._clock() + self._lease_seconds)
+        shared = {i: one.block for i, one in enumerate(match.blocks) if match.is_shared(i, self.block_size)}
+        sources = tuple(one.block for i, one in enumerate(match.blocks) if i not in shared)
+        taken = (*shared.values(), *sources)
+        needed = self.blocks_for(tokens) - len(shared)
+        free = self.free - len({block for block in taken if block in self._cached})
+        if needed > free:
+            raise PoolExhausted(f"{needed} KV blocks needed, {free} of {self.total} free")
+        self._refer(taken)
+        own = [self._next_free() for _ in range(needed)]
+        self._refer(own)
+        rest = iter(own)
+        blocks = tuple(shared[i] if i in shared else next(rest) for i in range(self.blocks_for(tokens)))
+        lease = Lease(next(self._ids), blocks, sources, readers, 0, self._clock() + self._lease_seconds)
         self._leases[lease.id] = lease
         return lease
+
+    def end_copying(self, lease: Lease) -> None:
+        """Let go of the blocks that a lease's KV was copied from."""
+        sources, lease.sources = lease.sources, ()
+        self._let_go(sources)
 
     def read(self, lease_id: str) -> None:
         """Note that one decode sequence has pulled the blocks, or never will.
@@ -165,4 +212,29 @@ class BlockPool:
 
     def _drop(self, lease: Lease) -> None:
         del self._leases[lease.id]
-        self._free.extend(lease.blocks)
+        self.end_copying(lease)
+        self._let_go(lease.blocks)
+
+    def _next_free(self) -> int:
+        if self._free:
+            return self._free.popleft()
+        block, _ = self._cached.popitem(last=False)
+        if self._index is not None:
+            self._index.drop(block)
+        return block
+
+    def _refer(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._cached.pop(block, None)
+            self._references[block] = self._references.get(block, 0) + 1
+
+    def _let_go(self, blocks: tuple[int, ...]) -> None:
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            if self._references[block]:
+                continue
+            del self._references[block]
+            if self._index is not None and block in self._index:
+                self._cached[block] = None
+            else:
+                self._free.append(block)

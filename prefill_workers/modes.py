@@ -111,6 +111,7 @@ _NAMED = {str(mode): mode for mode in (Mode.AUTO, Mode.EXACT, Mode.FULL_REUSE, M
 class OperatingPoint(StrEnum):
     """Origin of one chunk's KV."""
 
+    PREFIX = "prefix"  # in blocks of an earlier prompt that begins alike, as they were made
     PATCHED = "patched"  # relocated and patched, no forward
     COMPOSED = "composed"  # relocated and patched by a weighted sum of pair patches (see `link.compose`)
     RELOCATED = "relocated"  # relocated only (blind), no forward
@@ -120,13 +121,13 @@ class OperatingPoint(StrEnum):
 
     @property
     def is_reuse(self) -> bool:
-        """True if the chunk's stored KV is used."""
-        return self not in EXACT_POINTS
+        """True if KV that is there already is used."""
+        return self not in (OperatingPoint.RECOMPUTED, OperatingPoint.ENCODED)
 
     @property
     def needs_forward(self) -> bool:
         """True if a forward computes tokens of the chunk."""
-        return self not in (OperatingPoint.PATCHED, OperatingPoint.COMPOSED, OperatingPoint.RELOCATED)
+        return self in (OperatingPoint.SELECTED, OperatingPoint.RECOMPUTED, OperatingPoint.ENCODED)
 
     @property
     def is_conditioned(self) -> bool:
@@ -137,7 +138,8 @@ class OperatingPoint(StrEnum):
         return self not in (OperatingPoint.RELOCATED, OperatingPoint.SELECTED)
 
 
-EXACT_POINTS = frozenset({OperatingPoint.RECOMPUTED, OperatingPoint.ENCODED})  # all others are approximate
+# All others are approximate. A prefix counts as the point at which it was made (`ChunkPlan.made_at`).
+EXACT_POINTS = frozenset({OperatingPoint.RECOMPUTED, OperatingPoint.ENCODED, OperatingPoint.PREFIX})
 
 
 def looks_up_patch(mode: Mode) -> bool:

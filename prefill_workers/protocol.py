@@ -142,29 +142,34 @@ class LinkResult:
     tokens_reused: int
     tokens_computed: int
     stages_ms: dict[str, float]
-    prefix_tokens_reused: int = 0  # of those reused: text before the first chunk
+    prefix_tokens_reused: int = 0  # of those reused: what earlier prompts began with as well
     first_token: int | None = None  # of the answer, if the request asked for it
     compute_ms: float = 0.0  # of forwards that others may have shared: its part
     select_ms: float = 0.0  # of choosing tokens and weighing parts, which others may have shared: its part
 
     @property
     def chunk_tokens_reused(self) -> int:
-        """Reused tokens of chunks."""
+        """Reused tokens of chunks behind the prefix."""
         return self.tokens_reused - self.prefix_tokens_reused
 
 
 class NonFiniteLogits(RuntimeError):
     """NaN or infinite logits behind a prompt: its KV is not what the model would have computed.
 
-    `stored`: the records that were linked, as `Library.quarantine` takes them.
+    `stored`: the records that were linked, as `Library.quarantine` takes them. `is_prefix_hit`: KV of earlier prompts
+    was used.
     """
 
-    def __init__(self, stored: Sequence[tuple[RecordKind, str, str]] = ()) -> None:
+    def __init__(self, stored: Sequence[tuple[RecordKind, str, str]] = (), *, is_prefix_hit: bool = False) -> None:
         super().__init__("the model gave logits that are not finite")
-        self.stored = tuple(stored)
+        self.stored, self.is_prefix_hit = tuple(stored), is_prefix_hit
 
-    def __reduce__(self) -> tuple[type[NonFiniteLogits], tuple[Any]]:
-        return NonFiniteLogits, (self.stored,)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _non_finite, (self.stored, self.is_prefix_hit)
+
+
+def _non_finite(stored: Sequence[tuple[RecordKind, str, str]], is_prefix_hit: bool) -> NonFiniteLogits:
+    return NonFiniteLogits(stored, is_prefix_hit=is_prefix_hit)
 
 
 class Overloaded(RuntimeError):

@@ -145,11 +145,10 @@ class PrefillSettings(BaseModel):
     max_patch_queue_bytes: int = Field(
         1 << 30, ge=1, description="Memory of deficits waiting to be compiled; one may wait, however large."
     )
-    prefix_cache_bytes: int = Field(
-        512 << 20,
-        ge=0,
-        description="Memory for the KV of text before first chunks (tools, system prompt): what prompts begin with "
-        "like earlier ones, in whole blocks of 16 tokens, is not computed again. 0: it always is.",
+    prefix_cache: bool = Field(
+        True,
+        description="Let prompts that begin like earlier ones, text and images, share these KV blocks: nothing of that "
+        "is computed again. They stay until the pool needs them.",
     )
     first_token: bool = Field(
         True,

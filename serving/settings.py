@@ -438,7 +438,10 @@ class RoutingSettings(Settings):
         1.0, gt=0, description="Seconds between two reports of a replica; one five times as old is not trusted."
     )
     hot_chunks: int = Field(
-        2048, ge=0, description="Chunks in a prefill worker's memory that its report names at most, 8 bytes each."
+        2048,
+        ge=0,
+        description="Chunks in a prefill worker's memory that its report names at most, 8 bytes each; and as many "
+        "beginnings of prompts in its blocks.",
     )
 
 

@@ -231,7 +231,7 @@ class IdleWork:
             return True
         before = self._pool.free
         for least in sorted(self._harvests, key=self._wanted):
-            if self._pool.waits_for_readers(least.lease):
+            if not self._pool.comes_free(least.lease):
                 continue
             self._harvests.remove(least)
             self._pool.unhold(least.lease)

@@ -100,7 +100,7 @@ class ShadowChecks:
 
     def offer(self, plan: LinkPlan, lease: str) -> None:
         """Take up a finished link with the configured chance, and hold its blocks."""
-        points = self._fidelity.draw(chunk.outcome.operating_point for chunk in plan.chunks)
+        points = self._fidelity.draw(chunk.made_at for chunk in plan.chunks)
         if not points:
             return
         if len(plan.sequence) > self._scratch.tokens:
@@ -133,7 +133,7 @@ class ShadowChecks:
         """Give up checks until a block comes free that somebody waits for. Returns whether any did."""
         before = self._pool.free
         for check in list(self._queue):
-            if check.lease is None or self._pool.waits_for_readers(check.lease):
+            if check.lease is None or not self._pool.comes_free(check.lease):
                 continue
             self._let_go(check)
             self._remove(check)

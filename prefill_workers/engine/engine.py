@@ -224,6 +224,13 @@ class PrefillEngine:
         """Store KV [layers, tokens, features] in `slots` [tokens]."""
         self._call("write_kv", kv, slots)
 
+    def copy_kv(self, sources: Sequence[int], targets: Sequence[int], tokens: int, shift: int) -> None:
+        """Copy the KV of the first `tokens` tokens in blocks `sources` to blocks `targets`.
+
+        Keys are turned by `shift` positions.
+        """
+        self._call("copy_kv", list(sources), list(targets), tokens, shift)
+
     def finish_writes(self) -> None:
         """Wait until what was written is there for others to read; a forward waits by itself."""
         self._call("finish_writes")

@@ -13,6 +13,7 @@ attends, so one forward gives exactly what a full prefill would, with no kernel 
 | `forward_runs`     | one forward over several sequences' runs, all layers or the first    |
 | `attend_first`     | the first layer's KV of runs, and how some tokens attend there       |
 | `write_kv`         | a linked chunk into blocks, through the backend's own update op      |
+| `copy_kv`          | blocks' KV into other blocks, its keys turned by so many positions   |
 | `finish_writes`    | waits until what was written is there for others to read             |
 | `read_kv`          | a chunk's KV out of blocks, through the learned page layout          |
 | `encode`           | pixels to embeddings                                                 |
@@ -41,6 +42,7 @@ from vllm.multimodal.utils import group_and_batch_mm_kwargs
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from infra.cpu import openmp
+from kvstore.operator.apply import relocate
 from kvstore.operator.layout import Layout
 from kvstore.operator.rotary import turns_evenly
 from prefill_workers.engine.attention import attended, paid_to
@@ -144,6 +146,7 @@ class WorkerExtension:
         ranks = get_tensor_model_parallel_world_size()
         self._share = layout.share(get_tensor_model_parallel_rank(), ranks) if ranks > 1 else None
         self._local = [segment.share(ranks) for segment in layout.segments]
+        self._layer_layout = replace(layout, layers=1, segments=tuple(self._local))
         size, features = self._group.kv_cache_spec.block_size, sum(segment.features for segment in self._local)
         slots = (torch.arange(size) + block * size).to(self._device)
 
@@ -412,6 +415,21 @@ class WorkerExtension:
         mine = kv if self._share is None else kv[..., self._share]
         for layer, rows in enumerate(mine.to(self._device, non_blocking=True).unbind(0)):
             self._update(layer, rows, slots)
+
+    @torch.inference_mode()
+    def copy_kv(self, sources: Sequence[int], targets: Sequence[int], tokens: int, shift: int) -> None:
+        """Copy the KV of the first `tokens` tokens in blocks `sources` to blocks `targets`.
+
+        On the device; keys are turned by `shift` positions.
+        """
+        size, dtype = self._group.kv_cache_spec.block_size, self.model_runner.vllm_config.model_config.dtype
+        index = torch.arange(tokens)
+        slots = torch.tensor(targets)[index // size] * size + index % size
+        slots = slots.to(self._device, non_blocking=True)
+        layers = range(len(self._group.layer_names))
+        for layer, rows in enumerate(self._stored(sources, 0, tokens, layers)):
+            moved = relocate(rows[None], shift, self._layer_layout)[0] if shift else rows
+            self._update(layer, moved.to(dtype), slots)
 
     def finish_writes(self) -> None:
         """Wait for the device, so that readers on any stream see what was written."""

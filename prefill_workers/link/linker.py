@@ -4,8 +4,8 @@
 |------------|-----------------|--------------------------------------------------------------------------------------|
 | `prefetch` | any             | starts loading what a prompt on its way will need                                    |
 | `plan`     | any             | starts all look-ups, waits until it is known which chunks miss, not for KV           |
-| `advance`  | the engine's    | writes what the prefix cache has; relocates, patches and writes every chunk whose    |
-|            |                 | load has ended (kamera.md eq. 1)                                                     |
+| `match`    | the engine's    | finds the blocks that the prompt begins with, once the link is to have blocks        |
+| `advance`  | the engine's    | relocates, patches and writes every chunk whose load has ended (kamera.md eq. 1)     |
 | `select`   | the engine's    | cacheblend: chooses which tokens of chunks with stored KV are computed all the same; |
 |            |                 | composed patches: weighs their parts                                                 |
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -33,6 +33,7 @@ from kvstore.library import Library
 from kvstore.operator.apply import warm_up
 from kvstore.records.patch_form import PatchForm
 from prefill_workers import modes as policies
+from prefill_workers.block_index import NO_MATCH, BlockIndex, PrefixMatch
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.fidelity.monitor import Fidelity
 from prefill_workers.link import report_reasons as reasons
@@ -43,7 +44,7 @@ from prefill_workers.link.layerwise_load import LayerwiseLoad
 from prefill_workers.link.lookups import Found, Lookup, Lookups, Stored
 from prefill_workers.link.place_kv import PlacedChunk, write_chunks
 from prefill_workers.link.plan import ChunkPlan, ChunkState, LinkPlan
-from prefill_workers.link.prefix_cache import Block, CachedPrefix, PrefixCache, relocated
+from prefill_workers.link.prefix_hits import PrefixHits
 from prefill_workers.link.token_selection import (
     MEASURED_LAYER,
     deviations,
@@ -69,7 +70,7 @@ class Linker:
         fidelity: says which operating points are switched off. None: nothing is checked, nothing switched off.
         compose_up_to: antecedents that a chunk may stand behind to be linked by the weighted sum of its pair patches.
             Where patches lack the layers by which they are weighed (see `compose`) none are summed.
-        prefixes: KV of the text before first chunks. None: it is always computed.
+        keeps_prefixes: whether prompts begin with the blocks of earlier ones that begin alike.
         weigh_by: what weighs the parts of a sum.
         free_text: see `keys.contexts`.
 
@@ -78,6 +79,7 @@ class Linker:
 
     Attributes:
         forgets: the caches of this process that hold tenants' data; the loop adds its own.
+        prefixes: blocks that prompts begin with; None: everything is computed.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Linker:
         form: PatchForm,
         fidelity: Fidelity | None = None,
         compose_up_to: int = COMPOSE_UP_TO,
-        prefixes: PrefixCache | None = None,
+        keeps_prefixes: bool = False,
         weigh_by: Weighing = Weighing.KV,
         free_text: int = FREE_TEXT,
     ) -> None:
@@ -107,7 +109,10 @@ class Linker:
         caches = self.forgets.group()
         self._keys, self._lookups = Keys(engine, form), caches.register(Lookups(library, form.basis))
         self._weights = caches.register(KnownWeights())
-        self._prefixes = prefixes
+        self.prefixes: PrefixHits | None = None
+        if keeps_prefixes:
+            index = caches.register(BlockIndex(engine.block_size, relocates=not engine.has_quantised_kv))
+            self.prefixes = PrefixHits(engine, index, self.fidelity)
         self.fidelity.before_allowing(self._before_allowing)
         self._told_of_unfit = False
         warm_up(engine.layout, engine.dtype)
@@ -159,43 +164,53 @@ class Linker:
         began = time.perf_counter()
         tokens = torch.tensor(request.token_ids, dtype=torch.int32)
         wanted = self.keys(request)
+        ruled_out = self._ruled_out(request.mode)
+        mode = Mode.EXACT if ruled_out else request.mode
+        positions, lag = self.engine.positions(
+            request.token_ids,
+            [(c.modality, c.grid, c.first, c.count) for c in request.chunks if c.needs_embeddings],
+        )
+        positions = positions + lag
+        epoch, chain, match = 0, None, NO_MATCH
+        if self.prefixes is not None:
+            epoch = self.prefixes.epoch
+            chain, match = self.prefixes.look_up(request, lag)
+        shared = len(match.forms)
         with ExitStack() as pins:
-            pins.enter_context(self.library.pin(key for keys in wanted for key in keys.all()))
-            ruled_out = self._ruled_out(request.mode)
-            mode = Mode.EXACT if ruled_out else request.mode
-            lookups = [self._lookups.start(keys, mode) for keys in wanted]
+            pins.enter_context(self.library.pin(key for keys in wanted[shared:] for key in keys.all()))
+            lookups = [None if i < shared else self._lookups.start(keys, mode) for i, keys in enumerate(wanted)]
             until = time.monotonic() + _TIMEOUTS * self.library.settings.load_timeout_s
-            positions, lag = self.engine.positions(
-                request.token_ids,
-                [(c.modality, c.grid, c.first, c.count) for c in request.chunks if c.needs_embeddings],
-            )
-            positions = positions + lag
             chunks = [
                 self._chunk(request, i, wanted, lookup, positions, (embeddings or {}).get(i), ruled_out, until)
                 for i, lookup in enumerate(lookups)
             ]
-            to_compute = [i for i, chunk in enumerate(chunks) if chunk.state is ChunkState.TO_COMPUTE]
-            missing = [i for i in to_compute if chunks[i].is_missing_embeddings]
-            if missing:
-                for keys, lookup in zip(wanted, lookups, strict=True):  # for the same request, with pixels
-                    self._lookups.keep(keys, mode, lookup)
-                raise PixelsNeeded(missing)
             sequence = LinkSequence(tokens, positions, blocks=())
-            plan = LinkPlan(request, sequence, chunks, *self._cached_prefix(request, lag), began=began)
-            plan.embed()
+            plan = LinkPlan(request, sequence, chunks, chain, lag, epoch, began=began)
+            if missing := plan.begin_with(match):
+                for keys, lookup in zip(wanted, lookups, strict=True):  # for the same request, with pixels
+                    if lookup is not None:
+                        self._lookups.keep(keys, mode, lookup)
+                raise PixelsNeeded(missing)
             plan.stages_ms["plan"] = (time.perf_counter() - began) * 1e3
             return plan.pinned_by(pins.pop_all().close)
 
-    def _cached_prefix(self, request: LinkRequest, lag: int) -> tuple[CachedPrefix | None, tuple[Block, ...]]:
-        """Look up the text before a request's first chunk in the prefix cache.
+    def match(self, plan: LinkPlan, *, fits: Callable[[PrefixMatch], bool]) -> PrefixMatch:
+        """Blocks that a plan's prompt begins with, as things stand; the plan begins with them.
 
-        The prompt's last token is excepted: a forward ends every link that no chunk ends. In text positions begin with
-        `lag`.
+        Args:
+            fits: whether there is room for a link that begins so.
+
+        Raises:
+            PixelsNeeded: blocks of a chunk were evicted since it was planned, and its embeddings are not at hand.
         """
-        if self._prefixes is None or not policies.uses_library(request.mode):
-            return None, ()
-        stop = request.chunks[0].start if request.chunks else len(request.token_ids) - 1
-        return self._prefixes.look_up(request.tenant, request.token_ids[:stop], lag)
+        match = NO_MATCH
+        if self.prefixes is not None and plan.chain is not None:
+            match = self.prefixes.match(plan.request, plan.chain, plan.frame)
+        if not fits(match):
+            match = replace(NO_MATCH, frame=plan.frame)
+        if match != plan.prefix and (missing := plan.begin_with(match)):
+            raise PixelsNeeded(missing)
+        return match
 
     def keys(self, request: LinkRequest) -> list[ChunkKeys]:
         """Keys of a request's chunks, each behind those before it."""
@@ -217,15 +232,18 @@ class Linker:
         request: LinkRequest,
         index: int,
         wanted: Sequence[ChunkKeys],
-        lookup: Lookup,
+        lookup: Lookup | None,
         positions: Tensor,
         fresh: Tensor | None,
         ruled_out: OperatingPoint | None,
         until: float,
     ) -> ChunkPlan:
-        """Plan one chunk; waits for look-ups until `until` (`time.monotonic`) at the latest."""
+        """Plan one chunk; waits for look-ups until `until` (`time.monotonic`) at the latest.
+
+        `lookup`: None: it is to be shared.
+        """
         span, keys = request.chunks[index], wanted[index]
-        coming = lookup.is_coming(max(0.0, until - time.monotonic()))
+        coming = lookup is not None and lookup.is_coming(max(0.0, until - time.monotonic()))
         chunk = ChunkPlan(
             span=span,
             canonical_key=keys.canonical,
@@ -240,7 +258,7 @@ class Linker:
             weights_epoch=self._weights.epoch,
             is_cacheable=keys.is_cacheable,
         )
-        if not coming:
+        if not coming and lookup is not None:
             # the load may have ended only now, too late for the plan: its KV would never be written
             late = replace(lookup.found(), canonical=None) if lookup.done() else Found(is_unsure=True)
             self._settle(chunk, request, late)
@@ -270,15 +288,15 @@ class Linker:
             self.library.quarantine(kind, key, owner)
         self._lookups.clear()
         self._weights.clear()
-        if self._prefixes is not None:
-            self._prefixes.clear()
+        if self.prefixes is not None:
+            self.prefixes.clear()
 
     def _before_allowing(self, point: OperatingPoint) -> None:
         self._lookups.clear()
         if point in (OperatingPoint.PATCHED, OperatingPoint.COMPOSED):
             self._weights.clear()  # they were measured on patches that may have been wrong, and may themselves be
-            if self._prefixes is not None:
-                self._prefixes.clear()  # or this
+            if self.prefixes is not None:
+                self.prefixes.clear()  # or this
 
     # -- advance ------------------------------------------------------------------------------------------------------
 
@@ -293,7 +311,8 @@ class Linker:
         """
         missing, spoiled = [], None
         placed: list[PlacedChunk] = []
-        self._place_prefix(plan)
+        if self.prefixes is not None:
+            self.prefixes.place(plan)
         began = time.perf_counter()
         ended = [(i, chunk) for i, chunk in enumerate(plan.chunks) if chunk.has_ended_load]
         for i, chunk in ended:
@@ -316,32 +335,6 @@ class Linker:
         if plan.is_placed:
             plan.fix()
         return spoiled
-
-    def _place_prefix(self, plan: LinkPlan) -> None:
-        """Write what the prefix cache has of a plan's first tokens."""
-        if plan.prefix is None or not plan.prefix_blocks:
-            return
-        began = time.perf_counter()
-        for run, kv in relocated(plan.prefix_blocks, plan.prefix.at, self.engine.layout):
-            self.engine.write_kv(kv, self.engine.slots(plan.sequence.blocks, run.start, run.stop))
-        plan.prefix_blocks = ()
-        plan.took("prefix", time.perf_counter() - began)
-
-    def keep_prefix(self, plan: LinkPlan, *, busy: bool) -> None:
-        """Cache the text that a finished link has computed before its first chunk, if it is wanted.
-
-        `busy`: whether others wait for the engine. What cannot be read is not kept.
-        """
-        if self._prefixes is None or plan.prefix is None:
-            return
-        wanted = self._prefixes.wanted(plan.prefix, busy=busy)
-        if not wanted:
-            return
-        try:
-            kv = self.engine.read_kv(plan.sequence.blocks, wanted.start, len(wanted))
-            self._prefixes.keep(plan.prefix, kv)
-        except RuntimeError:  # memory, most likely: the link itself has ended well
-            logger.exception("the first %d tokens of a prompt could not be kept", wanted.stop)
 
     def select(self, work: Sequence[tuple[LinkPlan, Sequence[Run]]], budget: int) -> int:
         """Choose tokens or weigh parts of the chunks that are `TO_WEIGH`, and write them.

@@ -1,8 +1,9 @@
 """Link plans: how one request's KV is put together, chunk by chunk.
 
 token      0 ........ text ...... | chunk 1 | text | chunk 2 | text ......... n
+prefix     |#########|
 reused                            |#########|
-runs       [====================]           [======================]
+runs                 [==========]           [======================]
 frontier   if chunk 2's KV is still loading ........^
 """
 
@@ -17,9 +18,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from prefill_workers.block_index import NO_MATCH, ChunkForm, PrefixMatch
 from prefill_workers.link.lookups import Found, Lookup, Stored
-from prefill_workers.link.prefix_cache import Block, CachedPrefix
 from prefill_workers.modes import OperatingPoint
+from prefill_workers.prefix_digests import PrefixChain
 from prefill_workers.protocol import ChunkOutcome, ChunkSpan, LinkRequest
 from prefill_workers.sequence import Embedded, LinkSequence, Run, complement
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 class ChunkState(Enum):
     """Progress of a chunk's KV into its link.
+
+    SHARED until the link has blocks, if the prompt's beginning is cached:
 
         LOADING ──── load ended ───┬──▶ TO_WEIGH ── weighed ──▶ PLACED
           ▲ │ stream               ├──▶ PLACED
@@ -41,6 +45,7 @@ class ChunkState(Enum):
     TO_WEIGH = auto()  # loaded; which tokens are computed, or the weights of its patch's parts, is still to be found
     PLACED = auto()  # stored KV is in the link's blocks, or about to be written there
     TO_COMPUTE = auto()  # a forward computes it
+    SHARED = auto()  # in blocks of an earlier prompt that begins alike
 
 
 @dataclass(eq=False)
@@ -77,8 +82,32 @@ class ChunkPlan:
     stored: tuple[Stored, ...] = ()  # records that it was linked or computed from, once its load has ended
     weights_epoch: int = 0  # of `compose.KnownWeights`, when it was planned
     is_cacheable: bool = True  # see `keys.ChunkKeys`
+    form: ChunkForm | None = None  # in which a `SHARED` chunk was made
 
     # -- transitions --------------------------------------------------------------------------------------------------
+
+    def share(self, form: ChunkForm) -> None:
+        """Take the chunk's KV from the blocks that the prompt begins with."""
+        if self.state is ChunkState.SHARED and self.form == form:
+            return
+        self.state, self.form, self.lookup = ChunkState.SHARED, form, None
+        self.outcome = ChunkOutcome(
+            len(self.span),
+            OperatingPoint.PREFIX,
+            self.outcome.antecedents,
+            f"an earlier prompt began alike; its KV: {form.point}",
+        )
+
+    def unshare(self) -> None:
+        """Compute a chunk that was to be shared: its blocks were evicted before the link had them."""
+        assert self.state is ChunkState.SHARED
+        self.state, self.form = ChunkState.TO_COMPUTE, None
+        self.outcome = ChunkOutcome(
+            len(self.span),
+            OperatingPoint.ENCODED if self.is_encoded else OperatingPoint.RECOMPUTED,
+            self.outcome.antecedents,
+            "the earlier prompt's KV was evicted meanwhile",
+        )
 
     def begin_stream(self, stream: LayerwiseLoad) -> None:
         """Let the next forward write the chunk while it comes in."""
@@ -122,6 +151,11 @@ class ChunkPlan:
     # -- queries ------------------------------------------------------------------------------------------------------
 
     @property
+    def made_at(self) -> OperatingPoint:
+        """Operating point at which the chunk's KV was made, if need be by an earlier prompt."""
+        return self.outcome.operating_point if self.form is None else self.form.point
+
+    @property
     def is_loading(self) -> bool:
         """True while stored KV is on its way."""
         return self.state in (ChunkState.LOADING, ChunkState.STREAMING)
@@ -148,8 +182,10 @@ class ChunkPlan:
 
     @property
     def reused(self) -> list[Run]:
-        """Tokens of the chunk that need no forward."""
-        return complement(self.selected, self.span.stop, self.span.start) if self.is_reused else []
+        """Tokens of the chunk that need no forward, unless the prompt's beginning covers them."""
+        if self.state in (ChunkState.TO_COMPUTE, ChunkState.SHARED):
+            return []
+        return complement(self.selected, self.span.stop, self.span.start)
 
     @property
     def is_missing_embeddings(self) -> bool:
@@ -161,16 +197,19 @@ class ChunkPlan:
 class LinkPlan:
     """Plan of one request's link; made by `Linker.plan`.
 
-    `prefix`: how far the prefix cache knows the text before the first chunk; None: it is computed, and not kept.
-    `prefix_blocks` is its KV, until that is written. `unpin` lets go of the stored records that the plan uses; it also
+    `chain` names the prompt's beginnings; None: none is looked for, and none kept. `prefix` is the one that is known,
+    and `epoch` that of the index at that time. `unpin` lets go of the stored records that the plan uses; it also
     happens when the plan is dropped.
     """
 
     request: LinkRequest
     sequence: LinkSequence
     chunks: list[ChunkPlan]
-    prefix: CachedPrefix | None = None
-    prefix_blocks: tuple[Block, ...] = ()
+    chain: PrefixChain | None = None
+    frame: int = 0  # position of the first token
+    epoch: int = 0
+    prefix: PrefixMatch = NO_MATCH
+    is_prefix_placed: bool = False
     stages_ms: dict[str, float] = field(default_factory=dict)
     compute_ms: float = 0.0  # of forwards: its share of their tokens, without what they waited for
     select_ms: float = 0.0  # of choosing tokens and weighing parts: the same
@@ -204,8 +243,22 @@ class LinkPlan:
 
     @property
     def prefix_hit(self) -> Run:
-        """First tokens of the prompt whose KV the prefix cache has."""
-        return Run(0, 0) if self.prefix is None else self.prefix.hit
+        """First tokens of the prompt whose KV is in blocks of earlier prompts."""
+        return self.prefix.hit
+
+    def begin_with(self, match: PrefixMatch) -> list[int]:
+        """Begin with these blocks, before the link has any.
+
+        Returns: the chunks that must be computed and lack embeddings, by index.
+        """
+        self.prefix, self._runs = match, None
+        for i, chunk in enumerate(self.chunks):
+            if chunk.span.stop <= match.tokens:
+                chunk.share(match.forms[i])
+            elif chunk.state is ChunkState.SHARED:
+                chunk.unshare()
+        self.embed()
+        return [i for i, c in enumerate(self.chunks) if c.state is ChunkState.TO_COMPUTE and c.is_missing_embeddings]
 
     def runs_between(self, start: int, stop: int) -> list[Run]:
         """Parts of the runs that lie in the tokens `start` up to `stop`."""
@@ -241,7 +294,8 @@ class LinkPlan:
 
         What is left is a forward over `runs`.
         """
-        return all(c.state in (ChunkState.PLACED, ChunkState.TO_COMPUTE) for c in self.chunks)
+        settled = (ChunkState.PLACED, ChunkState.TO_COMPUTE, ChunkState.SHARED)
+        return all(c.state in settled for c in self.chunks)
 
     @property
     def has_ended_loads(self) -> bool:

@@ -67,7 +67,7 @@ class Harvester:
         Not if some of A was linked without what its neighbours add, or text stands there that the key says nothing of.
         """
         before = plan.chunks[: plan.chunks.index(chunk)]
-        return chunk.is_cacheable and all(c.outcome.operating_point.is_conditioned for c in before)
+        return chunk.is_cacheable and all(c.made_at.is_conditioned for c in before)
 
     def is_kept(self, plan: LinkPlan, chunk: ChunkPlan) -> Pieces[bool]:
         """True if a computed chunk's canonical KV and patch are stored already."""

@@ -51,7 +51,8 @@ class LoopStats:
     waiting: int
     running: int
     harvest: int
-    blocks_free: int
+    blocks_free: int  # cached ones included
+    blocks_cached: int  # without a lease, that prompts may begin with
     blocks_total: int
     leases: int
     forwards: int
@@ -105,7 +106,8 @@ class PrefillLoop:
         last = engine.num_blocks
         longest = -(-engine.max_model_len // engine.block_size)
         scratch = min(longest, (last - 1) // 4)
-        self._pool = BlockPool(range(1, last - scratch), engine.block_size, lease_seconds, owner, clock)
+        index = None if linker.prefixes is None else linker.prefixes.index
+        self._pool = BlockPool(range(1, last - scratch), engine.block_size, lease_seconds, owner, clock, index)
         self._scheduler = Scheduler(
             linker, self._pool, cost_model or ForwardCostModel(), budget, streams_layers=engine.accepts_layerwise_kv
         )
@@ -266,6 +268,7 @@ class PrefillLoop:
             running=len(scheduler.running),
             harvest=len(self._background),
             blocks_free=self._pool.free,
+            blocks_cached=self._pool.cached,
             blocks_total=self._pool.total,
             leases=self._pool.leases,
             forwards=scheduler.forwards,
@@ -279,6 +282,15 @@ class PrefillLoop:
             harvest_failures=self._background.failures,
             compiled=self._background.compiled(),
         )
+
+    @property
+    def marks_version(self) -> int:
+        """See `BlockIndex.marks`."""
+        return 0 if self._linker.prefixes is None else self._linker.prefixes.index.marks_version
+
+    def marks(self, limit: int) -> bytes:
+        """Marks of the beginnings of prompts that its blocks hold; see `BlockIndex.marks`."""
+        return b"" if self._linker.prefixes is None else self._linker.prefixes.index.marks(limit)
 
     @property
     def longest(self) -> int:
@@ -455,9 +467,6 @@ class PrefillLoop:
             if job not in held:  # cancelled: nobody will read these blocks
                 self._scheduler.free(job)
         self._scheduler.remove(finished)  # only now: a defect fails these too
-        busy = self._scheduler.has_links
-        for job in held:
-            self._linker.keep_prefix(job.plan, busy=busy)
 
     def _forward(self, batch: ForwardBatch) -> ForwardResult | None:
         """Compute a batch. None if that failed, and with it the links in it.
@@ -515,9 +524,11 @@ class PrefillLoop:
         return True
 
     def _learn(self, job: LinkJob) -> None:
-        """Let idle work take up a finished link. Errors cost no more than that."""
+        """Keep a finished link's blocks by name, and let idle work take it up. Errors cost no more than that."""
         assert job.lease is not None
         try:
+            if self._linker.prefixes is not None:
+                self._linker.prefixes.keep(job.plan)
             if self._learns:
                 self._background.add(job.plan, job.lease.id)
             self._background.check(job.plan, job.lease.id)

@@ -26,6 +26,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 
 from torch import Tensor
@@ -34,6 +35,7 @@ from prefill_workers.block_pool import BlockPool, PoolExhausted
 from prefill_workers.engine.sampling import are_finite, draw
 from prefill_workers.link.layerwise_load import LayerwiseLoad
 from prefill_workers.link.linker import Linker
+from prefill_workers.link.prefix_hits import coming
 from prefill_workers.protocol import NonFiniteLogits, PixelsNeeded
 from prefill_workers.scheduler.cost_model import ForwardCostModel
 from prefill_workers.scheduler.link_job import FORWARD_TOKENS, LinkJob
@@ -42,6 +44,7 @@ from prefill_workers.sequence import LinkSequence, Run, split_runs
 logger = logging.getLogger(__name__)
 
 _STRETCH = 4.0  # times what a link takes to compute, until it is due
+_LEADER = 1.5  # times what it is spared, that a link waits for another to compute
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,18 +151,37 @@ class Scheduler:
                 job.done.set_exception(error)
 
     def admit(self) -> bool:
-        """Give waiting links blocks, in order, while these last. False if some are left without."""
-        while self.waiting:
-            job = self.waiting[0]
+        """Give waiting links blocks, in order, while these last.
+
+        Those that a running link spares their beginning wait for it. False if some are left without for want of blocks.
+        """
+        for job in [*self.waiting]:
             try:
-                job.lease = self.pool.allocate(job.room, job.plan.request.readers)
+                match = self._linker.match(job.plan, fits=partial(self.pool.fits, job.room))
+                if self._follows(job):
+                    continue
+                job.lease = self.pool.allocate(job.room, job.plan.request.readers, match)
             except PoolExhausted:
                 return False
-            self.waiting.popleft()
+            except PixelsNeeded as needed:
+                self.waiting.remove(job)
+                self._end(job, needed)
+                continue
+            self.waiting.remove(job)
             job.plan.sequence.blocks = job.lease.blocks
             job.plan.took("queue", time.perf_counter() - job.submitted)
             self.running.append(job)
         return True
+
+    def _follows(self, job: LinkJob) -> bool:
+        """True if a running link computes much of what the job would, and has little else left to do."""
+        known = len(job.plan.prefix_hit)
+
+        def spares(leader: LinkJob) -> bool:
+            spared = coming(leader.plan, job.plan) - known
+            return spared >= FORWARD_TOKENS and leader.left <= _LEADER * spared
+
+        return any(map(spares, self.running))
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -209,7 +231,9 @@ class Scheduler:
         """Draw a link's first token; a link whose logits are not finite ends with an error."""
         sampling = job.plan.request.sampling
         if not is_sound:
-            self._end(job, NonFiniteLogits(job.plan.stored))
+            if self._linker.prefixes is not None:
+                self._linker.prefixes.distrust(job.plan)
+            self._end(job, NonFiniteLogits(job.plan.stored, is_prefix_hit=bool(job.plan.prefix_hit)))
             self.remove([job])
         elif sampling is not None:
             job.first_token = draw(logits, sampling, job.plan.sequence.token_ids)
@@ -228,6 +252,8 @@ class Scheduler:
             return False
         try:
             spoiled = self._linker.advance(job.plan)
+            if job.lease is not None:
+                self.pool.end_copying(job.lease)
             if spoiled is not None:
                 job.go_back_to(spoiled)
             job.compute_up_to(job.plan.frontier)
@@ -315,6 +341,8 @@ class Scheduler:
         for job, runs in batch.work:
             job.plan.took("forward", result.seconds)
             job.plan.compute_ms += computing * 1e3 * sum(map(len, runs)) / batch.tokens
+            if job.pending and self._linker.prefixes is not None:
+                self._linker.prefixes.keep(job.plan, job.pending[0].start)
         for job, load in batch.streams:
             if load.is_late:
                 load.chunk.drop_stream()

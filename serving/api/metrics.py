@@ -41,7 +41,7 @@ class Metrics:
         self.requests = counter("requests", "Generation requests by HTTP status.", ("status",))
         self.chunks = counter("chunks", "Chunks linked, by operating point.", ("operating_point",))
         self.reused = counter("prompt_tokens_reused", "Prompt tokens that needed no forward.")
-        self.prefix = counter("prefix_tokens_reused", "Of these, text before the first chunk.")
+        self.prefix = counter("prefix_tokens_reused", "Of these, in blocks of earlier prompts that begin alike.")
         self.computed = counter("prompt_tokens_computed", "Prompt tokens that a forward computed.")
         self.encoded = counter("vision_tokens_encoded", "Placeholder tokens whose pixels were encoded.")
         self.ttft = Histogram(

@@ -160,7 +160,7 @@ def compare(console: Console, first: Answer, second: Answer) -> bool:
         f"{second.orbit['prompt_tokens']} prompt tokens linked from the library, "
         f"{second.orbit['vision_tokens_encoded']} vision tokens encoded"
     )
-    reused = all(chunk["operating_point"] in ("patched", "composed") for chunk in second.orbit["chunks"])
+    reused = all(chunk["operating_point"] in ("patched", "composed", "prefix") for chunk in second.orbit["chunks"])
     if not reused:
         console.print("[red]the second request did not reuse every file[/red]")
     return reused

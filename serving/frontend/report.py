@@ -89,7 +89,7 @@ class ChunkReport(BaseModel):
     antecedents: int
     reason: str
     rank: int | None = None
-    cost_ms: float | None = None  # expected, where an explanation was asked for; None where tokens are selected
+    cost_ms: float | None = None  # expected, if explained; None where tokens are selected, or the beginning is known
     alternative: Alternative | None = None
 
 
@@ -117,7 +117,7 @@ class OrbitReport(BaseModel):
     prompt_tokens: int = 0
     tokens_reused: int = 0
     tokens_computed: int = 0
-    prefix_tokens_reused: int = 0  # of those reused: text before the first chunk
+    prefix_tokens_reused: int = 0  # of those reused: what earlier prompts began with as well
     vision_tokens_encoded: int = 0
     ttft_ms: float | None = None  # None: a decode engine gave the whole answer at once
     first_token: Literal["prefill", "decode"] | None = None  # the role that gave it
@@ -135,7 +135,7 @@ class ChunkCosts(NamedTuple):
     def of(self, report: ChunkReport) -> ChunkReport:
         """A chunk's report with what it cost."""
         point = OperatingPoint(report.operating_point)
-        if point is OperatingPoint.SELECTED:
+        if point in (OperatingPoint.SELECTED, OperatingPoint.PREFIX):
             return report
         placed = self.summed_ms if point is OperatingPoint.COMPOSED else self.placed_ms
         cost = placed if point.is_reuse else self.computed_ms

@@ -64,6 +64,13 @@ class Timed:
     ttft_ms: float
     prompt_tokens: int
     orbit: dict[str, Any]
+    cached_tokens: int = 0  # of the prompt, as far as the server says
+    text: str = ""
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that were not cached."""
+        return self.prompt_tokens - self.cached_tokens
 
 
 def timed_chat(client: httpx.Client, url: str, model: str, messages: list[dict[str, Any]], **fields: Any) -> Timed:
@@ -82,7 +89,7 @@ def timed_chat(client: httpx.Client, url: str, model: str, messages: list[dict[s
     }
     content = json.dumps(body).encode()
     began = time.perf_counter()
-    first = 0.0
+    first, text = 0.0, ""
     last: dict[str, Any] = {}
     headers = {"Content-Type": "application/json"}
     with client.stream("POST", f"{url}/v1/chat/completions", content=content, headers=headers) as response:
@@ -94,7 +101,11 @@ def timed_chat(client: httpx.Client, url: str, model: str, messages: list[dict[s
             event = json.loads(line[len("data: ") :])
             if "error" in event:
                 raise RuntimeError(f"{url} answered: {event['error']}")
-            if not first and event["choices"] and event["choices"][0]["delta"].get("content"):
-                first = (time.perf_counter() - began) * 1e3
+            said = event["choices"][0]["delta"].get("content") if event["choices"] else None
+            if said:
+                first = first or (time.perf_counter() - began) * 1e3
+                text += said
             last = event
-    return Timed(first, last["usage"]["prompt_tokens"], last.get("orbit", {}))
+    usage = last["usage"]
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return Timed(first, usage["prompt_tokens"], last.get("orbit", {}), cached, text)

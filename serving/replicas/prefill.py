@@ -51,7 +51,6 @@ class PrefillWorker:
         from kvstore.library import Library
         from prefill_workers.engine.engine import PrefillEngine, check_hand_off
         from prefill_workers.link.linker import Linker
-        from prefill_workers.link.prefix_cache import PrefixCache
         from prefill_workers.patches.harvester import Harvester
         from prefill_workers.patches.patch_compiler import load_form
         from prefill_workers.scheduler.cost_model import measure_forward_cost
@@ -75,7 +74,7 @@ class PrefillWorker:
             form,
             self._fidelity.monitor,
             compose_up_to=config.compose_up_to,
-            prefixes=PrefixCache.of(self._engine, settings.prefix_cache_bytes),
+            keeps_prefixes=settings.prefix_cache,
             weigh_by=config.weigh_by,
             free_text=settings.free_text,
         )
@@ -159,7 +158,7 @@ class PrefillWorker:
         try:
             return await self._link_embedded(request, given, vision_ms)
         except NonFiniteLogits as error:
-            if not error.stored:
+            if not (error.stored or error.is_prefix_hit):
                 raise
             logger.error("link %.100r: %s; what it was linked from is quarantined", request.request_id, error)
             await asyncio.to_thread(self._linker.quarantine, error.stored)

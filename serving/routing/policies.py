@@ -29,12 +29,13 @@ from prometheus_client import CollectorRegistry, Counter
 from autoscale.curves import USUAL, ForwardCost
 from decode_workers.admission import blocks_needed
 from prefill_workers.modes import looks_up_patch, uses_canonical_alone, uses_library
+from prefill_workers.prefix_digests import MARK_BYTES, marked_beginnings
 from serving.routing.ledger import NOTHING, Ledger, Load
 
 if TYPE_CHECKING:
     from prefill_workers.protocol import LinkRequest
 
-MARK_BYTES = 8  # of a chunk's mark; among 10^5 chunks some two are taken for each other once in 10^9 deployments
+# MARK_BYTES is of a chunk's mark as well: among 10^5 chunks some two are taken for each other once in 10^9 deployments
 _CHUNK_TOKENS = 256  # what a chunk is taken for before it is rendered
 _REMEMBERED = 1 << 16  # chunks known to be stored
 _BYTES_PER_SECOND = float(1 << 30)  # of a replica that has not measured its loads: a disk whose pages are cached
@@ -62,7 +63,8 @@ def mark_of(content: str) -> bytes:
 class PrefillReport:
     """Report of a prefill worker.
 
-    `hot` are marks of chunks in its memory, most recently used first.
+    `hot` are marks of chunks in its memory, most recently used first; `begun` of the beginnings of prompts in its
+    blocks, the latest first.
     """
 
     queued_tokens: int
@@ -73,6 +75,8 @@ class PrefillReport:
     bytes_per_token: int  # of canonical KV
     hot: bytes
     hot_version: int  # changes with `hot`
+    begun: bytes = b""
+    begun_version: int = 0  # changes with `begun`
 
     @property
     def forward_cost(self) -> ForwardCost:
@@ -191,13 +195,26 @@ class Chunk(NamedTuple):
     patched: bool = True
 
 
+class Beginning(NamedTuple):
+    """First tokens of a prompt: the whole chunks among them, and the tokens outside of chunks."""
+
+    mark: bytes = b""
+    tokens: int = 0
+    chunks: int = 0
+    text: int = 0
+
+
 @dataclass(frozen=True)
 class PrefillAsk:
-    """Work of linking a prompt. Its chunks are in the worker's memory afterwards."""
+    """Work of linking a prompt.
+
+    Its chunks are in the worker's memory afterwards, and its beginnings in blocks.
+    """
 
     text: int  # tokens outside of chunks
     chunks: tuple[Chunk, ...]
     links: bool = True  # False: only loads
+    beginnings: tuple[Beginning, ...] = ()  # ascending
 
     @property
     def is_counted(self) -> bool:
@@ -210,7 +227,7 @@ class PrefillView:
     """Knowledge of a prefill replica at the moment."""
 
     queued_tokens: float
-    hot: Collection[bytes] = ()  # marks of what its memory had, as it reported
+    hot: Collection[bytes] = ()  # marks of what its memory and its blocks had, as it reported
     expected: Collection[bytes] = ()  # and of what it should have by now
     forward_cost: ForwardCost = USUAL
     bytes_per_second: float = _BYTES_PER_SECOND
@@ -234,10 +251,12 @@ def estimate(ask: PrefillAsk, view: PrefillView, stored: Collection[bytes]) -> E
     Args:
         stored: marks of chunks that some tier is known to have. Others must be computed, whoever does it.
 
-    A chunk that no patch fits counts as held all the same: by the next time one is formed, and then fits here.
+    What the replica's blocks have of the prompt's beginning costs nothing. A chunk that no patch fits counts as held
+    all the same: by the next time one is formed, and then fits here.
     """
-    computed, loaded, held = ask.text, 0, 0
-    for chunk in ask.chunks:
+    known = next((b for b in reversed(ask.beginnings) if b.mark in view.hot or b.mark in view.expected), Beginning())
+    computed, loaded, held = ask.text - known.text, 0, known.tokens
+    for chunk in ask.chunks[known.chunks :]:
         here, reused = chunk.mark in view.hot or chunk.mark in view.expected, chunk.tokens - chunk.computed
         held += reused if here else 0
         if not chunk.patched or not (here or chunk.mark in stored):
@@ -261,17 +280,17 @@ class PrefillPolicy(Policy[PrefillReport]):
 
     def __init__(self, period_s: float, **clock: Callable[[], float]) -> None:
         super().__init__(period_s, **clock)
-        self._hot: dict[str, tuple[int, frozenset[bytes]]] = {}  # by replica: version, marks
+        self._hot: dict[str, tuple[tuple[int, int], frozenset[bytes]]] = {}  # by replica: versions, marks
         self._stored: dict[bytes, None] = {}  # oldest first
 
     def learn(self, replica: str, report: PrefillReport, sequence: int) -> None:
         """See `Policy`."""
         self.ledger.report(replica, sequence, Load(report.queued_tokens, report.requests), report)
-        if self._hot.get(replica, (None,))[0] != report.hot_version:
-            packed = report.hot
-            marks = frozenset(packed[i : i + MARK_BYTES] for i in range(0, len(packed), MARK_BYTES))
-            self._hot[replica] = report.hot_version, marks
-            self._remember(marks)
+        versions = report.hot_version, report.begun_version
+        if self._hot.get(replica, (None,))[0] != versions:
+            chunks = _marks(report.hot)
+            self._hot[replica] = versions, chunks | _marks(report.begun)
+            self._remember(chunks)
 
     def keep(self, replicas: Collection[str]) -> None:
         """See `Policy`."""
@@ -297,7 +316,7 @@ class PrefillPolicy(Policy[PrefillReport]):
             for span, fits in zip(request.chunks, patched, strict=True)
         )
         text = len(request.token_ids) - sum(chunk.tokens for chunk in chunks)
-        return PrefillAsk(text, chunks)
+        return PrefillAsk(text, chunks, beginnings=_beginnings(request))
 
     def score(self, ask: PrefillAsk, replicas: Collection[str]) -> list[Ranked]:
         """See `Policy`."""
@@ -321,7 +340,7 @@ class PrefillPolicy(Policy[PrefillReport]):
             replica,
             call,
             Load(self._estimate(ask, replica).computed, 1) if ask.links else NOTHING,
-            coming=[mark for mark in marks if mark in self._stored],
+            coming=[*(mark for mark in marks if mark in self._stored), *(known.mark for known in ask.beginnings)],
             kept=marks if ask.links else (),
         )
 
@@ -354,6 +373,20 @@ class PrefillPolicy(Policy[PrefillReport]):
         self._stored.update(dict.fromkeys(mark for mark in marks if mark not in self._stored))
         for _ in range(len(self._stored) - _REMEMBERED):
             del self._stored[next(iter(self._stored))]
+
+
+def _marks(packed: bytes) -> frozenset[bytes]:
+    return frozenset(packed[i : i + MARK_BYTES] for i in range(0, len(packed), MARK_BYTES))
+
+
+def _beginnings(request: LinkRequest) -> tuple[Beginning, ...]:
+    found = []
+    for tokens, mark in marked_beginnings(request.tenant, request.token_ids, request.chunks):
+        before = [span for span in request.chunks if span.start < tokens]
+        inside = sum(span.stop <= tokens for span in before)
+        text = tokens - sum(min(span.stop, tokens) - span.start for span in before)
+        found.append(Beginning(mark, tokens, inside, text))
+    return tuple(found)
 
 
 # -- decode -----------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ class PrefillReporter:
 
     Args:
         bytes_per_token: of canonical KV.
-        hot_chunks: chunks in memory that a report names at most.
+        hot_chunks: chunks in memory that a report names at most, and beginnings of prompts in blocks.
     """
 
     def __init__(self, loop: PrefillLoop, library: Library, bytes_per_token: int, hot_chunks: int) -> None:
@@ -42,6 +42,7 @@ class PrefillReporter:
         self._bytes_per_token, self._hot_chunks = bytes_per_token, hot_chunks
         self._numbers = count()
         self._version, self._hot = -1, b""
+        self._begun_version, self._begun = -1, b""
 
     def stats(self) -> dict[str, Any]:
         """The next report."""
@@ -50,6 +51,9 @@ class PrefillReporter:
         if version != self._version:
             self._version = version
             self._hot = b"".join(map(mark_of, self._library.hot(self._hot_chunks)))
+        begun_version = self._loop.marks_version
+        if begun_version != self._begun_version:
+            self._begun_version, self._begun = begun_version, self._loop.marks(self._hot_chunks)
         report = PrefillReport(
             queued_tokens=loop.tokens_queued,
             requests=loop.waiting + loop.running,
@@ -59,6 +63,8 @@ class PrefillReporter:
             bytes_per_token=self._bytes_per_token,
             hot=self._hot,
             hot_version=version,
+            begun=self._begun,
+            begun_version=begun_version,
         )
         return {**asdict(report), "sequence": next(self._numbers)}
 

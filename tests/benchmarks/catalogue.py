@@ -10,6 +10,7 @@ from tests.benchmarks import (
     cpu_kernels,
     handoff,
     idle,
+    image_first,
     one_shot,
     overhead,
     parallel_load,
@@ -27,12 +28,15 @@ from tests.benchmarks import (
     sustained,
     system_prompt,
     ttft,
+    turns,
     weighing,
 )
 
 _MODULES = (
     ttft,
     system_prompt,
+    image_first,
+    turns,
     break_even,
     handoff,
     overhead,

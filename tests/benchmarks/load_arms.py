@@ -28,7 +28,6 @@ from rich.console import Console
 
 from infra.checkpoints import checkpoint_path
 from infra.ports import free_port
-from prefill_workers.settings import PrefillSettings
 from serving.bench.harness import Arm
 from serving.bench.models import CHECKPOINT
 from serving.loadtest import measures
@@ -329,11 +328,10 @@ def describe(
 ) -> dict[str, Any]:
     """A report's `workload`: what was asked, and the memory that arms have.
 
-    `library`: the bounds of ours; `vllm_gib`: None where vLLM is no arm. Beside its library our prefill worker may keep
-    KV of the text before first chunks.
+    `library`: the bounds of ours; `vllm_gib`: None where vLLM is no arm.
     """
     kept = sum(library[tier] for tier in ("memory_bytes", "object_store_bytes"))
-    memory = {"ours_kv": 2, "ours_library": kept / 2**30, "ours_prefixes": PrefillSettings().prefix_cache_bytes / 2**30}
+    memory: dict[str, float] = {"ours_kv": 2, "ours_library": kept / 2**30}
     if vllm_gib is not None:
         memory["vllm_kv"] = vllm_gib
     return {"asked": workload.describe(), "dtype": "auto", "memory_gib": memory, **more}

@@ -175,7 +175,6 @@ class EmbeddedRoles:
         from kvstore.library import Library
         from prefill_workers.engine.engine import PrefillEngine
         from prefill_workers.link.linker import Linker
-        from prefill_workers.link.prefix_cache import PrefixCache
         from prefill_workers.patches.harvester import Harvester
         from prefill_workers.patches.patch_compiler import PatchCompiler, load_form
         from prefill_workers.scheduler.cost_model import measure_forward_cost
@@ -189,8 +188,7 @@ class EmbeddedRoles:
         form = load_form(config.patch, self._library)
         compiler = PatchCompiler(self._library, form)
         settings = config.prefill
-        prefixes = PrefixCache.of(self.engine, settings.prefix_cache_bytes)
-        self._linker = Linker(self.engine, self._library, form, prefixes=prefixes)
+        self._linker = Linker(self.engine, self._library, form, keeps_prefixes=settings.prefix_cache)
         self._loop = PrefillLoop(
             self.engine,
             self._linker,

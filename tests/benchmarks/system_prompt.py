@@ -3,7 +3,7 @@
 | arm    | what answers                                                |
 |--------|-------------------------------------------------------------|
 | vllm   | vLLM's OpenAI server with prefix caching                     |
-| cached | ours: the prefix cache of the prefill worker has the prompt  |
+| cached | ours: blocks of the prefill worker's pool hold the prompt    |
 | off    | ours, mode `off`: every token is computed                    |
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 
 from infra.checkpoints import checkpoint_path
-from prefill_workers.link.prefix_cache import AT_ONCE, BLOCK
+from prefill_workers.prefix_digests import GRAIN
 from serving.bench.harness import Arm, Benchmark, Outcome, in_turns
 from serving.bench.models import CHECKPOINT
 from serving.loadtest.images import Timed, timed_chat
@@ -30,7 +30,7 @@ _DESCRIPTIONS = {
     "cached": "OrbitServe, mode auto",
     "off": "OrbitServe, mode off",
 }
-_BLOCKS_UNKNOWN = 2  # of a prompt's beginning, at most: the template's last tokens, and what is asked
+_UNKNOWN = 2 * GRAIN  # tokens of a prompt's beginning, at most: the template's last ones, and what is asked
 
 
 def run(quick: bool, console: Console) -> Outcome:
@@ -65,12 +65,11 @@ def _measure(
 
     def cached() -> float:
         timed = ask(service)
-        if timed.orbit["prefix_tokens_reused"] < length - BLOCK * _BLOCKS_UNKNOWN:
+        if timed.orbit["prefix_tokens_reused"] < length - _UNKNOWN:
             raise RuntimeError(f"of {timed.prompt_tokens} tokens {timed.orbit['prefix_tokens_reused']} were known")
         return timed.ttft_ms
 
-    for _ in range(-(-length // (AT_ONCE * BLOCK)) + 1):  # a worker keeps so much of a prompt at once
-        ask(service)
+    ask(service)
     arms = {
         "vllm": lambda: ask(alone).ttft_ms,
         "cached": cached,

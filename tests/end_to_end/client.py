@@ -169,7 +169,8 @@ def running(dtype: str, root: Path, **sections: Any) -> Iterator[Service]:
     """Start the whole application on the tiny model and take it down again.
 
     Nothing is checked unless a test asks for it: on random weights the text around a chunk, which patches do not know,
-    moves the answer by more than the default bound.
+    moves the answer by more than the default bound. Nor does a prompt begin with an earlier one's blocks: most tests
+    ask the same again to see how chunks are linked.
     """
     logs = root.with_name(f"{root.name}-logs")
     config = OrbitServeConfig.model_validate(
@@ -179,7 +180,7 @@ def running(dtype: str, root: Path, **sections: Any) -> Iterator[Service]:
             "files_url": str(root / "files"),
             **sections,
             "library": {"directory": root / "library", **sections.get("library", {})},
-            "prefill": {"fidelity": {"share": 0}, **sections.get("prefill", {})},
+            "prefill": {"fidelity": {"share": 0}, "prefix_cache": False, **sections.get("prefill", {})},
             "http": {**LIMITS, **sections.get("http", {}), "port": free_port()},
         }
     )

@@ -28,7 +28,6 @@ from prefill_workers.engine.spec import EngineSpec
 from prefill_workers.fidelity.monitor import Fidelity
 from prefill_workers.link.linker import Linker
 from prefill_workers.link.plan import LinkPlan
-from prefill_workers.link.prefix_cache import PrefixCache
 from prefill_workers.modes import Mode
 from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.patch_compiler import PatchCompiler
@@ -139,7 +138,7 @@ class Rig:
         family: Family = QWEN2_5_VL,
         fidelity: FidelitySettings | None = None,
         compose_up_to: int = 0,
-        prefix_cache_bytes: int = 0,
+        keeps_prefixes: bool = False,
         weigh_by: Weighing = Weighing.KV,
         **loop_options,
     ) -> None:
@@ -149,8 +148,7 @@ class Rig:
         form = form or PatchForm(rank, factors=FactorType.model)
         self.compiler = PatchCompiler(self.library, form)
         self.fidelity = Fidelity(fidelity or FidelitySettings(share=0))
-        self.prefixes = PrefixCache.of(engine, prefix_cache_bytes)
-        self.linker = Linker(engine, self.library, form, self.fidelity, compose_up_to, self.prefixes, weigh_by)
+        self.linker = Linker(engine, self.library, form, self.fidelity, compose_up_to, keeps_prefixes, weigh_by)
         self.harvester = Harvester(engine, self.library, form, self.compiler.compile)
         limits = {field.name for field in fields(CompileLimits)} & loop_options.keys()
         options = {

@@ -17,6 +17,7 @@ from infra.families import FAMILIES, Family
 from kvstore.operator.apply import relocate
 from kvstore.operator.patch import deficit, form_patch
 from prefill_workers.engine.engine import PrefillEngine
+from prefill_workers.prefix_digests import GRAIN
 from prefill_workers.sequence import LinkSequence, Run
 from prefill_workers.settings import FidelitySettings
 
@@ -142,25 +143,23 @@ def test_relocation_is_exact(engines: Engines, rigs: dict[str, Rig], shift: int)
 
 
 @PRECISIONS
-def test_text_ahead_of_the_chunks_is_computed_once(engines: Engines, make_rig: Callable[..., Rig], precision: str):
-    """Also behind M-RoPE, where the frame of a prompt with two images is not that of one with one."""
+def test_a_later_turn_computes_only_what_is_new(engines: Engines, make_rig: Callable[..., Rig], precision: str):
+    """Also where an image moves the frame (M-RoPE), and equal to a prompt that is computed whole."""
     engine: PrefillEngine = getattr(engines, precision)
-    cached = make_rig(engine, family=engines.family, prefix_cache_bytes=1 << 26)
+    cached = make_rig(engine, family=engines.family, keeps_prefixes=True)
     plain = make_rig(engine, family=engines.family)
-    system = "Read everything with care and answer in as few words as you can. "
-    one, two = [system, engines.chunk(1), " What?"], [system, engines.chunk(2), " and ", engines.chunk(1), " Which?"]
-    first = cached.link(one, "exact")
-    assert first.result.prefix_tokens_reused == 0
-    for parts in (one, two):
-        linked, expected = cached.link(parts, "exact"), plain.link(parts, "exact")
-        known = linked.result.prefix_tokens_reused
-        assert 16 <= known <= linked.plan.request.chunks[0].start < known + 16
-        assert linked.result.tokens_computed == len(linked.plan.sequence) - known
-        if parts is one:
-            assert torch.equal(linked.kv[:, :known], first.kv[:, :known])
+    first = ["Read everything with care and answer in few words. ", engines.chunk(1), " What?"]
+    second = [*first, "<|im_end|>\n<|im_start|>assistant\nThis.<|im_end|>\n<|im_start|>user\nWhy?"]
+    third = [*second, " And what is ", engines.chunk(2), " then?"]
+    whole, before = [plain.link(parts, "off") for parts in (first, second, third)], 0  # on the same engine's blocks
+    for parts, expected in zip((first, second, third), whole, strict=True):
+        linked = cached.link(parts, "exact")
+        n = len(linked.plan.sequence)
+        assert linked.result.tokens_computed == n - linked.result.prefix_tokens_reused <= n - before + 2 * GRAIN
         rounding, far = (1e-5, 1e-4) if precision == "fp32" else (0.02, 0.15)
         assert apart(linked.kv, expected.kv) < rounding
         assert difference(linked.logprobs, expected.logprobs) < far
+        before = n
 
 
 @PRECISIONS

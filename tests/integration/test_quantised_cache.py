@@ -35,7 +35,7 @@ def test_a_quantised_cache_is_relocated_to_the_rounding_of_its_numbers(make_rig,
 @needs_fp8
 def test_text_ahead_of_the_chunks_is_not_quantised_a_second_time(make_rig, only_engines: Any):
     """A prompt of two images stands in another frame than one of one: its text would have to be relocated."""
-    rig = make_rig(only_engines.get("bfloat16", kv_cache_dtype="fp8_e4m3"), prefix_cache_bytes=1 << 24)
+    rig = make_rig(only_engines.get("bfloat16", kv_cache_dtype="fp8_e4m3"), keeps_prefixes=True)
     system = "Read everything with care and answer in as few words as you can. "
     first = rig.link([system, 1, " What?"], "exact")
     assert rig.link([system, 1, " and ", 2, " Which?"], "exact").result.prefix_tokens_reused == 0

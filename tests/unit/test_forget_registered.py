@@ -47,7 +47,6 @@ KEEPS_NOTHING_DELETED = {
     "LibraryKeeper": "the deletions that are still pending",
     "MediaResolver": COUNTS + ": ids of what has proved decodable",
     "PrefillPolicy": COUNTS + ": marks of chunks by replica",
-    "PrefixCache": "KV of the text in front of first chunks, none of uploaded content",
     "Prefixes": "tokens of system prompts, none of uploaded content",
 }
 CONTAINERS = {"dict", "list", "set", "deque", "defaultdict", "Counter", "OrderedDict", "WeakValueDictionary"}

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvstore.forget import ForgetRegistry
+from prefill_workers.block_index import NO_MATCH
 from prefill_workers.block_pool import BlockPool
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.fidelity.monitor import Fidelity
@@ -18,6 +19,7 @@ from prefill_workers.link.linker import Linker
 from prefill_workers.link.plan import ChunkPlan, LinkPlan
 from prefill_workers.modes import OperatingPoint
 from prefill_workers.patches.harvester import Harvester
+from prefill_workers.prefix_digests import prefix_chain
 from prefill_workers.protocol import ChunkOutcome, ChunkSpan, LinkRequest, NonFiniteLogits
 from prefill_workers.scheduler.cost_model import ForwardCostModel
 from prefill_workers.scheduler.link_job import LinkJob
@@ -66,9 +68,9 @@ def pool() -> BlockPool:
 
 @pytest.fixture
 def scheduler(pool: BlockPool) -> Scheduler:
-    linker = cast(Linker, SimpleNamespace(advance=lambda plan: None))
+    linker = SimpleNamespace(advance=lambda plan: None, match=lambda plan, fits: NO_MATCH, prefixes=None)
     cost_model = ForwardCostModel(fixed=0.0, seconds_per_token=1e-6)  # nobody joins another's forward
-    return Scheduler(linker, pool, cost_model, 4096, streams_layers=False)
+    return Scheduler(cast(Linker, linker), pool, cost_model, 4096, streams_layers=False)
 
 
 def admit(scheduler: Scheduler, *jobs: LinkJob) -> None:
@@ -163,11 +165,40 @@ def test_a_link_whose_chunks_are_placed_is_done_although_the_forward_failed(sche
     assert scheduler.running == [placed], "until it is removed"
 
 
+def begin_alike(pool: BlockPool, *jobs: LinkJob, first: int = 0) -> None:
+    for one in jobs:
+        tokens = [first, *[0] * (len(one.plan.sequence) - 1)]
+        one.plan.chain = prefix_chain("acme", tokens, (), pool.block_size)
+
+
+def test_a_link_waits_for_another_that_is_about_to_spare_it_its_beginning(scheduler: Scheduler, pool: BlockPool):
+    leader, follower, other = job(80), job(96), job(70)
+    begin_alike(pool, leader, follower)
+    begin_alike(pool, other, first=1)
+    for one in (leader, follower, other):
+        scheduler.add(one)
+    assert scheduler.admit(), "it is not for want of blocks that it waits"
+    assert (scheduler.running, [*scheduler.waiting]) == ([leader, other], [follower])
+    scheduler.remove([leader, other])
+    for one in (leader, other):
+        scheduler.free(one)
+    assert scheduler.admit()
+    assert scheduler.running == [follower]
+
+
+def test_a_link_does_not_wait_for_one_that_has_much_else_to_compute(scheduler: Scheduler, pool: BlockPool):
+    long, short = job(90), job(50)
+    begin_alike(pool, long, short)
+    admit(scheduler, long, short)
+    assert not scheduler.waiting, "it would be spared fewer tokens than a forward is worth"
+
+
 def test_what_was_written_for_a_link_is_there_before_it_ends_although_the_forward_failed():
     engine = Engine()
     linker = SimpleNamespace(
         advance=lambda plan: None,
-        keep_prefix=lambda plan, busy: None,
+        match=lambda plan, fits: NO_MATCH,
+        prefixes=None,
         sums=None,
         forgets=ForgetRegistry(),
         library=None,

@@ -204,7 +204,7 @@ async def test_a_generation_that_is_refused_ends_its_stream_with_the_reason(refu
 
 async def test_a_prefill_worker_counts_the_patches_that_were_dropped(monkeypatch: pytest.MonkeyPatch):
     worker, dropped = prefill_worker(), MagicMock(dropped=3)
-    loop = LoopStats(*[0] * 15, compiled=CompileStats(1, {}, 0.0, {}))
+    loop = LoopStats(*[0] * 16, compiled=CompileStats(1, {}, 0.0, {}))
     monkeypatch.setattr(PrefillWorker, "_name", "r1")
     worker._loop.stats = lambda: loop
     worker._library.stats = lambda: None

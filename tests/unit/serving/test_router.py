@@ -37,6 +37,8 @@ class Replica:
             "bytes_per_token": 1000,
             "hot": mark_of(hot) if hot else b"",
             "hot_version": 1,
+            "begun": b"",
+            "begun_version": 0,
             "sequence": 1,
         }
 

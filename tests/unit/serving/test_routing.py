@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,6 +64,37 @@ def test_a_chunk_costs_nothing_where_it_is_hot_its_bytes_where_it_is_stored_and_
     found = estimate(ask, view, {MARKS[0], MARKS[1]})
     assert (found.queued, found.computed, found.loaded, found.held) == (70, 20 + 100, 300 * BYTES, 500)
     assert found.seconds == pytest.approx((70 + 120) * PACE + 300 * BYTES / BANDWIDTH)
+
+
+def test_what_a_replicas_blocks_have_of_the_beginning_costs_nothing_in_any_mode():
+    """The prompt: two images of 500 tokens, and text behind."""
+    name, (request, *_) = link("a", "b", text=200, mode=Mode.EXACT)
+    policy = PrefillPolicy(1.0)
+    ask = policy.ask(name, (request,))
+    assert [known.tokens for known in ask.beginnings] == [64, 96, 128, 192, 256, 384, 500, 512, 768, 1000, 1024]
+    whole, inside = ask.beginnings[-1], ask.beginnings[-3]
+    assert (whole.chunks, whole.text, inside.chunks, inside.text) == (2, 24, 1, 0)
+    found = estimate(ask, PrefillView(0, {whole.mark}), ())
+    assert (found.computed, found.held) == (200 - 24, 1024)
+    found = estimate(ask, PrefillView(0, (), {inside.mark}), ())
+    assert (found.computed, found.held) == (500 + 200, 768)
+    report = prefill_report(begun=whole.mark)
+    policy.reported("one", {**report, "sequence": 1})
+    policy.reported("other", {**prefill_report(), "sequence": 1})
+    ranked = policy.rank(ask, ["other", "one"])
+    assert ranked is not None
+    assert [(one.replica, one.reason) for one in ranked] == [("one", "hot"), ("other", "spread")]
+
+
+def test_later_turns_follow_the_first_before_it_has_ended():
+    policy, call = PrefillPolicy(1.0), link(text=900)
+    for replica in ("one", "other"):
+        policy.reported(replica, {**prefill_report(), "sequence": 1})
+    policy.sent("other", "first", policy.ask(*call))
+    later = policy.ask("link", (replace(call[1][0], token_ids=[0] * 900 + [1] * 50),))
+    assert policy.view("other").expected >= {known.mark for known in policy.ask(*call).beginnings}
+    assert later is not None
+    assert estimate(later, policy.view("other"), ()).computed == 950 - 768
 
 
 def test_tokens_that_a_mode_computes_all_the_same_are_no_reason_to_go_where_the_chunk_is():

@@ -16,14 +16,17 @@ from serving.routing.reports import DecodeReporter, PrefillReporter
 
 def loop(**fields: float | None) -> SimpleNamespace:
     stats = {"tokens_queued": 70, "waiting": 2, "running": 1, "fixed_tokens": 16.0, "seconds_per_token": None}
-    return SimpleNamespace(stats=lambda: SimpleNamespace(**stats | fields))
+    begun = {"marks_version": 3, "marks": lambda limit: b"beginning"[: 8 * limit]}
+    return SimpleNamespace(stats=lambda: SimpleNamespace(**stats | fields), **begun)
 
 
 def test_a_prefill_report_names_what_is_in_memory_and_is_numbered(make_library: MakeLibrary):
     library = make_library(MemoryTier())
     reporter = PrefillReporter(loop(), library, bytes_per_token=1024, hot_chunks=2)
     first = reporter.stats()
-    assert parsed(PrefillReport, first) == PrefillReport(70, 3, 16.0, None, None, 1024, b"", library.hot_version)
+    assert parsed(PrefillReport, first) == PrefillReport(
+        70, 3, 16.0, None, None, 1024, b"", library.hot_version, b"beginning", 3
+    )
     records = [canonical(name) for name in "abc"]
     for record in records:
         library.put_canonical(record)
