@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kvstore.catalog.index import prefix_key
 from kvstore.library import Library
-from kvstore.operator.apply import relocate
-from kvstore.operator.patch import PatchKind, deficit, set_kind
+from kvstore.operator.apply import deficit_at
+from kvstore.operator.patch import PatchKind, set_kind
 from kvstore.records.format import CanonicalRecord, EmbeddingRecord, RecordKind
 from kvstore.records.keys import antecedent_key, owner_of
 from kvstore.records.patch_form import PatchForm
@@ -87,9 +87,8 @@ class Harvester:
         return known and self.library.is_resident("canonical", chunk.canonical_key, owner)
 
     def conditioned(self, plan: LinkPlan, chunk: ChunkPlan) -> Tensor:
-        """KV(B|A) of a computed chunk, moved to the canonical frame: [layers, tokens, features]."""
-        kv = self.engine.read_kv(plan.sequence.blocks, chunk.span.start, chunk.span.stop - chunk.span.start)
-        return relocate(kv, -chunk.start_position, self.engine.layout)
+        """KV(B|A) of a computed chunk where it stands in the prompt: [layers, tokens, features]."""
+        return self.engine.read_kv(plan.sequence.blocks, chunk.span.start, len(chunk.span))
 
     def canonical(self, plan: LinkPlan, chunk: ChunkPlan, scratch: Scratch) -> Pieces[CanonicalRecord]:
         """KV(B|∅) of a chunk: loaded if it is of the same tokens, or computed alone and stored."""
@@ -151,7 +150,10 @@ class Harvester:
         )
 
     def harvest(self, plan: LinkPlan, chunk: ChunkPlan, conditioned: Tensor, scratch: Scratch) -> Pieces[None]:
-        """Store a computed chunk's canonical KV; send its deficit (eq. 2) to the patch compiler."""
+        """Store a computed chunk's canonical KV; send its deficit (eq. 2) to the patch compiler.
+
+        `conditioned`: see the method of that name.
+        """
         canonical = yield from self.canonical(plan, chunk, scratch)
         if not self.forms_patch(plan, chunk):
             return
@@ -159,7 +161,7 @@ class Harvester:
         tokens = chunk.span.stop - chunk.span.start
         self._submit(
             kind=PatchKind.own,
-            delta=deficit(conditioned, canonical.kv),
+            delta=deficit_at(conditioned, canonical.kv, chunk.start_position, self.engine.layout),
             canonical=chunk.canonical_key,
             content=chunk.span.content,
             behind=[(c.canonical_key, c.span.content) for c in before],
@@ -469,7 +471,7 @@ class Harvester:
     def _deficit(self, place: Placed, canonical: CanonicalRecord, blocks: Sequence[int]) -> Tensor:
         """Deficit of a chunk in the last forward [layers, tokens, features], position-free."""
         kv = self.engine.read_kv(blocks, place.start, len(place.chunk.token_ids))
-        return deficit(relocate(kv, -place.position, self.engine.layout), canonical.kv)
+        return deficit_at(kv, canonical.kv, place.position, self.engine.layout)
 
 
 def _set_owner(tenant: str, prefix: Sequence[int], *contents: str) -> str:

@@ -26,7 +26,6 @@ from torch import Tensor
 from vllm.multimodal.inputs import MultiModalKwargsItem
 
 from kvstore.library import Library
-from kvstore.operator.apply import relocate
 from kvstore.operator.patch import PatchKind, set_kind
 from kvstore.records.format import RecordKind
 from kvstore.records.keys import antecedent_key
@@ -214,8 +213,7 @@ class OfflineWorker:
         plan.compute_ms = seconds * 1e3
         item.work.tokens += kv.shape[1]
         for chunk in chunks:
-            inside = kv[:, chunk.span.start : chunk.span.stop]
-            conditioned = relocate(inside, -chunk.start_position, self.engine.layout)
+            conditioned = kv[:, chunk.span.start : chunk.span.stop]
             at_once(self._harvester.harvest(plan, chunk, conditioned, self._scratch))
             item.work.patches += 1
 
