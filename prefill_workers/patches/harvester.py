@@ -64,10 +64,11 @@ class Harvester:
     def forms_patch(self, plan: LinkPlan, chunk: ChunkPlan) -> bool:
         """True if a computed chunk's KV is KV(B|A), which its patch is keyed by.
 
-        Not if some of A was linked without what its neighbours add, or text stands there that the key says nothing of.
+        Not if any of A was linked from stored KV: what a patch or a sum of patches leaves out would go on into patches
+        behind it, and outlive the point's being switched off. Nor if text stands there that the key says nothing of.
         """
         before = plan.chunks[: plan.chunks.index(chunk)]
-        return chunk.is_cacheable and all(c.outcome.operating_point.is_conditioned for c in before)
+        return chunk.is_cacheable and all(c.outcome.operating_point in policies.EXACT_POINTS for c in before)
 
     def is_kept(self, plan: LinkPlan, chunk: ChunkPlan) -> Pieces[bool]:
         """True if a computed chunk's canonical KV and patch are stored already."""
@@ -227,7 +228,7 @@ class Harvester:
             )
             for chunk in plan.chunks
         )
-        return OrbitForming(request.prefix, chunks, request.tenant)
+        return OrbitForming(request.prefix, chunks, request.tenant, request.opening)
 
     def ready(self, forming: OrbitForming) -> Pieces[OrbitForming | None]:
         """The same with all embeddings; None when some are missing."""
@@ -237,7 +238,7 @@ class Harvester:
             if embedded is None:
                 return None
             found.append(embedded)
-        return OrbitForming(forming.prefix, tuple(found), forming.tenant)
+        return OrbitForming(forming.prefix, tuple(found), forming.tenant, forming.opening)
 
     def _embedded(self, chunk: OrbitChunk, tenant: str) -> Pieces[OrbitChunk | None]:
         """The chunk with its embeddings, if it needs any; None when they are missing."""
@@ -273,7 +274,7 @@ class Harvester:
         order = next(forming.orders, None)
         if order is None:
             return False
-        placed, seconds = yield from self._forward(forming.prefix, order, scratch)
+        placed, seconds = yield from self._forward(forming.opening, order, scratch)
         for i, place in enumerate(placed):
             before = [(other.chunk.key, other.chunk.content) for other in placed[:i]]
             if not forming.wants(place.chunk.key, [key for key, _ in before]):
@@ -315,10 +316,10 @@ class Harvester:
         for chunk in order:
             if not (yield from self._may_condition(chunk, tenant)):
                 return False
-        ready = yield from self.ready(OrbitForming(forming.prefix, tuple(order), tenant))
+        ready = yield from self.ready(OrbitForming(forming.prefix, tuple(order), tenant, forming.opening))
         if ready is None:
             return False
-        placed, seconds = yield from self._forward(forming.prefix, ready.chunks, scratch)
+        placed, seconds = yield from self._forward(forming.opening, ready.chunks, scratch)
         for i, key in enumerate(keys, 1):
             if not (yield from self._has_or_sent(key, tenant)):
                 yield from self._keep_if_known(
@@ -336,7 +337,7 @@ class Harvester:
         alone where its patch behind nothing is not stored: no sum does without it. Returns how many were run, `limit`
         at most, and the tokens that this took.
         """
-        prefix, tenant = forming.prefix, forming.tenant
+        prefix, opening, tenant = forming.prefix, forming.opening, forming.tenant
         first, *others = (forming.chunks[i] for i in batch)
 
         def lacks(*chunks: OrbitChunk) -> Pieces[bool]:
@@ -360,7 +361,7 @@ class Harvester:
             second = yield from self._embedded(chunk, tenant)
             if leading is None or second is None:
                 continue
-            sequence, placed = arrange(prefix, (leading, second), scratch.blocks)
+            sequence, placed = arrange(opening, (leading, second), scratch.blocks)
             start = placed[1].start if ran else 0
             seconds = yield from self._compute(sequence, scratch, start)
             alone = not ran and (yield from lacks(first))
@@ -374,8 +375,8 @@ class Harvester:
         if not ran and (yield from lacks(first)) and (yield from self._may_condition(first, tenant)):
             leading = yield from self._embedded(first, tenant)
             if leading is not None:
-                placed, seconds_per_token = yield from self._forward(prefix, [leading], scratch)
-                owner, length = _set_owner(tenant, prefix, first.content), len(prefix) + len(first.token_ids)
+                placed, seconds_per_token = yield from self._forward(opening, [leading], scratch)
+                owner, length = _set_owner(tenant, prefix, first.content), len(opening) + len(first.token_ids)
                 yield from self._keep_if_known(
                     placed, set_kind(0), prefix, tenant, owner, scratch.blocks, seconds_per_token
                 )
@@ -449,10 +450,10 @@ class Harvester:
         )
 
     def _forward(
-        self, prefix: Sequence[int], order: Sequence[OrbitChunk], scratch: Scratch
+        self, opening: Sequence[int], order: Sequence[OrbitChunk], scratch: Scratch
     ) -> Pieces[tuple[list[Placed], float]]:
         """Run chunks behind one another; where each of them stands, and seconds per token."""
-        sequence, placed = arrange(prefix, order, scratch.blocks)
+        sequence, placed = arrange(opening, order, scratch.blocks)
         seconds = yield from self._compute(sequence, scratch)
         return placed, seconds / len(sequence)
 
@@ -477,7 +478,8 @@ class Harvester:
 def _set_owner(tenant: str, prefix: Sequence[int], *contents: str) -> str:
     """Owner of a patch behind a set.
 
-    It has seen the prefix and these chunks, nothing else of the request; the prefix is the tenant's. (An own patch has
-    also seen the tenant's text before the chunk: it is always the tenant's.)
+    It has seen the prefix, with what the chat template writes around it, and these chunks, nothing else of the request;
+    the prefix is the tenant's. (An own patch has also seen the tenant's text before the chunk: it is always the
+    tenant's.)
     """
     return tenant if prefix else owner_of(tenant, *contents)

@@ -149,6 +149,7 @@ class RequestTrace:
     options: OrbitOptions = field(default_factory=OrbitOptions)
     tenant: str = "local"
     prefix_tokens: tuple[int, ...] = ()
+    opening_tokens: tuple[int, ...] = ()  # of an empty conversation behind the same fixed prefix
     documents: list[Document] = field(default_factory=list)  # text chunks of the prompt, in order
     groups: list[int | None] = field(default_factory=list)  # runs of chunks that could trade places, if any could
     costs: list[ChunkCosts] = field(default_factory=list)  # of the prompt's chunks, where an explanation is wanted

@@ -77,7 +77,7 @@ class PrefillWorker:
             compose_up_to=config.compose_up_to,
             prefixes=PrefixCache.of(self._engine, settings.prefix_cache_bytes),
             weigh_by=config.weigh_by,
-            free_text=settings.free_text,
+            free_text=settings.free,
         )
         self._linker = linker
         self._feed = PatchFeedSource(self._name, patches=linker.patches, sums=linker.sums)
