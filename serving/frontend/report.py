@@ -41,8 +41,8 @@ class OrbitOptions(BaseModel):
     text: Text = Field(
         Text.AUTO,
         description="Whether text is part of what patches are keyed by, beside the system prompt. auto: text between "
-        "chunks is, where some of it is longer than `prefill.free_text` tokens. strict: all text before a chunk is. "
-        "free: none is.",
+        "chunks is, where some of it is longer than `prefill.free_text` tokens, and so is that before the first chunk "
+        "beyond `prefill.free_text_before`. strict: all text before a chunk is. free: none is.",
     )
 
     @field_validator("mode")

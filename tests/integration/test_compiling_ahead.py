@@ -45,6 +45,16 @@ def pair_patch(rig: Rig, first: int, second: int) -> Patch:
     return record.patch
 
 
+def test_patches_of_sets_are_formed_behind_what_prompts_begin_with(make_rig: Callable[..., Rig]):
+    rig = make_rig(orbit_chunks=2)  # patches of full rank
+    head = rig.plan([1, 2, "What?"]).request.chunks[0].start
+    assert head > 0
+    rig.link([1, 2, "What?"], head=head)
+    linked, exact = (rig.link([2, 1, "Well?"], mode, head=head) for mode in ("auto", "exact"))
+    assert linked.points == ["patched", "patched"]
+    assert apart(linked.kv, exact.kv) < 1e-4
+
+
 def test_pairs_that_were_compiled_when_idle_serve_a_set_never_seen_before(make_rig: Callable[..., Rig]):
     rig = make_rig(orbit_chunks=0, pair_forwards=12, compose_up_to=3)
     for served in ([1, 2, 3], [1, 4, 3], [2, 4]):
