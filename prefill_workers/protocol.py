@@ -95,7 +95,7 @@ class LinkRequest:
     @property
     def words_before(self) -> int:
         """Tokens between the opening and the first chunk; 0 without chunks."""
-        return max(0, self.chunks[0].start - len(self.opening)) if self.chunks else 0
+        return max(0, self.chunks[0].start - (self.head or len(self.prefix))) if self.chunks else 0
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from kvstore.settings import FactorType
 from prefill_workers.modes import EXACT_POINTS, FreeText, OperatingPoint, composed_antecedents
 
 COMPOSE_UP_TO = 3  # of a model that was not measured: of the reference models two hold up to 5, two sum nothing
-# Tokens between chunks: 7 cost a stored patch little of its worth, 63 much (`bench fidelity`, drift).
-FREE_TEXT = FreeText(between=8, before=256)
+# Tokens (`bench fidelity`, drift): 7 between chunks cost a stored patch little of its worth and 63 much, 63 before them
+# cost none of it. A thousand before them change up to 0.075 of the answers.
+FREE_TEXT = FreeText(between=8, before=64)
 PATCHED_BOUND = 0.5  # nats: sound patches stay below 0.25, broken ones begin at 1.7 (there, rolling KL by situation)
 COMPOSED_BOUND = 0.3  # sums by measured weights are at 0.01 to 0.09, those without weights at 0.49 to 0.60 (there)
 

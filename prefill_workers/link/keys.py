@@ -59,7 +59,8 @@ def contexts(request: LinkRequest, free: FreeText) -> list[tuple[int, ...]]:
     """
     found: list[tuple[int, ...]] = []
     text, longest = blake3(derive_key_context="orbitserve 2026 text between chunks v1"), 0
-    stop, before = 0 if request.text is Text.STRICT else len(request.opening), request.words_before
+    before = request.words_before
+    stop = 0 if request.text is Text.STRICT or not request.chunks else request.chunks[0].start - before
     for i, span in enumerate(request.chunks):
         between = request.token_ids[stop : span.start]
         if i or request.text is Text.STRICT or before > free.before:

@@ -69,19 +69,22 @@ class TokenCache:
     def __init__(self, limit: int = 1 << 20) -> None:
         self._limit = limit
         self._kept: OrderedDict[tuple[str, bytes], tuple[int, ...]] = OrderedDict()
-        self._held = 0
+        self.held = 0  # token ids, and what entries weigh besides
+
+    def __len__(self) -> int:
+        return len(self._kept)
 
     async def get(self, key: tuple[str, bytes], make: Callable[[], Awaitable[tuple[int, ...]]]) -> tuple[int, ...]:
         """The token ids that are kept under a key, or else those that are made now."""
         known = self._kept.get(key)
         found = await make() if known is None else known
         if key not in self._kept:
-            self._held += len(found) + _ENTRY
+            self.held += len(found) + _ENTRY
         self._kept[key] = found
         self._kept.move_to_end(key)
-        while self._held > self._limit:
+        while self.held > self._limit:
             _, forgotten = self._kept.popitem(last=False)
-            self._held -= len(forgotten) + _ENTRY
+            self.held -= len(forgotten) + _ENTRY
         return found
 
 
