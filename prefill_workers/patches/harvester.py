@@ -156,10 +156,44 @@ class Harvester:
         `conditioned`: see the method of that name.
         """
         canonical = yield from self.canonical(plan, chunk, scratch)
-        if not self.forms_patch(plan, chunk):
+        if self.forms_patch(plan, chunk):
+            seconds = plan.compute_ms * 1e-3 * len(chunk.span) / max(plan.tokens_computed, 1)
+            self._submit_own(plan, chunk, conditioned, canonical, seconds)
+
+    def form_anew(self, plan: LinkPlan, chunk: ChunkPlan, scratch: Scratch) -> Pieces[None]:
+        """Send the own patch of a chunk that was computed behind stored KV, after an exact forward up to its end.
+
+        For chunks that text keys: patches of others are compiled ahead (see `background.compile_queue`). Not where the
+        patch is stored, canonical KV or embeddings are gone, or the prompt's beginning does not fit the scratch blocks.
+        """
+        request, stop = plan.request, chunk.span.stop
+        is_keyed = chunk.is_cacheable and not chunk.is_unfit and chunk.context != request.prefix
+        if self.forms_patch(plan, chunk) or not is_keyed or stop > scratch.tokens:
             return
+        if (yield from self._has_or_sent(chunk.patch_key, request.tenant)):
+            return
+        canonical = yield from self._canonical(chunk.canonical_key, owner_of(request.tenant, chunk.span.content))
+        if canonical is None:
+            return
+        embedded: list[Embedded] = []
+        for one in plan.chunks[: plan.chunks.index(chunk) + 1]:
+            embeddings = one.embeddings
+            if embeddings is None and one.span.needs_embeddings:
+                embeddings = yield from self._stored_embeddings(one.span.content, request.tenant)
+                if embeddings is None:
+                    return
+            if embeddings is not None:
+                embedded.append(Embedded(one.span.first, embeddings, one.span.is_embed))
+        whole = plan.sequence
+        front = LinkSequence(whole.token_ids[:stop], whole.positions[..., :stop], scratch.blocks, tuple(embedded))
+        seconds = yield from self._compute(front, scratch)
+        kv = self.engine.read_kv(scratch.blocks, chunk.span.start, len(chunk.span))
+        self._submit_own(plan, chunk, kv, canonical, seconds * len(chunk.span) / stop)
+
+    def _submit_own(
+        self, plan: LinkPlan, chunk: ChunkPlan, conditioned: Tensor, canonical: CanonicalRecord, seconds: float
+    ) -> None:
         before = plan.chunks[: plan.chunks.index(chunk)]
-        tokens = chunk.span.stop - chunk.span.start
         self._submit(
             kind=PatchKind.own,
             delta=deficit_at(conditioned, canonical.kv, chunk.start_position, self.engine.layout),
@@ -168,7 +202,7 @@ class Harvester:
             behind=[(c.canonical_key, c.span.content) for c in before],
             prefix=chunk.context,
             tenant=plan.request.tenant,
-            seconds=plan.compute_ms * 1e-3 * tokens / max(plan.tokens_computed, 1),
+            seconds=seconds,
         )
 
     def _submit(
@@ -244,10 +278,13 @@ class Harvester:
         """The chunk with its embeddings, if it needs any; None when they are missing."""
         if not chunk.needs_embeddings or chunk.embeddings is not None:
             return chunk
-        key = self.engine.embedding_key(chunk.content)
-        owner = owner_of(tenant, chunk.content)
+        embeddings = yield from self._stored_embeddings(chunk.content, tenant)
+        return None if embeddings is None else replace(chunk, embeddings=embeddings)
+
+    def _stored_embeddings(self, content: str, tenant: str) -> Pieces[Tensor | None]:
+        key, owner = self.engine.embedding_key(content), owner_of(tenant, content)
         stored = yield from aside(self._asking, self.library.get_embedding, key, owner)
-        return None if stored is None else replace(chunk, embeddings=stored.embeddings)
+        return None if stored is None else stored.embeddings
 
     def forming(self, plan: LinkPlan) -> Pieces[OrbitForming | None]:
         """Orders of a plan's distinct chunks; None when embeddings are missing."""
