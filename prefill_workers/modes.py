@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 
 class ModeKind(StrEnum):
@@ -22,19 +22,31 @@ class ModeKind(StrEnum):
     CACHEBLEND = "cacheblend"  # as full-reuse, but the tokens are whose KV deviates most (CacheBlend, §4)
 
 
+class FreeText(NamedTuple):
+    """Longest text [tokens] that keys no patch: between two chunks, and before the first.
+
+    The fixed prefix, and what the chat template writes around it, are no part of the latter.
+    """
+
+    between: int
+    before: int
+
+
 class Text(StrEnum):
     """Treatment of the text around chunks in the keys of their patches."""
 
-    AUTO = "auto"  # text between chunks, where some of it is long (`keys.contexts`)
+    AUTO = "auto"  # text before and between chunks, where it is long (`keys.contexts`)
     STRICT = "strict"  # all text before a chunk
     FREE = "free"  # none but the fixed prefix
 
-    def keys(self, longest: int, free_text: int) -> bool:
+    def keys(self, before: int, between: int, free: FreeText) -> bool:
         """True if text keys the patch of a chunk.
 
-        `longest`: tokens of the longest stretch between chunks before it.
+        Args:
+            before: tokens of text before the request's first chunk.
+            between: tokens of the longest stretch between the chunks up to this one.
         """
-        return self is Text.STRICT or (self is Text.AUTO and longest > free_text)
+        return self is Text.STRICT or (self is Text.AUTO and (before > free.before or between > free.between))
 
 
 _LARGEST = {ModeKind.MPIC: 4096, ModeKind.CACHEBLEND: 100}
@@ -128,14 +140,6 @@ class OperatingPoint(StrEnum):
     def needs_forward(self) -> bool:
         """True if a forward computes tokens of the chunk."""
         return self in (OperatingPoint.SELECTED, OperatingPoint.RECOMPUTED, OperatingPoint.ENCODED)
-
-    @property
-    def is_conditioned(self) -> bool:
-        """True if all of the chunk's KV is conditioned on the chunks before.
-
-        Patches may be formed behind it.
-        """
-        return self not in (OperatingPoint.RELOCATED, OperatingPoint.SELECTED)
 
 
 # All others are approximate. A prefix counts as the point at which it was made (`ChunkPlan.made_at`).

@@ -56,13 +56,14 @@ class LinkRequest:
     """Request for one prompt's KV, to a prefill worker.
 
     `prefix` are the token ids of the fixed prefix (system prompt and tools) that patches are keyed by, and `text` says
-    whether other text is, too; `readers` is how many decode sequences will pull the KV (`n` of the request). With
-    `sampling` the answer's first token is wanted too. `patched` says of each chunk whether its sender knows of a patch
-    for it where it stands, () where that does not matter or is not known: the choice of a worker minds it, no worker
-    does.
+    whether other text is, too. The prompt's first `head` tokens are what the chat template makes of that prefix, up to
+    the first word of the conversation; 0: not known. `readers` is how many decode sequences will pull the KV (`n` of
+    the request). With `sampling` the answer's first token is wanted too. `patched` says of each chunk whether its
+    sender knows of a patch for it where it stands, () where that does not matter or is not known: the choice of a
+    worker minds it, no worker does.
 
     Raises:
-        ValueError: chunks overlap, or are not in the prompt's order.
+        ValueError: chunks overlap, or are not in the prompt's order, or the head reaches into one.
     """
 
     request_id: str
@@ -75,13 +76,26 @@ class LinkRequest:
     readers: int = 1
     sampling: Sampling | None = None
     patched: tuple[bool, ...] = ()
+    head: int = 0
 
     def __post_init__(self) -> None:
         stop = 0
+        if self.chunks and self.head > self.chunks[0].start:
+            raise ValueError(f"a head of {self.head} tokens overlaps chunk 1, which begins at {self.chunks[0].start}")
         for i, span in enumerate(self.chunks):
             if not stop <= span.start <= span.stop:
                 raise ValueError(f"chunk {i + 1}, tokens {span.start} to {span.stop}, overlaps the one before it")
             stop = span.stop
+
+    @property
+    def opening(self) -> tuple[int, ...]:
+        """Token ids before the conversation; the fixed prefix's own where the head is not known."""
+        return tuple(self.token_ids[: self.head]) if self.head else self.prefix
+
+    @property
+    def words_before(self) -> int:
+        """Tokens between the opening and the first chunk; 0 without chunks."""
+        return max(0, self.chunks[0].start - (self.head or len(self.prefix))) if self.chunks else 0
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,12 @@ from enum import StrEnum
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvstore.settings import FactorType
-from prefill_workers.modes import EXACT_POINTS, OperatingPoint, composed_antecedents
+from prefill_workers.modes import EXACT_POINTS, FreeText, OperatingPoint, composed_antecedents
 
 COMPOSE_UP_TO = 3  # of a model that was not measured: of the reference models two hold up to 5, two sum nothing
-FREE_TEXT = 8  # tokens between chunks: 7 cost a stored patch little of its worth, 63 much (`bench fidelity`, drift)
+# Tokens (`bench fidelity`, drift): 7 between chunks cost a stored patch little of its worth and 63 much, 63 before them
+# cost none of it. A thousand before them change up to 0.075 of the answers.
+FREE_TEXT = FreeText(between=8, before=64)
 PATCHED_BOUND = 0.5  # nats: sound patches stay below 0.25, broken ones begin at 1.7 (there, rolling KL by situation)
 COMPOSED_BOUND = 0.3  # sums by measured weights are at 0.01 to 0.09, those without weights at 0.49 to 0.60 (there)
 
@@ -207,14 +209,24 @@ class PrefillSettings(BaseModel):
         "not for latent attention (MLA). None: what was measured to hold for the model (orbitserve.json), or kv.",
     )
     free_text: int = Field(
-        FREE_TEXT,
+        FREE_TEXT.between,
         ge=0,
         description="Text between chunks up to so many tokens does not key patches; where there is more, all text "
         "between the chunks up to the patched one does. A request's `orbit.text` may say otherwise.",
     )
+    free_text_before: int = Field(
+        FREE_TEXT.before,
+        ge=0,
+        description="Likewise of the conversation's text before its first chunk, without system prompt and tools.",
+    )
     self_check: bool = Field(
         True, description="Compare with vLLM's own prefill at start and refuse to serve otherwise."
     )
+
+    @property
+    def free(self) -> FreeText:
+        """Text that keys no patch."""
+        return FreeText(self.free_text, self.free_text_before)
 
     def compile_limits(self, compose_up_to: int) -> CompileLimits:
         """Limits of compiling ahead, where pair patches behind so many antecedents are summed."""

@@ -4,7 +4,8 @@ One JSON object a line and request with chunks. It holds digests, counts and sha
 or showed: of a prompt neither texts nor their tokens, of an image its placeholder tokens and its grid.
 
     v, time, model, tenant, mode, sample   `sample`: the share of requests that are logged
-    text, between                          `orbit.text`, and the tokens of the longest text between two chunks
+    text, between, before                  `orbit.text`; tokens of the longest text between two chunks, and of the
+                                           conversation before the first
     prefix, prefix_tokens                  digest of the fixed prefix (see `catalog.index.prefix_key`) and its length
     reused, computed, forward_ms, place_ms tokens of chunks that were linked, and of all that were computed; what
                                            that took (of a forward that others shared, its part)
@@ -112,6 +113,7 @@ class LoggedRequest(_Line):
     mode: str
     text: str = "auto"
     between: NonNegativeInt = 0
+    before: NonNegativeInt = 0
     sample: float = Field(gt=0, le=1)
     prefix: str
     prefix_tokens: NonNegativeInt = 0
@@ -266,6 +268,7 @@ class AccessLog:
             "mode": str(request.mode),
             "text": str(request.text),
             "between": max((b.start - a.stop for a, b in pairwise(request.chunks)), default=0),
+            "before": request.words_before,
             "sample": self._settings.sample,
             "prefix": prefix_key(request.prefix),
             "prefix_tokens": len(request.prefix),

@@ -1,9 +1,9 @@
 """Ray Serve's proxies: bounds on headers, and ends of answers whose ingress replica died.
 
 uvicorn's parser takes headers of any size, and waits for them as long as a client likes: each such connection costs the
-proxy memory and a file descriptor. Of an answer whose replica died, Serve's proxy says nothing more. Ray Serve has no
-settings for either, but calls `set_up_proxy` in each process that listens
-(RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, see `serving.deploy.launch`).
+proxy memory and a file descriptor. Of an answer whose replica died, Serve's proxy says nothing more. A request for
+which no ingress replica runs waits until one does. Ray Serve has no settings for any of this, but calls `set_up_proxy`
+in each process that listens (RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, see `serving.deploy.launch`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from http import HTTPStatus
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
@@ -25,6 +26,9 @@ _LOST = "the replica that answered was lost; try again"
 _STARTING = "the service is starting; try again"
 _UNKNOWN_PATH = b"Path '"  # so begins Serve's answer
 _LATER = {"Retry-After": "1"}
+_NO_REPLICA_SECONDS = 1.0  # until a request without a replica is refused: one may be taking another's place
+_LOOK_SECONDS = 0.05
+_OWN_PATHS = "/-/"  # which Serve's proxy answers itself
 
 
 def set_up_proxy() -> list[Middleware]:
@@ -37,15 +41,19 @@ class EndAnswers:
     """Middleware that ends answers that Serve's proxy leaves open when a replica dies.
 
     An event stream gets an error event, what has not begun is answered 503, and of other answers the connection is cut.
-    So is a path that Serve does not know: the application, which takes all paths, is not there yet, or not any more.
+    So is a path that Serve does not know, the application, which takes all paths, being not there yet, or not any more,
+    and a request while no replica of the ingress runs.
     """
 
     def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+        self._app, self._routes = app, _routes_of(app)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        if not await self._finds_replica(scope["path"]):
+            await _refusal(_STARTING)(scope, receive, send)
             return
         begun = streams = ended = unknown = False
         held: Message | None = None  # the start of a 404, until its words tell whose it is
@@ -68,10 +76,45 @@ class EndAnswers:
 
         await self._app(scope, receive, watched)
         if not begun:
-            response = Response(_error(_STARTING if unknown else _LOST), 503, _LATER, media_type="application/json")
-            await response(scope, receive, send)
+            await _refusal(_STARTING if unknown else _LOST)(scope, receive, send)
         elif streams and not ended:
             await send({"type": "http.response.body", "body": f"data: {_error(_LOST)}\n\n".encode()})
+
+    async def _finds_replica(self, path: str) -> bool:
+        """True once a replica runs that may answer a path; False if none does for a while."""
+        until = asyncio.get_running_loop().time() + _NO_REPLICA_SECONDS
+        while not path.startswith(_OWN_PATHS) and _lacks_replicas(self._routes, path):
+            if asyncio.get_running_loop().time() >= until:
+                return False
+            await asyncio.sleep(_LOOK_SECONDS)
+        return True
+
+
+def _routes_of(app: Any) -> Any:
+    """Ray Serve's table of routes, kept by the proxy within this chain of ASGI applications; None: there is none."""
+    while app is not None and not hasattr(app, "proxy_router"):
+        app = getattr(app, "_app", None)
+    return None if app is None else app.proxy_router
+
+
+def _lacks_replicas(routes: Any, path: str) -> bool:
+    """True if Serve has a route for a path, and no running replica.
+
+    Told by private fields of its router; False where Ray has others.
+    """
+    try:
+        matched = routes.match_route(path)
+        if matched is None:
+            return False
+        router = matched[1]._router._asyncio_router
+        running = router._running_replicas if router._request_router is None else router._request_router.curr_replicas
+    except AttributeError:
+        return False
+    return not running
+
+
+def _refusal(message: str) -> Response:
+    return Response(_error(message), 503, _LATER, media_type="application/json")
 
 
 def _error(message: str) -> str:

@@ -23,6 +23,18 @@ def relocate(kv: Tensor, delta: int | float, layout: Layout, out: Tensor | None 
     return apply(kv, None, delta, layout, out)
 
 
+def deficit_at(kv: Tensor, canonical: Tensor, position: int | float, layout: Layout) -> Tensor:
+    """Δ = R(-position)·KV(B|A) - KV(B|∅), [layers, tokens, features] fp32 (kamera.md eq. 2).
+
+    For `kv` as it stands in a prompt, its first token at `position`. It is moved in fp32: rounded to bf16 on the way,
+    the deficit would hold that error of every number, and a patch would spend its rank on it.
+    """
+    if kv.shape != canonical.shape:
+        raise ShapeMismatch(f"KV in context {list(kv.shape)} and canonical {list(canonical.shape)} differ")
+    moved = kv.to(torch.float32, copy=True)
+    return relocate(moved, -position, layout, out=moved).sub_(canonical)
+
+
 def relocate_patch(patch: Patch, delta: int | float, layout: Layout) -> Patch:
     """The patch in the frame moved by delta: R(delta)(U Vᵀ) = U (R(delta) V)ᵀ.
 

@@ -23,8 +23,8 @@ _THREADED_BYTES = 4 << 20  # BLAKE3 gains from a second thread above about this 
 _PREFIXES = 64  # whose bytes are kept: a request names its own once for every key of every chunk
 
 
-def _digest(domain: str, fields: Iterable[bytes]) -> str:
-    hasher = blake3(derive_key_context=f"orbitserve 2026 {domain} v1")
+def _digest(domain: str, fields: Iterable[bytes], version: int = 1) -> str:
+    hasher = blake3(derive_key_context=f"orbitserve 2026 {domain} v{version}")
     for field in fields:
         hasher.update(len(field).to_bytes(8, "little"))
         hasher.update(field)
@@ -116,7 +116,8 @@ def patch_key(
     size += f" basis {basis}" if basis else ""
     size += "" if factors == "model" else f" factors {factors}"
     size += " spread" if spread else ""
-    return _digest("patch", (canonical.encode(), antecedent.encode(), str(kind).encode(), size.encode()))
+    # Version 1: formed behind patched chunks, too, and of sets without what the chat template writes before them.
+    return _digest("patch", (canonical.encode(), antecedent.encode(), str(kind).encode(), size.encode()), version=2)
 
 
 def embedding_key(fingerprint: str, content: str, dtype: str) -> str:

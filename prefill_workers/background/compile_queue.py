@@ -161,9 +161,9 @@ class CompileJob(Generic[Item]):
         return sum(self.tokens[i] for i in self.steps[0])
 
     def longest(self) -> int:
-        """Tokens of the longest sequence of the next step, the prefix included."""
+        """Tokens of the longest run of chunks of the next step."""
         first, *others = (self.tokens[i] for i in self.steps[0])
-        return len(self.prefix) + first + (max(others) if self.has_pairs else sum(others))
+        return first + (max(others) if self.has_pairs else sum(others))
 
     def nbytes(self, of_patch: Callable[[int], int]) -> int:
         """Bytes of the next step's patches.

@@ -272,20 +272,22 @@ class IdleWork:
     def _keep(self, item: _Harvest) -> Pieces[None]:
         """Harvest one chunk.
 
-        The first piece reads what lies in the link's blocks, and lets go of them.
+        The first piece reads what lies in the link's blocks, and lets go of them. Of one that comes again, what could
+        be formed behind chunks with stored KV is formed behind computed ones.
         """
+        conditioned = None
         try:
-            if self._harvester.is_resident(item.plan, item.chunk):
-                return
-            conditioned = self._harvester.conditioned(item.plan, item.chunk)
+            if not self._harvester.is_resident(item.plan, item.chunk):
+                conditioned = self._harvester.conditioned(item.plan, item.chunk)
         finally:
             self._pool.unhold(item.lease)
-        if (yield from self._harvester.is_kept(item.plan, item.chunk)):
-            return
-        if len(item.chunk.span) > self._scratch.tokens:
-            logger.info("a chunk of %d tokens is too long for a background forward; not kept", len(item.chunk.span))
-            return
-        yield from self._harvester.harvest(item.plan, item.chunk, conditioned, self._scratch)
+        if conditioned is not None and not (yield from self._harvester.is_kept(item.plan, item.chunk)):
+            if len(item.chunk.span) > self._scratch.tokens:
+                logger.info("a chunk of %d tokens is too long for a background forward; not kept", len(item.chunk.span))
+                return
+            yield from self._harvester.harvest(item.plan, item.chunk, conditioned, self._scratch)
+        if self._asked_again(item):
+            yield from self._harvester.form_anew(item.plan, item.chunk, self._scratch)
 
     def _compile(self) -> None:
         try:

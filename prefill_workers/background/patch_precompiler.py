@@ -112,7 +112,7 @@ class PatchPrecompiler:
             others = self._known.beside(
                 served, CROSS_REQUEST_CHUNKS, lambda content: self.demand.expected(tenant, content)
             )
-            company = OrbitForming(prefix, served.chunks + others, tenant)
+            company = OrbitForming(prefix, served.chunks + others, tenant, served.opening)
             contents += [chunk.content for chunk in others]
             tokens += [len(chunk.token_ids) for chunk in others]
             found += cross_request_jobs(
@@ -233,7 +233,7 @@ class PatchPrecompiler:
         Returns:
             How many orders, subsets or pairs were run, and over how many tokens; none after a look at what is stored.
         """
-        fits, tokens, ran = job.longest() <= self._scratch.tokens, job.step_tokens(), 0
+        fits, tokens, ran = len(job.item.opening) + job.longest() <= self._scratch.tokens, job.step_tokens(), 0
         if job.kind is JobKind.orders:
             if fits and self._forming is None:
                 self._forming = yield from self._harvester.lacking(job.item)
@@ -256,4 +256,4 @@ def _light(served: OrbitForming) -> OrbitForming:
     Jobs would keep them for as long as they wait: what runs one loads them again.
     """
     chunks = tuple(replace(chunk, embeddings=None) for chunk in served.chunks)
-    return OrbitForming(served.prefix, chunks, served.tenant)
+    return OrbitForming(served.prefix, chunks, served.tenant, served.opening)

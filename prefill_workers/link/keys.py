@@ -12,7 +12,7 @@ from blake3 import blake3
 from kvstore.operator.patch import PatchKind, set_kind
 from kvstore.records.keys import DYNAMIC_TENANT, antecedent_key, canonical_key, owner_of
 from kvstore.records.patch_form import PatchForm
-from prefill_workers.modes import Text
+from prefill_workers.modes import FreeText, Text
 
 if TYPE_CHECKING:
     from prefill_workers.engine.engine import PrefillEngine
@@ -41,29 +41,32 @@ class ChunkKeys:
         return [key for key in named if key is not None]
 
 
-def contexts(request: LinkRequest, free_text: int) -> list[tuple[int, ...]]:
+def contexts(request: LinkRequest, free: FreeText) -> list[tuple[int, ...]]:
     """Per chunk: token ids that key its patches beside the chunks before it, and text's digest.
 
     That is the fixed prefix and, where `request.text` says so, the text before the chunk: a chunk takes up what stands
     before it, and what a few words add is little, what sentences add is not (`orbitserve bench fidelity`, drift). The
     text goes in as its digest, so that a long conversation is gone through once and not once a chunk.
 
-    | text   | with the fixed prefix                                                                              |
-    |--------|----------------------------------------------------------------------------------------------------|
-    | auto   | the text between the chunks up to this one, if some stretch of it is longer than `free_text` tokens |
-    | strict | all text up to this chunk                                                                          |
-    | free   | nothing                                                                                            |
+    | text   | with the fixed prefix                                                                           |
+    |--------|-------------------------------------------------------------------------------------------------|
+    | auto   | the conversation before the first chunk, if that is longer than `free.before` tokens; the text  |
+    |        | between the chunks up to this one, if that or some stretch of this is longer than `free` allows |
+    | strict | all text up to this chunk                                                                       |
+    | free   | nothing                                                                                         |
 
     What a request with `free` computes behind long text is not kept as if it were without (`cacheable`).
     """
     found: list[tuple[int, ...]] = []
-    text, stop, longest = blake3(derive_key_context="orbitserve 2026 text between chunks v1"), 0, 0
+    text, longest = blake3(derive_key_context="orbitserve 2026 text between chunks v1"), 0
+    before = request.words_before
+    stop = 0 if request.text is Text.STRICT or not request.chunks else request.chunks[0].start - before
     for i, span in enumerate(request.chunks):
         between = request.token_ids[stop : span.start]
-        if i or request.text is Text.STRICT:
+        if i or request.text is Text.STRICT or before > free.before:
             text.update(np.array([len(between), *between], "<i8").tobytes())
-            longest = max(longest, len(between))
-        if request.text.keys(longest, free_text):
+        longest = max(longest, len(between)) if i else 0
+        if request.text.keys(before, longest, free):
             found.append((*request.prefix, _TEXT, *np.frombuffer(text.digest(), "<i8").tolist()))
         else:
             found.append(request.prefix)
@@ -71,14 +74,14 @@ def contexts(request: LinkRequest, free_text: int) -> list[tuple[int, ...]]:
     return found
 
 
-def cacheable(request: LinkRequest, free_text: int) -> list[bool]:
+def cacheable(request: LinkRequest, free: FreeText) -> list[bool]:
     """Per chunk: may KV computed here be cached under these keys?
 
     False where `text: free` hides long text that would key it otherwise.
     """
     if request.text is not Text.FREE:
         return [True] * len(request.chunks)
-    otherwise = contexts(replace(request, text=Text.AUTO), free_text)
+    otherwise = contexts(replace(request, text=Text.AUTO), free)
     return [context == request.prefix for context in otherwise]
 
 

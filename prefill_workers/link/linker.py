@@ -52,7 +52,7 @@ from prefill_workers.link.token_selection import (
     selected_by_deviation,
     selected_by_place,
 )
-from prefill_workers.modes import Mode, OperatingPoint
+from prefill_workers.modes import FreeText, Mode, OperatingPoint
 from prefill_workers.protocol import ChunkOutcome, LinkRequest, PixelsNeeded, PrefetchRequest
 from prefill_workers.sequence import LinkSequence, Run, forwards
 from prefill_workers.settings import COMPOSE_UP_TO, FREE_TEXT, FidelitySettings, Weighing
@@ -72,7 +72,7 @@ class Linker:
             Where patches lack the layers by which they are weighed (see `compose`) none are summed.
         keeps_prefixes: whether prompts begin with the blocks of earlier ones that begin alike.
         weigh_by: what weighs the parts of a sum.
-        free_text: see `keys.contexts`.
+        free_text: longest text that keys no patch (see `keys.contexts`).
 
     Raises:
         ValueError: sums are to be weighed by an attention that the engine does not tell.
@@ -91,7 +91,7 @@ class Linker:
         compose_up_to: int = COMPOSE_UP_TO,
         keeps_prefixes: bool = False,
         weigh_by: Weighing = Weighing.KV,
-        free_text: int = FREE_TEXT,
+        free_text: FreeText = FREE_TEXT,
     ) -> None:
         if weigh_by is Weighing.ATTENTION and not engine.tells_attention:
             raise ValueError(

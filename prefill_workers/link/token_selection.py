@@ -15,9 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvstore.operator.apply import relocate
+from kvstore.operator.apply import deficit_at
 from kvstore.operator.layout import Layout
-from kvstore.operator.patch import deficit
 from prefill_workers.modes import Mode
 from prefill_workers.sequence import Run
 
@@ -53,7 +52,7 @@ def deviations(in_context: Tensor, stored: Tensor, position: int, layout: Layout
 
 def measured_deficit(in_context: Tensor, stored: Tensor, position: int, layout: Layout) -> Tensor:
     """Deficit Δ of one layer, [1, tokens, features] fp32; arguments as for `deviations`."""
-    return deficit(relocate(in_context, -position, layout.of_one_layer), stored)
+    return deficit_at(in_context, stored, position, layout.of_one_layer)
 
 
 def runs_of(mask: Tensor, start: int) -> tuple[Run, ...]:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kvstore.catalog.index import prefix_key
 from kvstore.library import Library
-from kvstore.operator.apply import relocate
-from kvstore.operator.patch import PatchKind, deficit, set_kind
+from kvstore.operator.apply import deficit_at
+from kvstore.operator.patch import PatchKind, set_kind
 from kvstore.records.format import CanonicalRecord, EmbeddingRecord, RecordKind
 from kvstore.records.keys import antecedent_key, owner_of
 from kvstore.records.patch_form import PatchForm
@@ -64,10 +64,11 @@ class Harvester:
     def forms_patch(self, plan: LinkPlan, chunk: ChunkPlan) -> bool:
         """True if a computed chunk's KV is KV(B|A), which its patch is keyed by.
 
-        Not if some of A was linked without what its neighbours add, or text stands there that the key says nothing of.
+        Not if any of A was linked from stored KV: what a patch or a sum of patches leaves out would go on into patches
+        behind it, and outlive the point's being switched off. Nor if text stands there that the key says nothing of.
         """
         before = plan.chunks[: plan.chunks.index(chunk)]
-        return chunk.is_cacheable and all(c.made_at.is_conditioned for c in before)
+        return chunk.is_cacheable and all(c.made_at in policies.EXACT_POINTS for c in before)
 
     def is_kept(self, plan: LinkPlan, chunk: ChunkPlan) -> Pieces[bool]:
         """True if a computed chunk's canonical KV and patch are stored already."""
@@ -87,9 +88,8 @@ class Harvester:
         return known and self.library.is_resident("canonical", chunk.canonical_key, owner)
 
     def conditioned(self, plan: LinkPlan, chunk: ChunkPlan) -> Tensor:
-        """KV(B|A) of a computed chunk, moved to the canonical frame: [layers, tokens, features]."""
-        kv = self.engine.read_kv(plan.sequence.blocks, chunk.span.start, chunk.span.stop - chunk.span.start)
-        return relocate(kv, -chunk.start_position, self.engine.layout)
+        """KV(B|A) of a computed chunk where it stands in the prompt: [layers, tokens, features]."""
+        return self.engine.read_kv(plan.sequence.blocks, chunk.span.start, len(chunk.span))
 
     def canonical(self, plan: LinkPlan, chunk: ChunkPlan, scratch: Scratch) -> Pieces[CanonicalRecord]:
         """KV(B|∅) of a chunk: loaded if it is of the same tokens, or computed alone and stored."""
@@ -151,21 +151,58 @@ class Harvester:
         )
 
     def harvest(self, plan: LinkPlan, chunk: ChunkPlan, conditioned: Tensor, scratch: Scratch) -> Pieces[None]:
-        """Store a computed chunk's canonical KV; send its deficit (eq. 2) to the patch compiler."""
+        """Store a computed chunk's canonical KV; send its deficit (eq. 2) to the patch compiler.
+
+        `conditioned`: see the method of that name.
+        """
         canonical = yield from self.canonical(plan, chunk, scratch)
-        if not self.forms_patch(plan, chunk):
+        if self.forms_patch(plan, chunk):
+            seconds = plan.compute_ms * 1e-3 * len(chunk.span) / max(plan.tokens_computed, 1)
+            self._submit_own(plan, chunk, conditioned, canonical, seconds)
+
+    def form_anew(self, plan: LinkPlan, chunk: ChunkPlan, scratch: Scratch) -> Pieces[None]:
+        """Send the own patch of a chunk that was computed behind stored KV, after an exact forward up to its end.
+
+        For chunks that text keys: patches of others are compiled ahead (see `background.compile_queue`). Not where the
+        patch is stored, canonical KV or embeddings are gone, or the prompt's beginning does not fit the scratch blocks.
+        """
+        request, stop = plan.request, chunk.span.stop
+        is_keyed = chunk.is_cacheable and not chunk.is_unfit and chunk.context != request.prefix
+        if self.forms_patch(plan, chunk) or not is_keyed or stop > scratch.tokens:
             return
+        if (yield from self._has_or_sent(chunk.patch_key, request.tenant)):
+            return
+        canonical = yield from self._canonical(chunk.canonical_key, owner_of(request.tenant, chunk.span.content))
+        if canonical is None:
+            return
+        embedded: list[Embedded] = []
+        for one in plan.chunks[: plan.chunks.index(chunk) + 1]:
+            embeddings = one.embeddings
+            if embeddings is None and one.span.needs_embeddings:
+                embeddings = yield from self._stored_embeddings(one.span.content, request.tenant)
+                if embeddings is None:
+                    return
+            if embeddings is not None:
+                embedded.append(Embedded(one.span.first, embeddings, one.span.is_embed))
+        whole = plan.sequence
+        front = LinkSequence(whole.token_ids[:stop], whole.positions[..., :stop], scratch.blocks, tuple(embedded))
+        seconds = yield from self._compute(front, scratch)
+        kv = self.engine.read_kv(scratch.blocks, chunk.span.start, len(chunk.span))
+        self._submit_own(plan, chunk, kv, canonical, seconds * len(chunk.span) / stop)
+
+    def _submit_own(
+        self, plan: LinkPlan, chunk: ChunkPlan, conditioned: Tensor, canonical: CanonicalRecord, seconds: float
+    ) -> None:
         before = plan.chunks[: plan.chunks.index(chunk)]
-        tokens = chunk.span.stop - chunk.span.start
         self._submit(
             kind=PatchKind.own,
-            delta=deficit(conditioned, canonical.kv),
+            delta=deficit_at(conditioned, canonical.kv, chunk.start_position, self.engine.layout),
             canonical=chunk.canonical_key,
             content=chunk.span.content,
             behind=[(c.canonical_key, c.span.content) for c in before],
             prefix=chunk.context,
             tenant=plan.request.tenant,
-            seconds=plan.compute_ms * 1e-3 * tokens / max(plan.tokens_computed, 1),
+            seconds=seconds,
         )
 
     def _submit(
@@ -225,7 +262,7 @@ class Harvester:
             )
             for chunk in plan.chunks
         )
-        return OrbitForming(request.prefix, chunks, request.tenant)
+        return OrbitForming(request.prefix, chunks, request.tenant, request.opening)
 
     def ready(self, forming: OrbitForming) -> Pieces[OrbitForming | None]:
         """The same with all embeddings; None when some are missing."""
@@ -235,16 +272,19 @@ class Harvester:
             if embedded is None:
                 return None
             found.append(embedded)
-        return OrbitForming(forming.prefix, tuple(found), forming.tenant)
+        return OrbitForming(forming.prefix, tuple(found), forming.tenant, forming.opening)
 
     def _embedded(self, chunk: OrbitChunk, tenant: str) -> Pieces[OrbitChunk | None]:
         """The chunk with its embeddings, if it needs any; None when they are missing."""
         if not chunk.needs_embeddings or chunk.embeddings is not None:
             return chunk
-        key = self.engine.embedding_key(chunk.content)
-        owner = owner_of(tenant, chunk.content)
+        embeddings = yield from self._stored_embeddings(chunk.content, tenant)
+        return None if embeddings is None else replace(chunk, embeddings=embeddings)
+
+    def _stored_embeddings(self, content: str, tenant: str) -> Pieces[Tensor | None]:
+        key, owner = self.engine.embedding_key(content), owner_of(tenant, content)
         stored = yield from aside(self._asking, self.library.get_embedding, key, owner)
-        return None if stored is None else replace(chunk, embeddings=stored.embeddings)
+        return None if stored is None else stored.embeddings
 
     def forming(self, plan: LinkPlan) -> Pieces[OrbitForming | None]:
         """Orders of a plan's distinct chunks; None when embeddings are missing."""
@@ -271,7 +311,7 @@ class Harvester:
         order = next(forming.orders, None)
         if order is None:
             return False
-        placed, seconds = yield from self._forward(forming.prefix, order, scratch)
+        placed, seconds = yield from self._forward(forming.opening, order, scratch)
         for i, place in enumerate(placed):
             before = [(other.chunk.key, other.chunk.content) for other in placed[:i]]
             if not forming.wants(place.chunk.key, [key for key, _ in before]):
@@ -313,10 +353,10 @@ class Harvester:
         for chunk in order:
             if not (yield from self._may_condition(chunk, tenant)):
                 return False
-        ready = yield from self.ready(OrbitForming(forming.prefix, tuple(order), tenant))
+        ready = yield from self.ready(OrbitForming(forming.prefix, tuple(order), tenant, forming.opening))
         if ready is None:
             return False
-        placed, seconds = yield from self._forward(forming.prefix, ready.chunks, scratch)
+        placed, seconds = yield from self._forward(forming.opening, ready.chunks, scratch)
         for i, key in enumerate(keys, 1):
             if not (yield from self._has_or_sent(key, tenant)):
                 yield from self._keep_if_known(
@@ -334,7 +374,7 @@ class Harvester:
         alone where its patch behind nothing is not stored: no sum does without it. Returns how many were run, `limit`
         at most, and the tokens that this took.
         """
-        prefix, tenant = forming.prefix, forming.tenant
+        prefix, opening, tenant = forming.prefix, forming.opening, forming.tenant
         first, *others = (forming.chunks[i] for i in batch)
 
         def lacks(*chunks: OrbitChunk) -> Pieces[bool]:
@@ -358,7 +398,7 @@ class Harvester:
             second = yield from self._embedded(chunk, tenant)
             if leading is None or second is None:
                 continue
-            sequence, placed = arrange(prefix, (leading, second), scratch.blocks)
+            sequence, placed = arrange(opening, (leading, second), scratch.blocks)
             start = placed[1].start if ran else 0
             seconds = yield from self._compute(sequence, scratch, start)
             alone = not ran and (yield from lacks(first))
@@ -372,8 +412,8 @@ class Harvester:
         if not ran and (yield from lacks(first)) and (yield from self._may_condition(first, tenant)):
             leading = yield from self._embedded(first, tenant)
             if leading is not None:
-                placed, seconds_per_token = yield from self._forward(prefix, [leading], scratch)
-                owner, length = _set_owner(tenant, prefix, first.content), len(prefix) + len(first.token_ids)
+                placed, seconds_per_token = yield from self._forward(opening, [leading], scratch)
+                owner, length = _set_owner(tenant, prefix, first.content), len(opening) + len(first.token_ids)
                 yield from self._keep_if_known(
                     placed, set_kind(0), prefix, tenant, owner, scratch.blocks, seconds_per_token
                 )
@@ -447,10 +487,10 @@ class Harvester:
         )
 
     def _forward(
-        self, prefix: Sequence[int], order: Sequence[OrbitChunk], scratch: Scratch
+        self, opening: Sequence[int], order: Sequence[OrbitChunk], scratch: Scratch
     ) -> Pieces[tuple[list[Placed], float]]:
         """Run chunks behind one another; where each of them stands, and seconds per token."""
-        sequence, placed = arrange(prefix, order, scratch.blocks)
+        sequence, placed = arrange(opening, order, scratch.blocks)
         seconds = yield from self._compute(sequence, scratch)
         return placed, seconds / len(sequence)
 
@@ -469,13 +509,14 @@ class Harvester:
     def _deficit(self, place: Placed, canonical: CanonicalRecord, blocks: Sequence[int]) -> Tensor:
         """Deficit of a chunk in the last forward [layers, tokens, features], position-free."""
         kv = self.engine.read_kv(blocks, place.start, len(place.chunk.token_ids))
-        return deficit(relocate(kv, -place.position, self.engine.layout), canonical.kv)
+        return deficit_at(kv, canonical.kv, place.position, self.engine.layout)
 
 
 def _set_owner(tenant: str, prefix: Sequence[int], *contents: str) -> str:
     """Owner of a patch behind a set.
 
-    It has seen the prefix and these chunks, nothing else of the request; the prefix is the tenant's. (An own patch has
-    also seen the tenant's text before the chunk: it is always the tenant's.)
+    It has seen the prefix, with what the chat template writes around it, and these chunks, nothing else of the request;
+    the prefix is the tenant's. (An own patch has also seen the tenant's text before the chunk: it is always the
+    tenant's.)
     """
     return tenant if prefix else owner_of(tenant, *contents)

@@ -26,7 +26,6 @@ from torch import Tensor
 from vllm.multimodal.inputs import MultiModalKwargsItem
 
 from kvstore.library import Library
-from kvstore.operator.apply import relocate
 from kvstore.operator.patch import PatchKind, set_kind
 from kvstore.records.format import RecordKind
 from kvstore.records.keys import antecedent_key
@@ -34,6 +33,7 @@ from kvstore.records.patch_form import PatchForm
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.link.linker import Linker
 from prefill_workers.link.plan import ChunkPlan, LinkPlan
+from prefill_workers.modes import FreeText
 from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.patch_compiler import PatchCompiler
 from prefill_workers.patches.scratch import Scratch, at_once
@@ -83,11 +83,11 @@ class OfflineWorker:
     Args:
         form: of the patches; it is part of their keys.
         budget: tokens of one forward at most.
-        free_text: of the service that links what is computed (`prefill.free_text`); own patches are keyed by it.
+        free_text: of the service that links what is computed (`prefill.free`); own patches are keyed by it.
     """
 
     def __init__(
-        self, engine: PrefillEngine, library: Library, form: PatchForm, budget: int, free_text: int = FREE_TEXT
+        self, engine: PrefillEngine, library: Library, form: PatchForm, budget: int, free_text: FreeText = FREE_TEXT
     ) -> None:
         self.engine, self.library = engine, library
         self._compiler = PatchCompiler(library, form)
@@ -214,8 +214,7 @@ class OfflineWorker:
         plan.compute_ms = seconds * 1e3
         item.work.tokens += kv.shape[1]
         for chunk in chunks:
-            inside = kv[:, chunk.span.start : chunk.span.stop]
-            conditioned = relocate(inside, -chunk.start_position, self.engine.layout)
+            conditioned = kv[:, chunk.span.start : chunk.span.stop]
             at_once(self._harvester.harvest(plan, chunk, conditioned, self._scratch))
             item.work.patches += 1
 

@@ -1,7 +1,7 @@
 """Path worker: patches of chunks behind others, from the library's contents alone.
 
 No request is at hand: a chunk is put together again from its shape (see `ChunkShape`), its stored embeddings or, of
-text, its stored tokens. Chunks stand back to back behind the fixed prefix, as in `orbit_patches`. Keys are the
+text, its stored tokens. Chunks stand back to back behind the prompt's opening, as in `orbit_patches`. Keys are the
 linker's, deficits and patches the harvester's: what is stored here is what a request finds.
 
     paths  a b c, a b d     one forward: a b c; then only d, behind the a b that lies in the blocks
@@ -66,12 +66,16 @@ class ChunkShape:
 
 @dataclass(frozen=True)
 class Path:
-    """A patch to make: of the last chunk behind the others, in this order (`ordered`) or any."""
+    """A patch to make: of the last chunk behind the others, in this order (`ordered`) or any.
+
+    `opening`: what requests with this fixed prefix have before their chunks; see `LinkRequest.opening`.
+    """
 
     tenant: str  # who owns the patch
     prefix: tuple[int, ...]
     ordered: bool
     chunks: tuple[ChunkShape, ...]
+    opening: tuple[int, ...]
 
 
 class Compiled(NamedTuple):
@@ -108,7 +112,7 @@ class PathWorker:
         self._harvester = Harvester(engine, library, form, self._compiler.compile)
         self._blocks = range(1, engine.num_blocks)  # block 0 is vLLM's null block
         self._rebuilt: OrderedDict[tuple[str, str], _Rebuilt] = OrderedDict()
-        self._lying: tuple[tuple[int, ...], list[str]] = ((), [])  # prefix and chunks whose KV is in the blocks
+        self._lying: tuple[tuple[int, ...], list[str]] = ((), [])  # opening and chunks whose KV is in the blocks
 
     @torch.inference_mode()
     def compile(self, path: Path) -> Compiled:
@@ -124,16 +128,16 @@ class PathWorker:
             return Compiled("skipped", reason=str(error))
 
     def _compile(self, path: Path, kind: PatchKind) -> Compiled:
-        whole = len(path.prefix) + sum(shape.length for shape in path.chunks)
+        whole = len(path.opening) + sum(shape.length for shape in path.chunks)
         if (whole + max(shape.length for shape in path.chunks)) > (len(self._blocks) - 1) * self._engine.block_size:
             raise Unbuildable("longer than the KV pool (prefill.kv_cache_gib)")
         rebuilt = [self._rebuild(path.tenant, shape) for shape in path.chunks]
         order = [each.chunk for each in rebuilt]
-        sequence, placed = arrange(path.prefix, order, self._blocks)
+        sequence, placed = arrange(path.opening, order, self._blocks)
         names = [chunk.key for chunk in order]
-        prefix, lying = self._lying
+        opening, lying = self._lying
         same = 0
-        while prefix == path.prefix and same < min(len(names) - 1, len(lying)) and names[same] == lying[same]:
+        while opening == path.opening and same < min(len(names) - 1, len(lying)) and names[same] == lying[same]:
             same += 1
         start = placed[same].start if same else 0
         self._lying = ((), [])
@@ -141,7 +145,7 @@ class PathWorker:
         for work in forwards([(sequence, [Run(start, len(sequence))])], self._budget):
             self._engine.forward(work)
         per_token = (time.perf_counter() - began) / (len(sequence) - start)
-        self._lying = (path.prefix, names)
+        self._lying = (path.opening, names)
         self._harvester.keep_last(
             placed, rebuilt[-1].canonical, kind, path.prefix, path.tenant, self._blocks,
             seconds=per_token * path.chunks[-1].length,

@@ -1,7 +1,7 @@
 """Orbit patches: one per chunk and predecessor *set*, from the mean deficit over orderings.
 
 A request that brings chunks 1-2-3 forms own patches for that order. While the engine is idle the worker also runs the
-other orders of the same chunks, behind the fixed prefix alone, and averages each chunk's deficit over the orders of
+other orders of the same chunks, behind the prompt's opening alone, and averages each chunk's deficit over the orders of
 each set of predecessors (kamera.md §5, "Reorder"). The next request may bring them as 3-1-2 and needs no forward.
 
 Up to four predecessors all orders are run, K! forwards for K chunks, and every set gets its patch. Beyond, every chunk
@@ -54,13 +54,13 @@ class Placed:
 
 
 def arrange(
-    prefix: Sequence[int], order: Sequence[OrbitChunk], blocks: Sequence[int]
+    opening: Sequence[int], order: Sequence[OrbitChunk], blocks: Sequence[int]
 ) -> tuple[LinkSequence, list[Placed]]:
-    """The fixed prefix and the chunks in this order, back to back, as one sequence in `blocks`."""
-    flat = torch.arange(len(prefix))
+    """A prompt's opening and the chunks in this order, back to back, as one sequence in `blocks`."""
+    flat = torch.arange(len(opening))
     positions = [flat if order[0].positions.dim() == 1 else flat.expand(3, -1)]
-    ids, placed, embedded = [torch.tensor(list(prefix), dtype=torch.int32)], [], []
-    index = position = len(prefix)
+    ids, placed, embedded = [torch.tensor(list(opening), dtype=torch.int32)], [], []
+    index = position = len(opening)
     for chunk in order:
         placed.append(Placed(chunk, index, position))
         ids.append(chunk.token_ids)
@@ -82,11 +82,15 @@ class _Mean:
 
 @dataclass
 class OrbitForming:
-    """A set of chunks in progress: orders still to run, and deficits summed so far."""
+    """A set of chunks in progress: orders still to run, and deficits summed so far.
+
+    Its patches are keyed by the fixed prefix and formed behind `opening`, what requests have before their chunks.
+    """
 
     prefix: tuple[int, ...]
     chunks: tuple[OrbitChunk, ...]
     tenant: str
+    opening: tuple[int, ...]
     orders: Iterator[tuple[OrbitChunk, ...]] = field(init=False)
     _means: dict[tuple[str, frozenset[str]], _Mean] = field(default_factory=dict)
     _done: set[tuple[str, frozenset[str]]] = field(default_factory=set)
@@ -104,7 +108,7 @@ class OrbitForming:
     @property
     def tokens(self) -> int:
         """Length of every arrangement."""
-        return len(self.prefix) + sum(len(chunk.token_ids) for chunk in self.chunks)
+        return len(self.opening) + sum(len(chunk.token_ids) for chunk in self.chunks)
 
     def wants(self, key: str, before: Sequence[str]) -> bool:
         """True if the deficit of chunk `key` behind `before`, in order, is missing from a mean."""

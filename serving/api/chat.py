@@ -17,9 +17,10 @@ from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
 
 from serving.api.client_disconnect import answering
 from serving.api.media import MediaResolver
+from serving.api.opening import Openings, token_ids_of
 from serving.api.ordering import Ordering, ordered
 from serving.api.pixel_budget import give_back
-from serving.api.prefix import Prefixes, tools_text
+from serving.api.prefix import Prefixes, leads, tools_text
 from serving.api.streams import opened
 from serving.frontend.documents import Documents
 from serving.frontend.errors import InvalidRequest
@@ -57,6 +58,7 @@ class OrbitServingChat(OpenAIServingChat):
         self._media, self._documents = media, documents
         tokenizer = self.renderer.get_tokenizer()
         self._prefixes = Prefixes(tokenizer, self.renderer._executor)
+        self._openings = Openings(self._rendered_tokens)
         self._max_characters = self.model_config.max_model_len * tokenizer.max_chars_per_token
 
     async def create_chat_completion(
@@ -87,6 +89,8 @@ class OrbitServingChat(OpenAIServingChat):
                 "truncate_prompt_tokens: a prompt with images or documents is not cut",
                 parameter="truncate_prompt_tokens",
             )
+        if contents:
+            trace.opening_tokens = await self._openings.token_ids(tenant, prefix, request, messages)
         trace.mark("media")
         set_trace(trace)
         self.engine_client.prefetch(contents, trace)
@@ -97,6 +101,9 @@ class OrbitServingChat(OpenAIServingChat):
             answer.orbit = trace.document()  # vLLM's response models take further fields
             return answer
         return await opened(self._reported(answer, trace))
+
+    async def _rendered_tokens(self, request: ChatCompletionRequest) -> tuple[int, ...]:
+        return token_ids_of(await self.online_renderer.render_chat(request, skip_mm_cache=True))
 
     async def render_chat_request(self, request: ChatCompletionRequest) -> Any:
         """Render as vLLM does, but with every item's processed fields.
@@ -244,7 +251,7 @@ def refuse_longer(messages: list[dict[str, Any]], prefix: str, most: int) -> Non
 
     `prefix`: see `fixed_prefix`.
     """
-    characters = len(prefix) + sum(map(_characters, dropwhile(_leads, messages)))
+    characters = len(prefix) + sum(map(_characters, dropwhile(leads, messages)))
     if characters > most:
         raise InvalidRequest(
             f"the messages and tools have {characters} characters; the model's longest prompt has at most {most}",
@@ -260,10 +267,6 @@ def _characters(message: dict[str, Any]) -> int:
     return sum(len(text) for text in texts if isinstance(text, str))
 
 
-def _leads(message: dict[str, Any]) -> bool:
-    return message.get("role") in ("system", "developer")
-
-
 def fixed_prefix(messages: list[dict[str, Any]], request: ChatCompletionRequest | TokenizeChatRequest) -> str:
     """Text before every chunk of a conversation, whatever is asked.
 
@@ -272,7 +275,7 @@ def fixed_prefix(messages: list[dict[str, Any]], request: ChatCompletionRequest 
     texts = [tools_text(request.tools)] if request.tools else []
     if documents := getattr(request, "documents", None):
         texts.append(json.dumps(documents, sort_keys=True))
-    for message in takewhile(_leads, messages):
+    for message in takewhile(leads, messages):
         content = message.get("content")
         if isinstance(content, str):
             texts.append(content)

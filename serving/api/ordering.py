@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
-from prefill_workers.modes import Mode, Text, looks_up_patch
+from prefill_workers.modes import FreeText, Mode, Text, looks_up_patch
 from serving.api.order_words import dependence
+from serving.api.prefix import leads
 from serving.frontend.documents import Documents
 from serving.frontend.report import Alternative, ChunkCosts, OrderReport, RequestTrace
 from serving.placement.orderer import PatchAwareOrderer
@@ -79,8 +80,12 @@ class Ordering:
         self.groups: list[int | None] = []  # the run that a chunk belongs to; None: it is alone in it, or may not move
         self.gaps: list[int] = []  # of every chunk, about how many tokens of text stand between the last one and it
         self._places: list[tuple[int, int]] = []  # message and part of every chunk
-        self._gap = 0
+        self.before = 0  # about how many tokens of the conversation stand before its first chunk
+        self._gap, leading = 0, True
         for m, message in enumerate(messages):
+            if leading and not leads(message):
+                leading = False
+                self._gap = self._gap if self._places else -_TURN  # the opening is no text of the conversation
             self._read(m, message)
         sizes = {group: self.groups.count(group) for group in self.groups}
         self.groups = [group if sizes[group] > 1 else None for group in self.groups]
@@ -98,6 +103,7 @@ class Ordering:
                 self.contents.append(chunk)
                 self.groups.append(run if message.get("role") in _MOVED_ROLES else None)
                 self.gaps.append(self._gap if self._places else 0)
+                self.before = self.before if self._places else self._gap
                 self._places.append((m, p))
                 self._gap = 0
             elif part.get("type") == "text":
@@ -108,7 +114,7 @@ class Ordering:
         self.texts.append(text)
         self._gap += len(text.split())
 
-    def before_text(self, text: Text, free_text: int) -> int:
+    def before_text(self, text: Text, free: FreeText) -> int:
         """Number of chunks before text that keys the patches of all behind it.
 
         See `prefill_workers.link.keys`.
@@ -116,7 +122,8 @@ class Ordering:
         Words are counted: tokens are not known yet, and text has more of them.
         """
         longest = accumulate(self.gaps, max)
-        return next((i for i, most in enumerate(longest) if text.keys(most, free_text)), len(self.gaps))
+        keyed = (i for i, most in enumerate(longest) if text.keys(self.before, most, free))
+        return next(keyed, len(self.gaps))
 
     def _chunk(self, part: dict[str, Any]) -> str | None:
         if part.get("type") == "image_pil":

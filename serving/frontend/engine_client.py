@@ -162,7 +162,7 @@ class LinkedEngineClient(_NotOurs):
         self._delimiters = Delimiters.of(self.model_config, self.renderer.get_tokenizer())
         self._image_delimiters = image_delimiters(self.renderer, self._delimiters)
         self.forgets = ForgetRegistry()
-        orderer = PatchAwareOrderer(compose_up_to=compose_up_to, free_text=prefill.free_text)
+        orderer = PatchAwareOrderer(compose_up_to=compose_up_to, free_text=prefill.free)
         self.orderer = self.forgets.group().register(orderer)
         self._first_tokens, self._vocabulary = prefill.first_token, vllm_config.model_config.get_vocab_size()
         self._lease_seconds = prefill.lease_seconds
@@ -328,6 +328,7 @@ class LinkedEngineClient(_NotOurs):
             text=trace.options.text,
             readers=params.n or 1,
             sampling=sampling_of(params, self._vocabulary) if self._first_tokens else None,
+            head=segments.head(trace.opening_tokens),
         )
         request = replace(request, patched=self.orderer.patched(request))
         trace.mark("rendered")

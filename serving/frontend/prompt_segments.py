@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from PIL import Image
@@ -65,6 +66,12 @@ class Segments:
     token_ids: list[int]
     chunks: tuple[ChunkSpan, ...]
     items: tuple[tuple[str, MultiModalKwargsItem] | None, ...]
+
+    def head(self, opening: Sequence[int]) -> int:
+        """Number of first tokens, before any chunk, that the prompt has in common with `opening`."""
+        stop = self.chunks[0].start if self.chunks else len(self.token_ids)
+        pairs = zip(self.token_ids[:stop], opening, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def pixels(self, chunks: Sequence[int]) -> list[tuple[str, MultiModalKwargsItem]]:
         """Processed pixels of these chunks, for the vision encoder; none may be a text chunk."""

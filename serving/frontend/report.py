@@ -41,8 +41,8 @@ class OrbitOptions(BaseModel):
     text: Text = Field(
         Text.AUTO,
         description="Whether text is part of what patches are keyed by, beside the system prompt. auto: text between "
-        "chunks is, where some of it is longer than `prefill.free_text` tokens. strict: all text before a chunk is. "
-        "free: none is.",
+        "chunks is, where some of it is longer than `prefill.free_text` tokens, and so is that before the first chunk "
+        "beyond `prefill.free_text_before`. strict: all text before a chunk is. free: none is.",
     )
 
     @field_validator("mode")
@@ -149,6 +149,7 @@ class RequestTrace:
     options: OrbitOptions = field(default_factory=OrbitOptions)
     tenant: str = "local"
     prefix_tokens: tuple[int, ...] = ()
+    opening_tokens: tuple[int, ...] = ()  # of an empty conversation behind the same fixed prefix
     documents: list[Document] = field(default_factory=list)  # text chunks of the prompt, in order
     groups: list[int | None] = field(default_factory=list)  # runs of chunks that could trade places, if any could
     costs: list[ChunkCosts] = field(default_factory=list)  # of the prompt's chunks, where an explanation is wanted

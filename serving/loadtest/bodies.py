@@ -1,25 +1,62 @@
-"""Request bodies: every picture drawn once, and uploaded once where files are wanted."""
+"""Request bodies: every picture drawn once, and uploaded once where files are wanted; answers sent back."""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from serving.loadtest.arrivals import Arrival
-from serving.loadtest.client import Client, Endpoint
 from serving.loadtest.images import data_url, png
-from serving.loadtest.workloads import Ask, Part, Picture, Workload
+from serving.loadtest.workloads import Ask, Part, Picture, Reply, Workload
+
+if TYPE_CHECKING:
+    from serving.loadtest.client import Client, Endpoint, Sample
 
 _STREAMED: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+_Answer = asyncio.Future[str | None]  # None: there was no whole answer
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """A request's body, whose messages may hold answers that are still to come.
+
+    `replies`: such messages of `document`, with the answer of each and what is sent where there is none. `told`: takes
+    the request's own answer, if a later one sends it back.
+    """
+
+    document: Mapping[str, Any]
+    replies: Sequence[tuple[dict[str, Any], _Answer, str]] = ()
+    told: _Answer | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """True if no answer is missing."""
+        return all(answer.done() for _, answer, _ in self.replies)
+
+    async def content(self) -> bytes:
+        """The body as JSON, once it is complete."""
+        for message, answer, instead in self.replies:
+            message["content"] = await asyncio.shield(answer) or instead
+        return json.dumps(self.document).encode()
+
+    def answered(self, sample: Sample) -> None:
+        """Pass the request's answer on."""
+        if self.told is not None and not self.told.done():
+            self.told.set_result(sample.text if sample.is_ok else None)
 
 
 class Bodies:
-    """Bodies for one endpoint. Pictures that were uploaded stay known from one run to the next."""
+    """Bodies for one endpoint. Pictures that were uploaded stay known from one run to the next, and so do answers."""
 
     def __init__(self, endpoint: Endpoint, workload: Workload) -> None:
         self._endpoint, self._workload = endpoint, workload
         self._parts: dict[Picture, dict[str, Any]] = {}
+        self._answers: dict[int, _Answer] = {}
 
-    async def body(self, arrival: Arrival, model: str, client: Client) -> dict[str, Any]:
+    async def body(self, arrival: Arrival, model: str, client: Client) -> Body:
         """The body of an arrival: its own, or the workload's next request.
 
         Raises:
@@ -27,26 +64,34 @@ class Bodies:
         """
         orbit = {} if self._endpoint.orbit is None else {"orbit": dict(self._endpoint.orbit)}
         if arrival.body is not None:
-            return {"model": model, **orbit, **self._endpoint.fields, **arrival.body, **_STREAMED}
+            return Body({"model": model, **orbit, **self._endpoint.fields, **arrival.body, **_STREAMED})
         ask = self._workload.ask(arrival.images, arrival.max_tokens)
-        messages = await self._messages(ask, client)
+        replies: list[tuple[dict[str, Any], _Answer, str]] = []
+        messages = [await self._message(role, parts, client, replies) for role, parts in ask.messages]
         own = {"model": model, "messages": messages, "max_tokens": ask.max_tokens, "temperature": 0}
-        return {**own, **orbit, **self._endpoint.fields, **_STREAMED}
+        return Body({**own, **orbit, **self._endpoint.fields, **_STREAMED}, replies, self._told(ask))
 
-    async def _messages(self, ask: Ask, client: Client) -> list[dict[str, Any]]:
-        return [
-            {"role": role, "content": [await self._part(part, client) for part in parts]}
-            if any(isinstance(part, Picture) for part in parts)
-            else {"role": role, "content": " ".join(map(str, parts))}
-            for role, parts in ask.messages
-        ]
+    def _told(self, ask: Ask) -> _Answer | None:
+        if not self._workload.sends_back:
+            return None
+        answer = self._answers[ask.number] = asyncio.get_running_loop().create_future()
+        return answer
+
+    async def _message(
+        self, role: str, parts: tuple[Part, ...], client: Client, replies: list[tuple[dict[str, Any], _Answer, str]]
+    ) -> dict[str, Any]:
+        if any(isinstance(part, Picture) for part in parts):
+            return {"role": role, "content": [await self._part(part, client) for part in parts]}
+        message = {"role": role, "content": " ".join(part for part in parts if isinstance(part, str))}
+        replies += [(message, self._answers[part.request], part.instead) for part in parts if isinstance(part, Reply)]
+        return message
 
     async def _part(self, part: Part, client: Client) -> dict[str, Any]:
-        if isinstance(part, str):
-            return {"type": "text", "text": part}
-        if part not in self._parts:
-            self._parts[part] = await self._picture(part, client)
-        return self._parts[part]
+        if isinstance(part, Picture):
+            if part not in self._parts:
+                self._parts[part] = await self._picture(part, client)
+            return self._parts[part]
+        return {"type": "text", "text": str(part)}
 
     async def _picture(self, picture: Picture, client: Client) -> dict[str, Any]:
         if self._endpoint.images == "inline":

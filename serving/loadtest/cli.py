@@ -31,7 +31,7 @@ def loadtest(
     api_key: Annotated[
         str | None, typer.Option("--api-key", envvar="ORBITSERVE_API_KEY", help="Bearer key, where one is wanted.")
     ] = None,
-    workload: Annotated[str, typer.Option(help="mrag, agent, chat, novel or one-shot.")] = "mrag",
+    workload: Annotated[str, typer.Option(help="mrag, agent, turns, image-first, chat, novel or one-shot.")] = "mrag",
     parameters: Annotated[
         list[str] | None, typer.Option("--set", help="NAME=VALUE of the workload's parameters; may be repeated.")
     ] = None,

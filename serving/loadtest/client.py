@@ -1,6 +1,7 @@
 """Timed streamed chat requests, and schedules of them sent when due (open loop).
 
-An open loop: the next request does not wait for an answer, so a server that falls behind is shown to. Latencies are
+An open loop: the next request does not wait for an answer, so a server that falls behind is shown to (but for a
+request that sends an answer back: it is due when that is there, if that is later). Latencies are
 counted from when a request was *due*, not from when it was sent ("coordinated omission"): where the generator itself
 falls behind, its requests look slower, never faster, and `Sample.lag_ms` says by how much.
 """
@@ -15,9 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import aiohttp
+
+if TYPE_CHECKING:
+    from serving.loadtest.bodies import Body
 
 OK, REJECTED, TIMEOUT, UNFINISHED = "ok", "429", "timeout", "unfinished"
 _NO_LIST = (404, 405, 501)  # of a server that lists no models
@@ -77,6 +81,7 @@ class Sample:
     points: Mapping[str, int] = field(default_factory=dict)  # chunks by operating point, from `orbit`
     stages_ms: Mapping[str, float] = field(default_factory=dict)  # what took how long, from `orbit`
     message: str = ""
+    text: str = ""  # of the answer
 
     @property
     def is_ok(self) -> bool:
@@ -249,6 +254,7 @@ class _Heard:
         self._cached: int | None = None
         self._points: dict[str, int] = {}
         self._stages: dict[str, float] = {}
+        self._text: list[str] = []
 
     def take(self, line: bytes) -> None:
         """One line of the stream."""
@@ -269,6 +275,7 @@ class _Heard:
             self._stages = dict(orbit.get("stages_ms") or {})
         for choice in event.get("choices") or []:
             delta = choice.get("delta") or {}
+            self._text.append(delta.get("content") or "")
             if any(delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls")):
                 self.last = time.perf_counter()
                 self.first = self.first or self.last
@@ -293,12 +300,13 @@ class _Heard:
             self._points,
             self._stages,
             message,
+            "".join(self._text),
         )
 
 
 async def open_loop(
     ask: Callable[[bytes, float], Any],
-    schedule: Sequence[tuple[float, Mapping[str, Any]]],
+    schedule: Sequence[tuple[float, Body]],
     tally: Tally,
     max_in_flight: int,
     drain_s: float,
@@ -317,9 +325,13 @@ async def open_loop(
     gate = asyncio.Semaphore(max_in_flight)
     tally.planned += len(schedule)
 
-    async def one(content: bytes, due: float) -> Sample:
-        tally.held_back += gate.locked()
+    async def one(body: Body, content: bytes | None, due: float) -> Sample:
         try:
+            if content is None:
+                waits = not body.is_complete
+                content = await body.content()
+                due = max(due, time.perf_counter()) if waits else due
+            tally.held_back += gate.locked()
             async with gate:
                 tally.sent += 1
                 tally.peak = max(tally.peak, tally.in_flight)
@@ -329,14 +341,15 @@ async def open_loop(
             tally.sent += 1
             sample = Sample(due, now, None, None, now, UNFINISHED, message="never sent")
         tally.samples.append(sample)
+        body.answered(sample)
         return sample
 
     start = time.perf_counter() + _START_SECONDS
     tasks = []
     for at, body in schedule:
-        content = json.dumps(body).encode()  # before it is due
+        content = await body.content() if body.is_complete else None  # before it is due
         await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
-        tasks.append(asyncio.create_task(one(content, start + at)))
+        tasks.append(asyncio.create_task(one(body, content, start + at)))
     _, late = await asyncio.wait(tasks, timeout=drain_s)
     for task in late:
         task.cancel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -106,7 +105,9 @@ class Subject:
             for _ in range(count):
                 body = await self._bodies.body(Arrival(0.0), model, client)
                 tally.sent += 1
-                tally.samples.append(await client.ask(json.dumps(body).encode()))
+                sample = await client.ask(await body.content())
+                body.answered(sample)
+                tally.samples.append(sample)
         return tally.samples
 
 

@@ -3,25 +3,27 @@
 A workload is made for one run and asked for its requests in order, because some of them depend on those before. The
 same settings and seed give the same requests, pixel by pixel, on every machine and for every server.
 
-| name       | shape                                                                     | what recurs                |
-|------------|---------------------------------------------------------------------------|----------------------------|
-| `mrag`     | k of N pages, Zipf-distributed, then a question (multimodal RAG)          | pages, in any order        |
-| `agent`    | sessions: the last screenshots, some older ones, and a log of actions     | a window that slides       |
-| `chat`     | text and images from one gallery interleaved (mpic.md, Figure 1)          | images behind other words  |
-| `novel`    | k of N pages, a set that never came before (LMCache issue 4663)           | pages; never their company |
-| `one-shot` | images that nobody has seen before or will again                          | nothing                    |
+| name          | shape                                                                | what recurs                |
+|---------------|----------------------------------------------------------------------|----------------------------|
+| `mrag`        | k of N pages, Zipf-distributed, then a question (multimodal RAG)     | pages, in any order        |
+| `agent`       | sessions: the last screenshots, actions between them, looks back     | a window that slides       |
+| `turns`       | chats turn by turn, images in some turns, answers sent back          | all that was said before   |
+| `image-first` | one image, and a question that is new                                | what a prompt begins with  |
+| `chat`        | text and images from one gallery interleaved (mpic.md, Figure 1)     | images behind other words  |
+| `novel`       | k of N pages, a set that never came before (LMCache issue 4663)      | pages; never their company |
+| `one-shot`    | images that nobody has seen before or will again                     | nothing                    |
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from PIL import Image
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from infra.reference.pictures import grid_picture
 from infra.reference.scenes import NOWHERE
@@ -65,17 +67,29 @@ class Picture:
         return grid_picture(things, colours, torch.full_like(things, NOWHERE), self.columns, CELL)
 
 
-Part = str | Picture
+@dataclass(frozen=True)
+class Reply:
+    """The server's answer to an earlier request of the workload, sent back.
+
+    `request`: its number, from 0 on. `instead`: what is sent back if it was not answered.
+    """
+
+    request: int
+    instead: str
+
+
+Part = str | Picture | Reply  # a reply is a message by itself
 Message = tuple[str, tuple[Part, ...]]  # role and parts
 Messages = tuple[Message, ...]
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: its messages, and the most tokens that its answer may have."""
+    """One request: its messages, the most tokens that its answer may have, and its number."""
 
     messages: Messages
     max_tokens: int
+    number: int
 
 
 class Workload(BaseModel, ABC):
@@ -84,6 +98,7 @@ class Workload(BaseModel, ABC):
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: ClassVar[str]
     about: ClassVar[str]
+    sends_back: ClassVar[bool] = False  # whether answers are part of later requests (`Reply`)
 
     seed: int = Field(0, ge=0, description="Of everything that is drawn: pages, words, choices.")
     columns: int = Field(16, ge=2, description="Cells of a page across; a cell is 28 pixels, one Qwen-VL token.")
@@ -99,7 +114,7 @@ class Workload(BaseModel, ABC):
         random = np.random.default_rng([self.seed, 0x57E9, number])
         messages = self._messages(number, random, images)
         leading = ((("system", (self.system,)),) if self.system else ()) + messages
-        return Ask(leading, max_tokens or self.max_tokens)
+        return Ask(leading, max_tokens or self.max_tokens, number)
 
     @abstractmethod
     def _messages(self, number: int, random: np.random.Generator, images: int | None) -> Messages:
@@ -176,32 +191,102 @@ class Novel(_Pool):
 
 
 class Agent(Workload):
-    """Sliding-window agent: each step sends its last screenshots, some older ones, its actions."""
+    """Sliding-window agent: screenshots with its actions between them, the oldest leaving."""
 
     name = "agent"
-    about = "sessions in turn; a step sends the last screenshots, look-backs to older ones and a log of actions"
+    about = "sessions in turn; each step adds a screenshot behind the last action, and the oldest leaves the window"
 
     sessions: int = Field(4, ge=1, description="Sessions that take steps in turn.")
-    steps: int = Field(30, ge=1, description="Steps until a session ends and a new one takes its place.")
+    steps: int = Field(40, ge=1, description="Steps until a session ends and a new one takes its place.")
     window: int = Field(3, ge=1, description="Last screenshots of a step.")
-    lookback: float = Field(0.3, ge=0, le=1, description="Share of steps that send an older screenshot too.")
-    log_actions: int = Field(6, ge=0, description="Last actions told in words before the screenshots.")
+    lookback: float = Field(0.1, ge=0, le=1, description="Share of steps that ask for an older screenshot once more.")
+    shortest_action: int = Field(20, ge=1, description="Words of the shortest action, each about a token.")
+    longest_action: int = Field(200, ge=1, description="Words of the longest action.")
+    keep_actions: bool = Field(False, description="Keep the actions of screenshots that have left the window.")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.longest_action < self.shortest_action:
+            raise ValueError(f"longest_action is {self.longest_action}, shortest_action {self.shortest_action}")
+        return self
 
     def _messages(self, number: int, random: np.random.Generator, images: int | None) -> Messages:
         turn, place = divmod(number, self.sessions)
         life, step = divmod(turn, self.steps)
-        session = life * self.sessions + place
-        start = max(0, step + 1 - (images or self.window))
-        shown = list(range(start, step + 1))
-        if start and random.random() < self.lookback:
-            shown.insert(0, int(random.integers(start)))
-        log = " ".join(f"step {i}: {self._action(session, i)}" for i in range(max(0, step - self.log_actions), step))
-        screens = (self._page(session * self.steps + screen) for screen in shown)
-        task = words(np.random.default_rng([self.seed, 0xA9E7, session]), 12)
-        return (("user", (f"task: {task} {log}".rstrip(), *screens, f"step {step}: what next?")),)
+        session, window = life * self.sessions + place, images or self.window
+        start = max(0, step + 1 - window)
+        task: tuple[Part, ...] = (f"task: {words(self._of(session), 12)}",)
+        messages: list[Message] = []
+        for i in range(0 if self.keep_actions else start, step + 1):
+            shown = (f"step {i}:", self._screen(session, i)) if i >= start else (f"step {i}: shown no more",)
+            messages.append(("user", (*task, *shown)))
+            task = ()
+            older = self._looks_back(session, i, window) if i >= start else None
+            if older is not None:
+                messages.append(("assistant", (f"show step {older} once more",)))
+                messages.append(("user", (f"step {older}:", self._screen(session, older))))
+            if i < step:
+                messages.append(("assistant", (self._action(session, i),)))
+        return tuple(messages)
+
+    def _of(self, session: int, step: int = 0, what: int = 0) -> np.random.Generator:
+        return np.random.default_rng([self.seed, 0xA9E7, session, step, what])
+
+    def _screen(self, session: int, step: int) -> Picture:
+        return self._page(session * self.steps + step)
 
     def _action(self, session: int, step: int) -> str:
-        return words(np.random.default_rng([self.seed, 0xAC71, session, step]), 4)
+        random = self._of(session, step, 1)
+        return words(random, int(random.integers(self.shortest_action, self.longest_action + 1)))
+
+    def _looks_back(self, session: int, step: int, window: int) -> int | None:
+        """Step whose screenshot, out of the window by then, a step asks for; None: it asks for none."""
+        random, gone = self._of(session, step, 2), step + 1 - window
+        return int(random.integers(gone)) if gone > 0 and random.random() < self.lookback else None
+
+
+class Turns(Workload):
+    """Chats turn by turn: every request holds what was said before, answers included."""
+
+    name = "turns"
+    about = "chats in turn, images in some of their turns; the server's own answers are sent back"
+    sends_back = True
+
+    max_tokens: int = Field(128, ge=1, description="Longest answer, which later turns send back.")
+    chats: int = Field(8, ge=1, description="Chats that take turns; a chat's next request waits for its last answer.")
+    turns: int = Field(8, ge=1, description="Turns until a chat ends and a new one takes its place.")
+    image_turns: int = Field(2, ge=0, description="Turns of a chat that bring an image, spread from the first on.")
+    text_words: int = Field(24, ge=1, description="Words of each of the user's turns.")
+
+    def _messages(self, number: int, random: np.random.Generator, images: int | None) -> Messages:
+        """See the base; a trace's number of images does not count, later turns would contradict earlier ones."""
+        place, round_ = number % self.chats, number // self.chats
+        life, turn = divmod(round_, self.turns)
+        chat, count = life * self.chats + place, min(self.image_turns, self.turns)
+        pictured = {i * self.turns // count: i for i in range(count)}
+        messages: list[Message] = []
+        for i in range(turn + 1):
+            own = np.random.default_rng([self.seed, 0x7012, chat, i])
+            image = (self._page(chat * count + pictured[i]),) if i in pictured else ()
+            messages.append(("user", (*image, words(own, self.text_words))))
+            if i < turn:
+                asked = (life * self.turns + i) * self.chats + place
+                messages.append(("assistant", (Reply(asked, words(own, self.max_tokens)),)))
+        return tuple(messages)
+
+
+class ImageFirst(Workload):
+    """One image, then a question that is new: the home ground of prefix caches."""
+
+    name = "image-first"
+    about = "the same images in front of every request, and a question that nobody asked before"
+
+    images: int = Field(1, ge=1, description="Images that every request begins with.")
+    question_words: int = Field(12, ge=1, description="Words of the question.")
+
+    def _messages(self, number: int, random: np.random.Generator, images: int | None) -> Messages:
+        pages = (self._page(page) for page in range(images or self.images))
+        return (("user", (*pages, words(random, self.question_words))),)
 
 
 class Chat(Workload):
@@ -249,7 +334,9 @@ class OneShot(Workload):
         return (("user", (*pages, words(random, self.question_words))),)
 
 
-WORKLOADS: dict[str, type[Workload]] = {kind.name: kind for kind in (Mrag, Agent, Chat, Novel, OneShot)}
+WORKLOADS: dict[str, type[Workload]] = {
+    kind.name: kind for kind in (Mrag, Agent, Turns, ImageFirst, Chat, Novel, OneShot)
+}
 
 
 def workload(name: str, **parameters: Any) -> Workload:

@@ -8,6 +8,7 @@ the plan runs without an engine. Run again, it computes nothing that is stored, 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -33,7 +34,7 @@ from rich.progress import (
 from infra.vllm_env import vllm_environment
 from kvstore.catalog.index import prefix_key
 from serving.access_log import TEXT, BadLog, LoggedChunk, LoggedRequest, expanded, log_files, read
-from serving.api.prefix import with_tools_of_requests
+from serving.api.prefix import split_tools, with_tools_of_requests
 from serving.config import OrbitServeConfig
 from serving.offline.compile_plan import Kind, Plan, Terms, Trace, Wanted, plan, trace_of
 from serving.offline.compile_report import Report, show_outcome, show_plan
@@ -99,23 +100,41 @@ class Planner:
         except UnknownBasis as error:
             raise CompileTraceError(str(error)) from error
         self.costs: LinkCosts = LinkCosts()
-        self.prefixes = self._prefixes(choice.prefixes)
+        self.prefixes, self._texts = self._prefixes(choice.prefixes)
 
-    def _prefixes(self, texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
-        """Token ids of fixed prefixes by digest.
+    def _prefixes(self, texts: Sequence[str]) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+        """Token ids of fixed prefixes by digest, and their texts.
 
         Of the empty one and of those given, also with tools as requests have them.
         """
-        known: list[tuple[int, ...]] = [()]
+        known = {"": ()}
         if texts:
             from vllm.tokenizers import get_tokenizer
 
             tokenizer = get_tokenizer(
                 str(self.config.model.path), trust_remote_code=self.config.model.trust_remote_code
             )
-            written = dict.fromkeys([*texts, *map(with_tools_of_requests, texts)])
-            known += [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in written]
-        return {prefix_key(tokens): tokens for tokens in known}
+            for text in [*texts, *map(with_tools_of_requests, texts)]:
+                known[text] = tuple(tokenizer.encode(text, add_special_tokens=False))
+        digests = {text: prefix_key(tokens) for text, tokens in known.items()}
+        return {digests[text]: tokens for text, tokens in known.items()}, {digests[text]: text for text in known}
+
+    def _openings(self, digests: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """Token ids of prompts' openings by the digest of their fixed prefix.
+
+        The prefix's own for a model that takes no images: no sample of a prompt can be rendered.
+        """
+        from serving.offline.precompute_prepare import EntryError, Opening, Prompts
+
+        prompts, found = Prompts(self.config), dict[str, tuple[int, ...]]()
+        for digest in digests:
+            tools, system = split_tools(self._texts[digest])
+            opening = Opening(tuple(tools), ({"role": "system", "content": system},) if system else ())
+            try:
+                found[digest] = asyncio.run(prompts.opening_tokens(opening))
+            except EntryError:
+                found[digest] = self.prefixes[digest]
+        return found
 
     def trace(self, requests: Iterable[LoggedRequest]) -> Trace:
         """The requests that patches can serve; learns what tokens cost on the way."""
@@ -136,7 +155,7 @@ class Planner:
         if request.model != self.config.model.served_name:
             return f"logged of another model ({request.model})"
         try:
-            keyed = Text(request.text).keys(request.between, self.config.prefill.free_text)
+            keyed = Text(request.text).keys(request.before, request.between, self.config.prefill.free)
             if not looks_up_patch(Mode.parse(request.mode)):
                 return f"mode {request.mode} uses no patches"
         except ValueError as error:
@@ -228,12 +247,14 @@ class Planner:
         from prefill_workers.patches.offline_paths import Path as PatchPath
 
         shapes: dict[str, ChunkShape] = {}
+        openings = self._openings({wanted.scope.prefix for wanted in chosen.patches})
         for wanted in chosen.patches:
             for content in wanted.contents:
                 if content not in shapes:
                     shapes[content] = shape_of(trace.shapes[content])
             chunks = tuple(shapes[content] for content in wanted.contents)
-            yield PatchPath(wanted.scope.owner, self.prefixes[wanted.scope.prefix], wanted.ordered, chunks)
+            scope = wanted.scope
+            yield PatchPath(scope.owner, self.prefixes[scope.prefix], wanted.ordered, chunks, openings[scope.prefix])
 
 
 def text_of(prefix: str) -> str:

@@ -46,6 +46,8 @@ from serving.offline.precompute_manifest import Entry, ImageSource, ManifestErro
 
 MAX_ORBIT_IMAGES = 5  # of more, not all orders are run, and not every order would link
 
+_SAMPLE = ResolvedImage("0" * 64, Image.new("RGB", (64, 64)))
+
 
 class EntryError(ValueError):
     """An entry that cannot be precomputed; the message says why."""
@@ -72,8 +74,7 @@ class Preparer:
         That shows the delimiters of them all and warms the processor.
         """
         preparer = cls(*arguments)
-        sample = ResolvedImage("0" * 64, Image.new("RGB", (64, 64)))
-        segments = await preparer._prompts.render(Opening(), [sample])
+        segments = await preparer._prompts.render(Opening(), [_SAMPLE])
         (span,), tokens = segments.chunks, segments.token_ids
         preparer._delimiters = (tokens[span.start : span.first], tokens[span.first + span.count : span.stop])
         return preparer
@@ -102,7 +103,8 @@ class Preparer:
                 f"the prompt has {len(segments.token_ids)} tokens, the KV pool holds {self._offline.capacity}; "
                 "raise prefill.kv_cache_gib"
             )
-        request = LinkRequest(entry.name, segments.token_ids, segments.chunks, Mode.EXACT, entry.tenant, prefix)
+        named = (entry.name, segments.token_ids, segments.chunks, Mode.EXACT, entry.tenant, prefix)
+        request = LinkRequest(*named, head=segments.chunks[0].start)  # the user says nothing before the images
         return OfflineTask(request, segments.items, self._offline.wanted(request, kind))
 
     def _check(self, entry: Entry) -> None:
@@ -208,6 +210,14 @@ class Prompts:
         """Token ids of a fixed prefix, as patches are keyed by."""
         text = fixed_prefix(list(opening.messages), self._request(opening))
         return tuple(self._renderer.get_tokenizer().encode(text, add_special_tokens=False))
+
+    async def opening_tokens(self, opening: Opening) -> tuple[int, ...]:
+        """Token ids before a prompt's first image.
+
+        Raises EntryError for a model that takes none.
+        """
+        segments = await self.render(opening, [_SAMPLE])
+        return tuple(segments.token_ids[: segments.chunks[0].start])
 
     async def render(self, opening: Opening, images: Iterable[ResolvedImage]) -> Segments:
         """The prompt in segments.

@@ -87,7 +87,7 @@ class PrecomputeWorker:
         self._library = Library(config.library.model_copy(update=ours), engine.fingerprint)
         form = load_form(config.patch, self._library)
         settings = config.prefill
-        self._offline = OfflineWorker(engine, self._library, form, settings.max_batch_tokens, settings.free_text)
+        self._offline = OfflineWorker(engine, self._library, form, settings.max_batch_tokens, settings.free)
         self._engine_lock = threading.Lock()
         self._company = Company()
         self._look = ThreadPoolExecutor(_LOOKS, thread_name_prefix="look")

@@ -23,7 +23,7 @@ from kvstore.catalog.index import Entry, PatchIndex, Scope, scopes_of
 from kvstore.catalog.popularity import Popularity
 from kvstore.operator.patch import PatchKind
 from prefill_workers.link.keys import contexts
-from prefill_workers.modes import OperatingPoint, composed_antecedents, looks_up_patch
+from prefill_workers.modes import FreeText, OperatingPoint, composed_antecedents, looks_up_patch
 from prefill_workers.protocol import ChunkOutcome, LinkRequest, LinkResult
 from prefill_workers.settings import FREE_TEXT
 from serving.placement.search import Chunk, Problem, Stored, sums_of
@@ -131,7 +131,7 @@ class PatchAwareOrderer:
     costs: LinkCosts = field(default_factory=LinkCosts)
     popularity: Popularity = field(default_factory=Popularity)
     compose_up_to: int = 0
-    free_text: int = FREE_TEXT
+    free_text: FreeText = FREE_TEXT
     patches_allowed: bool = True
     sums_allowed: bool = True
     _tokens: OrderedDict[str, int] = field(default_factory=OrderedDict)

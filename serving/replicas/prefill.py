@@ -76,7 +76,7 @@ class PrefillWorker:
             compose_up_to=config.compose_up_to,
             keeps_prefixes=settings.prefix_cache,
             weigh_by=config.weigh_by,
-            free_text=settings.free_text,
+            free_text=settings.free,
         )
         self._linker = linker
         self._feed = PatchFeedSource(self._name, patches=linker.patches, sums=linker.sums)

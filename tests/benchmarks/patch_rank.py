@@ -182,7 +182,8 @@ class Probe:
         return PatchRanks(_mean(blind), mean, kept, items, gathered[0].canonical.shape[1], len(gathered[0].exact))
 
     def _gather(self, number: int) -> Item:
-        from kvstore.operator.patch import deficit, mean_deficit, orderings
+        from kvstore.operator.apply import deficit_at
+        from kvstore.operator.patch import mean_deficit, orderings
         from prefill_workers.patches.scratch import Scratch, at_once
 
         first = number * (PREDECESSORS + 2)
@@ -195,10 +196,14 @@ class Probe:
         scratch = Scratch(self._scratch, size, lambda left: len(self._scratch) * size)
         canonical = at_once(self._harvester.canonical(plan, target, scratch)).kv
 
+        def of(run: LinkPlan, chunk: ChunkPlan) -> Tensor:
+            kv = self._harvester.conditioned(run, chunk)
+            return deficit_at(kv, canonical, chunk.start_position, self._engine.layout)
+
         def behind(order: Sequence[int]) -> Tensor:
             run = self._plan([*order, b])
             self._forward(run, self._scratch)
-            return deficit(self._harvester.conditioned(run, run.chunks[-1]), canonical)
+            return of(run, run.chunks[-1])
 
         orders = [behind(order) for order in others]
         return Item(
@@ -206,7 +211,7 @@ class Probe:
             target=target,
             exact=self._answer(plan, target),
             canonical=canonical,
-            own=deficit(self._harvester.conditioned(plan, target), canonical),
+            own=of(plan, target),
             orbit=mean_deficit(orders),
             transfer=orders[-1],
             stale=behind([other, *pages[1:]]),

@@ -2,9 +2,9 @@
 
 A trace of retrieval requests (MRAG): each brings k different pages, drawn by Zipf's law over N pages, in random order.
 The index, the orderer and the choice of what to compile are the product's; only the engine is left out, and a patch is
-stored at once. A chunk that finds no patch is computed and leaves its own patch; a set of at most
-`prefill.orbit_chunks` leaves orbit patches for every order, of a larger one
-`prefill.subset_forwards` subsets are compiled.
+stored at once. A chunk that finds no patch is computed, and leaves its own patch if all before it were computed, too; a
+set of at most `prefill.orbit_chunks` leaves orbit patches for every order, of a larger one `prefill.subset_forwards`
+subsets are compiled.
 With pairs, these are compiled as well, and their sums serve chunks behind up to `prefill.compose_up_to` others. Every
 arm holds as many patches as `budget`; those that were used longest ago go first. The compute budget is left out; how
 many forwards per request an arm compiles is reported.
@@ -209,14 +209,15 @@ class Library:
         """Link chunks in this order, and compile what the product would."""
         self._demand.observe(_TENANT, order)
         self._known |= dict.fromkeys(order)
-        found = Served([], [])
+        found, exact = Served([], []), True
         for i, content in enumerate(order):
             whole = [Entry(_SCOPE, content, tuple(order[:i]), ordered) for ordered in (True, False)]
             stored = self._stored(whole)
             parts = [] if stored else self._parts(content, order[:i])
             found.patched.append(bool(stored or parts))
             found.summed.append(bool(parts))
-            self.orderer.formed(stored or parts or whole[:1])
+            self.orderer.formed(stored or parts or whole[:exact])
+            exact = exact and not (stored or parts)
         if not all(found.patched):
             self._compile(order)
         return found

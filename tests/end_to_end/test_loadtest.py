@@ -42,7 +42,8 @@ def test_a_load_test_sees_pages_encoded_once_and_linked_from_then_on(service: Se
 
 
 @pytest.mark.parametrize(
-    ("workload", "shape"), [("agent", ("sessions=2", "log_actions=1")), ("chat", ("gallery=3", "text_words=4"))]
+    ("workload", "shape"),
+    [("agent", ("sessions=2", "shortest_action=4", "longest_action=8")), ("chat", ("gallery=3", "text_words=4"))],
 )
 def test_pictures_that_come_back_are_not_encoded_again(
     service: Service, tmp_path: Path, workload: str, shape: tuple[str, ...]

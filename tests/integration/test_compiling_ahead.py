@@ -45,6 +45,16 @@ def pair_patch(rig: Rig, first: int, second: int) -> Patch:
     return record.patch
 
 
+def test_patches_of_sets_are_formed_behind_what_prompts_begin_with(make_rig: Callable[..., Rig]):
+    rig = make_rig(orbit_chunks=2)  # patches of full rank
+    head = rig.plan([1, 2, "What?"]).request.chunks[0].start
+    assert head > 0
+    rig.link([1, 2, "What?"], head=head)
+    linked, exact = (rig.link([2, 1, "Well?"], mode, head=head) for mode in ("auto", "exact"))
+    assert linked.points == ["patched", "patched"]
+    assert apart(linked.kv, exact.kv) < 1e-4
+
+
 def test_pairs_that_were_compiled_when_idle_serve_a_set_never_seen_before(make_rig: Callable[..., Rig]):
     rig = make_rig(orbit_chunks=0, pair_forwards=12, compose_up_to=3)
     for served in ([1, 2, 3], [1, 4, 3], [2, 4]):
@@ -53,7 +63,7 @@ def test_pairs_that_were_compiled_when_idle_serve_a_set_never_seen_before(make_r
     assert compiled.forwards == {"pairs": 6 + 4 + 2}, "those of 1 and 3 were stored when they came again"
     assert compiled.seconds > 0
     assert compiled.waiting == 0
-    leading, served = 4, 3 + 2 + 1  # the first page of later sets is linked by its patch behind nothing
+    leading, served = 4, 3  # the first page of later sets is linked by its patch behind nothing: none is formed behind
     assert rig.compiler.formed == served + 6 + 4 + 2 + leading, "each patch was formed once"
 
     partial = rig.loop.stats().forwards_partial

@@ -203,7 +203,7 @@ def corrupt(rig: Rig, keys: Sequence[str]) -> list[PatchRecord]:
 
 def test_sums_that_are_wrong_are_switched_off_alone_until_an_operator_allows_them(make_rig: Callable[..., Rig]):
     watched = FidelitySettings(share=1.0, window=4, minimum=2, bounds={"composed": 0.2})
-    rig = make_rig(compose_up_to=3, orbit_chunks=2, fidelity=watched)
+    rig = make_rig(compose_up_to=3, orbit_chunks=2, subset_forwards=1, fidelity=watched)
     taught(rig, [1, 2], [1, 4], [2, 4])
     honest = corrupt(rig, keys(rig).parts)
     for _ in range(2):
@@ -215,7 +215,7 @@ def test_sums_that_are_wrong_are_switched_off_alone_until_an_operator_allows_the
         "no patch stored for these antecedents, and operating point composed is switched off"
     )
     own = rig.link(SET)
-    assert own.result.chunks[2].reason == "stored own patch for these antecedents", "which the miss has formed"
+    assert own.result.chunks[2].reason == "stored own patch for these antecedents", "as compiled"
     assert own.points == ["patched"] * 3
 
     for record in honest:

@@ -288,6 +288,17 @@ def test_deleting_content_deletes_what_was_derived_from_it_or_conditioned_on_it(
     assert again.points == ["patched", "encoded", "recomputed"]
 
 
+def test_behind_a_patched_page_no_patch_is_formed(make_rig: Callable[..., Rig]):
+    rig = make_rig(orbit_chunks=0)
+    rig.link([1, "What?"])
+    linked = rig.link([1, 2, "What?"])
+    assert linked.points == ["patched", "encoded"]
+    behind = linked.plan.chunks[1].patch_key
+    assert not rig.library.has("patch", behind, "local"), "it would hold what the first one's patch leaves out"
+    assert rig.link([1, 2, "What?"], "exact").points == ["recomputed", "recomputed"]
+    assert rig.library.has("patch", behind, "local")
+
+
 def test_what_memory_knows_to_be_kept_is_not_read_again(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     parts = ["See ", 1, " what?"]
     rig.link(parts)

@@ -6,8 +6,8 @@ the mean over the pages' orders; `rebuilt` one that was formed in the new prompt
 a patch of what it leaves, of the same rank.
 
 The linker's rule is its key: a patch serves behind the same pages (own: in the same order, orbit: in any) and the same
-system prompt, and whatever other text stands before the first page. Text between the pages does not matter either as
-long as it is short; where it is not, a patch serves behind the same text alone (`prefill_workers.link.keys.contexts`:
+system prompt. Other text, before the first page or between pages, does not matter as long as it is short; where it is
+not, a patch serves behind the same text alone (`prefill_workers.link.keys.contexts`:
 what a sentence there costs is why). A situation that the rule lets pass and in which a stored patch changes the model's
 answer is a false reuse.
 """

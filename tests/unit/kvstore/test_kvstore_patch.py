@@ -12,7 +12,7 @@ from kvstore_support import GQA, MLA, random_kv
 from torch import Tensor
 
 from kvstore.errors import ShapeMismatch
-from kvstore.operator.apply import apply, relocate, relocate_patch
+from kvstore.operator.apply import apply, deficit_at, relocate, relocate_patch
 from kvstore.operator.directions import Directions
 from kvstore.operator.layout import Layout
 from kvstore.operator.patch import Patch, PatchKind, compose, deficit, form_patch, mean_deficit
@@ -69,6 +69,18 @@ def test_patch_of_full_rank_reproduces_conditioned_kv(layout: Layout, tokens: in
     patch = form_patch(deficit(conditioned, canonical), layout)
     assert patch.energy == (1.0,) * len(layout.segments)
     torch.testing.assert_close(apply(canonical, patch, 0, layout), conditioned, rtol=1e-5, atol=1e-5)
+
+
+@names
+def test_a_deficit_is_not_rounded_on_its_way_to_the_canonical_frame(layout: Layout) -> None:
+    canonical, conditioned = (random_kv(layout, 40, seed=seed).bfloat16() for seed in (0, 1))
+    before = conditioned.clone()
+    found = deficit_at(conditioned, canonical, 777, layout)
+    assert torch.equal(conditioned, before), "the pages' KV is left as it was"
+    truth = (exact(conditioned, None, -777, layout) - canonical.double()).float()
+    torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-5)
+    rounded = deficit(relocate(conditioned, -777, layout), canonical)
+    assert (rounded - truth).norm() > 100 * (found - truth).norm()
 
 
 @names

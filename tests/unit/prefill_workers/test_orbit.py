@@ -17,7 +17,7 @@ def chunk(name: str, tokens: int = 3) -> OrbitChunk:
 
 
 def forming(count: int) -> OrbitForming:
-    return OrbitForming((7, 8), tuple(chunk(name) for name in "abcdefghij"[:count]), "local")
+    return OrbitForming((7, 8), tuple(chunk(name) for name in "abcdefghij"[:count]), "local", opening=(1, 7, 8, 2))
 
 
 def run(orbit: OrbitForming) -> tuple[list[str], dict[tuple[str, frozenset[str]], float], int]:
@@ -88,10 +88,11 @@ def test_one_predecessor_makes_a_pair():
     assert [set_kind(count) for count in range(3)] == [PatchKind.orbit, PatchKind.pair, PatchKind.orbit]
 
 
-def test_an_arrangement_lies_back_to_back_behind_the_prefix():
+def test_an_arrangement_lies_back_to_back_behind_the_opening():
     orbit = forming(2)
-    sequence, placed = arrange(orbit.prefix, (chunk("b", 4), chunk("a", 3)), range(1, 2))
-    assert orbit.tokens == 8
-    assert [(place.start, place.position) for place in placed] == [(2, 2), (6, 6)]
-    assert sequence.positions.tolist() == list(range(9))
-    assert [item.start for item in sequence.embedded] == [3, 7]
+    sequence, placed = arrange(orbit.opening, (chunk("b", 4), chunk("a", 3)), range(1, 2))
+    assert orbit.tokens == 10
+    assert [(place.start, place.position) for place in placed] == [(4, 4), (8, 8)]
+    assert sequence.token_ids.tolist() == [1, 7, 8, 2, 0, 1, 2, 3, 0, 1, 2]
+    assert sequence.positions.tolist() == list(range(11))
+    assert [item.start for item in sequence.embedded] == [5, 9]

@@ -42,7 +42,7 @@ class Forwards:
     def unready(self, plan: Any) -> OrbitForming:
         ids = torch.arange(10)
         chunks = tuple(OrbitChunk(c.canonical_key, c.span.content, ids, ids, None, 0) for c in plan.chunks)
-        return OrbitForming((), chunks, plan.request.tenant)
+        return OrbitForming((), chunks, plan.request.tenant, ())
 
     def pairs_step(
         self, forming: OrbitForming, batch: Sequence[int], limit: int, scratch: Scratch
@@ -124,7 +124,7 @@ def test_what_text_keys_is_not_compiled_in_other_orders_which_are_without_it(ahe
 def test_what_waits_keeps_no_embeddings(ahead: PatchPrecompiler, forwards: Forwards):
     plan = served("abx")
     chunks = tuple(replace(chunk, embeddings=torch.ones(10, 4)) for chunk in forwards.unready(plan).chunks)
-    forwards.unready = lambda plan: OrbitForming((), chunks, "acme")  # type: ignore[method-assign]
+    forwards.unready = lambda plan: OrbitForming((), chunks, "acme", ())  # type: ignore[method-assign]
     ahead.offer(plan, missed=True)
     jobs = list(ahead._queue._waiting.values())
     assert jobs

@@ -14,7 +14,7 @@ def served(names: str, tenant: str = "acme", prefix: tuple[int, ...] = (7,)) -> 
         OrbitChunk(f"key {name}", name, whole[:3], whole[:3], torch.zeros(1, 4), first=1, needs_embeddings=True)
         for name in names
     )
-    return OrbitForming(prefix, tuple(chunks), tenant)
+    return OrbitForming(prefix, tuple(chunks), tenant, prefix)
 
 
 def beside(known: RecentChunks, prompt: OrbitForming, count: int = 9) -> str:

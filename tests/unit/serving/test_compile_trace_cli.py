@@ -15,6 +15,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from kvstore.catalog.index import prefix_key
 from prefill_workers.patches.offline_paths import Compiled
 from serving.api.chat import fixed_prefix
+from serving.api.prefix import split_tools
 from serving.cli.main import app
 from serving.offline.compile_trace import Planner, compile_paths
 
@@ -56,9 +57,13 @@ def test_a_prefix_is_known_as_it_is_given_and_as_requests_with_these_tools_have_
     asked = fixed_prefix([{"role": "system", "content": "Be brief."}], request)
     given = f"{json.dumps(tools, indent=1)}\nBe brief."
     planner: Any = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(path="m", trust_remote_code=False)))
-    known = Planner._prefixes(planner, [given, "Be kind."])
+    known, texts = Planner._prefixes(planner, [given, "Be kind."])
     assert {bytes(tokens).decode() for tokens in known.values()} == {"", given, asked, "Be kind."}
     assert all(prefix_key(tokens) == key for key, tokens in known.items())
+    parts = [split_tools(texts[key]) for key in known]
+    assert [([tool.function.name for tool in found], rest) for found, rest in parts] == [
+        ([], ""), (["look"], "Be brief."), ([], "Be kind."), (["look"], "Be brief."),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("seconds", "begun"), [(0.0, [0]), (0.3, [1, 2]), (60.0, [5])])

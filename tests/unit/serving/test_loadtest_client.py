@@ -15,6 +15,7 @@ from openai_mock import MockServer
 
 from serving.loadtest import measures
 from serving.loadtest.arrivals import Arrival
+from serving.loadtest.bodies import Body
 from serving.loadtest.client import Client, Endpoint, EndpointError, Sample, Tally, connections_allowed, open_loop
 from serving.loadtest.session import Plan, Subject, load_test
 from serving.loadtest.workloads import workload
@@ -148,7 +149,7 @@ async def test_the_generators_own_stall_counts_as_latency():
             time.sleep(0.3)  # the stall
         return Sample(due, sent, time.perf_counter(), None, time.perf_counter(), "ok")
 
-    schedule = [(0.0, {"n": 0}), (0.05, {"n": 1})]
+    schedule = [(0.0, Body({"n": 0})), (0.05, Body({"n": 1}))]
     _, second = await open_loop(ask, schedule, Tally(), max_in_flight=10, drain_s=10)
     assert second.lag_ms >= 200
     assert second.ttft_ms is not None
@@ -309,6 +310,35 @@ async def test_a_load_test_warms_up_and_goes_on_with_the_workload():
     asked = [str(body["messages"]) for body in server.bodies]
     assert len(set(asked)) == 16
     assert measures.summary(results[0].samples, None)["cached_tokens_share"] is None
+
+
+def spoken(server: MockServer) -> list[list[str]]:
+    """What the assistant said, in the messages of every body that was sent."""
+    told = [[m["content"] for m in body["messages"] if m["role"] == "assistant"] for body in server.bodies]
+    return sorted(told, key=len)
+
+
+async def test_answers_are_sent_back_as_they_were_given_and_turns_wait_for_them():
+    made = workload("turns", columns=2, rows=2, chats=1, turns=3, image_turns=1)
+    async with MockServer(tokens=2, first_token_s=0.1, token_s=0.1).running() as server:
+        subject = Subject(Endpoint(server.url), made)
+        first, second, third = await subject.run([Arrival(0.0), Arrival(0.01), Arrival(1.0)])
+        (again,) = await subject.run([Arrival(0.0)])
+    assert first.text
+    assert spoken(server) == [[], [], [first.text], [first.text, second.text]]
+    assert second.sent >= first.done
+    assert second.lag_ms < 100, "what it waited for counts in no latency: no user sends that sooner"
+    assert third.due - first.due == pytest.approx(1.0), "its answers were there"
+    assert again.is_ok, "and a new chat begins"
+
+
+async def test_an_answer_that_did_not_come_is_made_up():
+    made = workload("turns", columns=2, rows=2, chats=1, turns=2, image_turns=1, max_tokens=5)
+    async with MockServer(faults={0: "cut"}).running() as server:
+        samples = await Subject(Endpoint(server.url), made).one_by_one(2)
+    assert [sample.status for sample in samples] == ["truncated", "ok"]
+    ((instead,),) = filter(None, spoken(server))
+    assert len(instead.split()) == 5
 
 
 async def test_one_by_one_waits_for_each_answer():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from serving.loadtest.workloads import WORKLOADS, Ask, Picture, WorkloadError, workload
+from serving.loadtest.workloads import WORKLOADS, Ask, Picture, Reply, WorkloadError, workload
 
 
 def pictures(ask: Ask) -> list[int]:
@@ -71,21 +72,59 @@ def test_novel_says_when_no_set_is_left():
         made.ask()
 
 
-def test_an_agents_window_slides_and_looks_back():
-    made = workload("agent", sessions=2, steps=8, window=3, lookback=1.0)
+def test_an_agents_window_slides_with_actions_between_the_screenshots():
+    made = workload("agent", sessions=2, steps=8, window=3, lookback=0.0)
     asks = [made.ask() for _ in range(2 * 8 + 2)]
-    first = [pictures(ask) for ask in asks[0:16:2]]
-    second = [pictures(ask) for ask in asks[1:16:2]]
-    assert first[:3] == [[0], [0, 1], [0, 1, 2]]
-    for step in range(3, 8):
-        older, *window = first[step]
-        assert window == [step - 2, step - 1, step]
-        assert older < step - 2
+    first, second = ([pictures(ask) for ask in asks[start:16:2]] for start in (0, 1))
+    assert first == [list(range(max(0, step - 2), step + 1)) for step in range(8)]
     assert not {page for shown in first for page in shown} & {page for shown in second for page in shown}
     third = {page for ask in asks[16:] for page in pictures(ask)}  # new sessions, new screens
     assert not third & {page for shown in first + second for page in shown}
-    plain = workload("agent", sessions=1, steps=8, window=3, lookback=0.0)
-    assert all(len(pictures(plain.ask())) <= 3 for _ in range(8))
+    assert [role for role, _ in asks[14].messages] == ["user", "assistant", "user", "assistant", "user"]
+    actions = [parts[0] for ask in asks for role, parts in ask.messages if role == "assistant"]
+    assert all(20 <= len(str(action).split()) <= 200 for action in actions)
+    assert len({len(str(action).split()) for action in actions}) > 8
+    assert asks[14].messages[1] == asks[12].messages[3], "what stays is the same word for word"
+
+
+def test_an_agent_looks_back_and_may_keep_the_words_of_what_has_left():
+    made = workload("agent", sessions=1, steps=9, window=3, lookback=1.0, keep_actions=True, longest_action=20)
+    asks = [made.ask() for _ in range(9)]
+    for step in range(3, 9):
+        shown = pictures(asks[step])
+        window = range(step - 2, step + 1)
+        assert [page for page in shown if page in window][-3:][0] == step - 2
+        assert shown[-1] < window[0], "it asks for a screenshot behind its newest one"
+        assert texts(asks[step]).count("shown no more") == window[0]
+        actions = [
+            parts[0] for role, parts in asks[step].messages if role == "assistant" and "once more" not in parts[0]
+        ]
+        assert len(actions) == step
+    with pytest.raises(WorkloadError, match="longest_action is 3, shortest_action 20"):
+        workload("agent", longest_action=3)
+
+
+def test_turns_of_a_chat_hold_what_was_said_before_and_bring_images_in_two():
+    made = workload("turns", chats=3)
+    asks = [made.ask() for _ in range(3 * 8 + 1)]
+    chat = asks[1:24:3]
+    assert [len(pictures(ask)) for ask in chat] == [1, 1, 1, 1, 2, 2, 2, 2]
+    for earlier, later in pairwise(chat):
+        assert later.messages[: len(earlier.messages)] == earlier.messages
+        (reply,) = later.messages[len(earlier.messages)][1]
+        assert isinstance(reply, Reply)
+        assert reply.request == earlier.number
+    assert {ask.max_tokens for ask in asks} == {128}
+    assert len(asks[24].messages) == 1
+    assert not {*pictures(asks[24])} & {page for ask in asks[:24] for page in pictures(ask)}
+    assert pictures(workload("turns", image_turns=0).ask()) == []
+
+
+def test_image_first_asks_new_questions_about_the_same_image():
+    made = workload("image-first")
+    asks = [made.ask() for _ in range(5)]
+    assert {tuple(pictures(ask)) for ask in asks} == {(0,)}
+    assert all(isinstance(ask.messages[0][1][0], Picture) for ask in asks)
 
 
 def test_chat_interleaves_text_and_images_in_turns_of_both_sides():

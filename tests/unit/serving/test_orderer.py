@@ -13,7 +13,7 @@ from kvstore.catalog.index import Entry, Scope, prefix_key
 from kvstore.catalog.popularity import Popularity
 from kvstore.operator.patch import PatchKind
 from kvstore.records.keys import DYNAMIC_TENANT
-from prefill_workers.modes import Mode, OperatingPoint, Text
+from prefill_workers.modes import FreeText, Mode, OperatingPoint, Text
 from prefill_workers.protocol import ChunkOutcome, ChunkSpan, LinkRequest, LinkResult
 from serving.errors import RoleUnavailable
 from serving.placement.orderer import LinkCosts, PatchAwareOrderer
@@ -69,7 +69,7 @@ def test_a_link_teaches_which_own_patches_are_stored():
 
 
 def test_what_is_keyed_by_text_is_learnt_of_that_text_alone():
-    orderer = PatchAwareOrderer(free_text=2)
+    orderer = PatchAwareOrderer(free_text=FreeText(between=2, before=2))
 
     def between(words: list[int], text: Text = Text.AUTO) -> LinkRequest:
         first, second = (ChunkSpan(name, "image", at, at + 1, at, 1) for name, at in (("a", 0), ("b", 1 + len(words))))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore.catalog.index import Entry, Scope, prefix_key
+from prefill_workers.modes import FreeText, Text
 from serving.api import ordering
 from serving.api.ordering import Ordering, ordered, words_by_place
 from serving.frontend.documents import Documents
@@ -72,6 +73,17 @@ def test_chunks_trade_places_where_no_words_stand_between_them():
     assert request.groups[:2] + request.groups[6:9] == [None] * 5
     assert request.groups[9] == request.groups[10] not in (a, b, None)
     assert request.texts == ["plain", " \n", "And those:", "What now?", "Well?", "and"]
+
+
+def test_much_text_before_the_first_chunk_keeps_the_order_of_all():
+    system, words = message(said("system " * 50), role="system"), said("word " * 20)
+    for free, known in ((19, 0), (20, 2)):
+        request = read(system, message(words, image("a"), image("b")))
+        assert request.before_text(Text.AUTO, FreeText(between=8, before=free)) == known
+    request = read(system, {"role": "user", "content": "one two"}, {"role": "assistant", "content": "three"},
+                   message(image("a")))  # fmt: skip
+    assert request.before == 3 + 2 * 4, "and what a template writes between turns"
+    assert read(system, message(image("a"))).before == 0
 
 
 def test_only_the_parts_that_trade_places_move():

@@ -6,9 +6,11 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 import uvicorn
+from ray.serve._private.http_util import RequestIdMiddleware
 from uvicorn.protocols.http import auto
 
 from serving import proxy_protocol
@@ -201,6 +203,60 @@ def test_whole_answers_and_others_that_are_cut_are_left_alone():
     assert told(STREAM, EVENT, LAST) == [STREAM, EVENT, LAST]
     page = {**STREAM, "headers": [(b"content-type", b"application/json")]}
     assert told(page, EVENT) == [page, EVENT]
+
+
+class Proxy:
+    """Ray Serve's proxy as far as its routes go: one application, whose running replicas are given."""
+
+    def __init__(self, replicas: list[str], has_router: bool = True) -> None:
+        self.replicas = replicas
+        routing = SimpleNamespace(curr_replicas=replicas) if has_router else None
+        asyncio_router = SimpleNamespace(_request_router=routing, _running_replicas=replicas)
+        handle = SimpleNamespace(_router=SimpleNamespace(_asyncio_router=asyncio_router))
+        self.proxy_router = SimpleNamespace(match_route=lambda path: ("/", handle, False))
+
+    async def __call__(self, scope, receive, send) -> None:
+        for message in (STREAM, EVENT, LAST):
+            await send(message)
+
+
+def asked(proxy: Proxy, path: str = "/v1/models", later: tuple[str, ...] = ()) -> list[dict]:
+    """Messages to a client of the proxy; some replicas begin to run a while after it has asked."""
+    messages: list[dict] = []
+
+    async def send(message) -> None:
+        messages.append(message)
+
+    async def ask() -> None:
+        asyncio.get_running_loop().call_later(0.1, proxy.replicas.extend, later)
+        scope = {"type": "http", "method": "GET", "path": path, "headers": []}
+        await EndAnswers(RequestIdMiddleware(proxy))(scope, None, send)
+
+    asyncio.run(ask())
+    return [
+        {**message, "headers": STREAM["headers"]} if message.get("status") == 200 else message for message in messages
+    ]
+
+
+@pytest.mark.parametrize("has_router", [True, False])
+def test_while_no_ingress_replica_runs_requests_are_told_to_come_back(
+    monkeypatch: pytest.MonkeyPatch, has_router: bool
+):
+    monkeypatch.setattr(proxy_protocol, "_NO_REPLICA_SECONDS", 0.3)
+    start, body = asked(Proxy([], has_router))
+    assert start["status"] == 503
+    assert (b"retry-after", b"1") in start["headers"]
+    assert json.loads(body["body"])["error"]["message"] == "the service is starting; try again"
+    assert asked(Proxy([], has_router), later=("replica",)) == [STREAM, EVENT, LAST], "one takes another's place"
+    assert asked(Proxy(["replica"], has_router)) == [STREAM, EVENT, LAST]
+    assert asked(Proxy([], has_router), "/-/healthz") == [STREAM, EVENT, LAST], "the proxy's own"
+
+
+def test_where_ray_has_other_fields_requests_wait_as_ever():
+    assert proxy_protocol._routes_of(told) is None
+    other = SimpleNamespace(match_route=lambda path: ("/", SimpleNamespace(), False))
+    assert not proxy_protocol._lacks_replicas(other, "/")
+    assert not proxy_protocol._lacks_replicas(None, "/")
 
 
 def test_a_path_that_serve_does_not_know_is_told_to_come_back():
