@@ -14,12 +14,13 @@ from kvstore.operator.layout import Layout
 from kvstore.operator.patch import PatchKind
 from kvstore.operator.rotary import RotaryScheme
 from kvstore.records.patch_form import PatchForm
+from prefill_workers.block_index import ChunkForm
 from prefill_workers.link.plan import ChunkPlan, LinkPlan
 from prefill_workers.modes import OperatingPoint
 from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.patch_compiler import PatchJob
 from prefill_workers.patches.scratch import Scratch, at_once
-from prefill_workers.protocol import ChunkSpan, LinkRequest
+from prefill_workers.protocol import ChunkOutcome, ChunkSpan, LinkRequest
 from prefill_workers.sequence import LinkSequence, Run
 
 PREFIX, KEYED = (7,), (7, -1, 3)
@@ -64,7 +65,7 @@ class Library:
 
 
 def chunk(span: ChunkSpan, point: OperatingPoint, context: tuple[int, ...] = PREFIX) -> ChunkPlan:
-    outcome: Any = SimpleNamespace(operating_point=point)
+    outcome = ChunkOutcome(len(span), point, 0, "")
     return ChunkPlan(span, f"canonical {span.content}", f"patch {span.content}", context, span.start, outcome)
 
 
@@ -79,10 +80,13 @@ def plan(*chunks: ChunkPlan) -> LinkPlan:
     return LinkPlan(request, LinkSequence(tokens, torch.arange(16), range(5, 6)), list(chunks))
 
 
-@pytest.mark.parametrize("front", OperatingPoint)
-def test_patches_are_formed_behind_chunks_that_were_computed_alone(front: OperatingPoint):
+@pytest.mark.parametrize("front", [point for point in OperatingPoint if point is not OperatingPoint.PREFIX])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_patches_are_formed_behind_chunks_that_were_computed_alone(front: OperatingPoint, is_shared: bool):
     points = OperatingPoint.RECOMPUTED, front, OperatingPoint.ENCODED, OperatingPoint.RECOMPUTED
     made = plan(*(chunk(ChunkSpan(str(i), "image", i, i + 1, i, 1), point) for i, point in enumerate(points)))
+    if is_shared:
+        made.chunks[1].share(ChunkForm(front))
     formed = [harvester()[0].forms_patch(made, one) for one in made.chunks]
     exact = front in (OperatingPoint.RECOMPUTED, OperatingPoint.ENCODED)
     assert formed == [True, True, exact, exact]
