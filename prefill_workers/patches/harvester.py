@@ -161,10 +161,11 @@ class Harvester:
             self._submit_own(plan, chunk, conditioned, canonical, seconds)
 
     def form_anew(self, plan: LinkPlan, chunk: ChunkPlan, scratch: Scratch) -> Pieces[None]:
-        """Send the own patch of a chunk that was computed behind stored KV, after an exact forward up to its end.
+        """Send the own patch of a chunk that was computed behind stored KV.
 
-        For chunks that text keys: patches of others are compiled ahead (see `background.compile_queue`). Not where the
-        patch is stored, canonical KV or embeddings are gone, or the prompt's beginning does not fit the scratch blocks.
+        It takes an exact forward up to the chunk's end. For chunks that text keys: patches of others are compiled ahead
+        (see `background.compile_queue`). Not where the patch is stored, canonical KV or embeddings are gone, or the
+        prompt's beginning does not fit the scratch blocks.
         """
         request, stop = plan.request, chunk.span.stop
         is_keyed = chunk.is_cacheable and not chunk.is_unfit and chunk.context != request.prefix

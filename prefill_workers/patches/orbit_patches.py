@@ -56,7 +56,7 @@ class Placed:
 def arrange(
     opening: Sequence[int], order: Sequence[OrbitChunk], blocks: Sequence[int]
 ) -> tuple[LinkSequence, list[Placed]]:
-    """A prompt's opening and the chunks in this order, back to back, as one sequence in `blocks`."""
+    """A prompt's opening and the chunks in this order, back to back, as a sequence in `blocks`."""
     flat = torch.arange(len(opening))
     positions = [flat if order[0].positions.dim() == 1 else flat.expand(3, -1)]
     ids, placed, embedded = [torch.tensor(list(opening), dtype=torch.int32)], [], []

@@ -1,5 +1,6 @@
-"""Openings of prompts as tokens: what the chat template makes of a fixed prefix, before a conversation's first word.
+"""Openings of prompts as tokens: a fixed prefix as the chat template writes it.
 
+An opening ends before a conversation's first word.
 Patches of sets are formed behind an opening (`prefill_workers.patches.orbit_patches`): no prompt begins with the fixed
 prefix's own tokens.
 """

@@ -40,7 +40,7 @@ def with_tools_of_requests(prefix: str) -> str:
 
 
 def split_tools(prefix: str) -> tuple[list[ChatCompletionToolsParam], str]:
-    """The tools that a fixed prefix begins with, as a JSON array in lines of its own, and the rest.
+    """The tools that a fixed prefix begins with, as a JSON array in lines of its own; the rest.
 
     No tools where it begins with something else.
     """

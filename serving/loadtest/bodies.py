@@ -1,4 +1,4 @@
-"""Request bodies: every picture drawn once, and uploaded once where files are wanted; answers sent back."""
+"""Request bodies: pictures drawn and uploaded once each, and answers sent back."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Body:
 
 
 class Bodies:
-    """Bodies for one endpoint. Pictures that were uploaded stay known from one run to the next, and so do answers."""
+    """Bodies for one endpoint. Uploaded pictures and answers stay known from run to run."""
 
     def __init__(self, endpoint: Endpoint, workload: Workload) -> None:
         self._endpoint, self._workload = endpoint, workload
