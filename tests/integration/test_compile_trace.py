@@ -99,7 +99,8 @@ def test_a_set_is_compiled_from_its_log_under_the_keys_of_serving(make_rig: Call
     assert (unknown.chosen.patches, list(unknown.skipped.values())) == ((), [3])
     report = compiled(rig, log, Choice(min_uses=1, kind=Kind.sets, prefixes=[SYSTEM]))
     assert report.statuses == {"stored": 3}
-    assert report.tokens == len(prefix) + sum(len(chunk.span) for chunk in served.plan.chunks)  # each once
+    once = len(prefix) + sum(len(chunk.span) for chunk in served.plan.chunks)
+    assert once < report.tokens < once + 32, "each once, behind the prefix as the chat template writes it"
     assert all(rig.library.persisted("patch", chunk.patch_key, "local") for chunk in served.plan.chunks)
     again = compiled(rig, log, Choice(min_uses=1, kind=Kind.sets, prefixes=[SYSTEM]))
     assert (again.statuses, again.tokens) == ({"present": 3}, 0)
@@ -120,7 +121,8 @@ def test_pairs_equal_those_that_serving_forms_and_are_summed(
     terms = Planner.terms  # of this model's few layers the first two are too many to be worth it
     monkeypatch.setattr(Planner, "terms", lambda planner: replace(terms(planner), first_layers=0.0))
     rig = make_rig(orbit_chunks=2, compose_up_to=3)
-    links = [rig.link([*pages, "?"]) for pages in ([1, Page(2)], [1, 4], [Page(2), 4], PAGES)]
+    head = rig.plan([1, "?"]).request.chunks[0].start
+    links = [rig.link([*pages, "?"], head=head) for pages in ([1, Page(2)], [1, 4], [Page(2), 4], PAGES)]
     pairs = [rig.linker.keys(link.plan.request)[1].set_patch for link in links[:3]]
     formed = [rig.library.get_patch(key, "local") for key in pairs]
     forget_all_patches(rig)
