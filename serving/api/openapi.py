@@ -13,6 +13,7 @@ from serving.api.auth import OPEN_PATHS
 
 _SCHEMA, _SCHEME = "OrbitError", "bearer"
 _GENERATING = ("/v1/chat/completions", "/v1/completions")
+_CURSORS = ("after", "before")  # ids of listed items
 _STORE_READS = ("/v1/vector_stores/{store_id}/search",)  # a POST that changes nothing
 
 ERROR_SCHEMA: dict[str, Any] = {
@@ -82,9 +83,10 @@ def _statuses(path: str, method: str, operation: dict[str, Any]) -> set[int]:
         return {503} if path == "/health" else set()
     found = {401, 500}
     named = "{" in path  # something by its id
+    continues = any(parameter["name"] in _CURSORS for parameter in operation.get("parameters", ()))
     if named or operation.get("parameters") or "requestBody" in operation:
         found.add(400)
-    if named or ("requestBody" in operation and path != "/v1/files"):  # bodies name models and files
+    if named or continues or ("requestBody" in operation and path != "/v1/files"):  # bodies name models and files
         found.add(404)
     if "requestBody" in operation:
         found |= {408, 413}

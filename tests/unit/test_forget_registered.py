@@ -47,7 +47,7 @@ KEEPS_NOTHING_DELETED = {
     "LibraryKeeper": "the deletions that are still pending",
     "MediaResolver": COUNTS + ": ids of what has proved decodable",
     "PrefillPolicy": COUNTS + ": marks of chunks by replica",
-    "Prefixes": "tokens of system prompts, none of uploaded content",
+    "TokenCache": "tokens of system prompts, none of uploaded content",
 }
 CONTAINERS = {"dict", "list", "set", "deque", "defaultdict", "Counter", "OrderedDict", "WeakValueDictionary"}
 
