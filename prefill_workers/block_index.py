@@ -112,11 +112,11 @@ class BlockIndex:
         self._lock = threading.Lock()
         self._named: dict[bytes, list[CachedBlock]] = {}
         self._blocks: dict[int, CachedBlock] = {}
-        self._marked: dict[bytes, None] = {}  # digests that routers know by their marks; latest last
+        self._marked: dict[bytes, None] = {}  # digests that routers know by their marks; last came the latest prompt's
         self.marks_version = 0
 
     def marks(self, limit: int) -> bytes:
-        """Marks of up to `limit` beginnings, the latest named; `marks_version` changes with them."""
+        """Marks of up to `limit` beginnings, the latest prompts'; `marks_version` changes with them."""
         with self._lock:
             return b"".join(digest[:MARK_BYTES] for digest in islice(reversed(self._marked), limit))
 
@@ -213,11 +213,17 @@ class BlockIndex:
                 )
                 for at in range(chain.index(i * size + 1), chain.index(stop + 1)):
                     self._name(cached, chain.digests[at], chain.chunks_before(chain.ends[at]))
-                    if chain.is_marked(chain.ends[at]) and chain.digests[at] not in self._marked:
-                        self._marked[chain.digests[at]] = None
-                        self.marks_version += 1
                 if cached.names:
                     self._blocks[block] = cached
+            self._mark(chain, n)
+
+    def _mark(self, chain: PrefixChain, tokens: int) -> None:
+        """Report a prompt's known beginnings of up to so many tokens as the latest."""
+        for end, digest in zip(chain.ends[: chain.index(tokens + 1)], chain.digests, strict=False):
+            if digest in self._named and chain.is_marked(end):
+                self._marked.pop(digest, None)
+                self._marked[digest] = None
+        self.marks_version += 1
 
     def _name(self, cached: CachedBlock, digest: bytes, before: int) -> None:
         known = self._named.setdefault(digest, [])

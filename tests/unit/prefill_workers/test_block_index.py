@@ -8,7 +8,7 @@ from clock import Clock
 from prefill_workers.block_index import BlockIndex, ChunkForm, PrefixMatch
 from prefill_workers.block_pool import BlockPool, Lease, PoolExhausted
 from prefill_workers.modes import OperatingPoint
-from prefill_workers.prefix_digests import PrefixChain, prefix_chain, prefix_digests
+from prefill_workers.prefix_digests import PrefixChain, marked_beginnings, prefix_chain, prefix_digests
 from prefill_workers.protocol import ChunkSpan
 
 BLOCK = 32
@@ -124,6 +124,19 @@ def test_frames_are_apart_where_relocated_kv_would_be_quantised_again():
     known.link(TEXT, frame=3)
     assert known.match(chain(TEXT), 4).tokens == 0
     assert known.match(chain(TEXT), 3).tokens == 192
+
+
+def test_reports_name_the_beginnings_of_the_latest_prompts_and_none_that_is_evicted():
+    known, other = Known(20), [5, *TEXT[1:]]
+    marks, of_other = ([mark for _, mark in marked_beginnings("acme", text, [])] for text in (TEXT, other))
+    for text in (TEXT, other, TEXT):
+        version = known.index.marks_version
+        known.link(text)
+        assert known.index.marks_version > version
+    assert known.index.marks(99) == b"".join([*reversed(marks), *reversed(of_other)])
+    assert known.index.marks(2) == b"".join(reversed(marks[-2:]))
+    known.pool.allocate(14 * BLOCK)
+    assert known.index.marks(99) == b"".join(reversed(marks))
 
 
 def test_a_deleted_content_takes_along_what_stands_behind_it_and_nothing_else():
