@@ -1,0 +1,101 @@
+"""Where a device kernel finds each feature of a paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvstore.operator.layout import Layout
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """The paged KV cache of all layers, as columns of features that lie side by side.
+
+    A column is a head of keys or of values (GQA), or so many features of the latent as k_pe has (MLA). Element
+    `columns[c, 2]` of token 0 of a block is its first; strides are in elements.
+
+    Attributes:
+        addresses: [layers] int64, of each layer's cache, on the device.
+        columns: [columns, 3] int64 on the device: a column's first feature in canonical KV, in its segment, and its
+            first element in a block.
+        first: columns of the first segment.
+        width: features of a column.
+        dtype: of the pages' numbers.
+    """
+
+    addresses: Tensor
+    columns: Tensor
+    first: int
+    width: int
+    block_stride: int
+    token_stride: int
+    block_size: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls,
+        caches: Sequence[Tensor],
+        elements: Tensor,
+        layout: Layout,
+        ranks: int = 1,
+        share: Tensor | None = None,
+    ) -> PageTable | None:
+        """The table of layers' caches [blocks, ...]; None where features of a column do not lie side by side.
+
+        Args:
+            elements: [block_size, local features], as `prefill_workers.engine.pages.learnt` finds them: the element of
+                `cache[block].flatten()` that has feature f of token t.
+            ranks: tensor-parallel ranks over which the heads are split.
+            share: [local features] of `layout` that this rank has; None: all of them.
+        """
+        segments = [segment.share(ranks) for segment in layout.segments]
+        widths = {segment.width for segment in segments if segment.heads > 1 or segment.rotary}
+        width = min(widths)
+        if len(segments) != 2 or any(segment.features % width for segment in segments) or len(widths) > 1 or width % 2:
+            return None
+        strides = {(tuple(cache.shape), cache.stride(), cache.dtype) for cache in caches}
+        if len(strides) != 1:
+            return None
+        places = _physical(elements, caches[0])
+        heads = places[:, ::width]
+        steps = heads - heads[:, :1]
+        token_stride = int(places[1, 0] - places[0, 0]) if len(places) > 1 else 0
+        regular = (
+            heads[0][None, :]
+            + token_stride * torch.arange(len(places))[:, None]
+        )
+        expected = regular[:, :, None] + torch.arange(width)
+        if not torch.equal(steps, steps[:1].expand_as(steps)) or not torch.equal(expected.flatten(1), places):
+            return None
+        features = torch.arange(layout.features) if share is None else share
+        kv = features[::width]
+        if not torch.equal((kv[:, None] + torch.arange(width)).flatten(), features):
+            return None
+        first = segments[0].features // width
+        inner = kv - torch.where(torch.arange(len(kv)) < first, 0, layout.segments[0].features)
+        device = caches[0].device
+        return cls(
+            addresses=torch.tensor([cache.data_ptr() for cache in caches]).to(device),
+            columns=torch.stack([kv, inner, heads[0]], dim=1).to(device),
+            first=first,
+            width=width,
+            block_stride=caches[0].stride(0),
+            token_stride=token_stride,
+            block_size=len(places),
+            dtype=caches[0].dtype,
+        )
+
+
+def _physical(elements: Tensor, cache: Tensor) -> Tensor:
+    """Offsets in memory of elements of `cache[block].flatten()`."""
+    offsets = torch.zeros_like(elements)
+    left = elements
+    for size, stride in zip(reversed(cache.shape[1:]), reversed(cache.stride()[1:]), strict=True):
+        offsets += left % size * stride
+        left = left // size
+    return offsets
