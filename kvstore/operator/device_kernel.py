@@ -34,14 +34,15 @@ from kvstore.operator.patch import Patch
 
 _TOKENS = 32  # of a tile
 _RANKS = 16  # directions of one matrix product
-_PRECISION = "ieee"  # products as in fp32; TF32 has 10 bits
+_WARPS = 8  # with 4, registers spill on sm_90
+_ALIGNMENT = 16  # bytes of the widest load and store
 
 
 class Placement(NamedTuple):
     """Canonical KV of a chunk, and where it goes.
 
-    `kv`: [layers, tokens, features], in the device's memory, features side by side; `patch` is there too, bound. `delta`:
-    distance in positions; `slots`: [tokens] int64, on the host.
+    `kv`: [layers, tokens, features], in the device's memory, features side by side; `patch` is there too, bound.
+    `delta`: distance in positions; `slots`: [tokens] int64, on the host.
     """
 
     kv: Tensor
@@ -54,13 +55,15 @@ class Placement(NamedTuple):
 class Descriptor:
     """What a launch must know, as 64-bit words on the host.
 
-    `work`, `slots`: where the work list and the slots begin; `items`: of the work list.
+    `work`, `slots`: where the work list and the slots begin; `items`: of the work list; `is_aligned`: KV can be loaded
+    16 bytes at a time.
     """
 
     words: Tensor
     work: int
     slots: int
     items: int
+    is_aligned: bool
 
 
 @cache
@@ -106,7 +109,8 @@ def describe(chunks: Sequence[Placement], layout: Layout, dtype: torch.dtype) ->
     ]
     work, items = tables + len(starts), sum(map(len, tiles)) // 2
     parts = [torch.tensor(rows), *(turn.view(torch.int64) for turn in turns), torch.tensor(starts, dtype=torch.int64)]
-    return Descriptor(torch.cat([*parts, *tiles, *(chunk.slots for chunk in chunks)]), work, work + 2 * items, items)
+    words = torch.cat([*parts, *tiles, *(chunk.slots for chunk in chunks)])
+    return Descriptor(words, work, work + 2 * items, items, all(_is_aligned(chunk.kv) for chunk in chunks))
 
 
 def place(descriptor: Descriptor, words: Tensor, pages: PageTable, layout: Layout, dtype: torch.dtype) -> None:
@@ -120,8 +124,6 @@ def place(descriptor: Descriptor, words: Tensor, pages: PageTable, layout: Layou
 
     if not descriptor.items:
         return
-    quantised = pages.dtype != dtype
-    rotary = sum(1 << index for index, segment in enumerate(layout.segments) if segment.rotary)
     kernel: Any = place_chunks
     kernel[(descriptor.items, len(pages.columns), layout.layers)](
         words,
@@ -133,19 +135,29 @@ def place(descriptor: Descriptor, words: Tensor, pages: PageTable, layout: Layou
         pages.block_stride,
         pages.token_stride,
         pages.block_size,
-        FIRST=pages.first,
-        ROTARY=rotary,
-        WIDTH=pages.width,
-        PAIRS=layout.rotary.rotary_dim // 2,
-        INTERLEAVED=layout.rotary.style == "interleaved",
-        KV_TYPE=_triton_type(dtype),
-        PAGE_TYPE=_triton_type(pages.dtype),
-        LIMIT=torch.finfo(pages.dtype).max if quantised else 0.0,
-        PRECISION=_PRECISION,
-        TOKENS=_TOKENS,
-        RANKS=_RANKS,
-        LANES=max(16, 1 << (pages.width // 2 - 1).bit_length()),
+        **constants(pages, layout, dtype, is_aligned=descriptor.is_aligned),
     )
+
+
+def constants(pages: PageTable, layout: Layout, dtype: torch.dtype, *, is_aligned: bool) -> dict[str, Any]:
+    """What the kernel is compiled for; `is_aligned`: see `Descriptor`."""
+    return {
+        "FIRST": pages.first,
+        "ROTARY": sum(1 << index for index, segment in enumerate(layout.segments) if segment.rotary),
+        "WIDTH": pages.width,
+        "PAIRS": layout.rotary.rotary_dim // 2,
+        "INTERLEAVED": layout.rotary.style == "interleaved",
+        "KV_TYPE": _triton_type(dtype),
+        "PAGE_TYPE": _triton_type(pages.dtype),
+        "LIMIT": torch.finfo(pages.dtype).max if pages.dtype != dtype else 0.0,
+        # of three TF32 products the sum has all but fp32's last bits, and tensor cores are some 10 times as fast
+        "PRECISION": "ieee" if dtype is torch.float32 else "tf32x3",
+        "ALIGNED": is_aligned and pages.is_aligned,
+        "TOKENS": _TOKENS,
+        "RANKS": _RANKS,
+        "LANES": max(16, 1 << (pages.width // 2 - 1).bit_length()),
+        "num_warps": _WARPS,
+    }
 
 
 def _check(chunk: Placement, layout: Layout, dtype: torch.dtype) -> None:
@@ -158,6 +170,11 @@ def _check(chunk: Placement, layout: Layout, dtype: torch.dtype) -> None:
         )
     if chunk.kv.stride(2) != 1:
         raise ShapeMismatch("KV is placed from tensors whose features lie side by side")
+
+
+def _is_aligned(kv: Tensor) -> bool:
+    strides = (stride * kv.itemsize % _ALIGNMENT == 0 and stride % 8 == 0 for stride in kv.stride()[:2])
+    return kv.data_ptr() % _ALIGNMENT == 0 and all(strides)
 
 
 def _segment_row(part: Directions, starts: int, dtype: torch.dtype) -> list[int]:

@@ -32,7 +32,7 @@ def _numbers(address, at, mask, kind, MODEL_TYPE: tl.constexpr):  # type: ignore
     return found
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["work", "slots"])  # type: ignore[untyped-decorator]
 def place_chunks(  # type: ignore[no-untyped-def]
     words,  # int64: the descriptor (`device_kernel._descriptor`)
     angles,  # the same memory as fp32
@@ -52,6 +52,7 @@ def place_chunks(  # type: ignore[no-untyped-def]
     PAGE_TYPE: tl.constexpr,
     LIMIT: tl.constexpr,  # largest number of quantised pages; 0: pages are of the KV's dtype
     PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr,  # columns begin at multiples of 16 bytes, in KV and in pages
     TOKENS: tl.constexpr,
     RANKS: tl.constexpr,
     LANES: tl.constexpr,
@@ -68,18 +69,22 @@ def place_chunks(  # type: ignore[no-untyped-def]
     live = t < tl.load(row + 4)
 
     lane = tl.arange(0, LANES)
-    rest = lane - PAIRS  # lanes behind the pairs
     half: tl.constexpr = WIDTH // 2
     if INTERLEAVED:
         one, two = 2 * lane, 2 * lane + 1
     else:
         one, two = lane, lane + PAIRS
-    one = tl.where(rest < 0, one, 2 * PAIRS + rest)
-    two = tl.where(rest < 0, two, PAIRS + half + rest)
+    if half > PAIRS:
+        rest = lane - PAIRS  # lanes behind the pairs
+        one = tl.where(rest < 0, one, 2 * PAIRS + rest)
+        two = tl.where(rest < 0, two, PAIRS + half + rest)
     there = live[:, None] & (lane < half)[None, :]
 
     kv = tl.load(row).to(tl.pointer_type(KV_TYPE)) + layer * tl.load(row + 1) + tl.load(columns + 3 * column)
-    kv = kv + t[:, None] * tl.load(row + 2)
+    kv_token = tl.load(row + 2)
+    if ALIGNED:
+        kv, kv_token = tl.multiple_of(kv, 16), tl.multiple_of(kv_token, 8)
+    kv = kv + t[:, None] * kv_token
     a = tl.load(kv + one[None, :], mask=there, other=0).to(tl.float32)
     b = tl.load(kv + two[None, :], mask=there, other=0).to(tl.float32)
 
@@ -105,12 +110,10 @@ def place_chunks(  # type: ignore[no-untyped-def]
                 u = u * tl.load(weight, mask=wanted, other=0)
             at = r[:, None] * right_row + feature
             wanted = on[:, None] & (lane < half)[None, :]
-            a += tl.dot(
-                u, _numbers(right, at + one[None, :], wanted, right_kind, KV_TYPE), input_precision=PRECISION
-            )
-            b += tl.dot(
-                u, _numbers(right, at + two[None, :], wanted, right_kind, KV_TYPE), input_precision=PRECISION
-            )
+            v = _numbers(right, at + one[None, :], wanted, right_kind, KV_TYPE)
+            a = tl.dot(u, v, a, input_precision=PRECISION)
+            v = _numbers(right, at + two[None, :], wanted, right_kind, KV_TYPE)
+            b = tl.dot(u, v, b, input_precision=PRECISION)
 
     turn = tl.load(row + 6)
     if (turn >= 0) & (((ROTARY >> segment) & 1) != 0):
@@ -123,7 +126,10 @@ def place_chunks(  # type: ignore[no-untyped-def]
 
     slot = tl.load(words + slots + tl.load(row + 3) + t, mask=live, other=0)
     page = tl.load(pages + layer).to(tl.pointer_type(PAGE_TYPE)) + tl.load(columns + 3 * column + 2)
-    page = page + ((slot // block_size) * block_stride + (slot % block_size) * token_stride)[:, None]
+    offset = (slot // block_size) * block_stride + (slot % block_size) * token_stride
+    if ALIGNED:
+        page, offset = tl.multiple_of(page, 16), tl.multiple_of(offset, 16)
+    page = page + offset[:, None]
     a, b = a.to(KV_TYPE), b.to(KV_TYPE)
     if LIMIT > 0:  # as the engine quantises: what the model's dtype has, without overflow
         a, b = a.to(tl.float32), b.to(tl.float32)

@@ -25,6 +25,7 @@ class PageTable:
         first: columns of the first segment.
         width: features of a column.
         dtype: of the pages' numbers.
+        is_aligned: columns begin at multiples of 16 bytes, in pages and in canonical KV of two bytes a number.
     """
 
     addresses: Tensor
@@ -35,6 +36,7 @@ class PageTable:
     token_stride: int
     block_size: int
     dtype: torch.dtype
+    is_aligned: bool
 
     @classmethod
     def of(
@@ -56,38 +58,33 @@ class PageTable:
         segments = [segment.share(ranks) for segment in layout.segments]
         widths = {segment.width for segment in segments if segment.heads > 1 or segment.rotary}
         width = min(widths)
-        if len(segments) != 2 or any(segment.features % width for segment in segments) or len(widths) > 1 or width % 2:
+        if len(widths) > 1 or width % 2 or len(segments) != 2 or any(part.features % width for part in segments):
             return None
-        strides = {(tuple(cache.shape), cache.stride(), cache.dtype) for cache in caches}
-        if len(strides) != 1:
+        if len({(cache.shape, cache.stride(), cache.dtype) for cache in caches}) != 1:
             return None
-        places = _physical(elements, caches[0])
-        heads = places[:, ::width]
-        steps = heads - heads[:, :1]
-        token_stride = int(places[1, 0] - places[0, 0]) if len(places) > 1 else 0
-        regular = (
-            heads[0][None, :]
-            + token_stride * torch.arange(len(places))[:, None]
-        )
-        expected = regular[:, :, None] + torch.arange(width)
-        if not torch.equal(steps, steps[:1].expand_as(steps)) or not torch.equal(expected.flatten(1), places):
-            return None
+        within, tokens = torch.arange(width), torch.arange(len(elements))[:, None, None]
         features = torch.arange(layout.features) if share is None else share
         kv = features[::width]
-        if not torch.equal((kv[:, None] + torch.arange(width)).flatten(), features):
+        places = _physical(elements, caches[0])
+        heads = places[0, ::width]
+        token_stride = int(places[-1, 0] - places[0, 0]) // max(1, len(places) - 1)
+        expected = (heads[:, None] + within + token_stride * tokens).flatten(1)
+        if not torch.equal(expected, places) or not torch.equal((kv[:, None] + within).flatten(), features):
             return None
-        first = segments[0].features // width
-        inner = kv - torch.where(torch.arange(len(kv)) < first, 0, layout.segments[0].features)
-        device = caches[0].device
+        second, device = layout.segments[0].features, caches[0].device
+        strides = (caches[0].stride(0), token_stride)
+        addresses = [cache.data_ptr() for cache in caches]
+        starts = [*addresses, 2 * width, *(caches[0].itemsize * heads).tolist()]
         return cls(
-            addresses=torch.tensor([cache.data_ptr() for cache in caches]).to(device),
-            columns=torch.stack([kv, inner, heads[0]], dim=1).to(device),
-            first=first,
+            addresses=torch.tensor(addresses).to(device),
+            columns=torch.stack([kv, torch.where(kv < second, kv, kv - second), heads], dim=1).to(device),
+            first=segments[0].features // width,
             width=width,
-            block_stride=caches[0].stride(0),
-            token_stride=token_stride,
+            block_stride=strides[0],
+            token_stride=strides[1],
             block_size=len(places),
             dtype=caches[0].dtype,
+            is_aligned=all(number % 16 == 0 for number in (*starts, *strides)),
         )
 
 
