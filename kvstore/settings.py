@@ -47,6 +47,12 @@ class LibrarySettings(BaseModel):
     tenant_memory_bytes: int | None = Field(
         default=None, ge=0, description="The same for any one tenant. None: memory_bytes."
     )
+    device_bytes: int = Field(
+        default=1 * GIB,
+        ge=0,
+        description="GPU memory of a prefill worker, on every rank, for copies of the records in its memory that are "
+        "used most, beside what gpu_memory_utilization gives vLLM. These are linked without a copy from the host.",
+    )
     object_store_bytes: int = Field(
         default=1 * GIB,
         ge=0,

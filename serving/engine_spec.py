@@ -50,6 +50,7 @@ def prefill_spec(config: OrbitServeConfig, *, hand_off: bool = True) -> EngineSp
         kv_cache_gib=settings.kv_cache_gib,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         hand_off=hand_off,
+        device_bytes=config.library.device_bytes,
     )
 
 

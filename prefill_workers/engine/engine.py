@@ -28,6 +28,7 @@ from infra.vllm_arguments import hand_off_arguments
 from infra.vllm_env import BLOCK_SIZE, NIXL_HOST
 from infra.vllm_plugin import NIXL_PORT
 from kvstore.operator.apply import relocate
+from kvstore.operator.device_kernel import Placement
 from kvstore.operator.layout import Layout
 from kvstore.operator.rotary import RotaryScheme
 from kvstore.records.keys import embedding_key
@@ -105,6 +106,9 @@ class _Known(NamedTuple):
     def layer(self, index: int, deadline: float) -> Tensor:
         return self.kv[index]
 
+    def stored(self, index: int, deadline: float) -> Placement:
+        return Placement(self.kv[index : index + 1], None, 0, self.slots)
+
 
 class PrefillEngine:
     """One model on one worker group.
@@ -134,7 +138,9 @@ class PrefillEngine:
         self.layout = layout_of(facts)
         self._ranks = [self.layout.share(rank, spec.tensor_parallel_size) for rank in range(spec.tensor_parallel_size)]
         self._notes = ReadNotes(spec.tensor_parallel_size)
-        self._call("learn_pages", self.layout, self.num_blocks - 1)
+        self.places_on_device: bool = all(
+            self._call_all("learn_pages", self.layout, self.num_blocks - 1, spec.device_bytes)
+        )
 
     @property
     def precision(self) -> str:
@@ -230,6 +236,13 @@ class PrefillEngine:
         Keys are turned by `shift` positions.
         """
         self._call("copy_kv", list(sources), list(targets), tokens, shift)
+
+    def place(self, chunks: Sequence[Placement]) -> None:
+        """Relocate, patch and write stored chunks in one launch; only if it `places_on_device`.
+
+        Their KV and patches are in host memory; those of objects that live on may stay on the device too.
+        """
+        self._call("place", chunks)
 
     def finish_writes(self) -> None:
         """Wait until what was written is there for others to read; a forward waits by itself."""
@@ -395,6 +408,17 @@ class PrefillEngine:
         self.write_kv(stored, self.slots(spare, 1, 1 + stored.shape[1]))
         same = torch.equal(self.read_kv(spare, 1, stored.shape[1]), stored)
         outcomes.append(CheckOutcome("KV written equals KV read", same, "bit for bit" if same else "they differ"))
+
+        if self.places_on_device:
+            delta = 41
+            self.place([Placement(stored, None, delta, self.slots(spare, 1, 1 + stored.shape[1]))])
+            placed, expected = self.read_kv(spare, 1, stored.shape[1]), relocate(stored, delta, self.layout)
+            worst = float((placed - expected).float().abs().max() / expected.float().abs().max())
+            allowed = 1e-6 if exact else torch.finfo(self.dtype).eps + self._quantum
+            outcomes.append(
+                CheckOutcome("KV placed by the kernel equals the operator", worst <= allowed, f"off by {worst:.2g}")
+            )
+            self.write_kv(stored, self.slots(spare, 1, 1 + stored.shape[1]))
 
         ran = min(2, self.layout.layers)
         self.forward_first([(LinkSequence(sequence.token_ids, sequence.positions, spare), split)], ran)

@@ -14,8 +14,10 @@ class EngineSpec(ModelEngineSpec):
     Attributes:
         max_batch_tokens: tokens of one forward at most.
         hand_off: True: decode engines pull KV from it.
+        device_bytes: GPU memory for copies of stored chunks, on each rank.
     """
 
     max_batch_tokens: int = 4096
     hand_off: bool = True
     encoder_only: bool = False
+    device_bytes: int = 0

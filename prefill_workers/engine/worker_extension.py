@@ -14,6 +14,7 @@ attends, so one forward gives exactly what a full prefill would, with no kernel 
 | `attend_first`     | the first layer's KV of runs, and how some tokens attend there       |
 | `write_kv`         | a linked chunk into blocks, through the backend's own update op      |
 | `copy_kv`          | blocks' KV into other blocks, its keys turned by so many positions   |
+| `place`            | the same for canonical KV and patches, by one kernel on a device     |
 | `finish_writes`    | waits until what was written is there for others to read             |
 | `read_kv`          | a chunk's KV out of blocks, through the learned page layout          |
 | `encode`           | pixels to embeddings                                                 |
@@ -43,10 +44,16 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from infra.cpu import openmp
 from kvstore.operator.apply import relocate
+from kvstore.operator import device_kernel
+from kvstore.operator.device_kernel import Placement
 from kvstore.operator.layout import Layout
+from kvstore.operator.page_table import PageTable
 from kvstore.operator.rotary import turns_evenly
 from prefill_workers.engine.attention import attended, paid_to
 from prefill_workers.engine.batch import Attending, Rows, RunBatch
+from prefill_workers.engine.copy_stream import RING_BYTES, CudaCopyStream, PinnedRing
+from prefill_workers.engine.device_cache import DeviceCache
+from prefill_workers.engine.device_writer import DeviceWriter
 from prefill_workers.engine.pages import Pages, learnt
 from prefill_workers.engine.rank_errors import Failure, portable
 from prefill_workers.engine.transfer_notes import parsed
@@ -73,6 +80,9 @@ class LayerSource(Protocol):
     def layer(self, index: int, deadline: float) -> Tensor | None:
         """Rows [tokens, features] of a layer, waited for; None if it is not there at `deadline`."""
 
+    def stored(self, index: int, deadline: float) -> Placement | None:
+        """`layer` before it is relocated and patched: KV [1, tokens, features], in host memory."""
+
 
 class UnsupportedEngine(RuntimeError):
     """The model keeps or rotates its KV in a way that chunks cannot be relocated in."""
@@ -84,6 +94,8 @@ class WorkerExtension:
     model_runner: Any
     _share: Tensor | None = None  # [local features] this rank's features; None: all of them
     _pages: Pages | None = None
+    _ring: PinnedRing | None = None  # on a device
+    _writer: DeviceWriter | None = None  # on a device whose pages its kernel can write
 
     def answer(self, method: str, *arguments: Any) -> Any:
         """A method's result, or a `Failure`; raises nothing.
@@ -134,11 +146,17 @@ class WorkerExtension:
         return facts | {"kv_heads": model.get_total_num_kv_heads(), "head_size": spec.head_size}
 
     @torch.inference_mode()
-    def learn_pages(self, layout: Layout, block: int) -> None:
+    def learn_pages(self, layout: Layout, block: int, device_bytes: int = 0) -> bool:
         """Take this rank's share of the layout, and find where a block keeps feature f of token t.
 
         Backends differ (the CPU kernel transposes keys inside a block, and differently for each dtype), so the layout
         is not assumed but read off, with the backend's own update op (`pages.learnt`).
+
+        Args:
+            device_bytes: device memory for copies of stored chunks.
+
+        Returns:
+            Whether `place` can be called.
 
         Raises:
             UnsupportedEngine: the backend's writes cannot be inverted.
@@ -165,6 +183,22 @@ class WorkerExtension:
                 f"{self._group.backend.get_name()} with KV cache dtype {cache!r} does not give back what is written"
             )
         self._pages = Pages.of(elements, [segment.features for segment in self._local], self._device)
+        if self._device.type != "cuda":
+            return False
+        self._ring = PinnedRing(CudaCopyStream(self._device), RING_BYTES)
+        caches = [self._elements(layer) for layer in range(layout.layers)]
+        pages = PageTable.of(caches, elements, layout, ranks, self._share) if device_kernel.is_available() else None
+        if pages is None:
+            logger.warning(
+                "stored KV is patched on the host: %s keeps pages as no kernel of ours writes them",
+                self._group.backend.get_name(),
+            )
+            return False
+        dtype = self.model_runner.vllm_config.model_config.dtype
+        self._writer = DeviceWriter(pages, layout, dtype, self._ring, DeviceCache(device_bytes))
+        nothing = torch.zeros(layout.layers, 1, layout.features, dtype=dtype)
+        self.place([Placement(nothing, None, 0, torch.tensor([block * size]))])  # compiled before a request needs it
+        return True
 
     @torch.inference_mode()
     def forward_runs(
@@ -189,14 +223,14 @@ class WorkerExtension:
             Logits [len(logits), vocabulary] fp32 of these rows' last tokens; None without such rows, and on other
             ranks than the first.
         """
-        runner, to = self.model_runner, self._device
+        runner = self.model_runner
         ends = None if logits else layers or len(self._group.layer_names)
         with self._writing(arriving, deadline):
             hidden = self._walk(batch, ends, shallow)
         scores = None
         if logits:
-            last = batch.rows.lengths.cumsum(0)[list(logits)] - 1
-            scores = runner.model.compute_logits(hidden[last.to(to)])  # by all ranks
+            (last,) = self._sent(batch.rows.lengths.cumsum(0)[list(logits)] - 1)
+            scores = runner.model.compute_logits(hidden[last])  # by all ranks
         if scores is None or get_tensor_model_parallel_rank() != 0:
             self.finish_writes()
             return None
@@ -214,19 +248,20 @@ class WorkerExtension:
         `ends`: see `_ending_behind`, as for `queries`; None: it goes to its end.
         """
         self._consider_others()
-        runner, names, to = self.model_runner, self._group.layer_names, self._device
-        slots = dict.fromkeys(names, batch.slots.to(to, non_blocking=True))
+        runner, names = self.model_runner, self._group.layer_names
+        first_slots, positions = self._sent(batch.slots, batch.positions)
+        slots = dict.fromkeys(names, first_slots)
         metadata = dict.fromkeys(names, self._metadata(self._builder, batch, slots[names[0]]))
         if shallow is not None:
             other, depth = shallow
-            slots |= dict.fromkeys(names[:depth], other.slots.to(to, non_blocking=True))
+            slots |= dict.fromkeys(names[:depth], self._sent(other.slots)[0])
             metadata |= dict.fromkeys(names[:depth], self._metadata(self._other_builder, other, slots[names[0]]))
         context = set_forward_context(metadata, runner.vllm_config, num_tokens=len(batch.slots), slot_mapping=slots)
         ending = nullcontext() if ends is None else self._ending_behind(ends, slots[names[ends - 1]], queries)
         with self._leaving_nothing(), context, ending:
             return runner.model(
                 input_ids=None,
-                positions=batch.positions.to(to, non_blocking=True),
+                positions=positions,
                 intermediate_tensors=None,
                 inputs_embeds=self._embed(batch),
             )
@@ -295,21 +330,22 @@ class WorkerExtension:
 
     def _metadata(self, builder: Any, batch: RunBatch, slots: Tensor) -> Any:
         """The attention backend's description of a batch, whose slots are on the device."""
-        to, rows = self._device, self._rows(batch)
+        rows = self._rows(batch)
         start = torch.zeros(len(rows.lengths) + 1, dtype=torch.int32)
         torch.cumsum(rows.lengths, 0, dtype=torch.int32, out=start[1:])
+        starts, ends, tables, index = self._sent(start, rows.ends, rows.block_tables, batch.index)
         common = CommonAttentionMetadata(
-            query_start_loc=start.to(to, non_blocking=True),
+            query_start_loc=starts,
             query_start_loc_cpu=start,
-            seq_lens=rows.ends.to(to, non_blocking=True),
+            seq_lens=ends,
             num_reqs=len(rows.ends),
             num_actual_tokens=len(batch.slots),
             max_query_len=int(rows.lengths.max()),
             max_seq_len=int(rows.ends.max()),
-            block_table_tensor=rows.block_tables.to(to, non_blocking=True),
+            block_table_tensor=tables,
             slot_mapping=slots,
             causal=True,
-            positions=batch.index.to(to, non_blocking=True),
+            positions=index,
             seq_lens_cpu_upper_bound=rows.ends,
             is_prefilling=torch.zeros(len(rows.ends), dtype=torch.bool),
         )
@@ -359,17 +395,21 @@ class WorkerExtension:
         if not arriving:
             yield
             return
-        slots = [chunk.slots.to(self._device, non_blocking=True) for chunk in arriving]
+        slots = [chunk.slots for chunk in arriving] if self._writer else self._sent(*(one.slots for one in arriving))
         layers = range(len(self._group.layer_names))
         reached: list[int] = []
 
         def write(layer: int) -> None:
             reached.append(layer)
+            if self._writer is not None:
+                stored = [chunk.stored(layer, deadline) for chunk in arriving]
+                self._writer.write_layer(layer, [chunk for chunk in stored if chunk is not None])
+                return
             found = [(chunk.layer(layer, deadline), place) for chunk, place in zip(arriving, slots, strict=True)]
             there = [(rows, place) for rows, place in found if rows is not None]
             if there:
-                rows = torch.cat([rows for rows, _ in there])
-                self._update(layer, rows.to(self._device, non_blocking=True), torch.cat([place for _, place in there]))
+                (rows,) = self._sent(torch.cat([rows for rows, _ in there]))
+                self._update(layer, rows, torch.cat([place for _, place in there]))
 
         with ExitStack() as hooks:
             for layer in layers:
@@ -398,22 +438,17 @@ class WorkerExtension:
 
     def _embed(self, batch: RunBatch) -> Tensor:
         model = self.model_runner.model
-        ids = batch.token_ids.to(self._device, non_blocking=True)
         if batch.embeddings is None:
-            return model.embed_input_ids(ids)
+            return model.embed_input_ids(*self._sent(batch.token_ids))
+        ids, embeddings, mask = self._sent(batch.token_ids, batch.embeddings, batch.is_embedding)
         # the model's own merge: it also takes deepstack features apart (Qwen3-VL) and hands them to the layers
-        return model.embed_input_ids(
-            ids,
-            multimodal_embeddings=[batch.embeddings.to(self._device, non_blocking=True)],
-            is_multimodal=batch.is_embedding.to(self._device, non_blocking=True),
-        )
+        return model.embed_input_ids(ids, multimodal_embeddings=[embeddings], is_multimodal=mask)
 
     @torch.inference_mode()
     def write_kv(self, kv: Tensor, slots: Tensor) -> None:
         """Store `kv` [layers, tokens, features] in its slots by the backend's own update op."""
-        slots = slots.to(self._device, non_blocking=True)
-        mine = kv if self._share is None else kv[..., self._share]
-        for layer, rows in enumerate(mine.to(self._device, non_blocking=True).unbind(0)):
+        mine, slots = self._sent(kv if self._share is None else kv[..., self._share], slots)
+        for layer, rows in enumerate(mine.unbind(0)):
             self._update(layer, rows, slots)
 
     @torch.inference_mode()
@@ -425,11 +460,23 @@ class WorkerExtension:
         size, dtype = self._group.kv_cache_spec.block_size, self.model_runner.vllm_config.model_config.dtype
         index = torch.arange(tokens)
         slots = torch.tensor(targets)[index // size] * size + index % size
-        slots = slots.to(self._device, non_blocking=True)
+        (slots,) = self._sent(slots)
         layers = range(len(self._group.layer_names))
         for layer, rows in enumerate(self._stored(sources, 0, tokens, layers)):
             moved = relocate(rows[None], shift, self._layer_layout)[0] if shift else rows
             self._update(layer, moved.to(dtype), slots)
+
+    @torch.inference_mode()
+    def place(self, chunks: Sequence[Placement]) -> None:
+        """Relocate, patch and write stored chunks, whose KV and patches are in host memory, on the device."""
+        assert self._writer is not None
+        self._writer.write(chunks)
+
+    def _sent(self, *tensors: Tensor) -> list[Tensor]:
+        """The tensors on the device, without waiting for copies."""
+        if self._ring is not None:
+            return self._ring.send(tensors)
+        return [tensor.to(self._device, non_blocking=True) for tensor in tensors]
 
     def finish_writes(self) -> None:
         """Wait for the device, so that readers on any stream see what was written."""
@@ -444,17 +491,18 @@ class WorkerExtension:
         """
         read = range(len(self._group.layer_names)) if layers is None else layers
         features = sum(segment.features for segment in self._local)
-        out = torch.empty(len(read), count, features, dtype=self.model_runner.vllm_config.model_config.dtype)
+        dtype, device = self.model_runner.vllm_config.model_config.dtype, None if self._ring is None else self._device
+        out = torch.empty(len(read), count, features, dtype=dtype, device=device)
         for rows, stored in zip(out, self._stored(blocks, first, count, read), strict=True):
             rows.copy_(stored)
-        return out
+        return out if self._ring is None else self._ring.fetch(out)
 
     def _stored(self, blocks: Sequence[int], first: int, count: int, layers: Sequence[int]) -> Iterator[Tensor]:
         """`read_kv` layer by layer, [count, local features] on the device, in one reused buffer."""
         if self._pages is None:
             raise RuntimeError("learn_pages has not run")
         size, features = self._group.kv_cache_spec.block_size, sum(segment.features for segment in self._local)
-        used = torch.tensor(blocks, device=self._device)[first // size : -(-(first + count) // size)]
+        (used,) = self._sent(torch.tensor(blocks)[first // size : -(-(first + count) // size)])
         skip = first % size
         whole = torch.empty(len(used), size, features, dtype=self._cache(0).dtype, device=self._device)
         stored = whole if self._quantised is None else whole.view(self._quantised)

@@ -19,6 +19,7 @@ from torch import Tensor
 from kvstore.errors import ShapeMismatch
 from kvstore.operator.apply import apply
 from kvstore.operator.basis import SharedBasis
+from kvstore.operator.device_kernel import Placement
 from kvstore.operator.layout import Layout
 from kvstore.operator.patch import Patch
 from kvstore.records.format import CanonicalRecord, PatchRecord
@@ -69,6 +70,13 @@ class LayerwiseLoad:
 
     def layer(self, index: int, deadline: float) -> Tensor | None:
         """KV [tokens, features] of a layer; waits for it until `deadline` (monotonic seconds)."""
+        stored = self.stored(index, deadline)
+        if stored is None:
+            return None
+        return apply(stored.kv, stored.patch, stored.delta, self.canonical.layout.of_one_layer)[0]
+
+    def stored(self, index: int, deadline: float) -> Placement | None:
+        """The same before it is relocated and patched: KV [1, tokens, features]."""
         if self.is_late:
             return None
         began = time.monotonic()
@@ -77,8 +85,7 @@ class LayerwiseLoad:
         if self.is_late:
             return None
         patch = self.bound.of_layer(index) if self.bound else None
-        kv, layout = self.canonical.kv[index : index + 1], self.canonical.layout.of_one_layer
-        return apply(kv, patch, self.chunk.start_position, layout)[0]
+        return Placement(self.canonical.kv[index : index + 1], patch, self.chunk.start_position, self.slots)
 
     @property
     def seconds_left(self) -> float:

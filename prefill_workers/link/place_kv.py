@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvstore.operator.apply import apply
+from kvstore.operator.device_kernel import Placement
 from kvstore.operator.patch import Patch
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.sequence import Run
@@ -32,8 +33,16 @@ class PlacedChunk(NamedTuple):
 def write_chunks(engine: PrefillEngine, blocks: Sequence[int], chunks: Sequence[PlacedChunk]) -> None:
     """Relocate, patch and write chunks of the sequence in `blocks`.
 
-    Small ones together: a write walks all layers.
+    On a GPU all in one launch; else small ones together: a write walks all layers.
     """
+    if engine.places_on_device:
+        engine.place(
+            [
+                Placement(one.kv, one.patch, one.position, engine.slots(blocks, one.run.start, one.run.stop))
+                for one in chunks
+            ]
+        )
+        return
     layout = engine.layout
     for group in _groups(chunks, _BYTES // layout.bytes_per_token(engine.dtype)):
         ends = torch.tensor([len(chunk.run) for chunk in group]).cumsum(0).tolist()

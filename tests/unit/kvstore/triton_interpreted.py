@@ -45,20 +45,15 @@ class Pool:
     @classmethod
     def of(cls, layout: Layout, order: str, dtype: torch.dtype) -> Pool:
         """Empty pages in one of vLLM's orders: a block's heads or its tokens first, or a block's layers together."""
-        layers = layout.layers
-        if layout.family == "mla":
-            whole = torch.zeros(layers, BLOCKS, BLOCK, layout.features)
+        heads, width = layout.segments[0].heads, layout.segments[0].width
+        inner = [BLOCK, layout.features] if layout.family == "mla" else [heads, BLOCK, 2 * width]
+        if layout.family == "gqa" and order == "NHD":
+            whole = torch.zeros(layout.layers, BLOCKS, BLOCK, heads, 2 * width).transpose(2, 3)
+        elif order == "BLHNC":
+            whole = torch.zeros(BLOCKS, layout.layers, *inner).transpose(0, 1)
         else:
-            heads, width = layout.segments[0].heads, layout.segments[0].width
-            shapes = {
-                "HND": (layers, BLOCKS, heads, BLOCK, 2 * width),
-                "NHD": (layers, BLOCKS, BLOCK, heads, 2 * width),
-                "BLHNC": (BLOCKS, layers, heads, BLOCK, 2 * width),
-            }
-            whole = torch.zeros(shapes[order])
-            whole = whole.transpose(2, 3) if order == "NHD" else whole
-        whole = whole.to(dtype)
-        return cls(layout, list((whole.transpose(0, 1) if order == "BLHNC" else whole).unbind(0)))
+            whole = torch.zeros(layout.layers, BLOCKS, *inner)
+        return cls(layout, list(whole.to(dtype).unbind(0)))
 
     def elements(self) -> Tensor:
         """[block, features]: the element of `cache[block].flatten()` that has a token's feature."""
