@@ -25,7 +25,6 @@ from operator import attrgetter
 from typing import Any
 
 import psutil
-import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
@@ -36,6 +35,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from decode_workers.admission import Admission
 from decode_workers.spec import DecodeSpec
+from infra.gpu import uses_gpu
 from infra.vllm_arguments import hand_off_arguments
 from infra.vllm_env import BLOCK_SIZE
 
@@ -64,7 +64,7 @@ class DecodeStats:
 
 def engine_arguments(spec: DecodeSpec) -> dict[str, Any]:
     """vLLM's arguments of a decode engine."""
-    on_gpu = torch.cuda.is_available()
+    on_gpu = uses_gpu()
     return {
         **spec.arguments(),
         **hand_off_arguments(),

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from infra.gpu import DECODE_SEQUENCES
+from infra.vllm_env import is_cpu_build
+
 
 class DecodeSettings(BaseModel):
     """The decode worker: a stock vLLM engine."""
@@ -17,4 +20,8 @@ class DecodeSettings(BaseModel):
     )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of GPU memory that vLLM may take.")
     tensor_parallel_size: int = Field(1, ge=1, description="Ranks over which one replica's model is split.")
-    max_num_seqs: int = Field(16, ge=1, description="Sequences that decode together.")
+    max_num_seqs: int = Field(
+        default_factory=lambda: 16 if is_cpu_build() else DECODE_SEQUENCES,
+        ge=1,
+        description=f"Sequences that decode together; 16 by default where vLLM is a CPU build, else {DECODE_SEQUENCES}.",
+    )

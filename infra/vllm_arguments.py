@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from infra.gpu import BLOCK_SIZE, uses_gpu
+
 
 @dataclass(frozen=True)
 class ModelEngineSpec:
@@ -12,7 +14,7 @@ class ModelEngineSpec:
 
     Attributes:
         max_model_len: None: the model's, or what the KV pool holds if that is less.
-        block_size: None: vLLM's choice for the platform.
+        block_size: None: 64 on a GPU, on a CPU vLLM's choice.
         kv_cache_gib: KV pool; None: 1 on a CPU, on a GPU what `gpu_memory_utilization` leaves.
     """
 
@@ -30,7 +32,8 @@ class ModelEngineSpec:
 
     def arguments(self) -> dict[str, Any]:
         """vLLM's engine arguments."""
-        block_size = {} if self.block_size is None else {"block_size": self.block_size}
+        size = self.block_size or (BLOCK_SIZE if uses_gpu() else None)
+        block_size = {} if size is None else {"block_size": size}
         return {
             "model": self.model,
             "dtype": self.dtype,
@@ -51,10 +54,9 @@ class ModelEngineSpec:
 
 def hand_off_arguments() -> dict[str, Any]:
     """Arguments of an engine that hands KV over, or takes it."""
-    import torch
     from vllm.config import KVTransferConfig
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if uses_gpu() else "cpu"
     connector = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both", kv_buffer_device=device)
     return {"kv_transfer_config": connector}
 
@@ -65,21 +67,17 @@ def kv_pool(kv_cache_gib: float | None) -> dict[str, int]:
     With a size of its own an engine may start beside others on the same GPU: vLLM would take what those allocate while
     it measures for its own.
     """
-    import torch
-
-    if kv_cache_gib is None or not (torch.cuda.is_available() or kv_cache_gib % 1):
+    if kv_cache_gib is None or not (uses_gpu() or kv_cache_gib % 1):
         return {}
     return {"kv_cache_memory_bytes": int(kv_cache_gib * 2**30)}
 
 
 def cpu_engine_arguments() -> dict[str, Any]:
-    """Arguments of every engine on a CPU; {} on a machine with a GPU.
+    """Arguments of every engine on a CPU; {} on a GPU.
 
     Both for MLA: the kernel of rotary_embedding is wrong on the strided views that it passes for k_pe, and what vLLM
     prefers as its attention on CPUs with AMX takes no fp32. For other models vLLM logs that it cannot use CPU_MLA.
     """
-    import torch
-
-    if torch.cuda.is_available():
+    if uses_gpu():
         return {}
     return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}, "attention_backend": "CPU_MLA"}

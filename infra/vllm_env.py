@@ -12,6 +12,13 @@ from infra.ports import LOOPBACK
 from infra.vllm_plugin import NIXL_PORT, SHARED_CORES
 
 NIXL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"  # of the handshake
+# Of processes with an engine on a GPU.
+_GPU_ENVIRONMENT = {
+    # Triton's products of fp32 have 10 bits (TF32) else, of which the self-check of an fp32 engine rightly complains.
+    "TRITON_F32_DEFAULT": "ieee",
+    # Without NVLink UCX reads GPU memory over TCP else, at a hundredth of the speed, and vLLM's connector only reads.
+    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
+}
 BLOCK_SIZE = "prefill_block_size"  # what we tell in `kv_transfer_params` beside what vLLM reads: tokens of a block
 
 
@@ -21,6 +28,7 @@ def vllm_environment(
     threads: int | None = None,
     nixl_host: str = LOOPBACK,
     nixl_port: int | None = None,
+    own_runner: bool = True,
 ) -> dict[str, str]:
     """Environment of a process that runs one vLLM engine.
 
@@ -30,6 +38,7 @@ def vllm_environment(
         threads: OpenMP threads of the process; None leaves the choice to Ray and OpenMP.
         nixl_host: address of the handshake, which peers must reach; nothing is listened to on others.
         nixl_port: port of that handshake; None where the process exchanges no KV.
+        own_runner: the engine has our worker extension; False: a GPU's engine has the model runner that vLLM prefers.
     """
     pool = kv_cache_gib or 1
     environment = {
@@ -39,9 +48,6 @@ def vllm_environment(
         # CPU the worker then lives in that core, instead of a further process that both spin on a queue to talk to;
         # with that process a token of a tiny model took 100 ms on two cores.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # The model runner that `prefill_workers.engine.worker_extension` is written for and tested on; CPUs have no
-        # other.
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_COMPUTE_NANS_IN_LOGITS": "1",  # see `decode_workers.engine`
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
@@ -50,6 +56,12 @@ def vllm_environment(
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if own_runner or is_cpu_build():
+        # The model runner that `prefill_workers.engine.worker_extension` is written for and tested on; CPUs have no
+        # other.
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    if not is_cpu_build():
+        environment |= _GPU_ENVIRONMENT
     if is_cpu_build():
         # Engines run eagerly there; what vLLM still compiles (its sampler's log-probability ranks) would need a C++
         # compiler on the machine and seconds on the first request that asks for it.

@@ -21,6 +21,7 @@ from infra.ports import url_host
 from serving.app import build
 from serving.config import OrbitServeConfig
 from serving.deploy.ray_cluster import ray_cluster
+from serving.deploy.gpu_fit import shortage
 from serving.settings import HttpSettings, RoleSettings
 
 APPLICATION = "orbitserve"
@@ -54,8 +55,8 @@ def application(config: OrbitServeConfig, console: Console) -> Iterator[str]:
     Joins a Ray cluster that is already there (RAY_ADDRESS, or one started on this machine), else starts one.
 
     Raises:
-        StartUpError: a role failed to start, or did not within half an hour; the cluster serves the application
-            already, listens elsewhere already, or the port is taken; the TLS files cannot be used.
+        StartUpError: a role failed to start, or did not within half an hour; the GPUs are too few; the cluster serves the
+            application already, listens elsewhere already, or the port is taken; the TLS files cannot be used.
     """
     _check_tls(config.http)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -78,6 +79,7 @@ def application(config: OrbitServeConfig, console: Console) -> Iterator[str]:
         if APPLICATION in serve.status().applications:
             raise StartUpError(f"{APPLICATION!r} is served on this Ray cluster already; end that first, or use another")
         _warn_of_apart(config, console)
+        _refuse_too_few_gpus(config, console)
         try:
             target = serve.RunTarget(build(config), name=APPLICATION, route_prefix="/")
             try:
@@ -126,6 +128,16 @@ def _check_tls(http: HttpSettings) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(http.tls_certificate, http.tls_key, no_passphrase)
     except OSError as error:  # also that they are no pair
         raise StartUpError(f"cannot use http.tls_certificate and http.tls_key: {error.strerror or error}") from error
+
+
+def _refuse_too_few_gpus(config: OrbitServeConfig, console: Console) -> None:
+    """Raises StartUpError where roles would wait for GPUs for ever; of a cluster that may grow, it says so alone."""
+    short = shortage(config, ray.cluster_resources().get("GPU", 0.0))
+    if short is None:
+        return
+    if sum(node["Alive"] for node in ray.nodes()) == 1:
+        raise StartUpError(short)
+    console.print(f"[yellow]warning:[/yellow] {short}\nRoles wait until there are more.")
 
 
 def _name(path: Path | None) -> str | None:

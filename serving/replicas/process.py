@@ -36,11 +36,14 @@ def enter(settings: RoleSettings) -> None:
     give_way(0 if settings.gpus else settings.niceness)  # a GPU must not wait for its thread
 
 
-def enter_vllm(settings: RoleSettings, *, kv_cache_gib: float | None, handshakes_at: str | None = None) -> None:
+def enter_vllm(
+    settings: RoleSettings, *, kv_cache_gib: float | None, handshakes_at: str | None = None, own_runner: bool = True
+) -> None:
     """`enter`, with vLLM's environment. Must run before anything imports torch or vLLM.
 
     Args:
         handshakes_at: address on which the engine answers NIXL handshakes; None: it exchanges no KV.
+        own_runner: see `vllm_environment`.
     """
     enter(settings)
     keep_log_open()
@@ -49,6 +52,7 @@ def enter_vllm(settings: RoleSettings, *, kv_cache_gib: float | None, handshakes
             kv_cache_gib=kv_cache_gib,
             nixl_host=handshakes_at or LOOPBACK,
             nixl_port=None if handshakes_at is None else free_port(),
+            own_runner=own_runner,
         )
     )
 
