@@ -23,5 +23,5 @@ class DecodeSettings(BaseModel):
     max_num_seqs: int = Field(
         default_factory=lambda: 16 if is_cpu_build() else DECODE_SEQUENCES,
         ge=1,
-        description=f"Sequences that decode together; 16 by default where vLLM is a CPU build, else {DECODE_SEQUENCES}.",
+        description=f"Sequences that decode together; 16 by default on CPUs, else {DECODE_SEQUENCES}.",
     )

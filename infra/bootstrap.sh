@@ -61,11 +61,16 @@ tools_stamp() { { echo "$wanted" && cat "$TOOLS"; } | sha256sum; }
 project_stamp() { { pwd && cat pyproject.toml setup.py infra/cpu/orbitserve_torchvision_cpu.*; } | sha256sum; }
 is_current() { [[ -x $VENV/bin/python && -f $VENV/$1.stamp && $(<"$VENV/$1.stamp") == "$2" ]]; }
 
-# Debian splits ensurepip out of its Python, and vLLM's CPU kernels load libnuma.
+# Debian splits ensurepip and headers out of its Python, and vLLM's CPU kernels load libnuma.
 install_system_packages() {
   local missing=()
   "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || missing+=("python3.${TAG#py3}-venv")
   "$PYTHON" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || missing+=(libnuma1)
+  if [[ $KIND == gpu ]]; then # Triton builds its launchers on the machine
+    [[ -n ${CC-} ]] || command -v cc gcc clang >/dev/null || missing+=(gcc libc6-dev)
+    "$PYTHON" -c 'import os, sys, sysconfig
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' || missing+=("python3.${TAG#py3}-dev")
+  fi
   ((${#missing[@]})) || return 0
   if [[ $EUID -ne 0 ]] || ! command -v apt-get >/dev/null; then
     fail "these system packages are missing: ${missing[*]}. Run: sudo apt-get install ${missing[*]}"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from infra.gpu import uses_gpu
+
 CHECKPOINT, LARGE_CHECKPOINT = "qwen2_5_vl-250m", "qwen2_5_vl-7b"
 GPU_POOL_GIB = 1  # of KV, as on a CPU
 
 
 def on_gpu() -> bool:
     """True if engines compute on a GPU here."""
-    import torch
-
-    return torch.cuda.is_available()
+    return uses_gpu()
 
 
 def measured_model() -> str:

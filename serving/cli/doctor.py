@@ -6,7 +6,9 @@
 | processor, memory, disk, ports | reads what the system says                                   | here         |
 | library, files    | stores, reads and deletes a blob in the configured directories and URLs   | here         |
 | torch             | imports torch and torchvision                                             | own process  |
-| NIXL loopback     | moves 1 MiB between two agents over UCX and compares the bytes            | own process  |
+| build tools       | looks for what Triton builds its launchers with (GPUs)                    | here         |
+| GPUs, roles on GPUs | names the devices; whether the roles of a configuration fit them        | own process  |
+| NIXL loopback     | reads memory of another process over UCX (GPUs: of a GPU), its GB/s       | own process  |
 | Ray               | starts a local cluster and runs one task                                  | own process  |
 | engine            | `prefill_workers.engine.engine.self_check`: forward, KV round trip, rotation     | own process  |
 
@@ -16,7 +18,6 @@ hang of one is a finding and not the end of the report.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -28,7 +29,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -49,13 +50,16 @@ from kvstore.tiers.base import Tier
 from kvstore.tiers.stack import TierStack
 from kvstore.uploads.files import FileStore
 from prefill_workers.engine.spec import EngineSpec
+from serving.cli.doctor_gpu import check_build_tools, probe_gpus, probe_nixl
+from serving.cli.findings import CheckResult
+from serving.config import OrbitServeConfig
+from serving.deploy.gpu_fit import reserved
 
 GIB = 1 << 30
 DEFAULT_PORTS = (8000,)  # HTTP
 MIN_MEMORY_BYTES = 6 * GIB  # but for weights: a replica a role, each a process with torch and vLLM; the object store
 MIN_DISK_BYTES = 4 * GIB
 PROBE_TIMEOUT_S = 180.0
-NIXL_BYTES = 1 << 20
 _RESULT_MARK = "doctor-result:"
 _ENGINE_REMEDIES = (  # by what the engine said
     (
@@ -76,16 +80,6 @@ _ENGINE_REMEDIES = (  # by what the engine said
 _HEALTH_TIMEOUT_S = 10.0
 
 
-@dataclass(frozen=True)
-class CheckResult:
-    """One finding. `remedy` says what to do when `ok` is false and is empty otherwise."""
-
-    name: str
-    ok: bool
-    detail: str
-    remedy: str = ""
-
-
 def run_doctor(
     checkpoint: Path | None = None,
     ports: Sequence[int] = DEFAULT_PORTS,
@@ -93,6 +87,7 @@ def run_doctor(
     files: tuple[str, FileSettings] | None = None,
     engine: EngineSpec | None = None,
     host: str = "127.0.0.1",
+    config: OrbitServeConfig | None = None,
 ) -> list[CheckResult]:
     """Run every check and return all findings, in about a minute on two cores.
 
@@ -104,6 +99,7 @@ def run_doctor(
         library: settings of the library whose tiers are checked; None checks none.
         files: URL and settings of the uploaded files whose place is checked; None checks none.
         engine: the engine that is checked; None: the checkpoint's, with default settings.
+        config: the deployment whose roles must fit the GPUs; None: none.
     """
     engine = engine or EngineSpec(str(checkpoint or weights(DEFAULT_MODEL)), hand_off=False)
     lock, pinned = lock_file("cpu" if is_cpu_build() else "gpu"), Path(sys.prefix, "environment.stamp").exists()
@@ -112,6 +108,10 @@ def run_doctor(
     results += check_library(library) if library is not None else []
     results += [check_files(*files)] if files is not None else []
     results += run_probe("torch", remedy="run `make setup`; `.venv/bin/python -c 'import torchvision'` shows the error")
+    results += check_build_tools()
+    if not is_cpu_build():
+        wanted = {} if config is None else reserved(config)
+        results += run_probe("gpus", json.dumps(wanted), remedy="see `nvidia-smi`")
     results += run_probe(
         "nixl", remedy="KV moves over UCX: check that nothing forbids shared memory (/dev/shm) or loopback TCP"
     )
@@ -346,30 +346,6 @@ def _probe_torch() -> list[CheckResult]:
     return [CheckResult("torch", True, detail)]
 
 
-def _probe_nixl() -> list[CheckResult]:
-    import torch
-
-    api = importlib.import_module("nixl._api")  # nixl puts the module of its CUDA flavour there when it is imported
-    source = torch.arange(NIXL_BYTES, dtype=torch.int64).to(torch.uint8)
-    target = torch.zeros_like(source)
-    prefill, decode = (api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"])) for name in ("prefill", "decode"))
-    registered = prefill.register_memory([source]), decode.register_memory([target])
-    peer = decode.add_remote_agent(prefill.get_agent_metadata())
-    remote = decode.deserialize_descs(prefill.get_serialized_descs(prefill.get_xfer_descs([source])))
-    transfer = decode.initialize_xfer("READ", decode.get_xfer_descs([target]), remote, peer, b"read")
-    start = time.perf_counter()
-    state = decode.transfer(transfer)
-    while state == "PROC" and time.perf_counter() - start < 30:
-        state = decode.check_xfer_state(transfer)
-    elapsed_ms = 1e3 * (time.perf_counter() - start)
-    same = torch.equal(source, target)
-    decode.release_xfer_handle(transfer)
-    prefill.deregister_memory(registered[0])
-    decode.deregister_memory(registered[1])
-    detail = f"1 MiB over UCX in {elapsed_ms:.1f} ms" if same else f"state {state}, the bytes differ"
-    return [CheckResult("NIXL loopback", state == "DONE" and same, detail)]
-
-
 def _probe_ray() -> list[CheckResult]:
     import ray
 
@@ -390,7 +366,8 @@ def _probe_engine(spec: str) -> list[CheckResult]:
 
 PROBES: dict[str, Callable[..., list[CheckResult]]] = {
     "torch": _probe_torch,
-    "nixl": _probe_nixl,
+    "gpus": probe_gpus,
+    "nixl": probe_nixl,
     "ray": _probe_ray,
     "engine": _probe_engine,
 }

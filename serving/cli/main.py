@@ -208,6 +208,7 @@ def doctor(
             (settings.files_url, settings.files),
             prefill_spec(settings, hand_off=False),
             settings.http.host,
+            settings,
         )
     print_report(results, console)
     if not all(result.ok for result in results):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from serving.config import OrbitServeConfig
 from serving.settings import RoleSettings
 
@@ -17,9 +19,8 @@ def reserved(config: OrbitServeConfig) -> dict[str, float]:
     return {name: role.gpus * role.replicas for name, role in roles.items() if role.gpus}
 
 
-def shortage(config: OrbitServeConfig, available: float) -> str | None:
-    """What to say where so many GPUs are too few, with settings that fit them; None: they suffice."""
-    wanted = reserved(config)
+def shortage(wanted: Mapping[str, float], available: float) -> str | None:
+    """What to say where so many GPUs are too few for what roles reserve, with settings that fit; None: they suffice."""
     needed = sum(wanted.values())
     if needed <= available + 1e-6:
         return None
@@ -27,13 +28,9 @@ def shortage(config: OrbitServeConfig, available: float) -> str | None:
     said = f"the roles reserve {needed:g} GPUs ({parts}), and there are {available:g}"
     if needed - wanted.get("vision", 0) <= available:
         return f"{said}. This fits:\n\nvision: {{replicas: 0}}"
-    if available < 1 or any(config.model_dump()[name].get("tensor_parallel_size", 1) > 1 for name in wanted):
-        return f"{said}. Add nodes with GPUs, or lower `replicas` and `tensor_parallel_size`"
+    if available < 1 or any(count > 1 for count in wanted.values()):
+        return f"{said}. Add GPUs, or lower `replicas` and `tensor_parallel_size`"
     share = int(10 * _SHARED / len(wanted)) / 10
-    pools = {"prefill", "decode"}
-    lines = [
-        f"{name}: {{replicas: 1, num_gpus: {share}, gpu_memory_utilization: {share}"
-        + (f", kv_cache_gib: {_POOL_GIB}}}" if name in pools else "}")
-        for name in wanted
-    ]
-    return f"{said}. On one GPU this fits, with pools that leave room for the weights:\n\n" + "\n".join(lines)
+    pool = {name: f", kv_cache_gib: {_POOL_GIB}" for name in ("prefill", "decode")}
+    lines = [f"{name}: {{num_gpus: {share}, gpu_memory_utilization: {share}{pool.get(name, '')}}}" for name in wanted]
+    return f"{said}. On one GPU this fits, where the pools leave room for the weights:\n\n" + "\n".join(lines)

@@ -20,8 +20,8 @@ from rich.console import Console
 from infra.ports import url_host
 from serving.app import build
 from serving.config import OrbitServeConfig
+from serving.deploy.gpu_fit import reserved, shortage
 from serving.deploy.ray_cluster import ray_cluster
-from serving.deploy.gpu_fit import shortage
 from serving.settings import HttpSettings, RoleSettings
 
 APPLICATION = "orbitserve"
@@ -55,8 +55,8 @@ def application(config: OrbitServeConfig, console: Console) -> Iterator[str]:
     Joins a Ray cluster that is already there (RAY_ADDRESS, or one started on this machine), else starts one.
 
     Raises:
-        StartUpError: a role failed to start, or did not within half an hour; the GPUs are too few; the cluster serves the
-            application already, listens elsewhere already, or the port is taken; the TLS files cannot be used.
+        StartUpError: a role failed to start, or did not within half an hour; the GPUs are too few; the cluster serves
+            the application already, listens elsewhere already, or the port is taken; the TLS files cannot be used.
     """
     _check_tls(config.http)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -132,7 +132,7 @@ def _check_tls(http: HttpSettings) -> None:
 
 def _refuse_too_few_gpus(config: OrbitServeConfig, console: Console) -> None:
     """Raises StartUpError where roles would wait for GPUs for ever; of a cluster that may grow, it says so alone."""
-    short = shortage(config, ray.cluster_resources().get("GPU", 0.0))
+    short = shortage(reserved(config), ray.cluster_resources().get("GPU", 0.0))
     if short is None:
         return
     if sum(node["Alive"] for node in ray.nodes()) == 1:

@@ -29,9 +29,8 @@ class DecodeWorker:
 
     def __init__(self, config: OrbitServeConfig) -> None:
         settings = config.decode
-        enter_vllm(
-            settings, kv_cache_gib=settings.kv_cache_gib, handshakes_at=LOOPBACK
-        )  # which nobody asks for: it pulls
+        # Nobody asks for its handshake: it pulls.
+        enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, handshakes_at=LOOPBACK, own_runner=False)
         from decode_workers.engine import DecodeEngine
 
         self._engine = DecodeEngine(decode_spec(config))

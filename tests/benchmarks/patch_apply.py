@@ -69,6 +69,7 @@ _DESCRIPTIONS = {
 def _measure(engine: PrefillEngine, directory: Path, turns: int) -> tuple[dict[str, list[float]], int, int]:
     from kvstore.library import Library
     from kvstore.operator.apply import apply
+    from kvstore.operator.device_kernel import Placement
     from kvstore.operator.patch import PatchKind
     from kvstore.records.format import CanonicalRecord, PatchRecord
     from kvstore.records.patch_form import PatchForm
@@ -94,9 +95,15 @@ def _measure(engine: PrefillEngine, directory: Path, turns: int) -> tuple[dict[s
         stored = library.get_patch(_KEYS["patch"], "local")
         assert canonical is not None
         assert stored is not None
-        moved = apply(canonical.kv, stored.patch, SHIFT, layout, out=target)
-        engine.write_kv(moved, slots)
-        return moved
+        if engine.places_on_device:
+            engine.place([Placement(canonical.kv, stored.patch, SHIFT, slots)])
+        else:
+            engine.write_kv(apply(canonical.kv, stored.patch, SHIFT, layout, out=target), slots)
+        engine.finish_writes()
+
+    def write() -> None:
+        engine.write_kv(kv, slots)
+        engine.finish_writes()
 
     work: dict[str, Callable[[], object]] = {
         "copy": lambda: target.copy_(kv),
@@ -104,7 +111,7 @@ def _measure(engine: PrefillEngine, directory: Path, turns: int) -> tuple[dict[s
         "link-disk": lambda: link(cold),
         "apply": lambda: apply(kv, patch, SHIFT, layout, out=target),
         "relocate": lambda: apply(kv, None, SHIFT, layout, out=target),
-        "write": lambda: engine.write_kv(kv, slots),
+        "write": write,
     }
     arms = {name: (lambda body=body: clock_ms(body)) for name, body in work.items()}
     in_turns(arms, 2)  # compiles, warms

@@ -81,7 +81,7 @@ def test_the_front_end_takes_what_prompts_are_read_by(setting: str, monkeypatch:
 
 
 def test_every_field_of_a_specification_reaches_vllm(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)  # where pools are told by argument
+    monkeypatch.setattr("infra.vllm_arguments.uses_gpu", lambda: True)  # where pools are told by argument
     other = {
         "model": "other", "dtype": "float32", "load_format": "dummy", "max_model_len": 512, "block_size": 32,
         "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "kv_cache_gib": 3, "trust_remote_code": True,
@@ -89,7 +89,7 @@ def test_every_field_of_a_specification_reaches_vllm(monkeypatch: pytest.MonkeyP
     }  # fmt: skip
     of_prefill = {**other, "max_batch_tokens": 8192, "hand_off": False, "encoder_only": True}
     of_decode = {**other, "max_num_seqs": 4, "reasoning_parser": "qwen3"}
-    assert asdict(EngineSpec("")).keys() == of_prefill.keys()
+    assert asdict(EngineSpec("")).keys() == of_prefill.keys() | {"device_bytes"}, "which are ours"
     assert asdict(DecodeSpec("")).keys() == of_decode.keys()
     for field, value in of_prefill.items():
         assert prefill_arguments(EngineSpec(**{"model": "", field: value})) != prefill_arguments(EngineSpec("")), field

@@ -1,0 +1,131 @@
+"""The doctor's checks of GPUs: devices, build tools, whether roles fit, and the speed of a hand-off.
+
+`serving.cli.doctor` runs them; on an installation for CPUs there is nothing to check but NIXL.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from infra.gpu import NoUsableGpu, gpus, missing_build_tools
+from infra.vllm_env import is_cpu_build
+from serving.cli.findings import CheckResult
+from serving.deploy.gpu_fit import shortage
+
+_HOST_BYTES, _GPU_BYTES = 1 << 20, 1 << 28  # of a read; a GPU's is long enough to show its speed
+_SECONDS = 30.0
+SLOWEST = 5.0  # GB/s between GPUs: less is TCP, on which a long prompt's hand-off takes a second
+
+
+def check_build_tools() -> list[CheckResult]:
+    """The compiler and Python headers that Triton builds its launchers with."""
+    if is_cpu_build():
+        return []
+    missing = missing_build_tools()
+    remedy = f"apt-get install {' '.join(missing)}" if missing else ""
+    detail = f"missing: {', '.join(missing)}" if missing else "a C compiler and Python.h"
+    return [CheckResult("build tools", not missing, detail, remedy)]
+
+
+def probe_gpus(wanted: str = "{}") -> list[CheckResult]:
+    """The devices that engines will have, and whether roles fit them that reserve so many (JSON)."""
+    if is_cpu_build():
+        return []
+    try:
+        found = gpus()
+    except NoUsableGpu as error:
+        return [CheckResult("GPUs", False, str(error), "see the message; until then no engine starts")]
+    named = ", ".join(
+        f"{one.name} ({one.memory / 2**30:.0f} GiB, sm_{one.capability[0]}{one.capability[1]})" for one in found
+    )
+    results = [CheckResult("GPUs", True, named)]
+    if roles := json.loads(wanted):
+        short = shortage(roles, len(found))
+        detail = f"all roles fit {len(found)}" if short is None else short
+        results.append(
+            CheckResult("roles on GPUs", short is None, detail, "" if short is None else "change the settings")
+        )
+    return results
+
+
+def probe_nixl() -> list[CheckResult]:
+    """A read between two processes over UCX, as a hand-off is: of GPU memory where there are GPUs."""
+    import torch
+
+    device = torch.device("cpu" if is_cpu_build() else "cuda")
+    nbytes = _HOST_BYTES if device.type == "cpu" else _GPU_BYTES
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    prefill = context.Process(target=_offer, args=(there, str(device), nbytes), daemon=True)
+    prefill.start()
+    try:
+        if not here.poll(_SECONDS):
+            return [CheckResult("NIXL loopback", False, "the other process said nothing")]
+        metadata, descriptors = here.recv()
+        agent = _agent("decode")
+        target = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        registered = agent.register_memory([target])
+        peer = agent.add_remote_agent(metadata)
+        arguments = (agent.get_xfer_descs([target]), agent.deserialize_descs(descriptors), peer, b"read")
+        seconds, state = _read(agent, arguments)
+        if device.type == "cuda" and state == "DONE":  # the first connects
+            seconds, state = _read(agent, arguments)
+        same = bool((target == _pattern(nbytes, device)).all())
+        agent.deregister_memory(registered)
+        here.send(None)
+    finally:
+        prefill.join(1)
+        prefill.terminate()
+    return [_verdict(device.type, nbytes, seconds, state, same)]
+
+
+def _verdict(device: str, nbytes: int, seconds: float, state: str, same: bool) -> CheckResult:
+    speed = nbytes / seconds / 1e9
+    what = f"{nbytes >> 20} MiB of {'GPU' if device == 'cuda' else 'host'} memory over UCX"
+    if state != "DONE" or not same:
+        return CheckResult("NIXL loopback", False, f"{what}: state {state}" + ("" if same else ", the bytes differ"))
+    detail = f"{what} in {1e3 * seconds:.1f} ms, {speed:.1f} GB/s"
+    if device == "cuda" and speed < SLOWEST:
+        return CheckResult(
+            "NIXL loopback", False, detail, "UCX goes over TCP: run this with UCX_PROTO_INFO=y and see infra/README.md"
+        )
+    return CheckResult("NIXL loopback", True, detail)
+
+
+def _read(agent: Any, arguments: tuple[Any, ...]) -> tuple[float, str]:
+    """Seconds that a read took, and its last state."""
+    local, remote, peer, note = arguments
+    transfer = agent.initialize_xfer("READ", local, remote, peer, note)
+    start = time.perf_counter()
+    state = agent.transfer(transfer)
+    while state == "PROC" and time.perf_counter() - start < _SECONDS:
+        state = agent.check_xfer_state(transfer)
+    seconds = time.perf_counter() - start
+    agent.release_xfer_handle(transfer)
+    return seconds, state
+
+
+def _offer(pipe: Connection, device: str, nbytes: int) -> None:
+    """Offer memory to another process, until that says that it has read it."""
+    agent, source = _agent("prefill"), _pattern(nbytes, device)
+    registered = agent.register_memory([source])
+    pipe.send((agent.get_agent_metadata(), agent.get_serialized_descs(agent.get_xfer_descs([source]))))
+    if pipe.poll(4 * _SECONDS):
+        pipe.recv()
+    agent.deregister_memory(registered)
+
+
+def _pattern(nbytes: int, device: Any) -> Any:
+    import torch
+
+    return torch.arange(nbytes, device=device).to(torch.uint8)
+
+
+def _agent(name: str) -> Any:
+    api = importlib.import_module("nixl._api")  # nixl puts the module of its CUDA flavour there when it is imported
+    return api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"]))
