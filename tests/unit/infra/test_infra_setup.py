@@ -196,6 +196,26 @@ def test_the_python_is_the_one_asked_for_or_the_first_there(
     assert f"infra/locks/cpu-{taken}.lock" in said
 
 
+@pytest.mark.parametrize(("asked", "missing"), [("1", "gcc libc6-dev python3.11-dev"), ("0", None)])
+def test_a_compiler_and_headers_are_asked_for_by_name_where_triton_needs_them(
+    tmp_path: Path, asked: str, missing: str | None
+) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    left_out = re.compile(r"(.*-)?(cc|gcc|clang|apt-get)(-[\d.]+)?")
+    for tool in Path("/usr/bin").iterdir():
+        if not left_out.fullmatch(tool.name):
+            (tools / tool.name).symlink_to(tool)
+    (tmp_path / "mine").write_text(
+        "#!/bin/sh\n"
+        f'case "$2" in *_base_executable*) echo py311 {tmp_path / "mine"};; *Python.h*) exit 1;; esac\n'
+    )
+    (tmp_path / "mine").chmod(0o755)
+    environment = {"ORBITSERVE_GPU": asked, "ORBITSERVE_PYTHON": str(tmp_path / "mine"), "PATH": str(tools)}
+    said = bootstrap(tmp_path / "copy", environment)
+    assert (f"these system packages are missing: {missing}. Run: sudo apt-get" in said) is (missing is not None)
+
+
 def test_a_python_that_will_not_do_is_named(tmp_path: Path) -> None:
     interpreter(tmp_path, "mine", "3.14")
     for name in ("python3.11", "python3.12", "python3.13", "python3"):

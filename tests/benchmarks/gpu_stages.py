@@ -1,0 +1,335 @@
+"""Stages of `gpu.sh`: what has to be measured or compared on a GPU, each in a process of its own.
+
+| stage      | settles                                                                  | aim          | vLLM |
+|------------|--------------------------------------------------------------------------|--------------|------|
+| kernel     | the kernel's bits against the operator; its bytes a second               | 0.8 of copy  |      |
+| link       | eight chunks of 1,024 tokens, from the host and from device memory       | 15 and 1 ms  |      |
+| copies     | pageable and page-locked copies, each way                                |              |      |
+| host       | the host kernel, by threads                                              |              |      |
+| forming    | forming a patch on the GPU, and on one thread                            | 10 times     |      |
+| hand-off   | a read of GPU memory between two processes over NIXL                     | over 5 GB/s  |      |
+| self-check | an engine of a 7B model's shape against vLLM's own prefill               | passes       | yes  |
+| exactness  | links of one family against vLLM's own prefill                           | passes       | yes  |
+| link-time  | linking 2,048 tokens against prefilling them                             | 16 times     | yes  |
+| ttft       | time to first token with images linked, against prefill                  | 8 times      | yes  |
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_OUT = Path(os.environ.get("OUT", "build/gpu"))
+_TOTAL_SECONDS = 460.0
+_TOKENS, _CHUNKS, _RANK, _BLOCK = 1024, 8, 32, 64
+_ENGINE = ("self-check", "exactness", "link-time", "ttft")
+_COMMANDS = {
+    "exactness": ["-m", "pytest", "-q", "tests/integration/test_engine.py", "-k", "bit_for_bit or exact_link"],
+    "link-time": ["-m", "serving.cli.main", "bench", "link-time", "--quick"],
+    "ttft": ["-m", "tests.benchmarks", "ttft", "--quick"],
+}
+_SECONDS = {"self-check": 100.0, "exactness": 100.0, "link-time": 120.0, "ttft": 150.0}  # others: 60
+
+
+def say(stage: str, **facts: Any) -> None:
+    """One JSON line, on the screen and in the file."""
+    line = json.dumps({"stage": stage, **facts})
+    print(line, flush=True)
+    with (_OUT / "gpu.jsonl").open("a") as out:
+        out.write(line + "\n")
+
+
+def finished() -> set[str]:
+    """Stages that an earlier call has ended well."""
+    path = _OUT / "gpu.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {line["of"] for line in lines if line["stage"] == "end" and line["code"] == 0}
+
+
+def main(asked: list[str]) -> None:
+    """Run the stages that are asked for, or have not ended well before."""
+    _OUT.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + _TOTAL_SECONDS
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    stages = [name for name in (*STAGES, *_ENGINE) if has_vllm or name not in _ENGINE]
+    for name in asked or [stage for stage in stages if stage not in finished()]:
+        left = until - time.monotonic()
+        if left < 10:
+            say("end", of=name, code="no time left; call again")
+            continue
+        arguments = _COMMANDS.get(name, ["-m", "tests.benchmarks.gpu_stages", "--one", name])
+        began = time.monotonic()
+        code: int | str
+        try:
+            run = subprocess.run(
+                [sys.executable, *arguments], timeout=min(left, _SECONDS.get(name, 60.0)), check=False,
+                capture_output=name in _COMMANDS, text=True,
+            )  # fmt: skip
+            code = run.returncode
+            if name in _COMMANDS:
+                say(name, said=run.stdout[-3000:], errors=run.stderr[-500:] if code else "")
+        except subprocess.TimeoutExpired:
+            code = "out of time"
+        say("end", of=name, code=code, seconds=round(time.monotonic() - began, 1))
+
+
+# -- the model that is measured: 28 layers of 4 KV heads of 128, as Qwen2.5-VL-7B --------------------------------------
+
+
+def layout(layers: int = 28) -> Any:
+    from kvstore.operator.layout import Layout
+    from kvstore.operator.rotary import RotaryScheme
+
+    return Layout.gqa(layers, 4, 128, RotaryScheme.from_base(128, 1e6))
+
+
+def patch(rank: int = _RANK) -> Any:
+    """An int8 patch of a chunk."""
+    import torch
+
+    from kvstore.operator.directions import Directions
+    from kvstore.operator.patch import Patch, PatchKind
+
+    shape, generator = layout(), torch.Generator().manual_seed(1)
+
+    def numbers(width: int) -> Any:
+        return torch.randn(shape.layers, width, rank, generator=generator)
+
+    parts = [Directions.of(numbers(_TOKENS), 0.05 * numbers(segment.features)) for segment in shape.segments]
+    return Patch(PatchKind.own, rank, tuple(part.to(torch.int8) for part in parts), (1.0, 1.0))
+
+
+def chunk() -> Any:
+    import torch
+
+    return torch.randn(layout().layers, _TOKENS, layout().features).bfloat16()
+
+
+def pages(tokens_first: bool = False) -> tuple[list[Any], Any]:
+    """Caches of all layers with room for all chunks, and their table."""
+    import torch
+
+    from kvstore.operator.page_table import PageTable
+
+    blocks = _CHUNKS * _TOKENS // _BLOCK + 1
+    shape = (28, blocks, _BLOCK, 4, 256) if tokens_first else (28, blocks, 4, _BLOCK, 256)
+    whole = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
+    caches = list((whole.transpose(2, 3) if tokens_first else whole).unbind(0))
+    segment, head, column = torch.cartesian_prod(*map(torch.arange, (2, 4, 128))).unbind(1)
+    elements = (head * _BLOCK + torch.arange(_BLOCK)[:, None]) * 256 + segment * 128 + column
+    table = PageTable.of(caches, elements, layout())
+    assert table is not None
+    return caches, table
+
+
+def device_ms(body: Callable[[], object], turns: int = 20) -> float:
+    """Milliseconds of the device."""
+    import torch
+
+    for _ in range(3):
+        body()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(turns):
+        body()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / turns
+
+
+def wall_ms(body: Callable[[], object], turns: int = 5) -> float:
+    """Median milliseconds until the device has done it."""
+    import torch
+
+    body()
+    samples = []
+    for _ in range(turns):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        body()
+        torch.cuda.synchronize()
+        samples.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(samples)
+
+
+# -- stages without vLLM -----------------------------------------------------------------------------------------------
+
+
+def kernel() -> None:
+    import torch
+
+    from kvstore.operator import device_kernel
+    from kvstore.operator.apply import _apply_by_layer
+    from kvstore.operator.device_kernel import Placement, describe, place
+    from prefill_workers.engine.device_writer import _rebuilt, _tensors
+
+    shape, host, factors = layout(), chunk(), patch()
+    expected = torch.empty_like(host)
+    _apply_by_layer(host, factors, 1234, shape, expected)
+    kv = host.cuda()
+    there = _rebuilt(factors, iter([tensor.cuda() for tensor in _tensors(factors, kv.dtype)]))
+    target = torch.empty_like(kv)
+    copied = device_ms(lambda: target.copy_(kv))
+    slots = torch.randperm(_TOKENS) + _BLOCK
+    constants = device_kernel.constants
+    for tokens_first in (False, True):
+        caches, table = pages(tokens_first)
+        for precision in ("tf32x3", "ieee"):
+            device_kernel.constants = lambda *a, p=precision, **k: {**constants(*a, **k), "PRECISION": p}
+            for name, used in (("patched", there), ("relocated", None)):
+                descriptor = describe([Placement(kv, used, 1234, slots)], shape, kv.dtype)
+                words = descriptor.words.cuda()
+                launch = lambda d=descriptor, w=words, t=table: place(d, w, t, shape, kv.dtype)  # noqa: E731
+                began = time.perf_counter()
+                launch()
+                torch.cuda.synchronize()
+                compiled = time.perf_counter() - began
+                facts: dict[str, Any] = {}
+                if used is not None:
+                    block, token = slots.cuda() // _BLOCK, slots.cuda() % _BLOCK
+                    rows = torch.stack([cache[block, :, token] for cache in caches]).cpu()
+                    found = torch.cat([rows[..., :128].flatten(2), rows[..., 128:].flatten(2)], -1)
+                    apart = (found.float() - expected.float()).abs()
+                    facts = {
+                        "equal": (found == expected).float().mean().item(),
+                        "off": (apart.max() / expected.float().abs().max()).item(),
+                    }
+                took = device_ms(launch)
+                say(
+                    "kernel", pages="NHD" if tokens_first else "HND", what=name, precision=precision, ms=took,
+                    of_a_copy=copied / took, gb_s=2 * kv.nbytes / took / 1e6, compile_s=compiled, **facts,
+                )  # fmt: skip
+
+
+def link() -> None:
+    import torch
+
+    from kvstore.operator.device_kernel import Placement
+    from prefill_workers.engine.copy_stream import RING_BYTES, CudaCopyStream, PinnedRing
+    from prefill_workers.engine.device_cache import DeviceCache
+    from prefill_workers.engine.device_writer import DeviceWriter
+
+    _, table = pages()
+    ring = PinnedRing(CudaCopyStream(torch.device("cuda")), RING_BYTES)
+    chunks = [
+        Placement(chunk(), patch(), 1000 * n, torch.arange(_TOKENS) + n * _TOKENS + _BLOCK) for n in range(_CHUNKS)
+    ]
+    for name, limit in (("from the host", 0), ("from device memory", 4 << 30)):
+        writer = DeviceWriter(table, layout(), torch.bfloat16, ring, DeviceCache(limit))
+        writer.write(chunks)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        writer.write(chunks)
+        enqueued = 1e3 * (time.perf_counter() - began)
+        total = wall_ms(lambda w=writer: w.write(chunks))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            writer.write(chunks)
+            torch.cuda.synchronize()
+        counts = {event.key[:40]: event.count for event in profile.key_averages() if event.device_time_total}
+        say(
+            "link",
+            what=name,
+            ms=total,
+            enqueue_ms=enqueued,
+            megabytes=_CHUNKS * chunks[0].kv.nbytes / 1e6,
+            counts=counts,
+        )
+
+
+def copies() -> None:
+    import torch
+
+    from prefill_workers.engine.copy_stream import RING_BYTES, CudaCopyStream, PinnedRing
+
+    kv, ring = chunk(), PinnedRing(CudaCopyStream(torch.device("cuda")), RING_BYTES)
+    pinned, there = kv.pin_memory(), kv.cuda()
+    say(
+        "copies", megabytes=kv.nbytes / 1e6, to_pageable_ms=wall_ms(lambda: kv.cuda()),
+        to_pinned_ms=wall_ms(lambda: pinned.to("cuda", non_blocking=True)), to_ring_ms=wall_ms(lambda: ring.send([kv])),
+        from_pageable_ms=wall_ms(lambda: there.cpu()), from_ring_ms=wall_ms(lambda: ring.fetch(there)),
+        from_by_layer_ms=wall_ms(lambda: [rows.cpu() for rows in there]),
+    )  # fmt: skip
+
+
+def host() -> None:
+    import torch
+
+    from kvstore.operator.apply import apply
+
+    kv, factors, out = chunk(), patch(), chunk()
+    for threads in (1, 4, 16):
+        torch.set_num_threads(threads)
+        say("host", threads=threads, apply_ms=wall_ms(lambda: apply(kv, factors, 9, layout(), out=out)))
+
+
+def forming() -> None:
+    import torch
+
+    from kvstore.operator.patch import form_patch
+
+    shape = layout()
+    delta = torch.randn(28, _TOKENS, 48) @ torch.randn(28, 48, shape.features) * 0.02
+    delta += torch.randn(delta.shape) * 0.005
+    there = delta.cuda()
+    on_gpu = wall_ms(lambda: form_patch(there, shape, _RANK, dtype=torch.int8, spread=True), 3)
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    form_patch(delta, shape, _RANK, dtype=torch.int8, spread=True)
+    say("forming", gpu_ms=on_gpu, one_thread_ms=1e3 * (time.perf_counter() - began))
+
+
+def hand_off() -> None:
+    from serving.cli.doctor_gpu import probe_nixl
+
+    for result in probe_nixl():
+        say("hand-off", ok=result.ok, detail=result.detail)
+
+
+def self_check() -> None:
+    from infra.vllm_env import vllm_environment
+
+    os.environ.update(vllm_environment(kv_cache_gib=None))
+    from infra.checkpoints import checkpoint_path
+    from prefill_workers.engine.engine import PrefillEngine
+    from prefill_workers.engine.spec import EngineSpec
+
+    folder = checkpoint_path("qwen2_5_vl-7b")
+    began = time.perf_counter()
+    engine = PrefillEngine(EngineSpec(str(folder), "bfloat16", "dummy", 8192, kv_cache_gib=8, hand_off=False))
+    started = time.perf_counter() - began
+    for outcome in engine.self_check():
+        say("self-check", name=outcome.name, passed=outcome.passed, detail=outcome.detail)
+    say("self-check", start_s=started, places_on_device=engine.places_on_device, block_size=engine.block_size)
+    engine.shutdown()
+
+
+STAGES: dict[str, Callable[[], None]] = {
+    "kernel": kernel, "link": link, "copies": copies, "host": host, "forming": forming,
+    "hand-off": hand_off,
+}  # fmt: skip
+
+
+def one(name: str) -> None:
+    """One stage, in this process."""
+    for absent in ("blake3", "pyarrow"):  # imported by what is used here, not called
+        if importlib.util.find_spec(absent) is None:
+            sys.modules[absent] = types.ModuleType(absent)
+            sys.modules[absent].__dict__.update(blake3=None, Buffer=object)
+    {**STAGES, "self-check": self_check}[name]()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--one"]:
+        one(sys.argv[2])
+    else:
+        main(sys.argv[1:])
