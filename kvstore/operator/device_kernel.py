@@ -53,7 +53,7 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True)
 class Descriptor:
-    """What a launch must know, as 64-bit words on the host.
+    """Description of one launch, as 64-bit words on the host.
 
     `work`, `slots`: where the work list and the slots begin; `items`: of the work list; `is_aligned`: KV can be loaded
     16 bytes at a time.
@@ -140,7 +140,7 @@ def place(descriptor: Descriptor, words: Tensor, pages: PageTable, layout: Layou
 
 
 def constants(pages: PageTable, layout: Layout, dtype: torch.dtype, *, is_aligned: bool) -> dict[str, Any]:
-    """What the kernel is compiled for; `is_aligned`: see `Descriptor`."""
+    """Compile-time arguments of the kernel; `is_aligned`: see `Descriptor`."""
     return {
         "FIRST": pages.first,
         "ROTARY": sum(1 << index for index, segment in enumerate(layout.segments) if segment.rotary),

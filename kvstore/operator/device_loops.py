@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-CHUNK_WORDS = 7  # of a descriptor row: those of `_chunk_row`, then of each of the two segments `SEGMENT_WORDS`
-SEGMENT_WORDS = 11
+# Words of a chunk's row in the descriptor (`device_kernel.describe`), and behind them of each of its two segments.
+CHUNK_WORDS, SEGMENT_WORDS = 7, 11
 INT8, FP32, MODEL = 0, 1, 2  # kinds of factors; MODEL: of the KV's dtype
 
 _CHUNK = tl.constexpr(CHUNK_WORDS)
@@ -20,7 +20,7 @@ _INT8 = tl.constexpr(INT8)
 _FP32 = tl.constexpr(FP32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _numbers(address, at, mask, kind, MODEL_TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Factors in fp32, whatever they are stored as."""
     if kind == _INT8:
@@ -32,9 +32,9 @@ def _numbers(address, at, mask, kind, MODEL_TYPE: tl.constexpr):  # type: ignore
     return found
 
 
-@triton.jit(do_not_specialize=["work", "slots"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["work", "slots"])
 def place_chunks(  # type: ignore[no-untyped-def]
-    words,  # int64: the descriptor (`device_kernel._descriptor`)
+    words,  # int64: the descriptor (`device_kernel.describe`)
     angles,  # the same memory as fp32
     work,  # where in it the work list [items, 2] begins: chunk, first token
     slots,  # and the slots of all chunks' tokens

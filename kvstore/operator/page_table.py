@@ -1,4 +1,4 @@
-"""Where a device kernel finds each feature of a paged KV cache."""
+"""Addresses and strides by which a device kernel finds the features of a paged KV cache."""
 
 from __future__ import annotations
 

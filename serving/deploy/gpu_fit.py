@@ -1,4 +1,4 @@
-"""Whether a deployment's roles fit the GPUs of a cluster."""
+"""Fit of a deployment's roles to the GPUs of a cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def reserved(config: OrbitServeConfig) -> dict[str, float]:
 
 
 def shortage(wanted: Mapping[str, float], available: float) -> str | None:
-    """What to say where so many GPUs are too few for what roles reserve, with settings that fit; None: they suffice."""
+    """Error message where so many GPUs are too few for what roles reserve; None: they suffice.
+
+    It proposes settings that fit.
+    """
     needed = sum(wanted.values())
     if needed <= available + 1e-6:
         return None

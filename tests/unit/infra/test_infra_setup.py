@@ -207,8 +207,7 @@ def test_a_compiler_and_headers_are_asked_for_by_name_where_triton_needs_them(
         if not left_out.fullmatch(tool.name):
             (tools / tool.name).symlink_to(tool)
     (tmp_path / "mine").write_text(
-        "#!/bin/sh\n"
-        f'case "$2" in *_base_executable*) echo py311 {tmp_path / "mine"};; *Python.h*) exit 1;; esac\n'
+        f'#!/bin/sh\ncase "$2" in *_base_executable*) echo py311 {tmp_path / "mine"};; *Python.h*) exit 1;; esac\n'
     )
     (tmp_path / "mine").chmod(0o755)
     environment = {"ORBITSERVE_GPU": asked, "ORBITSERVE_PYTHON": str(tmp_path / "mine"), "PATH": str(tools)}

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+from infra.gpu import Gpu, NoUsableGpu
 from serving import settings
 from serving.cli import doctor_gpu
 from serving.cli.doctor_gpu import check_build_tools, probe_gpus
@@ -61,7 +62,7 @@ def test_too_few_gpus_are_refused_on_one_node_and_told_on_several(monkeypatch: p
 
 
 def test_the_doctor_names_devices_and_roles_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = doctor_gpu.Gpu("H200", 139 << 30, (9, 0))
+    device = Gpu("H200", 139 << 30, (9, 0))
     monkeypatch.setattr(doctor_gpu, "gpus", lambda: [device])
     devices, roles = probe_gpus('{"prefill": 1, "decode": 1}')
     assert (devices.ok, devices.detail) == (True, "H200 (139 GiB, sm_90)")
@@ -72,7 +73,7 @@ def test_the_doctor_names_devices_and_roles_that_do_not_fit(monkeypatch: pytest.
 
 def test_the_doctor_says_why_there_is_no_gpu_and_what_triton_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
-        raise doctor_gpu.NoUsableGpu("the driver here is 550")
+        raise NoUsableGpu("the driver here is 550")
 
     monkeypatch.setattr(doctor_gpu, "gpus", refuse)
     [result] = probe_gpus()
