@@ -47,7 +47,7 @@ class PageTable:
         ranks: int = 1,
         share: Tensor | None = None,
     ) -> PageTable | None:
-        """The table of layers' caches [blocks, ...]; None where features of a column do not lie side by side.
+        """The table of layers' caches [blocks, ...]; None where a column's features lie apart.
 
         Args:
             elements: [block_size, local features], as `prefill_workers.engine.pages.learnt` finds them: the element of

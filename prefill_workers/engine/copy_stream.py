@@ -107,7 +107,7 @@ class PinnedRing:
         self._free = deque[tuple[Tensor, CopyEvent | None]]((block, None) for block in memory.split(self._block))
 
     def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of host tensors, contiguous, in device memory, for what is enqueued on the forward's stream next."""
+        """Contiguous copies in device memory, for what the forward's stream does next."""
         starts = list(accumulate((-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors), initial=0))
         memory = self._stream.empty(starts[-1])
         pieces = [
@@ -132,7 +132,7 @@ class PinnedRing:
         ]
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """A copy of a contiguous device tensor in host memory; waits for it, and for the forward's stream."""
+        """Copy of a contiguous device tensor in host memory; waits for the forward's stream."""
         out = torch.empty(tensor.shape, dtype=tensor.dtype)
         source, target = (part.view(-1).view(torch.uint8) for part in (tensor, out))
         self._stream.follow()

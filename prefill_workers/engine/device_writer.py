@@ -1,4 +1,4 @@
-"""Stored KV into the pages of a device: one copy of what is not there yet, and one launch a link."""
+"""Writer of stored KV into a device's pages: one launch a link, copies of what is lacking."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class DeviceWriter:
         self._pages, self._layout, self._dtype, self._launch = pages, layout, dtype, launch
 
     def write(self, chunks: Sequence[Placement]) -> None:
-        """Relocate, patch and write chunks, all layers, whose KV and patches are in host memory.
+        """Relocate, patch and write chunks, all layers.
 
-        Enqueued: waits for neither copies nor kernel.
+        Their KV and patches are in host memory. It waits for neither copies nor kernel.
         """
         self._write([*self._on_device(chunks)], self._pages, self._layout)
 
     def write_layer(self, layer: int, chunks: Sequence[Placement]) -> None:
-        """The same for one layer: KV [1, tokens, features] and patches of it alone, which are not kept."""
+        """Write one layer of chunks: KV [1, tokens, features], patches of it alone; none is kept."""
         addresses = self._pages.addresses[layer : layer + 1]
         self._write(self._sent(chunks), replace(self._pages, addresses=addresses), self._layout.of_one_layer)
 

@@ -468,7 +468,7 @@ class WorkerExtension:
 
     @torch.inference_mode()
     def place(self, chunks: Sequence[Placement]) -> None:
-        """Relocate, patch and write stored chunks, whose KV and patches are in host memory, on the device."""
+        """Relocate, patch and write stored chunks on the device, from host memory."""
         assert self._writer is not None
         self._writer.write(chunks)
 

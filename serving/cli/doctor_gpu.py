@@ -1,4 +1,4 @@
-"""The doctor's checks of GPUs: devices, build tools, whether roles fit, and the speed of a hand-off.
+"""The doctor's checks of GPUs: devices, build tools, fit of roles, speed of a hand-off.
 
 `serving.cli.doctor` runs them; on an installation for CPUs there is nothing to check but NIXL.
 """
@@ -33,7 +33,7 @@ def check_build_tools() -> list[CheckResult]:
 
 
 def probe_gpus(wanted: str = "{}") -> list[CheckResult]:
-    """The devices that engines will have, and whether roles fit them that reserve so many (JSON)."""
+    """The devices that engines have, and whether roles fit that reserve so many (JSON)."""
     if is_cpu_build():
         return []
     try:
@@ -54,7 +54,7 @@ def probe_gpus(wanted: str = "{}") -> list[CheckResult]:
 
 
 def probe_nixl() -> list[CheckResult]:
-    """A read between two processes over UCX, as a hand-off is: of GPU memory where there are GPUs."""
+    """A read between two processes over UCX, as a hand-off is; on GPUs of their memory."""
     import torch
 
     device = torch.device("cpu" if is_cpu_build() else "cuda")

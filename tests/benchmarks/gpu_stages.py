@@ -1,4 +1,4 @@
-"""Stages of `gpu.sh`: what has to be measured or compared on a GPU, each in a process of its own.
+"""Stages of `gpu.sh`: measurements and comparisons on a GPU, each in its own process.
 
 | stage      | settles                                                                  | aim          | vLLM |
 |------------|--------------------------------------------------------------------------|--------------|------|

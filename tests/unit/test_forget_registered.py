@@ -25,6 +25,7 @@ IN_FLIGHT = "what requests and steps under way hold, and no longer than they las
 COUNTS = "numbers and names, no content"
 KEEPS_NOTHING_DELETED = {
     "AnswerStream": IN_FLIGHT,
+    "DeviceCache": "copies of records in the library's memory, which end with them",
     "Admission": IN_FLIGHT,
     "BlockPool": IN_FLIGHT,
     "EncodeQueue": IN_FLIGHT,
