@@ -108,28 +108,46 @@ class PinnedRing:
 
     def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Contiguous copies in device memory, for what the forward's stream does next."""
-        starts = list(accumulate((-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors), initial=0))
-        memory = self._stream.empty(starts[-1])
-        pieces = [
-            (at, piece)
-            for tensor, start in zip(tensors, starts, strict=False)
-            for at, piece in _pieces(tensor, self._block - _ALIGNMENT, start)
-        ]
-        while pieces:
-            begin = pieces[0][0] // _ALIGNMENT * _ALIGNMENT  # so that views of the block are aligned as the memory's
-            count = sum(1 for at, piece in pieces if at + piece.nbytes - begin <= self._block)
-            block = self._next()
-            for at, piece in pieces[:count]:
-                block[at - begin :][: piece.nbytes].view(piece.dtype).view(piece.shape).copy_(piece)
-            (first, _), (last, piece) = pieces[0], pieces[count - 1]
-            self._stream.copy(memory[first : last + piece.nbytes], block[first - begin : last + piece.nbytes - begin])
+        (copies,) = self.send_groups([tensors])
+        return copies
+
+    def send_groups(self, groups: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """`send`, where each group is in memory of its own: it is freed when the group is."""
+        sent, block, used = list[list[Tensor]](), None, 0
+        for tensors in groups:
+            starts = list(accumulate((_aligned(tensor.nbytes) for tensor in tensors), initial=0))
+            memory = self._stream.empty(starts[-1])
+            pieces = deque(
+                placed
+                for tensor, start in zip(tensors, starts, strict=False)
+                for placed in _pieces(tensor, self._block - _ALIGNMENT, start)
+            )
+            while pieces:
+                if block is None:
+                    block, used = self._next(), 0
+                first = end = pieces[0][0]
+                begin = first // _ALIGNMENT * _ALIGNMENT  # so that views of the block are aligned as the memory's are
+                while pieces and used + pieces[0][0] + pieces[0][1].nbytes - begin <= self._block:
+                    at, piece = pieces.popleft()
+                    end = at + piece.nbytes
+                    place = block[used + at - begin : used + end - begin]
+                    place.view(piece.dtype).view(piece.shape).copy_(piece)
+                if end > first:
+                    self._stream.copy(memory[first:end], block[used + first - begin : used + end - begin])
+                    used += _aligned(end - begin)
+                if pieces:
+                    self._free.append((block, self._stream.event()))
+                    block = None
+            sent.append(
+                [
+                    memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                    for tensor, start in zip(tensors, starts, strict=False)
+                ]
+            )
+        if block is not None:
             self._free.append((block, self._stream.event()))
-            del pieces[:count]
         self._stream.precede(self._stream.event())
-        return [
-            memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for tensor, start in zip(tensors, starts, strict=False)
-        ]
+        return sent
 
     def fetch(self, tensor: Tensor) -> Tensor:
         """Copy of a contiguous device tensor in host memory; waits for the forward's stream."""
@@ -158,6 +176,10 @@ class PinnedRing:
         event.synchronize()
         place.copy_(block[: place.numel()])
         self._free.append((block, None))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _pieces(tensor: Tensor, limit: int, start: int) -> Iterator[tuple[int, Tensor]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvstore.operator.device_kernel import Placement, describe, place
-from kvstore.operator.directions import Directions, TokenWeights
+from kvstore.operator.directions import TokenWeights
 from kvstore.operator.layout import Layout
 from kvstore.operator.page_table import PageTable
 from kvstore.operator.patch import Patch
@@ -45,12 +45,18 @@ class DeviceWriter:
 
         Their KV and patches are in host memory. It waits for neither copies nor kernel.
         """
-        self._write([*self._on_device(chunks)], self._pages, self._layout)
+        self._write(self._on_device(chunks), self._pages, self._layout)
 
     def write_layer(self, layer: int, chunks: Sequence[Placement]) -> None:
         """Write one layer of chunks: KV [1, tokens, features], patches of it alone; none is kept."""
-        addresses = self._pages.addresses[layer : layer + 1]
-        self._write(self._sent(chunks), replace(self._pages, addresses=addresses), self._layout.of_one_layer)
+        kv = self.ring.send([chunk.kv for chunk in chunks])
+        patches = iter(self._copies([chunk.patch for chunk in chunks if chunk.patch is not None]))
+        there = [
+            chunk._replace(kv=rows, patch=None if chunk.patch is None else next(patches))
+            for chunk, rows in zip(chunks, kv, strict=True)
+        ]
+        pages = replace(self._pages, addresses=self._pages.addresses[layer : layer + 1])
+        self._write(there, pages, self._layout.of_one_layer)
 
     def _write(self, chunks: Sequence[Placement], pages: PageTable, layout: Layout) -> None:
         if not chunks:
@@ -60,43 +66,37 @@ class DeviceWriter:
         self._launch(descriptor, words, pages, layout, self._dtype)
 
     def _on_device(self, chunks: Sequence[Placement]) -> list[Placement]:
-        """The chunks with their KV and patches in device memory; those that are lacking there are sent together."""
-        kept = [
-            (self.cache.get(chunk.kv), None if chunk.patch is None else self.cache.get(chunk.patch)) for chunk in chunks
-        ]
-        lacking = [
-            chunk._replace(patch=chunk.patch if patch is None else None, kv=chunk.kv if kv is None else chunk.kv[:, :0])
-            for chunk, (kv, patch) in zip(chunks, kept, strict=True)
-        ]
-        found = []
-        for chunk, sent, (kv, patch) in zip(chunks, self._sent(lacking), kept, strict=True):
-            if kv is None:
-                kv = sent.kv
-                self.cache.put(chunk.kv, kv, kv.nbytes)
-            if patch is None and chunk.patch is not None:
-                assert sent.patch is not None
-                patch = sent.patch
-                self.cache.put(chunk.patch, patch, patch.nbytes)
-            found.append(chunk._replace(kv=kv, patch=patch))
-        return found
+        """The chunks with KV and patches in device memory; what is lacking there is sent together."""
+        found = {
+            id(part): self.cache.get(part) for chunk in chunks for part in (chunk.kv, chunk.patch) if part is not None
+        }
+        lacking = {
+            id(part): part
+            for chunk in chunks
+            for part in (chunk.kv, chunk.patch)
+            if part is not None and found[id(part)] is None
+        }
+        for (number, part), copy in zip(lacking.items(), self._copies(list(lacking.values())), strict=True):
+            found[number] = copy
+            self.cache.put(part, copy, sum(tensor.nbytes for tensor in _tensors(copy, self._dtype)))
+        return [chunk._replace(kv=found[id(chunk.kv)], patch=found.get(id(chunk.patch))) for chunk in chunks]
 
-    def _sent(self, chunks: Sequence[Placement]) -> list[Placement]:
-        """The chunks with copies of their KV and patches in device memory."""
-        tensors = [tensor for chunk in chunks for tensor in (chunk.kv, *_tensors(chunk.patch, self._dtype))]
-        sent = iter(self.ring.send(tensors))
-        return [chunk._replace(kv=next(sent), patch=_rebuilt(chunk.patch, sent)) for chunk in chunks]
+    def _copies(self, parts: Sequence[Tensor | Patch]) -> list[Any]:
+        """Copies of KV and patches in device memory, each in memory of its own."""
+        sent = self.ring.send_groups([_tensors(part, self._dtype) for part in parts])
+        return [_rebuilt(part, tensors) for part, tensors in zip(parts, sent, strict=True)]
 
 
-def _tensors(patch: Patch | None, dtype: torch.dtype) -> list[Tensor]:
-    """All tensors of a bound patch, as the kernel reads them."""
-    if patch is None:
-        return []
+def _tensors(part: Tensor | Patch, dtype: torch.dtype) -> list[Tensor]:
+    """All tensors of KV or of a bound patch, as the kernel reads them."""
+    if isinstance(part, Tensor):
+        return [part]
     found = list[Tensor]()
-    for part in patch.segments:
-        assert part.right is not None
-        found += [_readable(part.left, dtype), _readable(part.right, dtype), part.scale]
-        if part.weights is not None:
-            found += [part.weights.rows, part.weights.of]
+    for segment in part.segments:
+        assert segment.right is not None
+        found += [_readable(segment.left, dtype), _readable(segment.right, dtype), segment.scale]
+        if segment.weights is not None:
+            found += [segment.weights.rows, segment.weights.of]
     return found
 
 
@@ -104,13 +104,19 @@ def _readable(factor: Tensor, dtype: torch.dtype) -> Tensor:
     return factor if factor.dtype in (torch.int8, torch.float32, dtype) else factor.float()
 
 
-def _rebuilt(patch: Patch | None, tensors: Any) -> Patch | None:
-    """The patch with other tensors, in the order of `_tensors`."""
-    if patch is None:
-        return None
-    segments = list[Directions]()
-    for part in patch.segments:
-        left, right, scale = next(tensors), next(tensors), next(tensors)
-        weights = None if part.weights is None else TokenWeights(next(tensors), next(tensors))
-        segments.append(replace(part, left=left, right=right, scale=scale, weights=weights))
-    return replace(patch, segments=tuple(segments))
+def _rebuilt(part: Tensor | Patch, tensors: Sequence[Tensor]) -> Tensor | Patch:
+    """The same with other tensors, in the order of `_tensors`."""
+    left = iter(tensors)
+    if isinstance(part, Tensor):
+        return next(left)
+    segments = [
+        replace(
+            segment,
+            left=next(left),
+            right=next(left),
+            scale=next(left),
+            weights=None if segment.weights is None else TokenWeights(next(left), next(left)),
+        )
+        for segment in part.segments
+    ]
+    return replace(part, segments=tuple(segments))

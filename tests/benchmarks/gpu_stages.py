@@ -177,7 +177,7 @@ def kernel() -> None:
     expected = torch.empty_like(host)
     _apply_by_layer(host, factors, 1234, shape, expected)
     kv = host.cuda()
-    there = _rebuilt(factors, iter([tensor.cuda() for tensor in _tensors(factors, kv.dtype)]))
+    there = _rebuilt(factors, [tensor.cuda() for tensor in _tensors(factors, kv.dtype)])
     target = torch.empty_like(kv)
     copied = device_ms(lambda: target.copy_(kv))
     slots = torch.randperm(_TOKENS) + _BLOCK

@@ -119,6 +119,23 @@ def test_a_chunk_that_stays_on_the_device_is_not_copied_again(device: CountingDe
     assert all(torch.equal(a, b) for a, b in zip(*kernel.launches, strict=True))
 
 
+def test_a_copy_that_stays_holds_no_memory_of_those_that_leave(device: CountingDevice) -> None:
+    writer, _, cache = writer_on(device)
+    chunks = stored([5, 9, 3])
+    writer.write(chunks)
+    copies = [cache.get(part) for chunk in chunks for part in (chunk.kv, chunk.patch) if part is not None]
+    storages = {copy.untyped_storage().data_ptr() for copy in copies if isinstance(copy, Tensor)}
+    assert len(storages) == 3
+
+
+def test_the_same_chunk_twice_in_a_prompt_is_sent_once(device: CountingDevice) -> None:
+    writer, kernel, cache = writer_on(device)
+    (chunk,) = stored([9])
+    writer.write([chunk, chunk._replace(delta=50)])
+    assert cache.nbytes == chunk.kv.nbytes
+    assert all(torch.equal(found, chunk.kv) for found in kernel.launches[0])
+
+
 def test_one_layer_is_written_by_itself(device: CountingDevice) -> None:
     writer, kernel, cache = writer_on(device)
     chunks = stored([5, 9])
