@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +14,11 @@ from kvstore.operator.device_kernel import constants
 from kvstore.operator.layout import Layout
 from kvstore.operator.page_table import PageTable
 from kvstore.operator.rotary import RotaryScheme
-
-INTERPRETED = Path(__file__).with_name("triton_interpreted.py")
+from tests.triton_interpreter import run_interpreted
 
 
 def test_the_kernel_equals_the_operator_in_tritons_interpreter() -> None:
-    """Interpreted from its import on, so in a process of its own."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(INTERPRETED)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_interpreted(Path(__file__).with_name("triton_interpreted.py"))
 
 
 @pytest.mark.parametrize(
