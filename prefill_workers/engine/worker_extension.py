@@ -43,8 +43,8 @@ from vllm.multimodal.utils import group_and_batch_mm_kwargs
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from infra.cpu import openmp
-from kvstore.operator.apply import relocate
 from kvstore.operator import device_kernel
+from kvstore.operator.apply import relocate
 from kvstore.operator.device_kernel import Placement
 from kvstore.operator.layout import Layout
 from kvstore.operator.page_table import PageTable
