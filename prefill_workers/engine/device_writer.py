@@ -67,7 +67,7 @@ class DeviceWriter:
 
     def _on_device(self, chunks: Sequence[Placement]) -> list[Placement]:
         """The chunks with KV and patches in device memory; what is lacking there is sent together."""
-        found = {
+        found: dict[int, Any] = {
             id(part): self.cache.get(part) for chunk in chunks for part in (chunk.kv, chunk.patch) if part is not None
         }
         lacking = {
