@@ -1,0 +1,178 @@
+"""The forward over runs on a device that counts: from plan to logits nothing waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kvstore.operator.device_kernel import Placement
+from prefill_workers.engine import worker_extension
+from prefill_workers.engine.batch import assemble
+from prefill_workers.engine.copy_stream import PinnedRing
+from prefill_workers.engine.pages import Pages
+from prefill_workers.engine.worker_extension import WorkerExtension
+from prefill_workers.sequence import Embedded, LinkSequence, Run
+from tests.counting_device import CountingDevice
+
+LAYERS, HIDDEN, SIZE = 3, 8, 16
+
+
+class Layer(nn.Module):
+    """A layer that keeps KV: one row of numbers a token."""
+
+    def __init__(self, cache: Tensor) -> None:
+        super().__init__()
+        self.kv_cache = cache
+        self.kv_cache_dtype = "auto"
+        self.impl = SimpleNamespace(do_kv_cache_update=self.update)
+
+    def forward(self, hidden: Tensor, slots: Tensor) -> Tensor:
+        self.kv_cache.view(-1, HIDDEN).index_copy_(0, slots, hidden)
+        return hidden + 1
+
+    @staticmethod
+    def update(layer: Layer, first: Tensor, second: Tensor, cache: Tensor, slots: Tensor) -> None:
+        cache.view(-1, HIDDEN).index_copy_(0, slots, torch.cat([first.flatten(1), second.flatten(1)], -1))
+
+
+class Model(nn.Module):
+    """Embeddings, the layers, and logits that are the hidden state."""
+
+    def __init__(self, table: Tensor, layers: Sequence[Layer]) -> None:
+        super().__init__()
+        self.table, self.layers = table, nn.ModuleList(layers)
+        self.slots: dict[str, Tensor] = {}
+
+    def embed_input_ids(
+        self, ids: Tensor, multimodal_embeddings: Sequence[Tensor] = (), is_multimodal: Tensor | None = None
+    ) -> Tensor:
+        found = self.table.index_select(0, ids)
+        if is_multimodal is not None:
+            found = found.masked_scatter(is_multimodal[:, None], multimodal_embeddings[0])
+        return found
+
+    def forward(self, input_ids: None, positions: Tensor, intermediate_tensors: None, inputs_embeds: Tensor) -> Tensor:
+        hidden = inputs_embeds + positions[:, None]
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, self.slots[f"layers.{index}"])
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+class Writer:
+    """Notes the layers that a forward writes while they come in."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[int, int]] = []
+
+    def write_layer(self, layer: int, chunks: Sequence[Placement]) -> None:
+        self.written.append((layer, len(chunks)))
+
+
+class Source:
+    """A chunk whose second layer comes too late."""
+
+    slots = torch.arange(4)
+
+    def stored(self, index: int, deadline: float) -> Placement | None:
+        return None if index == 1 else Placement(torch.zeros(1, 4, HIDDEN), None, 3, self.slots)
+
+
+@pytest.fixture
+def device() -> CountingDevice:
+    return CountingDevice()
+
+
+@pytest.fixture
+def extension(device: CountingDevice, monkeypatch: pytest.MonkeyPatch) -> WorkerExtension:
+    """A worker with this model in the device's memory."""
+    whole = [device.add(torch.zeros(4, SIZE, HIDDEN)) for _ in range(LAYERS)]
+    layers = [Layer(cache) for cache in whole]
+    model = Model(device.add(torch.randn(50, HIDDEN)), layers)
+    names = [f"layers.{index}" for index in range(LAYERS)]
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.float32, use_mla=False),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        compilation_config=SimpleNamespace(static_forward_context=dict(zip(names, layers, strict=True))),
+    )
+
+    def context(metadata: Any, config: Any, num_tokens: int, slot_mapping: dict[str, Tensor]) -> Any:
+        model.slots = slot_mapping
+        return nullcontext()
+
+    def build(_: int, common: Any) -> Any:
+        told = (common.query_start_loc, common.seq_lens, common.block_table_tensor, common.positions)
+        assert all(map(device.holds, told))
+        return common
+
+    monkeypatch.setattr(worker_extension, "set_forward_context", context)
+    monkeypatch.setattr(worker_extension, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(WorkerExtension, "_device", torch.device("cpu"))
+    worker = WorkerExtension()
+    worker.model_runner = SimpleNamespace(vllm_config=config, model=model, get_model=lambda: model)
+    backend = SimpleNamespace(get_name=lambda: "SOME")
+    spec = SimpleNamespace(block_size=SIZE)
+    worker.__dict__["_group"] = SimpleNamespace(layer_names=names, backend=backend, kv_cache_spec=spec)
+    worker.__dict__["_builder"] = SimpleNamespace(build=build)
+    worker._local = [SimpleNamespace(features=HIDDEN // 2, heads=1, width=HIDDEN // 2)] * 2  # type: ignore[list-item]
+    worker._pages = Pages.of(torch.arange(SIZE * HIDDEN).view(SIZE, HIDDEN), [HIDDEN // 2] * 2, torch.device("cpu"))
+    worker._ring = PinnedRing(device.stream, 1 << 20)
+    return worker
+
+
+def prompt() -> LinkSequence:
+    """20 tokens in blocks 2 and 1, five of which carry embeddings."""
+    embedded = Embedded(6, torch.full((5, HIDDEN), 7.0), torch.ones(5, dtype=torch.bool))
+    return LinkSequence(torch.arange(20).int(), torch.arange(20), [2, 1], (embedded,))
+
+
+def test_a_forward_waits_for_nothing_and_copies_from_page_locked_memory_alone(
+    device: CountingDevice, extension: WorkerExtension
+) -> None:
+    batch = assemble([(prompt(), [Run(4, 12), Run(15, 20)])], SIZE)
+    table = extension.model_runner.model.table.clone()
+    with device:
+        logits = extension.forward_runs(batch, [0, 1])
+    assert (device.pageable, device.waits) == (0, 0)
+    assert device.copies > 0
+    assert logits is not None
+    expected = table[[11, 19]] + torch.tensor([[11.0], [19.0]]) + LAYERS
+    assert torch.allclose(logits, expected)
+
+
+def test_layers_that_come_in_are_written_as_the_forward_reaches_them(
+    device: CountingDevice, extension: WorkerExtension
+) -> None:
+    writer = extension._writer = Writer()  # type: ignore[assignment]
+    batch = assemble([(prompt(), [Run(15, 20)])], SIZE)
+    with device:
+        extension.forward_runs(batch, [0], [Source(), Source()], 1.0)  # type: ignore[list-item]
+    assert writer.written == [(0, 2), (1, 0), (2, 2)]
+    assert (device.pageable, device.waits) == (0, 0)
+
+
+def test_what_was_written_is_read_through_page_locked_memory(
+    device: CountingDevice, extension: WorkerExtension, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = torch.randn(LAYERS, 6, HIDDEN)
+    empty = torch.empty
+
+    def on_device(*shape: Any, device: torch.device | None = None, **options: Any) -> Tensor:
+        made = empty(*shape, **options)
+        return made if device is None else counting.add(made)
+
+    counting = device
+    with device:
+        extension.write_kv(kv, torch.arange(33, 39))
+        monkeypatch.setattr(torch, "empty", on_device)
+        found = extension.read_kv([2, 1], 1, 6)
+    assert torch.equal(found, kv)
+    assert device.pageable == 0
