@@ -18,7 +18,8 @@ from serving.cli.findings import CheckResult
 from serving.deploy.gpu_fit import shortage
 
 _HOST_BYTES, _GPU_BYTES = 1 << 20, 1 << 28  # of a read; a GPU's is long enough to show its speed
-_SECONDS = 30.0
+_SECONDS = 30.0  # for a read
+_START_SECONDS = 120.0  # for the other process to import torch and NIXL
 SLOWEST = 5.0  # GB/s between GPUs: less is TCP, on which a long prompt's hand-off takes a second
 
 
@@ -64,7 +65,7 @@ def probe_nixl() -> list[CheckResult]:
     prefill = context.Process(target=_offer, args=(there, str(device), nbytes), daemon=True)
     prefill.start()
     try:
-        if not here.poll(_SECONDS):
+        if not here.poll(_START_SECONDS):
             return [CheckResult("NIXL loopback", False, "the other process said nothing")]
         metadata, descriptors = here.recv()
         agent = _agent("decode")
@@ -115,7 +116,7 @@ def _offer(pipe: Connection, device: str, nbytes: int) -> None:
     agent, source = _agent("prefill"), _pattern(nbytes, device)
     registered = agent.register_memory([source])
     pipe.send((agent.get_agent_metadata(), agent.get_serialized_descs(agent.get_xfer_descs([source]))))
-    if pipe.poll(4 * _SECONDS):
+    if pipe.poll(_START_SECONDS):
         pipe.recv()
     agent.deregister_memory(registered)
 
