@@ -122,6 +122,7 @@ class PrefillLoop:
             spare,
             compiles or CompileLimits(),
             rechecks,
+            linker.sessions,
             caches,
             clock,
             disturbed=self._disturbed,
@@ -467,6 +468,10 @@ class PrefillLoop:
             if job not in held:  # cancelled: nobody will read these blocks
                 self._scheduler.free(job)
         self._scheduler.remove(finished)  # only now: a defect fails these too
+        for job in held:
+            if not self._background.has_outlived(job.plan):
+                self._linker.sessions.keep(job.plan)
+                self._background.refresh(job.plan)
 
     def _forward(self, batch: ForwardBatch) -> ForwardResult | None:
         """Compute a batch. None if that failed, and with it the links in it.
@@ -516,6 +521,7 @@ class PrefillLoop:
             select_ms=plan.select_ms,
             prefix_tokens_reused=len(plan.prefix_hit),
             first_token=job.first_token,
+            session=None if plan.session is None else plan.session.outcome(),
         )
         try:
             job.done.set_result(result)
