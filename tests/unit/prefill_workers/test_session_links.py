@@ -68,14 +68,22 @@ class Rig:
         positions = torch.arange(at, at + len(request.token_ids)).expand(3, -1)
         return self.links.place(opened, positions, Run(0, known))
 
-    def finish(self, request: LinkRequest, session: SessionPlan, seed: int) -> torch.Tensor:
-        """End a link: what is placed, and random KV for the rest, is in the pages and kept. Returns it."""
+    def finish(
+        self, request: LinkRequest, session: SessionPlan, seed: int, made_at: OperatingPoint | None = None
+    ) -> torch.Tensor:
+        """End a link: what is placed, and random KV for the rest, is in the pages and kept. Returns it.
+
+        `made_at`: of its chunks; None: as the session serves them, or computed.
+        """
         kv = random_kv(GQA, len(request.token_ids), seed=seed)
         for placed in session.placed:
             kv[:, placed.run.start : placed.run.stop] = relocate(placed.kv, placed.position, GQA)
         kept = session.chunk_outcomes()
         computed = SimpleNamespace(operating_point=OperatingPoint.RECOMPUTED)
-        chunks = [SimpleNamespace(outcome=kept.get(i, computed)) for i in range(len(request.chunks))]
+        chunks = [
+            SimpleNamespace(span=span, made_at=made_at or kept.get(i, computed).operating_point)
+            for i, span in enumerate(request.chunks)
+        ]
         self.engine.pages = kv
         plan: Any = SimpleNamespace(
             request=request,
@@ -168,6 +176,20 @@ def test_what_is_computed_behind_a_survivor_is_not_exact(rig: Rig):
     again = rig.plan(rig.request(*SLID, mode=Mode.EXACT))
     assert [point is not None for point in again.points] == [True] + [False] * 6
     assert set(rig.plan(rig.request(*SLID)).points[1:]) == {OperatingPoint.SURVIVED}
+
+
+def test_what_is_computed_behind_a_shared_patched_chunk_is_not_exact(rig: Rig):
+    request = rig.request(HEAD, "1", "a", "2", [7])
+    rig.finish(request, rig.plan(request), 0, made_at=OperatingPoint.PATCHED)
+    found = rig.plan(rig.request(HEAD, "1", "a", "2", [7], mode=Mode.EXACT))
+    assert [point is not None for point in found.points] == [True] + [False] * 4
+
+
+def test_blocks_are_shared_up_to_what_was_rotated_or_survived(rig: Rig):
+    first, _ = rig.link(*FIRST)
+    assert first.shareable_tokens == len(rig.request(*FIRST).token_ids)
+    assert rig.plan(rig.request(*SLID)).shareable_tokens == 10, "page 2 has moved"
+    assert rig.plan(rig.request(*FIRST), at=1).shareable_tokens == 0, "all has moved"
 
 
 def test_a_lost_record_is_computed(rig: Rig):

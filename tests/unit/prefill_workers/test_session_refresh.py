@@ -100,7 +100,7 @@ class Worker:
             sequence=sequence,
             session=session,
             chunks=[
-                SimpleNamespace(span=span, embeddings=None, outcome=kept.get(i, computed))
+                SimpleNamespace(span=span, embeddings=None, made_at=kept.get(i, computed).operating_point)
                 for i, span in enumerate(request.chunks)
             ],
             compute_ms=1.0,
