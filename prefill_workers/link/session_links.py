@@ -113,7 +113,10 @@ class SessionPlan:
         return min(self.exact_tokens, self.rotated_from)
 
     def left_to_write(self, known: int) -> list[PlacedChunk]:
-        """Kept KV with its place, behind the first `known` tokens, whose blocks others may read; it is let go of."""
+        """Take the kept KV that is to be written, with its place.
+
+        Not that of the first `known` tokens, whose blocks others may read.
+        """
         placed, self.placed = self.placed, ()
         left: list[PlacedChunk] = []
         for one in placed:
