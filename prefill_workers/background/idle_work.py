@@ -29,7 +29,6 @@ from prefill_workers.background.session_refresh import SessionRefresh
 from prefill_workers.background.shadow_check import ShadowChecks
 from prefill_workers.block_pool import BlockPool
 from prefill_workers.link.plan import ChunkPlan, LinkPlan
-from prefill_workers.link.session_links import SessionLinks
 from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.scratch import Pieces, ResumableTask, Scratch
 from prefill_workers.settings import CompileLimits
@@ -60,7 +59,7 @@ class IdleWork:
 
     Args:
         scratch: where background sequences lie.
-        sessions: whose segments are computed anew.
+        refresh: of sessions' segments.
         limits: how much is kept beside links, and compiled ahead of requests.
         caches: of the loop's thread.
         clock: monotonic seconds.
@@ -77,7 +76,7 @@ class IdleWork:
         scratch: Scratch,
         limits: CompileLimits,
         rechecks: ShadowChecks,
-        sessions: SessionLinks,
+        refresh: SessionRefresh,
         caches: CacheGroup,
         clock: Clock,
         sums: Callable[[], bool],
@@ -91,7 +90,7 @@ class IdleWork:
         self._busy = ComputeBudget(limits.busy_share, _BUSY_SECONDS, clock)
         self._ahead = caches.register(PatchPrecompiler(harvester, scratch, limits, caches, clock, sums, crowded))
         self._rechecks = rechecks
-        self._refresh = caches.register(SessionRefresh(harvester.engine, harvester.library, sessions, scratch))
+        self._refresh = refresh
         self._disturbed, self._rest, self._hastened = disturbed, rest, -math.inf
         self._deleted: dict[tuple[str, str], float] = {}  # contents and their owners, with when; latest last
         self.failures = 0

@@ -21,6 +21,7 @@ from torch import Tensor
 from infra.cpu import openmp
 from prefill_workers.background.idle_work import IdleWork
 from prefill_workers.background.patch_precompiler import CompileStats
+from prefill_workers.background.session_refresh import SessionRefresh
 from prefill_workers.background.shadow_check import ShadowChecks
 from prefill_workers.block_pool import BlockPool, PoolExhausted
 from prefill_workers.engine.engine import PrefillEngine
@@ -116,13 +117,14 @@ class PrefillLoop:
         spare = Scratch(range(last - scratch, last), engine.block_size, self._piece)
         rechecks = ShadowChecks(engine, linker.library, linker.fidelity, self._pool, spare)
         caches = linker.forgets.group(self.call)
+        refresh = caches.register(SessionRefresh(engine, linker.library, linker.sessions, spare))
         idle_work = IdleWork(
             harvester,
             self._pool,
             spare,
             compiles or CompileLimits(),
             rechecks,
-            linker.sessions,
+            refresh,
             caches,
             clock,
             disturbed=self._disturbed,
@@ -469,7 +471,7 @@ class PrefillLoop:
                 self._scheduler.free(job)
         self._scheduler.remove(finished)  # only now: a defect fails these too
         for job in held:
-            if not self._background.has_outlived(job.plan):
+            if job.plan.session is not None and not self._background.has_outlived(job.plan):
                 self._linker.sessions.keep(job.plan)
                 self._background.refresh(job.plan)
 
