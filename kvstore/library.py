@@ -2,10 +2,10 @@
 
 | call | blocks on | effect |
 |---|---|---|
-| get_canonical, get_patch, get_embedding, get_basis | a tier, at most load_timeout_s | memory, then the tiers |
+| get_canonical, get_patch, get_session, ... | a tier, at most load_timeout_s | memory, then the tiers |
 | load | nothing | the same as a Loading, for loading beside compute |
 | wait | a tier, at most load_timeout_s, or until a time | what a Loading gives |
-| put_canonical, put_patch, put_embedding, put_basis | nothing | memory now, tiers behind the request |
+| put_canonical, put_patch, put_segment, ... | nothing | memory now, tiers behind the request |
 | has | a tier, at most load_timeout_s | looks without loading |
 | stored, look_up | a tier | the same for many |
 | is_resident | nothing | looks in memory alone |
@@ -46,6 +46,8 @@ from kvstore.records.format import (
     PatchRecord,
     Record,
     RecordKind,
+    SegmentRecord,
+    SessionRecord,
     encode_parts,
     is_finite,
 )
@@ -167,6 +169,14 @@ class Library:
         """
         loading = self.load("basis", version, "")
         return cast(BasisRecord | None, self.wait(loading, time.monotonic() + _BASIS_WAIT_S))
+
+    def get_segment(self, key: str, tenant: str) -> SegmentRecord | None:
+        """Conditioned KV of a session's segment, or None, as `get_canonical`."""
+        return cast(SegmentRecord | None, self._get("segment", key, tenant))
+
+    def get_session(self, key: str, tenant: str) -> SessionRecord | None:
+        """A session's manifest, or None, as `get_canonical`."""
+        return cast(SessionRecord | None, self._get("session", key, tenant))
 
     def load(self, kind: RecordKind, key: str, tenant: str) -> Loading:
         """Start loading and return at once; loads of one record share one read."""
@@ -302,6 +312,14 @@ class Library:
 
     def put_basis(self, record: BasisRecord) -> None:
         """As `put_canonical`."""
+        self._put(record)
+
+    def put_segment(self, record: SegmentRecord) -> None:
+        """As `put_canonical`."""
+        self._put(record)
+
+    def put_session(self, record: SessionRecord) -> None:
+        """As `put_canonical`; replaces what the session was before."""
         self._put(record)
 
     @contextmanager

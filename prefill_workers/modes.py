@@ -123,9 +123,10 @@ _NAMED = {str(mode): mode for mode in (Mode.AUTO, Mode.EXACT, Mode.FULL_REUSE, M
 class OperatingPoint(StrEnum):
     """Origin of one chunk's KV."""
 
-    PREFIX = "prefix"  # in blocks of an earlier prompt that begins alike, as they were made
+    PREFIX = "prefix"  # in blocks of an earlier prompt that begins alike, as they were made; or a session's exact KV
     PATCHED = "patched"  # relocated and patched, no forward
     COMPOSED = "composed"  # relocated and patched by a weighted sum of pair patches (see `link.compose`)
+    SURVIVED = "survived"  # conditioned KV of a session, something before it left; relocated, no forward
     RELOCATED = "relocated"  # relocated only (blind), no forward
     SELECTED = "selected"  # relocated, and some tokens computed in context
     RECOMPUTED = "recomputed"  # computed in context, from stored embeddings or from text
@@ -157,6 +158,11 @@ def composed_antecedents(compose_up_to: int) -> range:
     From 2: behind one antecedent the pair patch itself serves, behind none the canonical KV.
     """
     return range(2, compose_up_to + 1)
+
+
+def uses_session(mode: Mode) -> bool:
+    """True if a request of this mode may take KV that a session kept, and keep what it links."""
+    return mode.kind in (ModeKind.AUTO, ModeKind.EXACT)
 
 
 def uses_canonical_alone(mode: Mode) -> bool:

@@ -51,6 +51,50 @@ class ChunkSpan:
         return self.stop - self.start
 
 
+class Survivors(StrEnum):
+    """Treatment of segments that stay while something before them leaves."""
+
+    KEEP = "keep"  # the KV that they have, relocated
+    REFRESH = "refresh"  # the same; the oldest takes the KV that idle time has made of it behind the prompt's head
+    EXACT = "exact"  # computed: only KV that a full prefill would give is taken from a session
+
+
+@dataclass(frozen=True)
+class SessionRef:
+    """Session of a request, by its tenant's name for it.
+
+    `parent` names the session that a new one begins as a fork of; `clean`: without its conditioned KV.
+    """
+
+    id: str
+    parent: str | None = None
+    clean: bool = False
+    survivors: Survivors = Survivors.REFRESH
+
+
+@dataclass(frozen=True)
+class SessionInfo:
+    """Description of a session. Times are Unix seconds; `nbytes`: its KV's, in whatever tier."""
+
+    id: str
+    created: float
+    used: float
+    expires: float
+    segments: int
+    chunks: int
+    tokens: int
+    nbytes: int
+    parent: str | None = None
+
+
+@dataclass(frozen=True)
+class SessionStats:
+    """Numbers of sessions that a worker has served and keeps, and of their bytes."""
+
+    sessions: int
+    nbytes: int
+
+
 @dataclass(frozen=True)
 class LinkRequest:
     """Request for one prompt's KV, to a prefill worker.
@@ -60,7 +104,7 @@ class LinkRequest:
     the first word of the conversation; 0: not known. `readers` is how many decode sequences will pull the KV (`n` of
     the request). With `sampling` the answer's first token is wanted too. `patched` says of each chunk whether its
     sender knows of a patch for it where it stands, () where that does not matter or is not known: the choice of a
-    worker minds it, no worker does.
+    worker minds it, no worker does. `session`: whose kept KV serves, and which keeps what is linked.
 
     Raises:
         ValueError: chunks overlap, or are not in the prompt's order, or the head reaches into one.
@@ -77,6 +121,7 @@ class LinkRequest:
     sampling: Sampling | None = None
     patched: tuple[bool, ...] = ()
     head: int = 0
+    session: SessionRef | None = None
 
     def __post_init__(self) -> None:
         stop = 0
@@ -103,7 +148,8 @@ class PrefetchRequest:
     """Announcement of a prompt's chunks while it is still being rendered.
 
     `contents` are content ids in the prompt's order, `documents` those of them that are text chunks; `delimiters` are
-    the token ids around the placeholders of the others, which are images. `prefix` is as in `LinkRequest`.
+    the token ids around the placeholders of the others, which are images. `prefix` and `session` are as in
+    `LinkRequest`.
     """
 
     contents: tuple[str, ...]
@@ -112,6 +158,7 @@ class PrefetchRequest:
     mode: Mode = Mode.AUTO
     tenant: str = "local"
     prefix: tuple[int, ...] = ()
+    session: SessionRef | None = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +177,24 @@ class ChunkOutcome:
     kind: PatchKind | None = None
     missed: bool = False
     sums_off: bool = False
+
+
+@dataclass(frozen=True)
+class SessionOutcome:
+    """Segments of a prompt by how its session served them, and the tokens that it gave.
+
+    `prefix`: KV that is exact there. `survived`: relocated, something before it has left. `refreshed`: of these two, KV
+    made in idle time. `recalled`: seen before, linked as any chunk. `computed`: still there, but behind something that
+    was not there before, or its KV was not to be had. `new`: the rest.
+    """
+
+    prefix: int = 0
+    survived: int = 0
+    refreshed: int = 0
+    computed: int = 0
+    recalled: int = 0
+    new: int = 0
+    tokens_reused: int = 0
 
 
 class PixelsNeeded(Exception):
@@ -160,6 +225,7 @@ class LinkResult:
     first_token: int | None = None  # of the answer, if the request asked for it
     compute_ms: float = 0.0  # of forwards that others may have shared: its part
     select_ms: float = 0.0  # of choosing tokens and weighing parts, which others may have shared: its part
+    session: SessionOutcome | None = None  # of a request with a session
 
     @property
     def chunk_tokens_reused(self) -> int:

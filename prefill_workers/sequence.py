@@ -122,3 +122,14 @@ def merge_runs(runs: Sequence[Run]) -> list[Run]:
         else:
             merged.append(run)
     return merged
+
+
+def union(runs: Sequence[Run]) -> list[Run]:
+    """Runs, in any order and overlapping as they like, as disjoint ones in order."""
+    joined: list[Run] = []
+    for run in sorted((run for run in runs if len(run)), key=lambda run: run.start):
+        if joined and run.start <= joined[-1].stop:
+            joined[-1] = Run(joined[-1].start, max(joined[-1].stop, run.stop))
+        else:
+            joined.append(run)
+    return joined

@@ -94,6 +94,20 @@ class FidelitySettings(BaseModel):
         return self
 
 
+class SessionSettings(BaseModel):
+    """Limits of sessions: KV that is kept of conversations that ask for it (`orbit.session`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    idle_s: float = Field(3600.0, gt=0, description="Seconds that a session is kept after its last request.")
+    max_bytes: int = Field(
+        8 << 30,
+        ge=1,
+        description="KV of all sessions of one worker, in whatever tier of the library. Beyond it, sessions of the "
+        "tenant that holds most go, the longest idle first; of a session with more than half, its oldest segments.",
+    )
+
+
 @dataclass(frozen=True)
 class CompileLimits:
     """Limits of compiling ahead.
@@ -195,6 +209,7 @@ class PrefillSettings(BaseModel):
         "before. Otherwise that waits until no request has come for a while, the longer the fewer images come again.",
     )
     fidelity: FidelitySettings = FidelitySettings()
+    sessions: SessionSettings = SessionSettings()
     compose_up_to: int | None = Field(
         None,
         ge=0,

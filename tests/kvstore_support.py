@@ -13,8 +13,15 @@ from kvstore.operator.basis import pool_basis
 from kvstore.operator.layout import Layout
 from kvstore.operator.patch import PatchKind, form_patch
 from kvstore.operator.rotary import RotaryScheme
-from kvstore.records.format import BasisRecord, CanonicalRecord, EmbeddingRecord, PatchRecord
-from kvstore.records.keys import canonical_key, content_id, embedding_key, patch_key
+from kvstore.records.format import (
+    BasisRecord,
+    CanonicalRecord,
+    EmbeddingRecord,
+    PatchRecord,
+    SegmentRecord,
+    SessionRecord,
+)
+from kvstore.records.keys import canonical_key, content_id, embedding_key, patch_key, session_key
 from kvstore.tiers.base import Tier
 from kvstore.tiers.faults import HeldTier
 
@@ -79,6 +86,32 @@ def embedding_of(record: CanonicalRecord) -> EmbeddingRecord:
         tenant=record.tenant,
         content=record.content,
         embeddings=torch.randn(4, 6),
+    )
+
+
+def segment_of(record: CanonicalRecord, at: int = 7) -> SegmentRecord:
+    """A session's KV of a canonical's content."""
+    return SegmentRecord(
+        key=canonical_key(FINGERPRINT, record.content, [at], "float32"),
+        fingerprint=record.fingerprint,
+        tenant=record.tenant,
+        content=record.content,
+        antecedents=("before",),
+        layout=record.layout,
+        kv=random_kv(record.layout, record.kv.shape[1], seed=at),
+        at=at,
+    )
+
+
+def session_of(record: CanonicalRecord) -> SessionRecord:
+    """A session that holds a canonical's content."""
+    key = session_key(record.fingerprint, "a session", "float32")
+    return SessionRecord(
+        key=key,
+        fingerprint=record.fingerprint,
+        tenant=record.tenant,
+        antecedents=(record.content,),
+        manifest=b'{"segments":[]}',
     )
 
 

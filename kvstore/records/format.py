@@ -42,7 +42,7 @@ from kvstore.operator.patch import Patch, PatchKind
 from kvstore.records.seal import Frame, ReadThrough, Seal, blank_seal, check_frame, fill_seals, find_seal, read_all
 
 FORMAT_VERSION = 2  # records of any other are corrupt
-RecordKind = Literal["canonical", "patch", "embedding", "basis"]
+RecordKind = Literal["canonical", "patch", "embedding", "basis", "segment", "session"]
 # Told a record whose layers still come in, how many of them are there and checked, and how many it has.
 Arrived = Callable[["Record", int, int], object]
 
@@ -144,7 +144,37 @@ class BasisRecord(_Record):
         return self.basis.nbytes
 
 
-Record: TypeAlias = CanonicalRecord | PatchRecord | EmbeddingRecord | BasisRecord
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SegmentRecord(_Record):
+    """Conditioned KV of a session's segment: `kv` [layers, tokens, features].
+
+    As it was computed behind what stood in front of it, its first token at position `at`.
+    """
+
+    layout: Layout
+    kv: Tensor
+    at: int
+
+    def __post_init__(self) -> None:
+        self.layout.check(self.kv)
+
+    @property
+    def nbytes(self) -> int:
+        return self.kv.nbytes
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SessionRecord(_Record):
+    """Manifest of a session: a JSON document of `prefill_workers.sessions.manifest`."""
+
+    manifest: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.manifest)
+
+
+Record: TypeAlias = CanonicalRecord | PatchRecord | EmbeddingRecord | BasisRecord | SegmentRecord | SessionRecord
 
 
 def kind_of(record: Record) -> RecordKind:
@@ -153,6 +183,10 @@ def kind_of(record: Record) -> RecordKind:
         return "canonical"
     if isinstance(record, BasisRecord):
         return "basis"
+    if isinstance(record, SegmentRecord):
+        return "segment"
+    if isinstance(record, SessionRecord):
+        return "session"
     return "patch" if isinstance(record, PatchRecord) else "embedding"
 
 
@@ -277,8 +311,10 @@ def layer_checks(buffer: pa.Buffer | bytes) -> list[tuple[str, bool]]:
 
 def _parts_of(record: Record) -> dict[str, Tensor]:
     """The record's tensors, each [layers, ...], in file order."""
-    if isinstance(record, CanonicalRecord):
+    if isinstance(record, CanonicalRecord | SegmentRecord):
         return {"kv": record.kv}
+    if isinstance(record, SessionRecord):
+        return {"manifest": torch.frombuffer(bytearray(record.manifest), dtype=torch.int8).unsqueeze(0)}
     if isinstance(record, EmbeddingRecord):
         return {"embeddings": record.embeddings.unsqueeze(0)}
     names = [segment.name for segment in record.layout.segments]
@@ -304,6 +340,8 @@ def _document_of(record: Record) -> dict[str, Any]:
     }
     if isinstance(record, CanonicalRecord):
         document |= {"layout": record.layout.to_json(), "token_ids": record.token_ids}
+    elif isinstance(record, SegmentRecord):
+        document |= {"layout": record.layout.to_json(), "at": record.at}
     elif isinstance(record, PatchRecord):
         patch = record.patch
         document |= {
@@ -437,11 +475,15 @@ def _build(document: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Record:
     kind = document["kind"]
     if kind == "embedding":
         return EmbeddingRecord(**common, embeddings=parts["embeddings"][0])
+    if kind == "session":
+        return SessionRecord(**common, manifest=parts["manifest"][0].numpy().tobytes())
     layout = Layout.from_json(document["layout"])
     if kind == "canonical":
         token_ids = document["token_ids"]
         ids = None if token_ids is None else tuple(int(token) for token in token_ids)
         return CanonicalRecord(**common, layout=layout, kv=parts["kv"], token_ids=ids)
+    if kind == "segment":
+        return SegmentRecord(**common, layout=layout, kv=parts["kv"], at=int(document["at"]))
     names = [segment.name for segment in layout.segments]
     if kind == "basis":
         basis = SharedBasis(tuple(parts[f"right.{name}"] for name in names), int(document["first_layer"]))

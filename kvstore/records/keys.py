@@ -123,3 +123,8 @@ def patch_key(
 def embedding_key(fingerprint: str, content: str, dtype: str) -> str:
     """Key of a chunk's vision embeddings; `dtype` is the one that they were encoded in."""
     return _digest("embedding", (fingerprint.encode(), content.encode(), dtype.encode()))
+
+
+def session_key(fingerprint: str, session: str, dtype: str) -> str:
+    """Key of a session's manifest; its tenant is the record's."""
+    return _digest("session", (fingerprint.encode(), session.encode(), dtype.encode()))

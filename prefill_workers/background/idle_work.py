@@ -25,6 +25,7 @@ from kvstore.records.keys import owner_of
 from prefill_workers import modes as policies
 from prefill_workers.background.compile_queue import Clock, ComputeBudget
 from prefill_workers.background.patch_precompiler import CompileStats, PatchPrecompiler
+from prefill_workers.background.session_refresh import SessionRefresh
 from prefill_workers.background.shadow_check import ShadowChecks
 from prefill_workers.block_pool import BlockPool
 from prefill_workers.link.plan import ChunkPlan, LinkPlan
@@ -58,6 +59,7 @@ class IdleWork:
 
     Args:
         scratch: where background sequences lie.
+        refresh: of sessions' segments.
         limits: how much is kept beside links, and compiled ahead of requests.
         caches: of the loop's thread.
         clock: monotonic seconds.
@@ -74,6 +76,7 @@ class IdleWork:
         scratch: Scratch,
         limits: CompileLimits,
         rechecks: ShadowChecks,
+        refresh: SessionRefresh,
         caches: CacheGroup,
         clock: Clock,
         sums: Callable[[], bool],
@@ -87,18 +90,21 @@ class IdleWork:
         self._busy = ComputeBudget(limits.busy_share, _BUSY_SECONDS, clock)
         self._ahead = caches.register(PatchPrecompiler(harvester, scratch, limits, caches, clock, sums, crowded))
         self._rechecks = rechecks
+        self._refresh = refresh
         self._disturbed, self._rest, self._hastened = disturbed, rest, -math.inf
         self._deleted: dict[tuple[str, str], float] = {}  # contents and their owners, with when; latest last
         self.failures = 0
 
     def __len__(self) -> int:
         """Pieces of work that are left; what waits for its compute budget is not among them."""
-        return (self._harvest is not None) + len(self._harvests) + len(self._rechecks) + len(self._ahead)
+        harvests = (self._harvest is not None) + len(self._harvests)
+        return harvests + len(self._rechecks) + len(self._refresh) + len(self._ahead)
 
     @property
     def is_ready(self) -> bool:
         """True if a piece of work may be done now."""
-        return bool(self._harvest or self._rechecks or self._may_compile or any(map(self._may_begin, self._harvests)))
+        begun = bool(self._harvest or self._rechecks or self._refresh)
+        return begun or self._may_compile or any(map(self._may_begin, self._harvests))
 
     def hasten(self, until: float) -> None:
         """Do what is left without waiting for a quiet time, until `until` (`time.perf_counter`).
@@ -114,12 +120,16 @@ class IdleWork:
         """
         self._rechecks.offer(plan, lease)
 
+    def refresh(self, plan: LinkPlan) -> None:
+        """Queue the refresh of a link's session (see `session_refresh`)."""
+        self._refresh.offer(plan)
+
     def add(self, plan: LinkPlan, lease: str) -> None:
         """Take up a finished link; its blocks stay until its chunks have been read.
 
         One that brought what was deleted since it began teaches nothing: it would be kept long after the deletion.
         """
-        if self._outlived(plan):
+        if self.has_outlived(plan):
             return
         chunks = self._harvester.harvestable(plan)
         for chunk in chunks:
@@ -152,8 +162,8 @@ class IdleWork:
         if self._harvest and brought(self._harvest[0]):  # it has let go of its blocks
             self._harvest = None
 
-    def _outlived(self, plan: LinkPlan) -> bool:
-        """True if a content of a link was deleted after it began."""
+    def has_outlived(self, plan: LinkPlan) -> bool:
+        """True if a content that a link brought was deleted after it began."""
         tenant = plan.request.tenant
         named = ((span.content, owner_of(tenant, span.content)) for span in plan.request.chunks)
         return any(self._deleted.get(one, -math.inf) >= plan.began for one in named)
@@ -213,10 +223,14 @@ class IdleWork:
             self._rechecks.step()
         elif self._ahead.is_running:
             self._compile()
+        elif self._refresh.is_running:
+            self._go_on_refreshing()
         elif self._harvest or self._begin_harvest():
             self._go_on_harvesting()
         elif self._rechecks.is_ready:
             self._rechecks.step()
+        elif self._refresh:
+            self._go_on_refreshing()
         elif self._may_compile:
             self._compile()
         else:
@@ -288,6 +302,13 @@ class IdleWork:
             yield from self._harvester.harvest(item.plan, item.chunk, conditioned, self._scratch)
         if self._asked_again(item):
             yield from self._harvester.form_anew(item.plan, item.chunk, self._scratch)
+
+    def _go_on_refreshing(self) -> None:
+        try:
+            self._refresh.step()
+        except Exception as error:
+            self.failures += 1
+            logger.warning("a session's segments could not be computed anew: %s", error, exc_info=_is_defect(error))
 
     def _compile(self) -> None:
         try:

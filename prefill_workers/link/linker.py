@@ -45,6 +45,7 @@ from prefill_workers.link.lookups import Found, Lookup, Lookups, Stored
 from prefill_workers.link.place_kv import PlacedChunk, write_chunks
 from prefill_workers.link.plan import ChunkPlan, ChunkState, LinkPlan
 from prefill_workers.link.prefix_hits import PrefixHits
+from prefill_workers.link.session_links import SessionLinks
 from prefill_workers.link.token_selection import (
     MEASURED_LAYER,
     deviations,
@@ -55,7 +56,8 @@ from prefill_workers.link.token_selection import (
 from prefill_workers.modes import FreeText, Mode, OperatingPoint
 from prefill_workers.protocol import ChunkOutcome, LinkRequest, PixelsNeeded, PrefetchRequest
 from prefill_workers.sequence import LinkSequence, Run, forwards
-from prefill_workers.settings import COMPOSE_UP_TO, FREE_TEXT, FidelitySettings, Weighing
+from prefill_workers.sessions.store import SessionStore
+from prefill_workers.settings import COMPOSE_UP_TO, FREE_TEXT, FidelitySettings, SessionSettings, Weighing
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ class Linker:
         keeps_prefixes: whether prompts begin with the blocks of earlier ones that begin alike.
         weigh_by: what weighs the parts of a sum.
         free_text: longest text that keys no patch (see `keys.contexts`).
+        sessions: limits of sessions; None: the defaults.
 
     Raises:
         ValueError: sums are to be weighed by an attention that the engine does not tell.
@@ -92,6 +95,7 @@ class Linker:
         keeps_prefixes: bool = False,
         weigh_by: Weighing = Weighing.KV,
         free_text: FreeText = FREE_TEXT,
+        sessions: SessionSettings | None = None,
     ) -> None:
         if weigh_by is Weighing.ATTENTION and not engine.tells_attention:
             raise ValueError(
@@ -113,6 +117,8 @@ class Linker:
         if keeps_prefixes:
             index = caches.register(BlockIndex(engine.block_size, relocates=not engine.has_quantised_kv))
             self.prefixes = PrefixHits(engine, index, self.fidelity)
+        store = caches.register(SessionStore(library, engine.precision, sessions or SessionSettings()))
+        self.sessions = SessionLinks(engine, library, store, self.fidelity.allows, free_text.between)
         self.fidelity.before_allowing(self._before_allowing)
         self._told_of_unfit = False
         warm_up(engine.layout, engine.dtype)
@@ -133,11 +139,13 @@ class Linker:
         Args:
             load: False: only say what is lacking.
 
-        Returns: of every image, by content id, whether it will have to be encoded; see `Lookup.lacks_pixels`.
+        Returns: by content id of every image that no session keeps, whether it will have to be encoded; see
+            `Lookup.lacks_pixels`.
         """
         antecedents: list[str] = []
         lacking: dict[str, Future[bool]] = {}
         mode = Mode.EXACT if self._ruled_out(request.mode) else request.mode
+        kept = self.sessions.contents(request)
         for i, content in enumerate(request.contents):
             text = content in request.documents
             delimiters, contents = () if text else request.delimiters, request.contents[: i + 1]
@@ -145,11 +153,13 @@ class Linker:
             keys = self._keys.of(
                 request.tenant, contents, delimiters, request.prefix, antecedents, embeds=not text, summed=summed
             )
+            antecedents.append(keys.canonical)
+            if content in kept:  # most likely it is served by its session
+                continue
             if load:
                 lookup = self._lookups.start_ahead(keys, mode)
             if not text:
                 lacking[content] = lookup.lacks_pixels() if load else self._lookups.lacks_pixels(keys, mode)
-            antecedents.append(keys.canonical)
         return lacking
 
     def plan(self, request: LinkRequest, embeddings: Mapping[int, Tensor] | None = None) -> LinkPlan:
@@ -178,14 +188,24 @@ class Linker:
         shared = len(match.forms)
         with ExitStack() as pins:
             pins.enter_context(self.library.pin(key for keys in wanted[shared:] for key in keys.all()))
-            lookups = [None if i < shared else self._lookups.start(keys, mode) for i, keys in enumerate(wanted)]
+            session = self.sessions.open(request)
+            served = set(range(shared)) | (session.served_chunks if session is not None else set())
+            lookups = [None if i in served else self._lookups.start(keys, mode) for i, keys in enumerate(wanted)]
             until = time.monotonic() + _TIMEOUTS * self.library.settings.load_timeout_s
+            kept: dict[int, ChunkOutcome] = {}
+            if session is not None:
+                session = self.sessions.place(session, positions, match.hit)
+                kept = session.chunk_outcomes()
+                late = served - kept.keys() - set(range(shared))  # their KV did not come
+                lookups = [self._lookups.start(wanted[i], mode) if i in late else x for i, x in enumerate(lookups)]
             chunks = [
-                self._chunk(request, i, wanted, lookup, positions, (embeddings or {}).get(i), ruled_out, until)
+                self._chunk(
+                    request, i, wanted, lookup, positions, (embeddings or {}).get(i), ruled_out, until, kept.get(i)
+                )
                 for i, lookup in enumerate(lookups)
             ]
             sequence = LinkSequence(tokens, positions, blocks=())
-            plan = LinkPlan(request, sequence, chunks, chain, lag, epoch, began=began)
+            plan = LinkPlan(request, sequence, chunks, chain, lag, epoch, session=session, began=began)
             if missing := plan.begin_with(match):
                 for keys, lookup in zip(wanted, lookups, strict=True):  # for the same request, with pixels
                     if lookup is not None:
@@ -237,10 +257,11 @@ class Linker:
         fresh: Tensor | None,
         ruled_out: OperatingPoint | None,
         until: float,
+        kept: ChunkOutcome | None,
     ) -> ChunkPlan:
-        """Plan one chunk; waits for look-ups until `until` (`time.monotonic`) at the latest.
+        """Plan one chunk; waits for its look-up until `until` (`time.monotonic`) at the latest.
 
-        `lookup`: None: it is to be shared.
+        `lookup`: None: it is to be shared, or its session serves it. `kept`: its outcome then.
         """
         span, keys = request.chunks[index], wanted[index]
         coming = lookup is not None and lookup.is_coming(max(0.0, until - time.monotonic()))
@@ -250,7 +271,8 @@ class Linker:
             patch_key=keys.own_patch,
             context=keys.context,
             start_position=int(positions[..., span.start].flatten()[0]),
-            outcome=ChunkOutcome(len(span), reasons.expected(request.mode), index, "stored KV is loading"),
+            outcome=kept or ChunkOutcome(len(span), reasons.expected(request.mode), index, "stored KV is loading"),
+            state=ChunkState.LOADING if kept is None else ChunkState.PLACED,
             lookup=lookup if coming else None,
             embeddings=fresh,
             is_encoded=fresh is not None,
@@ -258,7 +280,7 @@ class Linker:
             weights_epoch=self._weights.epoch,
             is_cacheable=keys.is_cacheable,
         )
-        if not coming and lookup is not None:
+        if lookup is not None and not coming:
             # the load may have ended only now, too late for the plan: its KV would never be written
             late = replace(lookup.found(), canonical=None) if lookup.done() else Found(is_unsure=True)
             self._settle(chunk, request, late)
@@ -313,6 +335,7 @@ class Linker:
         placed: list[PlacedChunk] = []
         if self.prefixes is not None:
             self.prefixes.place(plan)
+        self._place_kept(plan)
         began = time.perf_counter()
         ended = [(i, chunk) for i, chunk in enumerate(plan.chunks) if chunk.has_ended_load]
         for i, chunk in ended:
@@ -335,6 +358,14 @@ class Linker:
         if plan.is_placed:
             plan.fix()
         return spoiled
+
+    def _place_kept(self, plan: LinkPlan) -> None:
+        """Relocate and write what a plan's session serves."""
+        if plan.session is None or not plan.session.placed:
+            return
+        began = time.perf_counter()
+        write_chunks(self.engine, plan.sequence.blocks, plan.session.left_to_write(plan.prefix_hit.stop))
+        plan.took("session", time.perf_counter() - began)
 
     def select(self, work: Sequence[tuple[LinkPlan, Sequence[Run]]], budget: int) -> int:
         """Choose tokens or weigh parts of the chunks that are `TO_WEIGH`, and write them.

@@ -23,10 +23,11 @@ from prefill_workers.link.lookups import Found, Lookup, Stored
 from prefill_workers.modes import OperatingPoint
 from prefill_workers.prefix_digests import PrefixChain
 from prefill_workers.protocol import ChunkOutcome, ChunkSpan, LinkRequest
-from prefill_workers.sequence import Embedded, LinkSequence, Run, complement
+from prefill_workers.sequence import Embedded, LinkSequence, Run, complement, union
 
 if TYPE_CHECKING:
     from prefill_workers.link.layerwise_load import LayerwiseLoad
+    from prefill_workers.link.session_links import SessionPlan
 
 
 class ChunkState(Enum):
@@ -198,8 +199,8 @@ class LinkPlan:
     """Plan of one request's link; made by `Linker.plan`.
 
     `chain` names the prompt's beginnings; None: none is looked for, and none kept. `prefix` is the one that is known,
-    and `epoch` that of the index at that time. `unpin` lets go of the stored records that the plan uses; it also
-    happens when the plan is dropped.
+    and `epoch` that of the index at that time. `session`: what the request's session serves. `unpin` lets go of the
+    stored records that the plan uses; it also happens when the plan is dropped.
     """
 
     request: LinkRequest
@@ -210,6 +211,7 @@ class LinkPlan:
     epoch: int = 0
     prefix: PrefixMatch = NO_MATCH
     is_prefix_placed: bool = False
+    session: SessionPlan | None = None
     stages_ms: dict[str, float] = field(default_factory=dict)
     compute_ms: float = 0.0  # of forwards: its share of their tokens, without what they waited for
     select_ms: float = 0.0  # of choosing tokens and weighing parts: the same
@@ -233,7 +235,12 @@ class LinkPlan:
         """Tokens that a forward computes, if what is loading arrives."""
         if self._runs is not None:
             return self._runs
-        return complement([self.prefix_hit, *(run for c in self.chunks for run in c.reused)], len(self.sequence))
+        return complement(union([*self.written, *(run for c in self.chunks for run in c.reused)]), len(self.sequence))
+
+    @property
+    def written(self) -> list[Run]:
+        """Runs whose KV is known from the start: of earlier prompts' blocks, and of the session."""
+        return [self.prefix_hit, *(self.session.runs if self.session else ())]
 
     def fix(self) -> None:
         """Let go of the stored records and keep the runs; once all is placed."""
@@ -315,7 +322,8 @@ class LinkPlan:
     @property
     def stored(self) -> list[Stored]:
         """Records that the link's KV was made from."""
-        return [record for chunk in self.chunks for record in chunk.stored]
+        kept = self.session.stored if self.session else []
+        return [*kept, *(record for chunk in self.chunks for record in chunk.stored)]
 
     def embed(self) -> None:
         """Hand the embeddings of chunks that a forward computes, if only in part, to the sequence."""

@@ -100,6 +100,8 @@ class PrefixHits:
         forms = tuple(form_of(plan.request, chunk) for chunk in plan.chunks)
         if tokens is not None:
             tokens = min([tokens, *(chunk.span.start for chunk in plan.chunks if chunk.is_loading)])
+        if plan.session is not None and plan.session.shareable_tokens < len(plan.sequence):
+            tokens = min(plan.session.shareable_tokens, len(plan.sequence) if tokens is None else tokens)
         self.index.add(plan.sequence.blocks, plan.chain, forms, plan.prefix, plan.frame, plan.epoch, tokens)
 
     def distrust(self, plan: LinkPlan) -> None:
@@ -117,6 +119,8 @@ def coming(leader: LinkPlan, follower: LinkPlan) -> int:
     if leader.chain is None or follower.chain is None:
         return 0
     tokens = min(leader.chain.common(follower.chain), len(follower.sequence) - 1)
+    if leader.session is not None:
+        tokens = min(tokens, leader.session.shareable_tokens)
     if asked_by(leader.request) != asked_by(follower.request):
         tokens = min([tokens, *follower.chain.starts[:1]])
     return follower.chain.outside_chunks(tokens)

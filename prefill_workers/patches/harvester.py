@@ -65,8 +65,11 @@ class Harvester:
         """True if a computed chunk's KV is KV(B|A), which its patch is keyed by.
 
         Not if any of A was linked from stored KV: what a patch or a sum of patches leaves out would go on into patches
-        behind it, and outlive the point's being switched off. Nor if text stands there that the key says nothing of.
+        behind it, and outlive the point's being switched off. Nor behind KV of a session that knows what has left, or
+        if text stands there that the key says nothing of.
         """
+        if plan.session is not None and chunk.span.start > plan.session.exact_tokens:
+            return False
         before = plan.chunks[: plan.chunks.index(chunk)]
         return chunk.is_cacheable and all(c.made_at in policies.EXACT_POINTS for c in before)
 

@@ -10,7 +10,7 @@ from prefill_workers.block_pool import Lease
 from prefill_workers.link.layerwise_load import LayerwiseLoad
 from prefill_workers.link.plan import ChunkState, LinkPlan
 from prefill_workers.protocol import LinkResult
-from prefill_workers.sequence import Run, complement, merge_runs
+from prefill_workers.sequence import Run, complement, merge_runs, union
 
 # What a link that still waits for loads must have to compute for a forward of its own; fewer tokens wait for the next.
 # Whatever it computes, a forward has a fixed part (see `cost_model`).
@@ -72,7 +72,7 @@ class LinkJob:
         chunks = self.plan.chunks
         stop = max(c.span.stop for c in chunks if c.state is ChunkState.TO_WEIGH)
         reused = (run for c in chunks if c.state is not ChunkState.TO_WEIGH for run in c.reused)
-        written = [self.plan.prefix_hit, *reused]
+        written = union([*self.plan.written, *reused])
         inside = [run for run in written if self.reached <= run.start and run.stop <= stop]
         return merge_runs([*self.pending, *complement(inside, stop, self.reached)])
 

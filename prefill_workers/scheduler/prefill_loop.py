@@ -21,6 +21,7 @@ from torch import Tensor
 from infra.cpu import openmp
 from prefill_workers.background.idle_work import IdleWork
 from prefill_workers.background.patch_precompiler import CompileStats
+from prefill_workers.background.session_refresh import SessionRefresh
 from prefill_workers.background.shadow_check import ShadowChecks
 from prefill_workers.block_pool import BlockPool, PoolExhausted
 from prefill_workers.engine.engine import PrefillEngine
@@ -116,12 +117,14 @@ class PrefillLoop:
         spare = Scratch(range(last - scratch, last), engine.block_size, self._piece)
         rechecks = ShadowChecks(engine, linker.library, linker.fidelity, self._pool, spare)
         caches = linker.forgets.group(self.call)
+        refresh = caches.register(SessionRefresh(engine, linker.library, linker.sessions, spare))
         idle_work = IdleWork(
             harvester,
             self._pool,
             spare,
             compiles or CompileLimits(),
             rechecks,
+            refresh,
             caches,
             clock,
             disturbed=self._disturbed,
@@ -467,6 +470,10 @@ class PrefillLoop:
             if job not in held:  # cancelled: nobody will read these blocks
                 self._scheduler.free(job)
         self._scheduler.remove(finished)  # only now: a defect fails these too
+        for job in held:
+            if job.plan.session is not None and not self._background.has_outlived(job.plan):
+                self._linker.sessions.keep(job.plan)
+                self._background.refresh(job.plan)
 
     def _forward(self, batch: ForwardBatch) -> ForwardResult | None:
         """Compute a batch. None if that failed, and with it the links in it.
@@ -516,6 +523,7 @@ class PrefillLoop:
             select_ms=plan.select_ms,
             prefix_tokens_reused=len(plan.prefix_hit),
             first_token=job.first_token,
+            session=None if plan.session is None else plan.session.outcome(),
         )
         try:
             job.done.set_result(result)

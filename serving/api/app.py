@@ -9,6 +9,7 @@
 | /v1/files                               | `files`                                       |
 | /v1/vector_stores                       | `vector_stores`                               |
 | /v1/orbit/operating_points              | `fidelity`                                    |
+| /v1/orbit/sessions                      | `sessions`                                    |
 | GET /health, /metrics, /docs            | here                                          |
 """
 
@@ -49,6 +50,7 @@ from serving.api.image_limits import ImageLimits
 from serving.api.media import MediaResolver
 from serving.api.metrics import Metrics, exposition, in_time, labelled
 from serving.api.openapi import document_errors
+from serving.api.sessions import counted_sessions, sessions_router
 from serving.api.streams import opened
 from serving.api.vector_stores import vector_stores_router
 from serving.api_keys import KeyRing
@@ -172,6 +174,7 @@ async def build_api(
     app.include_router(files_router(files, stores, media, http.max_file_bytes, on_delete))
     app.include_router(vector_stores_router(stores, on_delete))
     app.include_router(fidelity_router(client.roles))
+    app.include_router(sessions_router(client.roles))
     _add_operations(app, client, metrics, replica, counted)
     answer_errors(app)
     document_errors(app)
@@ -281,6 +284,9 @@ def _add_operations(
 
     @app.get("/metrics", summary="Prometheus metrics", tags=["operations"])
     async def prometheus() -> Response:
-        measured, compiled, own = await asyncio.gather(scraped(client.roles), compiling(client.roles), by_replica())
-        text = exposition(chain(labelled(own), families(measured), compiled))
+        roles = client.roles
+        measured, compiled, sessions, own = await asyncio.gather(
+            scraped(roles), compiling(roles), counted_sessions(roles), by_replica()
+        )
+        text = exposition(chain(labelled(own), families(measured), compiled, sessions))
         return Response(text, media_type="text/plain; version=0.0.4")

@@ -40,6 +40,11 @@ class Metrics:
 
         self.requests = counter("requests", "Generation requests by HTTP status.", ("status",))
         self.chunks = counter("chunks", "Chunks linked, by operating point.", ("operating_point",))
+        self.segments = counter(
+            "session_segments",
+            "Segments of sessions' prompts (chunks, and the texts between them), by how they were served.",
+            ("operating_point",),
+        )
         self.reused = counter("prompt_tokens_reused", "Prompt tokens that needed no forward.")
         self.prefix = counter("prefix_tokens_reused", "Of these, in blocks of earlier prompts that begin alike.")
         self.computed = counter("prompt_tokens_computed", "Prompt tokens that a forward computed.")
@@ -71,6 +76,9 @@ class Metrics:
         """Count a finished request's report."""
         for chunk in report.chunks:
             self.chunks.labels(operating_point=chunk.operating_point).inc()
+        if report.session is not None:
+            for point in ("prefix", "survived", "recalled", "computed", "new"):
+                self.segments.labels(operating_point=point).inc(getattr(report.session, point))
         self.reused.inc(report.tokens_reused)
         self.prefix.inc(report.prefix_tokens_reused)
         self.computed.inc(report.tokens_computed)

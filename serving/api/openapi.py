@@ -103,7 +103,9 @@ def _statuses(path: str, method: str, operation: dict[str, Any]) -> set[int]:
 
 def _is_administrators(path: str, method: str) -> bool:
     changes = method != "get" and path not in _STORE_READS
-    return changes and (path.startswith(("/v1/vector_stores", "/v1/orbit/")) or path == "/v1/files/{file_id}")
+    return changes and (
+        path.startswith(("/v1/vector_stores", "/v1/orbit/operating_points")) or path == "/v1/files/{file_id}"
+    )
 
 
 def _response(path: str, status: int) -> dict[str, Any]:

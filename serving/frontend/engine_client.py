@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing, closing, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from vllm.config import VllmConfig
@@ -54,7 +54,7 @@ from serving.frontend.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from serving.frontend.fair_queue import FairQueue
 from serving.frontend.prompt_segments import Delimiters, Segments, image_delimiters, segment
 from serving.frontend.rate_limits import RateLimits
-from serving.frontend.report import ChunkReport, OrbitReport, RequestTrace, current_trace
+from serving.frontend.report import ChunkReport, OrbitReport, RequestTrace, SessionReport, current_trace
 from serving.frontend.roles import Roles
 from serving.frontend.single_flight_encoder import SingleFlightEncoder
 from serving.placement.orderer import PatchAwareOrderer
@@ -237,6 +237,7 @@ class LinkedEngineClient(_NotOurs):
                 mode=mode,
                 tenant=trace.tenant,
                 prefix=trace.prefix_tokens,
+                session=trace.session,
             )
             trace.lacking = asyncio.ensure_future(self._roles.prefetch(request))
 
@@ -329,6 +330,7 @@ class LinkedEngineClient(_NotOurs):
             readers=params.n or 1,
             sampling=sampling_of(params, self._vocabulary) if self._first_tokens else None,
             head=segments.head(trace.opening_tokens),
+            session=trace.session,
         )
         request = replace(request, patched=self.orderer.patched(request))
         trace.mark("rendered")
@@ -523,6 +525,8 @@ def _report(
     ]
     if trace.costs:
         report.chunks = [costs.of(chunk) for costs, chunk in zip(trace.costs, report.chunks, strict=True)]
+    if result.session is not None and trace.session is not None:
+        report.session = SessionReport(id=trace.session.id, **asdict(result.session))
     report.prompt_tokens = prompt_tokens
     report.tokens_reused = result.tokens_reused
     report.tokens_computed = result.tokens_computed

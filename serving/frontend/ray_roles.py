@@ -27,7 +27,14 @@ if TYPE_CHECKING:
     from prefill_workers.engine.image_batches import Pixels
     from prefill_workers.fidelity.monitor import PointStatus
     from prefill_workers.modes import OperatingPoint
-    from prefill_workers.protocol import LeaseState, LinkRequest, LinkResult, PrefetchRequest
+    from prefill_workers.protocol import (
+        LeaseState,
+        LinkRequest,
+        LinkResult,
+        PrefetchRequest,
+        SessionInfo,
+        SessionStats,
+    )
     from serving.placement.patch_feed import PatchFeed
 
 logger = logging.getLogger(__name__)
@@ -131,6 +138,23 @@ class RayRoles:
     async def compiled(self) -> dict[str, CompileStats]:
         """Patches compiled ahead of requests, by prefill replica."""
         return {stats["name"]: stats["loop"].compiled for stats in await answered_by_all(self.prefill, "stats")}
+
+    async def sessions(self, tenant: str) -> list[SessionInfo]:
+        """See `SessionRoles.sessions`."""
+        return [info for answer in await answered_by_all(self.prefill, "sessions", tenant) for info in answer]
+
+    async def session(self, tenant: str, session: str) -> list[SessionInfo]:
+        """See `SessionRoles.session`."""
+        answers = await answered_by_all(self.prefill, "session", tenant, session)
+        return [info for info in answers if info is not None]
+
+    async def delete_session(self, tenant: str, session: str) -> bool:
+        """See `SessionRoles.delete_session`."""
+        return any(await answered_by_all(self.prefill, "delete_session", tenant, session))
+
+    async def session_stats(self) -> dict[str, SessionStats]:
+        """See `SessionRoles.session_stats`."""
+        return {stats["name"]: stats["sessions"] for stats in await answered_by_all(self.prefill, "stats")}
 
     async def counted(self) -> dict[str, list[Metric]]:
         """See `Ingress.counted`; of all replicas."""

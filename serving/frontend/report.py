@@ -9,13 +9,49 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from prefill_workers.modes import Mode, OperatingPoint, Text
+from prefill_workers.modes import Mode, OperatingPoint, Text, uses_session
+from prefill_workers.protocol import SessionRef, Survivors
 from serving.frontend.documents import Document
 from serving.frontend.errors import InvalidRequest
 
+SESSION_ID = r"^[A-Za-z0-9._:@=+-]{1,128}$"
 PROMPTS_AT_ONCE = 32  # of one request: the others wait for a place, not in a worker's queue
+
+
+class SessionOptions(BaseModel):
+    """`orbit.session` in a request."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str = Field(
+        pattern=SESSION_ID, description="The tenant's name for the session: letters, digits and ._:@=+-, at most 128."
+    )
+    parent: str | None = Field(
+        None,
+        alias="from",
+        pattern=SESSION_ID,
+        description="Begin the session, where it is new, as a fork of this one: what that keeps is shared.",
+    )
+    clean: bool = Field(False, description="Begin a fork without KV that knows what stood before it.")
+    survivors: Survivors = Field(
+        Survivors.REFRESH,
+        description="What stays of the window while something before it leaves. refresh: its KV is relocated, the "
+        "oldest takes what was computed in idle time behind the prompt's head. keep: all is relocated as it is. exact: "
+        "it is computed; only KV that a full prefill would give is taken.",
+    )
+
+    @model_validator(mode="after")
+    def _is_a_fork(self) -> SessionOptions:
+        if self.clean and self.parent is None:
+            raise ValueError("clean belongs to a fork: say `from`")
+        return self
+
+    @property
+    def ref(self) -> SessionRef:
+        """The session as a link names it."""
+        return SessionRef(self.id, self.parent, self.clean, self.survivors)
 
 
 class OrbitOptions(BaseModel):
@@ -45,10 +81,26 @@ class OrbitOptions(BaseModel):
         "beyond `prefill.free_text_before`. strict: all text before a chunk is. free: none is.",
     )
 
+    session: SessionOptions | None = Field(
+        None,
+        description="Keep this conversation's KV, so that its window can slide without a forward over what stays. What "
+        "stays still knows what has left. Modes auto and exact, order fixed.",
+    )
+
     @field_validator("mode")
     @classmethod
     def _known_mode(cls, mode: str) -> str:
         return str(Mode.parse(mode))
+
+    @field_validator("session")
+    @classmethod
+    def _goes_with_mode(cls, session: SessionOptions | None, info: ValidationInfo) -> SessionOptions | None:
+        mode, order = info.data.get("mode"), info.data.get("order")
+        if session is not None and mode is not None and not uses_session(Mode.parse(mode)):
+            raise ValueError(f"a session needs mode auto or exact, not {mode}")
+        if session is not None and order == "free":
+            raise ValueError("a session needs order fixed: its chunks stay where they are")
+        return session
 
 
 def parse_options(value: Any) -> OrbitOptions:
@@ -108,12 +160,29 @@ class OrderReport(BaseModel):
     plan_ms: float | None = None  # spent choosing
 
 
+class SessionReport(BaseModel):
+    """Segments of a prompt (chunks, and texts between them) by how its session served them.
+
+    See `prefill_workers.protocol.SessionOutcome`.
+    """
+
+    id: str
+    prefix: int
+    survived: int
+    refreshed: int
+    recalled: int
+    computed: int
+    new: int
+    tokens_reused: int
+
+
 class OrbitReport(BaseModel):
     """`orbit` in a response. Times are milliseconds."""
 
     mode: str
     order: OrderReport | None = None
     chunks: list[ChunkReport] = []
+    session: SessionReport | None = None
     prompt_tokens: int = 0
     tokens_reused: int = 0
     tokens_computed: int = 0
@@ -171,6 +240,11 @@ class RequestTrace:
             return RequestTrace(self.options, self.tenant, received=self.received, places=self.places)
         self._taken = True
         return self
+
+    @property
+    def session(self) -> SessionRef | None:
+        """The request's session, if it has one."""
+        return None if self.options.session is None else self.options.session.ref
 
     def mark(self, stage: str) -> None:
         """Record the time since the request was received as `stage`."""

@@ -12,7 +12,14 @@ from vllm.sampling_params import SamplingParams
 from prefill_workers.background.patch_precompiler import CompileStats
 from prefill_workers.fidelity.monitor import PointStatus
 from prefill_workers.modes import OperatingPoint
-from prefill_workers.protocol import LeaseState, LinkRequest, LinkResult, PrefetchRequest
+from prefill_workers.protocol import (
+    LeaseState,
+    LinkRequest,
+    LinkResult,
+    PrefetchRequest,
+    SessionInfo,
+    SessionStats,
+)
 
 ByReplica = Mapping[str, Sequence[PointStatus]]
 
@@ -34,7 +41,29 @@ class CompilingRoles(Protocol):
         """Compile statistics by prefill replica. Raises RoleUnavailable when one does not answer."""
 
 
-class Roles(FidelityRoles, CompilingRoles, Protocol):
+class SessionRoles(Protocol):
+    """Prefill role, as far as it keeps sessions.
+
+    Raise RoleUnavailable when a replica does not answer.
+    """
+
+    async def sessions(self, tenant: str) -> Sequence[SessionInfo]:
+        """A tenant's sessions, as each prefill replica that has served them knows them."""
+
+    async def session(self, tenant: str, session: str) -> Sequence[SessionInfo]:
+        """One session of a tenant, as each replica, or else the library, knows it."""
+
+    async def delete_session(self, tenant: str, session: str) -> bool:
+        """Delete a session and its records; False if there was none.
+
+        Raises StoreError if a tier cannot be reached.
+        """
+
+    async def session_stats(self) -> Mapping[str, SessionStats]:
+        """Statistics of sessions by prefill replica."""
+
+
+class Roles(FidelityRoles, CompilingRoles, SessionRoles, Protocol):
     """All other roles, as the ingress calls them.
 
     | primitive  | role           | raises                                                    |
@@ -46,6 +75,7 @@ class Roles(FidelityRoles, CompilingRoles, Protocol):
     | `renew`    | prefill worker | nothing: unknown if nobody tells                          |
     | `abandon`  | decode worker  | nothing: best effort, leases end by time-out              |
     | `fidelity`, `allow`, `compiled` | prefill workers, all of them | RoleUnavailable |
+    | `sessions`, `session`, `delete_session`, `session_stats` | prefill workers, all of them | RoleUnavailable |
     """
 
     async def prefetch(self, request: PrefetchRequest) -> Collection[str]:

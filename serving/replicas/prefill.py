@@ -17,7 +17,14 @@ from ray.serve.handle import DeploymentHandle
 
 from infra.nixl_handshake import dropped
 from infra.vllm_env import is_cpu_build
-from prefill_workers.protocol import NonFiniteLogits, Overloaded, PixelsNeeded, PromptTooLarge, Refusal
+from prefill_workers.protocol import (
+    NonFiniteLogits,
+    Overloaded,
+    PixelsNeeded,
+    PromptTooLarge,
+    Refusal,
+    SessionStats,
+)
 from serving.config import OrbitServeConfig
 from serving.engine_spec import prefill_spec
 from serving.errors import RoleUnavailable
@@ -37,7 +44,7 @@ if TYPE_CHECKING:
     from prefill_workers.fidelity.monitor import PointStatus
     from prefill_workers.modes import OperatingPoint
     from prefill_workers.patches.patch_compiler import PatchJob
-    from prefill_workers.protocol import LeaseState, LinkRequest, LinkResult, PrefetchRequest
+    from prefill_workers.protocol import LeaseState, LinkRequest, LinkResult, PrefetchRequest, SessionInfo
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +84,9 @@ class PrefillWorker:
             keeps_prefixes=settings.prefix_cache,
             weigh_by=config.weigh_by,
             free_text=settings.free,
+            sessions=settings.sessions,
         )
-        self._linker = linker
+        self._linker, self._sessions = linker, linker.sessions.store
         self._feed = PatchFeedSource(self._name, patches=linker.patches, sums=linker.sums)
         bytes_per_token = self._engine.layout.bytes_per_token(self._engine.dtype)
         self._loaded = KVLoadBudget(settings.loaded_bytes, bytes_per_token)
@@ -103,7 +111,9 @@ class PrefillWorker:
             self._loop.cpu_seconds if is_cpu_build() else None,
         )
         self._handshake_timeout = settings.canary_timeout_s
-        self._reporter = PrefillReporter(self._loop, self._library, bytes_per_token, config.routing.hot_chunks)
+        self._reporter = PrefillReporter(
+            self._loop, self._library, bytes_per_token, config.routing.hot_chunks, self._sessions
+        )
         self._planners = ThreadPoolExecutor(32, thread_name_prefix="plan")  # a plan waits for look-ups
         await self._fidelity.start()
         self._loop.start()
@@ -203,6 +213,19 @@ class PrefillWorker:
         """Adopt the keeper's decisions about operating points."""
         self._fidelity.monitor.apply(decisions)
 
+    async def sessions(self, tenant: str) -> list[SessionInfo]:
+        """Sessions of a tenant that this replica has served."""
+        return self._sessions.of_tenant(tenant)
+
+    async def session(self, tenant: str, session: str) -> SessionInfo | None:
+        """One session of a tenant, also one that another replica has served."""
+        found = await asyncio.to_thread(self._sessions.get, tenant, session)
+        return None if found is None else self._sessions.info(found)
+
+    async def delete_session(self, tenant: str, session: str) -> bool:
+        """Delete a session and what no other needs. Returns whether there was one."""
+        return await asyncio.to_thread(self._sessions.delete, tenant, session)
+
     @property
     def _name(self) -> str:
         return str(serve.get_replica_context().replica_id.unique_id)
@@ -222,6 +245,7 @@ class PrefillWorker:
             "name": self._name,
             "loop": replace(loop, compiled=replace(loop.compiled, dropped=self._deficits.dropped)),
             "library": self._library.stats(),
+            "sessions": SessionStats(len(self._sessions), self._sessions.nbytes),
             "patches_queued": len(self._deficits),
             "patches_dropped": self._deficits.dropped,
             "handshakes_dropped": dropped(),

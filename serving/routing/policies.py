@@ -56,6 +56,11 @@ def mark_of(content: str) -> bytes:
     return blake3(content.encode()).digest(MARK_BYTES)
 
 
+def session_mark(tenant: str, session: str) -> bytes:
+    """Mark of a tenant's session in reports."""
+    return mark_of(f"session\0{tenant}\0{session}")
+
+
 # -- reports ----------------------------------------------------------------------------------------------------------
 
 
@@ -63,8 +68,8 @@ def mark_of(content: str) -> bytes:
 class PrefillReport:
     """Report of a prefill worker.
 
-    `hot` are marks of chunks in its memory, most recently used first; `begun` of the beginnings of prompts in its
-    blocks, the latest first.
+    `hot` are marks of chunks in its memory, most recently used first, and of sessions that it has served; `begun` of
+    the beginnings of prompts in its blocks, the latest first.
     """
 
     queued_tokens: int
@@ -316,7 +321,12 @@ class PrefillPolicy(Policy[PrefillReport]):
             for span, fits in zip(request.chunks, patched, strict=True)
         )
         text = len(request.token_ids) - sum(chunk.tokens for chunk in chunks)
-        return PrefillAsk(text, chunks, beginnings=_beginnings(request))
+        beginnings = _beginnings(request)
+        if request.session is not None:  # most of its text and chunks need no forward where it is kept, patched or not
+            kept = Chunk(session_mark(request.tenant, request.session.id), text, 0)
+            chunks = (*(chunk._replace(patched=True) for chunk in chunks), kept)
+            return PrefillAsk(0, chunks, beginnings=tuple(one._replace(text=0) for one in beginnings))
+        return PrefillAsk(text, chunks, beginnings=beginnings)
 
     def score(self, ask: PrefillAsk, replicas: Collection[str]) -> list[Ranked]:
         """See `Policy`."""

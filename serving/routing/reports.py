@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from ray.serve.config import RequestRouterConfig
 
-from serving.routing.policies import DecodeReport, PrefillReport, mark_of
+from serving.routing.policies import DecodeReport, PrefillReport, mark_of, session_mark
 
 if TYPE_CHECKING:
     from decode_workers.engine import DecodeEngine
     from kvstore.library import Library
     from prefill_workers.scheduler.prefill_loop import PrefillLoop
+    from prefill_workers.sessions.store import SessionStore
     from serving.settings import RoutingSettings
 
 
@@ -34,11 +35,18 @@ class PrefillReporter:
 
     Args:
         bytes_per_token: of canonical KV.
-        hot_chunks: chunks in memory that a report names at most, and beginnings of prompts in blocks.
+        hot_chunks: chunks in memory that a report names at most, beginnings of prompts in blocks, and sessions.
     """
 
-    def __init__(self, loop: PrefillLoop, library: Library, bytes_per_token: int, hot_chunks: int) -> None:
-        self._loop, self._library = loop, library
+    def __init__(
+        self,
+        loop: PrefillLoop,
+        library: Library,
+        bytes_per_token: int,
+        hot_chunks: int,
+        sessions: SessionStore | None = None,
+    ) -> None:
+        self._loop, self._library, self._sessions = loop, library, sessions
         self._bytes_per_token, self._hot_chunks = bytes_per_token, hot_chunks
         self._numbers = count()
         self._version, self._hot = -1, b""
@@ -50,7 +58,9 @@ class PrefillReporter:
         version = self._library.hot_version
         if version != self._version:
             self._version = version
-            self._hot = b"".join(map(mark_of, self._library.hot(self._hot_chunks)))
+            served = [] if self._sessions is None else self._sessions.names(self._hot_chunks)
+            chunks = map(mark_of, self._library.hot(self._hot_chunks))
+            self._hot = b"".join([*chunks, *(session_mark(*name) for name in served)])
         begun_version = self._loop.marks_version
         if begun_version != self._begun_version:
             self._begun_version, self._begun = begun_version, self._loop.marks(self._hot_chunks)

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from serving.api import compiling, fidelity
+from serving.api import compiling, fidelity, sessions
 from serving.api.metrics import Metrics
 from serving.config import OrbitServeConfig, shown_default
 from serving.routing.policies import CHOICES
@@ -74,7 +74,8 @@ def _first_line(documented: Any) -> str:
 def metrics() -> str:
     """Every series of `/metrics` that is ours, from where it is declared."""
     rows = []
-    for declared in [*vars(Metrics()).values(), CHOICES, *fidelity.families({}), *compiling.families({})]:
+    asked = [*fidelity.families({}), *compiling.families({}), *sessions.families({})]
+    for declared in [*vars(Metrics()).values(), CHOICES, *asked]:
         if not hasattr(declared, "_labelnames"):  # the registry
             continue
         (described,) = declared.describe() if hasattr(declared, "describe") else [declared]

@@ -199,6 +199,7 @@ def test_what_was_written_for_a_link_is_there_before_it_ends_although_the_forwar
         advance=lambda plan: None,
         match=lambda plan, fits: NO_MATCH,
         prefixes=None,
+        sessions=None,
         sums=None,
         forgets=ForgetRegistry(),
         library=None,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from autoscale.curves import ForwardCost
 from prefill_workers.modes import Mode
-from prefill_workers.protocol import ChunkSpan, LinkRequest, PrefetchRequest
+from prefill_workers.protocol import ChunkSpan, LinkRequest, PrefetchRequest, SessionRef
 from serving.routing.ledger import STALE_PERIODS, Load
 from serving.routing.policies import (
     Chunk,
@@ -29,6 +29,7 @@ from serving.routing.policies import (
     estimate,
     mark_of,
     parsed,
+    session_mark,
 )
 
 MARKS = [mark_of(f"chunk-{i}") for i in range(6)]
@@ -177,6 +178,26 @@ def test_a_set_goes_where_most_of_it_is_and_stays_there_whole():
         policy.sent("a", str(turn), policy.ask(*link(*order)))
         policy.completed("a", str(turn))
     assert policy.score(policy.ask(*link("a", "b", "d")), "a")[0].held == 3 * 500, "the third is there by now"
+
+
+def test_a_session_stays_where_it_is_kept():
+    policy, _ = prefill()
+
+    def turn(*pages: str, tenant: str = "acme") -> tuple[str, tuple[Any, ...]]:
+        method, (request, *rest) = link(*pages, tokens=100, text=300)
+        return method, (replace(request, tenant=tenant, session=SessionRef("s")), *rest)
+
+    for replica in ("a", "b"):
+        policy.reported(replica, prefill_report(hot=["p"], sequence=0))
+    policy.sent("b", "first", policy.ask(*turn("p")))
+    policy.completed("b", "first")
+    assert best(policy, turn("p", "q")) == ("b", "hot")
+    policy, _ = prefill()
+    mark = session_mark("acme", "s")
+    for replica, marks in (("a", mark_of("p") + mark), ("b", mark_of("p"))):
+        policy.reported(replica, prefill_report(sequence=9) | {"hot": marks, "hot_version": 9})
+    assert best(policy, turn("p", "q")) == ("a", "hot"), "as the workers report it"
+    assert {one.held for one in policy.score(policy.ask(*turn("p", tenant="other")), "ab")} == {100}
 
 
 def test_modes_that_reuse_nothing_go_where_the_queue_is_shortest():

@@ -1,0 +1,234 @@
+"""Refresh of sessions in idle time: KV of segments behind the prompt's head alone.
+
+A survivor still knows what left, the oldest one most: it stood right behind it. So a chunk and the text that follows it
+are computed once more, behind the head (the text before the first chunk) alone, before the window comes to begin with
+them: one small forward for every new chunk. That KV is exact where it is then served, and never stale. The segments
+that will be the oldest first go first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvstore.deletions import reaches
+from kvstore.library import Library
+from kvstore.records.keys import owner_of
+from prefill_workers.engine.engine import PrefillEngine
+from prefill_workers.link.place_kv import PlacedChunk, write_chunks
+from prefill_workers.link.plan import ChunkPlan, LinkPlan
+from prefill_workers.link.session_links import SessionLinks
+from prefill_workers.patches.scratch import Pieces, ResumableTask, Scratch, aside
+from prefill_workers.protocol import Survivors
+from prefill_workers.sequence import Embedded, LinkSequence, Run
+from prefill_workers.sessions.manifest import KeptKV, KeptSegment
+from prefill_workers.sessions.segments import Segment
+
+logger = logging.getLogger(__name__)
+
+_MOST_WAITING = 64  # sessions; each holds its last plan
+
+Name = tuple[str, str]  # tenant, session id
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Segments to be computed behind others, whose exact KV is stored: `front` has their records."""
+
+    front: Sequence[tuple[Segment, KeptKV]]
+    lacking: Sequence[Segment]
+
+    @property
+    def segments(self) -> list[Segment]:
+        return [*(segment for segment, _ in self.front), *self.lacking]
+
+
+class SessionRefresh:
+    """Queue of sessions whose segments are computed anew. Belongs to the prefill loop's thread.
+
+    Args:
+        scratch: where its sequences lie. Between `step`s of one that `is_running` it is the refresh's own.
+    """
+
+    def __init__(self, engine: PrefillEngine, library: Library, links: SessionLinks, scratch: Scratch) -> None:
+        self._engine, self._library, self._links, self._scratch = engine, library, links, scratch
+        self._waiting: dict[Name, tuple[LinkPlan, Iterator[_Stretch]]] = {}
+        self._task: tuple[LinkPlan, ResumableTask[None]] | None = None
+        self._asking = ThreadPoolExecutor(1, thread_name_prefix="session-ask")
+
+    def __len__(self) -> int:
+        """Sessions that wait, and one that is being computed."""
+        return len(self._waiting) + (self._task is not None)
+
+    @property
+    def is_running(self) -> bool:
+        """True if a refresh uses the scratch blocks."""
+        return self._task is not None
+
+    def offer(self, plan: LinkPlan) -> None:
+        """Queue the session of a finished link, in place of an earlier link of it."""
+        ref = plan.request.session
+        if plan.session is None or ref is None or ref.survivors is not Survivors.REFRESH:
+            return
+        self._waiting.pop((plan.request.tenant, ref.id), None)
+        self._waiting[plan.request.tenant, ref.id] = plan, self._stretches(plan)
+        if len(self._waiting) > _MOST_WAITING:
+            del self._waiting[next(iter(self._waiting))]
+
+    def forget(self, content: str, tenant: str) -> None:
+        """Refresh nothing more of links that brought a deleted content."""
+
+        def brought(plan: LinkPlan) -> bool:
+            mine = reaches(content, tenant, plan.request.tenant)
+            return mine and any(span.content == content for span in plan.request.chunks)
+
+        self._waiting = {name: waiting for name, waiting in self._waiting.items() if not brought(waiting[0])}
+        if self._task is not None and brought(self._task[0]):
+            self._task = None
+
+    def step(self) -> None:
+        """Do the next piece: at most one forward."""
+        if self._task is None:
+            self._begin()
+            return
+        plan, task = self._task
+        over = True
+        try:
+            over = task.go_on()
+        except Exception:
+            self._waiting = {name: waiting for name, waiting in self._waiting.items() if waiting[0] is not plan}
+            raise
+        finally:
+            if over:
+                self._task = None
+
+    def _begin(self) -> None:
+        """Begin with the next stretch of the session that waits longest, or be done with it."""
+        name, (plan, stretches) = next(iter(self._waiting.items()))
+        stretch = next(stretches, None)
+        if stretch is None:
+            del self._waiting[name]
+        else:
+            self._task = plan, ResumableTask(self._compute(name, plan, stretch))
+
+    def _stretches(self, plan: LinkPlan) -> Iterator[_Stretch]:
+        """Segments that lack KV behind the head alone, one stretch a chunk, the oldest chunk's first."""
+        assert plan.session is not None
+        assert plan.request.session is not None
+        session = self._links.store.resident(plan.request.tenant, plan.request.session)
+        if session is None:
+            return
+        kept = {segment.id: segment for segment in session.segments}
+        heads, groups = _grouped(plan.session.segments)
+        head = _exact(heads, (), kept)
+        if len(head) < len(heads):
+            return
+        for group in groups:
+            front = [*head, *_exact(group, tuple(segment.id for segment in heads), kept)]
+            lacking = [segment for segment in group[len(front) - len(head) :] if segment.id in kept]
+            stretch = _Stretch(front, lacking)
+            if lacking and sum(map(len, stretch.segments)) <= self._scratch.tokens:
+                yield stretch
+
+    def _compute(self, name: Name, plan: LinkPlan, stretch: _Stretch) -> Pieces[None]:
+        """Compute a stretch behind what is stored, and keep it. Gives the session up if something is gone."""
+        tenant, id = name
+        placed: list[PlacedChunk] = []
+        starts, positions = self._laid_out(plan, stretch.segments)
+        for (segment, kv), start in zip(stretch.front, starts[: len(stretch.front)], strict=True):
+            record = yield from aside(self._asking, self._library.get_segment, kv.key, tenant)
+            if record is None or record.kv.shape[1] != len(segment):
+                self._waiting.pop(name, None)
+                return
+            at = int(positions.reshape(-1, positions.shape[-1])[0, start])
+            placed.append(PlacedChunk(record.kv, None, at - record.at, Run(start, start + len(segment))))
+        embedded: list[Embedded] = []
+        for segment, start in zip(stretch.lacking, starts[len(stretch.front) :], strict=True):
+            if segment.chunk is None or not (chunk := plan.chunks[segment.chunk]).span.needs_embeddings:
+                continue
+            embeddings = yield from self._embeddings(chunk, tenant)
+            if embeddings is None:
+                self._waiting.pop(name, None)
+                return
+            embedded.append(Embedded(start + chunk.span.first - segment.start, embeddings, chunk.span.is_embed))
+        tokens = torch.cat([plan.sequence.token_ids[segment.start : segment.stop] for segment in stretch.segments])
+        sequence = LinkSequence(tokens, positions, self._scratch.blocks, embedded)
+        write_chunks(self._engine, self._scratch.blocks, placed)
+        left = [Run(starts[len(stretch.front)], len(sequence))]
+        while left:
+            runs, left = self._scratch.split(left)
+            self._engine.forward([(sequence, runs)])
+            if left:
+                yield
+        found: dict[str, KeptKV] = {}
+        for i, segment in enumerate(stretch.lacking, len(stretch.front)):
+            found[segment.id] = self._links.store_segment(
+                tenant,
+                self._engine.read_kv(self._scratch.blocks, starts[i], len(segment)),
+                int(positions.reshape(-1, positions.shape[-1])[0, starts[i]]),
+                tuple(one.id for one in stretch.segments[:i]),
+                _content(plan, segment),
+                [content for one in stretch.segments[:i] if (content := _content(plan, one))],
+                0.0,
+                is_exact=True,
+            )
+        self._links.store.add_refreshed(tenant, id, found)
+
+    def _laid_out(self, plan: LinkPlan, segments: Sequence[Segment]) -> tuple[list[int], Tensor]:
+        """First tokens and positions of segments that stand behind one another.
+
+        They stand as close as they would in a prompt that had nothing between them.
+        """
+        starts, parts = [0], list[Tensor]()
+        whole, after = plan.sequence.positions, int(plan.sequence.positions.min()) if segments else 0
+        for segment in segments:
+            own = whole[..., segment.start : segment.stop]
+            parts.append(own - int(own.reshape(-1, own.shape[-1])[0, 0]) + after)
+            after = int(parts[-1].max()) + 1
+            starts.append(starts[-1] + len(segment))
+        return starts[:-1], torch.cat(parts, -1)
+
+    def _embeddings(self, chunk: ChunkPlan, tenant: str) -> Pieces[Tensor | None]:
+        """Embeddings of a chunk; None if they are stored nowhere, or are of another number of tokens."""
+        if chunk.embeddings is not None:
+            return chunk.embeddings
+        key, owner = self._engine.embedding_key(chunk.span.content), owner_of(tenant, chunk.span.content)
+        record = yield from aside(self._asking, self._library.get_embedding, key, owner)
+        return None if record is None or len(record.embeddings) != chunk.span.embedded else record.embeddings
+
+
+def _grouped(segments: Sequence[Segment]) -> tuple[list[Segment], list[list[Segment]]]:
+    """The head, and each chunk with the text behind it; not the text behind the last, which may go on."""
+    first = next((i for i, segment in enumerate(segments) if segment.chunk is not None), len(segments))
+    groups: list[list[Segment]] = []
+    for segment in segments[first:]:
+        if segment.chunk is not None:
+            groups.append([])
+        groups[-1].append(segment)
+    if groups:
+        groups[-1] = groups[-1][:1]
+    return list(segments[:first]), groups
+
+
+def _exact(
+    segments: Sequence[Segment], front: tuple[str, ...], kept: dict[str, KeptSegment]
+) -> list[tuple[Segment, KeptKV]]:
+    """The first segments of which exact KV behind just `front` and one another is kept, with it."""
+    found: list[tuple[Segment, KeptKV]] = []
+    for segment in segments:
+        records = kept[segment.id].records() if segment.id in kept else ()
+        kv = next((kv for kv in records if kv.is_exact and kv.behind == front), None)
+        if kv is None:
+            break
+        found.append((segment, kv))
+        front = (*front, segment.id)
+    return found
+
+
+def _content(plan: LinkPlan, segment: Segment) -> str:
+    return "" if segment.chunk is None else plan.request.chunks[segment.chunk].content

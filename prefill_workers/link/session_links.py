@@ -1,0 +1,314 @@
+"""Links of a session's requests: the kept KV that serves, and what a link leaves behind.
+
+| call    | thread       | what it does                                                                      |
+|---------|--------------|-----------------------------------------------------------------------------------|
+| `open`  | any          | aligns the prompt with the session's last one, starts loading the KV that serves it |
+| `place` | any          | waits for that KV, and says where it goes                                         |
+| `keep`  | the engine's | reads what the session has not got out of a finished link's blocks, and stores it |
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvstore.errors import StoreError
+from kvstore.library import Library
+from kvstore.records.format import SegmentRecord
+from kvstore.tiers.loading import Loading
+from prefill_workers.link.lookups import Stored
+from prefill_workers.link.place_kv import PlacedChunk
+from prefill_workers.modes import EXACT_POINTS, ModeKind, OperatingPoint, uses_session
+from prefill_workers.protocol import ChunkOutcome, LinkRequest, PrefetchRequest, SessionOutcome, Survivors
+from prefill_workers.sequence import Run
+from prefill_workers.sessions.alignment import Match, MatchKind, align
+from prefill_workers.sessions.manifest import KeptKV, KeptSegment, Session
+from prefill_workers.sessions.segments import Segment, segments
+from prefill_workers.sessions.store import SessionStore
+from prefill_workers.sessions.survivors import choose
+
+if TYPE_CHECKING:
+    from prefill_workers.engine.engine import PrefillEngine
+    from prefill_workers.link.plan import LinkPlan
+
+logger = logging.getLogger(__name__)
+
+_MOST_SEGMENTS = 1024  # of a session; what stands behind them is computed
+
+
+@dataclass(eq=False)
+class SessionPlan:
+    """Part of a link that its session serves.
+
+    Per segment: its match and its RoPE position; if kept KV serves it, that, its load and its operating point. `placed`
+    is that KV with its place, until it is written; `runs` are the tokens that it covers.
+    """
+
+    session: Session
+    segments: Sequence[Segment]
+    matches: Sequence[Match]
+    served: Sequence[KeptKV | None]
+    loads: Sequence[Loading | None]
+    positions: Sequence[int] = ()
+    points: Sequence[OperatingPoint | None] = ()
+    placed: Sequence[PlacedChunk] = ()
+    runs: Sequence[Run] = ()
+    rotated_from: int = 0  # first token whose kept KV stands at another position than where it was computed
+
+    def __post_init__(self) -> None:
+        ids = tuple(segment.id for segment in self.segments)
+        self.points = [
+            None
+            if kv is None
+            else OperatingPoint.PREFIX
+            if kv.is_exact and kv.behind == ids[:i]
+            else OperatingPoint.SURVIVED
+            for i, kv in enumerate(self.served)
+        ]
+
+    @property
+    def stored(self) -> list[Stored]:
+        """Records that serve."""
+        return [("segment", kv.key, self.session.tenant) for kv in self.served if kv is not None]
+
+    def front(self, i: int) -> tuple[str, ...]:
+        """Ids of the segments in front of one."""
+        return tuple(segment.id for segment in self.segments[:i])
+
+    @property
+    def served_chunks(self) -> set[int]:
+        """Chunks that kept KV serves, by index."""
+        pairs = zip(self.segments, self.served, strict=True)
+        return {segment.chunk for segment, kv in pairs if kv is not None and segment.chunk is not None}
+
+    def chunk_outcomes(self) -> dict[int, ChunkOutcome]:
+        """Outcomes of chunks that kept KV serves, by index."""
+        return {
+            segment.chunk: ChunkOutcome(len(segment), point, segment.chunk, self._reason(i))
+            for i, (segment, point) in enumerate(zip(self.segments, self.points, strict=True))
+            if point is not None and segment.chunk is not None
+        }
+
+    @property
+    def exact_tokens(self) -> int:
+        """First tokens of the prompt among which no kept KV is approximate."""
+        pairs = zip(self.segments, self.points, strict=True)
+        survivors = (segment.start for segment, point in pairs if point is OperatingPoint.SURVIVED)
+        return min(survivors, default=self.segments[-1].stop if self.segments else 0)
+
+    @property
+    def shareable_tokens(self) -> int:
+        """First tokens whose blocks other prompts may begin with.
+
+        No KV among them is approximate, or was rotated: it would be rotated once more in another frame.
+        """
+        return min(self.exact_tokens, self.rotated_from)
+
+    def left_to_write(self, known: int) -> list[PlacedChunk]:
+        """Take the kept KV that is to be written, with its place.
+
+        Not that of the first `known` tokens, whose blocks others may read.
+        """
+        placed, self.placed = self.placed, ()
+        left: list[PlacedChunk] = []
+        for one in placed:
+            start = max(known, one.run.start)
+            if start < one.run.stop:
+                left.append(one._replace(kv=one.kv[:, start - one.run.start :], run=Run(start, one.run.stop)))
+        return left
+
+    def outcome(self) -> SessionOutcome:
+        """Counts for the request's report."""
+        counts = Counter[str]()
+        for i, (match, point) in enumerate(zip(self.matches, self.points, strict=True)):
+            if point is not None:
+                counts[str(point)] += 1
+                counts["refreshed"] += self._is_refreshed(i)
+            else:
+                counts["computed" if match.old is not None else str(match.kind)] += 1
+        return SessionOutcome(**counts, tokens_reused=sum(map(len, self.runs)))
+
+    def _is_refreshed(self, i: int) -> bool:
+        old = self.matches[i].old
+        return old is not None and self.session.segments[old].refreshed is self.served[i]
+
+    def _reason(self, i: int) -> str:
+        if self._is_refreshed(i):
+            return "kept by the session: computed anew in idle time behind what stands in front of it"
+        if self.points[i] is OperatingPoint.PREFIX:
+            return "kept by the session: computed behind just what stands in front of it"
+        return "kept by the session: computed behind what stands in front of it and what has left"
+
+
+class SessionLinks:
+    """Sessions of one engine's links.
+
+    Args:
+        allows: whether requests may be served at an operating point.
+        free_text: see `prefill_workers.link.keys.contexts`.
+    """
+
+    def __init__(
+        self,
+        engine: PrefillEngine,
+        library: Library,
+        store: SessionStore,
+        allows: Callable[[OperatingPoint], bool],
+        free_text: int,
+    ) -> None:
+        self._engine, self._library, self.store = engine, library, store
+        self._allows, self._free_text = allows, free_text
+
+    def open(self, request: LinkRequest) -> SessionPlan | None:
+        """Align a request with its session, and start loading what serves; None: it has no session.
+
+        May wait for a tier, for the session's manifest.
+        """
+        ref = request.session
+        if ref is None or not uses_session(request.mode):
+            return None
+        session = self.store.open(request.tenant, ref)
+        found = segments(request, (kept.text for kept in session.segments if kept.text))
+        matches = align([kept.id for kept in session.segments], [one.id for one in found], session.left)
+        if found and found[-1].chunk is not None:
+            matches[-1] = Match(MatchKind.NEW)  # a forward ends every prompt, and may need the chunk's embeddings
+        served = choose(
+            found,
+            matches,
+            session.segments,
+            exact=request.mode.kind is ModeKind.EXACT
+            or ref.survivors is Survivors.EXACT
+            or not self._allows(OperatingPoint.SURVIVED),
+            refreshed=ref.survivors is not Survivors.KEEP,
+            free_text=self._free_text,
+        )
+        loads = [None if kv is None else self._library.load("segment", kv.key, request.tenant) for kv in served]
+        return SessionPlan(session, found, matches, served, loads)
+
+    def contents(self, request: PrefetchRequest) -> Collection[str]:
+        """Contents of which the session of a prompt on its way keeps KV, as far as memory knows."""
+        ref = request.session
+        if ref is None or not uses_session(request.mode):
+            return ()
+        session = self.store.resident(request.tenant, ref)
+        return () if session is None else [one.content for one in session.segments if one.content and one.conditioned]
+
+    def place(self, plan: SessionPlan, positions: Tensor, known: Run) -> SessionPlan:
+        """Place the KV that serves a request, as far as it comes in time and fits.
+
+        Waits for the library, as long as for one load.
+
+        Args:
+            positions: of all tokens, in the shifted frame.
+            known: first tokens of the prompt that are placed in another way.
+        """
+        first = positions.reshape(-1, positions.shape[-1])[0]
+        starts = first[torch.tensor([segment.start for segment in plan.segments])].tolist()
+        until = time.monotonic() + self._library.settings.load_timeout_s
+        served: list[KeptKV | None] = []
+        placed: list[PlacedChunk] = []
+        for segment, kv, load, position in zip(plan.segments, plan.served, plan.loads, starts, strict=True):
+            record = None if load is None else self._library.wait(load, until)
+            if not isinstance(record, SegmentRecord) or not self._fits(record, len(segment), position):
+                served.append(None)
+                continue
+            served.append(kv)
+            # A prompt's last token is computed: its logits are wanted.
+            run = Run(max(segment.start, known.stop), min(segment.stop, positions.shape[-1] - 1))
+            if run.start < run.stop:
+                kv_there = record.kv[:, run.start - segment.start : run.stop - segment.start]
+                placed.append(PlacedChunk(kv_there, None, position - record.at, run))
+        runs = [one.run for one in placed]
+        rotated = min((one.run.start for one in placed if one.position), default=positions.shape[-1])
+        return replace(plan, served=served, loads=(), positions=starts, placed=placed, runs=runs, rotated_from=rotated)
+
+    def _fits(self, record: SegmentRecord, tokens: int, position: int) -> bool:
+        """True if a record is of so many tokens and may stand there: pages of few bits would quantise it once more."""
+        fits = record.layout == self._engine.layout and record.kv.shape[1] == tokens
+        return fits and (record.at == position or not self._engine.has_quantised_kv)
+
+    def keep(self, plan: LinkPlan) -> None:
+        """Keep the KV of a finished link's segments that its session has not got.
+
+        What cannot be read or stored is not kept.
+        """
+        session = plan.session
+        if session is None:
+            return
+        try:
+            kept = self._kept(plan, session)
+            self.store.put(session.session.moved_on(kept, time.time()))
+        except (RuntimeError, StoreError):  # memory, most likely: the link itself has ended well
+            logger.exception("session %.32r keeps nothing of its last request", session.session.id)
+
+    def _kept(self, plan: LinkPlan, session: SessionPlan) -> tuple[KeptSegment, ...]:
+        kept: list[KeptSegment] = []
+        is_exact = True
+        for i, segment in enumerate(session.segments[:_MOST_SEGMENTS]):
+            kv, old = session.served[i], session.matches[i].old
+            before = None if old is None else session.session.segments[old]
+            chunk = None if segment.chunk is None else plan.chunks[segment.chunk]
+            is_exact = is_exact and (chunk is None or chunk.made_at in EXACT_POINTS)
+            if kv is not None:
+                assert before is not None
+                is_exact = is_exact and session.points[i] is OperatingPoint.PREFIX
+                refreshed = None if before.refreshed is kv else before.refreshed
+                kept.append(replace(before, conditioned=kv, refreshed=refreshed))
+                continue
+            content = "" if chunk is None else chunk.span.content
+            text = () if content else tuple(map(int, plan.request.token_ids[segment.start : segment.stop]))
+            conditioned = self._read(plan, session, i, content, is_exact=is_exact)
+            refreshed = None if before is None else before.refreshed
+            kept.append(KeptSegment(segment.id, len(segment), content, text, conditioned, refreshed))
+        return tuple(kept)
+
+    def _read(self, plan: LinkPlan, session: SessionPlan, i: int, content: str, *, is_exact: bool) -> KeptKV:
+        """Read a segment's KV out of a link's blocks, and store it."""
+        segment, request = session.segments[i], plan.request
+        kv = self._engine.read_kv(plan.sequence.blocks, segment.start, len(segment))
+        seconds = plan.compute_ms * 1e-3 * len(segment) / max(plan.tokens_computed, 1)
+        behind = [span.content for span in request.chunks if span.stop <= segment.start]
+        return self.store_segment(
+            request.tenant, kv, session.positions[i], session.front(i), content, behind, seconds, is_exact=is_exact
+        )
+
+    def store_segment(
+        self,
+        tenant: str,
+        kv: Tensor,
+        at: int,
+        front: tuple[str, ...],
+        content: str,
+        behind: Sequence[str],
+        seconds: float,
+        *,
+        is_exact: bool,
+    ) -> KeptKV:
+        """Store KV [layers, tokens, features] of a segment.
+
+        Args:
+            at: RoPE position of its first token.
+            front: ids of the segments that it was computed behind; `behind`: contents of the chunks among these.
+            seconds: what computing it took.
+        """
+        record = SegmentRecord(
+            key=secrets.token_hex(32),
+            fingerprint=self._engine.fingerprint,
+            tenant=tenant,
+            content=content,
+            antecedents=tuple(dict.fromkeys(behind)),
+            recompute_seconds=seconds,
+            layout=self._engine.layout,
+            kv=kv,
+            at=at,
+        )
+        self._library.put_segment(record)
+        return KeptKV(record.key, front, is_exact, kv.nbytes)

@@ -1,0 +1,1 @@
+"""Sessions: conditioned KV of one conversation's segments, kept so that a window can slide."""

@@ -1,0 +1,154 @@
+"""Manifest of a session: its last prompt's segments, and the records of their KV."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+
+MOST_LEFT = 256  # segments that left, of which it is remembered that they were there
+
+
+@dataclass(frozen=True)
+class KeptKV:
+    """Conditioned KV of one segment, as a record of the library.
+
+    `behind` are the ids of what stood in front when it was computed; `is_exact`: it equals a full prefill behind just
+    these. `nbytes` are the KV's.
+    """
+
+    key: str
+    behind: tuple[str, ...]
+    is_exact: bool
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class KeptSegment:
+    """A segment of a session's last prompt.
+
+    `content`: of its chunk; "": text, whose tokens are `text`. `conditioned` is the KV that it was last linked with,
+    None where there was no room for it; `refreshed` its KV behind the prompt's head alone, made in idle time.
+    """
+
+    id: str
+    tokens: int
+    content: str = ""
+    text: tuple[int, ...] = ()
+    conditioned: KeptKV | None = None
+    refreshed: KeptKV | None = None
+
+    def records(self) -> Iterator[KeptKV]:
+        """KV that is stored of it."""
+        yield from (kv for kv in (self.conditioned, self.refreshed) if kv is not None)
+
+
+@dataclass(frozen=True)
+class Session:
+    """Session of one tenant.
+
+    `left`: ids of segments that have left; `created`, `used`: Unix seconds.
+    """
+
+    id: str
+    tenant: str
+    created: float
+    used: float
+    segments: tuple[KeptSegment, ...] = ()
+    left: tuple[str, ...] = ()
+    parent: str | None = None
+
+    @property
+    def contents(self) -> tuple[str, ...]:
+        """Content ids of its chunks, each once."""
+        return tuple(dict.fromkeys(segment.content for segment in self.segments if segment.content))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of its last prompt."""
+        return sum(segment.tokens for segment in self.segments)
+
+    def records(self) -> Iterator[KeptKV]:
+        """KV that is stored of all segments."""
+        for segment in self.segments:
+            yield from segment.records()
+
+    def moved_on(self, segments: tuple[KeptSegment, ...], now: float) -> Session:
+        """The session after its next prompt."""
+        ids = {segment.id for segment in segments}
+        left = dict.fromkeys((*self.left, *(segment.id for segment in self.segments)))
+        remembered = tuple(one for one in left if one not in ids)[-MOST_LEFT:]
+        return replace(self, segments=segments, left=remembered, used=now)
+
+    def forked(self, id: str, now: float, *, clean: bool) -> Session:
+        """A session of another name that shares all records of this one, or, `clean`, none."""
+        if clean:
+            left = (*self.left, *(segment.id for segment in self.segments))[-MOST_LEFT:]
+            return Session(id, self.tenant, now, now, left=left, parent=self.id)
+        return replace(self, id=id, created=now, used=now, parent=self.id)
+
+    def refreshed(self, found: Mapping[str, KeptKV]) -> Session:
+        """The session with KV of its segments, by their ids, that was made in idle time."""
+        segments = (replace(one, refreshed=found.get(one.id, one.refreshed)) for one in self.segments)
+        return replace(self, segments=tuple(segments))
+
+    def without(self, content: str) -> Session:
+        """The session without a content's segments and without KV computed behind them."""
+        gone = {segment.id for segment in self.segments if segment.content == content}
+
+        def clean(kv: KeptKV | None) -> KeptKV | None:
+            return None if kv is None or not gone.isdisjoint(kv.behind) else kv
+
+        left = tuple(
+            replace(segment, conditioned=clean(segment.conditioned), refreshed=clean(segment.refreshed))
+            for segment in self.segments
+            if segment.id not in gone
+        )
+        return replace(self, segments=left)
+
+    def to_json(self) -> bytes:
+        """The manifest as a JSON document; ids that segments stand behind are written once."""
+        ids = list(dict.fromkeys(id for kv in self.records() for id in kv.behind))
+        place = {id: i for i, id in enumerate(ids)}
+
+        def written(kv: KeptKV | None) -> dict[str, object] | None:
+            return None if kv is None else {**asdict(kv), "behind": [place[id] for id in kv.behind]}
+
+        document = {
+            **{name: getattr(self, name) for name in ("id", "tenant", "created", "used", "left", "parent")},
+            "ids": ids,
+            "segments": [
+                {
+                    **{name: getattr(segment, name) for name in ("id", "tokens", "content", "text")},
+                    "conditioned": written(segment.conditioned),
+                    "refreshed": written(segment.refreshed),
+                }
+                for segment in self.segments
+            ],
+        }
+        return json.dumps(document, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, manifest: bytes) -> Session:
+        """Read a manifest. Raises ValueError, KeyError or TypeError for one of another form."""
+        document = json.loads(manifest)
+        ids = document.pop("ids")
+
+        def read(kv: dict[str, object] | None) -> KeptKV | None:
+            if kv is None:
+                return None
+            behind = tuple(ids[place] for place in kv["behind"])  # type: ignore[attr-defined]
+            return KeptKV(**{**kv, "behind": behind})  # type: ignore[arg-type]
+
+        segments = tuple(
+            KeptSegment(
+                **{
+                    **segment,
+                    "text": tuple(segment["text"]),
+                    "conditioned": read(segment["conditioned"]),
+                    "refreshed": read(segment["refreshed"]),
+                }
+            )
+            for segment in document.pop("segments")
+        )
+        return cls(**{**document, "left": tuple(document["left"]), "segments": segments})

@@ -1,0 +1,251 @@
+"""Store of one worker's sessions, bounded in bytes and idle time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+from kvstore.deletions import reaches
+from kvstore.errors import StoreError
+from kvstore.library import Library
+from kvstore.records.format import SessionRecord
+from kvstore.records.keys import session_key
+from prefill_workers.protocol import SessionInfo, SessionRef
+from prefill_workers.sessions.manifest import KeptKV, KeptSegment, Session
+from prefill_workers.settings import SessionSettings
+
+logger = logging.getLogger(__name__)
+
+Name = tuple[str, str]  # tenant, session id
+
+
+class SessionStore:
+    """Sessions that this worker has served. Thread-safe.
+
+    Each is also a record of the library, from which another worker, or the next one, goes on. Their KV are records by
+    themselves: what lies in a slower tier, or was evicted, is loaded or computed. Forks share records; one goes when no
+    session of this worker needs it.
+
+    Args:
+        precision: of the engine's KV; sessions of another are not found.
+        clock: Unix seconds.
+    """
+
+    def __init__(
+        self, library: Library, precision: str, settings: SessionSettings, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._library, self._precision, self._settings, self._clock = library, precision, settings, clock
+        self._lock = threading.Lock()
+        self._sessions: dict[Name, Session] = {}  # latest use last
+        self._holders: Counter[tuple[str, str]] = Counter()  # sessions by tenant and key of a record
+        self._sizes: dict[tuple[str, str], int] = {}
+        self._bytes: Counter[str] = Counter()  # by tenant
+        self._deleting = ThreadPoolExecutor(1, thread_name_prefix="session-delete")  # tiers may be slow
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of KV that sessions of this worker hold, in whatever tier."""
+        return self._bytes.total()
+
+    def open(self, tenant: str, ref: SessionRef) -> Session:
+        """The session that a request names: known, forked or new. May wait for a tier."""
+        session = self.get(tenant, ref.id)
+        if session is None and ref.parent is not None:
+            parent = self.get(tenant, ref.parent)
+            if parent is not None:
+                session = parent.forked(ref.id, self._clock(), clean=ref.clean)
+        return session or Session(ref.id, tenant, self._clock(), self._clock(), parent=ref.parent)
+
+    def resident(self, tenant: str, ref: SessionRef) -> Session | None:
+        """The session, or the one that it begins as a fork of, if it is in memory."""
+        with self._lock:
+            found = self._sessions.get((tenant, ref.id))
+            if found is None and ref.parent is not None and not ref.clean:
+                found = self._sessions.get((tenant, ref.parent))
+        return None if found is None or self._is_expired(found) else found
+
+    def get(self, tenant: str, id: str) -> Session | None:
+        """A session that is not expired; None: there is none. May wait for a tier."""
+        with self._lock:
+            session = self._sessions.get((tenant, id))
+        if session is None:
+            session = self._load(tenant, id)
+        return None if session is None or self._is_expired(session) else session
+
+    def put(self, session: Session, instead_of: Session | None = None) -> bool:
+        """Replace a session by what became of it.
+
+        Records that no session needs any more are deleted, behind the caller. With `instead_of` only while it is that
+        one; False: it was replaced or deleted meanwhile.
+        """
+        session = self._bounded(session)
+        name = session.tenant, session.id
+        with self._lock:
+            if instead_of is not None and self._sessions.get(name) is not instead_of:
+                return False
+            dropped = self._replace(name, session) + self._make_room(name)
+            self._library.put_session(self._record(session))  # under the lock: a deletion comes before or after
+        self._delete(dropped)
+        return True
+
+    def add_refreshed(self, tenant: str, id: str, found: Mapping[str, KeptKV]) -> None:
+        """Add KV that was made in idle time, by segments' ids.
+
+        That of segments which the session has no more is deleted.
+        """
+        with self._lock:
+            session = self._sessions.get((tenant, id))
+        taken = set() if session is None else {segment.id for segment in session.segments} & found.keys()
+        if session is None or not self.put(session.refreshed({one: found[one] for one in taken}), instead_of=session):
+            taken = set()
+        self._delete([(tenant, kv.key) for segment, kv in found.items() if segment not in taken])
+
+    def delete(self, tenant: str, id: str) -> bool:
+        """Delete a session and its records. True if there was one.
+
+        Also one that another worker has served, which is gone perhaps.
+
+        Raises:
+            TierUnavailable: a tier cannot be reached.
+        """
+        session = self.get(tenant, id)
+        if session is not None:
+            with self._lock:
+                self._replace((tenant, id), session)  # one from a tier holds its records, too
+                dropped = self._replace((tenant, id), None)
+            self._delete(dropped)
+        return self._library.delete("session", self._key(id), tenant) or session is not None
+
+    def of_tenant(self, tenant: str) -> list[SessionInfo]:
+        """The tenant's sessions that this worker has served, the latest first."""
+        with self._lock:
+            mine = [session for (owner, _), session in self._sessions.items() if owner == tenant]
+        return [self.info(session) for session in reversed(mine) if not self._is_expired(session)]
+
+    def names(self, limit: int) -> list[Name]:
+        """Tenants and ids of the sessions that were used last."""
+        with self._lock:
+            return list(reversed(self._sessions))[:limit]
+
+    def info(self, session: Session) -> SessionInfo:
+        """Description of a session for its tenant."""
+        records = {kv.key: kv.nbytes for kv in session.records()}
+        return SessionInfo(
+            id=session.id,
+            created=session.created,
+            used=session.used,
+            expires=session.used + self._settings.idle_s,
+            segments=len(session.segments),
+            chunks=sum(bool(segment.content) for segment in session.segments),
+            tokens=session.tokens,
+            nbytes=sum(records.values()),
+            parent=session.parent,
+        )
+
+    def forget(self, content: str, tenant: str) -> None:
+        """Drop what derives from a deleted content; `Library.delete_content` deletes the records."""
+        with self._lock:
+            affected = [
+                (name, session)
+                for name, session in self._sessions.items()
+                if reaches(content, tenant, name[0]) and content in session.contents
+            ]
+            dropped = [one for name, session in affected for one in self._replace(name, session.without(content))]
+        self._delete(dropped)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _key(self, id: str) -> str:
+        return session_key(self._library.fingerprint, id, self._precision)
+
+    def _record(self, session: Session) -> SessionRecord:
+        return SessionRecord(
+            key=self._key(session.id),
+            fingerprint=self._library.fingerprint,
+            tenant=session.tenant,
+            antecedents=session.contents,
+            manifest=session.to_json(),
+        )
+
+    def _load(self, tenant: str, id: str) -> Session | None:
+        record = self._library.get_session(self._key(id), tenant)
+        if record is None:
+            return None
+        try:
+            return Session.from_json(record.manifest)
+        except (ValueError, KeyError, TypeError, IndexError) as error:  # of another version
+            logger.warning("session %.32r begins anew: its manifest cannot be read: %s", id, error)
+            return None
+
+    def _is_expired(self, session: Session) -> bool:
+        return session.used + self._settings.idle_s < self._clock()
+
+    def _bounded(self, session: Session) -> Session:
+        """The session with as much KV as its bytes allow, that of its last segments first."""
+        left = self._settings.max_bytes // 2  # others' sessions stay beside it
+        kept: list[KeptSegment] = []
+        for segment in reversed(session.segments):
+            fitting = list[KeptKV | None]()
+            for kv in (segment.conditioned, segment.refreshed):
+                left -= 0 if kv is None else kv.nbytes
+                fitting.append(kv if left >= 0 else None)
+            kept.append(replace(segment, conditioned=fitting[0], refreshed=fitting[1]))
+        return replace(session, segments=tuple(reversed(kept))) if left < 0 else session
+
+    def _replace(self, name: Name, session: Session | None) -> list[tuple[str, str]]:
+        """Exchange a session, the latest in use from now on; returns records that no session holds any more."""
+        before = self._sessions.pop(name, None)
+        if session is not None:
+            self._sessions[name] = session
+            for key, nbytes in _places(session).items():
+                self._holders[key] += 1
+                if key not in self._sizes:
+                    self._sizes[key] = nbytes
+                    self._bytes[key[0]] += nbytes
+        dropped = []
+        for key in _places(before) if before is not None else ():
+            self._holders[key] -= 1
+            if not self._holders[key]:
+                del self._holders[key]
+                self._bytes[key[0]] -= self._sizes.pop(key)
+                dropped.append(key)
+        return dropped
+
+    def _make_room(self, current: Name) -> list[tuple[str, str]]:
+        """Drop expired sessions, and, past the limit, idle ones of the tenant that holds most; `current` stays."""
+        dropped: list[tuple[str, str]] = []
+        for name in [name for name, session in self._sessions.items() if self._is_expired(session)]:
+            dropped += self._replace(name, None)
+        while self.nbytes > self._settings.max_bytes:
+            ranks = {tenant: rank for rank, (tenant, _) in enumerate(self._bytes.most_common())}
+            others = [name for name in self._sessions if name != current]
+            if not others:
+                break
+            dropped += self._replace(min(others, key=lambda name: ranks.get(name[0], len(ranks))), None)
+        return dropped
+
+    def _delete(self, places: Collection[tuple[str, str]]) -> None:
+        """Delete segments' records, in a while."""
+        if places:
+            self._deleting.submit(partial(self._delete_now, places))
+
+    def _delete_now(self, places: Iterable[tuple[str, str]]) -> None:
+        for tenant, key in places:
+            try:
+                self._library.delete("segment", key, tenant)
+            except StoreError as error:  # the keeper deletes what was not used for long
+                logger.info("a session's record is not deleted yet: %s", error)
+
+
+def _places(session: Session) -> dict[tuple[str, str], int]:
+    """Places of a session's records, and their bytes."""
+    return {(session.tenant, kv.key): kv.nbytes for kv in session.records()}

@@ -1,0 +1,57 @@
+"""Choice of the kept KV that serves a prompt's segments. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from prefill_workers.sessions.alignment import Match, apart
+from prefill_workers.sessions.manifest import KeptKV, KeptSegment
+from prefill_workers.sessions.segments import Segment
+
+
+def choose(
+    segments: Sequence[Segment],
+    matches: Sequence[Match],
+    kept: Sequence[KeptSegment],
+    *,
+    exact: bool,
+    refreshed: bool,
+    free_text: int,
+) -> list[KeptKV | None]:
+    """Per segment, the kept KV that serves it; None: it is linked in another way, or computed.
+
+    1. KV that is exact behind just what stands in front of it now.
+    2. Unless `exact`: KV with nothing unseen in front, of two the one with less gone. Text up to `free_text` tokens
+       counts as seen, as it does for patches: an agent may write a few words where a page was.
+
+    Args:
+        refreshed: whether KV that was made in idle time may serve.
+    """
+    ids = tuple(segment.id for segment in segments)
+    texts = {segment.id: len(segment) for segment in segments if segment.chunk is None}
+    chosen: list[KeptKV | None] = []
+    for i, match in enumerate(matches):
+        if match.old is None:
+            chosen.append(None)
+            continue
+        found, front = kept[match.old], ids[:i]
+        candidates = [kv for kv in (found.refreshed if refreshed else None, found.conditioned) if kv is not None]
+        fitting = next((kv for kv in candidates if kv.is_exact and kv.behind == front), None)
+        if fitting is None and not exact:
+            able = [(gone, kv) for kv in candidates if (gone := _gone(kv, front, texts, free_text)) is not None]
+            fitting = min(able, key=lambda pair: pair[0], default=(0, None))[1]
+        chosen.append(fitting)
+    return chosen
+
+
+def _gone(kv: KeptKV, front: tuple[str, ...], texts: Mapping[str, int], free_text: int) -> int | None:
+    """Segments that were in front when KV was computed, and are not now; None if some of the front was never seen."""
+    if kv.behind == front:
+        return 0
+    gone, unseen = apart(kv.behind, front)
+    words = 0
+    for id, count in unseen.items():
+        if id not in texts:
+            return None
+        words += texts[str(id)] * count
+    return None if words > free_text else gone.total()

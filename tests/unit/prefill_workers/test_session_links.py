@@ -1,0 +1,228 @@
+"""Links of sessions over a stand-in for the engine: what is taken, where it goes, and what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kvstore_support import FINGERPRINT, GQA, random_kv
+
+from kvstore.library import Library
+from kvstore.operator.apply import relocate
+from kvstore.settings import LibrarySettings
+from kvstore.tiers.memory import MemoryTier
+from prefill_workers.link.session_links import SessionLinks, SessionPlan
+from prefill_workers.modes import Mode, OperatingPoint
+from prefill_workers.protocol import ChunkSpan, LinkRequest, PrefetchRequest, SessionRef, Survivors
+from prefill_workers.sequence import Run
+from prefill_workers.sessions.store import SessionStore
+from prefill_workers.settings import SessionSettings
+
+PAGE = 5  # tokens
+HEAD, WORDS = list(range(1, 11)), {"a": list(range(20, 32)), "b": list(range(40, 52)), "c": [60, 61]}
+SESSION = SessionRef("s")
+
+
+class Engine:
+    """An engine whose pages hold whatever a test says that a link has left there."""
+
+    fingerprint, layout, precision, dtype = FINGERPRINT, GQA, "float32", torch.float32
+    has_quantised_kv = False
+    pages: torch.Tensor
+
+    def read_kv(self, blocks: object, start: int, count: int) -> torch.Tensor:
+        return self.pages[:, start : start + count].clone()
+
+
+class Rig:
+    """Links of sessions, whose forwards are random KV."""
+
+    def __init__(self, library: Library) -> None:
+        self.engine, self.library = Engine(), library
+        self.disabled = set[OperatingPoint]()
+        store = SessionStore(library, "float32", SessionSettings())
+        allows = lambda point: point not in self.disabled  # noqa: E731
+        self.links = SessionLinks(self.engine, library, store, allows, free_text=2)  # type: ignore[arg-type]
+
+    def request(self, *parts: str | list[int], mode: Mode = Mode.AUTO, session: SessionRef = SESSION) -> LinkRequest:
+        """A request of texts, by their tokens or names, and pages, by their numbers."""
+        tokens: list[int] = []
+        spans = []
+        for part in parts:
+            if isinstance(part, str) and part.isdigit():
+                start = len(tokens)
+                spans.append(ChunkSpan(f"page {part}", "image", start, start + PAGE, start, PAGE))
+                tokens += [900] * PAGE
+            else:
+                tokens += WORDS[part] if isinstance(part, str) else part
+        return LinkRequest("request", tokens, tuple(spans), mode, "acme", session=session)
+
+    def plan(self, request: LinkRequest, at: int = 0, known: int = 0) -> SessionPlan:
+        """The session's part of a link, whose positions begin at `at` and whose first tokens are `known`."""
+        opened = self.links.open(request)
+        assert opened is not None
+        positions = torch.arange(at, at + len(request.token_ids)).expand(3, -1)
+        return self.links.place(opened, positions, Run(0, known))
+
+    def finish(
+        self, request: LinkRequest, session: SessionPlan, seed: int, made_at: OperatingPoint | None = None
+    ) -> torch.Tensor:
+        """End a link: what is placed, and random KV for the rest, is in the pages and kept. Returns it.
+
+        `made_at`: of its chunks; None: as the session serves them, or computed.
+        """
+        kv = random_kv(GQA, len(request.token_ids), seed=seed)
+        for placed in session.placed:
+            kv[:, placed.run.start : placed.run.stop] = relocate(placed.kv, placed.position, GQA)
+        kept = session.chunk_outcomes()
+        computed = SimpleNamespace(operating_point=OperatingPoint.RECOMPUTED)
+        chunks = [
+            SimpleNamespace(span=span, made_at=made_at or kept.get(i, computed).operating_point)
+            for i, span in enumerate(request.chunks)
+        ]
+        self.engine.pages = kv
+        plan: Any = SimpleNamespace(
+            request=request,
+            sequence=SimpleNamespace(blocks=()),
+            chunks=chunks,
+            session=session,
+            compute_ms=1.0,
+            tokens_computed=1,
+        )
+        self.links.keep(plan)
+        return kv
+
+    def link(self, *parts: str | list[int], at: int = 0, seed: int = 0, **options: Any) -> tuple[SessionPlan, Any]:
+        request = self.request(*parts, **options)
+        session = self.plan(request, at)
+        return session, self.finish(request, session, seed)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    with Library(LibrarySettings(), FINGERPRINT, [MemoryTier()]) as library:
+        yield Rig(library)
+
+
+FIRST = (HEAD, "1", "a", "2", "b", "3")
+SLID = (HEAD, "2", "b", "3", "c", "4", [7])
+
+
+def test_kept_kv_is_placed_where_it_stands_now(rig: Rig):
+    _, before = rig.link(*FIRST, at=3)
+    session, _ = rig.link(*SLID, at=9, seed=1)
+    assert [str(point) for point in session.points[:4]] == ["prefix"] + ["survived"] * 3
+    assert session.points[4:] == [None] * 3
+    assert session.outcome().new == 3
+    assert session.outcome().tokens_reused == 10 + PAGE + 12 + PAGE
+    (head, page, *_) = session.placed
+    assert (head.run, head.position) == (Run(0, 10), 6)
+    assert torch.equal(head.kv, before[:, :10])
+    started = 10 + PAGE + 12  # of page 2, in the first prompt
+    assert (page.run, page.position) == (Run(10, 15), 9 + 10 - (3 + started))
+    assert torch.equal(page.kv, before[:, started : started + PAGE])
+    assert session.chunk_outcomes().keys() == {0, 1}
+    assert session.exact_tokens == 10, "up to the first survivor"
+
+
+def test_it_is_rotated_from_where_it_was_computed_after_several_slides(rig: Rig):
+    _, before = rig.link(*FIRST)
+    rig.link(*SLID, seed=1)
+    session, _ = rig.link(HEAD, "3", "c", "4", "a", "5", [7], seed=2)
+    page = next(placed for placed in session.placed if placed.run.start == 10)
+    started = 10 + 2 * (PAGE + 12)
+    assert torch.equal(page.kv, before[:, started : started + PAGE])
+    assert page.position == 10 - started
+
+
+def test_the_same_prompt_computes_its_last_token_alone(rig: Rig):
+    rig.link(HEAD, "1", "a")
+    session = rig.plan(rig.request(HEAD, "1", "a"))
+    assert session.runs == [Run(0, 10), Run(10, 15), Run(15, 26)]
+    ends_in_a_page = rig.plan(rig.request(HEAD, "1"))
+    assert ends_in_a_page.runs == [Run(0, 10)], "its last token may need the page's embeddings"
+
+
+def test_what_is_placed_otherwise_is_left_alone(rig: Rig):
+    rig.link(*FIRST)
+    assert rig.plan(rig.request(*FIRST), known=4).runs[0] == Run(4, 10)
+    session = rig.plan(rig.request(*FIRST), known=10)
+    assert session.runs[0] == Run(10, 15)
+    whole, (cut, *_) = session.placed[0], session.left_to_write(12)
+    assert (cut.run, cut.position) == (Run(12, 15), whole.position)
+    assert torch.equal(cut.kv, whole.kv[:, 2:])
+    assert session.left_to_write(0) == []
+
+
+def test_exact_takes_exact_kv_alone(rig: Rig):
+    rig.link(*FIRST)
+    for options in ({"mode": Mode.EXACT}, {"session": replace(SESSION, survivors=Survivors.EXACT)}):
+        session = rig.plan(rig.request(*SLID, **options))
+        assert set(session.points) == {OperatingPoint.PREFIX, None}
+        assert session.outcome().prefix == 1
+        assert session.outcome().computed == 3
+    rig.disabled.add(OperatingPoint.SURVIVED)
+    assert set(rig.plan(rig.request(*SLID)).points) == {OperatingPoint.PREFIX, None}
+    assert rig.links.open(rig.request(*SLID, mode=Mode.FULL_REUSE)) is None
+
+
+def test_what_is_computed_behind_a_survivor_is_not_exact(rig: Rig):
+    rig.link(*FIRST)
+    rig.link(*SLID, seed=1)
+    again = rig.plan(rig.request(*SLID, mode=Mode.EXACT))
+    assert [point is not None for point in again.points] == [True] + [False] * 6
+    assert set(rig.plan(rig.request(*SLID)).points[1:]) == {OperatingPoint.SURVIVED}
+
+
+def test_what_is_computed_behind_a_shared_patched_chunk_is_not_exact(rig: Rig):
+    request = rig.request(HEAD, "1", "a", "2", [7])
+    rig.finish(request, rig.plan(request), 0, made_at=OperatingPoint.PATCHED)
+    found = rig.plan(rig.request(HEAD, "1", "a", "2", [7], mode=Mode.EXACT))
+    assert [point is not None for point in found.points] == [True] + [False] * 4
+
+
+def test_blocks_are_shared_up_to_what_was_rotated_or_survived(rig: Rig):
+    first, _ = rig.link(*FIRST)
+    assert first.shareable_tokens == len(rig.request(*FIRST).token_ids)
+    assert rig.plan(rig.request(*SLID)).shareable_tokens == 10, "page 2 has moved"
+    assert rig.plan(rig.request(*FIRST), at=1).shareable_tokens == 0, "all has moved"
+
+
+def test_a_lost_record_is_computed(rig: Rig):
+    rig.link(*FIRST)
+    kept = rig.links.store.get("acme", "s").segments[3].conditioned
+    rig.library.delete("segment", kept.key, "acme")
+    session = rig.plan(rig.request(*SLID))
+    assert session.points[1] is None
+    assert session.points[2] is OperatingPoint.SURVIVED
+    assert session.chunk_outcomes().keys() == {1}
+
+
+def test_pages_of_few_bits_take_kv_where_it_was_computed_alone(rig: Rig):
+    rig.link(*FIRST)
+    rig.engine.has_quantised_kv = True
+    assert [placed.position for placed in rig.plan(rig.request(*SLID)).placed] == [0]
+    assert rig.plan(rig.request(*FIRST), at=1).placed == []
+
+
+def test_a_prompt_on_its_way_looks_up_what_its_session_has_not(rig: Rig):
+    rig.link(*FIRST)
+    coming = PrefetchRequest(("page 2", "page 4"), tenant="acme", session=SESSION)
+    assert set(rig.links.contents(coming)) == {"page 1", "page 2", "page 3"}
+    assert not rig.links.contents(replace(coming, tenant="other"))
+    fork = SessionRef("fork", "s")
+    assert "page 2" in rig.links.contents(replace(coming, session=fork))
+    assert not rig.links.contents(replace(coming, session=replace(fork, clean=True)))
+
+
+def test_a_fork_shares_and_goes_its_own_way(rig: Rig):
+    rig.link(*FIRST)
+    fork, _ = rig.link(*SLID, session=SessionRef("fork", "s"), seed=1)
+    assert fork.outcome().survived == 3
+    assert rig.plan(rig.request(*FIRST)).outcome().prefix == 5, "the parent is as it was"
+    clean = rig.plan(rig.request(*SLID, session=SessionRef("clean", "s", clean=True)))
+    assert (clean.runs, clean.outcome().recalled) == ([], 4)

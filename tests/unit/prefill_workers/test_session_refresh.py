@@ -1,0 +1,205 @@
+"""A window that slides over a small transformer in torch: what is served, computed anew in idle time, and exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kvstore_support import FINGERPRINT, GQA
+from torch import Tensor
+
+from kvstore.library import Library
+from kvstore.operator.rotary import rotate
+from kvstore.settings import LibrarySettings
+from kvstore.tiers.memory import MemoryTier
+from prefill_workers.background.session_refresh import SessionRefresh
+from prefill_workers.link.place_kv import write_chunks
+from prefill_workers.link.session_links import SessionLinks
+from prefill_workers.modes import OperatingPoint
+from prefill_workers.patches.scratch import Scratch
+from prefill_workers.protocol import TEXT, ChunkSpan, LinkRequest, SessionRef, Survivors
+from prefill_workers.sequence import LinkSequence, Run, complement
+from prefill_workers.sessions.store import SessionStore
+from prefill_workers.settings import SessionSettings
+
+HIDDEN, BLOCK = 16, 4
+LINK, SPARE = range(0, 40), range(40, 80)  # blocks
+
+
+class Transformer:
+    """A decoder of three layers whose KV lies in pages of blocks."""
+
+    layout, dtype, fingerprint, precision, has_quantised_kv = GQA, torch.float32, FINGERPRINT, "float32", False
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.embedding = torch.randn(128, HIDDEN)
+        self.weights = torch.randn(GQA.layers, 4, HIDDEN, HIDDEN) / HIDDEN**0.5  # of queries, keys, values, output
+        self.pages = torch.zeros(GQA.layers, len(LINK) * 2 * BLOCK, GQA.features)
+        self.computed = 0
+
+    def slots(self, blocks: Sequence[int], start: int, stop: int) -> Tensor:
+        return torch.tensor([blocks[i // BLOCK] * BLOCK + i % BLOCK for i in range(start, stop)])
+
+    def write_kv(self, kv: Tensor, slots: Tensor) -> None:
+        self.pages[:, slots] = kv
+
+    def read_kv(self, blocks: Sequence[int], start: int, count: int) -> Tensor:
+        return self.pages[:, self.slots(blocks, start, start + count)].clone()
+
+    def forward(self, work: Sequence[tuple[LinkSequence, Sequence[Run]]]) -> None:
+        for sequence, runs in work:
+            index = [i for run in runs for i in range(run.start, run.stop)]
+            self.computed += len(index)
+            slots = self.slots(sequence.blocks, 0, len(sequence))
+            hidden = self.embedding[sequence.token_ids[index].long()]
+
+            def turned(heads: Tensor, sequence: LinkSequence = sequence, index: list[int] = index) -> Tensor:
+                rows = zip(heads.unflatten(-1, (2, 8)), sequence.positions[index].tolist(), strict=True)
+                return torch.stack([rotate(row, at, GQA.rotary) for row, at in rows])
+
+            for layer in range(GQA.layers):
+                queries, keys, values = (hidden @ weight for weight in self.weights[layer, :3])
+                self.pages[layer, slots[index]] = torch.cat([turned(keys).flatten(-2), values], -1)
+                seen = self.pages[layer, slots]
+                keys, values = seen[:, :16].unflatten(-1, (2, 8)), seen[:, 16:].unflatten(-1, (2, 8))
+                scores = torch.einsum("qhd,khd->hqk", turned(queries), keys) / 8**0.5
+                later = torch.arange(len(sequence))[None] > torch.tensor(index)[:, None]
+                mixed = torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(-1), values)
+                hidden = torch.tanh(hidden + mixed.flatten(-2) @ self.weights[layer, 3])
+
+
+class Worker:
+    """Links and refreshes of sessions on the transformer, one after the other."""
+
+    def __init__(self, library: Library) -> None:
+        self.engine: Any = Transformer()
+        store = SessionStore(library, "float32", SessionSettings())
+        self.links = SessionLinks(self.engine, library, store, lambda point: True, free_text=2)
+        scratch = Scratch(SPARE, BLOCK, lambda left: min(left, 5))
+        self.refresh = SessionRefresh(self.engine, library, self.links, scratch)
+
+    def link(self, request: LinkRequest, at: int = 0) -> tuple[list[str], Tensor]:
+        """Link a request whose positions begin at `at`; its segments' points ("": computed), and its KV."""
+        opened = self.links.open(request)
+        assert opened is not None
+        tokens = torch.tensor(request.token_ids, dtype=torch.int32)
+        positions = torch.arange(at, at + len(tokens))
+        session = self.links.place(opened, positions, Run(0, 0))
+        sequence = LinkSequence(tokens, positions, LINK)
+        write_chunks(self.engine, LINK, session.left_to_write(0))
+        runs = complement(session.runs, len(tokens))
+        self.engine.forward([(sequence, runs)])
+        kept = session.chunk_outcomes()
+        computed = SimpleNamespace(operating_point=OperatingPoint.RECOMPUTED)
+        plan: Any = SimpleNamespace(
+            request=request,
+            sequence=sequence,
+            session=session,
+            chunks=[
+                SimpleNamespace(span=span, embeddings=None, made_at=kept.get(i, computed).operating_point)
+                for i, span in enumerate(request.chunks)
+            ],
+            compute_ms=1.0,
+            tokens_computed=sum(map(len, runs)),
+        )
+        self.links.keep(plan)
+        self.refresh.offer(plan)
+        return [str(point or "") for point in session.points], self.engine.read_kv(LINK, 0, len(tokens))
+
+    def idle(self) -> int:
+        """Work off what is queued; returns the tokens that it took."""
+        before = self.engine.computed
+        while self.refresh:
+            self.refresh.step()
+        return self.engine.computed - before
+
+    def exact(self, request: LinkRequest, at: int = 0) -> Tensor:
+        """KV of a full prefill."""
+        tokens = torch.tensor(request.token_ids, dtype=torch.int32)
+        sequence = LinkSequence(tokens, torch.arange(at, at + len(tokens)), SPARE)
+        self.engine.forward([(sequence, [Run(0, len(tokens))])])
+        return self.engine.read_kv(SPARE, 0, len(tokens))
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    with Library(LibrarySettings(), FINGERPRINT, [MemoryTier()]) as library, torch.inference_mode():
+        yield Worker(library)
+
+
+HEAD, TAIL = [1, 2, 3, 4], [9, 8]
+
+
+def request(*pages: int, survivors: Survivors = Survivors.REFRESH) -> LinkRequest:
+    """Documents of 7 tokens with actions of 6 between them, a head and a tail."""
+    tokens, spans = [*HEAD], []
+    for page in pages:
+        if spans:
+            tokens += [60 + pages[len(spans) - 1] * 6 + i for i in range(6)]
+        spans.append(ChunkSpan(f"page {page}", TEXT, len(tokens), len(tokens) + 7, len(tokens), 7))
+        tokens += [10 + page * 7 + i for i in range(7)]
+    return LinkRequest("r", [*tokens, *TAIL], tuple(spans), session=SessionRef("s", survivors=survivors))
+
+
+PAGE_1, ACTION_1, PAGE_2 = Run(4, 11), Run(11, 17), Run(17, 24)  # of a window that begins with page 1
+
+
+def apart(a: Tensor, b: Tensor, run: Run) -> float:
+    return float((a - b)[:, run.start : run.stop].abs().max())
+
+
+def test_the_oldest_survivor_is_exact_once_idle_time_has_computed_it(worker: Worker):
+    worker.link(request(0, 1, 2), at=5)
+    assert worker.idle() == 7 + 6 + 7, "the second page with its action, and the third, of which more may follow"
+    points, kv = worker.link(request(1, 2, 3), at=2)
+    assert points == ["prefix", "prefix", "prefix", "survived", "", "", ""]
+    exact = worker.exact(request(1, 2, 3), at=2)
+    assert apart(kv, exact, Run(0, 17)) < 1e-5
+    assert apart(kv, exact, PAGE_2) > 1e-2, "it knows what left"
+    assert worker.idle() == 6 + 7, "the action behind page 2, and page 3"
+    assert worker.idle() == 0
+    points, _ = worker.link(request(2, 3, 4))
+    assert points[:3] == ["prefix", "prefix", "prefix"]
+
+
+def test_kept_survivors_take_what_they_were_computed_as(worker: Worker):
+    _, before = worker.link(request(0, 1, 2, survivors=Survivors.KEEP), at=4)
+    assert worker.idle() == 0
+    before_idle = worker.engine.computed
+    points, kv = worker.link(request(1, 2, 3, survivors=Survivors.KEEP), at=17)
+    assert worker.engine.computed - before_idle == 6 + 7 + len(TAIL), "what is new"
+    assert points == ["prefix", "survived", "survived", "survived", "", "", ""]
+    same = kv[:, 4:24] - before[:, 17:37]
+    assert float(same.abs().max()) < 1e-6, "it stands at the positions where it was computed"
+    exact = worker.exact(request(1, 2, 3), at=17)
+    assert apart(kv, exact, PAGE_1) > 1e-2
+
+
+def test_exact_survivors_equal_a_full_prefill(worker: Worker):
+    for pages in ((0, 1, 2), (1, 2, 3), (1, 2, 3, 4), (4, 1, 2, 3)):
+        asked = request(*pages, survivors=Survivors.EXACT)
+        _, kv = worker.link(asked)
+        assert apart(kv, worker.exact(asked), Run(0, len(asked.token_ids))) < 1e-5
+
+
+def test_a_deleted_content_is_not_computed_anew(worker: Worker):
+    worker.link(request(0, 1, 2))
+    worker.refresh.step()
+    assert worker.refresh.is_running
+    worker.refresh.forget("page 0", "another tenant")
+    assert len(worker.refresh) == 2
+    worker.refresh.forget("page 1", "local")
+    assert len(worker.refresh) == 0
+
+
+def test_a_session_that_is_gone_keeps_nothing(worker: Worker):
+    worker.link(request(0, 1, 2))
+    worker.refresh.step()
+    worker.links.store.delete("local", "s")
+    worker.idle()
+    assert worker.links.store.get("local", "s") is None
+    assert worker.links.store.nbytes == 0

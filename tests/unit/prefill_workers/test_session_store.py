@@ -1,0 +1,288 @@
+"""Segments, manifests and the store of sessions: what is kept, for how long, and who shares it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvstore_support import FINGERPRINT, GQA, random_kv
+
+from kvstore.library import Library
+from kvstore.records.format import SegmentRecord
+from kvstore.settings import LibrarySettings
+from kvstore.tiers.memory import MemoryTier
+from prefill_workers.protocol import ChunkSpan, LinkRequest, SessionRef
+from prefill_workers.sessions.alignment import align
+from prefill_workers.sessions.manifest import KeptKV, KeptSegment, Session
+from prefill_workers.sessions.segments import SHORTEST_CUT, Segment, segments
+from prefill_workers.sessions.store import SessionStore
+from prefill_workers.sessions.survivors import choose
+from prefill_workers.settings import SessionSettings
+
+PAGE = [900] * 3
+HOUR = 3600.0
+
+
+def request(*parts: list[int] | str, tenant: str = "acme") -> LinkRequest:
+    """A request of texts (token ids) and pages (content ids)."""
+    tokens: list[int] = []
+    spans = []
+    for part in parts:
+        if isinstance(part, str):
+            spans.append(ChunkSpan(part, "image", len(tokens), len(tokens) + len(PAGE), len(tokens), len(PAGE)))
+            tokens += PAGE
+        else:
+            tokens += part
+    return LinkRequest("request", tokens, tuple(spans), tenant=tenant)
+
+
+def words(seed: int, count: int = SHORTEST_CUT) -> list[int]:
+    return [1000 * seed + i for i in range(1, count + 1)]
+
+
+# -- segments ---------------------------------------------------------------------------------------------------------
+
+
+def test_segments_are_chunks_and_the_text_between_them():
+    found = segments(request(words(1), "a", "b", words(2, 2)))
+    assert [(one.start, one.stop, one.chunk) for one in found] == [
+        (0, 8, None),
+        (8, 11, 0),
+        (11, 14, 1),
+        (14, 16, None),
+    ]
+    assert len({one.id for one in found}) == 4
+    other = segments(request(words(1), "a", "b", words(2, 2), tenant="other"))
+    assert {one.id for one in found}.isdisjoint(one.id for one in other), "ids are a tenant's own"
+
+
+def test_a_text_that_goes_on_is_cut_where_the_earlier_prompt_ended():
+    asked, answer = words(1), words(2)
+    first = segments(request("a", asked))
+    second = segments(request("a", asked + answer, "b", words(3)), [asked])
+    assert [one.id for one in second[:2]] == [one.id for one in first]
+    assert len(second) == 5
+    third = segments(request("a", asked + answer, "b", words(3) + words(4)), [asked, answer, words(3)])
+    assert [one.id for one in third[:5]] == [one.id for one in second]
+
+
+def test_a_text_is_found_behind_words_that_took_a_pages_place():
+    action = words(5)
+    (head, placeholder, kept, page) = segments(request([*words(1), 7, 7, *action], "b"), [words(1), action])
+    assert [len(one) for one in (head, placeholder, kept, page)] == [8, 2, 8, 3]
+    assert kept.id == segments(request(action))[0].id
+
+
+texts = st.lists(st.integers(0, 3), max_size=30)
+
+
+@settings(max_examples=200, deadline=None)
+@given(texts, st.lists(texts, max_size=4))
+def test_segments_cover_a_text_once_and_in_order(text: list[int], known: list[list[int]]):
+    found = segments(request(text), known)
+    edges = [0, *(one.stop for one in found)]
+    assert [one.start for one in found] == edges[:-1]
+    assert edges[-1] == len(text)
+    assert all(len(one) for one in found)
+
+
+# -- choice -----------------------------------------------------------------------------------------------------------
+
+
+def row(ids: str, short: str = "") -> list[Segment]:
+    """A prompt of chunks, but for the ids in `short`, which are texts of two tokens."""
+    return [Segment(id, 2 * i, 2 * i + 2, None if id in short else i) for i, id in enumerate(ids)]
+
+
+def kept(id: str, behind: str, *, exact: bool = True, refreshed: str | None = None) -> KeptSegment:
+    again = None if refreshed is None else KeptKV(f"{id} again", tuple(refreshed), True, 1)
+    return KeptSegment(id, 2, conditioned=KeptKV(id, tuple(behind), exact, 1), refreshed=again)
+
+
+def chosen(new: str, old: list[KeptSegment], short: str = "", **options: bool) -> list[str | None]:
+    prompt = row(new, short)
+    matches = align([one.id for one in old], [one.id for one in prompt])
+    found = choose(prompt, matches, old, **{"exact": False, "refreshed": True, **options}, free_text=4)
+    return [None if kv is None else kv.key for kv in found]
+
+
+WINDOW = [kept("h", ""), kept("A", "h"), kept("B", "hA", refreshed="h"), kept("C", "hAB", refreshed="h")]
+
+
+def test_the_oldest_survivor_takes_what_idle_time_made_of_it():
+    assert chosen("hBCX", WINDOW) == ["h", "B again", "C", None]
+    assert chosen("hCX", WINDOW) == ["h", "C again", None]
+    assert chosen("hBCX", WINDOW, refreshed=False) == ["h", "B", "C", None]
+
+
+def test_what_stands_behind_something_unseen_is_not_taken():
+    assert chosen("hZABC", WINDOW) == ["h", None, None, None, None]
+    assert chosen("hAXC", WINDOW) == ["h", "A", None, None]
+    assert chosen("htBC", WINDOW, short="t") == ["h", None, "B again", "C"], "but for a few words"
+    assert chosen("htuvBC", WINDOW, short="tuv") == ["h", None, None, None, None, None], "no more than a few"
+
+
+def test_exact_takes_exact_kv_behind_just_what_it_was_computed_behind():
+    assert chosen("hABCX", WINDOW, exact=True) == ["h", "A", "B", "C", None]
+    assert chosen("hBCX", WINDOW, exact=True) == ["h", "B again", None, None]
+    survived = [kept("h", ""), kept("B", "h", exact=False), kept("C", "hB", exact=False)]
+    assert chosen("hBCX", survived, exact=True) == ["h", None, None, None]
+    assert chosen("hBCX", survived) == ["h", "B", "C", None]
+
+
+# -- manifest ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_manifest_is_read_as_it_was_written():
+    text = KeptSegment("t", 2, text=(5, 6), conditioned=KeptKV("k", ("h", "A"), False, 9))
+    page = replace(WINDOW[2], content="page")
+    session = Session("s", "acme", 1.0, 2.0, (WINDOW[0], page, text, KeptSegment("n", 1)), ("gone",), "parent")
+    assert Session.from_json(session.to_json()) == session
+
+
+def test_a_deleted_content_takes_all_along_that_was_computed_behind_it():
+    first = replace(WINDOW[1], content="page A")
+    left = Session("s", "acme", 0, 0, (WINDOW[0], first, *WINDOW[2:])).without("page A")
+    assert [one.id for one in left.segments] == ["h", "B", "C"]
+    assert [one.conditioned for one in left.segments] == [WINDOW[0].conditioned, None, None]
+    assert [kv.key for kv in left.records()] == ["h", "B again", "C again"]
+
+
+# -- store ------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+Stored = Callable[..., Session]
+
+
+@pytest.fixture
+def tier() -> MemoryTier:
+    return MemoryTier()
+
+
+@pytest.fixture
+def library(tier: MemoryTier):
+    with Library(LibrarySettings(), FINGERPRINT, [tier]) as library:
+        yield library
+
+
+def store_of(library: Library, clock: Clock, max_bytes: int = 1 << 30) -> SessionStore:
+    return SessionStore(library, "float32", SessionSettings(idle_s=HOUR, max_bytes=max_bytes), clock)
+
+
+def put(store: SessionStore, library: Library, id: str, names: str, tenant: str = "acme", size: int = 100) -> Session:
+    """A session whose segments, a letter each, have a record and count `size` bytes."""
+    found = []
+    for i, name in enumerate(names):
+        key = (tenant + id + name).encode().hex().ljust(64, "0")
+        kv = random_kv(GQA, 2)
+        library.put_segment(
+            SegmentRecord(
+                key=key, fingerprint=FINGERPRINT, tenant=tenant, content=f"page {name}", layout=GQA, kv=kv, at=i,
+                antecedents=tuple(f"page {other}" for other in names[:i]),
+            )
+        )  # fmt: skip
+        found.append(KeptSegment(name, 2, f"page {name}", (), KeptKV(key, tuple(names[:i]), True, size)))
+    session = store.open(tenant, SessionRef(id)).moved_on(tuple(found), store._clock())
+    store.put(session)
+    return session
+
+
+def is_stored(library: Library, session: Session, i: int) -> bool:
+    kv = session.segments[i].conditioned
+    assert kv is not None
+    return library.has("segment", kv.key, session.tenant)
+
+
+def settle(store: SessionStore) -> None:
+    """Wait until what is being deleted is gone."""
+    store._deleting.submit(lambda: None).result(10)
+
+
+def test_another_worker_goes_on_with_a_session(library: Library, clock: Clock):
+    session = put(store_of(library, clock), library, "s", "hAB")
+    assert store_of(library, clock).get("acme", "s") == session
+    assert store_of(library, clock).get("other", "s") is None
+
+
+def test_a_session_ends_when_nobody_asks_for_it(library: Library, clock: Clock):
+    store = store_of(library, clock)
+    session = put(store, library, "s", "hAB")
+    clock.now += HOUR - 1
+    assert store.get("acme", "s") == session
+    clock.now += 2
+    assert store.get("acme", "s") is None
+    assert store.of_tenant("acme") == []
+    put(store, library, "t", "h")
+    settle(store)
+    assert not is_stored(library, session, 1)
+    assert len(store) == 1
+
+
+def test_what_leaves_a_window_is_deleted_unless_a_fork_holds_it(library: Library, clock: Clock):
+    store = store_of(library, clock)
+    session = put(store, library, "s", "hAB")
+    fork = store.open("acme", SessionRef("f", "s"))
+    assert (fork.segments, fork.parent) == (session.segments, "s")
+    store.put(fork)
+    assert store.nbytes == 300, "a fork shares"
+    store.put(session.moved_on((session.segments[0], session.segments[2]), clock.now))
+    settle(store)
+    assert is_stored(library, session, 1), "the fork needs it"
+    assert store.delete("acme", "f")
+    settle(store)
+    assert not is_stored(library, session, 1)
+    assert is_stored(library, session, 2)
+    assert store.get("acme", "s").left == ("A",)
+    assert store.open("acme", SessionRef("c", "s", clean=True)).segments == ()
+
+
+def test_deleting_a_session_deletes_its_records_also_on_a_worker_that_has_not_served_it(library: Library, clock: Clock):
+    session = put(store_of(library, clock), library, "s", "hAB")
+    other = store_of(library, clock)
+    assert not other.delete("another tenant", "s")
+    assert other.delete("acme", "s")
+    settle(other)
+    assert not any(is_stored(library, session, i) for i in range(3))
+    assert not other.delete("acme", "s")
+
+
+def test_bytes_are_bounded_and_the_tenant_that_holds_most_gives_way(library: Library, clock: Clock):
+    store = store_of(library, clock, max_bytes=1000)
+    small = put(store, library, "small", "hA", tenant="modest")
+    for n in range(4):
+        put(store, library, f"large {n}", "hABC")
+    assert store.nbytes <= 1000
+    assert store.get("modest", "small") == small
+    assert [info.id for info in store.of_tenant("acme")] == ["large 3", "large 2"]
+    put(store, library, "huge", "hABCDEFGHIJKLMN")
+    huge = store.get("acme", "huge")
+    assert [one.id for one in huge.segments if one.conditioned] == list("JKLMN"), "the last ones, up to half"
+    assert store.get("modest", "small") == small
+
+
+def test_a_deleted_content_goes_from_sessions(library: Library, clock: Clock):
+    store = store_of(library, clock)
+    session, other = put(store, library, "s", "hAB"), put(store, library, "o", "hC")
+    store.forget("page A", "acme")
+    library.delete_content("page A", "acme")
+    left = store.get("acme", "s")
+    assert [(one.id, one.conditioned is not None) for one in left.segments] == [("h", True), ("B", False)]
+    assert store.get("acme", "o") == other
+    assert not is_stored(library, session, 2), "it was computed behind it"
+    assert store_of(library, clock).get("acme", "s") is None, "nor does a manifest name it"
+    assert store_of(library, clock).get("acme", "o") == other
