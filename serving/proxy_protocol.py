@@ -32,7 +32,10 @@ _OWN_PATHS = "/-/"  # which Serve's proxy answers itself
 
 
 def set_up_proxy() -> list[Middleware]:
-    """Bound headers in this process; returns the middleware that Serve is to add."""
+    """Bound headers in this process, keep its connections to replicas alive; returns Serve's middleware to add."""
+    from serving import grpc_keepalive  # the proxy's module, which imports this one's callers, is loading
+
+    grpc_keepalive.install()
     auto.AutoHTTPProtocol = BoundedHttpProtocol
     return [Middleware(EndAnswers)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import ssl
@@ -85,11 +86,19 @@ def application(config: OrbitServeConfig, console: Console) -> Iterator[str]:
             except RayServeException as error:  # another application has the prefix
                 raise StartUpError(str(error)) from error
             _wait_until_ready(console)
-            longest = serve.get_app_handle(APPLICATION).longest.remote().result()
+            longest = asyncio.run(_longest())
             console.print(f"  prompts with their answers have up to {longest} tokens; {_logs()}")
             yield f"{'https' if config.http.tls_key else 'http'}://{url_host(config.http.host)}:{config.http.port}"
         finally:
             _end(config)
+
+
+async def _longest() -> int:
+    """Most tokens of a prompt with its answer.
+
+    Asked on an event loop, which handles need where `RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP` is 0 for the driver too.
+    """
+    return int(await serve.get_app_handle(APPLICATION).longest.remote())
 
 
 def _end(config: OrbitServeConfig) -> None:

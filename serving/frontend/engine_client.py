@@ -48,7 +48,7 @@ from prefill_workers.protocol import (
 )
 from prefill_workers.settings import PrefillSettings
 from serving.access_log import AccessLog
-from serving.errors import RoleUnavailable
+from serving.errors import NoReplica, RoleUnavailable
 from serving.frontend.answer_stream import AnswerStream, sampling_of
 from serving.frontend.errors import DeadlineExceeded, InvalidRequest, OverloadedError
 from serving.frontend.fair_queue import FairQueue
@@ -349,7 +349,7 @@ class LinkedEngineClient(_NotOurs):
             except RoleUnavailable as error:
                 if ended:
                     return
-                if attempt == 2 or (answer.decoded and not answer.begun):
+                if attempt == 2 or isinstance(error, NoReplica) or (answer.decoded and not answer.begun):
                     lost = GenerationError if told else RetryableRequestError  # 503: another try is safe
                     raise lost(f"a worker was lost: {error}") from error
                 if answer.decoded:

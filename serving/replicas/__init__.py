@@ -1,1 +1,5 @@
-"""The Ray Serve deployments."""
+"""Ray Serve deployments, one per role. Their connections keep alive (`serving.grpc_keepalive`) from the import on."""
+
+from serving import grpc_keepalive
+
+grpc_keepalive.install()

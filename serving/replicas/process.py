@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import ray
+from ray import serve
 
 from infra.ports import LOOPBACK, free_port
 from infra.vllm_env import vllm_environment
@@ -51,6 +52,11 @@ def enter_vllm(settings: RoleSettings, *, kv_cache_gib: float | None, handshakes
             nixl_port=None if handshakes_at is None else free_port(),
         )
     )
+
+
+def replica_name() -> str:
+    """Name of the Serve replica that this process is."""
+    return str(serve.get_replica_context().replica_id.unique_id)
 
 
 def address_for_peers() -> str:

@@ -13,10 +13,12 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from prefill_workers.protocol import Overloaded, Refusal
+from prefill_workers.protocol import Overloaded, Refusal, lease_owner
 from serving.errors import RoleUnavailable
 from serving.frontend.ray_roles import RayRoles, answered, answered_by_all
 
+TRANSFER = {"remote_request_id": f"{lease_owner(17, 'holder')}-3"}
+ONE: Any = SimpleNamespace(n=1)
 LOST = [
     RayActorError(error_msg="The actor died unexpectedly.\n\tactor_id: 1234"),
     ActorUnavailableError("no answer\n\tip: 10.0.0.1", bytes(16)),
@@ -47,6 +49,12 @@ class Response:
         self.cancelled = True
 
 
+class Said(str):
+    """An output of a decode worker, of one choice."""
+
+    outputs = (SimpleNamespace(index=0),)
+
+
 class Stream:
     """A stream of items, of which the one that is an error is raised; the last is followed by silence unless `ends`."""
 
@@ -66,7 +74,7 @@ class Stream:
         item = self.items.pop(0)
         if isinstance(item, BaseException):
             raise item
-        return item
+        return Said(item) if isinstance(item, str) else item
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -108,7 +116,7 @@ def roles(**handles: Any) -> RayRoles:
 async def told(stream: Stream, got: list[Any] | None = None) -> list[Any]:
     """What `generate` yields of a decode worker's stream."""
     got = [] if got is None else got
-    async for output in roles(decode=Role(stream)).generate([1], {}, None, "id"):
+    async for output in roles(decode=Role(stream)).generate([1], TRANSFER, ONE, "id"):
         got.append(output)
     return got
 
@@ -220,7 +228,7 @@ async def test_a_stream_is_cancelled_with_whoever_reads_it():
 
 async def test_closing_the_generator_cancels_its_stream():
     stream = Stream("a", "b")
-    outputs = roles(decode=Role(stream)).generate([1], {}, None, "id")
+    outputs = roles(decode=Role(stream)).generate([1], TRANSFER, ONE, "id")
     assert await anext(outputs) == "a"
     await outputs.aclose()
     assert stream.cancelled
