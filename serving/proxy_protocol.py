@@ -33,9 +33,9 @@ _OWN_PATHS = "/-/"  # which Serve's proxy answers itself
 
 def set_up_proxy() -> list[Middleware]:
     """Bound headers in this process, keep its connections to replicas alive; returns Serve's middleware to add."""
-    from serving import grpc_keepalive  # the proxy's module, which imports this one's callers, is loading
+    from serving import replica_grpc  # the proxy's module, which imports this one's callers, is loading
 
-    grpc_keepalive.install()
+    replica_grpc.install()
     auto.AutoHTTPProtocol = BoundedHttpProtocol
     return [Middleware(EndAnswers)]
 

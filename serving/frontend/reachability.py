@@ -97,9 +97,9 @@ class Reachability:
         now = asyncio.get_running_loop().time()
         for one in self._waiting:
             if self._silent_since is not None and now - self._silent_since >= PATIENCE_S:
-                self._end(one, NoReplica(f"no {self._role} worker answers"))
+                self._end(one, NoReplica(f"no replica of the {self._role} role answers"))
             elif one.replica in self._missed and now - self._missed[one.replica] >= LOST_S:
-                self._end(one, RoleUnavailable(f"the {self._role} worker that holds the prompt's KV does not answer"))
+                self._end(one, RoleUnavailable(f"the {self._role} replica that holds the prompt's KV does not answer"))
 
     @staticmethod
     def _end(one: _Waiting, error: RoleUnavailable) -> None:

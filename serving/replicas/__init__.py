@@ -1,5 +1,5 @@
-"""Ray Serve deployments, one per role. Their connections keep alive (`serving.grpc_keepalive`) from the import on."""
+"""Ray Serve deployments, one per role. Their import sets up gRPC in its process (`serving.replica_grpc`)."""
 
-from serving import grpc_keepalive
+from serving import replica_grpc
 
-grpc_keepalive.install()
+replica_grpc.install()

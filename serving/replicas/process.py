@@ -12,7 +12,7 @@ import ray
 from ray import serve
 
 from infra.ports import LOOPBACK, free_port
-from infra.vllm_env import vllm_environment
+from infra.vllm_env import KV_SPACE, vllm_environment
 from serving.settings import RoleSettings
 
 # How often OpenMP's threads (libgomp) look for the next parallel region of a forward before they sleep: for half a
@@ -45,6 +45,7 @@ def enter_vllm(settings: RoleSettings, *, kv_cache_gib: float | None, handshakes
     """
     enter(settings)
     keep_log_open()
+    os.environ.pop(KV_SPACE, None)  # of whoever started Ray
     os.environ.update(
         vllm_environment(
             kv_cache_gib=kv_cache_gib,

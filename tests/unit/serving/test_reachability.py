@@ -59,7 +59,7 @@ async def test_waits_end_together_where_nobody_answers_and_further_ones_too():
     reach = Reachability("prefill", replicas.ping)
     outcomes = await asyncio.gather(*(wait(reach, 9) for _ in range(3)), return_exceptions=True)
     assert [type(one) for one in outcomes] == [NoReplica] * 3
-    assert str(outcomes[0]) == "no prefill worker answers"
+    assert str(outcomes[0]) == "no replica of the prefill role answers"
     with pytest.raises(NoReplica):
         await wait(reach, 9)
     replicas.alive = ["one"]
@@ -81,7 +81,7 @@ async def test_the_replica_that_holds_what_is_waited_for_must_be_there_itself():
     gone = asyncio.create_task(wait(reach, 9, "two"))
     await asyncio.sleep(3 * TICK)
     replicas.alive = ["one"]
-    with pytest.raises(RoleUnavailable, match="the prefill worker that holds the prompt's KV does not answer") as error:
+    with pytest.raises(RoleUnavailable, match="prefill replica that holds the prompt's KV does not answer") as error:
         await gone
     assert not isinstance(error.value, NoReplica), "another one can link the prompt again"
     assert await asyncio.gather(*others) == ["answered"] * 2

@@ -12,13 +12,13 @@ import pytest
 from cluster import recipe_environment
 from hosts import Network
 
-from serving import grpc_keepalive
+from serving import replica_grpc
 
 SERVER = """
 import asyncio, grpc
 from ray.serve._private import replica
-from serving import grpc_keepalive
-grpc_keepalive.install()
+from serving import replica_grpc
+replica_grpc.install()
 
 async def answer(seconds, context):
     await asyncio.sleep(float(seconds))
@@ -35,13 +35,13 @@ async def main():
 
 asyncio.run(main())
 """
-NOTICED_S = grpc_keepalive.PING_SECONDS + grpc_keepalive.ANSWER_SECONDS + 1.5
+NOTICED_S = replica_grpc.PING_SECONDS + replica_grpc.ANSWER_SECONDS + 1.5
 
 
 async def test_a_call_fails_within_seconds_of_its_hosts_end_and_a_long_one_is_left_alone(network: Network):
     from ray.serve._private.request_router import replica_wrapper
 
-    grpc_keepalive.install()
+    replica_grpc.install()
     host, log = network.up("b"), network.base / "server.log"
     environment = recipe_environment() | {"RAY_AUTH_MODE": "disabled"}
     host.start(sys.executable, "-c", SERVER, environment=environment, log=log)
