@@ -25,6 +25,8 @@ _MALLOC = {-1: 512 << 20, -2: 64 << 20, -3: 32 << 20, -8: 1}
 
 ONE_MACHINE = "ORBITSERVE_ONE_MACHINE"  # "1" in clusters that a command has started for itself
 
+UCX_LOOPBACK = ("UCX_NET_DEVICES", "lo")  # else UCX listens on the address of every network device
+
 MOST_FAILURES = 3  # of an engine, one after another: then it is hardly the requests
 
 
@@ -46,6 +48,8 @@ def enter_vllm(settings: RoleSettings, *, kv_cache_gib: float | None, handshakes
     enter(settings)
     keep_log_open()
     os.environ.pop(KV_SPACE, None)  # of whoever started Ray
+    if _is_alone():
+        os.environ.setdefault(*UCX_LOOPBACK)
     os.environ.update(
         vllm_environment(
             kv_cache_gib=kv_cache_gib,
@@ -62,7 +66,12 @@ def replica_name() -> str:
 
 def address_for_peers() -> str:
     """Address of this node for other replicas: loopback where all of them are on this machine."""
-    return LOOPBACK if os.environ.get(ONE_MACHINE) == "1" else str(ray.util.get_node_ip_address())
+    return LOOPBACK if _is_alone() else str(ray.util.get_node_ip_address())
+
+
+def _is_alone() -> bool:
+    """True where all replicas are on this machine."""
+    return os.environ.get(ONE_MACHINE) == "1"
 
 
 def keep_log_open() -> None:

@@ -45,7 +45,6 @@ def recipe_environment() -> dict[str, str]:
         "RAY_memory_monitor_refresh_ms": "0",
         "RAY_worker_niceness": "0",
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
-        "RAY_raylet_start_wait_time_s": "120",
     }
 
 

@@ -65,11 +65,9 @@ async def test_a_call_fails_within_seconds_of_its_hosts_end_and_a_long_one_is_le
 
 
 async def failed_within(
-    seconds: float,
-    call: Callable[[], grpc.aio.UnaryUnaryCall],
-    network: Network,
-    fault: Callable[[], None] | None = None,
+    seconds: float, call: Callable[[], grpc.aio.UnaryUnaryCall], fault: Callable[[], None] | None = None
 ) -> None:
+    """A call that must fail as unavailable, soon after a fault if there is one."""
     made = asyncio.ensure_future(call())
     if fault is not None:
         await asyncio.sleep(0.5)

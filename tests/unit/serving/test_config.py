@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
+from infra.reference import DEFAULT_MODEL, weights
 from infra.s3_server import S3Server
 from prefill_workers.model_card import FILE
 from prefill_workers.settings import COMPOSE_UP_TO, Weighing
@@ -338,7 +339,9 @@ def test_a_section_that_is_none_is_named(tmp_path: Path):
 def test_a_role_is_pinned_and_spread_by_what_ray_takes(tmp_path: Path):
     file = tmp_path / "orbitserve.yaml"
     place = {"resources": {"fast": 1}, "label_selector": {"zone": "in(a,b)"}, "max_replicas_per_node": 1}
-    file.write_text(yaml.safe_dump({"model": {"path": str(tmp_path)}, "keeper": place, "patch": {"num_cpus": 2}}))
+    file.write_text(
+        yaml.safe_dump({"model": {"path": str(weights(DEFAULT_MODEL))}, "keeper": place, "patch": {"num_cpus": 2}})
+    )
     graph = build_app({"config": str(file)})._bound_deployment
     found = graph.init_kwargs["library"]._bound_deployment._replica_config
     assert found.max_replicas_per_node == 1
