@@ -235,7 +235,7 @@ def _pod(config: OrbitServeConfig, options: ManifestOptions, role: str) -> dict[
             limits["nvidia.com/gpu"] = str(gpus)
     requests = dict(limits)
     mounts = {"config": CONFIG_DIRECTORY, "models": _models(config), "scratch": "/tmp", "shared-memory": "/dev/shm"}
-    container = {
+    container: dict[str, Any] = {
         "name": "ray",
         "image": options.image,
         "env": [{"name": name, "value": value} for name, value in _environment().items()],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextvars import Context
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -53,6 +53,7 @@ class RayRoles:
         self._decode_once = handles["decode"]
         self.library = handles["library"]
         self._patience = canary_timeout_s + HEALTH_SECONDS
+        self._pulling: dict[str, Callable[[], None]] = {}  # by lease: ends the need of the replica that holds it
         self._reach = {
             name: Reachability(name, partial(_alive, role))
             for name, role in {**handles, "decode": self._decode_once}.items()
@@ -92,10 +93,14 @@ class RayRoles:
         Until the KV was pulled, by every choice for itself, the replica that holds it must be there.
         """
         stream, ended = self.decode.generate.remote(token_ids, transfer, params, request_id, options), False
-        outputs, holder, pulled = _stream(stream), replica_of(transfer["remote_request_id"]), set[int]()
+        outputs, lease, pulled = _stream(stream), transfer["remote_request_id"], set[int]()
         try:
             while len(pulled) < (params.n or 1):
-                async with self._reach["decode"].required(), self._reach["prefill"].required(holder):
+                async with (
+                    self._reach["decode"].required(),
+                    self._reach["prefill"].required(replica_of(lease)) as release,
+                ):
+                    self._pulling[lease] = release
                     output = await anext(outputs, None)
                 if output is None:
                     break
@@ -105,6 +110,7 @@ class RayRoles:
                 yield output
             ended = True
         finally:
+            self._pulling.pop(lease, None)
             if not ended:
                 stream.cancel()
 
@@ -121,6 +127,8 @@ class RayRoles:
             logger.warning("nobody tells of lease %s: %s", lease, error)
             return LeaseState.UNKNOWN
         told = [state for state in states if isinstance(state, LeaseState) and state is not LeaseState.UNKNOWN]
+        if LeaseState.READ in told and lease in self._pulling:
+            self._pulling[lease]()
         return told[0] if told else LeaseState.UNKNOWN
 
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from serving.errors import NoReplica, RoleUnavailable
 
@@ -45,8 +46,8 @@ class Reachability:
         self._missed: dict[str, float] = {}  # by replica that calls need: since when it did not answer
 
     @asynccontextmanager
-    async def required(self, replica: str | None = None) -> AsyncIterator[None]:
-        """Context of a wait for the role's answer, or for one replica's.
+    async def required(self, replica: str | None = None) -> AsyncIterator[Callable[[], None]]:
+        """Context of a wait for the role's answer, or for one replica's; what it gives ends the need before the wait.
 
         Raises:
             NoReplica: no replica of the role answers.
@@ -59,7 +60,7 @@ class Reachability:
             self._watching = asyncio.ensure_future(self._watch())
         try:
             async with limit:
-                yield
+                yield partial(self._waiting.discard, waiting)
         except TimeoutError:
             if not limit.expired():
                 raise

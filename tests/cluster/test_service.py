@@ -5,6 +5,7 @@ In the order of the file: what a test breaks comes back before it ends.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -76,6 +77,15 @@ def test_a_chunk_that_was_linked_on_one_node_is_found_from_the_other(cluster: Cl
     assert all(right(one) for one in answers), answers
     assert all(one.orbit["vision_tokens_encoded"] == 0 for one in answers)
     assert all(one.orbit["tokens_reused"] > 0 for one in answers)
+
+
+def test_the_doctor_finds_every_node_well_and_tells_how_fast_kv_moves(cluster: Cluster):
+    arguments = ("doctor", "--cluster", "--config", "/mnt/orbitserve.yaml")
+    environment = cluster.environment | {"COLUMNS": "200"}
+    found = cluster.head.run("orbitserve", *arguments, environment=environment, seconds=400)
+    assert found.returncode == 0, found.stdout
+    assert len(re.findall(r"NIXL 10\.77\.0\.\d → 10\.77\.0\.\d +[\d,]+ MiB/s", found.stdout)) == 2, found.stdout
+    assert found.stdout.count("versions") == 3
 
 
 def test_a_workers_node_is_killed_and_what_ran_there_goes_on_elsewhere(cluster: Cluster):
