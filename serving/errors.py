@@ -8,4 +8,4 @@ class RoleUnavailable(Exception):
 
 
 class NoReplica(RoleUnavailable):
-    """No replica of a role has answered for a while: another try finds none either, unless it comes later."""
+    """No replica of a role has answered for a while: another try at once finds none either."""

@@ -1,4 +1,4 @@
-"""gRPC between Ray Serve replicas: calls to a host that vanished fail within seconds, and servers listen where needed.
+"""gRPC between Ray Serve replicas: keepalive, and the address that they listen on.
 
 Serve's calls go over gRPC (`RAY_SERVE_USE_GRPC_BY_DEFAULT`). Of a host that is cut off nothing comes back, not even a
 reset: a call that it was answering would wait until Ray declares the node dead and longer, and a connection to it that
@@ -46,7 +46,7 @@ SERVER_OPTIONS = (("grpc.http2.max_ping_strikes", 0),)
 
 
 def install() -> None:
-    """Set up the channels and servers that Serve makes in this process from now on; once is enough."""
+    """Set up gRPC channels and servers that Serve makes in this process from now on."""
     _wrap(replica_wrapper, "init_grpc_channel", functools.partial(_with_options, added=CLIENT_OPTIONS))
     _wrap(serve_replica, "create_grpc_server_with_interceptors", functools.partial(_with_options, added=SERVER_OPTIONS))
     _wrap(serve_replica, "add_port_to_grpc_server", _on_node_address)

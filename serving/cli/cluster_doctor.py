@@ -1,4 +1,4 @@
-"""`orbitserve doctor --cluster`: checks of all nodes of a running Ray cluster, and of the ways between them.
+"""`orbitserve doctor --cluster`: checks of a Ray cluster's nodes and the ways between them.
 
 | check       | what it does                                                                      |
 |-------------|-----------------------------------------------------------------------------------|
@@ -66,7 +66,7 @@ class Node:
     labels: Mapping[str, str]
 
     def fits(self, settings: RoleSettings) -> bool:
-        """True if a replica of a role may be placed here, by its resources and by labels that name one value."""
+        """True if a role's replica may be placed here, by resources and plain labels."""
         asked = {"CPU": settings.num_cpus, "GPU": settings.gpus, **settings.resources}
         plain = {name: value for name, value in settings.label_selector.items() if not set(value) & set("!(")}
         return all(self.resources.get(name, 0) >= amount for name, amount in asked.items()) and all(
@@ -84,7 +84,7 @@ class Facts:
 
 
 class NodeProbe:
-    """Actor on a node: tells what is there, and takes part in transfers. Used on this process's node too."""
+    """Actor on a node: tells what is there, and takes part in transfers."""
 
     def facts(self, checkpoint: str | None) -> Facts:
         """Facts about this node."""
@@ -182,7 +182,7 @@ def versions() -> dict[str, str]:
 
 
 def digest_of(checkpoint: Path) -> str | None:
-    """Digest of a checkpoint's configuration and of the names and sizes of its weights; None: there is none."""
+    """Digest of a checkpoint's configuration and weights' names and sizes; None: there is none."""
     try:
         digest = hashlib.sha256((checkpoint / "config.json").read_bytes())
     except OSError:
@@ -217,7 +217,7 @@ def judge_versions(node: str, found: Mapping[str, str], ours: Mapping[str, str])
 
 
 def judge_environment(node: str, found: Mapping[str, str | None]) -> CheckResult:
-    """Whether Ray was started with `infra/cluster.env`."""
+    """A node's environment against `infra/cluster.env`."""
     wrong = [f"{name}={found.get(name)}" for name, value in FAST_REQUEST_PATH.items() if found.get(name) != value]
     remedy = "`set -a; . infra/cluster.env; set +a` before `ray start`, on every node: `ray stop`, and start it again"
     return _result(f"{node}: environment", not wrong, ", ".join(wrong) or "as infra/cluster.env has it", remedy)
@@ -245,7 +245,7 @@ def _result(name: str, ok: bool, detail: str, remedy: str) -> CheckResult:
 
 
 def run_cluster_doctor(config: OrbitServeConfig | None) -> list[CheckResult]:
-    """All findings about a running cluster; with a configuration also about its model, its storage and its roles.
+    """Findings about a running cluster; with a configuration also about its model and storage.
 
     Raises:
         NoCluster: there is none, or it does not let this process in.

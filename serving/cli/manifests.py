@@ -22,7 +22,7 @@ def manifests(
     engine_cpus: Annotated[int, typer.Option(min=1, help="Processors of a pod with an engine.")] = 8,
     engine_memory_gib: Annotated[int, typer.Option(min=1, help="Memory of a pod with an engine, in GiB.")] = 32,
 ) -> None:
-    """Print Kubernetes manifests for a configuration: a KubeRay RayService and what belongs to it."""
+    """Print Kubernetes manifests: a KubeRay RayService and what belongs to it."""
     from serving.config import ConfigError
     from serving.deploy.manifests import ManifestOptions, as_yaml, read, render, warnings
 

@@ -1,4 +1,4 @@
-"""Kubernetes manifests of a configuration: a KubeRay RayService with a worker group per role, and what belongs to it.
+"""Kubernetes manifests of a configuration: a KubeRay RayService with a group per role.
 
 | object              | what                                                                                         |
 |---------------------|----------------------------------------------------------------------------------------------|
@@ -167,7 +167,7 @@ def bounds(settings: RoleSettings) -> tuple[int, int]:
 
 
 def warnings(config: OrbitServeConfig) -> list[str]:
-    """What works on several nodes, but not as well as it might."""
+    """Warnings of what works on several nodes, but not as well as it might."""
     found = []
     if config.library.url is None:
         found.append("library.url is not set: what is learnt on a node goes with it, but for what Ray's stores hold")

@@ -71,7 +71,7 @@ def _loopback_allowed() -> Iterator[None]:
 
 
 def running_address() -> str | None:
-    """Address of the cluster that RAY_ADDRESS names, or of one that runs on this machine; None: there is none."""
+    """Address of RAY_ADDRESS's cluster, or of one on this machine; None: there is none."""
     if named := os.environ.get("RAY_ADDRESS"):
         return named
     left = find_bootstrap_address(None)

@@ -260,7 +260,7 @@ async def answered_by_all(role: DeploymentHandle, method: str, *arguments: Any) 
 
 
 async def answers_in_time(role: DeploymentHandle, seconds: float, method: str, *arguments: Any) -> list[Any]:
-    """Answers or exceptions of a role's replicas to a call, TimeoutError for each that does not answer in time.
+    """Answers or exceptions of a role's replicas to a call; TimeoutError for one that is late.
 
     A broadcast of Serve's, given a time, loses all answers with the one that does not come.
 

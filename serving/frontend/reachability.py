@@ -1,4 +1,4 @@
-"""Reachability of a role's replicas, for calls that would else wait for one that never comes.
+"""Reachability of a role's replicas, for calls that would else wait for ever.
 
 A call through a Ray Serve handle waits as long as its role has no replica, however long that is. Calls that need a role
 say so (`required`); once one of them has waited for a moment, every replica of the role is pinged each second. Where
@@ -47,7 +47,7 @@ class Reachability:
 
     @asynccontextmanager
     async def required(self, replica: str | None = None) -> AsyncIterator[Callable[[], None]]:
-        """Context of a wait for the role's answer, or for one replica's; what it gives ends the need before the wait.
+        """Context of a wait for the role's answer, or one replica's; gives what ends the need early.
 
         Raises:
             NoReplica: no replica of the role answers.

@@ -1,4 +1,4 @@
-"""Ray Serve deployments, one per role. Their import sets up gRPC in its process (`serving.replica_grpc`)."""
+"""Ray Serve deployments. Importing them sets up gRPC (`serving.replica_grpc`)."""
 
 from serving import replica_grpc
 
