@@ -21,7 +21,7 @@ ifdef ARGS
 	$(PYTHON) -m pytest $(ARGS)
 else  # those of units side by side; engines and services want the machine for themselves
 	$(PYTHON) -m pytest tests/unit -n logical --dist loadfile
-	$(PYTHON) -m pytest tests/integration tests/end_to_end
+	$(PYTHON) -m pytest tests/integration tests/end_to_end tests/cluster
 endif
 
 check: lint types test ## What CI runs: lint, types and tests

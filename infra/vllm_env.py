@@ -11,6 +11,7 @@ from importlib import metadata
 from infra.ports import LOOPBACK
 from infra.vllm_plugin import NIXL_PORT, SHARED_CORES
 
+KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 NIXL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"  # of the handshake
 # Of processes with an engine on a GPU.
 _GPU_ENVIRONMENT = {
@@ -34,7 +35,8 @@ def vllm_environment(
 
     Args:
         kv_cache_gib: size of the KV pool on a CPU; None: 1. The environment tells whole GiB alone: what is not whole,
-            and what is on a GPU, is an argument (`infra.vllm_arguments`).
+            and what is on a GPU, is an argument (`infra.vllm_arguments`), and the variable, which would go before it,
+            must not be set.
         threads: OpenMP threads of the process; None leaves the choice to Ray and OpenMP.
         nixl_host: address of the handshake, which peers must reach; nothing is listened to on others.
         nixl_port: port of that handshake; None where the process exchanges no KV.
@@ -42,7 +44,6 @@ def vllm_environment(
     """
     pool = kv_cache_gib or 1
     environment = {
-        "VLLM_CPU_KVCACHE_SPACE": "" if pool % 1 else str(int(pool)),  # it would go before an argument
         NIXL_HOST: nixl_host,
         # Prefill: the engine core lives in the calling process. Decode (AsyncLLM always starts a core of its own): on
         # CPU the worker then lives in that core, instead of a further process that both spin on a queue to talk to;
@@ -68,6 +69,8 @@ def vllm_environment(
         environment["TORCH_COMPILE_DISABLE"] = "1"
         environment[SHARED_CORES] = "1"
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # engines of several roles share the cores
+    if not pool % 1:
+        environment[KV_SPACE] = str(int(pool))
     if nixl_port is not None:
         environment[NIXL_PORT] = str(nixl_port)
     if threads is not None:

@@ -270,6 +270,16 @@ class Refusal:
     error: Exception
 
 
+def lease_owner(process: int, replica: str) -> str:
+    """Prefix of the lease ids of a prefill replica, unique among its processes."""
+    return f"prefill-{process}-{replica}"
+
+
+def replica_of(lease: str) -> str:
+    """Replica that holds a lease's blocks; of ids by `lease_owner`."""
+    return lease.split("-", 2)[2].rpartition("-")[0]
+
+
 class LeaseState(StrEnum):
     """State of a lease's blocks, as far as a worker knows."""
 

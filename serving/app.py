@@ -71,8 +71,11 @@ def _deployment(role: type, settings: RoleSettings, router: RequestRouterConfig 
         health_check_period_s=settings.health_check_period_s,
         graceful_shutdown_timeout_s=settings.graceful_shutdown_timeout_s,
         request_router_config=router or RequestRouterConfig(),
+        max_replicas_per_node=settings.max_replicas_per_node,
         ray_actor_options={
             "num_cpus": settings.num_cpus,
             "num_gpus": settings.gpus,
+            **({"resources": settings.resources} if settings.resources else {}),
+            **({"label_selector": settings.label_selector} if settings.label_selector else {}),
         },
     )

@@ -277,6 +277,19 @@ class RoleSettings(Settings):
         description="GPUs that Ray reserves for a replica. None: one for each rank of its engine where vLLM is a CUDA "
         "build (roles without an engine: none), else 0.",
     )
+    resources: dict[str, float] = Field(
+        default_factory=dict,
+        description="Custom Ray resources that a replica reserves, as `ray start --resources` gives them to nodes: "
+        "{prefill: 1} pins the role to nodes that have any.",
+    )
+    label_selector: dict[str, str] = Field(
+        default_factory=dict,
+        description="Labels that a replica's node must have, as `ray start --labels` gives them: {role: decode}; "
+        "values may be `in(a,b)`, `!a` or `!in(a,b)`.",
+    )
+    max_replicas_per_node: int | None = Field(
+        None, ge=1, le=100, description="Replicas of the role on one node at most; 1 spreads them. None: any number."
+    )
     threads: int | None = Field(
         None, ge=1, description="OpenMP threads. None: the CPUs reserved, or all of the node's if less than one is."
     )
@@ -290,6 +303,16 @@ class RoleSettings(Settings):
     max_ongoing_requests: int = Field(256, ge=1, description="Calls in progress on a replica before Serve queues.")
     health_check_period_s: float = Field(10.0, gt=0, description="Seconds between health checks.")
     graceful_shutdown_timeout_s: float = Field(20.0, ge=0, description="Time to finish running calls on shutdown.")
+
+    @field_validator("resources")
+    @classmethod
+    def _custom(cls, resources: dict[str, float]) -> dict[str, float]:
+        for name, amount in resources.items():
+            if name in ("CPU", "GPU", "memory", "object_store_memory"):
+                raise ValueError(f"{name!r} is Ray's own; num_cpus and num_gpus reserve processors")
+            if not amount > 0 or (amount > 1 and amount != int(amount)):
+                raise ValueError(f"{name}: {amount:g} is no part of one and no whole number, which Ray wants")
+        return resources
 
     @property
     def ranks(self) -> int:

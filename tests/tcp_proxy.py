@@ -17,12 +17,13 @@ class TcpProxy:
     reset once `after` bytes went in that direction, "answer" or "request".
     """
 
-    def __init__(self, target: int) -> None:
-        self._target = target
+    def __init__(self, target: int, host: str = "127.0.0.1") -> None:
+        """`host`: address to listen on."""
+        self._target, self._host = target, host
         self._lock = threading.Lock()
         self._cuts: dict[str, tuple[int, int]] = {}
         self._sockets: list[socket.socket] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server((host, 0))
         self.port: int = self._listener.getsockname()[1]
         self.flowing = threading.Event()
         self.flowing.set()
@@ -30,7 +31,7 @@ class TcpProxy:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self._host}:{self.port}"
 
     def cut(self, direction: str, times: int, after: int = 0) -> None:
         with self._lock:

@@ -43,7 +43,7 @@ from serving.api.auth import AnswerHead, Authenticate, BoundHeaders, Limit
 from serving.api.chat import UNSUPPORTED, OrbitServingChat, fixed_prefix, readable, refuse_longer, refuse_unsupported
 from serving.api.client_disconnect import CancelOnDisconnect, answering
 from serving.api.compiling import compiling
-from serving.api.errors import answer_errors
+from serving.api.errors import RetryLater, answer_errors
 from serving.api.fidelity import families, fidelity_router, scraped
 from serving.api.files import OnDelete, files_router
 from serving.api.image_limits import ImageLimits
@@ -179,6 +179,7 @@ async def build_api(
     answer_errors(app)
     document_errors(app)
     app.add_middleware(AnswerHead)
+    app.add_middleware(RetryLater)
     app.add_middleware(CancelOnDisconnect)
     rates = RateLimits(config.tenants.of, config.ingress.replicas)
     alone = config.tenants.most_of_one(http.max_concurrent_requests) if http.has_tenants else None

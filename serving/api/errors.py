@@ -11,8 +11,10 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi import HTTPException as FastAPIHTTPException
 from fastapi.responses import JSONResponse
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
@@ -22,6 +24,7 @@ from serving.frontend.errors import OverloadedError
 
 logger = logging.getLogger(__name__)
 
+_RETRY_SECONDS = "5"  # a replica takes longer to start; another one may be free, or a cable be back
 _STREAMING = tuple(f"vllm.entrypoints.openai.{api}.serving" for api in ("chat_completion", "completion"))  # loggers
 
 
@@ -83,6 +86,21 @@ def _methods(request: Request) -> set[str]:
     known = ((route, getattr(route, "methods", None) or ()) for route in request.app.routes)
     found = {method for route, methods in known if route.matches(request.scope)[0] != Match.NONE for method in methods}
     return found | ({"HEAD"} if "GET" in found else set())
+
+
+class RetryLater:
+    """Middleware that tells in every 503 after how many seconds another try is worth it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == HTTPStatus.SERVICE_UNAVAILABLE:
+                MutableHeaders(raw=message["headers"]).setdefault("Retry-After", _RETRY_SECONDS)
+            await send(message)
+
+        await self._app(scope, receive, told)
 
 
 def answer_errors(app: FastAPI) -> None:

@@ -11,13 +11,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from openai import DefaultHttpxClient, OpenAI
-from ray import serve
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from kvstore.private_files import make_private_folder
 from serving.config import OrbitServeConfig
+from serving.deploy.handles import driver_handle
 from serving.deploy.launch import APPLICATION, StartUpError, application
 
 _ROOT = Path(".orbitserve") / "demo"
@@ -128,8 +128,8 @@ def ask(client: OpenAI, model: str, parts: list[Any], mode: str = "auto") -> Ans
 
 def wait_until_formed() -> None:
     """Wait until the prefill worker and the patch compiler have stored what they learnt so far."""
-    serve.get_deployment_handle("PrefillWorker", APPLICATION).flush.remote().result(timeout_s=120)
-    serve.get_deployment_handle("PatchCompiler", APPLICATION).flush.remote().result(timeout_s=120)
+    driver_handle("PrefillWorker", APPLICATION).flush.remote().result(timeout_s=120)
+    driver_handle("PatchCompiler", APPLICATION).flush.remote().result(timeout_s=120)
 
 
 def show(console: Console, title: str, question: str, answer: Answer, wanted: str, right: bool) -> bool:

@@ -16,12 +16,14 @@ from infra.ray_exit import exit_with
 from serving.bench.command import bench_command
 from serving.cli import fidelity as fidelity_cli
 from serving.cli import library as library_cli
+from serving.cli import manifests as manifests_cli
 from serving.loadtest import cli as loadtest_cli
 
 app = typer.Typer(help="Serve multimodal models without paying twice for what was already seen.", no_args_is_help=True)
 app.add_typer(library_cli.app, name="library")
 app.add_typer(fidelity_cli.app, name="fidelity")
 app.add_typer(loadtest_cli.app, name="loadtest")
+app.command("manifests")(manifests_cli.manifests)
 app.command("bench")(bench_command("orbitserve", "serving.bench.catalogue"))
 console = Console(soft_wrap=True)
 Model = Annotated[str | None, typer.Option(help="As of `serve`; default: the configuration's.")]
@@ -181,6 +183,9 @@ def doctor(
         str | None, typer.Option(help="Model to check the engine with, as of `serve`; default: the bundled.")
     ] = None,
     config: Config = None,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Check the nodes of the Ray cluster that runs, and the ways between them.")
+    ] = False,
 ) -> None:
     """Check versions, engine, transfers, memory and ports; say what to do about failures.
 
@@ -196,7 +201,15 @@ def doctor(
     except (ConfigError, ModelUnavailable) as error:
         console.print(f"[red]error:[/red] {escape(str(error))}")
         raise typer.Exit(1) from None
-    if settings is None:
+    if cluster:
+        from serving.cli.cluster_doctor import NoCluster, run_cluster_doctor
+
+        try:
+            results = run_cluster_doctor(settings)
+        except NoCluster as error:
+            console.print(f"[red]error:[/red] {escape(str(error))}")
+            raise typer.Exit(1) from None
+    elif settings is None:
         results = run_doctor(checkpoint)
     else:
         from serving.engine_spec import prefill_spec

@@ -21,6 +21,7 @@ from infra.ports import url_host
 from serving.app import build
 from serving.config import OrbitServeConfig
 from serving.deploy.gpu_fit import reserved, shortage
+from serving.deploy.handles import driver_handle
 from serving.deploy.ray_cluster import ray_cluster
 from serving.settings import HttpSettings, RoleSettings
 
@@ -87,7 +88,7 @@ def application(config: OrbitServeConfig, console: Console) -> Iterator[str]:
             except RayServeException as error:  # another application has the prefix
                 raise StartUpError(str(error)) from error
             _wait_until_ready(console)
-            longest = serve.get_app_handle(APPLICATION).longest.remote().result()
+            longest = driver_handle("Ingress", APPLICATION).longest.remote().result()
             console.print(f"  prompts with their answers have up to {longest} tokens; {_logs()}")
             yield f"{'https' if config.http.tls_key else 'http'}://{url_host(config.http.host)}:{config.http.port}"
         finally:
@@ -147,11 +148,18 @@ def _name(path: Path | None) -> str | None:
 def _warn_of_apart(config: OrbitServeConfig, console: Console) -> None:
     """Say where replicas on different nodes would each have files of their own."""
     nodes = sum(node["Alive"] for node in ray.nodes())
-    if nodes > 1 and "://" not in config.files_url:
-        console.print(
-            f"[yellow]warning:[/yellow] there are {nodes} nodes, and files_url is a directory, {config.files_url}: "
-            "unless that is on storage that all of them share, replicas on one do not find what another one was sent"
+    if nodes < 2:
+        return
+    found = []
+    if "://" not in config.files_url:
+        found.append(
+            f"files_url is a directory, {config.files_url}: unless that is on storage that all of them share, replicas "
+            "on one do not find what another one was sent"
         )
+    if config.library.url is None:
+        found.append("library.url is not set: what is learnt on a node is lost with it, and the keeper sees no patches")
+    for problem in found:
+        console.print(f"[yellow]warning:[/yellow] there are {nodes} nodes, and {problem}", markup=True)
 
 
 def _logs() -> str:

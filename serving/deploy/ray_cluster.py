@@ -6,12 +6,14 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 from ray._private.services import find_bootstrap_address
 
+from infra.ports import LOOPBACK
 from serving.replicas.process import ONE_MACHINE
 
 logger = logging.getLogger(__name__)
@@ -44,11 +46,36 @@ def ray_cluster(**options: Any) -> Iterator[None]:
         environment = options.get("runtime_env", {})
         variables = {**environment.get("env_vars", {}), ONE_MACHINE: "1"}
         options["runtime_env"] = {**environment, "env_vars": variables}
-    ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, **options)
+        options["_node_ip_address"] = LOOPBACK
+    with _loopback_allowed() if address == "local" else nullcontext():
+        ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, **options)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _loopback_allowed() -> Iterator[None]:
+    """Context in which Ray takes a loopback address for a node's.
+
+    Everything in a cluster under one listens on it alone. Ray would put the machine's own in its place, as other nodes
+    could not reach it; but on systems where it knows no others.
+    """
+    allowed = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = allowed
+
+
+def running_address() -> str | None:
+    """Address of RAY_ADDRESS's cluster, or of one on this machine; None: there is none."""
+    if named := os.environ.get("RAY_ADDRESS"):
+        return named
+    left = find_bootstrap_address(None)
+    return left if left is not None and _answers(left) else None
 
 
 def _address() -> str | None:

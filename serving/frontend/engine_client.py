@@ -48,7 +48,7 @@ from prefill_workers.protocol import (
 )
 from prefill_workers.settings import PrefillSettings
 from serving.access_log import AccessLog
-from serving.errors import RoleUnavailable
+from serving.errors import NoReplica, RoleUnavailable
 from serving.frontend.answer_stream import AnswerStream, sampling_of
 from serving.frontend.errors import DeadlineExceeded, InvalidRequest, OverloadedError
 from serving.frontend.fair_queue import FairQueue
@@ -62,6 +62,7 @@ from serving.placement.orderer import PatchAwareOrderer
 logger = logging.getLogger(__name__)
 
 MOST_CHOICES = 128  # of one request, OpenAI's limit: each pulls a prompt's KV for itself
+_PULL_SECONDS = 2.0  # linked KV was pulled by then, unless there is no room for it
 _ANSWER_SECONDS = 0.01  # an answer to `prefetch` was on its way while the prompt was rendered
 
 
@@ -125,10 +126,14 @@ class _Lease:
         return time.monotonic() < self._until
 
     async def renew(self, roles: Roles) -> None:
-        """Go on telling the worker, until it says that they were read."""
-        state = LeaseState.HELD
+        """Go on telling the worker, until it says that they were read.
+
+        First after a moment: most have been by then, and the end of the worker's node is nothing to their answers.
+        """
+        state, pause = LeaseState.HELD, min(_PULL_SECONDS, self._seconds / 3)
         while state is not LeaseState.READ:
-            await asyncio.sleep(self._seconds / 3)
+            await asyncio.sleep(pause)
+            pause = self._seconds / 3
             began, state = time.monotonic(), await roles.renew(self._name)
             if state is LeaseState.HELD:
                 self._until = began + self._seconds
@@ -351,7 +356,7 @@ class LinkedEngineClient(_NotOurs):
             except RoleUnavailable as error:
                 if ended:
                     return
-                if attempt == 2 or (answer.decoded and not answer.begun):
+                if attempt == 2 or isinstance(error, NoReplica) or (answer.decoded and not answer.begun):
                     lost = GenerationError if told else RetryableRequestError  # 503: another try is safe
                     raise lost(f"a worker was lost: {error}") from error
                 if answer.decoded:

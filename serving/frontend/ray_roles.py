@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextvars import Context
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from prefill_workers.protocol import Refusal
+from prefill_workers.protocol import Refusal, replica_of
 from serving.config import OrbitServeConfig
 from serving.errors import RoleUnavailable
+from serving.frontend.reachability import Reachability
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEALTH_SECONDS = 2.0  # for a role to say how it is, beside what its canary may take
+_PING_SECONDS = 3.0  # for a replica to say that it is there
 _RENEWAL_SECONDS = 5.0  # for replicas to say that they have heard of a lease; one that hangs keeps nobody from the next
 
 
@@ -57,6 +60,12 @@ class RayRoles:
         self._decode_once = handles["decode"]
         self.library = handles["library"]
         self._patience = canary_timeout_s + HEALTH_SECONDS
+        self._pulling: dict[str, Callable[[], None]] = {}  # by lease: ends the need of the replica that holds it
+        self._reach = {
+            name: Reachability(name, partial(_alive, role))
+            for name, role in {**handles, "decode": self._decode_once}.items()
+            if role is not None
+        }
 
     async def prefetch(self, request: PrefetchRequest) -> Collection[str]:
         """Best effort.
@@ -71,24 +80,44 @@ class RayRoles:
 
     async def encode(self, items: Sequence[Pixels]) -> Sequence[Tensor | Pixels]:
         """See `VisionEncoder.encode`; the items themselves where there is no such role."""
-        return items if self.vision is None else await answered(self.vision.encode.remote(items))
+        if self.vision is None:
+            return items
+        async with self._reach["vision"].required():
+            return await answered(self.vision.encode.remote(items))
 
     async def link(
         self, request: LinkRequest, indices: Sequence[int], embeddings: Sequence[Tensor | Pixels]
     ) -> LinkResult:
         """See `PrefillWorker.link`."""
-        return await answered(self.prefill.link.remote(request, tuple(indices), tuple(embeddings)))
+        async with self._reach["prefill"].required():
+            return await answered(self.prefill.link.remote(request, tuple(indices), tuple(embeddings)))
 
     async def generate(
         self, token_ids: list[int], transfer: dict[str, Any], params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """See `DecodeWorker.generate`. Closing the generator aborts the request on its replica."""
+        """See `DecodeWorker.generate`. Closing the generator aborts the request on its replica.
+
+        Until the KV was pulled, by every choice for itself, the replica that holds it must be there.
+        """
         stream, ended = self.decode.generate.remote(token_ids, transfer, params, request_id, options), False
+        outputs, lease, pulled = _stream(stream), transfer["remote_request_id"], set[int]()
         try:
-            async for output in _stream(stream):
+            while len(pulled) < (params.n or 1):
+                async with (
+                    self._reach["decode"].required(),
+                    self._reach["prefill"].required(replica_of(lease)) as release,
+                ):
+                    self._pulling[lease] = release
+                    output = await anext(outputs, None)
+                if output is None:
+                    break
+                pulled |= {choice.index for choice in output.outputs}
+                yield output
+            async for output in outputs:
                 yield output
             ended = True
         finally:
+            self._pulling.pop(lease, None)
             if not ended:
                 stream.cancel()
 
@@ -100,12 +129,13 @@ class RayRoles:
         from prefill_workers.protocol import LeaseState
 
         try:
-            answers = self.prefill.broadcast("renew", lease)
-            states = await answers.results_async(timeout_s=_RENEWAL_SECONDS, return_exceptions=True)
+            states = await answers_in_time(self.prefill, _RENEWAL_SECONDS, "renew", lease)
         except Exception as error:
             logger.warning("nobody tells of lease %s: %s", lease, error)
             return LeaseState.UNKNOWN
         told = [state for state in states if isinstance(state, LeaseState) and state is not LeaseState.UNKNOWN]
+        if LeaseState.READ in told and lease in self._pulling:
+            self._pulling[lease]()
         return told[0] if told else LeaseState.UNKNOWN
 
     async def abandon(self, transfer: dict[str, Any], readers: int) -> None:
@@ -128,7 +158,8 @@ class RayRoles:
 
     async def allow(self, point: OperatingPoint) -> int:
         """See `LibraryKeeper.allow`."""
-        return int(await answered(self.library.allow.remote(point)))
+        async with self._reach["library"].required():
+            return int(await answered(self.library.allow.remote(point)))
 
     async def formed(self, cursors: Mapping[str, int]) -> list[PatchFeed]:
         """See `PatchFeedRoles.formed`."""
@@ -250,6 +281,24 @@ async def answered_by_all(role: DeploymentHandle, method: str, *arguments: Any) 
         if isinstance(answer, BaseException):
             raise answer
     return list(answers)
+
+
+async def answers_in_time(role: DeploymentHandle, seconds: float, method: str, *arguments: Any) -> list[Any]:
+    """Answers or exceptions of a role's replicas to a call; TimeoutError for one that is late.
+
+    A broadcast of Serve's, given a time, loses all answers with the one that does not come.
+
+    Raises DeploymentUnavailableError if the role has no replica.
+    """
+    async with asyncio.timeout(seconds):
+        calls = await role.broadcast(method, *arguments)._fetch_replica_results_async()
+    answers = (asyncio.wait_for(call.get_async(), seconds) for call in calls)
+    return list(await asyncio.gather(*answers, return_exceptions=True))
+
+
+async def _alive(role: DeploymentHandle) -> list[str]:
+    """Names of a role's replicas that answer."""
+    return [answer for answer in await answers_in_time(role, _PING_SECONDS, "alive") if isinstance(answer, str)]
 
 
 async def _stream(responses: Any) -> AsyncGenerator[Any, None]:

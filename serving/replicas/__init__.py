@@ -1,1 +1,5 @@
-"""The Ray Serve deployments."""
+"""Ray Serve deployments. Importing them sets up gRPC (`serving.replica_grpc`)."""
+
+from serving import replica_grpc
+
+replica_grpc.install()

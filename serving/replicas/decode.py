@@ -13,7 +13,7 @@ from prefill_workers.protocol import Refusal
 from serving.config import OrbitServeConfig
 from serving.engine_spec import decode_spec
 from serving.replicas.canary import Canary
-from serving.replicas.process import enter_vllm
+from serving.replicas.process import enter_vllm, replica_name
 from serving.routing.reports import DecodeReporter
 
 if TYPE_CHECKING:
@@ -75,6 +75,10 @@ class DecodeWorker:
     async def record_routing_stats(self) -> dict[str, Any]:
         """Called by Serve, every `routing.report_period_s`."""
         return self._reporter.stats()
+
+    async def alive(self) -> str:
+        """This replica's name."""
+        return replica_name()
 
     async def longest(self) -> int:
         """Most tokens of a prompt with its answer."""

@@ -14,7 +14,7 @@ from serving.config import OrbitServeConfig
 from serving.engine_spec import front_end_config
 from serving.frontend.ray_roles import RayRoles, answered
 from serving.placement.patch_feed import follow
-from serving.replicas.process import enter_vllm
+from serving.replicas.process import enter_vllm, replica_name
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -42,7 +42,7 @@ class Ingress:
         threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="ingress")
         asyncio.get_running_loop().set_default_executor(threads)  # Serve's own is as small as `num_cpus`
         context = serve.get_replica_context()
-        self._name = str(context.replica_id.unique_id)
+        self._name = replica_name()
         self._roles = RayRoles(
             handles,
             serve.get_deployment_handle(type(self).__name__, context.app_name),

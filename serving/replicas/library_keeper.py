@@ -16,7 +16,7 @@ from prefill_workers.fidelity.disabled_points import DisabledPoints
 from serving.config import OrbitServeConfig
 from serving.placement.patch_feed import KEEPER_LIMIT, PatchFeed, PatchFeedSource, log_stored
 from serving.replicas.fidelity import FidelityKeeper
-from serving.replicas.process import enter
+from serving.replicas.process import enter, replica_name
 
 if TYPE_CHECKING:
     from prefill_workers.fidelity.disabled_points import PointDecision
@@ -47,7 +47,7 @@ class LibraryKeeper:
         self._library = Library(config.library, model)
         self._fidelity = FidelityKeeper(DisabledPoints(config.library.directory, model), prefill)
         self._sweeping = asyncio.create_task(self._sweep(config.keeper.sweep_period_s))
-        self._feed = PatchFeedSource(str(serve.get_replica_context().replica_id.unique_id), KEEPER_LIMIT)
+        self._feed = PatchFeedSource(replica_name(), KEEPER_LIMIT)
         period_s = config.keeper.catalogue_period_s
         self._listing = asyncio.create_task(log_stored(self._library, config.patch, self._feed, period_s))
 
@@ -103,6 +103,10 @@ class LibraryKeeper:
     async def allow(self, point: OperatingPoint) -> int:
         """Allow an operating point; returns on how many prefill replicas it was disabled."""
         return await self._fidelity.allow(point)
+
+    async def alive(self) -> str:
+        """This replica's name."""
+        return replica_name()
 
     async def stats(self) -> Any:
         """The library's counters and bytes."""

@@ -24,6 +24,7 @@ from prefill_workers.protocol import (
     PromptTooLarge,
     Refusal,
     SessionStats,
+    lease_owner,
 )
 from serving.config import OrbitServeConfig
 from serving.engine_spec import prefill_spec
@@ -33,7 +34,7 @@ from serving.placement.patch_feed import PatchFeed, PatchFeedSource
 from serving.replicas.canary import Canary
 from serving.replicas.fidelity import PrefillFidelity
 from serving.replicas.patch_queue import PatchQueue
-from serving.replicas.process import MOST_FAILURES, address_for_peers, enter_vllm
+from serving.replicas.process import MOST_FAILURES, address_for_peers, enter_vllm, replica_name
 from serving.routing.reports import PrefillReporter
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class PrefillWorker:
             budget=settings.max_batch_tokens,
             max_queue=settings.max_queue,
             lease_seconds=settings.lease_seconds,
-            owner=f"prefill-{os.getpid()}-{serve.get_replica_context().replica_id.unique_id}",
+            owner=lease_owner(os.getpid(), self._name),
             learns=settings.form_patches,
             compiles=settings.compile_limits(linker.compose_up_to),
             cost_model=measure_forward_cost(self._engine),
@@ -228,7 +229,11 @@ class PrefillWorker:
 
     @property
     def _name(self) -> str:
-        return str(serve.get_replica_context().replica_id.unique_id)
+        return replica_name()
+
+    async def alive(self) -> str:
+        """This replica's name."""
+        return self._name
 
     async def formed(self, cursors: Mapping[str, int]) -> PatchFeed:
         """Patches formed since these cursors; see `serving.placement.patch_feed`."""

@@ -9,9 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import ray
+from ray import serve
 
 from infra.ports import LOOPBACK, free_port
-from infra.vllm_env import vllm_environment
+from infra.vllm_env import KV_SPACE, vllm_environment
 from serving.settings import RoleSettings
 
 # How often OpenMP's threads (libgomp) look for the next parallel region of a forward before they sleep: for half a
@@ -23,6 +24,8 @@ SPIN = ("GOMP_SPINCOUNT", "10000")
 _MALLOC = {-1: 512 << 20, -2: 64 << 20, -3: 32 << 20, -8: 1}
 
 ONE_MACHINE = "ORBITSERVE_ONE_MACHINE"  # "1" in clusters that a command has started for itself
+
+UCX_LOOPBACK = ("UCX_NET_DEVICES", "lo")  # else UCX listens on the address of every network device
 
 MOST_FAILURES = 3  # of an engine, one after another: then it is hardly the requests
 
@@ -47,6 +50,9 @@ def enter_vllm(
     """
     enter(settings)
     keep_log_open()
+    os.environ.pop(KV_SPACE, None)  # of whoever started Ray
+    if _is_alone():
+        os.environ.setdefault(*UCX_LOOPBACK)
     os.environ.update(
         vllm_environment(
             kv_cache_gib=kv_cache_gib,
@@ -57,9 +63,19 @@ def enter_vllm(
     )
 
 
+def replica_name() -> str:
+    """Name of the Serve replica that this process is."""
+    return str(serve.get_replica_context().replica_id.unique_id)
+
+
 def address_for_peers() -> str:
     """Address of this node for other replicas: loopback where all of them are on this machine."""
-    return LOOPBACK if os.environ.get(ONE_MACHINE) == "1" else str(ray.util.get_node_ip_address())
+    return LOOPBACK if _is_alone() else str(ray.util.get_node_ip_address())
+
+
+def _is_alone() -> bool:
+    """True where all replicas are on this machine."""
+    return os.environ.get(ONE_MACHINE) == "1"
 
 
 def keep_log_open() -> None:

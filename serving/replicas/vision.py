@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from serving.config import OrbitServeConfig
 from serving.engine_spec import vision_spec
-from serving.replicas.process import MOST_FAILURES, enter_vllm
+from serving.replicas.process import MOST_FAILURES, enter_vllm, replica_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +38,10 @@ class VisionEncoder:
             raise
         self._failing = 0
         return found
+
+    async def alive(self) -> str:
+        """This replica's name."""
+        return replica_name()
 
     async def stats(self) -> dict[str, Any]:
         """Number of encoded images."""

@@ -9,9 +9,10 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from vllm.exceptions import RetryableRequestError
 
 from serving.api.auth import Authenticate, BoundHeaders, Limit
-from serving.api.errors import answer_errors
+from serving.api.errors import RetryLater, answer_errors
 from serving.api.metrics import Metrics, exposition
 from serving.api_keys import KeyRing
 from serving.frontend.rate_limits import RateLimits
@@ -314,3 +315,24 @@ async def test_large_headers_are_refused_before_keys_are_looked_at(
         answer = await c.get(path)
     assert answer.status_code == 431
     assert answer.json()["error"]["code"] == 431
+
+
+async def test_every_503_says_when_to_try_again_and_nothing_else_does():
+    app = FastAPI()
+    answer_errors(app)
+    app.add_middleware(RetryLater)
+
+    @app.get("/lost")
+    async def lost() -> None:
+        raise RetryableRequestError("a worker was lost")
+
+    @app.get("/said/{status}")
+    async def said(status: int) -> JSONResponse:
+        return JSONResponse({}, status, headers={"Retry-After": "60"} if status == 503 else {})
+
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        answer = await client.get("/lost")
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
+        assert (await client.get("/said/503")).headers.get_list("Retry-After") == ["60"]
+        assert "Retry-After" not in (await client.get("/said/500")).headers

@@ -9,6 +9,7 @@ import pickle
 import threading
 from collections.abc import AsyncGenerator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import MagicMock
@@ -32,6 +33,7 @@ from prefill_workers.scheduler.load_budget import KVLoadBudget
 from prefill_workers.scheduler.prefill_loop import LoopStats
 from serving.api.app import ProcessedImages
 from serving.errors import RoleUnavailable
+from serving.frontend import ray_roles
 from serving.frontend.documents import Documents
 from serving.frontend.ray_roles import RayRoles, accepted, answered, lost
 from serving.replicas.canary import EngineStalled
@@ -221,19 +223,32 @@ class Workers:
     def __init__(self, *attempts: list[Any] | Exception) -> None:
         self._attempts = list(attempts)
         self.called: list[tuple[Any, ...]] = []
-        self.patience: float | None = None
 
     def broadcast(self, method: str, *arguments: Any) -> Any:
-        async def results_async(return_exceptions: bool, timeout_s: float | None = None) -> list[Any]:
+        async def results_async(return_exceptions: bool) -> list[Any]:
             assert return_exceptions
-            self.patience = timeout_s
             self.called.append((method, *arguments))
             answers = self._attempts.pop(0) if self._attempts else []
             if isinstance(answers, Exception):
                 raise answers
             return answers
 
-        return SimpleNamespace(results_async=results_async)
+        async def one_by_one() -> list[Any]:
+            return [SimpleNamespace(get_async=partial(given, answer)) for answer in await results_async(True)]
+
+        return SimpleNamespace(results_async=results_async, _fetch_replica_results_async=one_by_one)
+
+
+HANGS = object()
+
+
+async def given(answer: Any) -> Any:
+    """A replica's answer; HANGS: never any."""
+    if answer is HANGS:
+        await asyncio.Event().wait()
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def keeper(deleted: list[str], prefill: Workers, replicas: int = 1, *others: Workers) -> LibraryKeeper:
@@ -356,12 +371,12 @@ async def test_a_cache_that_fails_leaves_nothing_in_a_prefill_workers_library_an
     assert deleted == ["page"]
 
 
-async def test_a_lease_is_renewed_on_all_prefill_workers_and_none_is_missed():
-    workers = Workers([LeaseState.UNKNOWN, LeaseState.READ, RayActorError()])
+async def test_a_lease_is_renewed_on_all_prefill_workers_and_none_is_missed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ray_roles, "_RENEWAL_SECONDS", 0.05)
+    workers = Workers([LeaseState.UNKNOWN, LeaseState.READ, RayActorError(), HANGS])
     roles = RayRoles({"prefill": workers, "decode": SimpleNamespace(options=lambda **_: None), "library": None}, NOBODY)
     assert await roles.renew("lease-1") is LeaseState.READ
     assert workers.called == [("renew", "lease-1")]
-    assert workers.patience is not None, "one that hangs must not keep the next renewal from the others"
     roles.prefill = Workers([LeaseState.UNKNOWN, RayActorError()])
     assert await roles.renew("lease-1") is LeaseState.UNKNOWN, "the one that is gone may have held it"
 

@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
+from infra.reference import DEFAULT_MODEL, weights
 from infra.s3_server import S3Server
 from prefill_workers.model_card import FILE
 from prefill_workers.settings import COMPOSE_UP_TO, Weighing
@@ -333,3 +334,28 @@ def test_a_section_that_is_none_is_named(tmp_path: Path):
     (tmp_path / "latin.yaml").write_bytes(b"model: {path: caf\xe9}")
     with pytest.raises(ConfigError, match="not text in UTF-8"):
         OrbitServeConfig.load(tmp_path / "latin.yaml")
+
+
+def test_a_role_is_pinned_and_spread_by_what_ray_takes(tmp_path: Path):
+    file = tmp_path / "orbitserve.yaml"
+    place = {"resources": {"fast": 1}, "label_selector": {"zone": "in(a,b)"}, "max_replicas_per_node": 1}
+    file.write_text(
+        yaml.safe_dump({"model": {"path": str(weights(DEFAULT_MODEL))}, "keeper": place, "patch": {"num_cpus": 2}})
+    )
+    graph = build_app({"config": str(file)})._bound_deployment
+    found = graph.init_kwargs["library"]._bound_deployment._replica_config
+    assert found.max_replicas_per_node == 1
+    assert found.resource_dict["fast"] == 1
+    assert found.ray_actor_options["label_selector"] == {"zone": "in(a,b)"}
+    plain = graph.init_kwargs["library"]._bound_deployment.init_args[2]._bound_deployment._replica_config
+    assert plain.max_replicas_per_node is None
+    assert plain.ray_actor_options.keys().isdisjoint({"resources", "label_selector"})
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [({"CPU": 2}, "Ray's own"), ({"fast": 0}, "no part of one"), ({"fast": 1.5}, "no whole number")],
+)
+def test_a_resource_that_ray_would_refuse_later_is_refused_by_name(place: dict[str, float], said: str):
+    with pytest.raises(ValueError, match=said):
+        VisionSettings(resources=place)

@@ -17,7 +17,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from kvstore.catalog.index import Entry, scopes_of
 from prefill_workers.modes import Mode
 from prefill_workers.protocol import ChunkSpan, LeaseState, Overloaded, PromptTooLarge
-from serving.errors import RoleUnavailable
+from serving.errors import NoReplica, RoleUnavailable
 from serving.frontend.errors import DeadlineExceeded, InvalidRequest, OverloadedError
 from serving.frontend.prompt_segments import Segments
 from serving.frontend.report import PROMPTS_AT_ONCE, OrbitOptions, RequestTrace, set_trace
@@ -433,3 +433,16 @@ async def test_more_choices_than_are_answered_are_refused_before_anything_is_sen
     with pytest.raises(VLLMValidationError, match="at most 128, not 129"):
         await ask(roles, n=129, temperature=1.0)
     assert not roles.calls
+
+
+async def test_a_role_without_any_replica_is_not_asked_twice():
+    """The first wait was long enough: a client is told within seconds, and a stream that has begun ends with it."""
+    roles = Roles(link=[NoReplica("no replica of the prefill role answers"), None])
+    with pytest.raises(RetryableRequestError, match="no replica of the prefill role"):
+        await ask(roles)
+    assert roles.calls == ["link"]
+    roles = Roles(first_tokens=[7], between=[NoReplica("no replica of the decode role answers")])
+    with pytest.raises(GenerationError) as told:
+        await ask(roles)
+    assert not isinstance(told.value, RetryableRequestError), "something was said already"
+    assert roles.calls.count("link") == 1

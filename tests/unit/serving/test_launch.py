@@ -68,7 +68,6 @@ def test_a_proxy_is_started_where_it_can_listen(host: str, where: str, url: str,
     found, given = Serve(), dict[str, Any]()
     found.http_config.host = host
     monkeypatch.setattr(found, "start", lambda **options: given.update(options))
-    monkeypatch.setattr(found, "get_app_handle", handle_that_knows(longest=10), raising=False)
     monkeypatch.setattr(found, "run_many", lambda *_, **__: found.applications.update({launch.APPLICATION: None}))
     patched(monkeypatch, found)
     with launch.application(config_of(host), Console(quiet=True)) as served:
@@ -82,7 +81,6 @@ def test_tls_is_the_proxys_and_its_files_are_tried_before(monkeypatch: pytest.Mo
     other_key = self_signed(tmp_path / "other")[1]
     found, given = Serve(), dict[str, Any]()
     monkeypatch.setattr(found, "start", lambda **options: given.update(options["http_options"]))
-    monkeypatch.setattr(found, "get_app_handle", handle_that_knows(longest=10), raising=False)
     monkeypatch.setattr(found, "run_many", lambda *_, **__: found.applications.update({launch.APPLICATION: None}))
     patched(monkeypatch, found)
     for file in (other_key, tmp_path / "none.pem"):
@@ -114,13 +112,14 @@ def patched(monkeypatch: pytest.MonkeyPatch, found: Serve) -> None:
     monkeypatch.setattr(launch, "serve", found)
     monkeypatch.setattr(launch, "_get_global_client", lambda: found)
     monkeypatch.setattr(launch, "ray_cluster", lambda **_: nullcontext())
+    monkeypatch.setattr(launch, "driver_handle", handle_that_knows(longest=10))
     for name in ("_end_by_signal", "_warn_of_apart", "_wait_until_ready", "build"):
         monkeypatch.setattr(launch, name, lambda *_: None)
 
 
 def handle_that_knows(**facts: int) -> Any:
     answer = {name: SimpleNamespace(remote=lambda: SimpleNamespace(result=lambda: 10)) for name in facts}
-    return lambda name: SimpleNamespace(**answer)
+    return lambda *_: SimpleNamespace(**answer)
 
 
 def config_of(host: str, **http: Any) -> OrbitServeConfig:

@@ -50,6 +50,7 @@ def test_replicas_are_told_where_no_other_machine_can_have_any(
     variables = given["runtime_env"]["env_vars"]
     assert variables["A"] == "b"
     assert variables.get(ONE_MACHINE) == alone
+    assert given.get("_node_ip_address") == ("127.0.0.1" if alone else None)
     monkeypatch.setenv(ONE_MACHINE, alone or "")
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.1.2.3")
     assert address_for_peers() == ("127.0.0.1" if alone else "10.1.2.3")

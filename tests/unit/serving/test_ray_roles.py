@@ -13,10 +13,13 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from prefill_workers.protocol import Overloaded, Refusal
-from serving.errors import RoleUnavailable
+from prefill_workers.protocol import LeaseState, Overloaded, Refusal, lease_owner
+from serving.errors import NoReplica, RoleUnavailable
+from serving.frontend import reachability
 from serving.frontend.ray_roles import RayRoles, answered, answered_by_all
 
+TRANSFER = {"remote_request_id": f"{lease_owner(17, 'holder')}-3"}
+ONE: Any = SimpleNamespace(n=1)
 LOST = [
     RayActorError(error_msg="The actor died unexpectedly.\n\tactor_id: 1234"),
     ActorUnavailableError("no answer\n\tip: 10.0.0.1", bytes(16)),
@@ -43,8 +46,17 @@ class Response:
             raise self.outcome
         return self.outcome
 
+    async def get_async(self) -> Any:
+        return await self
+
     def cancel(self) -> None:
         self.cancelled = True
+
+
+class Said(str):
+    """An output of a decode worker, of one choice."""
+
+    outputs = (SimpleNamespace(index=0),)
 
 
 class Stream:
@@ -66,7 +78,7 @@ class Stream:
         item = self.items.pop(0)
         if isinstance(item, BaseException):
             raise item
-        return item
+        return Said(item) if isinstance(item, str) else item
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -98,7 +110,10 @@ class Role:
                 raise self.answers
             return self.answers
 
-        return SimpleNamespace(results_async=results_async)
+        async def one_by_one() -> list[Any]:
+            return [Response(answer) for answer in await results_async(True)]
+
+        return SimpleNamespace(results_async=results_async, _fetch_replica_results_async=one_by_one)
 
 
 def roles(**handles: Any) -> RayRoles:
@@ -108,7 +123,7 @@ def roles(**handles: Any) -> RayRoles:
 async def told(stream: Stream, got: list[Any] | None = None) -> list[Any]:
     """What `generate` yields of a decode worker's stream."""
     got = [] if got is None else got
-    async for output in roles(decode=Role(stream)).generate([1], {}, None, "id"):
+    async for output in roles(decode=Role(stream)).generate([1], TRANSFER, ONE, "id"):
         got.append(output)
     return got
 
@@ -220,7 +235,50 @@ async def test_a_stream_is_cancelled_with_whoever_reads_it():
 
 async def test_closing_the_generator_cancels_its_stream():
     stream = Stream("a", "b")
-    outputs = roles(decode=Role(stream)).generate([1], {}, None, "id")
+    outputs = roles(decode=Role(stream)).generate([1], TRANSFER, ONE, "id")
     assert await anext(outputs) == "a"
     await outputs.aclose()
     assert stream.cancelled
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("QUIET_S", "PERIOD_S", "PATIENCE_S", "LOST_S"):
+        monkeypatch.setattr(reachability, name, 0.02)
+
+
+@pytest.mark.usefixtures("_impatient")
+@pytest.mark.parametrize("answers", [LOST[2], [LOST[1]], [TimeoutError()]], ids=["none", "unreachable", "silent"])
+async def test_a_link_to_a_role_without_a_replica_that_answers_is_no_wait_for_ever(answers: Any):
+    response = Response(ever=False)
+    with pytest.raises(NoReplica, match="no replica of the prefill role answers"):
+        await roles(prefill=Role(response, answers)).link(SimpleNamespace(), (), ())
+    assert response.cancelled
+
+
+@pytest.mark.usefixtures("_impatient")
+async def test_a_generation_waits_for_kv_only_while_the_replica_that_holds_it_answers():
+    stream = Stream(ends=False)
+    handles = {"decode": Role(stream, ["decodes"]), "prefill": Role(answers=["another"])}
+    with pytest.raises(RoleUnavailable, match="holds the prompt's KV"):
+        await anext(roles(**handles).generate([1], TRANSFER, ONE, "id"))
+    assert stream.cancelled
+    handles["prefill"] = Role(answers=["another", "holder"])
+    waiting = asyncio.ensure_future(anext(roles(**handles).generate([1], TRANSFER, ONE, "id")))
+    await asyncio.sleep(0.2)
+    assert not waiting.done()
+    waiting.cancel()
+
+
+@pytest.mark.usefixtures("_impatient")
+async def test_an_answer_whose_kv_was_pulled_needs_nobody_who_held_it():
+    """An answer that comes whole says nothing until its end: a renewal tells that its KV was read."""
+    stream, prefill = Stream(ends=False), Role(answers=[LeaseState.READ])
+    made = roles(decode=Role(stream, ["decodes"]), prefill=prefill)
+    waiting = asyncio.ensure_future(anext(made.generate([1], TRANSFER, ONE, "id")))
+    await asyncio.sleep(0)
+    assert await made.renew(TRANSFER["remote_request_id"]) is LeaseState.READ
+    prefill.answers = ["another"]
+    await asyncio.sleep(0.2)
+    assert not waiting.done()
+    waiting.cancel()
