@@ -278,7 +278,9 @@ def _shrink(state: RoleState, memory: Memory, goals: Goals, now: float, enough: 
     return Decision(enough, "shrink", words, memory)
 
 
-def _within_budget(decisions: dict[Role, Decision], roles: Mapping[Role, RoleState], goals: Goals) -> dict[Role, Decision]:
+def _within_budget(
+    decisions: dict[Role, Decision], roles: Mapping[Role, RoleState], goals: Goals
+) -> dict[Role, Decision]:
     """Decisions cut to the budget of GPUs: from the least of each role on, the next goes where it gains the most."""
     budget = goals.gpus or 0.0
     if sum(decision.target * roles[role].gpus for role, decision in decisions.items()) <= budget:
@@ -300,7 +302,9 @@ def _within_budget(decisions: dict[Role, Decision], roles: Mapping[Role, RoleSta
     return {
         role: decision
         if given[role] == decision.target
-        else replace(decision, target=given[role], reason="budget", because=f"{decision.target} wanted; {decision.because}")
+        else replace(
+            decision, target=given[role], reason="budget", because=f"{decision.target} wanted; {decision.because}"
+        )
         for role, decision in decisions.items()
     }
 

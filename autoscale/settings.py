@@ -37,11 +37,15 @@ class AutoscaleSettings(BaseModel):
         description="Replicas besides those that a load keeps busy, times its square root; where ttft_s is None.",
     )
     settle_s: float = Field(
-        300.0, ge=0, description="Time between two changes of a role in opposite directions; more are needed to grow "
-        "again soon after each shrink."
+        300.0,
+        ge=0,
+        description="Time between two changes of a role in opposite directions; more are needed to grow "
+        "again soon after each shrink.",
     )
     gpus: float | None = Field(
-        None, gt=0, description="GPUs of all roles together; plans beyond that are cut. None: as many as roles may take."
+        None,
+        gt=0,
+        description="GPUs of all roles together; plans beyond that are cut. None: as many as roles may take.",
     )
     period_s: float = Field(2.0, gt=0, description="Seconds between two plans.")
     log: Path | None = Field(

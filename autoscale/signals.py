@@ -130,7 +130,9 @@ class Window:
 
     def __init__(self, role: Role, window_s: float = 120.0, stale_s: float = 6.0) -> None:
         self.role, self._window_s, self._stale_s = role, window_s, stale_s
-        self._replicas: dict[str, tuple[float, dict[str, float]] | None] = {}  # arrival and signals; None: not known yet
+        self._replicas: dict[
+            str, tuple[float, dict[str, float]] | None
+        ] = {}  # arrival and signals; None: not known yet
         self._growth: deque[_Growth] = deque()
         self._shares: deque[tuple[float, float]] = deque()
         self._demand: Demand | None = None

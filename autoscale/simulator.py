@@ -395,9 +395,9 @@ class Simulation:
         minutes = (at // 60).astype(int)
         good = np.bincount(minutes, result.good, minlength=len(self._timeline["at"])) if len(at) else np.zeros(0)
         came = np.bincount(minutes, minlength=len(self._timeline["at"])) if len(at) else np.zeros(0)
-        result.timeline["attainment"] = [
-            round(float(g / c), 4) if c else 1.0 for g, c in zip(good, came, strict=True)
-        ][: len(self._timeline["at"])]
+        result.timeline["attainment"] = [round(float(g / c), 4) if c else 1.0 for g, c in zip(good, came, strict=True)][
+            : len(self._timeline["at"])
+        ]
         return result
 
     def _around_shrinks(self) -> list[tuple[float, float]]:

@@ -189,7 +189,8 @@ def _of_client(
     times = start + _arrivals(window.rate * scale, _WINDOW_S, window, rng)
     count = len(times)
     columns = [
-        histograms.draw(start, field, count, rng) for field in ("text_tokens", "image_tokens", "image_count", "output_tokens")
+        histograms.draw(start, field, count, rng)
+        for field in ("text_tokens", "image_tokens", "image_count", "output_tokens")
     ]
     text, image_tokens, image_count, output = columns
     image_count = np.where(image_tokens > 0, np.maximum(image_count, 1), 0)

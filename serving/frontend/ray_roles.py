@@ -9,10 +9,12 @@ from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextvars import Context
 from typing import TYPE_CHECKING, Any
 
+import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from autoscale.planner import NAMESPACE, actor_name
 from prefill_workers.protocol import Refusal
 from serving.config import OrbitServeConfig
 from serving.errors import RoleUnavailable
@@ -154,7 +156,7 @@ class RayRoles:
             async for _ in self.generate(tokens, linked.transfer, params, name):
                 pass
 
-        pairs = config.prefill.replicas * config.decode.replicas
+        pairs = config.prefill.least_replicas * config.decode.least_replicas
         for outcome in await asyncio.gather(*(one(number) for number in range(pairs)), return_exceptions=True):
             if isinstance(outcome, (RoleUnavailable, Overloaded)):  # others are asking: they shake the hands
                 logger.warning("a pair of workers is not warmed up: %s", outcome)
@@ -202,6 +204,16 @@ async def answered(response: Any) -> Any:
     except asyncio.CancelledError:
         response.cancel()
         raise
+
+
+async def planner_status(app_name: str) -> dict[str, Any]:
+    """See `Planner.status`. Raises RoleUnavailable where there is no planner, as while its keeper starts."""
+    try:
+        planner = await asyncio.to_thread(ray.get_actor, actor_name(app_name), namespace=NAMESPACE)
+        status: dict[str, Any] = await planner.status.remote()
+    except (ValueError, RayActorError) as error:
+        raise RoleUnavailable("the planner is not there") from error
+    return status
 
 
 def accepted(answer: Any) -> Any:

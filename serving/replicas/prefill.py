@@ -28,6 +28,8 @@ from serving.replicas.fidelity import PrefillFidelity
 from serving.replicas.patch_queue import PatchQueue
 from serving.replicas.process import MOST_FAILURES, address_for_peers, enter_vllm
 from serving.routing.reports import PrefillReporter
+from serving.scaling.meters import PrefillMeter
+from serving.scaling.roles import scales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +49,8 @@ class PrefillWorker:
 
     async def __init__(self, config: OrbitServeConfig, compiler: DeploymentHandle) -> None:  # type: ignore[misc]
         settings = config.prefill
+        self._meter = PrefillMeter(config.library.load_threads)
+        self._flushes_at_end = scales(config, settings)
         enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, handshakes_at=address_for_peers())
         from kvstore.library import Library
         from prefill_workers.engine.engine import PrefillEngine, check_hand_off
@@ -107,6 +111,7 @@ class PrefillWorker:
         self._planners = ThreadPoolExecutor(32, thread_name_prefix="plan")  # a plan waits for look-ups
         await self._fidelity.start()
         self._loop.start()
+        self._meter.ready()
 
     async def _compile(self, job: PatchJob) -> None:
         await answered(self._compiler.compile.remote(job))
@@ -177,7 +182,9 @@ class PrefillWorker:
                 plan.unpin()
                 raise
             try:
-                return await asyncio.wrap_future(future)
+                linked: LinkResult = await asyncio.wrap_future(future)
+                self._meter.linked(linked)
+                return linked
             except asyncio.CancelledError:
                 if future.done() and not future.cancelled() and future.exception() is None:
                     self._loop.abandon(future.result().lease)
@@ -214,6 +221,14 @@ class PrefillWorker:
     async def record_routing_stats(self) -> dict[str, Any]:
         """Called by Serve, every `routing.report_period_s`."""
         return self._reporter.stats()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve where the role is scaled; see `autoscale.signals`."""
+        return self._meter.signals(self._loop.stats(), self._library.stats())
+
+    async def signals(self) -> tuple[str, dict[str, float]]:
+        """This replica's name, and its signals for the planner."""
+        return self._name, await self.record_autoscaling_stats()
 
     async def stats(self) -> dict[str, Any]:
         """This replica's name, its counters and those of its loop and library."""
@@ -263,7 +278,13 @@ class PrefillWorker:
     async def _compute_one_token(self) -> None:
         await asyncio.wrap_future(self._loop.compute_one_token())
 
-    def __del__(self) -> None:
-        if hasattr(self, "_loop"):
-            self._loop.stop()
-            self._library.close()
+    async def __del__(self) -> None:
+        """Called by Serve once no call runs: leases end, and what was learnt is stored for the replicas that stay."""
+        if not hasattr(self, "_loop"):
+            return
+        if self._flushes_at_end:
+            while self._loop.stats().leases:
+                await asyncio.sleep(0.05)
+            await self.flush()
+        self._loop.stop()
+        self._library.close()
