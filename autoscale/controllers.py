@@ -1,4 +1,4 @@
-"""Policies for the simulator: ours, and what others scale by, re-implemented from their sources.
+"""Policies for the simulator: ours, and those of others as their sources have them.
 
 | name       | after                                                              | tuned by                           |
 |------------|--------------------------------------------------------------------|------------------------------------|
@@ -179,11 +179,9 @@ class Knative:
             panic = math.ceil(self._panic[role].mean() / self._target[role])
             if panic / max(view.ready[role], 1) >= 2.0:
                 self._panicked[role] = now
-            if now - self._panicked.get(role, -math.inf) <= 180.0:
-                wanted = max(panic, current)
-            else:
-                wanted = stable
-            wanted = max(1, min(wanted, 2 * max(view.ready[role], 1), wanted), math.ceil(current / 2))
+            panics = now - self._panicked.get(role, -math.inf) <= 180.0
+            wanted = max(panic, current) if panics else stable
+            wanted = max(1, min(wanted, 2 * max(view.ready[role], 1)), math.ceil(current / 2))
             if wanted > current or (wanted < current and now - self._lowered.get(role, -math.inf) >= 300.0):
                 if wanted < current:
                     self._lowered[role] = now

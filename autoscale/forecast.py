@@ -7,9 +7,9 @@
 | day   | the value of the same time yesterday, times how the last hour compares with yesterday's              |
 | week  | the same with last week                                                                             |
 
-An upper quantile is the forecast with the quantile of the same model's errors at the same horizon, as differences or as
-ratios, whichever gives less: ratios overstate after a small forecast, differences before a small load. Models are judged
-by the pinball loss at that quantile over the last day.
+An upper quantile is the forecast with the quantile of the same model's errors at the same horizon, as differences or
+as ratios, whichever gives less: ratios overstate after a small forecast, differences before a small load. Models are
+judged by the pinball loss at that quantile over the last day.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SMALL = 0.02  # of a replica's worth: ratios of less say nothing
 
 
 def pinball(came: np.ndarray, said: np.ndarray, quantile: float) -> float:
-    """Mean loss of forecasts of a quantile: what is under it counts `quantile`, what is over it the rest."""
+    """Mean pinball loss: what a forecast lacks counts `quantile`, what it has too much the rest."""
     short = came - said
     return float(np.mean(np.where(short >= 0, short * quantile, -short * (1 - quantile))))
 

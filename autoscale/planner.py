@@ -1,4 +1,4 @@
-"""The planner: an actor that asks all replicas how they are, plans, and remembers the plan.
+"""Planner actor: signals of all replicas to plans, with a log of decisions.
 
 Beside the library's keeper, which makes it. Each deployment's policy (`autoscale.serve`) asks for its role's target; a
 planner that is gone has none, and the targets stay.

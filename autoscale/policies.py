@@ -1,4 +1,4 @@
-"""The plan: how many replicas each role should have, and why. Pure functions of a state and a time.
+"""Plans: replicas of each role, with reasons; pure functions of a state and a time.
 
     Window, Forecast ── RoleState ──┐
     ttft_s, itl_s, gpus, settle_s ──┴─▶ plan(state, now) ─▶ {role: Decision(target, reason, memory)}
@@ -50,7 +50,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Goals:
-    """What is promised, as in `AutoscaleSettings`."""
+    """Promises to clients and their costs, as in `AutoscaleSettings`."""
 
     ttft_s: float | None = None
     itl_s: float | None = None
@@ -62,7 +62,7 @@ class Goals:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a role's next decision must know of earlier ones.
+    """Memory of earlier decisions, for a role's next one.
 
     Attributes:
         enough: replicas that were enough at a time, where no later number is as large: the first is the largest.
@@ -111,7 +111,7 @@ class RoleState:
 
 @dataclass(frozen=True)
 class Decision:
-    """A role's target, and in one word and one sentence why."""
+    """Target of a role, with its reason in a word and in a sentence."""
 
     target: int
     reason: str
@@ -120,7 +120,7 @@ class Decision:
 
 
 def waits_longer(load: float, mean_s: float, variability: float, replicas: int, limit_s: float) -> float:
-    """Share of the work that waits longer than `limit_s` with so many replicas; 1 where they cannot keep up.
+    """Share of the work that waits longer than `limit_s`; 1 where the replicas cannot keep up.
 
     M/G/n by Allen and Cunneen: Erlang's C, times an exponential whose mean is that of M/M/n times half of the
     variability.
@@ -143,7 +143,7 @@ def _tail(blocked: float, load: float, mean_s: float, variability: float, replic
 
 
 def within_limit(load: float, mean_s: float, variability: float, limit_s: float, attainment: float) -> int:
-    """The least replicas of which no more than 1 - attainment of the work waits longer than the limit.
+    """Fewest replicas with which a share `attainment` of the work waits no longer than the limit.
 
     Where the own time alone takes it, as many as keep `BUSIEST`.
     """

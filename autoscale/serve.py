@@ -1,7 +1,7 @@
-"""The autoscaling policy of a deployment, a plug-in of Ray Serve: the planner's last target for its role.
+"""Autoscaling policy of a deployment for Ray Serve: the planner's last target.
 
-Serve ships this module by value to its controller, and calls the policy within the controller's event loop: nothing here
-waits. A question to the planner is answered by the time of the next call.
+Serve ships this module by value to its controller, and calls the policy within the controller's event loop: nothing
+here waits. A question to the planner is answered by the time of the next call.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Mode(StrEnum):
-    """What follows from plans."""
+    """Effect of plans."""
 
     OFF = "off"
     ADVISE = "advise"
@@ -17,7 +17,7 @@ class Mode(StrEnum):
 
 
 class AutoscaleSettings(BaseModel):
-    """Replicas by load: what is promised to clients, and how the planner goes about it."""
+    """Replicas by load: promises to clients, and how the planner goes about them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -45,7 +45,7 @@ class AutoscaleSettings(BaseModel):
     gpus: float | None = Field(
         None,
         gt=0,
-        description="GPUs of all roles together; plans beyond that are cut. None: as many as roles may take.",
+        description="GPUs of all roles together; plans beyond are cut. None: as many as roles may take.",
     )
     period_s: float = Field(2.0, gt=0, description="Seconds between two plans.")
     log: Path | None = Field(

@@ -1,4 +1,4 @@
-"""Signals of replicas: flat dictionaries of floats, and the demand that follows from them.
+"""Signals of replicas, flat dictionaries of floats, and the demand that follows from them.
 
 A replica gives counters since its start and a few numbers of the moment. Work that came is what counters and queues
 have grown by, so that a late or lost sample costs precision, never truth. What is missing, NaN or negative is unknown,
@@ -51,7 +51,7 @@ NEEDED: dict[Role, tuple[str, ...]] = {
 
 
 def known(role: Role, flat: Mapping[str, object]) -> dict[str, float] | None:
-    """A replica's signals, without those that are no finite number of at least 0; None if a needed one is not known."""
+    """Signals that are finite and not negative; None if a needed one is not among them."""
     values: dict[str, float] = {}
     for name, value in flat.items():
         if isinstance(value, int | float) and math.isfinite(value) and value >= 0:
@@ -130,9 +130,7 @@ class Window:
 
     def __init__(self, role: Role, window_s: float = 120.0, stale_s: float = 6.0) -> None:
         self.role, self._window_s, self._stale_s = role, window_s, stale_s
-        self._replicas: dict[
-            str, tuple[float, dict[str, float]] | None
-        ] = {}  # arrival and signals; None: not known yet
+        self._replicas: dict[str, tuple[float, dict[str, float]] | None] = {}  # arrival, signals; None: not known
         self._growth: deque[_Growth] = deque()
         self._shares: deque[tuple[float, float]] = deque()
         self._demand: Demand | None = None
@@ -175,7 +173,7 @@ class Window:
 
     @property
     def demand(self) -> Demand | None:
-        """Demand at the last observation; None while no replica's signals are known, or one sample is all there is."""
+        """Demand at the last observation; None while it is not known, or after one sample."""
         return self._demand
 
     def _measured(self, now: float) -> Demand | None:

@@ -178,7 +178,7 @@ class Prefill:
         """Take a link in; False where the queue is full."""
         if len(self.waiting) >= self.machine.max_queue:
             return False
-        self._weigh(job)
+        self.weigh(job)
         self.waiting.append(job)
         self.queued_tokens += job.computed
         self.queued_s += job.work_s
@@ -186,7 +186,8 @@ class Prefill:
             self._forward()
         return True
 
-    def _weigh(self, job: Job) -> None:
+    def weigh(self, job: Job) -> None:
+        """Fill in what a link must compute, encode and load here."""
         machine, before = self.machine, list[str]()
         job.computed = job.request.text
         for chunk in job.request.chunks:
@@ -295,8 +296,7 @@ class Decode:
 
     def submit(self, job: Job) -> None:
         """Take a sequence in."""
-        job.blocks = -(-(job.request.prompt + job.request.output) // self.machine.block_size) + 1
-        job.blocks = min(job.blocks, self.machine.blocks_total)
+        job.blocks = min(job.request.blocks(self.machine.block_size), self.machine.blocks_total)
         self.awaited += job.blocks
         self.waiting.append(job)
         self._admit()

@@ -1,7 +1,7 @@
-"""Simulator: requests of a trace through prefill and decode replicas that a policy scales, on SimPy.
+"""Simulator of prefill and decode replicas that a policy scales under a trace, on SimPy.
 
-Routing is what the caller gives: the service's own (`serving.scaling`). A start takes as long as the machine's says, and
-is paid from the moment it is asked for; a replica that is to go takes no further request and ends what it has.
+Routing is what the caller gives: the service's own (`serving.scaling`). A start takes as long as the machine's says,
+and is paid from the moment it is asked for; a replica that is to go takes no further request and ends what it has.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Router(Protocol):
     """Choice of a replica."""
 
     def keep(self, replicas: Collection[str]) -> None:
-        """There are these replicas."""
+        """Forget all replicas but these."""
 
     def report(self, replica: Any) -> None:
         """Take up how a replica is."""
@@ -49,7 +49,7 @@ class Routers(Protocol):
 
 @dataclass(frozen=True)
 class View:
-    """What a policy may look at: replicas asked for and serving, and their signals by name."""
+    """View of a policy: replicas asked for and serving, and their signals by name."""
 
     target: Mapping[Role, int]
     ready: Mapping[Role, int]
@@ -74,7 +74,7 @@ class Controller(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a good answer keeps to, in seconds."""
+    """Limits of a good answer, in seconds."""
 
     ttft_s: float
     itl_s: float

@@ -1,13 +1,13 @@
 """Traces: requests with their times, sizes and chunks, from public files or generated.
 
-| source    | file                                                       | chunks                                           |
-|-----------|------------------------------------------------------------|--------------------------------------------------|
-| Mooncake  | JSONL: timestamp (ms), input_length, output_length,        | blocks of 512 tokens; an id names the block and  |
-|           | hash_ids                                                   | all before it                                    |
-| Azure     | CSV: TIMESTAMP, ContextTokens, GeneratedTokens             | none: text                                       |
-| ServeGen  | folder of chunk-N-trace.csv and chunk-N-dataset.json       | images; the files name none: a stated share of   |
-|           |                                                            | them repeats earlier ones, by Zipf's law         |
-| generated | steady, diurnal, bursty (see `generated`)                  | as of ServeGen                                   |
+| source    | file                                                    | chunks                                      |
+|-----------|---------------------------------------------------------|---------------------------------------------|
+| Mooncake  | JSONL: timestamp (ms), input_length, output_length,     | blocks of 512 tokens; an id names the block |
+|           | hash_ids                                                | and all before it                           |
+| Azure     | CSV: TIMESTAMP, ContextTokens, GeneratedTokens          | none: text                                  |
+| ServeGen  | folder of chunk-N-trace.csv and chunk-N-dataset.json    | images; the files name none: a stated share |
+|           |                                                         | of them repeats earlier ones, by Zipf's law |
+| generated | steady, diurnal, bursty (see `generated`)               | as of ServeGen                              |
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ class BadTrace(ValueError):
 
 
 class Chunk(NamedTuple):
-    """An image, document or block of a prompt. `is_prefix`: its id names all that stands before it, too."""
+    """Image, document or block of a prompt.
+
+    `is_prefix`: its id names all that stands before it, too.
+    """
 
     content: str
     tokens: int
@@ -43,7 +46,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: seconds from the trace's start, tokens of text, chunks in order, tokens of the answer."""
+    """Request: seconds from the trace's start, tokens of text, chunks, tokens of the answer."""
 
     at: float
     text: int
@@ -54,6 +57,10 @@ class Request:
     def prompt(self) -> int:
         """Tokens of the prompt."""
         return self.text + sum(chunk.tokens for chunk in self.chunks)
+
+    def blocks(self, block_size: int) -> int:
+        """KV blocks that its sequence reserves."""
+        return -(-(self.prompt + self.output) // block_size) + 1
 
 
 def mooncake(path: Path) -> Iterator[Request]:
@@ -84,7 +91,10 @@ def azure(path: Path) -> Iterator[Request]:
 
 
 class Images:
-    """Images of requests whose trace names none: a share repeats earlier ones, by Zipf's law with exponent 1."""
+    """Images of a trace that names none: a share repeats earlier ones.
+
+    By Zipf's law with exponent 1.
+    """
 
     def __init__(self, reuse: float, rng: np.random.Generator) -> None:
         if not 0 <= reuse <= 1:
@@ -233,7 +243,7 @@ SHAPES: dict[str, Callable[[float], float]] = {"steady": _steady, "diurnal": _di
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of generated requests: means of geometric text and answers; images of one size, one or more."""
+    """Sizes of generated requests, in tokens: means of geometric text and answers; images."""
 
     text: int = 200
     image: int = 1024

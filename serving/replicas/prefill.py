@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LEASE_LOOK_SECONDS = 0.05
+
 
 class PrefillWorker:
     """Prefill role: links requests; see `prefill_workers.link.linker`."""
@@ -50,7 +52,6 @@ class PrefillWorker:
     async def __init__(self, config: OrbitServeConfig, compiler: DeploymentHandle) -> None:  # type: ignore[misc]
         settings = config.prefill
         self._meter = PrefillMeter(config.library.load_threads)
-        self._flushes_at_end = scales(config, settings)
         enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, handshakes_at=address_for_peers())
         from kvstore.library import Library
         from prefill_workers.engine.engine import PrefillEngine, check_hand_off
@@ -112,6 +113,8 @@ class PrefillWorker:
         await self._fidelity.start()
         self._loop.start()
         self._meter.ready()
+        if scales(config, settings):
+            vars(self)["__del__"] = self._retire  # Serve awaits an instance's, once no call runs
 
     async def _compile(self, job: PatchJob) -> None:
         await answered(self._compiler.compile.remote(job))
@@ -278,13 +281,15 @@ class PrefillWorker:
     async def _compute_one_token(self) -> None:
         await asyncio.wrap_future(self._loop.compute_one_token())
 
-    async def __del__(self) -> None:
-        """Called by Serve once no call runs: leases end, and what was learnt is stored for the replicas that stay."""
-        if not hasattr(self, "_loop"):
-            return
-        if self._flushes_at_end:
-            while self._loop.stats().leases:
-                await asyncio.sleep(0.05)
-            await self.flush()
+    async def _retire(self) -> None:
+        """Wait until no lease is held, and all that was learnt is stored for the replicas that stay."""
+        while self._loop.stats().leases:
+            await asyncio.sleep(_LEASE_LOOK_SECONDS)
+        await self.flush()
         self._loop.stop()
         self._library.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_loop"):
+            self._loop.stop()
+            self._library.close()

@@ -40,7 +40,7 @@ def planned(config: OrbitServeConfig) -> dict[Role, Scaled]:
 def replicas(
     config: OrbitServeConfig, name: str, settings: RoleSettings, app_name: str = APPLICATION
 ) -> dict[str, Any]:
-    """Options of a role's deployment: a fixed number of replicas, or Serve's autoscaling by the planner's policy.
+    """Options of a role's deployment: fixed replicas, or Serve's autoscaling by the plan.
 
     A replica that goes may take as long as its longest answer.
     """
