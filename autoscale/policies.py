@@ -203,16 +203,18 @@ def _decide(role: Role, state: RoleState, goals: Goals, now: float) -> Decision:
         gap = replace(memory, enough=(), since=math.inf)
         return _stay(state, "unknown", "signals are missing or stale: the target stays", gap)
     by_load = size(role, max(demand.load, state.following), state, goals)
-    if by_load > state.target:  # by more than chance?
-        surely = max(demand.load - SURE * demand.error(demand.window_s), state.following)
-        by_load = max(state.target, size(role, surely, state, goals))
     by_forecast = 0 if state.forecast is None else size(role, state.forecast, state, goals)
+    doubt = SURE * demand.error(demand.window_s)  # a role does not grow by chance
+    if by_load > state.target:
+        by_load = max(state.target, size(role, max(demand.load - doubt, state.following), state, goals))
+    if state.forecast is not None and by_forecast > state.target:
+        by_forecast = max(state.target, size(role, max(0.0, state.forecast - doubt), state, goals))
     by_queue = _reacting(role, state, demand, goals)
     needed = max(by_load, by_forecast, by_queue)
     largest = max((by_load, "load"), (by_forecast, "forecast"), (by_queue, "queue"))[1]
-    # What a shrink must leave: enough for a load that is a little larger, and for finding the victim's chunks again.
+    # A shrink must leave enough for a load that is a little larger than measured, and for the victim's chunks.
     again = state.reload_s / max(goals.settle_s, state.start_s, 1.0)
-    floor = max(needed, size(role, demand.load * SHRINK_MARGIN + again, state, goals))
+    floor = max(needed, size(role, demand.load * SHRINK_MARGIN + doubt + again, state, goals))
     memory = _remembering(state, now, floor)
     words = f"load {demand.load:.2f}, forecast {_shown(state.forecast)}, {demand.backlog_s:.1f} s wait"
     needed, enough = state.bounds.clamp(needed), state.bounds.clamp(memory.enough[0][1])

@@ -117,7 +117,7 @@ class Scaler:
         if prefill is None or decode is None or not prefill.total_s or prefill.window.demand is None:
             return 0.0
         demand = prefill.window.demand
-        work = max(demand.load, demand.recent if demand.backlog_s > demand.load else 0.0)
+        work = demand.recent if demand.has_jumped else demand.load
         return work * decode.total_s / prefill.total_s
 
     def plan(self, now: float, counts: Mapping[Role, Counts]) -> dict[Role, Decision]:

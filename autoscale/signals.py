@@ -173,7 +173,7 @@ class Window:
 
     @property
     def demand(self) -> Demand | None:
-        """Demand at the last observation; None while it is not known, or after one sample."""
+        """Demand at the last observation; None while it is not known."""
         return self._demand
 
     def _measured(self, now: float) -> Demand | None:
@@ -220,10 +220,10 @@ class Window:
 
     def _working(self, latest: Mapping[str, Flat]) -> Demand | None:
         """Work over the window: the first observation in it is where it begins."""
-        if len(self._growth) < 2:
+        began, now = self._growth[0].now, self._growth[-1].now
+        if now - began < RECENT_S:  # of a few seconds a single request makes a burst
             return None
         growth = list(self._growth)[1:]
-        began, now = self._growth[0].now, growth[-1].now
         recent = [one for one in growth if one.now > now - RECENT_S]
         done_s, done = sum(one.done_s for one in growth), sum(one.done for one in growth)
         came_s, came = sum(one.came_s for one in growth), sum(one.came for one in growth)
