@@ -254,7 +254,8 @@ def _remembering(state: RoleState, now: float, count: int) -> Memory:
 
 
 def _look_back(state: RoleState) -> float:
-    return state.memory.hold * (state.start_s + state.reload_s)
+    measured = 0.0 if state.demand is None else state.demand.window_s  # a shorter look sees the same seconds again
+    return state.memory.hold * (max(state.start_s, measured) + state.reload_s)
 
 
 def _grow(

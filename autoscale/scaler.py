@@ -105,11 +105,11 @@ class Scaler:
     def _learn_ratio(self, now: float) -> None:
         """What prefill's work makes decode's load, over the last minutes."""
         passed, self._observed = now - self._observed, now
-        roles = [self._roles.get(name) for name in (Role.PREFILL, Role.DECODE)]
-        if any(role is None or role.window.demand is None for role in roles):
-            return
-        for role in roles:
-            role.total_s = role.total_s * math.exp(-passed / _RATIO_S) + role.window.demand.load * passed
+        roles = [self._roles[name] for name in (Role.PREFILL, Role.DECODE) if name in self._roles]
+        loads = [role.window.demand.load for role in roles if role.window.demand is not None]
+        if len(loads) == 2:  # both are known
+            for role, load in zip(roles, loads, strict=True):
+                role.total_s = role.total_s * math.exp(-passed / _RATIO_S) + load * passed
 
     def _following(self) -> float:
         """Load of decode if prefill's replicas do all work that has come."""

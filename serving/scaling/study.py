@@ -142,15 +142,15 @@ class Study:
         """Constructors by policy and setting. Targets are requests a replica at which a share of it is in use."""
         in_time = max(1.0, self.limits.ttft_s / self.loads.mean_s)
         found: dict[str, dict[str, Callable[[], Controller]]] = {name: {} for name in OTHERS}
-        for share in (0.2, 0.4, 0.7):
+        for share in (0.3, 0.6):
             sequences = share * self.machine.max_sequences
             target = {Role.PREFILL: max(0.5, share * in_time), Role.DECODE: sequences}
             found["ray"][f"{share:g}"] = lambda target=target: RayDefault(target)
             found["hpa"][f"{share:g}"] = lambda target=target: Hpa(target)
             found["knative"][f"{share:g}"] = lambda target=target: Knative(target)
-        for queue in (3.0, 5.0):
+        for queue in (5.0,):
             found["saturation"][f"{queue:g}"] = lambda queue=queue: Saturation(queue)
-        for share in (0.6, 0.8, 1.0):
+        for share in (0.7, 0.9):
             found["sla-means"][f"{share:g}"] = lambda share=share: SlaMeans(self.limits, share)
         return found
 

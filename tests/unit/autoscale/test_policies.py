@@ -127,7 +127,7 @@ def test_a_shrink_waits_as_long_as_a_start_takes_and_for_the_settling_time():
         decision = decided(one, now)
         one = replace(one, memory=decision.memory)
         seen = [now] if decision.target < 6 else []
-    assert seen == [102.0], "100 s of knowing that fewer are enough"
+    assert seen == [122.0], "120 s, over which the load is measured, of knowing that fewer are enough"
     late = replace(GOALS, settle_s=250.0)
     assert (
         decided(replace(one, memory=replace(one.memory, grown=0.0, shrunk=-math.inf)), 200.0, late).reason == "settling"
@@ -135,7 +135,7 @@ def test_a_shrink_waits_as_long_as_a_start_takes_and_for_the_settling_time():
 
 
 def test_what_only_the_victim_has_makes_a_shrink_wait_longer():
-    memory = Memory(enough=((895.0, 1),), since=895.0)
+    memory = Memory(enough=((875.0, 1),), since=875.0)
     assert decided(state(1.0, 6, start_s=100.0, memory=memory)).reason == "shrink"
     assert decided(state(1.0, 6, start_s=100.0, reload_s=50.0, memory=memory)).reason == "holding"
 
