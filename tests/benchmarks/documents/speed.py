@@ -95,7 +95,7 @@ FIGURES = (
     ("weighing", "weighing_over_kv_256", "weighing sums by attention over by KV, pages of 256 tokens"),
     ("weighing", "attention_over_known_256", "the whole link, weighed by attention, over one whose weights are known"),
     ("weighing", "kv_over_known_256", "the same, weighed by KV"),
-    ("autoscale", "replica_seconds_over_oracle", "autoscaling, simulated: replica-seconds over an instant oracle's, at worst"),
+    ("autoscale", "replica_seconds_over_oracle", "autoscaling, simulated: replica-seconds over an instant oracle's"),
     ("autoscale", "over_best", "the same over the best other policy's that keeps 0.99 of static peak's good answers"),
     ("autoscale", "attainment_over_static", "good answers over static peak's, the worst trace"),
     ("autoscale", "goodput_over_best", "good answers a replica-second over the best other's, 0.7 of images return"),
