@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from autoscale.controllers import Hpa, Knative, Oracle, Ours, RayDefault, Saturation, SlaMeans, Static
 from autoscale.policies import DECODE_FILL, Bounds, Goals, within_limit
@@ -127,7 +128,7 @@ class Study:
         if policy == "static":
             self._keep(policy, self._simulated(Static(self.peak), initial=self.peak), "")
         elif policy == "oracle":
-            self._cheapest(policy, {f"{u:g}": lambda u=u: Oracle(self.loads.by_role, u) for u in _UTILISATIONS}, True)
+            self._cheapest(policy, {f"{u:g}": partial(Oracle, self.loads.by_role, u) for u in _UTILISATIONS}, True)
         elif policy.startswith("ours"):
             ours = Ours(self._goals(), Bounds(1, self.most), policy, policy != "ours-no-forecast")
             self._keep(policy, self._simulated(ours, hands_over=policy != "ours-no-hand-over"), "")
@@ -145,13 +146,12 @@ class Study:
         for share in (0.3, 0.6):
             sequences = share * self.machine.max_sequences
             target = {Role.PREFILL: max(0.5, share * in_time), Role.DECODE: sequences}
-            found["ray"][f"{share:g}"] = lambda target=target: RayDefault(target)
-            found["hpa"][f"{share:g}"] = lambda target=target: Hpa(target)
-            found["knative"][f"{share:g}"] = lambda target=target: Knative(target)
-        for queue in (5.0,):
-            found["saturation"][f"{queue:g}"] = lambda queue=queue: Saturation(queue)
+            found["ray"][f"{share:g}"] = partial(RayDefault, target)
+            found["hpa"][f"{share:g}"] = partial(Hpa, target)
+            found["knative"][f"{share:g}"] = partial(Knative, target)
+        found["saturation"]["5"] = Saturation
         for share in (0.7, 0.9):
-            found["sla-means"][f"{share:g}"] = lambda share=share: SlaMeans(self.limits, share)
+            found["sla-means"][f"{share:g}"] = partial(SlaMeans, self.limits, share)
         return found
 
     def _cheapest(self, policy: str, made: Mapping[str, Callable[[], Controller]], stops: bool) -> None:
