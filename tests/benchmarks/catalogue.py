@@ -5,7 +5,6 @@ from __future__ import annotations
 from serving.bench import catalogue
 from serving.bench.harness import Benchmark
 from tests.benchmarks import (
-    autoscale,
     break_even,
     compile_trace,
     cpu_kernels,
@@ -50,7 +49,6 @@ _MODULES = (
     precompute,
     relocation,
     routing,
-    autoscale,
     shared_cores,
     idle,
     cpu_kernels,
