@@ -122,7 +122,7 @@ class RayDefault:
             self._seen[role].add(now, ongoing(view, role))
             wanted, current = math.ceil(self._seen[role].mean() / self._target[role]), view.target[role]
             direction = (wanted > current) - (wanted < current)
-            if self._since.get(role, (0, 0.0))[0] != direction:
+            if role not in self._since or self._since[role][0] != direction:
                 self._since[role] = direction, now
             waited = now - self._since[role][1]
             if direction and waited >= (30.0 if direction > 0 else 600.0):

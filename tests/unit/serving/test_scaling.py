@@ -100,6 +100,14 @@ def test_the_oracle_is_cheaper_than_static_peak_and_keeps_its_answers():
     assert oracle.total_replica_seconds < static.total_replica_seconds
 
 
+@pytest.mark.parametrize("policy", ["ray", "hpa", "knative", "saturation", "sla-means"])
+def test_policies_of_others_keep_up_with_a_short_load(policy: str):
+    study = Study(lambda: generated("steady", 1.0, 120.0, 0.0), MACHINE, LIMITS, 8)
+    result = study.run(policy)
+    assert result.requests > 80
+    assert result.attainment > 0.5
+
+
 def test_simulate_writes_results_and_a_picture(tmp_path: Path):
     out, picture = tmp_path / "out.json", tmp_path / "plan.svg"
     arguments = [
