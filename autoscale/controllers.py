@@ -148,6 +148,8 @@ class Hpa:
             ratio = ongoing(view, role) / max(view.ready[role], 1) / self._target[role]
             wanted = current if abs(ratio - 1) <= _HPA_TOLERANCE else max(1, math.ceil(view.ready[role] * ratio))
             series = self._wanted[role]
+            if not series.values:
+                series.add(now - self.period_s, current)
             series.add(now, wanted)
             if (up := series.smallest()) > current:
                 found[role] = int(up)
