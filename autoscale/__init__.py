@@ -1,1 +1,1 @@
-"""Autoscaling: service curves so far; replicas are fixed numbers until policies use them."""
+"""Autoscaling: signals, forecasts, plans of replicas by load, and a simulator of them."""

@@ -9,6 +9,7 @@ or showed: of a prompt neither texts nor their tokens, of an image its placehold
     prefix, prefix_tokens                  digest of the fixed prefix (see `catalog.index.prefix_key`) and its length
     reused, computed, forward_ms, place_ms tokens of chunks that were linked, and of all that were computed; what
                                            that took (of a forward that others shared, its part)
+    ttft_ms, vision_ms, tokens             time to the first token (at `time`), of encoding in it; tokens of the prompt
     chunks: content, modality, tokens, point, group    in the order served; those of one group were free to trade places
             first, count, ids, mask, grid  placeholders, counted from the chunk's start; runs of its token ids and of
                                            what carries an embedding; the fields that fix positions. None of text
@@ -121,6 +122,9 @@ class LoggedRequest(_Line):
     computed: NonNegativeInt = 0
     forward_ms: NonNegativeFloat = 0.0
     place_ms: NonNegativeFloat = 0.0
+    ttft_ms: NonNegativeFloat | None = None
+    vision_ms: NonNegativeFloat = 0.0
+    tokens: NonNegativeInt = 0
     chunks: tuple[LoggedChunk, ...] = Field(min_length=1)
 
     @property
@@ -205,15 +209,19 @@ class AccessLog:
         self._thread = threading.Thread(target=self._write, name="access-log", daemon=True)
         self._thread.start()
 
-    def offer(self, request: LinkRequest, groups: Sequence[int | None], result: LinkResult) -> None:
+    def offer(
+        self, request: LinkRequest, groups: Sequence[int | None], result: LinkResult, ttft_ms: float | None = None
+    ) -> None:
         """Log a linked request, if it has chunks and is drawn.
 
-        `groups`: of its chunks, empty where none may move.
+        Args:
+            groups: of its chunks, empty where none may move.
+            ttft_ms: time to its first token, which has just been given; None: not known.
         """
         if not request.chunks or self._draw() >= self._settings.sample:
             return
         try:
-            self._queue.put_nowait((time.time(), request, groups, result))
+            self._queue.put_nowait((time.time(), request, groups, result, ttft_ms))
         except queue.Full:
             self._lose("the disk is too slow")
 
@@ -245,7 +253,12 @@ class AccessLog:
             logger.warning("%s: %d requests not logged so far: %s", self.path, self.dropped, reason)
 
     def _document(
-        self, now: float, request: LinkRequest, groups: Sequence[int | None], result: LinkResult
+        self,
+        now: float,
+        request: LinkRequest,
+        groups: Sequence[int | None],
+        result: LinkResult,
+        ttft_ms: float | None,
     ) -> dict[str, Any]:
         if len(groups) != len(request.chunks):
             groups = [None] * len(request.chunks)
@@ -276,6 +289,9 @@ class AccessLog:
             "computed": result.tokens_computed,
             "forward_ms": round(result.compute_ms, 3),
             "place_ms": round(result.stages_ms.get("place", 0.0), 3),
+            "ttft_ms": None if ttft_ms is None else round(ttft_ms, 3),
+            "vision_ms": round(result.stages_ms.get("vision", 0.0), 3),
+            "tokens": len(request.token_ids),
             "chunks": chunks,
         }
 

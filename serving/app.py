@@ -31,21 +31,24 @@ from serving.replicas.patch_compiler import PatchCompiler
 from serving.replicas.prefill import PrefillWorker
 from serving.replicas.vision import VisionEncoder
 from serving.routing.reports import router_config
+from serving.scaling.roles import replicas
 from serving.settings import RoleSettings
 
 
 def build(config: OrbitServeConfig) -> serve.Application:
     """The application graph of a configuration."""
-    compiler = _deployment(PatchCompiler, config.patch).bind(config)
+    compiler = _deployment(config, PatchCompiler, config.patch).bind(config)
     routers = {role: router_config(role, config.routing) for role in ("prefill", "decode")}
-    prefill = _deployment(PrefillWorker, config.prefill, routers["prefill"]).bind(config, compiler)
-    vision = {"vision": _deployment(VisionEncoder, config.vision).bind(config)} if config.has_vision_encoder else {}
-    return _deployment(Ingress, config.ingress).bind(
+    prefill = _deployment(config, PrefillWorker, config.prefill, routers["prefill"]).bind(config, compiler)
+    vision = (
+        {"vision": _deployment(config, VisionEncoder, config.vision).bind(config)} if config.has_vision_encoder else {}
+    )
+    return _deployment(config, Ingress, config.ingress).bind(
         config,
         **vision,
         prefill=prefill,
-        decode=_deployment(DecodeWorker, config.decode, routers["decode"]).bind(config),
-        library=_deployment(LibraryKeeper, config.keeper).bind(config, prefill, compiler),
+        decode=_deployment(config, DecodeWorker, config.decode, routers["decode"]).bind(config),
+        library=_deployment(config, LibraryKeeper, config.keeper).bind(config, prefill, compiler),
     )
 
 
@@ -62,14 +65,15 @@ def build_app(arguments: dict[str, str]) -> serve.Application:
     return build(OrbitServeConfig.from_yaml(Path(arguments["config"])))
 
 
-def _deployment(role: type, settings: RoleSettings, router: RequestRouterConfig | None = None) -> Any:
+def _deployment(
+    config: OrbitServeConfig, role: type, settings: RoleSettings, router: RequestRouterConfig | None = None
+) -> Any:
     return serve.deployment(
         role,
         name=role.__name__,
-        num_replicas=settings.replicas,
+        **replicas(config, role.__name__, settings),
         max_ongoing_requests=settings.max_ongoing_requests,
         health_check_period_s=settings.health_check_period_s,
-        graceful_shutdown_timeout_s=settings.graceful_shutdown_timeout_s,
         request_router_config=router or RequestRouterConfig(),
         max_replicas_per_node=settings.max_replicas_per_node,
         ray_actor_options={

@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field, SecretStr, ValidationError, model_validat
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
+from autoscale.settings import AutoscaleSettings
 from infra.models import resolve
 from infra.models.errors import ModelUnavailable
 from kvstore.settings import FileSettings, LibrarySettings
@@ -67,6 +68,7 @@ class OrbitServeConfig(Settings):
     precompute: PrecomputeSettings = PrecomputeSettings()
     access_log: AccessLogSettings = AccessLogSettings()
     tenants: TenantsSettings = TenantsSettings()
+    autoscale: AutoscaleSettings = AutoscaleSettings()
 
     @model_validator(mode="after")
     def _tells_that_it_is_full(self) -> OrbitServeConfig:
@@ -100,15 +102,15 @@ class OrbitServeConfig(Settings):
     @property
     def has_vision_encoder(self) -> bool:
         """True if images go to vision encoders; else prefill workers encode them."""
-        return self.vision.replicas > 0 and not self.model.is_text_only
+        return self.vision.most_replicas > 0 and not self.model.is_text_only
 
     @property
     def places(self) -> int | None:
         """Most answers in progress on one ingress replica; None: there is but one tenant."""
         if not self.http.has_tenants:
             return None
-        running = self.tenants.running or self.decode.max_num_seqs * self.decode.replicas
-        return -(-running // self.ingress.replicas)
+        running = self.tenants.running or self.decode.max_num_seqs * self.decode.most_replicas
+        return -(-running // self.ingress.least_replicas)
 
     @property
     def composing(self) -> ModelCard:
@@ -190,6 +192,7 @@ class OrbitServeConfig(Settings):
     def _anchored(self) -> OrbitServeConfig:
         """The same with absolute paths: a cluster's workers have another working directory."""
         model, library, log, http = self.model, self.library, self.access_log, self.http
+        scaling = self.autoscale
         template = model.chat_template
         if template is not None and os.path.isfile(file := os.path.expanduser(template)):
             template = os.path.abspath(file)  # else it is the text itself, which may be too long for a path
@@ -203,6 +206,7 @@ class OrbitServeConfig(Settings):
                 "library": library.model_copy(update={"directory": directory, "url": _absolute_url(library.url)}),
                 "files_url": _absolute_url(self.files_url),
                 "access_log": log.model_copy(update={"directory": log.directory and _absolute(log.directory)}),
+                "autoscale": scaling.model_copy(update={"log": scaling.log and _absolute(scaling.log)}),
             }
         )
 

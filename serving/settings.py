@@ -266,10 +266,30 @@ class HttpSettings(Settings):
         return max(self.max_image_bytes, self.max_document_bytes)
 
 
+class ReplicaRange(Settings):
+    """Bounds between which the planner scales a role."""
+
+    min: int = Field(1, ge=1, description="Fewest replicas; there are so many at first.")
+    max: int = Field(ge=1, description="Most replicas.")
+
+    @model_validator(mode="after")
+    def _holds_a_number(self) -> ReplicaRange:
+        if self.min > self.max:
+            raise ValueError(f"min ({self.min}) is more than max ({self.max})")
+        return self
+
+
+Replicas = Annotated[int, Field(ge=1)] | ReplicaRange
+
+
 class RoleSettings(Settings):
     """Settings of every deployment: the number of replicas, and the resources of each."""
 
-    replicas: int = Field(1, ge=1, description="Replicas of the role.")
+    replicas: Replicas = Field(
+        1,
+        description="Replicas of the role: a number, or {min, max} where they follow the load (see `autoscale.mode`; "
+        "there are `min` where that is not `act`).",
+    )
     num_cpus: float = Field(0.1, ge=0, description="CPUs that Ray reserves for a replica.")
     num_gpus: float | None = Field(
         None,
@@ -315,6 +335,16 @@ class RoleSettings(Settings):
         return resources
 
     @property
+    def least_replicas(self) -> int:
+        """Replicas that there are at first, and at least."""
+        return self.replicas.min if isinstance(self.replicas, ReplicaRange) else self.replicas
+
+    @property
+    def most_replicas(self) -> int:
+        """Replicas that there may be."""
+        return self.replicas.max if isinstance(self.replicas, ReplicaRange) else self.replicas
+
+    @property
     def ranks(self) -> int:
         """Ranks of the role's engine; 0: it has none."""
         return 0
@@ -346,10 +376,9 @@ class VisionSettings(RoleSettings):
     """The vision encoder. It gives way to the prefill of requests that came before."""
 
     max_ongoing_requests: int = Field(1024, ge=1, description="Calls in progress on a replica before Serve queues.")
-    replicas: int = Field(
+    replicas: Annotated[int, Field(ge=0)] | ReplicaRange = Field(
         default_factory=lambda: 0 if is_cpu_build() else 1,  # on a CPU it would take its cores from the other roles
-        ge=0,
-        description="Replicas of the role. 0: prefill workers encode the images that they link themselves, the default "
+        description="As for all roles. 0: prefill workers encode the images that they link themselves, the default "
         "where vLLM is a CPU build; else it is 1. A text-only model has none.",
     )
     niceness: int = Field(5, ge=0, le=19, description="As for all roles: requests that came before are computed first.")

@@ -40,6 +40,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
 from serving.api.auth import AnswerHead, Authenticate, BoundHeaders, Limit
+from serving.api.autoscale import Planned, autoscale_router, planned_metrics
 from serving.api.chat import UNSUPPORTED, OrbitServingChat, fixed_prefix, readable, refuse_longer, refuse_unsupported
 from serving.api.client_disconnect import CancelOnDisconnect, answering
 from serving.api.compiling import compiling
@@ -137,12 +138,14 @@ async def build_api(
     on_delete: OnDelete,
     replica: str = "ingress",
     counted: Counted | None = None,
+    planned: Planned | None = None,
 ) -> FastAPI:
     """The ASGI application of one ingress replica.
 
     Args:
         replica: its name in metrics.
         counted: gives what all ingress replicas counted, by name; None: this is the only one.
+        planned: gives the planner's status; None: nothing is planned.
         on_delete: called with (content id, owner) when the last file of some content was deleted; the owner is a
             tenant, or DYNAMIC_TENANT when no vector store holds the content any more.
     """
@@ -175,13 +178,15 @@ async def build_api(
     app.include_router(vector_stores_router(stores, on_delete))
     app.include_router(fidelity_router(client.roles))
     app.include_router(sessions_router(client.roles))
-    _add_operations(app, client, metrics, replica, counted)
+    if planned is not None:
+        app.include_router(autoscale_router(planned))
+    _add_operations(app, client, metrics, replica, counted, planned)
     answer_errors(app)
     document_errors(app)
     app.add_middleware(AnswerHead)
     app.add_middleware(RetryLater)
     app.add_middleware(CancelOnDisconnect)
-    rates = RateLimits(config.tenants.of, config.ingress.replicas)
+    rates = RateLimits(config.tenants.of, config.ingress.least_replicas)
     alone = config.tenants.most_of_one(http.max_concurrent_requests) if http.has_tenants else None
     app.add_middleware(Limit, http, metrics, rates, alone)
     client.limits = rates
@@ -269,7 +274,12 @@ async def _add_openai(
 
 
 def _add_operations(
-    app: FastAPI, client: LinkedEngineClient, metrics: Metrics, replica: str, counted: Counted | None
+    app: FastAPI,
+    client: LinkedEngineClient,
+    metrics: Metrics,
+    replica: str,
+    counted: Counted | None,
+    planned: Planned | None,
 ) -> None:
     async def by_replica() -> Mapping[str, Sequence[Metric]]:
         found = await in_time(counted(), None, "other ingress replicas") if counted is not None else None
@@ -286,8 +296,8 @@ def _add_operations(
     @app.get("/metrics", summary="Prometheus metrics", tags=["operations"])
     async def prometheus() -> Response:
         roles = client.roles
-        measured, compiled, sessions, own = await asyncio.gather(
-            scraped(roles), compiling(roles), counted_sessions(roles), by_replica()
+        measured, compiled, sessions, own, plans = await asyncio.gather(
+            scraped(roles), compiling(roles), counted_sessions(roles), by_replica(), planned_metrics(planned)
         )
-        text = exposition(chain(labelled(own), families(measured), compiled, sessions))
+        text = exposition(chain(labelled(own), families(measured), compiled, sessions, plans))
         return Response(text, media_type="text/plain; version=0.0.4")

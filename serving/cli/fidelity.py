@@ -57,9 +57,12 @@ def _on_loopback(url: str) -> bool:
 
 
 def _ask(method: str, url: str, path: str, api_key: str | None, field: str) -> Any:
+    return answer_field(method, f"{url.rstrip('/')}/v1/orbit/operating_points{path}", url, api_key, field)
+
+
+def answer_field(method: str, address: str, url: str, api_key: str | None, field: str) -> Any:
     """A field of the service's answer; ends the command with a message if there is none."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    address = f"{url.rstrip('/')}/v1/orbit/operating_points{path}"
     try:
         response = httpx.request(method, address, headers=headers, timeout=30, trust_env=not _on_loopback(url))
     except (httpx.HTTPError, httpx.InvalidURL) as error:

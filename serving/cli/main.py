@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from infra.ray_exit import exit_with
 from serving.bench.command import bench_command
+from serving.cli import autoscale as autoscale_cli
 from serving.cli import fidelity as fidelity_cli
 from serving.cli import library as library_cli
 from serving.cli import manifests as manifests_cli
@@ -24,6 +25,7 @@ app.add_typer(library_cli.app, name="library")
 app.add_typer(fidelity_cli.app, name="fidelity")
 app.add_typer(loadtest_cli.app, name="loadtest")
 app.command("manifests")(manifests_cli.manifests)
+app.add_typer(autoscale_cli.app, name="autoscale")
 app.command("bench")(bench_command("orbitserve", "serving.bench.catalogue"))
 console = Console(soft_wrap=True)
 Model = Annotated[str | None, typer.Option(help="As of `serve`; default: the configuration's.")]

@@ -436,7 +436,7 @@ class LinkedEngineClient(_NotOurs):
             return
         trace.first_token(by, alone)
         if self.access_log is not None:
-            self.access_log.offer(request, trace.groups, linked)
+            self.access_log.offer(request, trace.groups, linked, trace.report.ttft_ms)
 
     async def _link(self, request: LinkRequest, segments: Segments, trace: RequestTrace) -> LinkResult:
         began = time.perf_counter()

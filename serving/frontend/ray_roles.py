@@ -10,10 +10,12 @@ from contextvars import Context
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from autoscale.planner import NAMESPACE, actor_name
 from prefill_workers.protocol import Refusal, replica_of
 from serving.config import OrbitServeConfig
 from serving.errors import RoleUnavailable
@@ -209,7 +211,7 @@ class RayRoles:
             async for _ in self.generate(tokens, linked.transfer, params, name):
                 pass
 
-        pairs = config.prefill.replicas * config.decode.replicas
+        pairs = config.prefill.least_replicas * config.decode.least_replicas
         for outcome in await asyncio.gather(*(one(number) for number in range(pairs)), return_exceptions=True):
             if isinstance(outcome, (RoleUnavailable, Overloaded)):  # others are asking: they shake the hands
                 logger.warning("a pair of workers is not warmed up: %s", outcome)
@@ -257,6 +259,16 @@ async def answered(response: Any) -> Any:
     except asyncio.CancelledError:
         response.cancel()
         raise
+
+
+async def planner_status(app_name: str) -> dict[str, Any]:
+    """See `Planner.status`. Raises RoleUnavailable where there is no planner, as while its keeper starts."""
+    try:
+        planner = await asyncio.to_thread(ray.get_actor, actor_name(app_name), namespace=NAMESPACE)
+        status: dict[str, Any] = await planner.status.remote()
+    except (ValueError, RayActorError) as error:
+        raise RoleUnavailable("the planner is not there") from error
+    return status
 
 
 def accepted(answer: Any) -> Any:

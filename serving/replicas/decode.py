@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from serving.engine_spec import decode_spec
 from serving.replicas.canary import Canary
 from serving.replicas.process import enter_vllm, replica_name
 from serving.routing.reports import DecodeReporter
+from serving.scaling.meters import DecodeMeter
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -29,6 +31,7 @@ class DecodeWorker:
 
     def __init__(self, config: OrbitServeConfig) -> None:
         settings = config.decode
+        self._meter = DecodeMeter()
         # Nobody asks for its handshake: it pulls.
         enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, handshakes_at=LOOPBACK, own_runner=False)
         from decode_workers.engine import DecodeEngine
@@ -41,6 +44,7 @@ class DecodeWorker:
             self._engine.cpu_seconds if is_cpu_build() else None,
         )
         self._reporter = DecodeReporter(self._engine, settings.max_num_seqs)
+        self._meter.ready()
 
     async def generate(
         self,
@@ -60,10 +64,14 @@ class DecodeWorker:
         from vllm.exceptions import VLLMClientError, VLLMValidationError
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        first, tokens = 0.0, 0
         try:
             async for output in self._engine.generate(token_ids, transfer, params, request_id, **options):
                 output.prompt_token_ids = None
+                first = first or time.monotonic()
+                tokens += sum(len(one.token_ids) for one in output.outputs)
                 yield output
+            self._meter.answered(tokens, first, max(params.n or 1, 1))
         except VLLMClientError as error:
             yield Refusal(error)
         except ValueError as error:
@@ -79,6 +87,23 @@ class DecodeWorker:
     async def alive(self) -> str:
         """This replica's name."""
         return replica_name()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve where the role is scaled; see `autoscale.signals`."""
+        report = self._reporter.report()
+        return {
+            **self._meter.common(),
+            "blocks": report.blocks,
+            "blocks_total": report.blocks_total,
+            "sequences": report.sequences,
+            "max_sequences": report.max_sequences,
+            "waiting": self._engine.stats().waiting,
+            "itl_s": self._meter.itl_s,
+        }
+
+    async def signals(self) -> tuple[str, dict[str, float]]:
+        """This replica's name, and its signals for the planner."""
+        return replica_name(), await self.record_autoscaling_stats()
 
     async def longest(self) -> int:
         """Most tokens of a prompt with its answer."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from autoscale.settings import Mode
 from serving.config import OrbitServeConfig
 from serving.engine_spec import front_end_config
-from serving.frontend.ray_roles import RayRoles, answered
+from serving.frontend.ray_roles import RayRoles, answered, planner_status
 from serving.placement.patch_feed import follow
 from serving.replicas.process import enter_vllm, replica_name
 
@@ -57,7 +59,8 @@ class Ingress:
         await self._roles.warm_up(config)
         self._forgets = client.forgets
         self._following = asyncio.create_task(follow(self._roles, client.orderer, config.ingress.index_period_s))
-        self._app = await build_api(client, config, self._forget, self._name, self._roles.counted)
+        planned = None if config.autoscale.mode is Mode.OFF else partial(planner_status, context.app_name)
+        self._app = await build_api(client, config, self._forget, self._name, self._roles.counted, planned)
 
     async def longest(self) -> int:
         """Most tokens of a prompt with its answer."""

@@ -12,11 +12,15 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from autoscale.planner import start_planner
+from autoscale.settings import Mode
 from prefill_workers.fidelity.disabled_points import DisabledPoints
 from serving.config import OrbitServeConfig
 from serving.placement.patch_feed import KEEPER_LIMIT, PatchFeed, PatchFeedSource, log_stored
 from serving.replicas.fidelity import FidelityKeeper
 from serving.replicas.process import enter, replica_name
+from serving.scaling.roles import planned
+from serving.settings import ReplicaRange, RoleSettings
 
 if TYPE_CHECKING:
     from prefill_workers.fidelity.disabled_points import PointDecision
@@ -39,7 +43,11 @@ class LibraryKeeper:
 
         ingress = DeploymentHandle("Ingress", serve.get_replica_context().app_name)  # not deployed yet
         # Roles that remember what derives from content, each with its replicas that may have it on their node's disk.
-        self._holders = (prefill, config.prefill.replicas), (compiler, config.patch.replicas), (ingress, 0)
+        self._holders = (
+            (prefill, _number(config.prefill)),
+            (compiler, _number(config.patch)),
+            (ingress, 0),
+        )
         self._files = FileStore(config.files_url, config.files)
         self._stores = VectorStores(self._files)
         self._undeleted: set[tuple[str, str]] = set()  # content ids and tenants
@@ -49,6 +57,8 @@ class LibraryKeeper:
         self._sweeping = asyncio.create_task(self._sweep(config.keeper.sweep_period_s))
         self._feed = PatchFeedSource(replica_name(), KEEPER_LIMIT)
         period_s = config.keeper.catalogue_period_s
+        if config.autoscale.mode is not Mode.OFF:
+            self._planner = start_planner(serve.get_replica_context().app_name, planned(config), config.autoscale)
         self._listing = asyncio.create_task(log_stored(self._library, config.patch, self._feed, period_s))
 
     async def delete_content(self, content: str, tenant: str) -> int:
@@ -64,7 +74,8 @@ class LibraryKeeper:
         for role, replicas in self._holders:
             answers = await _forget(role, content, tenant)
             failed = [answer for answer in answers if isinstance(answer, Exception)]
-            everywhere &= len(answers) - len(failed) >= replicas
+            expected = await _there(role) if replicas is None else replicas
+            everywhere &= len(answers) - len(failed) >= expected
             failures += failed
         went = await asyncio.to_thread(self._library.delete_content, content, tenant)
         for failure in failures:
@@ -124,6 +135,19 @@ async def _forget(role: DeploymentHandle, content: str, tenant: str) -> list[Any
         return list(await role.broadcast("forget", content, tenant).results_async(return_exceptions=True))
     except DeploymentUnavailableError:
         return []
+
+
+def _number(settings: RoleSettings) -> int | None:
+    """Replicas of a role; None if they follow the load."""
+    return None if isinstance(settings.replicas, ReplicaRange) else settings.least_replicas
+
+
+async def _there(role: DeploymentHandle) -> int:
+    """Replicas that Serve keeps of a role, those that are starting included: one may be the successor of a lost one."""
+    status = await asyncio.to_thread(serve.status)
+    application = status.applications.get(role.app_name)
+    states = application.deployments[role.deployment_name].replica_states if application is not None else {}
+    return sum(count for state, count in states.items() if state != "STOPPING")
 
 
 def _died(error: Exception) -> bool:

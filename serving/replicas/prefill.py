@@ -36,6 +36,8 @@ from serving.replicas.fidelity import PrefillFidelity
 from serving.replicas.patch_queue import PatchQueue
 from serving.replicas.process import MOST_FAILURES, address_for_peers, enter_vllm, replica_name
 from serving.routing.reports import PrefillReporter
+from serving.scaling.meters import PrefillMeter
+from serving.scaling.roles import scales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,12 +51,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LEASE_LOOK_SECONDS = 0.05
+
 
 class PrefillWorker:
     """Prefill role: links requests; see `prefill_workers.link.linker`."""
 
     async def __init__(self, config: OrbitServeConfig, compiler: DeploymentHandle) -> None:  # type: ignore[misc]
         settings = config.prefill
+        self._meter = PrefillMeter(config.library.load_threads)
         enter_vllm(settings, kv_cache_gib=settings.kv_cache_gib, handshakes_at=address_for_peers())
         from kvstore.library import Library
         from prefill_workers.engine.engine import PrefillEngine, check_hand_off
@@ -118,6 +123,9 @@ class PrefillWorker:
         self._planners = ThreadPoolExecutor(32, thread_name_prefix="plan")  # a plan waits for look-ups
         await self._fidelity.start()
         self._loop.start()
+        self._meter.ready()
+        if scales(config, settings):
+            vars(self)["__del__"] = self._retire  # Serve awaits an instance's, once no call runs
 
     async def _compile(self, job: PatchJob) -> None:
         await answered(self._compiler.compile.remote(job))
@@ -188,7 +196,9 @@ class PrefillWorker:
                 plan.unpin()
                 raise
             try:
-                return await asyncio.wrap_future(future)
+                linked: LinkResult = await asyncio.wrap_future(future)
+                self._meter.linked(linked)
+                return linked
             except asyncio.CancelledError:
                 if future.done() and not future.cancelled() and future.exception() is None:
                     self._loop.abandon(future.result().lease)
@@ -243,6 +253,14 @@ class PrefillWorker:
         """Called by Serve, every `routing.report_period_s`."""
         return self._reporter.stats()
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve where the role is scaled; see `autoscale.signals`."""
+        return self._meter.signals(self._loop.stats(), self._library.stats())
+
+    async def signals(self) -> tuple[str, dict[str, float]]:
+        """This replica's name, and its signals for the planner."""
+        return self._name, await self.record_autoscaling_stats()
+
     async def stats(self) -> dict[str, Any]:
         """This replica's name, its counters and those of its loop and library."""
         loop = self._loop.stats()
@@ -291,6 +309,14 @@ class PrefillWorker:
 
     async def _compute_one_token(self) -> None:
         await asyncio.wrap_future(self._loop.compute_one_token())
+
+    async def _retire(self) -> None:
+        """Wait until no lease is held, and all that was learnt is stored for the replicas that stay."""
+        while self._loop.stats().leases:
+            await asyncio.sleep(_LEASE_LOOK_SECONDS)
+        await self.flush()
+        self._loop.stop()
+        self._library.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_loop"):

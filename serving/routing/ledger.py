@@ -157,10 +157,12 @@ class Ledger(Generic[R]):
 
         `drained_per_s`: the work of others that it gets done in a second.
         """
-        reporting = [replica] if self.fresh(replica) is not None else [one for one in self._accounts if self.fresh(one)]
-        others = [self._of_others(one, drained_per_s) for one in reporting]
+        account = self._accounts[replica]
+        if self.fresh(replica) is not None:
+            return account.own.plus(self._of_others(replica, drained_per_s))
+        others = [self._of_others(one, drained_per_s) for one in list(self._accounts) if self.fresh(one)]
         mean = Load(*(sum(part) / len(others) for part in zip(*others, strict=True))) if others else NOTHING
-        return self._accounts[replica].own.plus(mean)
+        return account.own.plus(mean)
 
     def _of_others(self, replica: str, drained_per_s: float) -> Load:
         account = self._accounts[replica]

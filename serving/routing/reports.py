@@ -88,8 +88,12 @@ class DecodeReporter:
 
     def stats(self) -> dict[str, Any]:
         """The next report."""
+        return {**asdict(self.report()), "sequence": next(self._numbers)}
+
+    def report(self) -> DecodeReport:
+        """The report of this moment."""
         stats, alive = self._engine.stats(), self._engine.is_alive
-        report = DecodeReport(  # a dead engine has no load, but no room either
+        return DecodeReport(  # a dead engine has no load, but no room either
             blocks=stats.blocks_reserved + stats.blocks_awaited if alive else stats.blocks_total,
             blocks_total=stats.blocks_total,
             sequences=stats.running + stats.waiting if alive else self._max_sequences,
@@ -97,4 +101,3 @@ class DecodeReporter:
             block_size=self._engine.admission.block_size,
             max_model_len=self._engine.max_model_len,
         )
-        return {**asdict(report), "sequence": next(self._numbers)}

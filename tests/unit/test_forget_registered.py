@@ -32,6 +32,8 @@ KEEPS_NOTHING_DELETED = {
     "Scheduler": IN_FLIGHT,
     "Ordering": IN_FLIGHT,
     "PrefillLoop": IN_FLIGHT,
+    "RayRoles": IN_FLIGHT,
+    "Reachability": IN_FLIGHT,
     "RequestEncoder": IN_FLIGHT,
     "ShadowChecks": IN_FLIGHT,
     "SingleFlightEncoder": IN_FLIGHT,

@@ -42,6 +42,7 @@ from serving.replicas.ingress import Ingress
 from serving.replicas.library_keeper import LibraryKeeper
 from serving.replicas.prefill import PrefillWorker
 from serving.replicas.vision import VisionEncoder
+from serving.scaling.meters import WorkMeter
 
 NOBODY: Any = None  # in place of the ingress' own handle
 
@@ -62,6 +63,7 @@ async def test_a_decode_worker_ends_with_its_engine(monkeypatch: pytest.MonkeyPa
 
 def prefill_worker(*, alive: bool = True, failing: int = 0, silent: bool = False) -> PrefillWorker:
     worker = object.__new__(PrefillWorker)
+    worker._meter = SimpleNamespace(linked=lambda result: None)
     worker._engine = SimpleNamespace(silent=silent, check_handshake=nothing)
     worker._loop = SimpleNamespace(alive=lambda: alive, failing=failing, stop=lambda: None)
     worker._library = SimpleNamespace(close=lambda: None)
@@ -398,7 +400,7 @@ async def test_a_pair_that_is_busy_or_gone_is_not_warmed_up_and_the_others_are()
             warmed.append(request_id)
             yield
 
-    two: Any = SimpleNamespace(replicas=2)
+    two: Any = SimpleNamespace(least_replicas=2)
     await Roles().warm_up(cast(Any, SimpleNamespace(prefill=two, decode=two)))
     assert sorted(warmed) == ["warm-up-2", "warm-up-3"]
     outcomes[:] = [None, ValueError("a defect"), None, None]
@@ -417,6 +419,7 @@ async def test_an_encoder_that_encodes_nothing_any_more_is_not_healthy():
     with ThreadPoolExecutor(1) as thread:
         worker = object.__new__(VisionEncoder)
         worker._encoder, worker._thread, worker._failing = SimpleNamespace(encode=encode), thread, 0
+        worker._meter, worker._waiting = WorkMeter(), 0
         for _ in range(2):
             with pytest.raises(RuntimeError, match="CUDA"):
                 await worker.encode([])

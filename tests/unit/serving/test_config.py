@@ -289,9 +289,7 @@ def test_prefill_workers_encode_unless_there_is_a_gpu_or_it_is_asked_for(
     sections = ({}, {"vision": {"replicas": 1}}, {"vision": {"replicas": 0}})
     configs = [OrbitServeConfig.model_validate({"model": {"path": tmp_path}, **each}) for each in sections]
     assert [config.has_vision_encoder for config in configs] == expected
-    assert f"  replicas: {int(not cpu)}  # Replicas of the role. 0: prefill workers encode" in documented(
-        VisionSettings, 2
-    )
+    assert f"  replicas: {int(not cpu)}  # As for all roles. 0: prefill workers encode" in documented(VisionSettings, 2)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,232 @@
+"""Planner actor: signals of all replicas to plans, with a log of decisions.
+
+Beside the library's keeper, which makes it. Each deployment's policy (`autoscale.serve`) asks for its role's target; a
+planner that is gone has none, and the targets stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.serve.exceptions import DeploymentUnavailableError
+
+from autoscale.policies import Bounds, Decision, Goals
+from autoscale.scaler import Counts, Scaler
+from autoscale.settings import AutoscaleSettings, Mode
+from autoscale.signals import Role
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "serve"
+_LATE_PERIODS = 3  # without an answer: a replica's signals are stale, and so is what a policy said of its counts
+_LOG_SECONDS = 60.0  # between two lines of the decision log where nothing changes
+_MOST_LOG_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A role that is planned for: its deployment, bounds, and GPUs of a replica."""
+
+    deployment: str
+    bounds: Bounds
+    gpus: float = 0.0
+
+
+def actor_name(app_name: str) -> str:
+    """Name of an application's planner."""
+    return f"{app_name}-planner"
+
+
+class DecisionLog:
+    """JSONL file of decisions; a file that is full is put aside, and the one before it goes."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def write(self, document: Mapping[str, Any]) -> None:
+        """Add a line. A disk that is full costs lines, and no plan."""
+        if self._path is None:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):
+                if self._path.stat().st_size > _MOST_LOG_BYTES:
+                    self._path.replace(self._path.with_suffix(".1.jsonl"))
+            with self._path.open("a") as file:
+                file.write(json.dumps(document) + "\n")
+        except OSError as error:
+            logger.warning("%s: a decision is not logged: %s", self._path, error)
+
+
+@dataclass
+class _Last:
+    """What is known of a role beside its signals."""
+
+    decision: Decision | None = None
+    counts: Counts | None = None
+    counted: float = float("-inf")  # when a policy told them
+    logged: float = float("-inf")
+    signals: dict[str, Mapping[str, object]] = field(default_factory=dict)
+
+
+class Plans:
+    """Plans from signals, with their log and counters. `clock` is the wall's, for the log; all else goes by `now`."""
+
+    def __init__(self, roles: Mapping[Role, Scaled], settings: AutoscaleSettings) -> None:
+        self._roles, self._settings = roles, settings
+        goals = Goals(
+            settings.ttft_s, settings.itl_s, settings.attainment, settings.headroom, settings.settle_s, settings.gpus
+        )
+        self._scaler = Scaler(
+            {role: each.bounds for role, each in roles.items()},
+            goals,
+            gpus={role: each.gpus for role, each in roles.items()},
+            stale_s=_LATE_PERIODS * settings.period_s,
+        )
+        self._last = {role: _Last() for role in roles}
+        self._log = DecisionLog(settings.log)
+        self._reasons: Counter[tuple[str, str]] = Counter()
+        self._planned = float("-inf")
+
+    def target(self, role: Role, running: int, target: int, now: float) -> int | None:
+        """A policy's question: the role's target, told how many replicas run and are asked for; None: no fresh plan."""
+        last = self._last.get(role)
+        if last is None:
+            return None
+        last.counts, last.counted = Counts(target, running), now
+        if last.decision is None or now - self._planned > _LATE_PERIODS * self._settings.period_s:
+            return None
+        return last.decision.target
+
+    def plan(self, signals: Mapping[Role, Mapping[str, Mapping[str, object]]], now: float, wall: float) -> None:
+        """Plan by the signals of now."""
+        self._scaler.observe(now, signals)
+        counts = {}
+        for role, last in self._last.items():
+            last.signals = dict(signals.get(role, {}))
+            there = len(last.signals)
+            told = last.counts if now - last.counted <= _LATE_PERIODS * self._settings.period_s else None
+            if self._settings.mode is not Mode.ACT or self._roles[role].bounds.min == self._roles[role].bounds.max:
+                told = Counts(there, there)
+            if told is not None and told.target:
+                counts[role] = told
+        for role, decision in self._scaler.plan(now, counts).items():
+            self._take(role, decision, counts[role], wall)
+        self._planned = now
+
+    def _take(self, role: Role, decision: Decision, counts: Counts, wall: float) -> None:
+        last = self._last[role]
+        self._reasons[role, decision.reason] += 1
+        before = last.decision
+        is_news = before is None or (before.target, before.reason) != (decision.target, decision.reason)
+        last.decision = decision
+        if is_news or wall - last.logged >= _LOG_SECONDS:
+            last.logged = wall
+            self._log.write(
+                {"time": round(wall, 3), "role": role, **self._described(role, counts), "signals": last.signals}
+            )
+
+    def _described(self, role: Role, counts: Counts) -> dict[str, Any]:
+        decision = self._last[role].decision
+        if decision is None:
+            return {}
+        return {
+            "target": decision.target,
+            "asked_for": counts.target,
+            "ready": counts.ready,
+            "reason": decision.reason,
+            "because": decision.because,
+            "turns": decision.memory.turns,
+        }
+
+    def status(self) -> dict[str, Any]:
+        """Mode, and per role the last decision and counters of reasons."""
+        roles = {}
+        for role, last in self._last.items():
+            counts = last.counts or Counts(len(last.signals), len(last.signals))
+            bounds = self._roles[role].bounds
+            roles[str(role)] = {
+                "min": bounds.min,
+                "max": bounds.max,
+                "ready": len(last.signals),
+                **self._described(role, counts),
+                "reasons": {reason: count for (name, reason), count in self._reasons.items() if name == role},
+            }
+        return {"mode": str(self._settings.mode), "roles": roles}
+
+
+class Planner:
+    """The actor. Its methods run on one event loop."""
+
+    def __init__(self, app_name: str, roles: Mapping[Role, Scaled], settings: AutoscaleSettings) -> None:
+        self._plans, self._settings = Plans(roles, settings), settings
+        self._app_name, self._roles = app_name, roles
+        self._handles: dict[Role, DeploymentHandle] = {}
+        self._asking: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to plan, once."""
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._go_on())
+
+    async def _go_on(self) -> None:
+        while True:
+            began = time.monotonic()
+            try:
+                answers = await asyncio.gather(*(self._ask(role) for role in self._roles))
+                signals = dict(zip(self._roles, answers, strict=True))
+                self._plans.plan(signals, time.monotonic(), time.time())
+            except Exception:
+                logger.exception("no plan this time")
+            await asyncio.sleep(max(0.1, self._settings.period_s - (time.monotonic() - began)))
+
+    async def _ask(self, role: Role) -> dict[str, Mapping[str, object]]:
+        """Signals by replica; of one that does not answer in time, none."""
+        from ray.serve.handle import DeploymentHandle
+
+        if role not in self._handles:
+            self._handles[role] = DeploymentHandle(self._roles[role].deployment, self._app_name)
+        try:
+            responses = self._handles[role].broadcast("signals")
+            found = await responses.results_async(timeout_s=self._settings.period_s, return_exceptions=True)
+        except (DeploymentUnavailableError, TimeoutError):
+            return {}
+        signals: dict[str, Mapping[str, object]] = {}
+        for number, answer in enumerate(found):
+            if isinstance(answer, tuple):
+                signals[answer[0]] = answer[1]
+            else:
+                signals[f"lost-{number}"] = {}
+        return signals
+
+    async def target(self, role: str, running: int, target: int) -> int | None:
+        """See `Plans.target`."""
+        return self._plans.target(Role(role), running, target, time.monotonic())
+
+    async def status(self) -> dict[str, Any]:
+        """See `Plans.status`."""
+        return self._plans.status()
+
+
+def start_planner(app_name: str, roles: Mapping[Role, Scaled], settings: AutoscaleSettings) -> Any:
+    """The application's planner; it lives as long as the caller's process keeps this handle."""
+    planner = (
+        ray.remote(Planner)
+        .options(name=actor_name(app_name), namespace=NAMESPACE, num_cpus=0, get_if_exists=True, max_restarts=-1)
+        .remote(app_name, dict(roles), settings)
+    )
+    planner.start.remote()
+    return planner

@@ -1,0 +1,254 @@
+"""Signals of replicas, flat dictionaries of floats, and the demand that follows from them.
+
+A replica gives counters since its start and a few numbers of the moment. Work that came is what counters and queues
+have grown by, so that a late or lost sample costs precision, never truth. What is missing, NaN or negative is unknown,
+which is not zero.
+
+| role    | signals besides COMMON                                                                               |
+|---------|------------------------------------------------------------------------------------------------------|
+| prefill | links, compute_s, compute_s2, load_s, encode_s (counters); queued_s, waiting; hot_bytes,              |
+|         | only_here_s: seconds to compute again what no tier and no other replica has                           |
+| decode  | blocks, blocks_total, sequences, max_sequences, waiting, itl_s                                        |
+| vision  | links (images), compute_s, compute_s2 (counters); queued_s, waiting                                   |
+| patch   | backlog, compile_s (counter), compiled (counter), value_s (prefill seconds saved by the backlog)       |
+| ingress | open, lag_s (of its event loop), refused (counter)                                                    |
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import pairwise
+from typing import NamedTuple
+
+RECENT_S = 10.0
+Flat = Mapping[str, float]
+
+COMMON = ("clock", "age_s", "ready_s")  # seconds: the replica's clock, since it serves, that its start took
+
+
+class Role(StrEnum):
+    """Roles that are scaled, in the order in which a request does not pass them."""
+
+    DECODE = "decode"
+    PREFILL = "prefill"
+    VISION = "vision"
+    PATCH = "patch"
+    INGRESS = "ingress"
+
+
+NEEDED: dict[Role, tuple[str, ...]] = {
+    Role.DECODE: (*COMMON, "blocks", "blocks_total", "sequences", "max_sequences"),
+    Role.PREFILL: (*COMMON, "links", "compute_s", "compute_s2", "load_s", "queued_s", "waiting"),
+    Role.VISION: (*COMMON, "links", "compute_s", "compute_s2", "queued_s", "waiting"),
+    Role.PATCH: (*COMMON, "backlog", "compile_s", "compiled"),
+    Role.INGRESS: (*COMMON, "open"),
+}
+
+
+def known(role: Role, flat: Mapping[str, object]) -> dict[str, float] | None:
+    """Signals that are finite and not negative; None if a needed one is not among them."""
+    values: dict[str, float] = {}
+    for name, value in flat.items():
+        if isinstance(value, int | float) and math.isfinite(value) and value >= 0:
+            values[name] = float(value)
+    return values if all(name in values for name in NEEDED[role]) else None
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Demand of a role over a window.
+
+    Attributes:
+        load: replicas that the work keeps busy: seconds of work a second; of decode the share of a replica's KV blocks
+            or sequences in use or awaited, whichever is more, summed up.
+        rate: pieces of work a second; 0 where none came.
+        mean_s: seconds of one piece on one replica.
+        variability: squared coefficients of variation of arrivals and of service, summed; 2 for M/M.
+        queues: seconds of work that wait or are under way, by replica.
+        sequences: sequences that decode, or wait for it.
+        itl_s: time between two tokens as measured; None: not known.
+        recent: load of the last `RECENT_S` seconds alone: noisy, and soon.
+        is_partial: some replicas' signals are missing or stale; those are taken for the mean of the others.
+        window_s: seconds that `load` is measured over.
+    """
+
+    load: float
+    rate: float = 0.0
+    mean_s: float = 0.0
+    variability: float = 2.0
+    queues: tuple[float, ...] = ()
+    sequences: float = 0.0
+    itl_s: float | None = None
+    recent: float = 0.0
+    is_partial: bool = False
+    window_s: float = 0.0
+
+    def error(self, seconds: float) -> float:
+        """Standard error of the load of a steady stream of such work, measured over so many seconds."""
+        return self.mean_s * math.sqrt(self.variability * self.rate / seconds) if seconds > 0 else 0.0
+
+    @property
+    def has_jumped(self) -> bool:
+        """True if the load of the last seconds is higher than chance would have it."""
+        return self.recent > self.load + _JUMP * self.error(RECENT_S)
+
+    @property
+    def backlog_s(self) -> float:
+        """Seconds of work that wait or are under way."""
+        return sum(self.queues)
+
+
+_MOST_VARIABILITY = 20.0
+_FEW = 8  # pieces of work, or samples, from which a variance says something
+_JUMP = 5.0  # standard errors: in an hour of plans chance brings none
+_WORK = {Role.PATCH: ("compile_s", "compiled")}  # counters of seconds and pieces, where not those of the others
+
+
+class _Growth(NamedTuple):
+    """What came and was done between two observations, by all replicas."""
+
+    now: float
+    came_s: float = 0.0
+    came: float = 0.0
+    load_s: float = 0.0
+    done_s: float = 0.0
+    done: float = 0.0
+    squares: float = 0.0
+
+
+class Window:
+    """Signals of one role over the last `window_s` seconds.
+
+    Args:
+        stale_s: a replica whose last new sample is older is not known.
+    """
+
+    def __init__(self, role: Role, window_s: float = 120.0, stale_s: float = 6.0) -> None:
+        self.role, self._window_s, self._stale_s = role, window_s, stale_s
+        self._replicas: dict[str, tuple[float, dict[str, float]] | None] = {}  # arrival, signals; None: not known
+        self._growth: deque[_Growth] = deque()
+        self._shares: deque[tuple[float, float]] = deque()
+        self._demand: Demand | None = None
+
+    def observe(self, now: float, replicas: Mapping[str, Mapping[str, object]]) -> None:
+        """Take up the signals of all replicas that there are."""
+        for gone in self._replicas.keys() - replicas.keys():
+            del self._replicas[gone]
+        grown = [0.0] * 6
+        for name, flat in replicas.items():
+            before, values = self._replicas.get(name), known(self.role, flat)
+            if values is None or (before is not None and values["clock"] <= before[1]["clock"]):
+                self._replicas.setdefault(name, None)
+                continue  # nothing, or the same again
+            if before is not None:
+                grown = [a + b for a, b in zip(grown, self._grown(before[1], values), strict=True)]
+            self._replicas[name] = now, values
+        self._growth.append(_Growth(now, *grown))
+        while self._growth[0].now < now - self._window_s:
+            self._growth.popleft()
+        self._demand = self._measured(now)
+
+    def _grown(self, before: Flat, after: Flat) -> tuple[float, ...]:
+        seconds, pieces = _WORK.get(self.role, ("compute_s", "links"))
+
+        def more(name: str) -> float:
+            return after.get(name, 0.0) - before.get(name, 0.0)
+
+        done_s = more(seconds) + more("encode_s")
+        done = more(pieces)
+        return done_s + more("queued_s"), done + more("waiting"), more("load_s"), done_s, done, more("compute_s2")
+
+    def latest(self, now: float) -> dict[str, dict[str, float]]:
+        """The last signals of each replica that are not stale."""
+        return {
+            name: sample[1]
+            for name, sample in self._replicas.items()
+            if sample is not None and now - sample[0] <= self._stale_s
+        }
+
+    @property
+    def demand(self) -> Demand | None:
+        """Demand at the last observation; None while it is not known."""
+        return self._demand
+
+    def _measured(self, now: float) -> Demand | None:
+        latest = self.latest(now)
+        if not latest:
+            return None
+        if self.role is Role.DECODE:
+            demand = self._decoding(latest, now)
+        elif self.role is Role.INGRESS:
+            count = sum(values["open"] for values in latest.values())
+            demand = Demand(load=count, recent=count)
+        else:
+            demand = self._working(latest)
+        lacking = len(self._replicas) / len(latest)
+        if demand is None or lacking == 1:
+            return demand
+        return replace(
+            demand,
+            load=demand.load * lacking,
+            recent=demand.recent * lacking,
+            rate=demand.rate * lacking,
+            sequences=demand.sequences * lacking,
+            is_partial=True,
+        )
+
+    def _decoding(self, latest: Mapping[str, Flat], now: float) -> Demand | None:
+        if any(not values["blocks_total"] or not values["max_sequences"] for values in latest.values()):
+            return None
+        share = sum(
+            max(values["blocks"] / values["blocks_total"], values["sequences"] / values["max_sequences"])
+            for values in latest.values()
+        )
+        self._shares.append((now, share))
+        while self._shares[0][0] < now - RECENT_S:
+            self._shares.popleft()
+        weighed = [(values["itl_s"], values["sequences"]) for values in latest.values() if values.get("itl_s")]
+        weight = sum(sequences for _, sequences in weighed)
+        return Demand(
+            load=statistics.fmean(share for _, share in self._shares),
+            recent=share,
+            sequences=sum(values["sequences"] for values in latest.values()),
+            itl_s=sum(itl * sequences for itl, sequences in weighed) / weight if weight else None,
+        )
+
+    def _working(self, latest: Mapping[str, Flat]) -> Demand | None:
+        """Work over the window: the first observation in it is where it begins."""
+        began, now = self._growth[0].now, self._growth[-1].now
+        if now - began < RECENT_S:  # of a few seconds a single request makes a burst
+            return None
+        growth = list(self._growth)[1:]
+        recent = [one for one in growth if one.now > now - RECENT_S]
+        done_s, done = sum(one.done_s for one in growth), sum(one.done for one in growth)
+        came_s, came = sum(one.came_s for one in growth), sum(one.came for one in growth)
+        mean = done_s / done if done else (came_s / came if came > 0 else 0.0)
+        served = sum(one.squares for one in growth) / done / mean**2 - 1 if done >= _FEW and mean else 1.0
+        return Demand(
+            load=_over(growth, now - began),
+            recent=_over(recent, now - max(began, now - RECENT_S)),
+            rate=max(came, 0.0) / (now - began),
+            mean_s=mean,
+            variability=min(_MOST_VARIABILITY, max(0.0, served) + max(1.0, self._arrivals(growth))),
+            window_s=now - began,
+            queues=tuple(values.get("queued_s", 0.0) for values in latest.values()),
+        )
+
+    def _arrivals(self, growth: Sequence[_Growth]) -> float:
+        """Squared coefficient of variation of arrivals: the variance of their number in an interval over its mean."""
+        counts = [one.came for one in growth]
+        mean = statistics.fmean(counts)
+        if self.role is Role.PATCH or len(counts) < _FEW or mean <= 0:
+            return 1.0
+        # Of differences of neighbours, so that a rate that rises or falls does not count as variable.
+        return statistics.fmean((a - b) ** 2 for a, b in pairwise(counts)) / 2 / mean
+
+
+def _over(growth: Sequence[_Growth], seconds: float) -> float:
+    """Replicas kept busy by what came, in computing or in loading, whichever is more."""
+    return max(sum(one.came_s for one in growth), sum(one.load_s for one in growth), 0.0) / seconds

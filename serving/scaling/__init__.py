@@ -1,0 +1,1 @@
+"""Autoscaling: simulation with the service's own routing, and its command line."""
