@@ -5,6 +5,7 @@ from __future__ import annotations
 from serving.bench import catalogue
 from serving.bench.harness import Benchmark
 from tests.benchmarks import (
+    autoscale,
     break_even,
     compile_trace,
     cpu_kernels,
@@ -49,6 +50,7 @@ _MODULES = (
     precompute,
     relocation,
     routing,
+    autoscale,
     shared_cores,
     idle,
     cpu_kernels,
