@@ -115,11 +115,7 @@ class Retrieval:
 
     async def added(self, store_id: str, files: Sequence[str]) -> None:
         """Have files of a store indexed."""
-        if self._role is None:
-            for file in files:
-                reference = await asyncio.to_thread(self.stores.reference, store_id, file)
-                await asyncio.to_thread(self.stores.states.note, store_id, file, reference.added, "completed")
-        else:
+        if self._role is not None:
             await self._role.index(store_id, files)
 
     async def changed(self, store_id: str, files: Sequence[str] = ()) -> None:
