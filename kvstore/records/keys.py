@@ -135,5 +135,5 @@ def part_id(content: str, form: str, number: int) -> str:
 
 
 def index_key(embedder: str, content: str, form: str) -> str:
-    """Key of a file's index record; `embedder` is a fingerprint, `form` the way the file was taken apart."""
+    """Key of a file's index record; `embedder` is a fingerprint, `form` its parts'."""
     return _digest("index", (embedder.encode(), content.encode(), form.encode()))

@@ -50,7 +50,7 @@ class Part:
 
 @dataclass(frozen=True)
 class IndexedFile:
-    """A file's parts and their vectors, each [m, dims], m may be 0. `lexical` files have no vectors at all."""
+    """A file's parts and their vectors, each [m, dims], m may be 0; None: words alone."""
 
     file: str
     filename: str
@@ -78,7 +78,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Found:
-    """A part that was found. `box`: x0, y0, x1, y1 of the lines with the query's words, in shares of the page."""
+    """A part that was found; `box`: rectangle of the query's words, in shares of the page."""
 
     file: str
     filename: str

@@ -1,4 +1,4 @@
-"""Record of an indexed file: what a replica reads to search it, in the library like what else derives from content.
+"""Record of an indexed file, in the library like all that derives from content.
 
 One record per file, embedder and way to take it apart: a replica that starts reads every file's, so that fewer reads
 matter. Written by whoever indexes the file; two that do write the same. It is derived data: where it is missing,

@@ -1,4 +1,4 @@
-"""Words of a text as BM25 counts them: lower case, stemmed, without the commonest English ones.
+"""Words of a text as BM25 counts them: lower case, stemmed, without common ones.
 
 Runs of Chinese, Japanese or Korean letters, which have no spaces, become their pairs of letters.
 """

@@ -42,7 +42,7 @@ Known = Mapping[tuple[str, int], IndexState]  # by file and when it was added
 
 
 class IndexStates:
-    """States of files in a tier. Thread-safe; processes may share it; all methods raise TierUnavailable."""
+    """States of files in a tier. Thread-safe; all methods raise TierUnavailable."""
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
@@ -52,7 +52,7 @@ class IndexStates:
         return states_of(self._tier.keys(f"{ROOT}{store}/"))
 
     def note(self, store: str, file: str, added: int, state: State, error: tuple[str, str] | None = None) -> None:
-        """Note a file's state; `error`: code and message of one that failed. "in_progress" takes the others away."""
+        """Note a file's state; `error`: code and message of one that failed."""
         prefix = f"{ROOT}{store}/{file}.{added}."
         if state == "in_progress":
             self._tier.delete_all([prefix + one for one in _STRONGER])

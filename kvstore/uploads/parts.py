@@ -1,4 +1,4 @@
-"""Journal of files' parts: which content ids derive from a file's, so that a deletion reaches what is kept of each.
+"""Journal of files' parts: the content ids that derive from a file's.
 
     parts/<owner>/<content>/<form>.<count>      noted before anything is derived from a part
 

@@ -1,4 +1,4 @@
-"""Vector stores: reference sets of all tenants (the dynamic library), and of one alone (OpenAI's vector stores).
+"""Vector stores: reference sets of all tenants (the dynamic library), and of one.
 
     stores/<store>.json                                       the VectorStore; written last, deleted first
     store-activity/<store>.json                               when it was last used
@@ -346,7 +346,7 @@ class VectorStores:
     # Use
 
     def content(self, file_id: str) -> bytes:
-        """The bytes of a file that some living store for all holds, for any tenant. Raises UnknownFile."""
+        """The bytes of a file that some store for all holds. Raises UnknownFile."""
         for entry in self._holding(file_id):
             if not is_shared(entry.content):
                 continue

@@ -1,4 +1,4 @@
-"""`/console`: a page in the browser to upload documents, ask, and see what was found; and the pictures of pages."""
+"""`/console`, a page in the browser to try retrieval in, and pictures of pages."""
 
 from __future__ import annotations
 

@@ -359,7 +359,7 @@ class MediaResolver:
         return opened.image(page, is_needed=True) if 1 <= page <= len(opened.sizes) else None
 
     def open_file(self, data: bytes, owner: str, where: str) -> ResolvedImage | ResolvedText:
-        """Check a file's bytes, an image or UTF-8 text, and name it for its owner; a PDF goes by `open_for`.
+        """Check a file's bytes, an image or UTF-8 text, and name it for its owner.
 
         Raises:
             InvalidRequest: neither, or broken. TooLarge: more bytes or pixels than allowed.

@@ -1,4 +1,4 @@
-"""PDFs of requests as pages: pictures that are drawn when their pixels are needed, or their text.
+"""PDFs of requests as pages: pictures drawn when pixels are needed, or their text.
 
 A page's content id follows from the file's, the way it is drawn, and its number: a page that is stored is linked
 without being drawn again.
@@ -55,7 +55,7 @@ class OpenedPdf:
         self._lock = threading.Lock()
 
     def image(self, number: int, is_needed: bool) -> PageImage:
-        """Picture of a page, from 1. Those that are needed are drawn in one go, when the first of them is read."""
+        """Picture of a page, from 1; pages that are needed are drawn in one go."""
         if is_needed:
             self._wanted[number] = None
         return PageImage(self.sizes[number - 1], partial(self._draw, number))

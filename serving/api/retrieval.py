@@ -1,4 +1,4 @@
-"""Searches of vector stores for clients: what a tenant may read, OpenAI's shapes, and what stands in them still."""
+"""Searches of vector stores for clients, in OpenAI's shapes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RankingOptions(_Body):
 
 
 class SearchOptions(_Body):
-    """What a search may ask for besides its query."""
+    """Fields of a search besides its query."""
 
     filters: dict[str, Any] | None = None
     max_num_results: int = Field(10, ge=1, le=_MOST_RESULTS)

@@ -1,4 +1,4 @@
-"""`orbit.retrieve` in a chat: what is found stands before the question, as chunks, and can be cited."""
+"""`orbit.retrieve` in a chat: parts found stand before the question, as chunks."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def retrieved(
 
 
 def in_reading_order(results: Sequence[Result]) -> list[Result]:
-    """What was found, file by file as the best of each comes, and within a file in its order.
+    """Results file by file, by the best of each, and within a file in its order.
 
     So a page stands behind those that it may refer to, and what is found together again stands in the same order.
     """
@@ -88,7 +88,7 @@ def number_chunks(report: RetrievalReport, found: Sequence[str], contents: Seque
 
 
 def citations(text: str | None, report: RetrievalReport | None) -> list[dict[str, Any]]:
-    """Citations of an answer that names what was found by number, such as [2]: OpenAI's, with the page."""
+    """Citations of an answer that names results by number, such as [2]."""
     if not text or report is None:
         return []
     found = []

@@ -1,4 +1,4 @@
-"""The demo of retrieval: pages of PDFs in a vector store, and questions whose pages are found and linked."""
+"""The demo of retrieval: pages of PDFs that are found by a question, and linked."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DPI = 96  # of `documents.dpi`: a picture's pixels are the page's
 
 
 class Rag(Demo):
-    """Retrieval on the bundled model: pages drawn anew in every run, or a folder of the user's own.
+    """Retrieval on the bundled model: new pages in every run, or a folder of files.
 
     Args:
         seed: of an earlier run's pages; None: new ones.

@@ -19,7 +19,7 @@ def form_of(max_tokens: int, overlap_tokens: int) -> str:
 
 
 def tokens_of(model: Path) -> Offsets:
-    """Token offsets by a checkpoint's `tokenizer.json`; without one, four characters are a token."""
+    """Form of texts' parts: passages cut otherwise are other chunks."""
     file = model / "tokenizer.json"
     if not file.exists():
         return lambda text: [(at, min(at + 4, len(text))) for at in range(0, len(text), 4)]
@@ -35,7 +35,7 @@ def tokens_of(model: Path) -> Offsets:
 
 
 def cut(text: str, offsets: Offsets, max_tokens: int = MAX_TOKENS, overlap_tokens: int = OVERLAP_TOKENS) -> list[str]:
-    """Windows of a text: all of it is in one, and a text of no more than `max_tokens` is one whole.
+    """Windows of a text that cover it; a text of `max_tokens` or fewer is one whole.
 
     A window ends between words where a few tokens allow it; the next one begins `overlap_tokens` before that.
     """

@@ -1,4 +1,4 @@
-"""PDFs as pages: pictures and text with boxes, by pdfium in a child process with bounded memory and time."""
+"""PDFs as pages: pictures and text with boxes, by pdfium in a bounded process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Page:
 
 
 def is_pdf(data: bytes) -> bool:
-    """True for a PDF, also one whose header stands behind other bytes, if it has more of a PDF than that."""
+    """True for a PDF, also one whose header stands behind other bytes."""
     start = data[:_WITHIN].removeprefix(b"\xef\xbb\xbf").lstrip()
     if start.startswith(b"%PDF-"):
         return True

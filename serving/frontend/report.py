@@ -132,7 +132,7 @@ class FoundReport(BaseModel):
 
 
 class RetrievalReport(BaseModel):
-    """Search of `orbit.retrieve`. `degraded`: lexical, where the embedder did not answer in time."""
+    """Search of `orbit.retrieve`; `degraded`: lexical where no vectors were compared."""
 
     query: str
     results: list[FoundReport]

@@ -58,7 +58,7 @@ class LibraryKeeper:
         self._listing = asyncio.create_task(log_stored(self._library, config.patch, self._feed, period_s))
 
     async def delete_content(self, content: str, tenant: str) -> int:
-        """Remove everything derived from a content id and its parts, in all tiers and every replica's memory.
+        """Remove all that derives from a content id and its parts, in all tiers and memory.
 
         Returns of how many records it knew. What cannot be reached now is raised, and tried again with every sweep
         until it is gone; also by a later replica, if a file or a vector store held it (see

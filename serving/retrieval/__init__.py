@@ -1,1 +1,1 @@
-"""Retrieval: embedders, the retriever over indices in memory, and what crosses between it and the ingress."""
+"""Retrieval: embedders, indices in memory, and the calls between ingress and retriever."""

@@ -1,4 +1,4 @@
-"""Batches of calls that wait: while one batch is at work the next one gathers, and nobody waits for company."""
+"""Micro-batches: while one batch is at work the next one gathers."""
 
 from __future__ import annotations
 

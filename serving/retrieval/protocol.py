@@ -1,4 +1,4 @@
-"""What crosses between ingress and retriever; imports neither an embedder nor an index.
+"""Calls between ingress and retriever; imports neither an embedder nor an index.
 
 | call     | of           | does                                            | raises                         |
 |----------|--------------|-------------------------------------------------|--------------------------------|
@@ -61,7 +61,7 @@ class Hit:
 
 @dataclass(frozen=True)
 class SearchAnswer:
-    """What was found, best first.
+    """Parts that were found, best first.
 
     `stages_ms`: milliseconds of embedding and of searching. `degraded`: "lexical" where the embedder did not answer in
     time, so that words alone were compared.

@@ -1,4 +1,4 @@
-"""Search in memory: milliseconds of a hybrid search, what it finds of the exact nearest, and judged queries.
+"""Search in memory: time of a hybrid search, recall, and judged queries.
 
 | figure          | what                                                                                        |
 |-----------------|---------------------------------------------------------------------------------------------|
@@ -38,7 +38,7 @@ _FILTERS: Mapping[str, Mapping[str, Any] | None] = {"no filter": None, "a half":
 
 
 def run(quick: bool, console: Console) -> Outcome:
-    """Time searches over clustered vectors, and judge Cranfield's; `quick`: fewer pages and queries."""
+    """Time searches and judge Cranfield's; `quick`: fewer pages and queries."""
     sizes = {"10k": 1_000 if quick else 10_000, "100k": 4_000 if quick else 100_000}
     queries = 20 if quick else 100
     samples: dict[str, list[float]] = {}

@@ -50,7 +50,7 @@ KEEPS_NOTHING_DELETED = {
     "MediaResolver": COUNTS + ": ids of what has proved decodable",
     "PdfPages": COUNTS + ": sizes of pages",
     "PrefillPolicy": COUNTS + ": marks of chunks by replica",
-    "Prefixes": "tokens of system prompts, none of uploaded content",
+    "TokenCache": "tokens of system prompts, none of uploaded content",
 }
 CONTAINERS = {"dict", "list", "set", "deque", "defaultdict", "Counter", "OrderedDict", "WeakValueDictionary"}
 

@@ -30,7 +30,7 @@ class EmbedderFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Item:
-    """What is embedded: a text, an image (the bytes of its file), or both."""
+    """Input of an embedder: a text, an image (the bytes of its file), or both."""
 
     text: str = ""
     image: bytes | None = None

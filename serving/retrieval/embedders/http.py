@@ -1,4 +1,4 @@
-"""Embedders of other servers: OpenAI's `/v1/embeddings`, and vLLM's, which embeds images, too.
+"""Embedders of other servers: OpenAI's `/v1/embeddings`, and vLLM's with images.
 
 Texts go as OpenAI takes them, in batches. An image goes as vLLM's chat form of the same route takes it, one a call.
 """

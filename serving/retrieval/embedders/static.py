@@ -1,4 +1,4 @@
-"""Text by a table of token vectors: their mean, which takes no model and a tenth of a millisecond.
+"""Text by a table of token vectors: their mean, in a tenth of a millisecond.
 
 The table is WordLlama's (MIT; 32,000 tokens x 256, from the token embeddings of large language models), read from its
 wheel without running any of its code.
