@@ -4,13 +4,16 @@ PYTHON := .venv/bin/python
 ORBITSERVE := .venv/bin/orbitserve
 NAME ?= list
 
-.PHONY: help setup tools demo serve test check lint types format doctor bench figures checkpoints tiny-checkpoint lock clean
+.PHONY: help setup tools demo demo-rag serve test check lint types format doctor bench figures checkpoints tiny-checkpoint lock clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: setup ## Start the service, ask about pages in two orders, print what was reused [MODEL=smollm2] [KEEP=1]
 	$(ORBITSERVE) demo $(if $(MODEL),--model "$(MODEL)") $(if $(KEEP),--keep) $(ARGS)
+
+demo-rag: setup ## Start the service, find pages of PDFs in a vector store, cite and link them [FOLDER=your/files] [KEEP=1]
+	$(ORBITSERVE) demo rag $(if $(FOLDER),--folder "$(FOLDER)") $(if $(KEEP),--keep) $(ARGS)
 
 serve: setup ## Serve a model: make serve MODEL=directory|smollm2|ORGANISATION/NAME, or CONFIG=file, or both [ARGS="..."]
 	@test -n "$(MODEL)$(CONFIG)" || { echo "which model? make serve MODEL=directory, or CONFIG=file that names one"; exit 2; }

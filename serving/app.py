@@ -8,6 +8,7 @@
 | PatchCompiler  | nothing but a library                     | PrefillWorker          |
 | DecodeWorker   | a stock, text-only vLLM engine            | Ingress                |
 | LibraryKeeper  | deletion, expiry, disabled points         | Ingress, PrefillWorker |
+| Retriever      | indices of vector stores (may be left out) | Ingress, itself       |
 
 A request goes HTTP → Ingress → (VisionEncoder →) PrefillWorker → NIXL → DecodeWorker → Ingress → HTTP. Workers read and
 write the library themselves; its data never passes through an actor.
@@ -29,6 +30,7 @@ from serving.replicas.ingress import Ingress
 from serving.replicas.library_keeper import LibraryKeeper
 from serving.replicas.patch_compiler import PatchCompiler
 from serving.replicas.prefill import PrefillWorker
+from serving.replicas.retriever import Retriever
 from serving.replicas.vision import VisionEncoder
 from serving.routing.reports import router_config
 from serving.scaling.roles import replicas
@@ -43,12 +45,15 @@ def build(config: OrbitServeConfig) -> serve.Application:
     vision = (
         {"vision": _deployment(config, VisionEncoder, config.vision).bind(config)} if config.has_vision_encoder else {}
     )
+    has_retriever = config.retriever.replicas > 0
+    retriever = {"retriever": _deployment(config, Retriever, config.retriever).bind(config)} if has_retriever else {}
     return _deployment(config, Ingress, config.ingress).bind(
         config,
         **vision,
+        **retriever,
         prefill=prefill,
         decode=_deployment(config, DecodeWorker, config.decode, routers["decode"]).bind(config),
-        library=_deployment(config, LibraryKeeper, config.keeper).bind(config, prefill, compiler),
+        library=_deployment(config, LibraryKeeper, config.keeper).bind(config, prefill, compiler, **retriever),
     )
 
 

@@ -25,6 +25,8 @@ from kvstore.settings import FileSettings, LibrarySettings
 from prefill_workers.model_card import BadModelCard, ModelCard, composition_for
 from prefill_workers.settings import Weighing
 from serving.api_keys import BadKeys, KeyRing
+from serving.documents.settings import DocumentSettings
+from serving.retrieval.settings import RetrieverSettings
 from serving.settings import (
     AccessLogSettings,
     DecodeRoleSettings,
@@ -67,6 +69,8 @@ class OrbitServeConfig(Settings):
     keeper: LibraryRoleSettings = LibraryRoleSettings()
     precompute: PrecomputeSettings = PrecomputeSettings()
     access_log: AccessLogSettings = AccessLogSettings()
+    documents: DocumentSettings = DocumentSettings()
+    retriever: RetrieverSettings = RetrieverSettings()
     tenants: TenantsSettings = TenantsSettings()
     autoscale: AutoscaleSettings = AutoscaleSettings()
 
@@ -217,6 +221,7 @@ class OrbitServeConfig(Settings):
         for section in (values["library"], values["files"], values["precompute"]):
             section.pop("salt_secret", None)
             section.pop("storage_options")
+        values["retriever"].pop("embedder_key")
         return yaml.safe_dump(values, sort_keys=False)
 
 

@@ -38,14 +38,14 @@ def _loops() -> Callable[..., None] | None:
     try:
         from kvstore.operator.host_loops import patch_rows
 
-        _refuse_special_names(sys.modules["llvmlite.binding.ffi"].lib)
+        refuse_special_names(sys.modules["llvmlite.binding.ffi"].lib)
     except (ImportError, RuntimeError) as error:  # RuntimeError: numba found no place for its cache
         logger.warning("KV on the host is patched by torch, more slowly: %s", error)
         return None
     return patch_rows
 
 
-def _refuse_special_names(handle: Any) -> None:
+def refuse_special_names(handle: Any) -> None:
     """Make numba's LLVM handle refuse names like `__dict__`, as attribute look-up expects.
 
     It answers every name with a function; vLLM, which looks through all modules when an engine starts, fails on that.

@@ -128,3 +128,17 @@ def embedding_key(fingerprint: str, content: str, dtype: str) -> str:
 def session_key(fingerprint: str, session: str, dtype: str) -> str:
     """Key of a session's manifest; its tenant is the record's."""
     return _digest("session", (fingerprint.encode(), session.encode(), dtype.encode()))
+
+
+def part_id(content: str, form: str, number: int) -> str:
+    """Content id of a part of a file, such as a page.
+
+    `form`: the way the file was taken apart; `number` from 0. A reference's parts are references.
+    """
+    digest = _digest("part", (content.encode(), form.encode(), _integers([number])))
+    return _SHARED + digest if is_shared(content) else digest
+
+
+def index_key(embedder: str, content: str, form: str) -> str:
+    """Key of a file's index record; `embedder` is a fingerprint, `form` its parts'."""
+    return _digest("index", (embedder.encode(), content.encode(), form.encode()))

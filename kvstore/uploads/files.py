@@ -26,6 +26,7 @@ from kvstore.tiers.paths import ORPHAN_SECONDS, tenant_digest
 from kvstore.tiers.stack import tier_for_url
 from kvstore.uploads.ids import DIGITS, Place, new_id, place_of, stamp_of
 from kvstore.uploads.json_objects import JsonObjects
+from kvstore.uploads.parts import PartsJournal
 from kvstore.uploads.pending_deletions import PendingDeletions
 
 _ID = re.compile(rf"file-{DIGITS}")
@@ -85,6 +86,7 @@ class FileStore:
         else:
             self.tier = tier_for_url(str(location), self.settings.storage_options)
         self.pending_deletions = PendingDeletions(self.tier)
+        self.parts = PartsJournal(self.tier)
         self._objects = JsonObjects(self.tier, FileObject, immutable=True)
         self._creating: dict[str, threading.Lock] = {}  # by tenant: a quota is checked and used up in one step
 

@@ -1,16 +1,19 @@
-"""The dynamic library: reference sets for all tenants (OpenAI's vector stores).
+"""Vector stores: reference sets of all tenants (the dynamic library), and of one.
 
     stores/<store>.json                                       the VectorStore; written last, deleted first
     store-activity/<store>.json                               when it was last used
     store-files/<store>/<file>.<content id>.<bytes>.json      a Reference: one file in the store
     store-batches/<store>/<batch>.json                        files that were added together
     store-removed/<store>/<file>.<added>                      a file that was taken out, for cursors that name it
+    store-index/<store>/<file>.<added>.<state>                whether it can be searched yet, see `index_states`
     references/<file>/<store>.<content id>.<bytes>            which stores hold a file
 
-A reference is a file of the static library under a content id of the dynamic library: its bytes stay with the tenant
-that uploaded it, what is computed from it belongs to all. Listings answer counts and sizes without reads. There is no
-lock between processes: each file of a store has a key of its own, so that additions and removals cannot undo one
-another; of two simultaneous updates of a store's own fields the last one stands. An expired store is unknown at once.
+A store belongs to a tenant, or to all (DYNAMIC_TENANT). A reference of a store for all is a file of the static library
+under a content id of the dynamic library: its bytes stay with the tenant that uploaded it, what is computed from it
+belongs to all. In a tenant's own store it is the tenant's file itself. Listings answer counts and sizes without reads.
+There is no lock between processes: each file of a store has a key of its own, so that additions and removals cannot
+undo one another; of two simultaneous updates of a store's own fields the last one stands. An expired store is unknown
+at once.
 """
 
 from __future__ import annotations
@@ -25,11 +28,13 @@ from dataclasses import dataclass, field, replace
 import pyarrow as pa
 
 from kvstore.errors import TierUnavailable, UnknownFile, UnknownVectorStore
-from kvstore.records.keys import DYNAMIC_TENANT, owned_content_id
+from kvstore.records.keys import DYNAMIC_TENANT, is_shared, owned_content_id
 from kvstore.tiers.base import Entry
 from kvstore.tiers.paths import ORPHAN_SECONDS
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.ids import DIGITS, NANOSECONDS, Place, new_id, next_stamp, place_of, stamp_of
+from kvstore.uploads.index_states import ROOT as _STATES
+from kvstore.uploads.index_states import IndexStates
 from kvstore.uploads.json_objects import JsonObjects
 
 _STORES, _ACTIVITY, _FILES, _BATCHES = "stores/", "store-activity/", "store-files/", "store-batches/"
@@ -58,6 +63,11 @@ class VectorStore:
     description: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     expires_days: int | None = None
+    owner: str = DYNAMIC_TENANT
+
+    def is_visible(self, tenant: str) -> bool:
+        """True if a tenant may know of it."""
+        return self.owner in (DYNAMIC_TENANT, tenant)
 
     @property
     def place(self) -> Place:
@@ -69,8 +79,9 @@ class VectorStore:
 class Reference:
     """One file of a store.
 
-    `tenant` uploaded it; `content` is its content id in the dynamic library. `added`: when it came into the store, in
-    Unix nanoseconds; 0 in references of earlier versions.
+    `tenant` uploaded it; `content` is its content id with the store's owner. `added`: when it came into the store, in
+    Unix nanoseconds; 0 in references of earlier versions. `chunking`: tokens of a text's passages, and by how many two
+    of them overlap; None: the defaults.
     """
 
     file: str
@@ -81,6 +92,7 @@ class Reference:
     created_at: int
     attributes: Attributes = field(default_factory=dict)
     added: int = 0
+    chunking: Sequence[int] | None = None
 
     @property
     def place(self) -> Place:
@@ -161,6 +173,7 @@ class VectorStores:
         self._references = JsonObjects(self._tier, Reference)
         self._batches = JsonObjects(self._tier, Batch)
         self._activity = JsonObjects(self._tier, Activity)
+        self.states = IndexStates(self._tier)
         self._changing = threading.RLock()  # a change looks at what is there and writes in one step
 
     # Stores
@@ -171,11 +184,12 @@ class VectorStores:
         description: str | None = None,
         metadata: Mapping[str, str] | None = None,
         expires_days: int | None = None,
+        owner: str = DYNAMIC_TENANT,
     ) -> VectorStore:
-        """A new, empty store."""
+        """A new, empty store of a tenant, or for all."""
         others = (key.removeprefix(_STORES).removesuffix(".json") for key in self._tier.keys(_STORES))
         store = VectorStore(
-            new_id("vs_", others), name, int(time.time()), description, dict(metadata or {}), expires_days
+            new_id("vs_", others), name, int(time.time()), description, dict(metadata or {}), expires_days, owner
         )
         self._note_use(store.id)
         self._stores.write(_store_key(store.id), store)
@@ -226,23 +240,29 @@ class VectorStores:
 
     # Files of a store
 
-    def add(self, store_id: str, tenant: str, files: Mapping[str, Attributes]) -> list[Reference]:
+    def add(
+        self, store_id: str, tenant: str, files: Mapping[str, Attributes], chunking: Sequence[int] | None = None
+    ) -> list[Reference]:
         """Add a tenant's files, with attributes, to a store; sets those of files already in it.
 
         Raises UnknownVectorStore; UnknownFile, and adds nothing, if the tenant lacks one of the files.
         """
-        self.get(store_id)
+        owner = self.get(store_id).owner
         now, stamp, added = int(time.time()), next_stamp(), []
         for i, (file_id, attributes) in enumerate(files.items()):
             data = self._files.content(tenant, file_id)
-            content = owned_content_id(data, DYNAMIC_TENANT, self._secret)
-            added.append(Reference(file_id, store_id, tenant, content, len(data), now, dict(attributes), stamp + i))
+            content, place = owned_content_id(data, owner, self._secret), stamp + i
+            given = dict(attributes)
+            added.append(Reference(file_id, store_id, tenant, content, len(data), now, given, place, chunking))
         with self._changing:
             for i, reference in enumerate(added):
                 entry = _entry_of(reference)
                 there = self._references.read(entry.key)
                 if there is not None:
                     added[i] = reference = replace(reference, created_at=there.created_at, added=there.added)
+                    if _tuple(there.chunking) != _tuple(chunking):
+                        self.states.note(store_id, reference.file, reference.added, "in_progress")
+                    self.states.note_change(store_id, reference.file, reference.added)
                 self._tier.put(entry.index_key, [pa.py_buffer(b"")])
                 self._references.write(entry.key, reference)
             self._note_use(store_id)
@@ -268,6 +288,11 @@ class VectorStores:
         found = self._references.find(f"{_FILES}{store_id}/")
         return sorted(found, key=lambda reference: reference.place)
 
+    def listed(self, store_id: str) -> set[str]:
+        """Ids of a store's files, from a listing alone. Raises UnknownVectorStore."""
+        self.get(store_id)
+        return {entry.file for entry in self._entries(store_id)}
+
     def place_in(self, store_id: str, file_id: str) -> Place | None:
         """Place of a file in a store's listing, also of one that was removed; None if unknown."""
         entry = self._find(store_id, file_id)
@@ -284,6 +309,7 @@ class VectorStores:
         with self._changing:
             reference = replace(self.reference(store_id, file_id), attributes=dict(attributes))
             self._references.write(_entry_of(reference).key, reference)
+            self.states.note_change(store_id, file_id, reference.added)
         return reference
 
     def remove(self, store_id: str, file_id: str) -> set[str]:
@@ -300,9 +326,11 @@ class VectorStores:
 
     # Batches
 
-    def add_batch(self, store_id: str, tenant: str, files: Mapping[str, Attributes]) -> Batch:
+    def add_batch(
+        self, store_id: str, tenant: str, files: Mapping[str, Attributes], chunking: Sequence[int] | None = None
+    ) -> Batch:
         """`add`, remembering which files came together."""
-        self.add(store_id, tenant, files)
+        self.add(store_id, tenant, files, chunking)
         batch = Batch(new_id("vsfb_"), store_id, int(time.time()), list(files))
         self._batches.write(_batch_key(store_id, batch.id), batch)
         return batch
@@ -318,8 +346,10 @@ class VectorStores:
     # Use
 
     def content(self, file_id: str) -> bytes:
-        """The bytes of a file that some living store holds, for any tenant. Raises UnknownFile."""
+        """The bytes of a file that some store for all holds. Raises UnknownFile."""
         for entry in self._holding(file_id):
+            if not is_shared(entry.content):
+                continue
             reading = self._references.later(entry.key), self._activity.later(_activity_key(entry.store))
             store = self._stores.read(_store_key(entry.store))
             reference, activity = reading[0].result(), reading[1].result()
@@ -331,9 +361,13 @@ class VectorStores:
             return self._files.content(reference.tenant, file_id)
         raise UnknownFile(file_id)
 
+    def bytes_of(self, reference: Reference) -> bytes:
+        """The bytes of a store's file. Raises UnknownFile."""
+        return self._files.content(reference.tenant, reference.file)
+
     def holds(self, file_id: str) -> bool:
-        """True if some store has this file, or is about to."""
-        return next(self._holding(file_id), None) is not None
+        """True if some store for all has this file, or is about to."""
+        return any(is_shared(entry.content) for entry in self._holding(file_id))
 
     def has_content(self, content: str) -> bool:
         """True if some store still holds this content."""
@@ -359,7 +393,9 @@ class VectorStores:
         """Content ids that no store will hold after the next sweep."""
         entries, unfounded = list(self._entries()), self._unfounded()
         gone = {entry.key for entry in unfounded}
-        return {e.content for e in unfounded} - {e.content for e in entries if e.key not in gone}
+        return {e.content for e in unfounded if is_shared(e.content)} - {
+            e.content for e in entries if e.key not in gone
+        }
 
     def sweep(self) -> set[str]:
         """Remove expired stores, dangling references and leftovers of unfinished changes."""
@@ -373,6 +409,7 @@ class VectorStores:
             for index in list(self._tier.entries(_INDEX)):
                 if index.key not in held and index.used < deadline:
                     self._tier.delete(index.key)
+            self._tier.delete_all(self.states.orphans({(entry.store, entry.file) for entry in self._entries()}))
             for removed in list(self._tier.entries(_REMOVED)):
                 if removed.used < time.time() - _REMOVED_SECONDS:
                     self._tier.delete(removed.key)
@@ -410,7 +447,7 @@ class VectorStores:
     def _drop_store(self, store_id: str) -> set[str]:
         self._tier.delete(_store_key(store_id))
         dropped = self._drop(list(self._entries(store_id)), noted=False)
-        left = (key for kind in (_BATCHES, _REMOVED) for key in self._tier.keys(f"{kind}{store_id}/"))
+        left = (key for kind in (_BATCHES, _REMOVED, _STATES) for key in self._tier.keys(f"{kind}{store_id}/"))
         for key in [_activity_key(store_id), *left]:
             self._tier.delete(key)
         return dropped
@@ -418,7 +455,7 @@ class VectorStores:
     def _drop(self, entries: Iterable[_Entry], noted: bool = True) -> set[str]:
         """Remove files from stores; their places are noted unless the stores go too."""
         gone = list(entries)
-        contents = {entry.content for entry in gone}
+        contents = {entry.content for entry in gone if is_shared(entry.content)}  # a tenant's own lives by its file
         for content in contents:
             self._files.pending_deletions.note(content, DYNAMIC_TENANT)
         for reading in [self._references.later(entry.key) for entry in gone if noted]:
@@ -447,6 +484,11 @@ def _last_use(store: VectorStore, activity: Activity | None) -> float:
 def _is_over(store: VectorStore, used: float) -> bool:
     """True if a store that was last used then has expired."""
     return store.expires_days is not None and int(used) + store.expires_days * _DAY <= time.time()
+
+
+def _tuple(chunking: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Chunking as it compares, also read from JSON."""
+    return None if chunking is None else tuple(chunking)
 
 
 def _store_key(store_id: str) -> str:

@@ -10,6 +10,7 @@
 | /v1/vector_stores                       | `vector_stores`                               |
 | /v1/orbit/operating_points              | `fidelity`                                    |
 | /v1/orbit/sessions                      | `sessions`                                    |
+| GET /console, /v1/orbit/files           | `console`                                     |
 | GET /health, /metrics, /docs            | here                                          |
 """
 
@@ -44,6 +45,7 @@ from serving.api.autoscale import Planned, autoscale_router, planned_metrics
 from serving.api.chat import UNSUPPORTED, OrbitServingChat, fixed_prefix, readable, refuse_longer, refuse_unsupported
 from serving.api.client_disconnect import CancelOnDisconnect, answering
 from serving.api.compiling import compiling
+from serving.api.console import console_router
 from serving.api.errors import RetryLater, answer_errors
 from serving.api.fidelity import families, fidelity_router, scraped
 from serving.api.files import OnDelete, files_router
@@ -51,6 +53,8 @@ from serving.api.image_limits import ImageLimits
 from serving.api.media import MediaResolver
 from serving.api.metrics import Metrics, exposition, in_time, labelled
 from serving.api.openapi import document_errors
+from serving.api.pdf_pages import PdfPages
+from serving.api.retrieval import Retrieval
 from serving.api.sessions import counted_sessions, sessions_router
 from serving.api.streams import opened
 from serving.api.vector_stores import vector_stores_router
@@ -63,6 +67,7 @@ from serving.frontend.errors import InvalidRequest
 from serving.frontend.fair_queue import FairQueue
 from serving.frontend.rate_limits import RateLimits
 from serving.frontend.report import RequestTrace, parse_options, set_trace
+from serving.retrieval.protocol import RetrieverRole
 
 _UNSUPPORTED_COMPLETION = {
     "prompt_logprobs": "prompt_logprobs is not supported",
@@ -139,6 +144,7 @@ async def build_api(
     replica: str = "ingress",
     counted: Counted | None = None,
     planned: Planned | None = None,
+    retriever: RetrieverRole | None = None,
 ) -> FastAPI:
     """The ASGI application of one ingress replica.
 
@@ -148,6 +154,7 @@ async def build_api(
         planned: gives the planner's status; None: nothing is planned.
         on_delete: called with (content id, owner) when the last file of some content was deleted; the owner is a
             tenant, or DYNAMIC_TENANT when no vector store holds the content any more.
+        retriever: None: vector stores are not searched.
     """
     http, model = config.http, config.model
     files = FileStore(config.files_url, config.files)
@@ -165,7 +172,10 @@ async def build_api(
     def is_processed(content: str) -> bool:
         return cache is not None and cache.is_cached([content])[0]
 
-    media = MediaResolver(http, files, stores, documents, longest, limits, is_processed)
+    pdfs = PdfPages(config.documents, files.parts, http.max_image_pixels)
+    has_images = not model.is_text_only
+    media = MediaResolver(http, files, stores, documents, longest, limits, is_processed, pdfs, has_images)
+    retrieval = Retrieval(stores, retriever)
     metrics = Metrics()
     metrics.patches.set_function(lambda: len(client.orderer.index))
     metrics.unlogged.set_function(lambda: client.access_log.dropped if client.access_log else 0)
@@ -173,13 +183,15 @@ async def build_api(
     app = FastAPI(title="OrbitServe", description="Multimodal serving that does not pay twice for what it has seen.")
     app.state.metrics = metrics
     client.observe, client.request_timeout_s = metrics.observe, http.request_timeout_s
-    await _add_openai(app, client, config, media, documents)
-    app.include_router(files_router(files, stores, media, http.max_file_bytes, on_delete))
-    app.include_router(vector_stores_router(stores, on_delete))
+    await _add_openai(app, client, config, media, documents, retrieval)
+    most_bytes = max(http.max_file_bytes, config.documents.max_pdf_bytes)
+    app.include_router(files_router(files, stores, media, most_bytes, on_delete))
+    app.include_router(vector_stores_router(stores, on_delete, retrieval))
     app.include_router(fidelity_router(client.roles))
     app.include_router(sessions_router(client.roles))
     if planned is not None:
         app.include_router(autoscale_router(planned))
+    app.include_router(console_router(media))
     _add_operations(app, client, metrics, replica, counted, planned)
     answer_errors(app)
     document_errors(app)
@@ -224,6 +236,7 @@ async def _add_openai(
     config: OrbitServeConfig,
     media: MediaResolver,
     documents: Documents,
+    retrieval: Retrieval,
 ) -> None:
     model = config.model
     template = load_chat_template(model.chat_template)
@@ -259,6 +272,7 @@ async def _add_openai(
         media=media,
         documents=documents,
         default_max_tokens=model.default_max_tokens,
+        retrieval=retrieval,
         **tools,
         **shared,
     )

@@ -21,7 +21,7 @@ from serving.proxy_protocol import MAX_HEADER_BYTES
 from serving.settings import ApiKey, HttpSettings
 
 _LOCAL = ApiKey(tenant="local", admin=True)
-OPEN_PATHS = frozenset({"/health", "/metrics", "/docs", "/openapi.json", "/redoc"})
+OPEN_PATHS = frozenset({"/health", "/metrics", "/docs", "/openapi.json", "/redoc", "/console"})
 _GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 # Of a chat /tokenize fetches, decodes and processes all images; both run where all prompts are rendered.
 _TOKENISING_PATHS = frozenset({"/tokenize", "/detokenize"})

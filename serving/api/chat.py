@@ -21,6 +21,8 @@ from serving.api.opening import Openings, token_ids_of
 from serving.api.ordering import Ordering, ordered
 from serving.api.pixel_budget import give_back
 from serving.api.prefix import Prefixes, leads, tools_text
+from serving.api.retrieval import Retrieval
+from serving.api.retrieve import citations, number_chunks, retrieved
 from serving.api.streams import opened
 from serving.frontend.documents import Documents
 from serving.frontend.errors import InvalidRequest
@@ -50,12 +52,13 @@ class OrbitServingChat(OpenAIServingChat):
         media: MediaResolver,
         documents: Documents,
         default_max_tokens: int | None,
+        retrieval: Retrieval,
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
         if default_max_tokens is not None:
             self.default_sampling_params.setdefault("max_tokens", default_max_tokens)
-        self._media, self._documents = media, documents
+        self._media, self._documents, self._retrieval = media, documents, retrieval
         tokenizer = self.renderer.get_tokenizer()
         self._prefixes = Prefixes(tokenizer, self.renderer._executor)
         self._openings = Openings(self._rendered_tokens)
@@ -76,12 +79,13 @@ class OrbitServingChat(OpenAIServingChat):
         trace = RequestTrace(options, tenant)
         prefix = fixed_prefix(messages, request)
         refuse_longer(messages, prefix, self._max_characters)
+        if options.retrieve is not None:
+            messages = await retrieved(messages, tenant, options.retrieve, self._retrieval, trace)
         trace.prefix_tokens = await self._prefixes.token_ids(tenant, prefix)
-        request.messages = await ordered(
-            Ordering(await self._media.resolve_messages(messages, tenant), self._documents),
-            trace,
-            self.engine_client.orderer,
-        )
+        ordering = Ordering(await self._media.resolve_messages(messages, tenant, options.pages), self._documents)
+        if trace.report.retrieval is not None:
+            number_chunks(trace.report.retrieval, trace.found, ordering.contents)
+        request.messages = await ordered(ordering, trace, self.engine_client.orderer)
         trace.documents = self._documents.marked(part["text"] for part in parts_of(request.messages, "text"))
         contents = contents_of(request.messages, self._documents)
         if contents and request.truncate_prompt_tokens is not None:
@@ -98,6 +102,9 @@ class OrbitServingChat(OpenAIServingChat):
         if isinstance(answer, ErrorResponse):
             return answer
         if isinstance(answer, ChatCompletionResponse):
+            for choice in answer.choices:
+                if cited := citations(choice.message.content, trace.report.retrieval):
+                    choice.message.annotations = cited
             answer.orbit = trace.document()  # vLLM's response models take further fields
             return answer
         return await opened(self._reported(answer, trace))

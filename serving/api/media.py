@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -32,14 +32,18 @@ import httpx
 from PIL import Image, UnidentifiedImageError
 
 from kvstore.errors import UnknownFile
-from kvstore.records.keys import DYNAMIC_TENANT, owned_content_id
+from kvstore.records.keys import DYNAMIC_TENANT, is_shared, owned_content_id
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
 from serving.api.errors import NotFound, TooLarge
 from serving.api.image_headers import BadContainer, check_avif, check_container, is_tiff
 from serving.api.image_limits import ImageLimits
+from serving.api.pdf_pages import OpenedPdf, PdfPages
 from serving.api.pixel_budget import PixelBudget, PixelReservation
 from serving.api.pixels import DeferredImage, UnreadablePixels
+from serving.api.retrieval import Result
+from serving.documents.passages import as_text
+from serving.documents.pdf import UnreadablePdf, is_pdf
 from serving.frontend.documents import Documents, Mark
 from serving.frontend.errors import InvalidRequest
 from serving.settings import HttpSettings
@@ -60,6 +64,7 @@ _PAGES = {
     b"\x1b%-12345X": "a print job",
     b"{\\rtf": "RTF",
 }
+FOUND = "orbit_found"  # type of a content part, and field: a Result of a search; none that a client can send
 _AT_ONCE = 8  # parts of one request that are fetched, read and decoded beside one another
 _Result = TypeVar("_Result")
 
@@ -126,7 +131,8 @@ class MediaResolver:
 
     Without `documents` text files are refused. `max_characters`: of a request's text files, all together. `limits`: the
     model's own on images; None: it has none, or they are not known. `is_processed`: by content id, whether vLLM has an
-    image's processed pixels, so that it need not be decoded.
+    image's processed pixels, so that it need not be decoded. Without `pdfs` PDFs are refused; without `has_images`
+    their pages are documents, of the text in them.
     """
 
     def __init__(
@@ -138,15 +144,20 @@ class MediaResolver:
         max_characters: int | None = None,
         limits: ImageLimits | None = None,
         is_processed: Callable[[str], bool] = lambda content: True,
+        pdfs: PdfPages | None = None,
+        has_images: bool = True,
     ) -> None:
         self._settings, self._files, self._stores, self._documents = settings, files, stores, documents
         self._max_characters, self._limits, self._is_processed = max_characters, limits, is_processed
+        self._pdfs, self._has_images = pdfs, has_images
         self._secret = files.settings.salt_secret.get_secret_value().encode()
         self._decoded: OrderedDict[str, None] = OrderedDict()  # content ids that have proved decodable
         self._budget = PixelBudget(settings.max_decoded_pixels)
 
-    async def resolve_messages(self, messages: list[Any], tenant: str) -> list[Any]:
+    async def resolve_messages(self, messages: list[Any], tenant: str, pages: str | None = None) -> list[Any]:
         """Replace image parts of messages by vLLM's `image_pil` part, documents by their marks.
+
+        A PDF becomes its pages in order, or those that `pages` names, such as "1-3,7".
 
         Raises:
             InvalidRequest, NotFound, TooLarge: naming the part.
@@ -162,7 +173,7 @@ class MediaResolver:
             for p, part in enumerate(parts):
                 where = f"messages[{m}].content[{p}]"
                 kind = part.get("type") if isinstance(part, dict) else None
-                if kind in ("image_url", "file"):
+                if kind in ("image_url", "file") or (kind == FOUND and isinstance(part.get(FOUND), Result)):
                     wanted.append((parts, p, where))
                     if len(wanted) > self._settings.max_images_per_request:
                         raise InvalidRequest(
@@ -185,32 +196,56 @@ class MediaResolver:
             self._max_characters, "documents have {} characters, the most that a prompt can hold,", _too_large
         )
 
-        async def resolve(part: dict[str, Any], where: str) -> ResolvedImage | Mark:
+        opened = _Opened()
+
+        async def resolve(part: dict[str, Any], where: str) -> list[ResolvedImage | Mark]:
             async with at_once:
-                return await self._resolve(part, tenant, where, images, characters)
+                if part["type"] == FOUND:
+                    return [await self._found(part[FOUND], where, images, characters, opened)]
+                return await self._resolve(part, tenant, where, images, characters, pages)
 
         found = await _together(resolve(parts[p], where) for parts, p, where in wanted)
-        decoded = await self._decode_new(found, [where for _, _, where in wanted], at_once)
-        for (parts, p, _), one in zip(wanted, found, strict=True):
+        if (count := sum(map(len, found))) > (most := self._settings.max_images_per_request):
+            raise InvalidRequest(
+                f"the request's images, documents and pages are {count}, at most {most} are allowed "
+                "(`http.max_images_per_request`); choose pages by orbit.pages",
+                parameter="messages",
+            )
+        places = [(one, where) for several, (_, _, where) in zip(found, wanted, strict=True) for one in several]
+        decoded = await self._decode_new([one for one, _ in places], [where for _, where in places], at_once)
+
+        def part_of(one: ResolvedImage | Mark) -> dict[str, Any]:
             if isinstance(one, ResolvedImage):
                 image = decoded.get(one.content, one).image
-                parts[p] = {"type": "image_pil", "image_pil": image, "uuid": one.content}
-            else:
-                parts[p] = {"type": "text", "text": one}
+                return {"type": "image_pil", "image_pil": image, "uuid": one.content}
+            return {"type": "text", "text": one}
+
+        for (parts, p, _), several in reversed(list(zip(wanted, found, strict=True))):  # places stay as they are
+            parts[p : p + 1] = map(part_of, several)
         return resolved
 
     async def _resolve(
-        self, part: dict[str, Any], tenant: str, where: str, images: _ImageBudgets, characters: _RequestBudget
-    ) -> ResolvedImage | Mark:
-        """An image, not decoded yet, or what stands for a document."""
+        self,
+        part: dict[str, Any],
+        tenant: str,
+        where: str,
+        images: _ImageBudgets,
+        characters: _RequestBudget,
+        pages: str | None,
+    ) -> list[ResolvedImage | Mark]:
+        """An image, not decoded yet, or what stands for a document; of a PDF its pages."""
         if part["type"] == "file":
-            data, owner = await self._file(part, tenant, where)
+            data, owner, is_stored = await self._file(part, tenant, where)
+            if self._pdfs is not None and is_pdf(data):
+                content = owned_content_id(data, owner, self._secret)
+                opened = await asyncio.to_thread(self._pdfs.open, data, content, owner, where, is_stored)
+                return await self._pages(opened, self._pdfs.numbers(opened, pages), where, images, characters)
             found = await asyncio.to_thread(self._identify_file, data, owner, where, images)
             if isinstance(found, ResolvedText):
                 assert self._documents is not None
                 characters.take(len(found.text), where)
-                return await self._documents.mark_soon(found.content, found.text)
-            return found
+                return [await self._documents.mark_soon(found.content, found.text)]
+            return [found]
         image_url = part.get("image_url")
         url = image_url.get("url") if isinstance(image_url, dict) else image_url
         if not isinstance(url, str):
@@ -218,7 +253,69 @@ class MediaResolver:
         inline = url.startswith("data:")
         most = self._settings.max_image_bytes
         data = await (asyncio.to_thread(_data_url, url, where, most) if inline else self._fetch(url, where))
-        return await asyncio.to_thread(self._identify, data, tenant, where, images)
+        return [await asyncio.to_thread(self._identify, data, tenant, where, images)]
+
+    async def _pages(
+        self,
+        opened: OpenedPdf,
+        numbers: Sequence[int],
+        where: str,
+        images: _ImageBudgets,
+        characters: _RequestBudget,
+    ) -> list[ResolvedImage | Mark]:
+        """Pages of a PDF as images, or for a model without images as documents."""
+        if self._has_images:
+            return [self._page(opened, number, f"{where} page {number}", images) for number in numbers]
+        assert self._documents is not None
+        try:
+            texts = await asyncio.to_thread(opened.texts, numbers)
+        except UnreadablePdf as error:
+            raise InvalidRequest(f"{where}: {error}", parameter=where) from error
+        found: list[ResolvedImage | Mark] = []
+        for number in numbers:
+            if not texts[number].strip():
+                raise InvalidRequest(
+                    f"{where}: page {number} of the PDF has no text, and the model takes no images", parameter=where
+                )
+            characters.take(len(texts[number]), where)
+            found.append(await self._documents.mark_soon(opened.content[number - 1], texts[number]))
+        return found
+
+    def _page(self, opened: OpenedPdf, number: int, where: str, images: _ImageBudgets) -> ResolvedImage:
+        content, (width, height) = opened.content[number - 1], opened.sizes[number - 1]
+        tokens = 0 if self._limits is None else self._limits.check(width, height, where)
+        images.pixels.take(width * height, where)
+        images.tokens.take(tokens, where)
+        is_needed = content not in self._decoded or not self._is_processed(content)
+        return ResolvedImage(content, opened.image(number, is_needed))
+
+    async def _found(
+        self, result: Result, where: str, images: _ImageBudgets, characters: _RequestBudget, opened: _Opened
+    ) -> ResolvedImage | Mark:
+        """A part that was found in a vector store: a page, a passage, or a picture."""
+        hit, reference = result.hit, result.reference
+        if hit.text and (hit.page is None or not self._has_images):
+            if self._documents is None:
+                raise InvalidRequest("orbit.retrieve: this deployment takes no documents", parameter="orbit.retrieve")
+            characters.take(len(hit.text), where)
+            return await self._documents.mark_soon(hit.content, hit.text)
+        if not self._has_images:
+            raise InvalidRequest(
+                f"orbit.retrieve: {hit.filename} has no text there, and the model takes no images",
+                parameter="orbit.retrieve",
+            )
+        owner = DYNAMIC_TENANT if is_shared(reference.content) else reference.tenant
+        try:
+            data = await asyncio.to_thread(self._stores.bytes_of, reference)
+        except UnknownFile as error:
+            raise NotFound(f"orbit.retrieve: {hit.filename} was deleted just now; ask again") from error
+        if hit.page is None:
+            return await asyncio.to_thread(self._identify, data, owner, where, images)
+        assert self._pdfs is not None
+        pdf = await opened.once(
+            hit.file, partial(asyncio.to_thread, self._pdfs.open, data, reference.content, owner, where, True)
+        )
+        return self._page(pdf, hit.page, where, images)
 
     async def _decode_new(
         self, found: Sequence[ResolvedImage | Mark], places: Sequence[str], at_once: asyncio.Semaphore
@@ -248,6 +345,19 @@ class MediaResolver:
             share.give()
             raise
 
+    async def page_image(self, file_id: str, page: int, tenant: str) -> Image.Image | None:
+        """A page of a PDF that a tenant may name, not drawn yet; None if it has none of that number.
+
+        Raises:
+            NotFound: no such file for this tenant. InvalidRequest: a PDF that cannot be read.
+        """
+        data, owner, _ = await self._file({"file": {"file_id": file_id}}, tenant, "file")
+        if self._pdfs is None or not is_pdf(data):
+            return None
+        content = owned_content_id(data, owner, self._secret)
+        opened = await asyncio.to_thread(self._pdfs.open, data, content, owner, "file", True)
+        return opened.image(page, is_needed=True) if 1 <= page <= len(opened.sizes) else None
+
     def open_file(self, data: bytes, owner: str, where: str) -> ResolvedImage | ResolvedText:
         """Check a file's bytes, an image or UTF-8 text, and name it for its owner.
 
@@ -270,14 +380,17 @@ class MediaResolver:
             raise TooLarge(f"{where}: the document has {len(data)} bytes, at most {limit} are allowed")
         return ResolvedText(owned_content_id(data, owner, self._secret), text)
 
-    def open_for(self, purpose: str, data: bytes, owner: str, where: str) -> ResolvedImage | ResolvedText:
+    def open_for(self, purpose: str, data: bytes, owner: str, where: str) -> ResolvedImage | ResolvedText | OpenedPdf:
         """Check an upload of one of OpenAI's purposes.
 
-        `vision` takes images alone, the others what `open_file` takes.
+        `vision` takes images alone, the others what `open_file` takes, and PDFs.
 
         Raises:
             InvalidRequest: as `open_file`, and of a text that has the purpose `vision`. TooLarge: as `open_file`.
         """
+        if purpose != "vision" and self._pdfs is not None and is_pdf(data):
+            content = owned_content_id(data, owner, self._secret)
+            return self._pdfs.open(data, content, owner, where, is_stored=True)
         if purpose != "vision":
             return self.open_file(data, owner, where)
         refuse_pages(data, where)
@@ -354,7 +467,7 @@ class MediaResolver:
             return found
         try:
             image.load()
-        except UnreadablePixels as error:
+        except (UnreadablePixels, UnreadablePdf) as error:
             raise InvalidRequest(f"{where}: {error}", parameter=where) from error
         except Exception as error:  # whatever decoding raises is the image's fault, and Pillow raises many things
             raise InvalidRequest(f"{where}: the image is truncated or broken: {error}", parameter=where) from error
@@ -365,8 +478,8 @@ class MediaResolver:
             self._decoded.popitem(last=False)
         return found
 
-    async def _file(self, part: dict[str, Any], tenant: str, where: str) -> tuple[bytes, str]:
-        """A file's bytes, and the owner of what is computed from it.
+    async def _file(self, part: dict[str, Any], tenant: str, where: str) -> tuple[bytes, str, bool]:
+        """A file's bytes, the owner of what is computed from it, and whether it is an upload.
 
         References come first: their KV serves everybody.
         """
@@ -374,13 +487,14 @@ class MediaResolver:
         given = reference if isinstance(reference, dict) else {}
         file_id, inline = given.get("file_id"), given.get("file_data")
         if isinstance(inline, str) and file_id is None:
-            return await asyncio.to_thread(_data_url, inline, where, self._settings.max_file_bytes), tenant
+            most = max(self._settings.max_file_bytes, 0 if self._pdfs is None else self._pdfs.max_bytes)
+            return await asyncio.to_thread(_data_url, inline, where, most), tenant, False
         if not isinstance(file_id, str):
             raise InvalidRequest(f"{where}: a file part needs file.file_id or file.file_data", parameter=where)
         with suppress(UnknownFile):
-            return await asyncio.to_thread(self._stores.content, file_id), DYNAMIC_TENANT
+            return await asyncio.to_thread(self._stores.content, file_id), DYNAMIC_TENANT, True
         try:
-            return await asyncio.to_thread(self._files.content, tenant, file_id), tenant
+            return await asyncio.to_thread(self._files.content, tenant, file_id), tenant, True
         except UnknownFile as error:
             raise NotFound(f"{where}: no such file: {file_id}") from error
 
@@ -441,6 +555,19 @@ class MediaResolver:
             )
 
 
+class _Opened:
+    """PDFs that a request has opened, by file: the pages that it needs of one are drawn together."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[OpenedPdf]] = {}
+
+    async def once(self, file: str, open_pdf: Callable[[], Coroutine[Any, Any, OpenedPdf]]) -> OpenedPdf:
+        """The file, opened by whoever comes first."""
+        if file not in self._tasks:
+            self._tasks[file] = asyncio.create_task(open_pdf())
+        return await self._tasks[file]
+
+
 async def _together(calls: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
     """Results of all tasks; the first error ends the others."""
     tasks = [asyncio.create_task(call) for call in calls]
@@ -465,15 +592,6 @@ def refuse_pages(data: bytes, where: str) -> None:
             f"{where}: {kind}, which is not read yet; render its pages as images (such as PNG), or send its text",
             parameter=where,
         )
-
-
-def as_text(data: bytes) -> str | None:
-    """The text of a UTF-8 file; None of anything else, and of a file without words."""
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return None
-    return None if "\0" in text or not text.strip() else text
 
 
 def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:

@@ -1,28 +1,29 @@
-"""`/v1/vector_stores`: reference sets that an administrator maintains for every tenant.
+"""`/v1/vector_stores`: sets of files that can be searched, of one tenant or of all.
 
-They make up the dynamic library.
-
-Everybody may read them and name their files in a chat; only an administrator's key changes them. A file is ready as
-soon as it was added: a file is one chunk, and what is computed from it is kept when it is first used.
+Those of all make up the dynamic library: everybody may search them and name their files in a chat; administrators
+change them. A file is completed when every replica of the retriever finds it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from kvstore.records.keys import DYNAMIC_TENANT
 from kvstore.uploads.ids import Place
+from kvstore.uploads.index_states import Known
 from kvstore.uploads.vector_stores import Attributes, Batch, Reference, VectorStore, VectorStores
 from serving.api.errors import Forbidden, NotAvailable
 from serving.api.files import OnDelete
-from serving.api.media import as_text
+from serving.api.retrieval import Retrieval, SearchBody, search_page
+from serving.documents.passages import MAX_TOKENS, OVERLAP_TOKENS, as_text
 from serving.frontend.errors import InvalidRequest
 
 _MAX_BATCH = 2000
@@ -50,8 +51,28 @@ class _ExpiresAfter(_Body):
     days: int = Field(ge=1, le=365)
 
 
+class _StaticChunking(_Body):
+    max_chunk_size_tokens: int = Field(ge=100, le=4096)
+    chunk_overlap_tokens: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _half_at_most(self) -> _StaticChunking:
+        if self.chunk_overlap_tokens > self.max_chunk_size_tokens // 2:
+            raise ValueError("chunk_overlap_tokens must not be more than half of max_chunk_size_tokens")
+        return self
+
+
 class _Chunking(_Body):
-    type: Literal["auto"] = Field("auto", description="A file is one chunk; there is nothing to choose.")
+    type: Literal["auto", "static"] = Field(
+        "auto", description="Texts become passages: auto, of 800 tokens that overlap by 400. Pages of PDFs stay whole."
+    )
+    static: _StaticChunking | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> _Chunking:
+        if (self.type == "static") != (self.static is not None):
+            raise ValueError("`static` belongs to the type static, which needs it")
+        return self
 
 
 class _StoreFields(_Body):
@@ -122,13 +143,32 @@ Cursor = Annotated[_Page, Query()]
 FilesCursor = Annotated[_FilesPage, Query()]
 
 
-def vector_stores_router(stores: VectorStores, on_delete: OnDelete) -> APIRouter:
-    """The vector store endpoints, as OpenAI defines them, but for the search.
+class _Caller(NamedTuple):
+    """A request's tenant, and whether its key is an administrator's."""
+
+    tenant: str
+    is_admin: bool
+
+
+def _caller(request: Request) -> _Caller:
+    return _Caller(request.state.tenant, request.state.admin)
+
+
+Caller = Annotated[_Caller, Depends(_caller)]
+
+
+def vector_stores_router(stores: VectorStores, on_delete: OnDelete, retrieval: Retrieval | None = None) -> APIRouter:
+    """The vector store endpoints, as OpenAI defines them.
+
+    A store that an administrator makes is for all tenants, and administrators alone change it; one that another key
+    makes is that tenant's, and nobody else learns of it.
 
     Args:
         on_delete: called with (content id, DYNAMIC_TENANT) when no store holds some content any more.
+        retrieval: None: no retriever; files are completed as soon as they are added.
     """
     router = APIRouter(prefix="/v1/vector_stores", tags=["vector stores"])
+    searched = retrieval or Retrieval(stores)
 
     async def forget(contents: set[str]) -> None:
         at_once = asyncio.Semaphore(_DELETED_AT_ONCE)
@@ -139,117 +179,179 @@ def vector_stores_router(stores: VectorStores, on_delete: OnDelete) -> APIRouter
 
         await asyncio.gather(*map(one, contents))
 
+    async def seen(store_id: str, caller: _Caller) -> VectorStore:
+        return await asyncio.to_thread(searched.visible, store_id, caller.tenant)
+
+    async def owned(store_id: str, caller: _Caller) -> VectorStore:
+        """A store that the caller may change. Raises Forbidden, UnknownVectorStore."""
+        store = await seen(store_id, caller)
+        if store.owner == DYNAMIC_TENANT and not caller.is_admin:
+            raise Forbidden("only an administrator's key may change a vector store of all tenants")
+        return store
+
     def shown(store: VectorStore) -> dict[str, Any]:
-        return _store_object(stores, store)
+        return _store_object(stores, store, searched)
+
+    def shown_file(reference: Reference, known: Known | None = None) -> dict[str, Any]:
+        states = stores.states.of(reference.store) if known is None else known
+        state = searched.state(states, reference)
+        error = stores.states.error(reference.store, reference.file, reference.added) if state == "failed" else None
+        return _file_object(reference, state, error)
+
+    def shown_batch(batch: Batch) -> dict[str, Any]:
+        return _batch_object(batch, _counts([state for _, state in _states_of(batch)]))
+
+    def _states_of(batch: Batch) -> list[tuple[Reference, str]]:
+        known, there = stores.states.of(batch.store), set(stores.listed(batch.store))
+        found = [stores.reference(batch.store, file) for file in batch.files if file in there]
+        return [(reference, searched.state(known, reference)) for reference in found]
 
     @router.post("", summary="Create a vector store")
-    async def create(body: _NewStore, tenant: Administrator) -> dict[str, Any]:
-        def work() -> dict[str, Any]:
-            store = stores.create(body.name or "", body.description, body.metadata, body.days)
+    async def create(body: _NewStore, caller: Caller) -> dict[str, Any]:
+        owner = DYNAMIC_TENANT if caller.is_admin else caller.tenant
+
+        def work() -> VectorStore:
+            store = stores.create(body.name or "", body.description, body.metadata, body.days, owner)
             try:
                 if body.file_ids:
-                    stores.add(store.id, tenant, {file: {} for file in body.file_ids})
+                    added: dict[str, Attributes] = {file: {} for file in body.file_ids}
+                    stores.add(store.id, caller.tenant, added, _chunking(body.chunking_strategy))
             except BaseException:
                 stores.delete(store.id)
                 raise
-            return shown(store)
+            return store
 
-        return await asyncio.to_thread(work)
+        store = await asyncio.to_thread(work)
+        await searched.added(store.id, list(dict.fromkeys(body.file_ids)))
+        return await asyncio.to_thread(shown, store)
 
     @router.get("", summary="List vector stores")
-    async def listing(page: Cursor) -> dict[str, Any]:
+    async def listing(page: Cursor, caller: Caller) -> dict[str, Any]:
         def work() -> dict[str, Any]:
-            return _listed(stores.all(), page, stores.place, shown)
+            visible = [store for store in stores.all() if store.is_visible(caller.tenant)]
+            return _listed(visible, page, stores.place, shown)
 
         return await asyncio.to_thread(work)
 
     @router.get("/{store_id}", summary="Describe a vector store")
-    async def retrieve(store_id: str) -> dict[str, Any]:
-        return await asyncio.to_thread(lambda: shown(stores.get(store_id)))
+    async def retrieve(store_id: str, caller: Caller) -> dict[str, Any]:
+        return await asyncio.to_thread(shown, await seen(store_id, caller))
 
     @router.post("/{store_id}", summary="Change a vector store's name, metadata or expiry")
-    async def update(store_id: str, body: _StoreFields, _: Administrator) -> dict[str, Any]:
+    async def update(store_id: str, body: _StoreFields, caller: Caller) -> dict[str, Any]:
+        await owned(store_id, caller)
         return await asyncio.to_thread(lambda: shown(stores.update(store_id, body.changed)))
 
     @router.delete("/{store_id}", summary="Delete a vector store; its files stay with their owner")
-    async def delete(store_id: str, _: Administrator) -> dict[str, Any]:
-        await forget(await asyncio.to_thread(stores.delete, store_id))
+    async def delete(store_id: str, caller: Caller) -> dict[str, Any]:
+        await owned(store_id, caller)
+        gone = await asyncio.to_thread(stores.delete, store_id)
+        await asyncio.gather(forget(gone), searched.changed(store_id))
         return {"id": store_id, "object": "vector_store.deleted", "deleted": True}
 
     @router.post("/{store_id}/search", summary="Search a vector store")
-    async def search(store_id: str) -> dict[str, Any]:
-        await asyncio.to_thread(stores.get, store_id)
-        raise NotAvailable("searching a vector store is not available in this version; name its files in a chat")
+    async def search(store_id: str, body: SearchBody, caller: Caller) -> dict[str, Any]:
+        if body.rewrite_query:
+            raise InvalidRequest(
+                "rewrite_query: queries are not rewritten here; send the words to search by", parameter="rewrite_query"
+            )
+        queries = [body.query] if isinstance(body.query, str) else body.query
+        results, _ = await searched.search(caller.tenant, [store_id], queries, body)
+        return search_page(results, queries)
 
     @router.post("/{store_id}/files", summary="Add a file to a vector store")
-    async def add(store_id: str, body: _NewFile, tenant: Administrator) -> dict[str, Any]:
-        (added,) = await asyncio.to_thread(stores.add, store_id, tenant, {body.file_id: body.attributes or {}})
-        return _file_object(added)
+    async def add(store_id: str, body: _NewFile, caller: Caller) -> dict[str, Any]:
+        await owned(store_id, caller)
+        given = {body.file_id: body.attributes or {}}
+        (added,) = await asyncio.to_thread(
+            stores.add, store_id, caller.tenant, given, _chunking(body.chunking_strategy)
+        )
+        await searched.added(store_id, [body.file_id])
+        return await asyncio.to_thread(shown_file, added)
 
     def files_page(store_id: str, page: _FilesPage, among: Collection[str] | None = None) -> dict[str, Any]:
-        found = stores.references(store_id) if page.status in (None, "completed") else []
-        kept = [reference for reference in found if among is None or reference.file in among]
-        return _listed(kept, page, partial(stores.place_in, store_id), _file_object)
+        known = stores.states.of(store_id)
+        kept = [
+            reference
+            for reference in stores.references(store_id)
+            if (among is None or reference.file in among)
+            and (page.status is None or searched.state(known, reference) == page.status)
+        ]
+        return _listed(kept, page, partial(stores.place_in, store_id), partial(shown_file, known=known))
 
     @router.get("/{store_id}/files", summary="List the files of a vector store")
-    async def files(store_id: str, page: FilesCursor) -> dict[str, Any]:
+    async def files(store_id: str, page: FilesCursor, caller: Caller) -> dict[str, Any]:
+        await seen(store_id, caller)
         return await asyncio.to_thread(files_page, store_id, page)
 
     @router.get("/{store_id}/files/{file_id}", summary="Describe a file of a vector store")
-    async def file(store_id: str, file_id: str) -> dict[str, Any]:
-        return _file_object(await asyncio.to_thread(stores.reference, store_id, file_id))
+    async def file(store_id: str, file_id: str, caller: Caller) -> dict[str, Any]:
+        await seen(store_id, caller)
+        return await asyncio.to_thread(lambda: shown_file(stores.reference(store_id, file_id)))
 
     @router.post("/{store_id}/files/{file_id}", summary="Replace the attributes of a file of a vector store")
-    async def attributes(store_id: str, file_id: str, body: _NewAttributes, _: Administrator) -> dict[str, Any]:
+    async def attributes(store_id: str, file_id: str, body: _NewAttributes, caller: Caller) -> dict[str, Any]:
+        await owned(store_id, caller)
         given: Attributes = body.attributes or {}
-        return _file_object(await asyncio.to_thread(stores.set_attributes, store_id, file_id, given))
+        changed = await asyncio.to_thread(stores.set_attributes, store_id, file_id, given)
+        known = await asyncio.to_thread(stores.states.of, store_id)
+        if searched.state(known, changed) == "completed":
+            await searched.changed(store_id, [file_id])
+        return await asyncio.to_thread(shown_file, changed, known)
 
     @router.delete("/{store_id}/files/{file_id}", summary="Take a file out of a vector store")
-    async def remove(store_id: str, file_id: str, _: Administrator) -> dict[str, Any]:
-        await forget(await asyncio.to_thread(stores.remove, store_id, file_id))
+    async def remove(store_id: str, file_id: str, caller: Caller) -> dict[str, Any]:
+        await owned(store_id, caller)
+        gone = await asyncio.to_thread(stores.remove, store_id, file_id)
+        await asyncio.gather(forget(gone), searched.changed(store_id, [file_id]))
         return {"id": file_id, "object": "vector_store.file.deleted", "deleted": True}
 
     @router.get("/{store_id}/files/{file_id}/content", summary="The text of a file of a vector store")
-    async def content(store_id: str, file_id: str) -> dict[str, Any]:
-        await asyncio.to_thread(stores.reference, store_id, file_id)
-        text = as_text(await asyncio.to_thread(stores.content, file_id))
+    async def content(store_id: str, file_id: str, caller: Caller) -> dict[str, Any]:
+        await seen(store_id, caller)
+        reference = await asyncio.to_thread(stores.reference, store_id, file_id)
+        text = as_text(await asyncio.to_thread(stores.bytes_of, reference))
         if text is None:
-            raise NotAvailable("this file is an image, which has no text content")
+            raise NotAvailable("this file is an image or a PDF: what is found in it has its text, by page")
         page = {"object": "vector_store.file_content.page", "data": [{"type": "text", "text": text}]}
         return {**page, "has_more": False, "next_page": None}
 
     @router.post("/{store_id}/file_batches", summary="Add several files to a vector store")
-    async def add_batch(store_id: str, body: _NewBatch, tenant: Administrator) -> dict[str, Any]:
-        given = body.attributes_by_file()
-        return _batch_object(await asyncio.to_thread(stores.add_batch, store_id, tenant, given))
+    async def add_batch(store_id: str, body: _NewBatch, caller: Caller) -> dict[str, Any]:
+        await owned(store_id, caller)
+        given, chunking = body.attributes_by_file(), _chunking(body.chunking_strategy)
+        batch = await asyncio.to_thread(stores.add_batch, store_id, caller.tenant, given, chunking)
+        await searched.added(store_id, list(given))
+        return await asyncio.to_thread(shown_batch, batch)
 
     @router.get("/{store_id}/file_batches/{batch_id}", summary="Describe a file batch")
-    async def batch(store_id: str, batch_id: str) -> dict[str, Any]:
-        return _batch_object(await asyncio.to_thread(stores.batch, store_id, batch_id))
+    async def batch(store_id: str, batch_id: str, caller: Caller) -> dict[str, Any]:
+        await seen(store_id, caller)
+        return await asyncio.to_thread(lambda: shown_batch(stores.batch(store_id, batch_id)))
 
-    @router.post("/{store_id}/file_batches/{batch_id}/cancel", summary="Cancel a file batch: it is complete already")
-    async def cancel(store_id: str, batch_id: str, _: Administrator) -> dict[str, Any]:
-        return _batch_object(await asyncio.to_thread(stores.batch, store_id, batch_id))
+    @router.post("/{store_id}/file_batches/{batch_id}/cancel", summary="Cancel what is left to do of a file batch")
+    async def cancel(store_id: str, batch_id: str, caller: Caller) -> dict[str, Any]:
+        await owned(store_id, caller)
+
+        def work() -> dict[str, Any]:
+            batch = stores.batch(store_id, batch_id)
+            for reference, state in _states_of(batch):
+                if state == "in_progress":
+                    stores.states.note(store_id, reference.file, reference.added, "cancelled")
+            return shown_batch(batch)
+
+        return await asyncio.to_thread(work)
 
     @router.get("/{store_id}/file_batches/{batch_id}/files", summary="List the files of a batch")
-    async def batch_files(store_id: str, batch_id: str, page: FilesCursor) -> dict[str, Any]:
+    async def batch_files(store_id: str, batch_id: str, page: FilesCursor, caller: Caller) -> dict[str, Any]:
+        await seen(store_id, caller)
+
         def work() -> dict[str, Any]:
             return files_page(store_id, page, set(stores.batch(store_id, batch_id).files))
 
         return await asyncio.to_thread(work)
 
     return router
-
-
-def _administrator(request: Request) -> str:
-    """The administrator's tenant. Raises Forbidden for an ordinary key."""
-    if not request.state.admin:
-        raise Forbidden("only an administrator's key may change vector stores")
-    tenant: str = request.state.tenant
-    return tenant
-
-
-Administrator = Annotated[str, Depends(_administrator)]
 
 
 def _listed(
@@ -291,13 +393,24 @@ def _listed(
     }
 
 
-def _counts(files: int) -> dict[str, int]:
-    return {"in_progress": 0, "completed": files, "failed": 0, "cancelled": 0, "total": files}
+def _counts(states: Iterable[str]) -> dict[str, int]:
+    found = Counter(states)
+    named = {state: found[state] for state in ("in_progress", "completed", "failed", "cancelled")}
+    return {**named, "total": found.total()}
 
 
-def _store_object(stores: VectorStores, store: VectorStore) -> dict[str, Any]:
+def _chunking(strategy: _Chunking | None) -> tuple[int, int] | None:
+    """Tokens of a passage and of its overlap with the next one; None: the defaults."""
+    static = None if strategy is None else strategy.static
+    return None if static is None else (static.max_chunk_size_tokens, static.chunk_overlap_tokens)
+
+
+def _store_object(stores: VectorStores, store: VectorStore, searched: Retrieval) -> dict[str, Any]:
     summary = stores.summary(store)
     days = store.expires_days
+    known = {file: state.state for (file, _), state in stores.states.of(store.id).items()} if searched.is_on else {}
+    there = stores.listed(store.id)
+    counts = _counts(known.get(file, "in_progress" if searched.is_on else "completed") for file in there)
     return {
         "id": store.id,
         "object": "vector_store",
@@ -305,8 +418,8 @@ def _store_object(stores: VectorStores, store: VectorStore) -> dict[str, Any]:
         "name": store.name,
         "description": store.description,
         "usage_bytes": summary.bytes,
-        "file_counts": _counts(summary.files),
-        "status": "completed",
+        "file_counts": counts,
+        "status": "in_progress" if counts["in_progress"] else "completed",
         "expires_after": None if days is None else {"anchor": "last_active_at", "days": days},
         "expires_at": summary.expires_at,
         "last_active_at": summary.last_active_at,
@@ -314,26 +427,37 @@ def _store_object(stores: VectorStores, store: VectorStore) -> dict[str, Any]:
     }
 
 
-def _file_object(reference: Reference) -> dict[str, Any]:
+_KNOWN_ERRORS = ("server_error", "unsupported_file", "invalid_file")  # that OpenAI's clients know
+
+
+def _file_object(reference: Reference, state: str, error: tuple[str, str] | None) -> dict[str, Any]:
+    chunking = reference.chunking or (MAX_TOKENS, OVERLAP_TOKENS)
+    told = None
+    if error is not None:
+        told = {"code": error[0] if error[0] in _KNOWN_ERRORS else "invalid_file", "message": error[1]}
     return {
         "id": reference.file,
         "object": "vector_store.file",
         "created_at": reference.created_at,
         "vector_store_id": reference.store,
         "usage_bytes": reference.bytes,
-        "status": "completed",
-        "last_error": None,
+        "status": state,
+        "last_error": told,
         "attributes": reference.attributes,
-        "chunking_strategy": {"type": "other"},
+        "chunking_strategy": {
+            "type": "static",
+            "static": {"max_chunk_size_tokens": chunking[0], "chunk_overlap_tokens": chunking[1]},
+        },
     }
 
 
-def _batch_object(batch: Batch) -> dict[str, Any]:
+def _batch_object(batch: Batch, counts: dict[str, int]) -> dict[str, Any]:
+    status = "in_progress" if counts["in_progress"] else "cancelled" if counts["cancelled"] else "completed"
     return {
         "id": batch.id,
         "object": "vector_store.files_batch",
         "created_at": batch.created_at,
         "vector_store_id": batch.store,
-        "status": "completed",
-        "file_counts": _counts(len(batch.files)),
+        "status": status,
+        "file_counts": counts,
     }

@@ -34,6 +34,9 @@ Config = Annotated[Path | None, typer.Option("--config", "-c", help="YAML of an 
 
 @app.command()
 def demo(
+    kind: Annotated[
+        Literal["pages", "rag"], typer.Argument(help="pages: files in messages; rag: files that are searched for.")
+    ] = "pages",
     port: Annotated[int, typer.Option(help="Port of the HTTP server.")] = 8000,
     keep: Annotated[bool, typer.Option("--keep", help="Go on serving afterwards, until interrupted.")] = False,
     seed: Annotated[int | None, typer.Option(help="Draw the pages of an earlier run. Default: new ones.")] = None,
@@ -41,6 +44,9 @@ def demo(
         Literal["bundled", "smollm2"],
         typer.Option(help="bundled: a small model and pictures; smollm2: SmolLM2-135M-Instruct and text files."),
     ] = "bundled",
+    folder: Annotated[
+        Path | None, typer.Option(help="With rag: a folder of your own, to be asked about in the browser.")
+    ] = None,
 ) -> None:
     """Start everything, ask about three files in two orders, and show what the second time cost."""
     from infra.models import ModelUnavailable
@@ -49,7 +55,12 @@ def demo(
     from serving.cli.demo_texts import Texts
 
     try:
-        good = run_demo(Pages(seed) if model == "bundled" else Texts(), console, port, keep)
+        if kind == "rag":
+            from serving.cli.demo_rag import Rag
+
+            good = run_demo(Rag(seed, folder), console, port, keep or folder is not None)
+        else:
+            good = run_demo(Pages(seed) if model == "bundled" else Texts(), console, port, keep)
     except ModelUnavailable as error:
         console.print(f"[red]error:[/red] {escape(str(error))}")
         raise typer.Exit(1) from None

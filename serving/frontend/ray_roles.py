@@ -40,11 +40,13 @@ if TYPE_CHECKING:
         SessionStats,
     )
     from serving.placement.patch_feed import PatchFeed
+    from serving.retrieval.protocol import Search, SearchAnswer
 
 logger = logging.getLogger(__name__)
 
 HEALTH_SECONDS = 2.0  # for a role to say how it is, beside what its canary may take
 _PING_SECONDS = 3.0  # for a replica to say that it is there
+_RETRY_SECONDS = 10.0  # for another replica to search in the place of one that was lost
 _RENEWAL_SECONDS = 5.0  # for replicas to say that they have heard of a lease; one that hangs keeps nobody from the next
 
 
@@ -61,6 +63,7 @@ class RayRoles:
         self.decode = handles["decode"].options(stream=True)
         self._decode_once = handles["decode"]
         self.library = handles["library"]
+        self.retriever = RetrieverHandle(handles["retriever"]) if "retriever" in handles else None
         self._patience = canary_timeout_s + HEALTH_SECONDS
         self._pulling: dict[str, Callable[[], None]] = {}  # by lease: ends the need of the replica that holds it
         self._reach = {
@@ -224,8 +227,43 @@ class RayRoles:
         Serve restarts unhealthy replicas; an unanswered call means that a role has none, or none with a free place.
         """
         roles = {"vision": self.vision, "prefill": self.prefill, "decode": self._decode_once, "library": self.library}
+        if self.retriever is not None:
+            roles["retriever"] = self.retriever.handle
         calls = (_in_time(name, role.check_health.remote(), self._patience) for name, role in roles.items() if role)
         await asyncio.gather(*calls)
+
+
+class RetrieverHandle:
+    """`serving.retrieval.protocol.RetrieverRole` over a Ray Serve handle."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self.handle = handle
+
+    async def search(self, search: Search) -> SearchAnswer:
+        """See `Retriever.search`; a replica that was lost is asked no more, another one is."""
+        try:
+            return await answered(self.handle.search.remote(search))
+        except RoleUnavailable:
+            async with asyncio.timeout(_RETRY_SECONDS):
+                return await answered(self.handle.search.remote(search))
+
+    async def index(self, store: str, files: Sequence[str]) -> None:
+        """See `Retriever.index`. Best effort: the retriever looks for such files itself."""
+        try:
+            await answered(self.handle.index.remote(store, tuple(files)))
+        except Exception as error:
+            logger.warning("files of %s are not announced to the retriever: %s", store, error)
+
+    async def follow(self, store: str, files: Sequence[str]) -> None:
+        """See `Retriever.follow`, of all replicas. Best effort: they look for changes themselves."""
+        try:
+            await answered_by_all(self.handle, "follow", store, tuple(files))
+        except Exception as error:
+            logger.warning("not every retriever replica has heard of a change of %s: %s", store, error)
+
+    async def counted(self) -> dict[str, list[Metric]]:
+        """See `Retriever.counted`; of all replicas."""
+        return dict(await answered_by_all(self.handle, "counted"))
 
 
 async def _in_time(role: str, response: Any, seconds: float) -> None:

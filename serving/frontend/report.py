@@ -86,6 +86,17 @@ class OrbitOptions(BaseModel):
         description="Keep this conversation's KV, so that its window can slide without a forward over what stays. What "
         "stays still knows what has left. Modes auto and exact, order fixed.",
     )
+    pages: str | None = Field(
+        None,
+        max_length=1024,
+        description="Pages of the request's PDFs that become chunks, in this order, such as 1-3,7. None: all.",
+    )
+    retrieve: dict[str, Any] | None = Field(
+        None,
+        description="Search vector stores, and put what is found before the last user message: vector_store_ids, query "
+        "(else that message's text), max_num_results (4), filters, ranking_options. With order: free the pages found "
+        "are put in the order that stored patches fit.",
+    )
 
     @field_validator("mode")
     @classmethod
@@ -176,10 +187,31 @@ class SessionReport(BaseModel):
     tokens_reused: int
 
 
+class FoundReport(BaseModel):
+    """One part that was found and linked; `chunk`: its place among the request's chunks as sent."""
+
+    chunk: int
+    file_id: str
+    filename: str
+    score: float
+    page: int | None = None
+    box: list[float] | None = None
+
+
+class RetrievalReport(BaseModel):
+    """Search of `orbit.retrieve`; `degraded`: lexical where no vectors were compared."""
+
+    query: str
+    results: list[FoundReport]
+    stages_ms: dict[str, float]
+    degraded: str | None = None
+
+
 class OrbitReport(BaseModel):
     """`orbit` in a response. Times are milliseconds."""
 
     mode: str
+    retrieval: RetrievalReport | None = None
     order: OrderReport | None = None
     chunks: list[ChunkReport] = []
     session: SessionReport | None = None
@@ -220,6 +252,7 @@ class RequestTrace:
     prefix_tokens: tuple[int, ...] = ()
     opening_tokens: tuple[int, ...] = ()  # of an empty conversation behind the same fixed prefix
     documents: list[Document] = field(default_factory=list)  # text chunks of the prompt, in order
+    found: list[str] = field(default_factory=list)  # content ids of what a search found, in the report's order
     groups: list[int | None] = field(default_factory=list)  # runs of chunks that could trade places, if any could
     costs: list[ChunkCosts] = field(default_factory=list)  # of the prompt's chunks, where an explanation is wanted
     lacking: Future[Collection[str]] | None = None  # images of which nothing is stored, once a prefill worker says

@@ -14,6 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from autoscale.settings import Mode
 from serving.config import OrbitServeConfig
 from serving.engine_spec import front_end_config
+from serving.errors import RoleUnavailable
 from serving.frontend.ray_roles import RayRoles, answered, planner_status
 from serving.placement.patch_feed import follow
 from serving.replicas.process import enter_vllm, replica_name
@@ -60,7 +61,8 @@ class Ingress:
         self._forgets = client.forgets
         self._following = asyncio.create_task(follow(self._roles, client.orderer, config.ingress.index_period_s))
         planned = None if config.autoscale.mode is Mode.OFF else partial(planner_status, context.app_name)
-        self._app = await build_api(client, config, self._forget, self._name, self._roles.counted, planned)
+        retriever = self._roles.retriever
+        self._app = await build_api(client, config, self._forget, self._name, self._counted, planned, retriever)
 
     async def longest(self) -> int:
         """Most tokens of a prompt with its answer."""
@@ -69,6 +71,16 @@ class Ingress:
     async def counted(self) -> tuple[str, list[Metric]]:
         """This replica's name and metrics."""
         return self._name, self._app.state.metrics.collect()
+
+    async def _counted(self) -> dict[str, list[Metric]]:
+        """Metrics of all ingress and retriever replicas, by name; of the latter none while one does not answer."""
+        counted = await self._roles.counted()
+        if self._roles.retriever is not None:
+            try:
+                counted |= await self._roles.retriever.counted()
+            except RoleUnavailable as error:
+                logger.warning("metrics without the retriever's: %s", error)
+        return counted
 
     async def forget(self, content: str, tenant: str) -> None:
         """Drop a deleted content's patch names, tokens and processed pixels from this replica."""

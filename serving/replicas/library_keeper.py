@@ -33,7 +33,11 @@ class LibraryKeeper:
     """Keeper role: deletion, expiry, statistics, stored patches, disabled operating points."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: OrbitServeConfig, prefill: DeploymentHandle, compiler: DeploymentHandle
+        self,
+        config: OrbitServeConfig,
+        prefill: DeploymentHandle,
+        compiler: DeploymentHandle,
+        retriever: DeploymentHandle | None = None,
     ) -> None:
         enter(config.keeper)
         from kvstore.library import Library
@@ -43,11 +47,13 @@ class LibraryKeeper:
 
         ingress = DeploymentHandle("Ingress", serve.get_replica_context().app_name)  # not deployed yet
         # Roles that remember what derives from content, each with its replicas that may have it on their node's disk.
-        self._holders = (
+        self._holders = [
             (prefill, _number(config.prefill)),
             (compiler, _number(config.patch)),
             (ingress, 0),
-        )
+        ]
+        if retriever is not None:
+            self._holders.append((retriever, _number(config.retriever)))
         self._files = FileStore(config.files_url, config.files)
         self._stores = VectorStores(self._files)
         self._undeleted: set[tuple[str, str]] = set()  # content ids and tenants
@@ -62,7 +68,7 @@ class LibraryKeeper:
         self._listing = asyncio.create_task(log_stored(self._library, config.patch, self._feed, period_s))
 
     async def delete_content(self, content: str, tenant: str) -> int:
-        """Remove everything derived from a content id, in all tiers and every replica's memory.
+        """Remove all that derives from a content id and its parts, in all tiers and memory.
 
         Returns of how many records it knew. What cannot be reached now is raised, and tried again with every sweep
         until it is gone; also by a later replica, if a file or a vector store held it (see
@@ -70,6 +76,21 @@ class LibraryKeeper:
         would find what it kept.
         """
         self._undeleted.add((content, tenant))
+        went, everywhere = 0, True
+        for one in (*await asyncio.to_thread(self._files.parts.of, content, tenant), content):
+            removed, reached = await self._delete(one, tenant)
+            went, everywhere = went + removed, everywhere and reached
+        if everywhere:
+            await asyncio.to_thread(self._files.parts.settle, content, tenant)
+            await asyncio.to_thread(self._files.pending_deletions.settle, content, tenant)
+            self._undeleted.discard((content, tenant))
+        return went
+
+    async def _delete(self, content: str, tenant: str) -> tuple[int, bool]:
+        """Remove what derives from one content id; returns of how many records, and whether all replicas were reached.
+
+        Raises what keeps it from being removed everywhere.
+        """
         everywhere, failures = True, list[Exception]()
         for role, replicas in self._holders:
             answers = await _forget(role, content, tenant)
@@ -81,10 +102,7 @@ class LibraryKeeper:
         for failure in failures:
             if not _died(failure):
                 raise failure
-        if everywhere:
-            await asyncio.to_thread(self._files.pending_deletions.settle, content, tenant)
-            self._undeleted.discard((content, tenant))
-        return went
+        return went, everywhere
 
     async def _sweep(self, period_s: float) -> None:
         """Delete expired files and stores, and what derives from content that nothing holds."""

@@ -18,7 +18,7 @@ CACHING = (
 )  # fmt: skip
 
 # Ray Serve deployments: the keeper calls them by handle, and they walk what their process holds.
-DEPLOYMENTS = {"Ingress", "PrefillWorker", "PatchCompiler"}
+DEPLOYMENTS = {"Ingress", "PrefillWorker", "PatchCompiler", "Retriever"}
 WALKERS = {"CacheGroup", "ForgetRegistry"}
 
 IN_FLIGHT = "what requests and steps under way hold, and no longer than they last"
@@ -34,10 +34,12 @@ KEEPS_NOTHING_DELETED = {
     "PrefillLoop": IN_FLIGHT,
     "RayRoles": IN_FLIGHT,
     "Reachability": IN_FLIGHT,
+    "OpenedPdf": IN_FLIGHT,
     "RequestEncoder": IN_FLIGHT,
     "ShadowChecks": IN_FLIGHT,
     "SingleFlightEncoder": IN_FLIGHT,
     "_Exact": IN_FLIGHT,
+    "_Opened": IN_FLIGHT,
     "PatchCompiler": "pools patches of jobs under way; the libraries of its process delete the rest",
     "PathWorker": "an offline run, which holds the sets that its user named and ends",
     "Demand": COUNTS,
@@ -49,6 +51,7 @@ KEEPS_NOTHING_DELETED = {
     "Harvester": COUNTS + ": keys of patches sent lately",
     "LibraryKeeper": "the deletions that are still pending",
     "MediaResolver": COUNTS + ": ids of what has proved decodable",
+    "PdfPages": COUNTS + ": sizes of pages",
     "PrefillPolicy": COUNTS + ": marks of chunks by replica",
     "TokenCache": "tokens of system prompts, none of uploaded content",
 }

@@ -1,0 +1,1 @@
+"""Documents as parts: pages of PDFs, passages of texts."""

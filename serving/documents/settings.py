@@ -1,0 +1,28 @@
+"""Settings of documents: how PDFs become pages, and the bounds on reading them."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from serving.settings import MIB, Settings
+
+
+class DocumentSettings(Settings):
+    """Pages of PDFs."""
+
+    dpi: int = Field(
+        96,
+        ge=36,
+        le=300,
+        description="Dots per inch at which pages are drawn. A page drawn otherwise is another chunk; the model's "
+        "processor may make it smaller.",
+    )
+    max_pdf_bytes: int = Field(32 * MIB, ge=1, description="Largest PDF, as sent or uploaded.")
+    max_pdf_pages: int = Field(2000, ge=1, description="Most pages of a PDF.")
+    pdf_timeout_s: float = Field(
+        60.0, gt=0, description="Time in which a PDF, or those of its pages that a request names, must be read."
+    )
+    pdf_memory_bytes: int = Field(
+        1024 * MIB, ge=128 * MIB, description="Address space of the process that reads one PDF."
+    )
+    readers: int = Field(2, ge=1, description="PDFs that one replica reads at once; further ones wait.")

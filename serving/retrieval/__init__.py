@@ -1,0 +1,1 @@
+"""Retrieval: embedders, indices in memory, and the calls between ingress and retriever."""

@@ -1,0 +1,1 @@
+"""Embedders by name: `lexical`, `static`, `http:URL`."""

@@ -1,0 +1,54 @@
+"""Settings of the retriever."""
+
+from __future__ import annotations
+
+import re
+
+from pydantic import Field, SecretStr, field_validator
+
+from serving.settings import RoleSettings
+
+_EMBEDDER = re.compile(r"lexical|static|http:https?://.+")
+
+
+class RetrieverSettings(RoleSettings):
+    """The retriever: search in vector stores."""
+
+    replicas: int = Field(
+        1,
+        ge=0,
+        description="Replicas of the role, each with all indices in memory. 0: no search; files of vector stores are "
+        "completed as soon as they are added.",
+    )
+    niceness: int = Field(5, ge=0, le=19, description="As for all roles: prompts are computed first.")
+    max_ongoing_requests: int = Field(1024, ge=1, description="Calls in progress on a replica before Serve queues.")
+    embedder: str = Field(
+        "static",
+        description="lexical: words alone (BM25). static: text by a table of token vectors, which comes with the "
+        "package. http:URL: a server's `URL/embeddings`, as OpenAI and vLLM have it. With another one all files are "
+        "indexed again beside the old records.",
+    )
+    embedder_model: str = Field("", description="Model that is asked for at `http:URL`.")
+    embedder_key: SecretStr = Field(SecretStr(""), description="Bearer key for `http:URL`.")
+    embedder_images: bool = Field(False, description="Whether the model at `http:URL` embeds images.")
+    query_prompt: str = Field("", description="Text before every query for `http:URL`, such as E5's 'query: '.")
+    document_prompt: str = Field("", description="Text before every document for `http:URL`.")
+    embed_timeout_s: float = Field(
+        2.0,
+        gt=0,
+        description="Time in which a query must be embedded; then it is searched by words alone, and says so.",
+    )
+    follow_period_s: float = Field(
+        5.0, gt=0, description="Seconds between looks for files that came into vector stores, or left, unannounced."
+    )
+    indexing: int = Field(2, ge=1, description="Files that a replica indexes at once; further ones wait.")
+    max_parts: int = Field(
+        1_000_000, ge=1, description="Pages and passages of all vector stores; files beyond that fail."
+    )
+
+    @field_validator("embedder")
+    @classmethod
+    def _known(cls, embedder: str) -> str:
+        if not _EMBEDDER.fullmatch(embedder):
+            raise ValueError("an embedder is lexical, static, or http: and a URL, such as http:http://host:8000/v1")
+        return embedder

@@ -1,0 +1,391 @@
+"""Retrieval over HTTP with OpenAI's client, a real retriever behind it, and no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fastapi import FastAPI
+from openai import AsyncOpenAI
+
+from kvstore.library import Library
+from kvstore.records.keys import DYNAMIC_TENANT
+from kvstore.settings import LibrarySettings
+from kvstore.uploads.files import FileStore
+from kvstore.uploads.vector_stores import VectorStores
+from serving.api.auth import Authenticate
+from serving.api.errors import answer_errors
+from serving.api.files import files_router
+from serving.api.media import FOUND, MediaResolver
+from serving.api.pdf_pages import PdfPages
+from serving.api.retrieval import Retrieval
+from serving.api.retrieve import citations, retrieved
+from serving.api.vector_stores import vector_stores_router
+from serving.api_keys import KeyRing
+from serving.documents.passages import tokens_of
+from serving.documents.settings import DocumentSettings
+from serving.frontend.documents import Documents
+from serving.frontend.errors import InvalidRequest
+from serving.frontend.report import RequestTrace
+from serving.retrieval.embedders.base import Embedder, EmbedderFailed, Item
+from serving.retrieval.embedders.http import HttpEmbedder
+from serving.retrieval.embedders.static import StaticEmbedder
+from serving.retrieval.indices import StoreIndices
+from serving.retrieval.parts import FileSplitter
+from serving.retrieval.settings import RetrieverSettings
+from serving.settings import ApiKey, HttpSettings
+
+KEYS = {"boss": ApiKey(tenant="ops", admin=True), "one": ApiKey(tenant="one"), "two": ApiKey(tenant="two")}
+BEES = "Honey bees store nectar in the comb. A hive has one queen. " * 3
+BOATS = "The ferry crosses the strait at noon. Sailing boats need wind. " * 3
+
+
+def pdf(*pages: Sequence[str], size: str = "612 792") -> bytes:
+    """A PDF with these lines of text on its pages, written by hand."""
+    objects = [b"<< /Type /Catalog /Pages 2 0 R >>", b"", b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"]
+    kids = []
+    for lines in pages:
+        drawn = "BT /F1 14 Tf 72 700 Td 20 TL " + " ".join(f"({line}) Tj T*" for line in lines) + " ET"
+        objects.append(f"<< /Length {len(drawn)} >>\nstream\n{drawn}\nendstream".encode())
+        kids.append(len(objects) + 1)
+        objects.append(
+            f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 {size}] /Contents {len(objects)} 0 R "
+            "/Resources << /Font << /F1 3 0 R >> >> >>".encode()
+        )
+    listed = " ".join(f"{kid} 0 R" for kid in kids)
+    objects[1] = f"<< /Type /Pages /Kids [{listed}] /Count {len(kids)} >>".encode()
+    out, places = b"%PDF-1.4\n", []
+    for number, body in enumerate(objects, 1):
+        places.append(len(out))
+        out += f"{number} 0 obj\n".encode() + body + b"\nendobj\n"
+    table = "".join(f"{place:010d} 00000 n \n" for place in places)
+    end = (
+        f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}trailer\n<< /Size {len(objects) + 1} /Root 1 0 R >>\n"
+    )
+    return out + f"{end}startxref\n{len(out)}\n%%EOF\n".encode()
+
+
+MANUAL = pdf(["Chapter one", "Bolts and nuts"], ["Chapter two", "The carburettor mixes air and fuel"], ["Index"])
+
+
+class Letters:
+    """A tokenizer whose tokens are characters."""
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        return list(map(ord, text))
+
+
+class Api:
+    """Files and vector stores over HTTP; `retrievers` share what is stored."""
+
+    def __init__(self, folder: Path, embedder: Embedder, retrievers: int = 1) -> None:
+        self.files = FileStore(folder / "files")
+        self.stores, self.deleted = VectorStores(self.files), list[tuple[str, str]]()
+        self.documents = DocumentSettings(pdf_timeout_s=30)
+        self._folder, self._embedder = folder, embedder
+        self.retrievers = [self.retriever() for _ in range(retrievers)]
+        self.retrieval = Retrieval(self.stores, self)
+        pdfs = PdfPages(self.documents, self.files.parts, 33_000_000)
+        self.media = MediaResolver(HttpSettings(), self.files, self.stores, Documents(Letters()), pdfs=pdfs)
+        self.app = FastAPI()
+        self.app.include_router(files_router(self.files, self.stores, self.media, 1 << 20, self._forget))
+        self.app.include_router(vector_stores_router(self.stores, self._forget, self.retrieval))
+        answer_errors(self.app)
+        self.app.add_middleware(Authenticate, KeyRing(KEYS))
+        self._turn = 0
+
+    def retriever(self) -> StoreIndices:
+        """Another replica."""
+        library = Library(
+            LibrarySettings(directory=self._folder / "library", object_store_bytes=0), self._embedder.fingerprint
+        )
+        splitter = FileSplitter(self.files, self.documents, tokens_of(self._folder), has_images=False)
+        settings = RetrieverSettings(follow_period_s=0.05, embed_timeout_s=20)
+        return StoreIndices(
+            settings, self.files, VectorStores(self.files), library, self._embedder, splitter, self.follow
+        )
+
+    async def search(self, search: Any) -> Any:
+        self._turn += 1
+        return await self.retrievers[self._turn % len(self.retrievers)].search(search)
+
+    async def index(self, store: str, files: Sequence[str]) -> None:
+        await self.retrievers[0].index(store, files)
+
+    async def follow(self, store: str, files: Sequence[str]) -> None:
+        await asyncio.gather(*(one.follow(store, files) for one in self.retrievers))
+
+    async def _forget(self, content: str, owner: str) -> None:
+        self.deleted.append((content, owner))
+
+    def client(self, key: str = "boss") -> AsyncOpenAI:
+        """The official client, unchanged."""
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app, raise_app_exceptions=False))
+        return AsyncOpenAI(base_url="http://test/v1", api_key=key, http_client=http, max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def static() -> StaticEmbedder:
+    return StaticEmbedder()
+
+
+@pytest.fixture
+def api(tmp_path: Path, static: StaticEmbedder) -> Api:
+    return Api(tmp_path, static, retrievers=2)
+
+
+async def test_the_official_client_uploads_polls_and_finds_the_page(api: Api):
+    client = api.client()
+    store = await client.vector_stores.create(name="manuals")
+    file = await client.files.create(file=("manual.pdf", MANUAL), purpose="assistants")
+    added = await client.vector_stores.files.create_and_poll(
+        file_id=file.id, vector_store_id=store.id, attributes={"year": 1999}, poll_interval_ms=20
+    )
+    assert added.status == "completed"
+    for _ in range(2):  # whatever replica answers
+        (best, *_) = (await client.vector_stores.search(store.id, query="how is fuel mixed with air?")).data
+        assert (best.file_id, best.filename, best.attributes) == (file.id, "manual.pdf", {"year": 1999})
+        assert best.page == 2
+        assert "carburettor" in best.content[0].text
+        assert best.content[1].image_file == {"file_id": file.id, "page": 2}
+        x0, y0, x1, y1 = best.box  # the second line of the page, 72 points from the left of 612
+        assert (round(x0, 2), 0.11 < y0 < y1 < 0.16, x0 < x1 < 0.7) == (0.12, True, True)
+    assert (await client.vector_stores.retrieve(store.id)).file_counts.completed == 1
+
+
+async def test_a_batch_completes_though_one_of_its_files_fails(api: Api):
+    client = api.client()
+    store = await client.vector_stores.create()
+    broken = api.files.create("ops", "broken.pdf", "assistants", b"%PDF-1.7\nnothing of one")
+    texts = [("bees.txt", io.BytesIO(BEES.encode())), ("boats.txt", io.BytesIO(BOATS.encode()))]
+    batch = await client.vector_stores.file_batches.upload_and_poll(
+        store.id, files=texts, file_ids=[broken.id], poll_interval_ms=20
+    )
+    counts = batch.file_counts
+    assert (batch.status, counts.completed, counts.failed, counts.in_progress) == ("completed", 2, 1, 0)
+    failed = await client.vector_stores.files.retrieve(broken.id, vector_store_id=store.id)
+    assert (failed.status, failed.last_error.code) == ("failed", "invalid_file")
+    assert "broken" in failed.last_error.message
+    (found, *_) = (await client.vector_stores.search(store.id, query="who lives in a hive?")).data
+    assert found.filename == "bees.txt"
+
+
+async def test_filters_thresholds_and_counts_bound_what_is_found(api: Api):
+    client = api.client()
+    store = await client.vector_stores.create()
+    for year in range(6):
+        file = await client.files.create(file=(f"{year}.txt", BEES.encode() + bytes([65 + year])), purpose="assistants")
+        await client.vector_stores.files.create_and_poll(
+            file.id, vector_store_id=store.id, attributes={"year": year, "even": year % 2 == 0}, poll_interval_ms=20
+        )
+    late: Any = {
+        "type": "and",
+        "filters": [{"type": "gte", "key": "year", "value": 2}, {"type": "eq", "key": "even", "value": True}],
+    }
+    found = (await client.vector_stores.search(store.id, query="bees", filters=late)).data
+    assert sorted(one.attributes["year"] for one in found) == [2, 4]
+    assert len((await client.vector_stores.search(store.id, query="bees", max_num_results=3)).data) == 3
+    strict = await client.vector_stores.search(store.id, query="volcano", ranking_options={"score_threshold": 0.99})
+    assert strict.data == []
+    with pytest.raises(openai.BadRequestError, match="none of eq"):
+        await client.vector_stores.search(store.id, query="bees", filters={"type": "like", "key": "a", "value": "b"})  # type: ignore[arg-type,typeddict-item]
+    with pytest.raises(openai.BadRequestError, match="rewrite_query"):
+        await client.vector_stores.search(store.id, query="bees", rewrite_query=True)
+
+
+async def test_what_is_taken_out_is_not_found_and_new_attributes_are(api: Api):
+    client = api.client()
+    store = await client.vector_stores.create()
+    file = await client.files.create(file=("bees.txt", BEES.encode()), purpose="assistants")
+    await client.vector_stores.files.create_and_poll(file.id, vector_store_id=store.id, poll_interval_ms=20)
+    await client.vector_stores.files.update(file.id, vector_store_id=store.id, attributes={"kind": "insects"})
+    wanted: Any = {"type": "eq", "key": "kind", "value": "insects"}
+    for _ in range(2):
+        assert len((await client.vector_stores.search(store.id, query="queen", filters=wanted)).data) == 1
+    await client.vector_stores.files.delete(file.id, vector_store_id=store.id)
+    for _ in range(2):
+        assert (await client.vector_stores.search(store.id, query="queen")).data == []
+
+
+async def test_a_tenants_store_is_nobody_elses(api: Api):
+    one, two, boss = map(api.client, ("one", "two", "boss"))
+    store = await one.vector_stores.create(name="mine")
+    file = await one.files.create(file=("bees.txt", BEES.encode()), purpose="assistants")
+    await one.vector_stores.files.create_and_poll(file.id, vector_store_id=store.id, poll_interval_ms=20)
+    assert len((await one.vector_stores.search(store.id, query="queen")).data) == 1
+    unknown = "vs_" + "0" * 40
+    for other in (two, boss):
+        told = []
+        for name in (store.id, unknown):
+            with pytest.raises(openai.NotFoundError) as error:
+                await other.vector_stores.search(name, query="queen")
+            told.append(str(error.value).replace(name, "it"))
+        assert told[0] == told[1]
+        assert [listed.id async for listed in other.vector_stores.list()] == []
+        with pytest.raises(openai.NotFoundError):
+            await other.vector_stores.files.retrieve(file.id, vector_store_id=store.id)
+        parts = [{"role": "user", "content": [{"type": "file", "file": {"file_id": file.id}}]}]
+        with pytest.raises(Exception, match="no such file"):
+            await api.media.resolve_messages(parts, "two")
+    await one.files.delete(file.id)  # it takes no administrator
+    assert (await one.vector_stores.search(store.id, query="queen")).data == []
+
+
+async def test_a_replica_that_starts_reads_records_and_embeds_nothing(api: Api, monkeypatch: pytest.MonkeyPatch):
+    client = api.client()
+    store = await client.vector_stores.create()
+    file = await client.files.create(file=("manual.pdf", MANUAL), purpose="assistants")
+    await client.vector_stores.files.create_and_poll(file.id, vector_store_id=store.id, poll_interval_ms=20)
+
+    async def embed(self: Any, items: Sequence[Item]) -> Any:
+        raise AssertionError("a document was embedded again")
+
+    monkeypatch.setattr(StaticEmbedder, "embed_documents", embed)
+    started = api.retriever()
+    await started.load()
+    assert (started.parts, started.waiting) == (3, 0)
+
+
+async def test_without_its_embedder_a_search_goes_by_words_and_says_so(api: Api, monkeypatch: pytest.MonkeyPatch):
+    client = api.client()
+    store = await client.vector_stores.create()
+    file = await client.files.create(file=("bees.txt", BEES.encode()), purpose="assistants")
+    await client.vector_stores.files.create_and_poll(file.id, vector_store_id=store.id, poll_interval_ms=20)
+
+    async def fail(items: Sequence[Item]) -> Any:
+        raise EmbedderFailed("gone")
+
+    for one in api.retrievers:
+        monkeypatch.setattr(one._embed_queries, "_work", fail)
+    trace = RequestTrace()
+    messages = [{"role": "user", "content": "who is the queen?"}]
+    asked = {"vector_store_ids": [store.id]}
+    (changed,) = await retrieved(messages, "ops", asked, api.retrieval, trace)
+    assert changed["content"][0]["type"] == FOUND
+    assert trace.report.retrieval is not None
+    assert trace.report.retrieval.degraded == "lexical"
+
+
+async def test_found_pages_stand_before_the_question_and_are_drawn(api: Api):
+    client = api.client()
+    store = await client.vector_stores.create()
+    file = await client.files.create(file=("manual.pdf", MANUAL), purpose="assistants")
+    await client.vector_stores.files.create_and_poll(file.id, vector_store_id=store.id, poll_interval_ms=20)
+    trace = RequestTrace()
+    asked = {"vector_store_ids": [store.id], "max_num_results": 2, "query": "chapter carburettor"}
+    messages = [{"role": "user", "content": "What does it mix?"}]
+    (message,) = await retrieved(messages, "two", asked, api.retrieval, trace)
+    (resolved,) = await api.media.resolve_messages([message], "two")
+    kinds = [part["type"] for part in resolved["content"]]
+    assert kinds == ["image_pil", "image_pil", "text"]
+    picture = resolved["content"][0]["image_pil"]
+    assert picture.size == (816, 1056)  # a letter at 96 dots per inch
+    assert picture.getextrema()[0][0] < 64  # something is drawn on it
+    report = trace.report.retrieval
+    assert report is not None
+    assert [(one.page, one.filename) for one in report.results] == [(1, "manual.pdf"), (2, "manual.pdf")]
+    (cited,) = citations("It mixes air and fuel [2]. [7]", report)
+    assert (cited["page"], cited["file_id"], cited["index"]) == (2, file.id, 22)
+    # the same page of the same file by name is the same chunk
+    part = {"role": "user", "content": [{"type": "file", "file": {"file_id": file.id}}]}
+    (named,) = await api.media.resolve_messages([part], "two", pages="3,2")
+    assert [one["uuid"] for one in named["content"]][1] == resolved["content"][1]["uuid"]
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"%PDF-1.7\nnothing of one", "broken"),
+        (pdf(["big"], size="99999 99999"), "page 1 of the PDF cannot be used: its size"),
+        (MANUAL[:300], "broken"),
+    ],
+)
+async def test_a_pdf_that_cannot_be_used_is_refused_by_name(api: Api, data: bytes, why: str):
+    with pytest.raises(openai.BadRequestError, match=why):
+        await api.client().files.create(file=("it.pdf", data), purpose="assistants")
+    assert [listed.id async for listed in api.client().files.list()] == []
+
+
+async def test_pages_that_are_not_there_are_refused(api: Api):
+    file = api.files.create("one", "manual.pdf", "user_data", MANUAL)
+    messages = [{"role": "user", "content": [{"type": "file", "file": {"file_id": file.id}}]}]
+    for pages, why in (("1-4", "no page 4"), ("0", "count from 1"), ("x", "are no pages")):
+        with pytest.raises(InvalidRequest, match=why):
+            await api.media.resolve_messages(messages, "one", pages)
+
+
+async def test_long_texts_are_found_by_passage_and_deletion_knows_each(api: Api):
+    client = api.client("one")
+    store = await client.vector_stores.create()
+    long = " ".join(f"word{i}" for i in range(900)) + " zanzibar"
+    file = await client.files.create(file=("long.txt", long.encode()), purpose="assistants")
+    static: Any = {"type": "static", "static": {"max_chunk_size_tokens": 800, "chunk_overlap_tokens": 200}}
+    await client.vector_stores.files.create_and_poll(
+        file.id, vector_store_id=store.id, chunking_strategy=static, poll_interval_ms=20
+    )
+    (found, *others) = (await client.vector_stores.search(store.id, query="zanzibar")).data
+    assert found.content[0].text.endswith("zanzibar")
+    assert len(found.content[0].text) < len(long) / 1.5
+    content = api.files.get("one", file.id).content
+    assert len(api.files.parts.of(content, "one")) == len(others) + 1 >= 3
+    assert api.files.parts.of(content, "two") == []
+    assert DYNAMIC_TENANT not in {owner for _, owner in api.deleted}
+
+
+async def test_eight_writers_leave_what_is_there_and_nothing_else(api: Api):
+    store = api.stores.create("busy")
+    files = [api.files.create("ops", f"{i}.txt", "assistants", f"text number{i}".encode()) for i in range(16)]
+
+    async def write(mine: Sequence[Any]) -> None:
+        for file in mine:
+            await asyncio.to_thread(api.stores.add, store.id, "ops", {file.id: {}})
+            await api.index(store.id, [file.id])
+            if int(file.filename.partition(".")[0]) % 3 == 0:
+                await asyncio.to_thread(api.stores.remove, store.id, file.id)
+                await api.follow(store.id, [file.id])
+
+    await asyncio.gather(*(write(files[i::8]) for i in range(8)))
+    kept = {file.id for file in files if int(file.filename.partition(".")[0]) % 3}
+    async with asyncio.timeout(60):
+        while any(one.waiting for one in api.retrievers):
+            await asyncio.sleep(0.02)
+    for one in api.retrievers:
+        await one.load()
+        index = one._indices[store.id]
+        assert (set(index.files), len(index)) == (kept, len(kept))
+
+
+async def test_an_embedder_behind_a_url_batches_texts_and_tells_what_is_wrong():
+    asked: list[dict[str, Any]] = []
+    size = [3]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        texts = asked[-1].get("input", ["picture"])
+        data = [{"index": i, "embedding": [float(len(text))] + [0.0] * (size[0] - 1)} for i, text in enumerate(texts)]
+        return httpx.Response(200, json={"data": data[::-1]})
+
+    embedder = await HttpEmbedder.connect(
+        "http://there/v1", "m", key="k", prompts=("q: ", "d: "), has_images=True, transport=httpx.MockTransport(answer)
+    )
+    assert embedder.dims == 3
+    items = [Item("one"), Item(""), Item("three", b"\x89PNG...")]
+    vectors = await embedder.embed_documents(items)
+    assert [vector.tolist() for vector in vectors] == [[[1.0, 0.0, 0.0]], [], [[1.0, 0.0, 0.0]]]
+    assert {"d: one"} == {text for body in asked[1:] for text in body.get("input", ())}
+    assert [body["messages"][0]["content"][0]["type"] for body in asked if "messages" in body] == ["image_url"]
+    size[0] = 2
+    with pytest.raises(EmbedderFailed, match="should have 3"):
+        await embedder.embed_queries([Item("one")])
+
+
+def test_an_embedder_that_is_none_is_refused_by_name():
+    with pytest.raises(ValueError, match="lexical, static, or http"):
+        RetrieverSettings(embedder="magic")
