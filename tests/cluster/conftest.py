@@ -69,7 +69,6 @@ def configuration(store: dict[str, Any]) -> dict[str, Any]:
         "prefill": {
             **one_a_node,
             "self_check": False,
-            "prefix_cache_bytes": 50_000_000,
             "loaded_bytes": 200_000_000,
             "fidelity": {"share": 0},
             "orbit_chunks": 0,
