@@ -51,6 +51,43 @@ class ChunkSpan:
         return self.stop - self.start
 
 
+class CompactionPolicy(StrEnum):
+    """Reduction of a prompt's KV entries to those of the budget (see `compaction.plan`)."""
+
+    EVICT = "evict"
+    MERGE = "merge"
+    PAPER = "paper"
+
+
+@dataclass(frozen=True)
+class Compaction:
+    """Share of a prompt's KV that decode is given, and of the answer's that it keeps (elastic_cache.md section 3).
+
+    Attributes:
+        budget: entries handed off per prompt token; 1: all of them, untouched.
+        least: entries at least, whatever the budget.
+        window: generated tokens that decode keeps at least; None: all.
+    """
+
+    budget: float = 1.0
+    policy: CompactionPolicy = CompactionPolicy.EVICT
+    window: int | None = None
+    least: int = 0
+
+
+@dataclass(frozen=True)
+class HandedOff:
+    """KV entries of a prompt that a decode engine pulls: `kept` of `tokens`, in so many bytes."""
+
+    tokens: int
+    kept: int
+    bytes: int
+
+
+class CompactionRefused(ValueError):
+    """This model's KV cannot be reduced; the message says why."""
+
+
 @dataclass(frozen=True)
 class LinkRequest:
     """Request for one prompt's KV, to a prefill worker.
@@ -77,6 +114,7 @@ class LinkRequest:
     sampling: Sampling | None = None
     patched: tuple[bool, ...] = ()
     head: int = 0
+    compaction: Compaction = Compaction()
 
     def __post_init__(self) -> None:
         stop = 0
@@ -160,6 +198,7 @@ class LinkResult:
     first_token: int | None = None  # of the answer, if the request asked for it
     compute_ms: float = 0.0  # of forwards that others may have shared: its part
     select_ms: float = 0.0  # of choosing tokens and weighing parts, which others may have shared: its part
+    kv: HandedOff | None = None
 
     @property
     def chunk_tokens_reused(self) -> int:

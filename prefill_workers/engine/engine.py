@@ -31,7 +31,8 @@ from kvstore.operator.apply import relocate
 from kvstore.operator.layout import Layout
 from kvstore.operator.rotary import RotaryScheme
 from kvstore.records.keys import embedding_key
-from prefill_workers.engine.batch import Attending, assemble
+from prefill_workers.compaction.plan import CompactionPlan
+from prefill_workers.engine.batch import Attending, Observing, assemble
 from prefill_workers.engine.fingerprint import fingerprint, precision
 from prefill_workers.engine.image_batches import Pixels, handfuls
 from prefill_workers.engine.rank_errors import Failure
@@ -130,6 +131,7 @@ class PrefillEngine:
         self.dtype: torch.dtype = getattr(torch, facts["dtype"])
         self.uses_mrope: bool = facts["uses_mrope"]
         self.tells_attention: bool = facts["tells_attention"]  # whether `attend_first` can be asked
+        self.not_compactable: str | None = facts["not_compactable"]  # why `compact` must not be asked
         self._quantum: float = facts["quantum"]
         self.layout = layout_of(facts)
         self._ranks = [self.layout.share(rank, spec.tensor_parallel_size) for rank in range(spec.tensor_parallel_size)]
@@ -162,6 +164,7 @@ class PrefillEngine:
         arriving: Sequence[LayerSource] = (),
         deadline: float = 0.0,
         ends: Sequence[int] = (),
+        observed: Sequence[Observing] = (),
     ) -> Tensor | None:
         """Run one forward over several sequences: compute and store the KV of their tokens.
 
@@ -169,12 +172,15 @@ class PrefillEngine:
             arriving: KV to be written by the same forward, each layer before it is attended to; only if
                 `accepts_layerwise_kv`. `deadline` (monotonic seconds) is until when the forward waits for layers.
             ends: sequences (indices into `work`, ascending) whose next token is asked for.
+            observed: tokens whose attention `compact` goes by.
 
         Returns:
             Logits [len(ends), vocabulary] fp32 of the last tokens computed of these; None if there are none.
         """
         rows = [row - 1 for row in accumulate(len(runs) for _, runs in work)]
-        extra = (arriving, deadline) if arriving else ()
+        extra: tuple[Any, ...] = (arriving, deadline) if arriving else ()
+        if observed:
+            extra = (arriving, deadline, None, None, observed)
         return self._call("forward_runs", assemble(work, self.block_size), [rows[i] for i in ends], *extra)
 
     def forward_first(self, work: Sequence[tuple[LinkSequence, Sequence[Run]]], layers: int) -> None:
@@ -247,6 +253,18 @@ class PrefillEngine:
         for features, part in zip(self._ranks, parts, strict=True):
             whole[..., features] = part
         return whole
+
+    def compact(self, link: str, blocks: Sequence[int], plan: CompactionPlan, into: Sequence[int]) -> None:
+        """Store the KV of `blocks`' sequence in other blocks in `plan.kept` entries, keys moved by `plan.shift`.
+
+        What is important was observed by forwards under the name of `link`; else the last tokens count as that.
+        """
+        self._call("compact", link, list(blocks), plan, self.slots(into, 0, plan.kept))
+
+    def stored_bytes(self, tokens: int) -> int:
+        """Bytes that so many tokens' KV takes in the pages of all ranks."""
+        cached = torch.int8 if self.has_quantised_kv else self.dtype
+        return tokens * self.layout.bytes_per_token(cached)
 
     def handfuls(self, items: Sequence[Pixels]) -> Iterator[list[Pixels]]:
         """Images in groups for the vision tower, in order, each within a forward's tokens."""

@@ -16,6 +16,7 @@ attends, so one forward gives exactly what a full prefill would, with no kernel 
 | `copy_kv`          | blocks' KV into other blocks, its keys turned by so many positions   |
 | `finish_writes`    | waits until what was written is there for others to read             |
 | `read_kv`          | a chunk's KV out of blocks, through the learned page layout          |
+| `compact`          | a sequence's KV into other blocks, in fewer entries                  |
 | `encode`           | pixels to embeddings                                                 |
 | `poll_handoffs`    | leases that decode engines have read, or still wait for              |
 
@@ -45,8 +46,10 @@ from infra.cpu import openmp
 from kvstore.operator.apply import relocate
 from kvstore.operator.layout import Layout
 from kvstore.operator.rotary import turns_evenly
+from prefill_workers.compaction.plan import CompactionPlan
 from prefill_workers.engine.attention import attended, paid_to
-from prefill_workers.engine.batch import Attending, Rows, RunBatch
+from prefill_workers.engine.batch import Attending, Observing, Rows, RunBatch
+from prefill_workers.engine.compactor import Compactor
 from prefill_workers.engine.pages import Pages, learnt
 from prefill_workers.engine.rank_errors import Failure, portable
 from prefill_workers.engine.transfer_notes import parsed
@@ -128,6 +131,7 @@ class WorkerExtension:
             "rotary_style": "neox" if rotary.is_neox_style else "interleaved",
             "uses_mrope": bool(model.uses_mrope),
             "tells_attention": self._tells_attention,
+            "not_compactable": self._compactor.refusal,
         }
         if model.use_mla:
             return facts | {"latent": first.kv_lora_rank, "k_pe": first.qk_rope_head_dim}
@@ -165,6 +169,7 @@ class WorkerExtension:
                 f"{self._group.backend.get_name()} with KV cache dtype {cache!r} does not give back what is written"
             )
         self._pages = Pages.of(elements, [segment.features for segment in self._local], self._device)
+        self._compactor.layout = replace(layout, segments=tuple(self._local))
 
     @torch.inference_mode()
     def forward_runs(
@@ -175,6 +180,7 @@ class WorkerExtension:
         deadline: float = 0.0,
         layers: int | None = None,
         shallow: tuple[RunBatch, int] | None = None,
+        observed: Sequence[Observing] = (),
     ) -> Tensor | None:
         """Compute and store the KV of every token in `batch`.
 
@@ -184,6 +190,7 @@ class WorkerExtension:
             arriving: KV that is stored meanwhile, each layer of it before that layer attends. A layer that is not there
                 at `deadline` is left out; its source knows.
             shallow: the same tokens as other rows in other slots, and in how many layers, the first, they are these.
+            observed: tokens whose attention tells `compact` what is important.
 
         Returns:
             Logits [len(logits), vocabulary] fp32 of these rows' last tokens; None without such rows, and on other
@@ -191,7 +198,7 @@ class WorkerExtension:
         """
         runner, to = self.model_runner, self._device
         ends = None if logits else layers or len(self._group.layer_names)
-        with self._writing(arriving, deadline):
+        with self._writing(arriving, deadline), self._compactor.observing(observed):
             hidden = self._walk(batch, ends, shallow)
         scores = None
         if logits:
@@ -463,6 +470,12 @@ class WorkerExtension:
             yield stored.view(-1, features)[skip : skip + count]
 
     @torch.inference_mode()
+    def compact(self, link: str, blocks: Sequence[int], plan: CompactionPlan, slots: Tensor) -> None:
+        """Store a sequence's KV in fewer entries, by what forwards have observed of `link`; see `Compactor`."""
+        self._compactor.compact(link, blocks, plan, slots.to(self._device, non_blocking=True))
+        self.finish_writes()
+
+    @torch.inference_mode()
     def encode(self, items: Sequence[tuple[str, MultiModalKwargsItem]]) -> list[Tensor]:
         """Embeddings [tokens, hidden] of each (modality, processed item), in order."""
         self._consider_others()
@@ -547,6 +560,13 @@ class WorkerExtension:
             return False
         unbounded = getattr(found, "sliding_window", None) in (None, -1, (-1, -1))
         return unbounded and not getattr(found, "logits_soft_cap", None)
+
+    @cached_property
+    def _compactor(self) -> Compactor:
+        """Reduction of sequences' KV."""
+        model = self.model_runner.vllm_config.model_config
+        layers = [self._layer(layer) for layer in range(len(self._group.layer_names))]
+        return Compactor(layers, self._stored, self._update, model.dtype, latent=model.use_mla)
 
     @property
     def _device(self) -> torch.device:

@@ -17,7 +17,14 @@ from ray.serve.handle import DeploymentHandle
 
 from infra.nixl_handshake import dropped
 from infra.vllm_env import is_cpu_build
-from prefill_workers.protocol import NonFiniteLogits, Overloaded, PixelsNeeded, PromptTooLarge, Refusal
+from prefill_workers.protocol import (
+    CompactionRefused,
+    NonFiniteLogits,
+    Overloaded,
+    PixelsNeeded,
+    PromptTooLarge,
+    Refusal,
+)
 from serving.config import OrbitServeConfig
 from serving.engine_spec import prefill_spec
 from serving.errors import RoleUnavailable
@@ -139,7 +146,7 @@ class PrefillWorker:
         """
         try:
             return await self._link(request, indices, images)
-        except (PixelsNeeded, Overloaded, PromptTooLarge) as refusal:
+        except (PixelsNeeded, Overloaded, PromptTooLarge, CompactionRefused) as refusal:
             return Refusal(refusal)
 
     async def _link(

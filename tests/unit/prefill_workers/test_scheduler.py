@@ -45,6 +45,7 @@ class Engine:
 
     accepts_layerwise_kv = False
     num_blocks, block_size, max_model_len = 41, 16, 160
+    not_compactable = None
 
     def __init__(self) -> None:
         self.broken: set[LinkSequence] = set()
@@ -59,6 +60,9 @@ class Engine:
 
     def transfer_parameters(self, *_: Any) -> dict[str, Any]:
         return {}
+
+    def stored_bytes(self, tokens: int) -> int:
+        return 64 * tokens
 
 
 @pytest.fixture

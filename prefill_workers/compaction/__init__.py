@@ -1,0 +1,1 @@
+"""Fewer KV entries for decode than the prompt has tokens (elastic_cache.md, instruction encoding)."""
