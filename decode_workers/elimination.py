@@ -48,7 +48,7 @@ class EliminatingMLASpec(MLAAttentionSpec):
     """Latents of which a request may drop blocks behind its prompt."""
 
 
-class EliminatingManager(FullAttentionManager):  # type: ignore[misc]
+class EliminatingManager(FullAttentionManager):
     """Block manager that frees the gap of requests with a window."""
 
     def remove_skipped_blocks(
@@ -61,7 +61,7 @@ class EliminatingManager(FullAttentionManager):  # type: ignore[misc]
             self._remove_blocks_in_range(request_id, *blocks)
 
 
-class EliminatingConnector(NixlConnector):  # type: ignore[misc]
+class EliminatingConnector(NixlConnector):
     """Stock NIXL connector whose scheduler half notes requests' windows while they last."""
 
     def on_new_request(self, request: Any) -> None:
@@ -142,7 +142,7 @@ def _eliminating(backend: Any, plain: type, kind: type) -> Any:
     """An attention backend like another, whose layers' KV has a spec of `kind` where it had a `plain` one."""
     builder = type("EliminatingBuilder", (_Eliminating, backend.get_builder_cls()), {})
 
-    class Eliminating(backend):  # type: ignore[misc]
+    class Eliminating(backend):
         """Backend of both names, for handshakes to find it equal."""
 
         @staticmethod
@@ -153,7 +153,7 @@ def _eliminating(backend: Any, plain: type, kind: type) -> Any:
         def customize_spec(cls, spec: Any) -> Any:
             if type(spec) is not plain:
                 return spec
-            return kind(**{field.name: getattr(spec, field.name) for field in dataclasses.fields(plain)})  # type: ignore[arg-type]
+            return kind(**{field.name: getattr(spec, field.name) for field in dataclasses.fields(plain)})
 
     return Eliminating
 

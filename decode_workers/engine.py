@@ -69,7 +69,10 @@ def engine_arguments(spec: DecodeSpec) -> dict[str, Any]:
     hand_off = hand_off_arguments()
     if not on_gpu:
         connector = hand_off["kv_transfer_config"]
-        connector.kv_connector, connector.kv_connector_module_path = "EliminatingConnector", "decode_workers.elimination"
+        connector.kv_connector, connector.kv_connector_module_path = (
+            "EliminatingConnector",
+            "decode_workers.elimination",
+        )
     return {
         **spec.arguments(),
         **hand_off,

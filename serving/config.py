@@ -27,6 +27,7 @@ from serving.api_keys import BadKeys, KeyRing
 from serving.settings import (
     AccessLogSettings,
     DecodeRoleSettings,
+    ElasticSettings,
     HttpSettings,
     IngressSettings,
     LibraryRoleSettings,
@@ -62,6 +63,7 @@ class OrbitServeConfig(Settings):
     prefill: PrefillRoleSettings = PrefillRoleSettings()
     patch: PatchSettings = PatchSettings()
     decode: DecodeRoleSettings = DecodeRoleSettings()
+    elastic: ElasticSettings = ElasticSettings()
     routing: RoutingSettings = RoutingSettings()
     keeper: LibraryRoleSettings = LibraryRoleSettings()
     precompute: PrecomputeSettings = PrecomputeSettings()

@@ -1,11 +1,12 @@
 """Compaction plan of a prompt: how many KV entries are kept, and which tokens may be reduced to fewer.
 
-| policy  | tokens that keep an entry of their own                          | the others                                    |
-|---------|-----------------------------------------------------------------|-----------------------------------------------|
-| `evict` | first four, text behind the last chunk (of half of the entries) | the most important stay, the rest is left out |
-| `merge` | all text                                                        | means around anchors, within one image        |
-| `paper` | the last                                                        | means around anchors (eq. 2 and 3), of which  |
-|         |                                                                 | the first token is one                        |
+| policy  | tokens that keep an entry of their own             | the others                                         |
+|---------|----------------------------------------------------|----------------------------------------------------|
+| `evict` | the first four; text behind the last chunk, up to  | the most important stay, the rest is left out      |
+|         | half of the entries                                |                                                    |
+| `merge` | all text                                           | means around anchors, within one image             |
+| `paper` | the last                                           | means around anchors (eq. 2 and 3), of which the   |
+|         |                                                    | first token is one                                 |
 
 Which tokens are important is measured in each layer by the attention that later tokens pay to them (eq. 1): of the
 prompt's last tokens, that is the user's own words, or with `paper` of all tokens that the last forward computed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ import torch
 from kvstore.forget import ForgetRegistry
 from prefill_workers.block_index import NO_MATCH
 from prefill_workers.block_pool import BlockPool
+from prefill_workers.compaction.plan import compaction_plan
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.fidelity.monitor import Fidelity
 from prefill_workers.link.linker import Linker
@@ -20,7 +22,7 @@ from prefill_workers.link.plan import ChunkPlan, LinkPlan
 from prefill_workers.modes import OperatingPoint
 from prefill_workers.patches.harvester import Harvester
 from prefill_workers.prefix_digests import prefix_chain
-from prefill_workers.protocol import ChunkOutcome, ChunkSpan, LinkRequest, NonFiniteLogits
+from prefill_workers.protocol import ChunkOutcome, ChunkSpan, Compaction, LinkRequest, NonFiniteLogits
 from prefill_workers.scheduler.cost_model import ForwardCostModel
 from prefill_workers.scheduler.link_job import LinkJob
 from prefill_workers.scheduler.prefill_loop import PrefillLoop
@@ -100,6 +102,30 @@ def test_a_link_whose_logits_are_not_finite_ends_with_an_error_and_others_go_on(
     assert isinstance(error, NonFiniteLogits)
     assert error.stored == (("patch", "key", "owner"),)
     assert (scheduler.running, pool.free, scheduler.failing) == ([sound], 6, 0)
+
+
+def compacting(tokens: int) -> LinkJob:
+    one = job(tokens)
+    one.plan.request = replace(one.plan.request, compaction=Compaction(0.5))
+    one.compaction = compaction_plan(one.plan.request, 16)
+    assert one.compaction is not None
+    return one
+
+
+def test_a_compacted_link_gets_all_its_blocks_at_once_or_none(scheduler: Scheduler, pool: BlockPool):
+    """Two links that each waited for the other's blocks would never end."""
+    first, second = compacting(96), compacting(96)  # 6 blocks, and 4 for 63 entries with a first token's slot
+    for one in (first, second):
+        scheduler.add(one)
+    assert not scheduler.admit()
+    assert (scheduler.running, pool.free, pool.leases) == ([first], 0, 2)
+    lease, room = first.offered
+    assert (lease, room, len(lease.blocks), lease.readers) == (first.compacted, 64, 4, 1)
+    assert not pool.waits_for_readers(first.name), "no decode engine pulls the whole KV"
+    scheduler.free(first)
+    scheduler.remove([first])
+    assert scheduler.admit()
+    assert scheduler.running == [second]
 
 
 def test_waiting_links_are_admitted_in_order_while_blocks_last(scheduler: Scheduler, pool: BlockPool):
