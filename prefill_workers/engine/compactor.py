@@ -102,17 +102,27 @@ class Compactor:
         nope, rope = queries.float().split([module.impl.qk_nope_head_dim, module.impl.qk_rope_head_dim], dim=-1)
         return torch.cat([torch.einsum("thp,hpl->thl", nope, module.W_UK_T.float()), rope], dim=-1).flatten(1)
 
+    def take(self, link: str) -> Tensor | None:
+        """Importance [layers, tokens] of a link's tokens, mean over the heads of all ranks; None: nothing was observed.
+
+        It is forgotten here.
+        """
+        scores, ranks = self._scores.pop(link, None), get_tensor_model_parallel_world_size()
+        return tensor_model_parallel_all_reduce(scores) / ranks if scores is not None and ranks > 1 else scores
+
+    def give(self, link: str, scores: Tensor) -> None:
+        """Have `compact` go by other importance, equal on all ranks."""
+        self._scores[link] = scores
+
     def compact(self, link: str, blocks: Sequence[int], plan: CompactionPlan, slots: Tensor) -> None:
         """Write the sequence's KV in `plan.kept` entries to `slots`, keys moved by `plan.shift`.
 
         Ranks choose the same anchors, by the importance of all heads. A link of which nothing was observed, whose
         prompt ends without a forward, keeps its last tokens.
         """
-        scores = self._scores.pop(link, None)
+        scores = self.take(link)
         if scores is None:
             scores = torch.arange(plan.tokens, device=slots.device).expand(len(self._layers), -1)
-        elif get_tensor_model_parallel_world_size() > 1:
-            scores = tensor_model_parallel_all_reduce(scores)
         at = anchors(scores, plan)
         bucket = buckets(at, plan) if plan.merges else None
         features = sum(segment.features for segment in self.layout.segments)

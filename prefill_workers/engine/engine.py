@@ -35,10 +35,12 @@ from prefill_workers.compaction.plan import CompactionPlan
 from prefill_workers.engine.batch import Attending, Observing, assemble
 from prefill_workers.engine.fingerprint import fingerprint, precision
 from prefill_workers.engine.image_batches import Pixels, handfuls
+from prefill_workers.engine.lazy_attention import leaders_of
 from prefill_workers.engine.rank_errors import Failure
 from prefill_workers.engine.spec import EngineSpec
 from prefill_workers.engine.transfer_notes import ReadNotes
 from prefill_workers.engine.worker_extension import LayerSource, UnsupportedEngine
+from prefill_workers.model_card import measured
 from prefill_workers.sequence import LinkSequence, Run
 
 NULL_BLOCK = 0  # vLLM keeps block 0 as its null block
@@ -137,6 +139,9 @@ class PrefillEngine:
         self._ranks = [self.layout.share(rank, spec.tensor_parallel_size) for rank in range(spec.tensor_parallel_size)]
         self._notes = ReadNotes(spec.tensor_parallel_size)
         self._call("learn_pages", self.layout, self.num_blocks - 1)
+        card = measured(Path(spec.model))
+        if card is not None and card.lazy_blocks:
+            self.set_lazy(card.lazy_blocks)
 
     @property
     def precision(self) -> str:
@@ -260,6 +265,31 @@ class PrefillEngine:
         What is important was observed by forwards under the name of `link`; else the last tokens count as that.
         """
         self._call("compact", link, list(blocks), plan, self.slots(into, 0, plan.kept))
+
+    def take_importance(self, link: str) -> Tensor | None:
+        """Importance [layers, tokens] that forwards have observed under a name, and forget: attention paid (eq. 1)."""
+        return self._call("take_importance", link)
+
+    def give_importance(self, link: str, scores: Tensor) -> None:
+        """Have `compact` go by other importance [layers, tokens] under a name; for measurements."""
+        self._call("give_importance", link, scores)
+
+    def set_lazy(self, blocks: Sequence[Sequence[int]], *, shares_all: bool = False) -> None:
+        """Have forwards share visual queries and keys within blocks of layers (q_cache.md eq. 7).
+
+        `shares_all`: those of all tokens (eq. 5), which no decode engine could go on from; for measurements.
+
+        Raises:
+            UnsupportedEngine: keys and values are one latent, or a layer does not exist.
+        """
+        if blocks and self.layout.family == "mla":
+            raise UnsupportedEngine(
+                "lazy_blocks: latent attention keeps keys and values as one latent, which every layer needs for its "
+                "values: sharing keys would save nothing"
+            )
+        if any(layer >= self.layout.layers for block in blocks for layer in block):
+            raise UnsupportedEngine(f"lazy_blocks: {list(blocks)} in a model of {self.layout.layers} layers")
+        self._call("set_lazy", leaders_of(blocks), shares_all)
 
     def stored_bytes(self, tokens: int) -> int:
         """Bytes that so many tokens' KV takes in the pages of all ranks."""

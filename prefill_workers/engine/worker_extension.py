@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -50,6 +50,7 @@ from prefill_workers.compaction.plan import CompactionPlan
 from prefill_workers.engine.attention import attended, paid_to
 from prefill_workers.engine.batch import Attending, Observing, Rows, RunBatch
 from prefill_workers.engine.compactor import Compactor
+from prefill_workers.engine.lazy_attention import LazyAttention
 from prefill_workers.engine.pages import Pages, learnt
 from prefill_workers.engine.rank_errors import Failure, portable
 from prefill_workers.engine.transfer_notes import parsed
@@ -230,7 +231,7 @@ class WorkerExtension:
             metadata |= dict.fromkeys(names[:depth], self._metadata(self._other_builder, other, slots[names[0]]))
         context = set_forward_context(metadata, runner.vllm_config, num_tokens=len(batch.slots), slot_mapping=slots)
         ending = nullcontext() if ends is None else self._ending_behind(ends, slots[names[ends - 1]], queries)
-        with self._leaving_nothing(), context, ending:
+        with self._leaving_nothing(), context, ending, self._lazy.sharing(batch.is_embedding.to(to)):
             return runner.model(
                 input_ids=None,
                 positions=batch.positions.to(to, non_blocking=True),
@@ -475,6 +476,19 @@ class WorkerExtension:
         self._compactor.compact(link, blocks, plan, slots.to(self._device, non_blocking=True))
         self.finish_writes()
 
+    def take_importance(self, link: str) -> Tensor | None:
+        """Importance [layers, tokens] fp32 that forwards have observed of `link`, which is forgotten here."""
+        scores = self._compactor.take(link)
+        return None if scores is None else scores.cpu()
+
+    def give_importance(self, link: str, scores: Tensor) -> None:
+        """Have `compact` of `link` go by these [layers, tokens]."""
+        self._compactor.give(link, scores.to(self._device))
+
+    def set_lazy(self, leaders: Mapping[int, int], shares_all: bool = False) -> None:
+        """Have forwards share visual queries and keys from now on; see `LazyAttention`."""
+        self._lazy.leaders, self._lazy.shares_all = dict(leaders), shares_all
+
     @torch.inference_mode()
     def encode(self, items: Sequence[tuple[str, MultiModalKwargsItem]]) -> list[Tensor]:
         """Embeddings [tokens, hidden] of each (modality, processed item), in order."""
@@ -561,12 +575,20 @@ class WorkerExtension:
         unbounded = getattr(found, "sliding_window", None) in (None, -1, (-1, -1))
         return unbounded and not getattr(found, "logits_soft_cap", None)
 
+    @property
+    def _layers(self) -> list[Any]:
+        return [self._layer(layer) for layer in range(len(self._group.layer_names))]
+
+    @cached_property
+    def _lazy(self) -> LazyAttention:
+        """Lazy layers of forwards."""
+        return LazyAttention(self._layers)
+
     @cached_property
     def _compactor(self) -> Compactor:
         """Reduction of sequences' KV."""
         model = self.model_runner.vllm_config.model_config
-        layers = [self._layer(layer) for layer in range(len(self._group.layer_names))]
-        return Compactor(layers, self._stored, self._update, model.dtype, latent=model.use_mla)
+        return Compactor(self._layers, self._stored, self._update, model.dtype, latent=model.use_mla)
 
     @property
     def _device(self) -> torch.device:
