@@ -1,4 +1,4 @@
-"""Fixed-point elimination inside a stock decode engine, per request (elastic_cache.md section 3.3).
+"""Fixed-point elimination in a stock decode engine, per request (elastic_cache.md 3.3).
 
 Hooks that vLLM 0.32 has for others to use; none of its files is changed:
 
@@ -54,7 +54,10 @@ class EliminatingManager(FullAttentionManager):
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """See vLLM's manager. Processed tokens are at most those that the builder counts: it leaves out no less."""
+        """See vLLM's manager.
+
+        Processed tokens are at most those that the builder counts: it leaves out no less.
+        """
         window = _windows.get(request_id)
         if window is not None and num_prompt_tokens is not None:
             blocks = gap(num_prompt_tokens, processed_computed_tokens, window, self.block_size)
@@ -90,7 +93,9 @@ def serve(runner: Any) -> None:
 def without_gaps(
     tables: Tensor, seq_lens: Tensor, query_lens: Tensor, prompts: Tensor, windows: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Block tables [rows, blocks] and lengths [rows] without the gaps of decode rows (see `kv_window.gap`).
+    """Block tables [rows, blocks] and lengths [rows] without gaps (see `kv_window.gap`).
+
+    Of decode rows: others attend to all.
 
     Args:
         windows: [rows], -1 where there is none. As `query_lens` and `prompts` of the dtype of `seq_lens`.

@@ -1,4 +1,4 @@
-"""Fixed-point elimination in numbers: which of an answer's KV a decode engine drops (elastic_cache.md section 3.3).
+"""Arithmetic of fixed-point elimination (elastic_cache.md section 3.3).
 
     prompt ............... | gap: dropped, whole blocks | the last `window` tokens and up to a block more
 
@@ -15,7 +15,7 @@ _WINDOW = "elimination_window"  # in `kv_transfer_params`
 
 
 def window_parameter(window: int) -> dict[str, int]:
-    """What `kv_transfer_params` say of a request whose answer's KV is a window."""
+    """`kv_transfer_params` of a request whose answer's KV is a window."""
     return {_WINDOW: window}
 
 

@@ -61,7 +61,7 @@ class CompactionPolicy(StrEnum):
 
 @dataclass(frozen=True)
 class Compaction:
-    """Share of a prompt's KV that decode is given, and of the answer's that it keeps (elastic_cache.md section 3).
+    """KV that decode is given of a prompt and keeps of an answer (elastic_cache.md 3.3).
 
     Attributes:
         budget: entries handed off per prompt token; 1: all of them, untouched.

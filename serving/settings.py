@@ -430,7 +430,7 @@ class PrecomputeSettings(Settings):
 
 
 class ElasticSettings(Settings):
-    """KV that decode is given of a prompt and keeps of an answer, where a request does not say (Elastic Cache)."""
+    """KV of prompts and answers on decode workers, where a request does not say."""
 
     kv_budget: float = Field(1.0, ge=0.05, le=1, description="KV entries handed off per prompt token. 1: all.")
     policy: CompactionPolicy = Field(

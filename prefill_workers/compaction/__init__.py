@@ -1,1 +1,1 @@
-"""Fewer KV entries for decode than the prompt has tokens (elastic_cache.md, instruction encoding)."""
+"""Compaction: fewer KV entries for decode than the prompt has tokens (elastic_cache.md)."""

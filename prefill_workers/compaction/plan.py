@@ -1,4 +1,4 @@
-"""Compaction plan of a prompt: how many KV entries are kept, and which tokens may be reduced to fewer.
+"""Compaction plan of a prompt: entries that are kept, tokens that may be reduced.
 
 | policy  | tokens that keep an entry of their own             | the others                                         |
 |---------|----------------------------------------------------|----------------------------------------------------|
@@ -83,7 +83,9 @@ def compaction_plan(request: LinkRequest, block_size: int) -> CompactionPlan | N
 
 
 def placeholder_ids(token_ids: list[int], kept: int) -> list[int]:
-    """Token ids [kept] that stand for a compacted prompt in a decode engine, which looks at no other than the last.
+    """Token ids [kept] that stand for a compacted prompt in a decode engine.
+
+    It looks at no other than the last.
 
     But repetition penalties read them: every id of the prompt is among them if there is room, those of its end first.
     """

@@ -1,4 +1,4 @@
-"""Anchors, buckets and means of KV entries (elastic_cache.md section 3.3, eq. 1 to 3). Pure functions."""
+"""Anchors, buckets and means of KV entries (elastic_cache.md eq. 1 to 3)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prefill_workers.compaction.plan import CompactionPlan
 
 
 def importance(attention: Iterable[Tensor]) -> Tensor:
-    """Importance [stored] of tokens: attention paid to them, summed over queries, mean over heads (eq. 1).
+    """Importance [stored] of tokens: attention summed over queries, mean over heads (eq. 1).
 
     `attention`: parts of it, each [heads, queries of a head, tokens, stored].
     """
@@ -19,7 +19,7 @@ def importance(attention: Iterable[Tensor]) -> Tensor:
 
 
 def anchors(scores: Tensor, plan: CompactionPlan) -> Tensor:
-    """Tokens [layers, kept], ascending, that keep an entry, by importance `scores` [layers, tokens].
+    """Tokens [layers, kept], ascending, that keep an entry, by `scores` [layers, tokens].
 
     All that may not be reduced, of a plan that merges at least one in every run, and else the most important.
     """
@@ -37,7 +37,7 @@ def anchors(scores: Tensor, plan: CompactionPlan) -> Tensor:
 
 
 def buckets(anchors: Tensor, plan: CompactionPlan) -> Tensor:
-    """Bucket [layers, tokens] of every token: its nearest anchor, of its own run of the plan (eq. 2).
+    """Bucket [layers, tokens] of every token: its nearest anchor in its own run (eq. 2).
 
     The border between two is the floor of their midpoint, which belongs to the left one. (As printed, the last bucket
     begins at a token that the one before it also holds: here it begins behind that.)

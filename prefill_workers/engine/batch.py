@@ -45,7 +45,7 @@ class Attending:
 
 @dataclass(frozen=True)
 class Observing:
-    """Tokens of a batch whose attention tells how important the tokens up to the last of them are.
+    """Tokens of a batch whose attention tells how important earlier tokens are.
 
     Attributes:
         link: whose.

@@ -1,4 +1,4 @@
-"""Compaction inside a worker: importance during a forward, reduced KV into other blocks behind it."""
+"""Compaction inside a worker: importance during a forward, then KV in other blocks."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ class Compactor:
         return torch.cat([torch.einsum("thp,hpl->thl", nope, module.W_UK_T.float()), rope], dim=-1).flatten(1)
 
     def take(self, link: str) -> Tensor | None:
-        """Importance [layers, tokens] of a link's tokens, mean over the heads of all ranks; None: nothing was observed.
+        """Importance [layers, tokens] of a link's tokens, which is forgotten here.
 
-        It is forgotten here.
+        It is the mean over the heads of all ranks; None: nothing was observed.
         """
         scores, ranks = self._scores.pop(link, None), get_tensor_model_parallel_world_size()
         return tensor_model_parallel_all_reduce(scores) / ranks if scores is not None and ranks > 1 else scores

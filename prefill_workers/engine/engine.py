@@ -260,18 +260,18 @@ class PrefillEngine:
         return whole
 
     def compact(self, link: str, blocks: Sequence[int], plan: CompactionPlan, into: Sequence[int]) -> None:
-        """Store the KV of `blocks`' sequence in other blocks in `plan.kept` entries, keys moved by `plan.shift`.
+        """Store the KV of `blocks`' sequence in other blocks, in fewer entries, as planned.
 
         What is important was observed by forwards under the name of `link`; else the last tokens count as that.
         """
         self._call("compact", link, list(blocks), plan, self.slots(into, 0, plan.kept))
 
     def take_importance(self, link: str) -> Tensor | None:
-        """Importance [layers, tokens] that forwards have observed under a name, and forget: attention paid (eq. 1)."""
+        """Take the importance [layers, tokens] that forwards have observed under a name."""
         return self._call("take_importance", link)
 
     def give_importance(self, link: str, scores: Tensor) -> None:
-        """Have `compact` go by other importance [layers, tokens] under a name; for measurements."""
+        """Have `compact` go by other importance [layers, tokens]; for measurements."""
         self._call("give_importance", link, scores)
 
     def set_lazy(self, blocks: Sequence[Sequence[int]], *, shares_all: bool = False) -> None:

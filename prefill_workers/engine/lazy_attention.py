@@ -1,4 +1,4 @@
-"""Lazy attention: layers that take their leader's queries and keys of visual tokens (q_cache.md, eq. 5 and 7)."""
+"""Lazy attention: layers with their leader's visual queries and keys (q_cache.md eq. 7)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LazyAttention:
 
     @contextmanager
     def sharing(self, visual: Tensor) -> Iterator[None]:
-        """Have a forward over tokens, of which `visual` [tokens] says whether they are visual, share them."""
+        """Have a forward share queries and keys of its `visual` tokens, [tokens] bool."""
         if not self.leaders or not (self.shares_all or bool(visual.any())):
             yield
             return
@@ -62,7 +62,7 @@ def leaders_of(blocks: Sequence[Sequence[int]]) -> dict[int, int]:
 
 
 def blocks_of(lazy: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Lazy blocks of these lazy layers: each follows the nearest layer before it that is not lazy."""
+    """Blocks of lazy layers: each follows the nearest one before it that is not lazy."""
     blocks: list[tuple[int, ...]] = []
     for layer in sorted(lazy):
         if blocks and blocks[-1][-1] == layer - 1:

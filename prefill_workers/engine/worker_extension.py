@@ -472,12 +472,12 @@ class WorkerExtension:
 
     @torch.inference_mode()
     def compact(self, link: str, blocks: Sequence[int], plan: CompactionPlan, slots: Tensor) -> None:
-        """Store a sequence's KV in fewer entries, by what forwards have observed of `link`; see `Compactor`."""
+        """Store a sequence's KV in fewer entries (see `Compactor`)."""
         self._compactor.compact(link, blocks, plan, slots.to(self._device, non_blocking=True))
         self.finish_writes()
 
     def take_importance(self, link: str) -> Tensor | None:
-        """Importance [layers, tokens] fp32 that forwards have observed of `link`, which is forgotten here."""
+        """Take the importance [layers, tokens] fp32 that forwards have observed of `link`."""
         scores = self._compactor.take(link)
         return None if scores is None else scores.cpu()
 

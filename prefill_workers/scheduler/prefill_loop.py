@@ -24,7 +24,6 @@ from prefill_workers.background.idle_work import IdleWork
 from prefill_workers.background.patch_precompiler import CompileStats
 from prefill_workers.background.shadow_check import ShadowChecks
 from prefill_workers.block_pool import BlockPool, PoolExhausted
-from prefill_workers.compaction.observers import observers
 from prefill_workers.compaction.plan import compaction_plan
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.engine.image_batches import Pixels
@@ -44,6 +43,7 @@ from prefill_workers.scheduler.cost_model import ForwardCostModel
 from prefill_workers.scheduler.encode_queue import EncodeQueue
 from prefill_workers.scheduler.link_job import LinkJob
 from prefill_workers.scheduler.load_budget import KVLoadBudget
+from prefill_workers.scheduler.observers import observers
 from prefill_workers.scheduler.scheduler import ForwardBatch, ForwardResult, Scheduler
 from prefill_workers.sequence import LinkSequence, Run
 from prefill_workers.settings import CompileLimits

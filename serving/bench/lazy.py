@@ -1,4 +1,6 @@
-"""Calibration of lazy blocks: what it costs when layers take their leader's visual queries and keys (q_cache.md).
+"""Calibration of lazy blocks by the loss that they cost (q_cache.md).
+
+A lazy layer takes its leader's visual queries and keys.
 
 Pages with questions, and the model's own greedy answers to them. Per candidate one forward over every prompt with its
 answer: the loss is the KL divergence of its next-token distributions along the answer from the model's own. Layers are
@@ -40,7 +42,7 @@ _ROW = "row"  # the name under which a prompt's last token is observed
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A prompt with its answer, as the engine takes it, and the model's own distributions [answer, vocabulary]."""
+    """Prompt with its answer, and the model's own distributions [answer, vocabulary]."""
 
     sequence: Any
     runs: list[Any]
@@ -123,7 +125,10 @@ def loss_of(
 
 
 def divergences(found: Sequence[Case]) -> dict[str, Tensor]:
-    """Jensen-Shannon divergence [layers - 1] of neighbouring layers' last rows (eq. 2 and 3), and of parts of them."""
+    """Jensen-Shannon divergence [layers - 1] of neighbouring layers' last rows (eq. 2, 3).
+
+    Of all tokens, and of visual and text tokens alone.
+    """
     kinds: dict[str, list[Tensor]] = {"all": [], "visual": [], "text": []}
     for case in found:
         for kind, columns in (("all", ...), ("visual", case.visual), ("text", ~case.visual)):
@@ -153,7 +158,10 @@ class Calibration:
 
 
 def calibrate(reader: Reader, found: Sequence[Case], max_kl: float, console: Console) -> Calibration:
-    """Measure every candidate, and take up layers as long as the loss of all is at most `max_kl` nats, and LOST."""
+    """Measure every candidate; take up layers while the loss of all keeps its bounds.
+
+    They are `max_kl` nats, and LOST.
+    """
     from prefill_workers.engine.lazy_attention import blocks_of
 
     layers = reader.engine.layout.layers
@@ -195,7 +203,7 @@ def calibrate(reader: Reader, found: Sequence[Case], max_kl: float, console: Con
 def measure(
     model: Path, count: int, max_kl: float, console: Console, *, trust_remote_code: bool = False
 ) -> Calibration:
-    """Calibrate a checkpoint on an engine of its own, without the lazy blocks that its card names.
+    """Calibrate a checkpoint on an engine of its own, whatever blocks its card names.
 
     Raises:
         UnsupportedEngine: the model keeps latents (MLA).

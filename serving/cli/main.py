@@ -64,7 +64,7 @@ def lazy(
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
     ] = False,
 ) -> None:
-    """Measure which layers can share visual queries and keys (Q Cache), and write them beside the weights.
+    """Measure which layers can share visual queries and keys, and write them down (Q Cache).
 
     With `--max-kl 0` none is lazy. What the model's library holds is then another model's: it fills anew.
     """

@@ -127,7 +127,7 @@ class AnswerStream:
             self.params.seed = asked.seed + self._given - 1
 
     def given(self, linked: int, kept: int) -> list[int]:
-        """Token ids that a decode engine is given, which pulls `kept` entries for the first `linked` of `prompt`."""
+        """Token ids for a decode engine that pulls `kept` entries of the `linked` first tokens."""
         return [*placeholder_ids(self.prompt[:linked], kept), *self.prompt[linked:]]
 
     def first(self) -> RequestOutput | None:

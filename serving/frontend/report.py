@@ -74,7 +74,7 @@ class OrbitOptions(BaseModel):
     elastic: ElasticOptions = ElasticOptions()
 
     def compaction(self, default: Compaction) -> Compaction:
-        """What was asked for, and else a default."""
+        """Compaction as asked for, and else as by default."""
         elastic = self.elastic
         return Compaction(
             default.budget if self.kv_budget is None else self.kv_budget,
@@ -242,7 +242,7 @@ class RequestTrace:
             kv.first_token_saw = "kept" if by == "decode" and kv.kept < kv.tokens else "all"
 
     def dropped(self, transfer: Mapping[str, Any], prompt: int, generated: Iterable[int]) -> None:
-        """Record what a decode engine has dropped by now, of choices of so many tokens behind `prompt` entries."""
+        """Record the entries dropped by now, of choices of so many tokens behind a prompt."""
         window = window_of(transfer)
         if window is not None and self.report.kv is not None:
             size = transfer[BLOCK_SIZE]

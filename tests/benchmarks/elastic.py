@@ -1,4 +1,4 @@
-"""Less KV while decoding: answers, perplexity, speed and room at a budget (elastic_cache.md).
+"""Elastic Cache at a budget: answers, perplexity, speed and room (elastic_cache.md).
 
 | arm       | entries that stay of a prompt, as many in each layer                                          |
 |-----------|-----------------------------------------------------------------------------------------------|
@@ -72,7 +72,7 @@ weakref xml.dom.minidom xmlrpc.client zipapp zipimport zoneinfo turtle tkinter o
 
 
 def run(quick: bool, console: Console) -> Outcome:
-    """Measure answers of the bundled models, perplexity of SmolLM2 where it is there, speed and room."""
+    """Measure answers of bundled models, perplexity of SmolLM2 if present, speed and room."""
     os.environ.update(vllm_environment(kv_cache_gib=2, threads=1))
     torch.set_num_threads(1)
     tables: dict[str, dict[str, dict[str, float]]] = {}
@@ -346,7 +346,7 @@ def throughput(turns: int, console: Console) -> tuple[float, dict[str, dict[str,
 
 
 def concurrency(blocks: int, block_size: int) -> float:
-    """Answers at once in a pool at the budget, over those over full contexts, as a decode worker admits them."""
+    """Answers that a decode worker admits at once at the budget, over those with all KV."""
     plan = compaction_plan(LinkRequest("bench", [0] * CONTEXT, compaction=Compaction(BUDGET)), block_size)
     assert plan is not None
     full, compacted = (blocks // blocks_needed(tokens + 1 + ANSWER, 1, block_size) for tokens in (CONTEXT, plan.kept))

@@ -1,6 +1,7 @@
 """`python tests/integration/hand_off.py`: one engine against two, case by case.
 
-Reads cases from standard input, each a line of JSON: [family, dtype, prefill ranks, decode ranks]. For each it links a
+Reads cases from standard input, each a line of JSON: [family, dtype, prefill ranks, decode ranks], and true where
+compacted KV is wanted as well. For each it links a
 prompt on a prefill engine and decodes it on a stock, text-only engine in another process, over NIXL; writes what that
 engine answers and what one multimodal engine does, as a line of JSON. One process can hold one NIXL engine at a time.
 
@@ -221,7 +222,7 @@ def compacted(rig: Any, parts: list[Any], decoding: Decoding) -> list[dict[str, 
     return found
 
 
-def prefill(name: str, dtype: str, ranks: int, decoding: Decoding) -> dict[str, Any]:
+def prefill(name: str, dtype: str, ranks: int, decoding: Decoding, compacts: bool = False) -> dict[str, Any]:
     """Link a prompt twice, let it be decoded, and report that beside what this engine answers by itself."""
     from rig import Page, Rig, tiny_engine, vllm_prompt
     from vllm import SamplingParams
@@ -273,7 +274,7 @@ def prefill(name: str, dtype: str, ranks: int, decoding: Decoding) -> dict[str, 
                 rig.loop.call(partial(spoil, engine, plan.sequence.blocks)).result(60)
             report["spoiled"].append(decoding.ask(plan.sequence.token_ids.tolist(), result.transfer))
             rig.settle()
-        report["compacted"] = compacted(rig, parts, decoding) if dtype == "float32" and ranks == 1 else []
+        report["compacted"] = compacted(rig, parts, decoding) if compacts else []
         rig.wait_until_free()
         report["leases"], report["block_size"] = rig.loop.stats().leases, engine.block_size
         report["attention"] = rig.attended(parts).flatten().tolist() if engine.tells_attention else None
@@ -289,9 +290,9 @@ def main() -> None:
     fork_instead_of_spawning()
     try:
         for line in sys.stdin:
-            name, dtype, prefill_ranks, decode_ranks = json.loads(line)
+            name, dtype, prefill_ranks, decode_ranks, *compacts = json.loads(line)
             decoding.begin(name, dtype, decode_ranks)
-            print(json.dumps(prefill(name, dtype, prefill_ranks, decoding)), flush=True)
+            print(json.dumps(prefill(name, dtype, prefill_ranks, decoding, *(compacts or [True]))), flush=True)
     except BaseException:
         traceback.print_exc()
         decoding.kill()

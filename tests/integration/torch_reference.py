@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
 
 from infra.checkpoints import checkpoint_path
 from infra.families import Family
@@ -26,27 +26,62 @@ class Prompt:
     attention: Tensor
 
 
+class Lazy:
+    """Attention by the definition of visual lazy attention (q_cache.md eq. 7), of one prompt at a time."""
+
+    def __init__(self, leaders: dict[int, int], visual: Tensor) -> None:
+        self._leaders, self._visual = leaders, visual
+        self._noted: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        layer = module.layer_idx
+        if layer in self._leaders:
+            rows = self._visual[None, None, :, None]
+            led = self._noted[self._leaders[layer]]
+            query, key = (torch.where(rows, other, own) for own, other in zip((query, key), led, strict=True))
+        self._noted[layer] = query, key
+        groups, n = query.shape[1] // key.shape[1], query.shape[2]
+        keys, values = (x.repeat_interleave(groups, 1) for x in (key, value))
+        scores = query @ keys.transpose(-1, -2) * scaling
+        scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf)
+        return (scores.softmax(-1) @ values).transpose(1, 2).contiguous(), None
+
+
 class TorchModel:
     """A family's tiny model, in fp32."""
 
-    def __init__(self, family: Family) -> None:
+    def __init__(self, family: Family, attention: Any = None) -> None:
+        """`attention`: a function in place of transformers' own."""
         kind = AutoModelForImageTextToText if family.image else AutoModelForCausalLM
         path = checkpoint_path(family.checkpoint)
         model: Any = kind.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+        if attention is not None:
+            AttentionInterface.register("ours", attention)
+            model.model.language_model.set_attn_implementation("ours")
         self._text = model.model.language_model if family.image else model.model
         self._head = model.lm_head
 
     @torch.inference_mode()
+    def logprobs(self, sequence: LinkSequence) -> Tensor:
+        """Log-probabilities [vocabulary] behind a prompt."""
+        return self._head(self._forward(sequence).last_hidden_state)[0, -1].float().log_softmax(-1)
+
+    @torch.inference_mode()
     def prompt(self, sequence: LinkSequence) -> Prompt:
         """The whole prompt, at the positions that the linker computes it at."""
+        out = self._forward(sequence, output_attentions=True)
+        kv = [(layer.keys, layer.values) for layer in out.past_key_values.layers]
+        return Prompt(kv, torch.stack([part[0].mean(0) for part in out.attentions]))
+
+    def _forward(self, sequence: LinkSequence, **options: Any) -> Any:
         embeddings = self._text.get_input_embeddings()(sequence.token_ids.long())
         rows, mask = sequence.embedding_rows(torch.arange(len(sequence)))
         if rows is not None:
             embeddings[mask] = rows.float()
         positions = sequence.positions[:, None] if sequence.positions.dim() == 2 else sequence.positions[None]
-        out = self._text(inputs_embeds=embeddings[None], position_ids=positions, output_attentions=True, use_cache=True)
-        kv = [(layer.keys, layer.values) for layer in out.past_key_values.layers]
-        return Prompt(kv, torch.stack([part[0].mean(0) for part in out.attentions]))
+        return self._text(inputs_embeds=embeddings[None], position_ids=positions, use_cache=True, **options)
 
     @torch.inference_mode()
     def decode(

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from prefill_workers.compaction.observers import observers
 from prefill_workers.compaction.plan import SINKS, CompactionPlan, compaction_plan, placeholder_ids
 from prefill_workers.compaction.reduction import anchors, buckets, importance, means
 from prefill_workers.protocol import ChunkSpan, Compaction, CompactionPolicy, LinkRequest
+from prefill_workers.scheduler.observers import observers
 from prefill_workers.sequence import Run
 
 EVICT, MERGE, PAPER = CompactionPolicy

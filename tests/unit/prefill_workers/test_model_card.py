@@ -30,7 +30,7 @@ def test_a_card_of_lazy_blocks_alone_says_nothing_of_sums(tmp_path: Path):
 )
 def test_blocks_that_are_none_are_refused_by_name(tmp_path: Path, blocks: str):
     (tmp_path / FILE).write_text(f'{{"lazy_blocks": {blocks}}}')
-    with pytest.raises(BadModelCard, match="lazy_blocks: .*neighbouring layers"):
+    with pytest.raises(BadModelCard, match=r"lazy_blocks: .*neighbouring layers"):
         measured(tmp_path)
 
 

@@ -106,7 +106,7 @@ def test_a_link_whose_logits_are_not_finite_ends_with_an_error_and_others_go_on(
 
 def compacting(tokens: int) -> LinkJob:
     one = job(tokens)
-    one.plan.request = replace(one.plan.request, compaction=Compaction(0.5))
+    one.plan.request = replace(one.plan.request, compaction=Compaction(0.5), readers=2)
     one.compaction = compaction_plan(one.plan.request, 16)
     assert one.compaction is not None
     return one
@@ -120,7 +120,7 @@ def test_a_compacted_link_gets_all_its_blocks_at_once_or_none(scheduler: Schedul
     assert not scheduler.admit()
     assert (scheduler.running, pool.free, pool.leases) == ([first], 0, 2)
     lease, room = first.offered
-    assert (lease, room, len(lease.blocks), lease.readers) == (first.compacted, 64, 4, 1)
+    assert (lease, room, len(lease.blocks), lease.readers) == (first.compacted, 64, 4, 2)
     assert not pool.waits_for_readers(first.name), "no decode engine pulls the whole KV"
     scheduler.free(first)
     scheduler.remove([first])

@@ -1,4 +1,4 @@
-"""Observers: the tokens of a forward whose attention tells how important a prompt's tokens are."""
+"""Observers: tokens of a forward whose attention tells what is important to a prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def observers(work: Sequence[tuple[LinkJob, Sequence[Run]]], ending: Sequence[int]) -> Iterator[Observing]:
-    """Tokens to observe in a forward over `work`, of those links that it ends and whose KV is compacted."""
+    """Tokens to observe in a forward over `work`, of compacted links that it ends."""
     at, firsts = 0, []
     for _, runs in work:
         firsts.append(at)
