@@ -176,7 +176,9 @@ class PrefillLoop:
         job.compaction = compaction_plan(plan.request, self._engine.block_size)
         if job.compaction is not None and self._engine.not_compactable is not None:
             raise CompactionRefused(f"kv_budget: {self._engine.not_compactable}")
-        needed = self._pool.blocks_for(job.room) + self._pool.blocks_for(job.compacted_room)
+        needed = self._pool.blocks_for(job.room)
+        if needed + self._pool.blocks_for(job.compacted_room) > self._pool.total:
+            job.compaction = None  # there is room for the whole KV, but not for a second one beside it
         if needed > self._pool.total:
             raise PromptTooLarge(f"the prompt needs {needed} KV blocks, the prefill worker has {self._pool.total}")
         with self._wake:

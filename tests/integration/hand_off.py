@@ -292,7 +292,7 @@ def main() -> None:
         for line in sys.stdin:
             name, dtype, prefill_ranks, decode_ranks, *compacts = json.loads(line)
             decoding.begin(name, dtype, decode_ranks)
-            print(json.dumps(prefill(name, dtype, prefill_ranks, decoding, *(compacts or [True]))), flush=True)
+            print(json.dumps(prefill(name, dtype, prefill_ranks, decoding, *compacts)), flush=True)
     except BaseException:
         traceback.print_exc()
         decoding.kill()

@@ -147,7 +147,7 @@ def test_decode_goes_on_from_compacted_kv_and_with_windows_as_torch_does_over_th
         ours, theirs = case["tokens"]
         assert ours == theirs, case
         assert case["off"] <= 3e-4, case
-        assert case["mistaken"] > 10 * case["off"], "a shift or window that is wrong would be seen"
+        assert case["mistaken"] > 0.1, "a shift or window that is wrong would be seen"
         _, budget, window, _ = case["case"]
         kept, tokens = case["kept"]
         assert kept < tokens if budget < 1 else kept == tokens

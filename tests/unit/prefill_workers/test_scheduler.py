@@ -22,7 +22,14 @@ from prefill_workers.link.plan import ChunkPlan, LinkPlan
 from prefill_workers.modes import OperatingPoint
 from prefill_workers.patches.harvester import Harvester
 from prefill_workers.prefix_digests import prefix_chain
-from prefill_workers.protocol import ChunkOutcome, ChunkSpan, Compaction, LinkRequest, NonFiniteLogits
+from prefill_workers.protocol import (
+    ChunkOutcome,
+    ChunkSpan,
+    Compaction,
+    CompactionRefused,
+    LinkRequest,
+    NonFiniteLogits,
+)
 from prefill_workers.scheduler.cost_model import ForwardCostModel
 from prefill_workers.scheduler.link_job import LinkJob
 from prefill_workers.scheduler.prefill_loop import PrefillLoop
@@ -223,8 +230,8 @@ def test_a_link_does_not_wait_for_one_that_has_much_else_to_compute(scheduler: S
     assert not scheduler.waiting, "it would be spared fewer tokens than a forward is worth"
 
 
-def test_what_was_written_for_a_link_is_there_before_it_ends_although_the_forward_failed():
-    engine = Engine()
+def loop_of(engine: Engine) -> PrefillLoop:
+    """A loop whose thread does not run."""
     linker = SimpleNamespace(
         advance=lambda plan: None,
         match=lambda plan, fits: NO_MATCH,
@@ -234,7 +241,7 @@ def test_what_was_written_for_a_link_is_there_before_it_ends_although_the_forwar
         library=None,
         fidelity=Fidelity(FidelitySettings(share=0)),
     )
-    loop = PrefillLoop(
+    return PrefillLoop(
         cast(PrefillEngine, engine),
         cast(Linker, linker),
         cast(Harvester, None),
@@ -245,6 +252,11 @@ def test_what_was_written_for_a_link_is_there_before_it_ends_although_the_forwar
         learns=False,
         cost_model=ForwardCostModel(fixed=0.0, seconds_per_token=1e-6),
     )
+
+
+def test_what_was_written_for_a_link_is_there_before_it_ends_although_the_forward_failed():
+    engine = Engine()
+    loop = loop_of(engine)
     wrong, placed = job(10), job(50, reused=50)
     admit(loop._scheduler, wrong, placed)
     engine.broken.add(wrong.plan.sequence)
@@ -255,3 +267,23 @@ def test_what_was_written_for_a_link_is_there_before_it_ends_although_the_forwar
         wrong.done.result(0)
     assert placed.done.result(0).tokens_reused == 50
     assert seen == [1]
+
+
+def test_the_whole_kv_is_offered_where_the_pool_has_no_room_for_two():
+    engine = Engine()
+    loop = loop_of(engine)
+    assert loop._pool.total == 30
+    for tokens, kept in ((288, 159), (352, 352)):  # 18 and 10 blocks; 22 and 12
+        asked = compacting(tokens)
+        asked.plan.request = replace(asked.plan.request, readers=1)
+        loop.submit(asked.plan)
+        (waiting,) = loop._scheduler.waiting
+        assert (tokens if waiting.compaction is None else waiting.compaction.kept) == kept
+        loop._scheduler.waiting.clear()
+
+
+def test_a_model_whose_kv_cannot_be_reduced_refuses_by_name():
+    engine = Engine()
+    engine.not_compactable = "its attention has sliding window"
+    with pytest.raises(CompactionRefused, match="kv_budget: its attention has sliding window"):
+        loop_of(engine).submit(compacting(96).plan)
