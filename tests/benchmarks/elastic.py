@@ -25,6 +25,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,9 @@ from prefill_workers.compaction.plan import OBSERVERS, SINKS, CompactionPlan, co
 from prefill_workers.protocol import ChunkSpan, Compaction, CompactionPolicy, LinkRequest
 from prefill_workers.sequence import Run
 from serving.bench.harness import Benchmark, Outcome
+from serving.bench.kept import Kept, digest_of
 from serving.bench.models import CHECKPOINT
+from serving.loadtest.records import versions
 
 if TYPE_CHECKING:
     from prefill_workers.engine.engine import PrefillEngine
@@ -57,6 +60,8 @@ DOCUMENTS, QUICK_DOCUMENTS = 100, 12
 PROMPT, CONTINUATION = 448, 64  # tokens of a document
 CONTEXT, BATCH, ANSWER = 8192, 8, 256  # of the speed
 ARMS = ("evict", "merge", "paper", "eq1", "h2o", "local", "uniform", "random")
+_ROOT = Path(__file__).parents[2]
+_CODE = [Path(__file__), *(_ROOT / "prefill_workers" / name for name in ("compaction", "engine/compactor.py"))]
 _SMOLLM2 = Path(os.environ.get("ORBITSERVE_SMOLLM2", ".orbitserve/models/smollm2"))
 _MODULES = """
 argparse asyncio collections itertools random re socket threading unittest zipfile ast base64 bisect calendar
@@ -71,27 +76,35 @@ weakref xml.dom.minidom xmlrpc.client zipapp zipimport zoneinfo turtle tkinter o
 """.split()  # noqa: SIM905
 
 
-def run(quick: bool, console: Console) -> Outcome:
-    """Measure answers of bundled models, perplexity of SmolLM2 if present, speed and room."""
+def run(quick: bool, console: Console, work: Path | None = None) -> Outcome:
+    """Measure answers of bundled models, perplexity of SmolLM2 if present, speed and room.
+
+    Finished parts are kept in `work`, from where a run that was cut off goes on.
+    """
+    work = work or Path("/tmp/comp_work")  # HACK
+    kept = Kept(work, (quick, versions()), digest_of(_CODE))
     os.environ.update(vllm_environment(kv_cache_gib=2, threads=1))
     torch.set_num_threads(1)
     tables: dict[str, dict[str, dict[str, float]]] = {}
     figures: dict[str, float] = {"concurrency": concurrency(2048, 32)}
     with torch.inference_mode():
         for kind, family in KINDS.items():
-            found = answers(family, QUICK_ITEMS if quick else ITEMS, (BUDGET,) if quick else BUDGETS, console)
+            count, budgets = (QUICK_ITEMS, (BUDGET,)) if quick else (ITEMS, BUDGETS)
+            found = kept.once(kind, partial(answers, family, count, budgets, console))
             tables |= {f"{kind}: right answers, {name}": rows for name, rows in found.items()}
             for when in ("before", "after"):
                 rows = found[f"asked {when}"]
                 figures[f"{kind}.{when}_over_full"] = _best(rows) / rows["full"][f"{BUDGET:g}"]
         if (_SMOLLM2 / "config.json").exists():
-            documents = QUICK_DOCUMENTS if quick else DOCUMENTS
-            found = perplexities(documents, (BUDGET,) if quick else (0.5, BUDGET), console)
-            tables["perplexity of the next 64 tokens, SmolLM2"] = found
-            ours = found["evict"][f"{BUDGET:g}"]
+            count, budgets = (QUICK_DOCUMENTS, (BUDGET,)) if quick else (DOCUMENTS, (0.5, BUDGET))
+            table = kept.once("perplexity", partial(perplexities, count, budgets, console))
+            tables["perplexity of the next 64 tokens, SmolLM2"] = table
+            ours = table["evict"][f"{BUDGET:g}"]
             for other in ("h2o", "local", "full", "paper"):
-                figures[f"ppl_over_{other}"] = ours / found[other][f"{BUDGET:g}"]
-        figures["throughput_8k"], tables["ms of one step, CPU time"] = throughput(3 if quick else 15, console)
+                figures[f"ppl_over_{other}"] = ours / table[other][f"{BUDGET:g}"]
+        times = kept.once("speed", partial(throughput, 3 if quick else 15, console))
+        figures["throughput_8k"] = times["full"] / times[f"budget {BUDGET:g}"]
+        tables["ms of one step, CPU time"] = {f"batch {BATCH}": times}
     workload = {
         "models": KINDS | {"perplexity": "smollm2", "speed": CHECKPOINT},
         "items": QUICK_ITEMS if quick else ITEMS,
@@ -299,8 +312,8 @@ def documents(tokenizer: Any, count: int) -> Iterator[Tensor]:
 # -- speed and room ---------------------------------------------------------------------------------------------------
 
 
-def throughput(turns: int, console: Console) -> tuple[float, dict[str, dict[str, float]]]:
-    """Speed of a decode step of a batch at the budget, over one over full contexts.
+def throughput(turns: int, console: Console) -> dict[str, float]:
+    """Milliseconds of a decode step of a batch over full contexts, and at the budget.
 
     By one thread's CPU time, the least of the turns: what others do on the machine does not count.
     """
@@ -342,7 +355,7 @@ def throughput(turns: int, console: Console) -> tuple[float, dict[str, dict[str,
     finally:
         engine.shutdown()
     console.print("  speed: done")
-    return times["full"] / times[f"budget {BUDGET:g}"], {f"batch {BATCH}": times}
+    return times
 
 
 def concurrency(blocks: int, block_size: int) -> float:
@@ -366,4 +379,5 @@ BENCHMARK = Benchmark(
         "throughput_8k": (">=", 1.6),
         "concurrency": (">=", 4.0),
     },
+    takes_work=True,
 )

@@ -24,6 +24,7 @@ def test_a_full_budget_hands_over_the_same_blocks_bit_for_bit(rig: Rig):
     for linked in (plain, asked):
         assert linked.result.kv.kept == linked.result.kv.tokens == len(linked.plan.sequence)
         assert "compact" not in linked.result.stages_ms
+    rig.wait_until_free()
     assert all_free(rig)
 
 
@@ -62,7 +63,7 @@ def test_entries_are_those_of_the_prompts_own_attention_in_blocks_of_their_own(r
     assert torch.allclose(compacted, expected, atol=1e-5)
     assert rig.loop.stats().leases == 1, "the whole KV is nobody's any more"
     rig.loop.abandon(result.lease)
-    rig.settle()
+    rig.wait_until_free()
     assert all_free(rig)
 
 

@@ -14,7 +14,7 @@ import torch
 from kvstore.forget import ForgetRegistry
 from prefill_workers.block_index import NO_MATCH
 from prefill_workers.block_pool import BlockPool
-from prefill_workers.compaction.plan import compaction_plan
+from prefill_workers.compaction.plan import CompactionPlan, compaction_plan
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.fidelity.monitor import Fidelity
 from prefill_workers.link.linker import Linker
@@ -27,6 +27,7 @@ from prefill_workers.protocol import (
     ChunkSpan,
     Compaction,
     CompactionRefused,
+    HandedOff,
     LinkRequest,
     NonFiniteLogits,
 )
@@ -58,6 +59,8 @@ class Engine:
 
     def __init__(self) -> None:
         self.broken: set[LinkSequence] = set()
+        self.uncompactable: set[int] = set()  # by tokens
+        self.compacted: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
         self.finished_writes = 0
 
     def forward(self, work: Sequence[tuple[LinkSequence, list[Run]]], *_: Any) -> None:
@@ -72,6 +75,11 @@ class Engine:
 
     def stored_bytes(self, tokens: int) -> int:
         return 64 * tokens
+
+    def compact(self, link: str, blocks: Sequence[int], plan: CompactionPlan, into: Sequence[int]) -> None:
+        if plan.tokens in self.uncompactable:
+            raise RuntimeError("injected")
+        self.compacted.append((link, tuple(blocks), tuple(into)))
 
 
 @pytest.fixture
@@ -287,3 +295,25 @@ def test_a_model_whose_kv_cannot_be_reduced_refuses_by_name():
     engine.not_compactable = "its attention has sliding window"
     with pytest.raises(CompactionRefused, match="kv_budget: its attention has sliding window"):
         loop_of(engine).submit(compacting(96).plan)
+
+
+def test_decode_engines_are_offered_the_entries_and_the_whole_kv_is_nobodys_afterwards():
+    engine = Engine()
+    loop = loop_of(engine)
+    sound, broken = compacting(96), compacting(128)
+    engine.uncompactable.add(128)
+    admit(loop._scheduler, sound, broken)
+    assert sound.lease is not None
+    assert sound.compacted is not None
+    loop._turn()
+    loop._turn()
+    result = sound.done.result(0)
+    assert (result.lease, result.kv) == (sound.compacted.id, HandedOff(96, 63, 64 * 63))
+    assert engine.compacted == [(sound.lease.id, sound.lease.blocks, sound.compacted.blocks)]
+    with pytest.raises(RuntimeError, match="injected"):
+        broken.done.result(0)
+    assert (loop._pool.leases, loop._pool.free) == (1, loop._pool.total - 4)
+    loop._pool.read(result.lease)
+    assert loop._pool.leases == 1, "the other of its two readers"
+    loop._pool.read(result.lease)
+    assert loop._pool.free == loop._pool.total
