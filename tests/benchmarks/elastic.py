@@ -81,7 +81,6 @@ def run(quick: bool, console: Console, work: Path | None = None) -> Outcome:
 
     Finished parts are kept in `work`, from where a run that was cut off goes on.
     """
-    work = work or Path("/tmp/comp_work")  # HACK
     kept = Kept(work, (quick, versions()), digest_of(_CODE))
     os.environ.update(vllm_environment(kv_cache_gib=2, threads=1))
     torch.set_num_threads(1)
