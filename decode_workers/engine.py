@@ -36,6 +36,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from decode_workers.admission import Admission
 from decode_workers.spec import DecodeSpec
 from infra.gpu import uses_gpu
+from infra.kv_window import held_tokens, window_of
 from infra.vllm_arguments import hand_off_arguments
 from infra.vllm_env import BLOCK_SIZE
 
@@ -65,9 +66,16 @@ class DecodeStats:
 def engine_arguments(spec: DecodeSpec) -> dict[str, Any]:
     """vLLM's arguments of a decode engine."""
     on_gpu = uses_gpu()
+    hand_off = hand_off_arguments()
+    if not on_gpu:
+        connector = hand_off["kv_transfer_config"]
+        connector.kv_connector, connector.kv_connector_module_path = (
+            "EliminatingConnector",
+            "decode_workers.elimination",
+        )
     return {
         **spec.arguments(),
-        **hand_off_arguments(),
+        **hand_off,
         "enforce_eager": not on_gpu,
         "max_num_seqs": spec.max_num_seqs,
         "reasoning_parser": spec.reasoning_parser,
@@ -107,6 +115,8 @@ class DecodeEngine:
 
         Raises:
             NonFiniteLogits: NaN among a step's logits; that step's token is not given out.
+            ValueError: the pool could never hold it, fewer blocks are offered than the prompt has, or a window is asked
+                for where attention knows none.
         """
         params = params.clone()
         whole = transfer is not None and params.output_kind == RequestOutputKind.FINAL_ONLY
@@ -118,9 +128,13 @@ class DecodeEngine:
             # Else vLLM pulls nothing, and computes the prompt from its ids alone.
             params.skip_reading_prefix_cache = False
         budget = params.max_tokens if params.max_tokens is not None else self.max_model_len - len(token_ids)
+        longest = min(len(token_ids) + budget, self.max_model_len)
+        held = held_tokens(len(token_ids), longest, window_of(transfer), self.admission.block_size)
         admitted = False
         try:
-            async with self.admission.admit(min(len(token_ids) + budget, self.max_model_len), params.n or 1) as room:
+            if transfer is not None:
+                _check(len(token_ids), transfer)
+            async with self.admission.admit(held, params.n or 1) as room:
                 admitted = True
                 if transfer is not None:  # a request may be aborted while its KV is pulled: vLLM holds the blocks
                     room.until = partial(self._pulls_ended, len(token_ids) * (params.n or 1))
@@ -240,6 +254,15 @@ def _joined(answer: RequestOutput | None, more: RequestOutput) -> RequestOutput:
     answer.add(more, aggregate=True)
     answer.outputs.sort(key=attrgetter("index"))
     return answer
+
+
+def _check(tokens: int, transfer: Mapping[str, Any]) -> None:
+    """Raise ValueError for a transfer that would end the engine core instead of its request, or be misread."""
+    needed = -(-tokens // transfer[BLOCK_SIZE])
+    if any(len(blocks) < needed for blocks in transfer["remote_block_ids"]):
+        raise ValueError(f"{tokens} tokens need {needed} KV blocks, and fewer are offered")
+    if window_of(transfer) is not None and uses_gpu():
+        raise ValueError("elastic.window: decode workers on GPUs keep all KV of an answer")
 
 
 def _blocks_of(tokens: int, transfer: Mapping[str, Any]) -> tuple[list[int], ...]:

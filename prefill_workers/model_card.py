@@ -6,15 +6,17 @@
 |-----------------|----------------------------------------------------------------------|-----------------------------|
 | `compose_up_to` | antecedents whose pair patches may be summed; 0: sums lose answers   | `orbitserve bench fidelity` |
 | `weigh_by`      | what weighs them: `attention` if that holds as far as `kv` (default) | the same                    |
+| `lazy_blocks`   | layers that share visual queries and keys, the first of each leads   | `orbitserve lazy`           |
 
-It is no part of the model's fingerprint: what the library holds stays as it is, whatever may be summed of it.
+Lazy blocks are part of the model's fingerprint, the others are not: what the library holds stays as it is, whatever may
+be summed of it.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from prefill_workers.settings import COMPOSE_UP_TO, Weighing
 
@@ -30,8 +32,18 @@ class ModelCard(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    compose_up_to: int = Field(ge=0)
+    compose_up_to: int = Field(COMPOSE_UP_TO, ge=0)
     weigh_by: Weighing = Weighing.KV
+    lazy_blocks: tuple[tuple[int, ...], ...] = ()
+
+    @field_validator("lazy_blocks")
+    @classmethod
+    def _neighbours(cls, blocks: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        layers = [layer for block in blocks for layer in block]
+        whole = all(len(block) > 1 and block == tuple(range(block[0], block[0] + len(block))) for block in blocks)
+        if not whole or layers != sorted({*layers}) or min(layers, default=0) < 0:
+            raise ValueError("blocks are neighbouring layers in order, two of them at least: [[2, 3], [5, 6, 7]]")
+        return blocks
 
 
 def measured(model: Path) -> ModelCard | None:
@@ -52,6 +64,19 @@ def measured(model: Path) -> ModelCard | None:
         raise BadModelCard(f"{file}: " + "; ".join(problems)) from error
 
 
+def write_lazy_blocks(model: Path, blocks: tuple[tuple[int, ...], ...]) -> Path:
+    """Write a model's lazy blocks into its card, whose other facts stay; returns the file.
+
+    Raises:
+        BadModelCard: see `measured`.
+    """
+    card = ModelCard.model_validate(
+        {**(measured(model) or ModelCard()).model_dump(exclude_unset=True), "lazy_blocks": blocks}
+    )
+    (model / FILE).write_text(card.model_dump_json(exclude_unset=True) + "\n")
+    return model / FILE
+
+
 def composition_for(model: Path, compose_up_to: int | None, weigh_by: Weighing | None) -> ModelCard:
     """Settings of sums of pair patches: as wanted, else as measured of the model, else defaults.
 
@@ -60,6 +85,6 @@ def composition_for(model: Path, compose_up_to: int | None, weigh_by: Weighing |
     """
     if compose_up_to is not None and weigh_by is not None:
         return ModelCard(compose_up_to=compose_up_to, weigh_by=weigh_by)
-    found = measured(model) or ModelCard(compose_up_to=COMPOSE_UP_TO)
+    found = measured(model) or ModelCard()
     wanted = {"compose_up_to": compose_up_to, "weigh_by": weigh_by}
     return found.model_copy(update={key: value for key, value in wanted.items() if value is not None})

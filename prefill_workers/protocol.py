@@ -95,6 +95,43 @@ class SessionStats:
     nbytes: int
 
 
+class CompactionPolicy(StrEnum):
+    """Reduction of a prompt's KV entries to those of the budget (see `compaction.plan`)."""
+
+    EVICT = "evict"
+    MERGE = "merge"
+    PAPER = "paper"
+
+
+@dataclass(frozen=True)
+class Compaction:
+    """KV that decode is given of a prompt and keeps of an answer (elastic_cache.md 3.3).
+
+    Attributes:
+        budget: entries handed off per prompt token; 1: all of them, untouched.
+        least: entries at least, whatever the budget.
+        window: generated tokens that decode keeps at least; None: all.
+    """
+
+    budget: float = 1.0
+    policy: CompactionPolicy = CompactionPolicy.EVICT
+    window: int | None = None
+    least: int = 0
+
+
+@dataclass(frozen=True)
+class HandedOff:
+    """KV entries of a prompt that a decode engine pulls: `kept` of `tokens`, in so many bytes."""
+
+    tokens: int
+    kept: int
+    bytes: int
+
+
+class CompactionRefused(ValueError):
+    """This model's KV cannot be reduced; the message says why."""
+
+
 @dataclass(frozen=True)
 class LinkRequest:
     """Request for one prompt's KV, to a prefill worker.
@@ -122,6 +159,7 @@ class LinkRequest:
     patched: tuple[bool, ...] = ()
     head: int = 0
     session: SessionRef | None = None
+    compaction: Compaction = Compaction()
 
     def __post_init__(self) -> None:
         stop = 0
@@ -226,6 +264,7 @@ class LinkResult:
     compute_ms: float = 0.0  # of forwards that others may have shared: its part
     select_ms: float = 0.0  # of choosing tokens and weighing parts, which others may have shared: its part
     session: SessionOutcome | None = None  # of a request with a session
+    kv: HandedOff | None = None
 
     @property
     def chunk_tokens_reused(self) -> int:

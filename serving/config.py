@@ -30,6 +30,7 @@ from serving.retrieval.settings import RetrieverSettings
 from serving.settings import (
     AccessLogSettings,
     DecodeRoleSettings,
+    ElasticSettings,
     HttpSettings,
     IngressSettings,
     LibraryRoleSettings,
@@ -65,6 +66,7 @@ class OrbitServeConfig(Settings):
     prefill: PrefillRoleSettings = PrefillRoleSettings()
     patch: PatchSettings = PatchSettings()
     decode: DecodeRoleSettings = DecodeRoleSettings()
+    elastic: ElasticSettings = ElasticSettings()
     routing: RoutingSettings = RoutingSettings()
     keeper: LibraryRoleSettings = LibraryRoleSettings()
     precompute: PrecomputeSettings = PrecomputeSettings()

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from decode_workers.settings import DecodeSettings
 from infra.vllm_env import is_cpu_build
 from kvstore.records.keys import DYNAMIC_TENANT
+from prefill_workers.protocol import Compaction, CompactionPolicy
 from prefill_workers.settings import PatchFormSettings, PrefillSettings
 
 MIB = 1 << 20
@@ -478,6 +479,23 @@ class PrecomputeSettings(Settings):
         default_factory=dict,
         description="Options of fsspec's file systems by protocol, for manifests and images: {s3: {key: ..., ...}}.",
     )
+
+
+class ElasticSettings(Settings):
+    """KV of prompts and answers on decode workers, where a request does not say."""
+
+    kv_budget: float = Field(1.0, ge=0.05, le=1, description="KV entries handed off per prompt token. 1: all.")
+    policy: CompactionPolicy = Field(
+        CompactionPolicy.EVICT, description="What a budget leaves; see the request's `orbit.elastic.policy`."
+    )
+    window: int | None = Field(
+        None, ge=1, description="Generated tokens whose KV decode workers keep at least; None: all."
+    )
+
+    @property
+    def compaction(self) -> Compaction:
+        """As links are asked for it."""
+        return Compaction(self.kv_budget, self.policy, self.window)
 
 
 class RoutingSettings(Settings):

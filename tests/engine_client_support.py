@@ -12,7 +12,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from kvstore.forget import ForgetRegistry
 from prefill_workers.modes import OperatingPoint
-from prefill_workers.protocol import ChunkOutcome, LeaseState, LinkRequest, LinkResult, PrefetchRequest
+from prefill_workers.protocol import ChunkOutcome, HandedOff, LeaseState, LinkRequest, LinkResult, PrefetchRequest
 from serving.frontend.engine_client import LinkedEngineClient
 from serving.frontend.prompt_segments import Delimiters
 from serving.frontend.report import RequestTrace, set_trace
@@ -30,8 +30,11 @@ class Roles:
     `first_tokens` are what the next links that are asked for one give.
     """
 
-    def __init__(self, first_tokens: Sequence[int] = (), **failures: list[Exception | None]) -> None:
-        self.failures = failures
+    def __init__(
+        self, first_tokens: Sequence[int] = (), kept: int | None = None, **failures: list[Exception | None]
+    ) -> None:
+        """`kept`: KV entries of a prompt that are handed off; None: all, and nothing is said of that."""
+        self.failures, self.kept = failures, kept
         self.first_tokens = list(first_tokens)
         self.generated: list[tuple[list[int], SamplingParams]] = []
         self.calls: list[str] = []
@@ -71,7 +74,9 @@ class Roles:
         first = self.first_tokens.pop(0) if self.first_tokens and request.sampling is not None else None
         computed = self.tokens_computed.pop(0) if self.tokens_computed else 7
         stages = {"forward": 1.0}
-        return LinkResult(lease, {"remote_request_id": lease}, (outcome,), 5, computed, stages, first_token=first)
+        kv = None if self.kept is None else HandedOff(len(request.token_ids), self.kept, 100 * self.kept)
+        transfer = {"remote_request_id": lease}
+        return LinkResult(lease, transfer, (outcome,), 5, computed, stages, first_token=first, kv=kv)
 
     async def generate(
         self, token_ids: list[int], transfer: dict[str, Any], params: Any, request_id: str, **options: Any

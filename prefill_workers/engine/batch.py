@@ -44,6 +44,23 @@ class Attending:
 
 
 @dataclass(frozen=True)
+class Observing:
+    """Tokens of a batch whose attention tells how important earlier tokens are.
+
+    Attributes:
+        link: whose.
+        tokens: which of the batch's; they follow one another in their sequence.
+        first: the index of the first of them in its sequence.
+        blocks: the sequence's.
+    """
+
+    link: str
+    tokens: Run
+    first: int
+    blocks: Sequence[int]
+
+
+@dataclass(frozen=True)
 class RunBatch:
     """One forward: the tokens of all runs, concatenated. `t` tokens; a row is a run."""
 

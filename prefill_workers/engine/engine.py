@@ -32,13 +32,16 @@ from kvstore.operator.device_kernel import Placement
 from kvstore.operator.layout import Layout
 from kvstore.operator.rotary import RotaryScheme
 from kvstore.records.keys import embedding_key
-from prefill_workers.engine.batch import Attending, assemble
+from prefill_workers.compaction.plan import CompactionPlan
+from prefill_workers.engine.batch import Attending, Observing, assemble
 from prefill_workers.engine.fingerprint import fingerprint, precision
 from prefill_workers.engine.image_batches import Pixels, handfuls
+from prefill_workers.engine.lazy_attention import leaders_of
 from prefill_workers.engine.rank_errors import Failure
 from prefill_workers.engine.spec import EngineSpec
 from prefill_workers.engine.transfer_notes import ReadNotes
 from prefill_workers.engine.worker_extension import LayerSource, UnsupportedEngine
+from prefill_workers.model_card import measured
 from prefill_workers.sequence import LinkSequence, Run
 
 NULL_BLOCK = 0  # vLLM keeps block 0 as its null block
@@ -134,6 +137,7 @@ class PrefillEngine:
         self.dtype: torch.dtype = getattr(torch, facts["dtype"])
         self.uses_mrope: bool = facts["uses_mrope"]
         self.tells_attention: bool = facts["tells_attention"]  # whether `attend_first` can be asked
+        self.not_compactable: str | None = facts["not_compactable"]  # why `compact` must not be asked
         self._quantum: float = facts["quantum"]
         self.layout = layout_of(facts)
         self._ranks = [self.layout.share(rank, spec.tensor_parallel_size) for rank in range(spec.tensor_parallel_size)]
@@ -141,6 +145,9 @@ class PrefillEngine:
         self.places_on_device: bool = all(
             self._call_all("learn_pages", self.layout, self.num_blocks - 1, spec.device_bytes)
         )
+        card = measured(Path(spec.model))
+        if card is not None and card.lazy_blocks:
+            self.set_lazy(card.lazy_blocks)
 
     @property
     def precision(self) -> str:
@@ -168,6 +175,7 @@ class PrefillEngine:
         arriving: Sequence[LayerSource] = (),
         deadline: float = 0.0,
         ends: Sequence[int] = (),
+        observed: Sequence[Observing] = (),
     ) -> Tensor | None:
         """Run one forward over several sequences: compute and store the KV of their tokens.
 
@@ -175,12 +183,15 @@ class PrefillEngine:
             arriving: KV to be written by the same forward, each layer before it is attended to; only if
                 `accepts_layerwise_kv`. `deadline` (monotonic seconds) is until when the forward waits for layers.
             ends: sequences (indices into `work`, ascending) whose next token is asked for.
+            observed: tokens whose attention `compact` goes by.
 
         Returns:
             Logits [len(ends), vocabulary] fp32 of the last tokens computed of these; None if there are none.
         """
         rows = [row - 1 for row in accumulate(len(runs) for _, runs in work)]
-        extra = (arriving, deadline) if arriving else ()
+        extra: tuple[Any, ...] = (arriving, deadline) if arriving else ()
+        if observed:
+            extra = (arriving, deadline, None, None, observed)
         return self._call("forward_runs", assemble(work, self.block_size), [rows[i] for i in ends], *extra)
 
     def forward_first(self, work: Sequence[tuple[LinkSequence, Sequence[Run]]], layers: int) -> None:
@@ -260,6 +271,43 @@ class PrefillEngine:
         for features, part in zip(self._ranks, parts, strict=True):
             whole[..., features] = part
         return whole
+
+    def compact(self, link: str, blocks: Sequence[int], plan: CompactionPlan, into: Sequence[int]) -> None:
+        """Store the KV of `blocks`' sequence in other blocks, in fewer entries, as planned.
+
+        What is important was observed by forwards under the name of `link`; else the last tokens count as that.
+        """
+        self._call("compact", link, list(blocks), plan, self.slots(into, 0, plan.kept))
+
+    def take_importance(self, link: str) -> Tensor | None:
+        """Take the importance [layers, tokens] that forwards have observed under a name."""
+        return self._call("take_importance", link)
+
+    def give_importance(self, link: str, scores: Tensor) -> None:
+        """Have `compact` go by other importance [layers, tokens]; for measurements."""
+        self._call("give_importance", link, scores)
+
+    def set_lazy(self, blocks: Sequence[Sequence[int]], *, shares_all: bool = False) -> None:
+        """Have forwards share visual queries and keys within blocks of layers (q_cache.md eq. 7).
+
+        `shares_all`: those of all tokens (eq. 5), which no decode engine could go on from; for measurements.
+
+        Raises:
+            UnsupportedEngine: keys and values are one latent, or a layer does not exist.
+        """
+        if blocks and self.layout.family == "mla":
+            raise UnsupportedEngine(
+                "lazy_blocks: latent attention keeps keys and values as one latent, which every layer needs for its "
+                "values: sharing keys would save nothing"
+            )
+        if any(layer >= self.layout.layers for block in blocks for layer in block):
+            raise UnsupportedEngine(f"lazy_blocks: {list(blocks)} in a model of {self.layout.layers} layers")
+        self._call("set_lazy", leaders_of(blocks), shares_all)
+
+    def stored_bytes(self, tokens: int) -> int:
+        """Bytes that so many tokens' KV takes in the pages of all ranks."""
+        cached = torch.int8 if self.has_quantised_kv else self.dtype
+        return tokens * self.layout.bytes_per_token(cached)
 
     def handfuls(self, items: Sequence[Pixels]) -> Iterator[list[Pixels]]:
         """Images in groups for the vision tower, in order, each within a forward's tokens."""

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from prefill_workers.model_card import measured
+
 _TENSOR_BYTES = 4096  # of a sample
 _FILE_SAMPLES = 64
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
@@ -30,10 +32,15 @@ def fingerprint(model: Path, load_format: str = "auto") -> str:
     embeddings, and other KV. For vLLM's `load_format` dummy it is of no weights: those are made up, and what is stored
     of them is never taken for the checkpoint's.
 
+    Lazy blocks (`model_card`) are part of it: with them a model computes other KV.
+
     Raises:
         ValueError: a `.safetensors` file is none.
+        BadModelCard: see `model_card.measured`.
     """
     digest = blake3()
+    if (card := measured(model)) is not None and card.lazy_blocks:
+        digest.update(json.dumps(card.lazy_blocks).encode())
     for file in (file for pattern in _CONFIGURATION for file in sorted(model.glob(pattern))):
         digest.update(file.name.encode() + file.read_bytes())
     if load_format == "dummy":

@@ -17,6 +17,7 @@ attends, so one forward gives exactly what a full prefill would, with no kernel 
 | `place`            | the same for canonical KV and patches, by one kernel on a device     |
 | `finish_writes`    | waits until what was written is there for others to read             |
 | `read_kv`          | a chunk's KV out of blocks, through the learned page layout          |
+| `compact`          | a sequence's KV into other blocks, in fewer entries                  |
 | `encode`           | pixels to embeddings                                                 |
 | `poll_handoffs`    | leases that decode engines have read, or still wait for              |
 
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -49,11 +50,14 @@ from kvstore.operator.device_kernel import Placement
 from kvstore.operator.layout import Layout
 from kvstore.operator.page_table import PageTable
 from kvstore.operator.rotary import turns_evenly
+from prefill_workers.compaction.plan import CompactionPlan
 from prefill_workers.engine.attention import attended, paid_to
-from prefill_workers.engine.batch import Attending, Rows, RunBatch
+from prefill_workers.engine.batch import Attending, Observing, Rows, RunBatch
+from prefill_workers.engine.compactor import Compactor
 from prefill_workers.engine.copy_stream import RING_BYTES, CudaCopyStream, PinnedRing
 from prefill_workers.engine.device_cache import DeviceCache
 from prefill_workers.engine.device_writer import DeviceWriter
+from prefill_workers.engine.lazy_attention import LazyAttention
 from prefill_workers.engine.pages import Pages, learnt
 from prefill_workers.engine.rank_errors import Failure, portable
 from prefill_workers.engine.transfer_notes import parsed
@@ -140,6 +144,7 @@ class WorkerExtension:
             "rotary_style": "neox" if rotary.is_neox_style else "interleaved",
             "uses_mrope": bool(model.uses_mrope),
             "tells_attention": self._tells_attention,
+            "not_compactable": self._compactor.refusal,
         }
         if model.use_mla:
             return facts | {"latent": first.kv_lora_rank, "k_pe": first.qk_rope_head_dim}
@@ -183,6 +188,7 @@ class WorkerExtension:
                 f"{self._group.backend.get_name()} with KV cache dtype {cache!r} does not give back what is written"
             )
         self._pages = Pages.of(elements, [segment.features for segment in self._local], self._device)
+        self._compactor.layout = replace(layout, segments=tuple(self._local))
         if self._device.type != "cuda":
             return False
         self._ring = PinnedRing(CudaCopyStream(self._device), RING_BYTES)
@@ -209,6 +215,7 @@ class WorkerExtension:
         deadline: float = 0.0,
         layers: int | None = None,
         shallow: tuple[RunBatch, int] | None = None,
+        observed: Sequence[Observing] = (),
     ) -> Tensor | None:
         """Compute and store the KV of every token in `batch`.
 
@@ -218,6 +225,7 @@ class WorkerExtension:
             arriving: KV that is stored meanwhile, each layer of it before that layer attends. A layer that is not there
                 at `deadline` is left out; its source knows.
             shallow: the same tokens as other rows in other slots, and in how many layers, the first, they are these.
+            observed: tokens whose attention tells `compact` what is important.
 
         Returns:
             Logits [len(logits), vocabulary] fp32 of these rows' last tokens; None without such rows, and on other
@@ -225,7 +233,7 @@ class WorkerExtension:
         """
         runner = self.model_runner
         ends = None if logits else layers or len(self._group.layer_names)
-        with self._writing(arriving, deadline):
+        with self._writing(arriving, deadline), self._compactor.observing(observed):
             hidden = self._walk(batch, ends, shallow)
         scores = None
         if logits:
@@ -258,7 +266,7 @@ class WorkerExtension:
             metadata |= dict.fromkeys(names[:depth], self._metadata(self._other_builder, other, slots[names[0]]))
         context = set_forward_context(metadata, runner.vllm_config, num_tokens=len(batch.slots), slot_mapping=slots)
         ending = nullcontext() if ends is None else self._ending_behind(ends, slots[names[ends - 1]], queries)
-        with self._leaving_nothing(), context, ending:
+        with self._leaving_nothing(), context, ending, self._lazy.sharing(batch.is_embedding):
             return runner.model(
                 input_ids=None,
                 positions=positions,
@@ -511,6 +519,25 @@ class WorkerExtension:
             yield stored.view(-1, features)[skip : skip + count]
 
     @torch.inference_mode()
+    def compact(self, link: str, blocks: Sequence[int], plan: CompactionPlan, slots: Tensor) -> None:
+        """Store a sequence's KV in fewer entries (see `Compactor`)."""
+        self._compactor.compact(link, blocks, plan, slots.to(self._device, non_blocking=True))
+        self.finish_writes()
+
+    def take_importance(self, link: str) -> Tensor | None:
+        """Take the importance [layers, tokens] fp32 that forwards have observed of `link`."""
+        scores = self._compactor.take(link)
+        return None if scores is None else scores.cpu()
+
+    def give_importance(self, link: str, scores: Tensor) -> None:
+        """Have `compact` of `link` go by these [layers, tokens]."""
+        self._compactor.give(link, scores.to(self._device))
+
+    def set_lazy(self, leaders: Mapping[int, int], shares_all: bool = False) -> None:
+        """Have forwards share visual queries and keys from now on; see `LazyAttention`."""
+        self._lazy.leaders, self._lazy.shares_all = dict(leaders), shares_all
+
+    @torch.inference_mode()
     def encode(self, items: Sequence[tuple[str, MultiModalKwargsItem]]) -> list[Tensor]:
         """Embeddings [tokens, hidden] of each (modality, processed item), in order."""
         self._consider_others()
@@ -595,6 +622,21 @@ class WorkerExtension:
             return False
         unbounded = getattr(found, "sliding_window", None) in (None, -1, (-1, -1))
         return unbounded and not getattr(found, "logits_soft_cap", None)
+
+    @property
+    def _layers(self) -> list[Any]:
+        return [self._layer(layer) for layer in range(len(self._group.layer_names))]
+
+    @cached_property
+    def _lazy(self) -> LazyAttention:
+        """Lazy layers of forwards."""
+        return LazyAttention(self._layers)
+
+    @cached_property
+    def _compactor(self) -> Compactor:
+        """Reduction of sequences' KV."""
+        model = self.model_runner.vllm_config.model_config
+        return Compactor(self._layers, self._stored, self._update, model.dtype, latent=model.use_mla)
 
     @property
     def _device(self) -> torch.device:

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from prefill_workers.block_pool import Lease
+from prefill_workers.compaction.plan import CompactionPlan
 from prefill_workers.link.layerwise_load import LayerwiseLoad
 from prefill_workers.link.plan import ChunkState, LinkPlan
 from prefill_workers.protocol import LinkResult
@@ -19,12 +20,18 @@ FORWARD_TOKENS = 64
 
 @dataclass(eq=False)
 class LinkJob:
-    """Job of one link, from its submission (`time.perf_counter`) to its end."""
+    """Job of one link, from its submission (`time.perf_counter`) to its end.
+
+    With a `compaction` a decode engine pulls fewer entries, which lie in the blocks of a lease of their own: the first
+    one's stay as they are for harvest and checks.
+    """
 
     plan: LinkPlan
     done: Future[LinkResult]
     submitted: float
     lease: Lease | None = None
+    compaction: CompactionPlan | None = None
+    compacted: Lease | None = None
     reached: int = 0  # the frontier up to which runs are pending or computed
     pending: list[Run] = field(default_factory=list)
     streams: list[LayerwiseLoad] = field(default_factory=list)  # what the forward over `pending` writes as it comes in
@@ -58,6 +65,30 @@ class LinkJob:
         A decode engine that goes on behind the first token pulls that token's slot as well.
         """
         return len(self.plan.sequence) + (self.plan.request.sampling is not None)
+
+    @property
+    def compacted_room(self) -> int:
+        """Tokens that a compacted link takes further blocks for, the first token's slot included."""
+        return 0 if self.compaction is None else self.compaction.kept + 1
+
+    @property
+    def offered(self) -> tuple[Lease, int]:
+        """Lease that decode engines pull, and how many of its tokens."""
+        if self.compacted is not None:
+            return self.compacted, self.compacted_room
+        assert self.lease is not None
+        return self.lease, self.room
+
+    @property
+    def leases(self) -> list[Lease]:
+        """Leases of an admitted link."""
+        return [lease for lease in (self.lease, self.compacted) if lease is not None]
+
+    @property
+    def name(self) -> str:
+        """Name of an admitted link, unique on its worker."""
+        assert self.lease is not None
+        return self.lease.id
 
     def ends_with(self, runs: Sequence[Run]) -> bool:
         """True if these runs end the prompt."""

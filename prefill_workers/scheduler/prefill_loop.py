@@ -19,22 +19,32 @@ import torch
 from torch import Tensor
 
 from infra.cpu import openmp
+from infra.kv_window import window_parameter
 from prefill_workers.background.idle_work import IdleWork
 from prefill_workers.background.patch_precompiler import CompileStats
 from prefill_workers.background.session_refresh import SessionRefresh
 from prefill_workers.background.shadow_check import ShadowChecks
 from prefill_workers.block_pool import BlockPool, PoolExhausted
+from prefill_workers.compaction.plan import compaction_plan
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.engine.image_batches import Pixels
 from prefill_workers.link.linker import Linker
 from prefill_workers.link.plan import LinkPlan
 from prefill_workers.patches.harvester import Harvester
 from prefill_workers.patches.scratch import Scratch
-from prefill_workers.protocol import LeaseState, LinkResult, Overloaded, PromptTooLarge
+from prefill_workers.protocol import (
+    CompactionRefused,
+    HandedOff,
+    LeaseState,
+    LinkResult,
+    Overloaded,
+    PromptTooLarge,
+)
 from prefill_workers.scheduler.cost_model import ForwardCostModel
 from prefill_workers.scheduler.encode_queue import EncodeQueue
 from prefill_workers.scheduler.link_job import LinkJob
 from prefill_workers.scheduler.load_budget import KVLoadBudget
+from prefill_workers.scheduler.observers import observers
 from prefill_workers.scheduler.scheduler import ForwardBatch, ForwardResult, Scheduler
 from prefill_workers.sequence import LinkSequence, Run
 from prefill_workers.settings import CompileLimits
@@ -163,9 +173,15 @@ class PrefillLoop:
         Raises:
             Overloaded: too many links wait already.
             PromptTooLarge: the pool could never hold the prompt.
+            CompactionRefused: the model's KV cannot be reduced.
         """
         job = LinkJob(plan, Future(), time.perf_counter(), may_stream=not plan.request.mode.is_selective)
+        job.compaction = compaction_plan(plan.request, self._engine.block_size)
+        if job.compaction is not None and self._engine.not_compactable is not None:
+            raise CompactionRefused(f"kv_budget: {self._engine.not_compactable}")
         needed = self._pool.blocks_for(job.room)
+        if needed + self._pool.blocks_for(job.compacted_room) > self._pool.total:
+            job.compaction = None  # there is room for the whole KV, but not for a second one beside it
         if needed > self._pool.total:
             raise PromptTooLarge(f"the prompt needs {needed} KV blocks, the prefill worker has {self._pool.total}")
         with self._wake:
@@ -433,7 +449,7 @@ class PrefillLoop:
         read, wanted = self._engine.poll_handoffs(self._pool)
         for lease in read:
             self._pool.read(lease)
-        for lease in [*wanted, *(job.lease.id for job in self._scheduler.running if job.lease is not None)]:
+        for lease in [*wanted, *(lease.id for job in self._scheduler.running for lease in job.leases)]:
             self._pool.renew(lease)
         expired = self._pool.expire()
         if expired:
@@ -463,6 +479,7 @@ class PrefillLoop:
             finished = []
         if not finished:
             self._wait_for_loads()
+        finished = [job for job in finished if self._compact(job)]
         held = [job for job in finished if self._finish(job)]
         for job in finished:  # whose blocks are freed on this thread alone
             self._learn(job)
@@ -474,6 +491,8 @@ class PrefillLoop:
             if job.plan.session is not None and not self._background.has_outlived(job.plan):
                 self._linker.sessions.keep(job.plan)
                 self._background.refresh(job.plan)
+            if job.compacted is not None:  # the whole KV is no decode engine's
+                self._pool.abandon(job.name)
 
     def _forward(self, batch: ForwardBatch) -> ForwardResult | None:
         """Compute a batch. None if that failed, and with it the links in it.
@@ -482,7 +501,8 @@ class PrefillLoop:
         """
         began = time.perf_counter()
         try:
-            logits = self._engine.forward(batch.sequences, batch.loads, batch.deadline, batch.ending)
+            observed = list(observers(batch.work, batch.ending))
+            logits = self._engine.forward(batch.sequences, batch.loads, batch.deadline, batch.ending, observed)
         except Exception as error:
             self._scheduler.fail(batch.jobs, error)
             return None
@@ -507,14 +527,31 @@ class PrefillLoop:
             if self._scheduler.running and not self._scheduler.has_work:
                 self._wake.wait(_POLL_SECONDS)
 
+    def _compact(self, job: LinkJob) -> bool:
+        """Write a finished link's KV in fewer entries, if its request asks for that. False if that failed."""
+        if job.compaction is None or job.compacted is None:
+            return True
+        began = time.perf_counter()
+        try:
+            self._engine.compact(job.name, job.plan.sequence.blocks, job.compaction, job.compacted.blocks)
+        except Exception as error:
+            self._scheduler.fail([job], error)
+            return False
+        job.plan.took("compact", time.perf_counter() - began)
+        return True
+
     def _finish(self, job: LinkJob) -> bool:
         """Give a finished link's result to its caller. False if the link was cancelled."""
-        assert job.lease is not None
-        plan = job.plan
+        plan, (lease, room) = job.plan, job.offered
         self._last_finished = time.perf_counter()
+        tokens = len(plan.sequence)
+        kept = tokens if job.compaction is None else job.compaction.kept
+        transfer = self._engine.transfer_parameters(lease.id, lease.blocks, room)
+        if plan.request.compaction.window is not None:
+            transfer |= window_parameter(plan.request.compaction.window)
         result = LinkResult(
-            lease=job.lease.id,
-            transfer=self._engine.transfer_parameters(job.lease.id, job.lease.blocks, job.room),
+            lease=lease.id,
+            transfer=transfer,
             chunks=tuple(chunk.outcome for chunk in plan.chunks),
             tokens_reused=plan.tokens_reused,
             tokens_computed=plan.tokens_computed,
@@ -524,6 +561,7 @@ class PrefillLoop:
             prefix_tokens_reused=len(plan.prefix_hit),
             first_token=job.first_token,
             session=None if plan.session is None else plan.session.outcome(),
+            kv=HandedOff(tokens, kept, self._engine.stored_bytes(kept)),
         )
         try:
             job.done.set_result(result)

@@ -31,6 +31,7 @@ from itertools import takewhile
 
 from torch import Tensor
 
+from prefill_workers.block_index import PrefixMatch
 from prefill_workers.block_pool import BlockPool, PoolExhausted
 from prefill_workers.engine.sampling import are_finite, draw
 from prefill_workers.link.layerwise_load import LayerwiseLoad
@@ -157,10 +158,11 @@ class Scheduler:
         """
         for job in [*self.waiting]:
             try:
-                match = self._linker.match(job.plan, fits=partial(self.pool.fits, job.room))
+                blocks = self.pool.blocks_for(job.room) + self.pool.blocks_for(job.compacted_room)
+                match = self._linker.match(job.plan, fits=partial(self.pool.fits, blocks * self.pool.block_size))
                 if self._follows(job):
                     continue
-                job.lease = self.pool.allocate(job.room, job.plan.request.readers, match)
+                self._allocate(job, match)
             except PoolExhausted:
                 return False
             except PixelsNeeded as needed:
@@ -168,6 +170,7 @@ class Scheduler:
                 self._end(job, needed)
                 continue
             self.waiting.remove(job)
+            assert job.lease is not None
             job.plan.sequence.blocks = job.lease.blocks
             job.plan.took("queue", time.perf_counter() - job.submitted)
             self.running.append(job)
@@ -182,6 +185,18 @@ class Scheduler:
             return spared >= FORWARD_TOKENS and leader.left <= _LEADER * spared
 
         return any(map(spares, self.running))
+
+    def _allocate(self, job: LinkJob, match: PrefixMatch) -> None:
+        """Give a link all blocks that it will need, or none: links that wait for a second part would never end."""
+        readers, second = job.plan.request.readers, job.compacted_room
+        lease = self.pool.allocate(job.room, 0 if second else readers, match)
+        if second:
+            try:
+                job.compacted = self.pool.allocate(second, readers)
+            except PoolExhausted:
+                self.pool.abandon(lease.id)
+                raise
+        job.lease = lease
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -218,8 +233,8 @@ class Scheduler:
     def free(self, job: LinkJob) -> None:
         """Free what a link holds that ends without a result, or whose result is not wanted."""
         job.plan.unpin()
-        if job.lease is not None:
-            self.pool.abandon(job.lease.id)
+        for lease in job.leases:
+            self.pool.abandon(lease.id)
 
     def _end(self, job: LinkJob, error: Exception) -> None:
         """Free a link and raise an error to its caller."""

@@ -49,6 +49,12 @@ class Metrics:
         self.prefix = counter("prefix_tokens_reused", "Of these, in blocks of earlier prompts that begin alike.")
         self.computed = counter("prompt_tokens_computed", "Prompt tokens that a forward computed.")
         self.encoded = counter("vision_tokens_encoded", "Placeholder tokens whose pixels were encoded.")
+        self.kv = counter(
+            "kv_entries",
+            "Prompt tokens whose KV entry was handed to decode (kept true), or merged or left out (false).",
+            ("kept",),
+        )
+        self.bytes_handed_off = counter("handoff_bytes", "KV bytes of prompts handed to decode workers.")
         self.ttft = Histogram(
             "orbitserve_time_to_first_token_seconds",
             "From the request's arrival to its first token.",
@@ -83,6 +89,10 @@ class Metrics:
         self.prefix.inc(report.prefix_tokens_reused)
         self.computed.inc(report.tokens_computed)
         self.encoded.inc(report.vision_tokens_encoded)
+        if (kv := report.kv) is not None:
+            self.kv.labels(kept="true").inc(kv.kept)
+            self.kv.labels(kept="false").inc(kv.tokens - kv.kept)
+            self.bytes_handed_off.inc(kv.bytes_handed_off)
         if report.ttft_ms is not None:
             self.ttft.observe(report.ttft_ms / 1e3)
 

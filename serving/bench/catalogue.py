@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from serving.bench import link_time
+from serving.bench import lazy, link_time
 from serving.bench.fidelity import bench as fidelity
 from serving.bench.harness import Benchmark
 
-BENCHMARKS: dict[str, Benchmark] = {module.BENCHMARK.name: module.BENCHMARK for module in (fidelity, link_time)}
+BENCHMARKS: dict[str, Benchmark] = {module.BENCHMARK.name: module.BENCHMARK for module in (fidelity, lazy, link_time)}

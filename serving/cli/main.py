@@ -69,6 +69,41 @@ def demo(
 
 
 @app.command()
+def lazy(
+    model: Annotated[Path, typer.Option(help="Directory of the checkpoint.", exists=True, file_okay=False)],
+    max_kl: Annotated[
+        float, typer.Option(min=0, help="Nats that all lazy layers together may cost along an answer.")
+    ] = 0.0,
+    items: Annotated[int, typer.Option(min=1, help="Prompts of each of two kinds.")] = 24,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
+    ] = False,
+) -> None:
+    """Measure which layers can share visual queries and keys, and write them down (Q Cache).
+
+    With `--max-kl 0` none is lazy. What the model's library holds is then another model's: it fills anew.
+    """
+    from prefill_workers.model_card import BadModelCard, write_lazy_blocks
+    from serving.bench.lazy import measure
+    from serving.loadtest.plot import draw_tables
+
+    try:
+        found = measure(model, items, max_kl, console, trust_remote_code=trust_remote_code)
+        card = write_lazy_blocks(model, found.blocks)
+    except (BadModelCard, RuntimeError, ValueError, OSError) as error:
+        console.print(f"[red]error:[/red] {escape(str(error))}")
+        raise typer.Exit(1) from None
+    picture = model / "orbitserve-lazy.png"
+    draw_tables(f"lazy layers of {model.name}", found.tables, "±", picture)
+    blocks, loss, saved = [list(block) for block in found.blocks], found.loss, 1 - found.figures["bytes_with_vla"]
+    console.print(
+        f"{card}: lazy_blocks {blocks}; KL {loss.kl:.3g} nats, {loss.lost:.1%} of answers' tokens differ; {saved:.1%} "
+        f"of the KV is other layers'. Table: {picture}",
+        highlight=False,
+    )
+
+
+@app.command()
 def fetch(
     name: Annotated[str, typer.Argument(help="The model: smollm2 (SmolLM2-135M-Instruct, Apache-2.0, 540 MB).")],
     directory: Annotated[

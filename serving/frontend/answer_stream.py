@@ -17,6 +17,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.input_processor import InputProcessor
 
+from prefill_workers.compaction.plan import placeholder_ids
 from prefill_workers.protocol import Sampling
 
 # What a first token drawn elsewhere heeds. Whatever else a request asks for (constraints, penalties on what was said,
@@ -81,7 +82,7 @@ class AnswerStream:
     A decode engine gives it from the start or, once it has `begun`, goes on with it.
 
     Attributes:
-        prompt: token ids that the decode engine is given: the prompt, and what is known of the answer.
+        prompt: token ids of the prompt, and what is known of the answer.
         params: what it is asked for; behind a known first token the rest of the answer, as token ids.
         begun: whether the first token is known.
         finished: whether that is the last one too.
@@ -124,6 +125,10 @@ class AnswerStream:
             self.params.max_tokens = asked.max_tokens - self._given
         if asked.seed is not None:  # a second engine does not draw again what the first one drew
             self.params.seed = asked.seed + self._given - 1
+
+    def given(self, linked: int, kept: int) -> list[int]:
+        """Token ids for a decode engine that pulls `kept` entries of the `linked` first tokens."""
+        return [*placeholder_ids(self.prompt[:linked], kept), *self.prompt[linked:]]
 
     def first(self) -> RequestOutput | None:
         """The output that the known first token makes; None if it makes none, and a second time."""

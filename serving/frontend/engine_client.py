@@ -38,6 +38,8 @@ from vllm.v1.engine.input_processor import InputProcessor
 from kvstore.forget import ForgetRegistry
 from prefill_workers.modes import Mode
 from prefill_workers.protocol import (
+    Compaction,
+    CompactionRefused,
     LeaseState,
     LinkRequest,
     LinkResult,
@@ -54,7 +56,7 @@ from serving.frontend.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from serving.frontend.fair_queue import FairQueue
 from serving.frontend.prompt_segments import Delimiters, Segments, image_delimiters, segment
 from serving.frontend.rate_limits import RateLimits
-from serving.frontend.report import ChunkReport, OrbitReport, RequestTrace, SessionReport, current_trace
+from serving.frontend.report import ChunkReport, KVReport, OrbitReport, RequestTrace, SessionReport, current_trace
 from serving.frontend.roles import Roles
 from serving.frontend.single_flight_encoder import SingleFlightEncoder
 from serving.placement.orderer import PatchAwareOrderer
@@ -147,6 +149,7 @@ class LinkedEngineClient(_NotOurs):
     observe: Callable[[OrbitReport], None] | None = None  # told of every prompt's report at its end
     queue: FairQueue | None = None  # of answers, where tenants share the decode workers
     limits: RateLimits | None = None  # of tenants' tokens
+    compaction = Compaction()  # of requests that ask for none
     request_timeout_s: float | None = None  # from a request's arrival to its last output; None: no deadline
 
     def __init__(
@@ -336,6 +339,7 @@ class LinkedEngineClient(_NotOurs):
             sampling=sampling_of(params, self._vocabulary) if self._first_tokens else None,
             head=segments.head(trace.opening_tokens),
             session=trace.session,
+            compaction=self._compaction(segments.token_ids, params, trace),
         )
         request = replace(request, patched=self.orderer.patched(request))
         trace.mark("rendered")
@@ -361,14 +365,27 @@ class LinkedEngineClient(_NotOurs):
                     raise lost(f"a worker was lost: {error}") from error
                 if answer.decoded:
                     answer.go_on()
-                    request = replace(request, token_ids=answer.prompt, sampling=None)
+                    compaction = self._compaction(answer.prompt, params, trace)
+                    request = replace(request, token_ids=answer.prompt, sampling=None, compaction=compaction)
                 logger.warning("request %.100r: %s; trying another replica", request_id, error)
+            except CompactionRefused as error:
+                raise InvalidRequest(f"orbit.{error}", parameter="orbit.kv_budget") from error
             except PromptTooLarge as error:
                 raise InvalidRequest(str(error)) from error
             except Overloaded as error:
                 if told:
                     raise GenerationError(f"a worker was lost, and the others are full: {error}") from error
                 raise OverloadedError(str(error)) from error
+
+    def _compaction(self, token_ids: Sequence[int], params: SamplingParams, trace: RequestTrace) -> Compaction:
+        """Compaction of a prompt as asked for.
+
+        Repetition penalties read the prompt's ids, grammars whether it ends a reasoning: so many entries stay as there
+        are different ids, to name them all.
+        """
+        asked = trace.options.compaction(self.compaction)
+        reads_ids = params.repetition_penalty != 1 or params.structured_outputs is not None
+        return replace(asked, least=len(set(token_ids))) if asked.budget < 1 and reads_ids else asked
 
     async def _outputs(
         self,
@@ -400,8 +417,14 @@ class LinkedEngineClient(_NotOurs):
                 if answer.finished:
                     return
             began = time.perf_counter()
-            outputs = self._roles.generate(answer.prompt, linked.transfer, answer.params, decode_id, **options)
-            pulled = set[int]()
+            prompt = len(request.token_ids)
+            given = answer.given(prompt, prompt if linked.kv is None else linked.kv.kept)
+            params = answer.params
+            if params.max_tokens is None and len(given) < len(answer.prompt):  # its positions go on as if all were kept
+                params = params.clone()
+                params.max_tokens = self.model_config.max_model_len - len(answer.prompt)
+            outputs = self._roles.generate(given, linked.transfer, params, decode_id, **options)
+            pulled, generated = set[int](), Counter[int]()
             async with aclosing(outputs):
                 async for output in outputs:
                     if not taken and any(choice.finish_reason == "error" for choice in output.outputs):
@@ -417,6 +440,10 @@ class LinkedEngineClient(_NotOurs):
                         trace.decoding((time.perf_counter() - began) * 1e3)
                         whole = answer.params.output_kind == RequestOutputKind.FINAL_ONLY
                         self._served(request, trace, linked, "decode", alone=not whole)
+                    for choice in output.outputs:
+                        before = generated[choice.index] if params.output_kind == RequestOutputKind.DELTA else 0
+                        generated[choice.index] = before + len(choice.token_ids)
+                    trace.dropped(linked.transfer, len(given), generated.values())
                     yield answer.joined(output)
         finally:
             waiting.cancel()
@@ -465,7 +492,7 @@ class LinkedEngineClient(_NotOurs):
         if trace.report.first_token is None:  # else the report is of the link that the answer began with
             encoded = sum(segments.chunks[i].count for i in embeddings)
             whole_ms = (time.perf_counter() - began) * 1e3
-            _report(trace, len(segments.token_ids), result, encoded, vision_ms, whole_ms)
+            _report(trace, len(segments.token_ids), result, request.compaction, encoded, vision_ms, whole_ms)
         return result
 
     # -- the rest of vLLM's protocol ----------------------------------------------------------------------------------
@@ -510,7 +537,13 @@ class LinkedEngineClient(_NotOurs):
 
 
 def _report(
-    trace: RequestTrace, prompt_tokens: int, result: LinkResult, encoded: int, vision_ms: float, whole_ms: float
+    trace: RequestTrace,
+    prompt_tokens: int,
+    result: LinkResult,
+    compaction: Compaction,
+    encoded: int,
+    vision_ms: float,
+    whole_ms: float,
 ) -> None:
     """Note in a request's report how it was linked.
 
@@ -537,6 +570,11 @@ def _report(
     report.tokens_computed = result.tokens_computed
     report.prefix_tokens_reused = result.prefix_tokens_reused
     report.vision_tokens_encoded = encoded
+    if (kv := result.kv) is not None:
+        policy = compaction.policy if kv.kept < kv.tokens else None
+        report.kv = KVReport(
+            tokens=kv.tokens, kept=kv.kept, bytes_handed_off=kv.bytes, policy=policy, window=compaction.window
+        )
     report.stages_ms |= result.stages_ms
     report.stages_ms["link"] = whole_ms - vision_ms
     if encoded:

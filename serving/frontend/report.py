@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import time
 from asyncio import Future, Semaphore
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from infra.kv_window import dropped, window_of
+from infra.vllm_env import BLOCK_SIZE
 from prefill_workers.modes import Mode, OperatingPoint, Text, uses_session
-from prefill_workers.protocol import SessionRef, Survivors
+from prefill_workers.protocol import Compaction, CompactionPolicy, SessionRef, Survivors
 from serving.frontend.documents import Document
 from serving.frontend.errors import InvalidRequest
 
 SESSION_ID = r"^[A-Za-z0-9._:@=+-]{1,128}$"
+LEAST_BUDGET = 0.05  # of KV entries per token: with fewer no model that was measured answers
 PROMPTS_AT_ONCE = 32  # of one request: the others wait for a place, not in a worker's queue
 
 
@@ -52,6 +55,22 @@ class SessionOptions(BaseModel):
     def ref(self) -> SessionRef:
         """The session as a link names it."""
         return SessionRef(self.id, self.parent, self.clean, self.survivors)
+
+
+class ElasticOptions(BaseModel):
+    """`orbit.elastic` in a request: how KV is reduced for decode."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    policy: CompactionPolicy | None = Field(
+        None,
+        description="What `kv_budget` leaves. evict: first and last tokens, and those that the prompt's last words "
+        "attend to most. merge: all text, and means within each image. paper: means around the most important tokens "
+        "of the whole prompt. null: the service's.",
+    )
+    window: int | None = Field(
+        None, ge=1, description="Generated tokens whose KV decode keeps at least, beside the prompt's; null: all."
+    )
 
 
 class OrbitOptions(BaseModel):
@@ -97,6 +116,22 @@ class OrbitOptions(BaseModel):
         "(else that message's text), max_num_results (4), filters, ranking_options. With order: free the pages found "
         "are put in the order that stored patches fit.",
     )
+    kv_budget: float | None = Field(
+        None,
+        ge=LEAST_BUDGET,
+        le=1,
+        description="KV entries that decode is given per prompt token; 1: all, null: as the service is set.",
+    )
+    elastic: ElasticOptions = ElasticOptions()
+
+    def compaction(self, default: Compaction) -> Compaction:
+        """Compaction as asked for, and else as by default."""
+        elastic = self.elastic
+        return Compaction(
+            default.budget if self.kv_budget is None else self.kv_budget,
+            elastic.policy or default.policy,
+            elastic.window if "window" in elastic.model_fields_set else default.window,
+        )
 
     @field_validator("mode")
     @classmethod
@@ -207,6 +242,22 @@ class RetrievalReport(BaseModel):
     degraded: str | None = None
 
 
+class KVReport(BaseModel):
+    """KV that decode was given of a prompt, and what it dropped of the answer's.
+
+    `first_token_saw` is the prompt's KV that the first token was drawn from: a decode engine draws it from what was
+    kept. `dropped`: entries of all choices together, at their ends.
+    """
+
+    tokens: int
+    kept: int
+    bytes_handed_off: int
+    dropped: int = 0
+    policy: CompactionPolicy | None = None  # None: all was kept
+    window: int | None = None
+    first_token_saw: Literal["all", "kept"] | None = None
+
+
 class OrbitReport(BaseModel):
     """`orbit` in a response. Times are milliseconds."""
 
@@ -222,6 +273,7 @@ class OrbitReport(BaseModel):
     vision_tokens_encoded: int = 0
     ttft_ms: float | None = None  # None: a decode engine gave the whole answer at once
     first_token: Literal["prefill", "decode"] | None = None  # the role that gave it
+    kv: KVReport | None = None
     stages_ms: dict[str, float] = {}
 
 
@@ -291,6 +343,15 @@ class RequestTrace:
         if alone:
             self.report.ttft_ms = (time.perf_counter() - self.received) * 1e3
         self.report.first_token = by
+        if (kv := self.report.kv) is not None:
+            kv.first_token_saw = "kept" if by == "decode" and kv.kept < kv.tokens else "all"
+
+    def dropped(self, transfer: Mapping[str, Any], prompt: int, generated: Iterable[int]) -> None:
+        """Record the entries dropped by now, of choices of so many tokens behind a prompt."""
+        window = window_of(transfer)
+        if window is not None and self.report.kv is not None:
+            size = transfer[BLOCK_SIZE]
+            self.report.kv.dropped = sum(dropped(prompt, tokens, window, size) for tokens in generated)
 
     def decoding(self, ms: float) -> None:
         """Record the time of hand-off and first decode step.

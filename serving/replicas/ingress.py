@@ -54,6 +54,7 @@ class Ingress:
         self._longest = await self._roles.longest()
         front_end = front_end_config(config.model, config.ingress.processor_cache_gib, self._longest)
         client = LinkedEngineClient(front_end, self._roles, config.sums_up_to, config.prefill)
+        client.compaction = config.elastic.compaction
         self._log: AccessLog | None = None
         if config.access_log.directory is not None:
             self._log = client.access_log = Log(config.access_log, self._name, config.model.served_name)

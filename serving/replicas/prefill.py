@@ -18,6 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from infra.nixl_handshake import dropped
 from infra.vllm_env import is_cpu_build
 from prefill_workers.protocol import (
+    CompactionRefused,
     NonFiniteLogits,
     Overloaded,
     PixelsNeeded,
@@ -158,7 +159,7 @@ class PrefillWorker:
         """
         try:
             return await self._link(request, indices, images)
-        except (PixelsNeeded, Overloaded, PromptTooLarge) as refusal:
+        except (PixelsNeeded, Overloaded, PromptTooLarge, CompactionRefused) as refusal:
             return Refusal(refusal)
 
     async def _link(

@@ -28,6 +28,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from autoscale.curves import USUAL, ForwardCost
 from decode_workers.admission import blocks_needed
+from infra.kv_window import held_tokens, window_of
 from prefill_workers.modes import looks_up_patch, uses_canonical_alone, uses_library
 from prefill_workers.prefix_digests import MARK_BYTES, marked_beginnings
 from serving.routing.ledger import NOTHING, Ledger, Load
@@ -413,11 +414,12 @@ class DecodeAsk:
     max_tokens: int | None
     sequences: int
     is_counted: bool = True  # see `PrefillAsk`
+    window: int | None = None  # generated tokens that stay
 
     def load(self, report: DecodeReport) -> Load:
         """KV blocks and sequences that a replica would reserve."""
         longest = report.max_model_len if self.max_tokens is None else self.prompt + self.max_tokens
-        tokens = min(longest, report.max_model_len)
+        tokens = held_tokens(self.prompt, min(longest, report.max_model_len), self.window, report.block_size)
         return Load(blocks_needed(tokens, self.sequences, report.block_size), self.sequences)
 
 
@@ -444,8 +446,8 @@ class DecodePolicy(Policy[DecodeReport]):
         """See `Policy`. Of `DecodeWorker.generate`."""
         if method != "generate":
             return None
-        token_ids, _, params = arguments[:3]
-        return DecodeAsk(len(token_ids), params.max_tokens, params.n or 1)
+        token_ids, transfer, params = arguments[:3]
+        return DecodeAsk(len(token_ids), params.max_tokens, params.n or 1, window=window_of(transfer))
 
     def score(self, ask: DecodeAsk, replicas: Collection[str]) -> list[Ranked]:
         """See `Policy`."""

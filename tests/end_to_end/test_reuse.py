@@ -161,3 +161,29 @@ def test_metrics_say_what_was_compiled_when_idle(service: Service):
     service.chat(user(picture(191), picture(192), "What changes?"))
     service.settle()
     assert forwards() == before + 2
+
+
+def test_decode_is_given_as_much_kv_as_asked_for_and_gives_all_of_it_back(service: Service):
+    """Of some 400 tokens a block of 128 and of 150 more the last 8, in whole blocks."""
+    messages = user(*(picture(number) for number in range(171, 177)), "What changes?")
+    before = service.holdings()
+    length = {"max_tokens": 150, "ignore_eos": True}
+    whole = service.chat(messages, orbit={"kv_budget": 1}, **length)["orbit"]["kv"]
+    assert whole["kept"] == whole["tokens"]
+    assert whole["dropped"] == 0
+    asked = {"kv_budget": 0.3, "elastic": {"window": 8}}
+    for more, saw in (({}, "all"), ({"logprobs": True}, "kept"), ({"n": 2, "temperature": 1.0}, "kept")):
+        answer = service.chat(messages, orbit=asked, **length, **more)
+        kv = answer["orbit"]["kv"]
+        assert kv["kept"] < 0.7 * kv["tokens"] == 0.7 * answer["usage"]["prompt_tokens"]
+        assert kv["bytes_handed_off"] * whole["kept"] == whole["bytes_handed_off"] * kv["kept"]
+        assert kv["dropped"] > 0
+        assert kv["first_token_saw"] == saw
+        assert answer["usage"]["completion_tokens"] == 150 * len(answer["choices"])
+
+    def all_came_back() -> bool:
+        now = service.holdings()
+        return now.leases <= before.leases and now.blocks <= before.blocks
+
+    service.wait_until(all_came_back)
+    assert service.role("DecodeWorker", "all_blocks_free")

@@ -1,6 +1,7 @@
 """`python tests/integration/hand_off.py`: one engine against two, case by case.
 
-Reads cases from standard input, each a line of JSON: [family, dtype, prefill ranks, decode ranks]. For each it links a
+Reads cases from standard input, each a line of JSON: [family, dtype, prefill ranks, decode ranks], and true where
+compacted KV is wanted as well. For each it links a
 prompt on a prefill engine and decodes it on a stock, text-only engine in another process, over NIXL; writes what that
 engine answers and what one multimodal engine does, as a line of JSON. One process can hold one NIXL engine at a time.
 
@@ -79,8 +80,8 @@ class Decoding:
     def begin(self, name: str, dtype: str, ranks: int) -> None:
         self._asked.put((name, dtype, ranks))
 
-    def ask(self, token_ids: list[int], transfer: dict[str, Any]) -> dict[str, Any]:
-        self._asked.put((token_ids, transfer))
+    def ask(self, token_ids: list[int], transfer: dict[str, Any], tokens: int = TOKENS) -> dict[str, Any]:
+        self._asked.put((token_ids, transfer, tokens))
         return self._answers.get(timeout=SECONDS)
 
     def end(self) -> None:
@@ -120,9 +121,8 @@ def decode(asked: Any, answers: Any) -> None:
     from decode_workers.engine import DecodeEngine, NonFiniteLogits
     from decode_workers.spec import DecodeSpec
 
-    params = SamplingParams(max_tokens=TOKENS, temperature=0, logprobs=2, detokenize=False, ignore_eos=True)
-
-    async def one(engine: DecodeEngine, token_ids: list[int], transfer: dict[str, Any]) -> dict[str, Any]:
+    async def one(engine: DecodeEngine, token_ids: list[int], transfer: dict[str, Any], tokens: int) -> dict[str, Any]:
+        params = SamplingParams(max_tokens=tokens, temperature=0, logprobs=2, detokenize=False, ignore_eos=True)
         try:
             async for output in engine.generate(token_ids, transfer, params, "request"):
                 last = output
@@ -158,7 +158,71 @@ def spoil(engine: Any, blocks: Any) -> None:
     engine.finish_writes()
 
 
-def prefill(name: str, dtype: str, ranks: int, decoding: Decoding) -> dict[str, Any]:
+def compacted(rig: Any, parts: list[Any], decoding: Decoding) -> list[dict[str, Any]]:
+    """What the decode engine says behind compacted KV and with windows, and what torch does over the same entries."""
+    from torch_reference import TorchModel, evicted, merged
+
+    from infra.kv_window import gap
+    from prefill_workers.compaction.plan import placeholder_ids
+    from prefill_workers.protocol import Compaction, CompactionPolicy, Sampling
+    from prefill_workers.sequence import Run
+
+    model, found = TorchModel(rig.family), []
+    evict, merge = CompactionPolicy.EVICT, CompactionPolicy.MERGE
+    for policy, budget, window, begun, steps in [
+        (evict, 0.4, None, False, TOKENS),
+        (evict, 0.4, 4, True, 48),
+        *([(merge, 0.6, None, True, TOKENS)] if rig.family.image else []),
+        (evict, 1.0, 4, False, 80),
+    ]:
+        asked = Compaction(budget, policy, window)
+        plan = rig.plan(parts, "exact", compaction=asked, sampling=Sampling() if begun else None)
+        result = rig.loop.submit(plan).result(60)
+        sequence, n, kept = plan.sequence, len(plan.sequence), result.kv.kept
+        first = [result.first_token] if begun else []
+        given = [*placeholder_ids(sequence.token_ids.tolist(), kept), *first]
+        said = decoding.ask(given, result.transfer, steps)
+
+        whole, chunks = model.prompt(sequence), plan.request.chunks
+        if kept == n:
+            entries = whole.kv
+        elif policy is evict:
+            entries = evicted(whole, kept, min(n - chunks[-1].stop, int(-(-budget * n // 1)) // 2), 32)
+        else:
+            entries = merged(whole, kept, [Run(chunk.first, chunk.first + chunk.count) for chunk in chunks], 32)
+        if not begun:  # the last token is computed again
+            entries = [(keys[:, :, :-1], values[:, :, :-1]) for keys, values in entries]
+        token, position = (first or sequence.token_ids[-1:].tolist())[0], n - 1 + begun
+        axes = 3 if sequence.positions.dim() == 2 else 1
+
+        def seen(count: int, window: int | None = window, given: int = len(given)) -> Any:
+            at = torch.arange(count)
+            if window is None:
+                return at
+            start, stop = (rig.engine.block_size * block for block in gap(given, count, window, rig.engine.block_size))
+            return at[(at < start) | (at >= stop)]
+
+        ids, logprobs = model.decode(entries, token, position, steps, axes, seen)
+        chosen = range(steps), said["tokens"]
+        wrong, other = model.decode(entries, token, position + 1, steps, axes, seen)
+        if window is not None:
+            wrong, other = model.decode(entries, token, position, steps, axes)
+        alike = next((i for i, (a, b) in enumerate(zip(ids, wrong, strict=True)) if a != b), steps - 1) + 1
+        found.append(
+            {
+                "case": [policy, budget, window, begun],
+                "kept": [kept, n],
+                "tokens": [said["tokens"], ids],
+                "off": float((torch.tensor(said["logprobs"]) - logprobs[chosen]).abs().max()),
+                "mistaken": float((other[:alike] - logprobs[:alike]).abs().max()),
+                "seen": [len(seen(len(given) + steps - 2)), len(given) + steps - 2],
+            }
+        )
+        rig.settle()
+    return found
+
+
+def prefill(name: str, dtype: str, ranks: int, decoding: Decoding, compacts: bool = False) -> dict[str, Any]:
     """Link a prompt twice, let it be decoded, and report that beside what this engine answers by itself."""
     from rig import Page, Rig, tiny_engine, vllm_prompt
     from vllm import SamplingParams
@@ -210,6 +274,7 @@ def prefill(name: str, dtype: str, ranks: int, decoding: Decoding) -> dict[str, 
                 rig.loop.call(partial(spoil, engine, plan.sequence.blocks)).result(60)
             report["spoiled"].append(decoding.ask(plan.sequence.token_ids.tolist(), result.transfer))
             rig.settle()
+        report["compacted"] = compacted(rig, parts, decoding) if compacts else []
         rig.wait_until_free()
         report["leases"], report["block_size"] = rig.loop.stats().leases, engine.block_size
         report["attention"] = rig.attended(parts).flatten().tolist() if engine.tells_attention else None
@@ -225,9 +290,9 @@ def main() -> None:
     fork_instead_of_spawning()
     try:
         for line in sys.stdin:
-            name, dtype, prefill_ranks, decode_ranks = json.loads(line)
+            name, dtype, prefill_ranks, decode_ranks, *compacts = json.loads(line)
             decoding.begin(name, dtype, decode_ranks)
-            print(json.dumps(prefill(name, dtype, prefill_ranks, decoding)), flush=True)
+            print(json.dumps(prefill(name, dtype, prefill_ranks, decoding, *compacts)), flush=True)
     except BaseException:
         traceback.print_exc()
         decoding.kill()

@@ -77,7 +77,7 @@ def run(
             found[f"{kind}: {name}"] = table
         figures |= figures_of(kind, found)
         if Section.composition in sections:
-            content = to_be_kept(kind, figures).model_dump_json()
+            content = to_be_kept(kind, figures).model_dump_json(exclude={"lazy_blocks"})
             console.print(f"{kind}: to be kept beside the weights, in {FILE}: [bold]{content}[/bold]")
     workload = {
         "models": {kind: folder.name for kind, folder in shipped.items()},

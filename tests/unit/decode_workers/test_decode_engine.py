@@ -19,6 +19,7 @@ from decode_workers import engine
 from decode_workers.admission import Admission
 from decode_workers.engine import DecodeEngine, NonFiniteLogits, fail_on_nan
 from decode_workers.spec import DecodeSpec
+from infra.kv_window import window_parameter
 from infra.reference import DEFAULT_MODEL, weights
 from infra.vllm_env import BLOCK_SIZE
 
@@ -30,6 +31,7 @@ class Vllm:
 
     def __init__(self) -> None:
         self.asked: list[SamplingParams] = []
+        self.rejected: list[tuple[str, str]] = []
         self.pulled, self.ended = asyncio.Event(), asyncio.Event()
         self.ended.set()
         self.free, self.looked = False, 0
@@ -48,6 +50,9 @@ class Vllm:
             )
             if last or not whole:
                 yield RequestOutput(request_id, None, None, None, [output], last)
+
+    async def notify_kv_transfer_request_rejected(self, name: str, transfer: Any) -> None:
+        self.rejected.append((name, transfer["remote_request_id"]))
 
     async def reset_prefix_cache(self) -> bool:
         self.looked += 1
@@ -225,3 +230,27 @@ async def test_a_prompts_blocks_are_counted_in_the_prefill_workers_size(size: in
     assert await read(decode(vllm), {**TRANSFER, BLOCK_SIZE: size}) == 3  # of 20 tokens
     (params,) = vllm.asked
     assert params.extra_args["kv_transfer_params"]["remote_block_ids"] == (blocks,)
+
+
+async def test_fewer_blocks_than_the_prompt_has_are_refused_before_they_end_the_engine():
+    worker = decode(vllm := Vllm())
+    with pytest.raises(ValueError, match="20 tokens need 2 KV blocks"):
+        await read(worker, {**TRANSFER, "remote_block_ids": [[1]]})
+    assert vllm.asked == []
+    assert vllm.rejected == [("abandon-lease-0", "lease")], "the prefill worker gets its blocks back"
+
+
+async def test_room_for_an_answer_with_a_window_is_what_it_holds_at_once():
+    worker = decode(Vllm())
+    asked = SamplingParams(max_tokens=100)
+    held = []
+    for transfer in (TRANSFER, TRANSFER | window_parameter(10)):
+        reading = asyncio.create_task(anext(worker.generate(list(range(20)), transfer, asked, "request")))
+        await asyncio.sleep(0.02)
+        held.append(worker.stats().blocks_reserved)
+        reading.cancel()
+        await asyncio.wait([reading])
+        worker.admission = Admission(10, 16)
+    assert held == [8 + 1, 2 + 1 + 1 + 1], (
+        "two of the prompt, one of the window, one that is being left, one for a copy"
+    )

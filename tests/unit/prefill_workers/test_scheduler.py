@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ import torch
 from kvstore.forget import ForgetRegistry
 from prefill_workers.block_index import NO_MATCH
 from prefill_workers.block_pool import BlockPool
+from prefill_workers.compaction.plan import CompactionPlan, compaction_plan
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.fidelity.monitor import Fidelity
 from prefill_workers.link.linker import Linker
@@ -20,7 +22,15 @@ from prefill_workers.link.plan import ChunkPlan, LinkPlan
 from prefill_workers.modes import OperatingPoint
 from prefill_workers.patches.harvester import Harvester
 from prefill_workers.prefix_digests import prefix_chain
-from prefill_workers.protocol import ChunkOutcome, ChunkSpan, LinkRequest, NonFiniteLogits
+from prefill_workers.protocol import (
+    ChunkOutcome,
+    ChunkSpan,
+    Compaction,
+    CompactionRefused,
+    HandedOff,
+    LinkRequest,
+    NonFiniteLogits,
+)
 from prefill_workers.scheduler.cost_model import ForwardCostModel
 from prefill_workers.scheduler.link_job import LinkJob
 from prefill_workers.scheduler.prefill_loop import PrefillLoop
@@ -45,9 +55,12 @@ class Engine:
 
     accepts_layerwise_kv = False
     num_blocks, block_size, max_model_len = 41, 16, 160
+    not_compactable = None
 
     def __init__(self) -> None:
         self.broken: set[LinkSequence] = set()
+        self.uncompactable: set[int] = set()  # by tokens
+        self.compacted: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
         self.finished_writes = 0
 
     def forward(self, work: Sequence[tuple[LinkSequence, list[Run]]], *_: Any) -> None:
@@ -59,6 +72,14 @@ class Engine:
 
     def transfer_parameters(self, *_: Any) -> dict[str, Any]:
         return {}
+
+    def stored_bytes(self, tokens: int) -> int:
+        return 64 * tokens
+
+    def compact(self, link: str, blocks: Sequence[int], plan: CompactionPlan, into: Sequence[int]) -> None:
+        if plan.tokens in self.uncompactable:
+            raise RuntimeError("injected")
+        self.compacted.append((link, tuple(blocks), tuple(into)))
 
 
 @pytest.fixture
@@ -96,6 +117,31 @@ def test_a_link_whose_logits_are_not_finite_ends_with_an_error_and_others_go_on(
     assert isinstance(error, NonFiniteLogits)
     assert error.stored == (("patch", "key", "owner"),)
     assert (scheduler.running, pool.free, scheduler.failing) == ([sound], 6, 0)
+
+
+def compacting(tokens: int) -> LinkJob:
+    one = job(tokens)
+    one.plan.request = replace(one.plan.request, compaction=Compaction(0.5), readers=2)
+    one.compaction = compaction_plan(one.plan.request, 16)
+    assert one.compaction is not None
+    return one
+
+
+def test_a_compacted_link_gets_all_its_blocks_at_once_or_none(scheduler: Scheduler, pool: BlockPool):
+    """Two links that each waited for the other's blocks would never end."""
+    first, second = compacting(96), compacting(96)  # 6 blocks, and 4 for 63 entries with a first token's slot
+    for one in (first, second):
+        scheduler.add(one)
+    assert not scheduler.admit()
+    assert (scheduler.running, pool.free, pool.leases) == ([first], 0, 2)
+    lease, room = first.offered
+    assert (lease, room, len(lease.blocks), lease.readers) == (first.compacted, 64, 4, 2)
+    assert first.lease is not None
+    assert first.lease.readers == 0, "no decode engine pulls the whole KV"
+    scheduler.free(first)
+    scheduler.remove([first])
+    assert scheduler.admit()
+    assert scheduler.running == [second]
 
 
 def test_waiting_links_are_admitted_in_order_while_blocks_last(scheduler: Scheduler, pool: BlockPool):
@@ -193,8 +239,8 @@ def test_a_link_does_not_wait_for_one_that_has_much_else_to_compute(scheduler: S
     assert not scheduler.waiting, "it would be spared fewer tokens than a forward is worth"
 
 
-def test_what_was_written_for_a_link_is_there_before_it_ends_although_the_forward_failed():
-    engine = Engine()
+def loop_of(engine: Engine) -> PrefillLoop:
+    """A loop whose thread does not run."""
     linker = SimpleNamespace(
         advance=lambda plan: None,
         match=lambda plan, fits: NO_MATCH,
@@ -205,7 +251,7 @@ def test_what_was_written_for_a_link_is_there_before_it_ends_although_the_forwar
         library=None,
         fidelity=Fidelity(FidelitySettings(share=0)),
     )
-    loop = PrefillLoop(
+    return PrefillLoop(
         cast(PrefillEngine, engine),
         cast(Linker, linker),
         cast(Harvester, None),
@@ -216,6 +262,11 @@ def test_what_was_written_for_a_link_is_there_before_it_ends_although_the_forwar
         learns=False,
         cost_model=ForwardCostModel(fixed=0.0, seconds_per_token=1e-6),
     )
+
+
+def test_what_was_written_for_a_link_is_there_before_it_ends_although_the_forward_failed():
+    engine = Engine()
+    loop = loop_of(engine)
     wrong, placed = job(10), job(50, reused=50)
     admit(loop._scheduler, wrong, placed)
     engine.broken.add(wrong.plan.sequence)
@@ -226,3 +277,45 @@ def test_what_was_written_for_a_link_is_there_before_it_ends_although_the_forwar
         wrong.done.result(0)
     assert placed.done.result(0).tokens_reused == 50
     assert seen == [1]
+
+
+def test_the_whole_kv_is_offered_where_the_pool_has_no_room_for_two():
+    engine = Engine()
+    loop = loop_of(engine)
+    assert loop._pool.total == 30
+    for tokens, kept in ((288, 159), (352, 352)):  # 18 and 10 blocks; 22 and 12
+        asked = compacting(tokens)
+        asked.plan.request = replace(asked.plan.request, readers=1)
+        loop.submit(asked.plan)
+        (waiting,) = loop._scheduler.waiting
+        assert (tokens if waiting.compaction is None else waiting.compaction.kept) == kept
+        loop._scheduler.waiting.clear()
+
+
+def test_a_model_whose_kv_cannot_be_reduced_refuses_by_name():
+    engine = Engine()
+    engine.not_compactable = "its attention has sliding window"
+    with pytest.raises(CompactionRefused, match="kv_budget: its attention has sliding window"):
+        loop_of(engine).submit(compacting(96).plan)
+
+
+def test_decode_engines_are_offered_the_entries_and_the_whole_kv_is_nobodys_afterwards():
+    engine = Engine()
+    loop = loop_of(engine)
+    sound, broken = compacting(96), compacting(128)
+    engine.uncompactable.add(128)
+    admit(loop._scheduler, sound, broken)
+    assert sound.lease is not None
+    assert sound.compacted is not None
+    loop._turn()
+    loop._turn()
+    result = sound.done.result(0)
+    assert (result.lease, result.kv) == (sound.compacted.id, HandedOff(96, 63, 64 * 63))
+    assert engine.compacted == [(sound.lease.id, sound.lease.blocks, sound.compacted.blocks)]
+    with pytest.raises(RuntimeError, match="injected"):
+        broken.done.result(0)
+    assert (loop._pool.leases, loop._pool.free) == (1, loop._pool.total - 4)
+    loop._pool.read(result.lease)
+    assert loop._pool.leases == 1, "the other of its two readers"
+    loop._pool.read(result.lease)
+    assert loop._pool.free == loop._pool.total

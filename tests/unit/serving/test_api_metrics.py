@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving.api import metrics
 from serving.api.metrics import Metrics, exposition, in_time, labelled
 from serving.errors import RoleUnavailable
-from serving.frontend.report import OrbitReport
+from serving.frontend.report import KVReport, OrbitReport
 
 
 def test_replicas_series_stand_beside_one_another_under_one_family_each():
@@ -27,6 +27,15 @@ def test_replicas_series_stand_beside_one_another_under_one_family_each():
     counts = {s.labels["replica"]: s.value for s in ttft if s.name.endswith("_count")}
     assert counts == {"a": 0, "b": 1}
     assert {s.labels["le"]: s.value for s in ttft if s.labels.get("replica") == "b" and "le" in s.labels}["0.05"] == 1
+
+
+def test_entries_and_bytes_handed_off_are_counted():
+    counted = Metrics()
+    counted.observe(OrbitReport(mode="auto", kv=KVReport(tokens=100, kept=30, bytes_handed_off=4000)))
+    text = exposition(counted.collect()).decode()
+    assert 'orbitserve_kv_entries_total{kept="true"} 30.0' in text
+    assert 'orbitserve_kv_entries_total{kept="false"} 70.0' in text
+    assert "orbitserve_handoff_bytes_total 4000.0" in text
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -12,15 +12,30 @@ import pytest
 from engine_client_support import EOS, OUTPUTS, Roles, ask, client_of, tokens_of
 from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from kvstore.catalog.index import Entry, scopes_of
 from prefill_workers.modes import Mode
-from prefill_workers.protocol import ChunkSpan, LeaseState, Overloaded, PromptTooLarge
+from prefill_workers.protocol import (
+    ChunkSpan,
+    Compaction,
+    CompactionPolicy,
+    CompactionRefused,
+    LeaseState,
+    Overloaded,
+    PromptTooLarge,
+)
 from serving.errors import NoReplica, RoleUnavailable
 from serving.frontend.errors import DeadlineExceeded, InvalidRequest, OverloadedError
 from serving.frontend.prompt_segments import Segments
-from serving.frontend.report import PROMPTS_AT_ONCE, OrbitOptions, RequestTrace, set_trace
+from serving.frontend.report import (
+    PROMPTS_AT_ONCE,
+    ElasticOptions,
+    OrbitOptions,
+    RequestTrace,
+    parse_options,
+    set_trace,
+)
 
 
 async def test_a_link_tells_which_chunks_have_a_known_patch_in_modes_that_use_any(monkeypatch: pytest.MonkeyPatch):
@@ -446,3 +461,79 @@ async def test_a_role_without_any_replica_is_not_asked_twice():
         await ask(roles)
     assert not isinstance(told.value, RetryableRequestError), "something was said already"
     assert roles.calls.count("link") == 1
+
+
+async def test_a_compacted_prompt_is_named_by_as_many_ids_as_there_are_entries():
+    """Whoever draws the first token; its ids are the client's own again in what it is told."""
+    for first_tokens in ([], [7]):
+        trace = RequestTrace(OrbitOptions(kv_budget=0.5, elastic=ElasticOptions(window=4)))
+        roles = Roles(first_tokens, kept=6)
+        outputs = await ask(roles, trace=trace, max_tokens=9)
+        ((given, _),) = roles.generated
+        assert given == [6, 7, 8, 9, 10, 11, *first_tokens]
+        assert outputs[0].prompt_token_ids == list(range(12))
+        assert roles.linked[0].compaction == Compaction(0.5, CompactionPolicy.EVICT, 4)
+        kv = trace.report.kv
+        assert kv is not None
+        assert (kv.tokens, kv.kept, kv.bytes_handed_off, kv.window, kv.policy) == (12, 6, 600, 4, "evict")
+        assert kv.first_token_saw == ("all" if first_tokens else "kept")
+
+
+async def test_repetition_penalties_and_grammars_read_the_ids_of_the_prompt_so_that_all_of_them_stay():
+    prompt = {"type": "token", "prompt_token_ids": [1, 2, 3, 1, 2, 3, 1, 2, 3]}
+    for params, least in [
+        (SamplingParams(), 0),
+        (SamplingParams(repetition_penalty=1.2), 3),
+        (SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")), 3),
+    ]:
+        set_trace(RequestTrace(OrbitOptions(kv_budget=0.05)))
+        roles = Roles()
+        assert [output async for output in client_of(roles).generate(prompt, params, "request")]
+        assert roles.linked[0].compaction.least == least
+
+
+async def test_an_answer_that_moves_is_linked_again_with_what_it_has_said():
+    trace = RequestTrace(OrbitOptions(kv_budget=0.5))
+    roles = Roles([7], kept=6, between=[RoleUnavailable("gone")])
+    outputs = await ask(roles, trace=trace, max_tokens=9)
+    assert tokens_of(outputs) == [7, 100, 100, 101, 102]
+    first, second = roles.linked
+    assert list(second.token_ids) == [*range(12), 7, 100]
+    assert second.compaction == first.compaction
+    assert [given for given, _ in roles.generated] == [[6, 7, 8, 9, 10, 11, 7], [8, 9, 10, 11, 7, 100]]
+
+
+async def test_a_model_whose_kv_cannot_be_reduced_says_so_by_name():
+    refused = CompactionRefused("kv_budget: its attention has sliding window")
+    with pytest.raises(InvalidRequest, match=r"orbit\.kv_budget: its attention has sliding window"):
+        await ask(Roles(link=[refused]), trace=RequestTrace(OrbitOptions(kv_budget=0.5)))
+
+
+async def test_a_service_may_set_what_requests_do_not_ask_for():
+    roles = Roles()
+    client = client_of(roles)
+    client.compaction = Compaction(0.4, CompactionPolicy.MERGE, 64)
+    prompt = {"type": "token", "prompt_token_ids": list(range(12))}
+    for options in ({}, {"elastic": {"window": None}}, {"kv_budget": 1, "elastic": {"policy": "paper"}}):
+        set_trace(RequestTrace(parse_options(options)))
+        assert [output async for output in client.generate(prompt, SamplingParams(), "request")]
+    assert [request.compaction for request in roles.linked] == [
+        Compaction(0.4, CompactionPolicy.MERGE, 64),
+        Compaction(0.4, CompactionPolicy.MERGE, None),
+        Compaction(1.0, CompactionPolicy.PAPER, 64),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({"kv_budget": 0.01}, "orbit.kv_budget"),
+        ({"kv_budget": 2}, "orbit.kv_budget"),
+        ({"elastic": {"policy": "best"}}, "orbit.elastic.policy"),
+        ({"elastic": {"window": 0}}, "orbit.elastic.window"),
+        ({"elastic": {"budget": 0.5}}, "orbit.elastic.budget"),
+    ],
+)
+def test_what_no_budget_can_be_is_refused_by_its_field(options: dict[str, Any], where: str):
+    with pytest.raises(InvalidRequest, match=where.replace(".", r"\.")):
+        parse_options(options)

@@ -1,0 +1,95 @@
+"""Compaction plan of a prompt: entries that are kept, tokens that may be reduced.
+
+| policy  | tokens that keep an entry of their own             | the others                                         |
+|---------|----------------------------------------------------|----------------------------------------------------|
+| `evict` | the first four; text behind the last chunk, up to  | the most important stay, the rest is left out      |
+|         | half of the entries                                |                                                    |
+| `merge` | all text                                           | means around anchors, within one image             |
+| `paper` | the last                                           | means around anchors (eq. 2 and 3), of which the   |
+|         |                                                    | first token is one                                 |
+
+Which tokens are important is measured in each layer by the attention that later tokens pay to them (eq. 1): of the
+prompt's last tokens, that is the user's own words, or with `paper` of all tokens that the last forward computed.
+Every policy keeps as many entries in each layer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from prefill_workers.protocol import TEXT, CompactionPolicy, LinkRequest
+from prefill_workers.sequence import Run
+
+SINKS = 4  # first tokens, which take attention that means nothing (StreamingLLM)
+OBSERVERS = 32  # last tokens whose queries choose
+
+
+@dataclass(frozen=True)
+class CompactionPlan:
+    """Reduction of `tokens` KV entries to `kept` in each layer.
+
+    Attributes:
+        reducible: token runs that may have fewer entries than tokens, in order; all others keep theirs.
+        merges: whether entries are means over buckets, which never leave their run; else tokens are left out.
+        first_stays: whether the first token is an anchor whatever its importance.
+        observers: last tokens whose queries tell importance; None: all that the last forward computed.
+    """
+
+    tokens: int
+    kept: int
+    reducible: tuple[Run, ...]
+    merges: bool
+    first_stays: bool
+    observers: int | None
+
+    @property
+    def shift(self) -> int:
+        """Positions by which keys move, so that the last one's equals its index again."""
+        return self.kept - self.tokens
+
+
+def compaction_plan(request: LinkRequest, block_size: int) -> CompactionPlan | None:
+    """Plan a request's compaction; None: all entries are kept.
+
+    Entries that fill up the last block are free, beside the slot of the answer's first token: so many more are kept.
+    """
+    asked, n = request.compaction, len(request.token_ids)
+    if asked.budget >= 1:
+        return None
+    wanted = max(math.ceil(asked.budget * n), asked.least)
+    if asked.policy is CompactionPolicy.MERGE:
+        images = [chunk for chunk in request.chunks if chunk.modality != TEXT and chunk.count]
+        reducible = [Run(chunk.first, chunk.first + chunk.count) for chunk in images]
+        least = n - sum(map(len, reducible)) + len(reducible)
+    elif asked.policy is CompactionPolicy.PAPER:
+        reducible, least = [Run(0, n - 1)], 2
+    else:
+        behind = n - request.chunks[-1].stop if request.chunks else n
+        last = max(1, min(behind, wanted // 2))
+        reducible, least = [Run(min(SINKS, n - last), n - last)], SINKS + last
+    filled = -(-(max(wanted, least) + 1) // block_size) * block_size - 1
+    if filled >= n or not reducible:
+        return None
+    paper = asked.policy is CompactionPolicy.PAPER
+    return CompactionPlan(
+        tokens=n,
+        kept=filled,
+        reducible=tuple(reducible),
+        merges=asked.policy is not CompactionPolicy.EVICT,
+        first_stays=paper,
+        observers=None if paper else OBSERVERS,
+    )
+
+
+def placeholder_ids(token_ids: list[int], kept: int) -> list[int]:
+    """Token ids [kept] that stand for a compacted prompt in a decode engine.
+
+    It looks at no other than the last.
+
+    But repetition penalties read them: every id of the prompt is among them if there is room, those of its end first.
+    """
+    if kept >= len(token_ids):
+        return token_ids
+    distinct = list(dict.fromkeys(reversed(token_ids)))[:kept]
+    return [token_ids[-1]] * (kept - len(distinct)) + distinct[::-1]
