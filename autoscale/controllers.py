@@ -60,7 +60,10 @@ class Static:
 
 @dataclass
 class Oracle:
-    """Instant replicas for the load that will come: `loads` by role and interval, over the utilisation."""
+    """Instant replicas for the load that will come.
+
+    `loads`: by role and interval; replicas are as many as keep the `utilisation`.
+    """
 
     loads: Mapping[Role, Sequence[float]]
     utilisation: float
@@ -192,7 +195,7 @@ class Knative:
 
 
 class Saturation:
-    """WVA V1: spare KV and spare queue of replicas that are not saturated, one replica at a time."""
+    """WVA V1: spare KV and queue of unsaturated replicas, one replica at a time."""
 
     name, period_s, is_instant = "saturation", 30.0, False
 
@@ -221,7 +224,7 @@ class Saturation:
 
 
 class SlaMeans:
-    """Dynamo's SLA planner: rates from means with a scalar hit rate as a floor, and one step by the load.
+    """Dynamo's SLA planner: a floor from mean rates and a scalar hit rate, one step by load.
 
     Args:
         share: of the rate that one replica has by its mean time, which is planned with.

@@ -1,4 +1,4 @@
-"""Forecasts of one number: several simple models, of which the one that lately erred least is believed.
+"""Forecasts of one number, by the one of several simple models that lately erred least.
 
 | model | forecast for `now + horizon`                                                                        |
 |-------|-----------------------------------------------------------------------------------------------------|

@@ -83,7 +83,10 @@ class _Last:
 
 
 class Plans:
-    """Plans from signals, with their log and counters. `clock` is the wall's, for the log; all else goes by `now`."""
+    """Plans from signals, with their log and counters.
+
+    `clock` is the wall's, for the log; all else goes by `now`.
+    """
 
     def __init__(self, roles: Mapping[Role, Scaled], settings: AutoscaleSettings) -> None:
         self._roles, self._settings = roles, settings
@@ -102,7 +105,10 @@ class Plans:
         self._planned = float("-inf")
 
     def target(self, role: Role, running: int, target: int, now: float) -> int | None:
-        """A policy's question: the role's target, told how many replicas run and are asked for; None: no fresh plan."""
+        """Target of a role for its Serve policy; None: there is no fresh plan.
+
+        `running` and `target`: replicas that run, and that Serve is to keep.
+        """
         last = self._last.get(role)
         if last is None:
             return None

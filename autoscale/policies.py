@@ -143,7 +143,7 @@ def _tail(blocked: float, load: float, mean_s: float, variability: float, replic
 
 
 def within_limit(load: float, mean_s: float, variability: float, limit_s: float, attainment: float) -> int:
-    """Fewest replicas with which a share `attainment` of the work waits no longer than the limit.
+    """Fewest replicas with which a share `attainment` of the work meets the limit.
 
     Where the own time alone takes it, as many as keep `BUSIEST`.
     """

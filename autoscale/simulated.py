@@ -82,7 +82,7 @@ class Library:
         return content in self._tokens if self._shared else bool(self._holders.get(content))
 
     def keep(self, replica: str, chunks: Iterable[Chunk]) -> None:
-        """Note what a link has computed or loaded: chunks on the replica's node, patches behind what came before."""
+        """Note the chunks and patches that a link leaves on its replica's node."""
         before: list[str] = []
         for chunk in chunks:
             self._keep_chunk(replica, chunk.content, chunk.tokens)
@@ -137,7 +137,10 @@ class Library:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A request under way. Times are the clock's; tokens of chunks that were found again are `reused`."""
+    """A request under way.
+
+    Times are the clock's; tokens of chunks that were found again are `reused`.
+    """
 
     request: Request
     name: str

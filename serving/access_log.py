@@ -203,7 +203,7 @@ class AccessLog:
         self.written = self.dropped = 0
         self._settings, self._model = settings, model
         self._draw = draw or random.Random().random
-        self._queue: queue.Queue[tuple[float, LinkRequest, Sequence[int | None], LinkResult] | None]
+        self._queue: queue.Queue[tuple[float, LinkRequest, Sequence[int | None], LinkResult, float | None] | None]
         self._queue = queue.Queue(settings.queue)
         self._warned = -_WARN_SECONDS
         self._thread = threading.Thread(target=self._write, name="access-log", daemon=True)

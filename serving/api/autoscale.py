@@ -1,4 +1,4 @@
-"""Autoscaling over HTTP: the planner's last decisions, as metrics and as `GET /v1/orbit/autoscale`."""
+"""The planner's last decisions over HTTP: metrics, and `GET /v1/orbit/autoscale`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Planned = Callable[[], Awaitable[Mapping[str, Any]]]
 
 
 async def planned_metrics(planned: Planned | None) -> list[Metric]:
-    """Metrics of the plan; none where nothing is planned, or the planner does not answer in time."""
+    """Metrics of the plan; none without a planner that answers in time."""
     status = await in_time(planned(), {}, "the planner") if planned is not None else {}
     return list(families(status.get("roles", {})))
 

@@ -1,4 +1,4 @@
-"""`orbitserve autoscale`: simulate policies on a trace, check the simulator, and show a service's plan."""
+"""`orbitserve autoscale`: policies on a trace, the simulator's error, a service's plan."""
 
 from __future__ import annotations
 
@@ -168,9 +168,9 @@ def check(
     console.print(f"  {outcome['requests']} requests in {outcome['seconds']:.0f} s", highlight=False)
     for name in ("p50", "p90", "p99"):
         predicted, measured = outcome["predicted_ms"][name], outcome["measured_ms"][name]
-        error = abs(predicted / measured - 1)
+        off = abs(predicted / measured - 1)
         console.print(
-            f"  TTFT {name}: predicted {predicted:.0f} ms, measured {measured:.0f} ms ({error:.0%})", highlight=False
+            f"  TTFT {name}: predicted {predicted:.0f} ms, measured {measured:.0f} ms ({off:.0%})", highlight=False
         )
     if json_file is not None:
         json_file.write_text(json.dumps(_finite(outcome), indent=1) + "\n")

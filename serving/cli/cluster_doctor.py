@@ -38,7 +38,7 @@ from infra.ports import free_port
 from kvstore.tiers.base import Tier
 from kvstore.tiers.stack import TierStack
 from kvstore.uploads.files import FileStore
-from serving.cli.doctor import CheckResult
+from serving.cli.findings import CheckResult
 from serving.config import OrbitServeConfig
 from serving.deploy.launch import FAST_REQUEST_PATH
 from serving.deploy.ray_cluster import running_address

@@ -16,7 +16,7 @@ def reserved(config: OrbitServeConfig) -> dict[str, float]:
     roles = {name: role for name, role in config if isinstance(role, RoleSettings)}
     if not config.has_vision_encoder:
         roles.pop("vision")
-    return {name: role.gpus * role.replicas for name, role in roles.items() if role.gpus}
+    return {name: role.gpus * role.least_replicas for name, role in roles.items() if role.gpus}
 
 
 def shortage(wanted: Mapping[str, float], available: float) -> str | None:

@@ -300,7 +300,11 @@ async def answered(response: Any) -> Any:
 
 
 async def planner_status(app_name: str) -> dict[str, Any]:
-    """See `Planner.status`. Raises RoleUnavailable where there is no planner, as while its keeper starts."""
+    """Status of the planner, see `Planner.status`.
+
+    Raises:
+        RoleUnavailable: there is no planner, as while its keeper starts.
+    """
     try:
         planner = await asyncio.to_thread(ray.get_actor, actor_name(app_name), namespace=NAMESPACE)
         status: dict[str, Any] = await planner.status.remote()

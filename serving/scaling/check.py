@@ -26,7 +26,7 @@ _SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 def compared(path: Path, prefill: int, decode: int, seconds: float) -> dict[str, Any]:
-    """Quantiles of the time to the first token in ms, predicted and measured, of the last `seconds`.
+    """Quantiles of the TTFT [ms], predicted and measured, of a log's last `seconds`.
 
     Raises:
         BadLog: too few requests of the log tell when their first token came.

@@ -93,7 +93,10 @@ class DecodeMeter(Meter):
         self._itl_s = 0.0
 
     def answered(self, tokens: int, first: float, sequences: int = 1) -> None:
-        """Count an answer that ends now: its tokens in all sequences, and the monotonic time of the first."""
+        """Count an answer that ends now.
+
+        `tokens`: in all its sequences; `first`: monotonic time of the first one.
+        """
         steps = tokens / sequences - 1
         if steps > 0:
             itl = (time.monotonic() - first) / steps

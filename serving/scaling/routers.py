@@ -1,4 +1,4 @@
-"""The service's routing in the simulator: the same policies, reports and ledgers, under a virtual clock."""
+"""The service's routing in the simulator: its policies and ledgers under a virtual clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies compared on one trace: static peak, oracle, ours, and those of others at several settings.
+"""Policies compared on one trace: static peak, oracle, ours, others at several settings.
 
 | name       | replicas                                                                                           |
 |------------|----------------------------------------------------------------------------------------------------|

@@ -1,4 +1,4 @@
-"""Autoscaling policies on public traces and generated shapes, by the simulator with the service's routing.
+"""Autoscaling policies on public traces and generated shapes, in the simulator.
 
 Traces are read from the folder that the environment variable ORBITSERVE_TRACES names (`mooncake/`,
 `servegen-mm-image/`); without it the generated shapes alone are run. The other policies have the best of the settings
@@ -53,7 +53,10 @@ _MIDDLE = Machine(forward=ForwardCost(150.0, 8e-4), start_s=START_S, max_sequenc
 
 @dataclass(frozen=True)
 class Case:
-    """One trace with the machine that it is run on; `reuse`: share of images that return, None: it tells itself."""
+    """One trace with the machine that it is run on.
+
+    `reuse`: share of images that return; None: the trace tells by itself.
+    """
 
     requests: Callable[[], Iterator[Request]]
     machine: Machine
