@@ -18,7 +18,7 @@ from prefill_workers.protocol import LinkRequest, PixelsNeeded
 
 pytestmark = pytest.mark.engine
 
-SYSTEM = "You read pages for people who have no time, and answer in one word. "
+SYSTEM = "You read pages, and answer in one word. "
 TURN = "<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n<|im_start|>user\n"
 FIRST: list[Part] = [SYSTEM, 1, " and ", 2, " and then say what follows."]
 SECOND: list[Part] = [*FIRST, TURN.format("Nothing at all does.") + "Are you quite sure of it?"]
