@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from serving.api import compiling, fidelity, sessions
+from serving.api import autoscale, compiling, fidelity, sessions
 from serving.api.metrics import Metrics
 from serving.config import OrbitServeConfig, shown_default
+from serving.retrieval.metrics import RetrieverMetrics
 from serving.routing.policies import CHOICES
 from serving.settings import MIB, RoleSettings
 from tests.benchmarks.documents.records import markdown
@@ -74,13 +77,15 @@ def _first_line(documented: Any) -> str:
 def metrics() -> str:
     """Every series of `/metrics` that is ours, from where it is declared."""
     rows = []
-    asked = [*fidelity.families({}), *compiling.families({}), *sessions.families({})]
+    asked = [*fidelity.families({}), *compiling.families({}), *sessions.families({}), *autoscale.families({})]
+    nothing: Any = SimpleNamespace(parts=0, waiting=0, indexed=0, failed=0, degraded=0)
+    asked += RetrieverMetrics(nothing).collect()
     for declared in [*vars(Metrics()).values(), CHOICES, *asked]:
-        if not hasattr(declared, "_labelnames"):  # the registry
+        if isinstance(declared, CollectorRegistry):
             continue
         (described,) = declared.describe() if hasattr(declared, "describe") else [declared]
         name = described.name + ("_total" if described.type == "counter" else "")
-        labels = (f"`{label}`" for label in declared._labelnames if label != "replica")  # no public way to ask
+        labels = (f"`{label}`" for label in getattr(declared, "_labelnames", ()) if label != "replica")  # no public way to ask
         rows.append((f"`{name}`", described.type, ", ".join(labels), described.documentation))
     return markdown(("series", "type", "labels beside `replica`", "meaning"), rows)
 

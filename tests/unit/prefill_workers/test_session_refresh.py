@@ -32,7 +32,8 @@ LINK, SPARE = range(0, 40), range(40, 80)  # blocks
 class Transformer:
     """A decoder of three layers whose KV lies in pages of blocks."""
 
-    layout, dtype, fingerprint, precision, has_quantised_kv = GQA, torch.float32, FINGERPRINT, "float32", False
+    layout, dtype, fingerprint, precision = GQA, torch.float32, FINGERPRINT, "float32"
+    has_quantised_kv = places_on_device = False
 
     def __init__(self) -> None:
         torch.manual_seed(3)

@@ -26,6 +26,7 @@ from serving.api.auth import Authenticate
 from serving.api.chat import OrbitServingChat, fixed_prefix
 from serving.api.errors import answer_errors
 from serving.api.media import MediaResolver
+from serving.api.opening import Openings
 from serving.api.prefix import Prefixes
 from serving.api_keys import KeyRing
 from serving.frontend.documents import Documents
@@ -46,8 +47,12 @@ class Chat(OrbitServingChat):
     def __init__(self, media: MediaResolver, documents: Documents) -> None:
         self._media, self._documents = media, documents
         self._prefixes, self._max_characters = Prefixes(Tokenizer()), 1000
+        self._openings = Openings(self._written_first)
         self.engine_client: Any = SimpleNamespace(orderer=PatchAwareOrderer(), prefetch=lambda *_: None)
         self.asked: list[Any] = []
+
+    async def _written_first(self, request: ChatCompletionRequest) -> tuple[int, ...]:
+        return (1, *Tokenizer().encode(str(request.messages)))
 
 
 @pytest.fixture

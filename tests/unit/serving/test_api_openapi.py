@@ -85,10 +85,10 @@ async def test_errors_have_the_documented_shape(client: httpx.AsyncClient):
     schema = document["components"]["schemas"][told["$ref"].rpartition("/")[2]]
     missing = await client.get("/v1/files/file-none")
     unknown = await client.get("/v1/models", headers={"Authorization": "Bearer no"})
-    forbidden = await client.post("/v1/vector_stores", json={})
+    forbidden = await client.post("/v1/orbit/operating_points/patched/allow")
     bad = await client.post("/v1/vector_stores/x/search", content=b"{", headers={"content-type": "text/plain"})
     too_large = await client.post("/v1/files", content=b"x", headers={"content-length": "99999999999"})
-    answers = {404: [missing, bad], 401: [unknown], 403: [forbidden], 413: [too_large]}
+    answers = {404: [missing], 400: [bad], 401: [unknown], 403: [forbidden], 413: [too_large]}
     for status, found in answers.items():
         for answer in found:
             assert answer.status_code == status, answer.text

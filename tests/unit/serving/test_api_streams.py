@@ -109,7 +109,7 @@ class Chat(OrbitServingChat):
         self._documents: Any = SimpleNamespace(marked=lambda _: [])
         self.engine_client: Any = SimpleNamespace(orderer=PatchAwareOrderer(), prefetch=lambda *_: None)
 
-    async def _resolved(self, messages: list[Any], _: str) -> list[Any]:
+    async def _resolved(self, messages: list[Any], *_: str | None) -> list[Any]:
         return messages
 
 

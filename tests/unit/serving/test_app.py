@@ -212,7 +212,7 @@ async def test_a_prefill_worker_counts_the_patches_that_were_dropped(monkeypatch
     monkeypatch.setattr(PrefillWorker, "_name", "r1")
     worker._loop.stats = lambda: loop
     worker._library.stats = lambda: None
-    worker._deficits = dropped
+    worker._deficits, worker._sessions = dropped, MagicMock()
     assert (await worker.stats())["loop"].compiled == CompileStats(1, {}, 0.0, {}, dropped=3)
 
 
@@ -264,7 +264,8 @@ def keeper(deleted: list[str], prefill: Workers, replicas: int = 1, *others: Wor
     made._holders, made._undeleted = ((prefill, replicas), *((other, 0) for other in others)), set()
     made._library = SimpleNamespace(delete_content=delete_content)
     made._files = SimpleNamespace(
-        pending_deletions=SimpleNamespace(settle=lambda content, owner: deleted.append(f"{content} settled"))
+        parts=SimpleNamespace(of=lambda content, owner: (), settle=lambda content, owner: None),
+        pending_deletions=SimpleNamespace(settle=lambda content, owner: deleted.append(f"{content} settled")),
     )
     return made
 

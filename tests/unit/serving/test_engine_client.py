@@ -80,7 +80,7 @@ async def test_a_served_request_is_logged_once_with_the_chunks_that_could_trade_
     set_trace(trace)
     prompt = {"type": "token", "prompt_token_ids": list(range(12))}
     assert len([output async for output in client.generate(prompt, SamplingParams(), "request")]) == OUTPUTS
-    ((request, groups, result),) = offered
+    ((request, groups, result, _),) = offered
     assert (request.tenant, groups, result.lease) == ("acme", [0, 0], "lease-2")
 
 

@@ -113,7 +113,7 @@ def patched(monkeypatch: pytest.MonkeyPatch, found: Serve) -> None:
     monkeypatch.setattr(launch, "_get_global_client", lambda: found)
     monkeypatch.setattr(launch, "ray_cluster", lambda **_: nullcontext())
     monkeypatch.setattr(launch, "driver_handle", handle_that_knows(longest=10))
-    for name in ("_end_by_signal", "_warn_of_apart", "_wait_until_ready", "build"):
+    for name in ("_end_by_signal", "_refuse_too_few_gpus", "_warn_of_apart", "_wait_until_ready", "build"):
         monkeypatch.setattr(launch, name, lambda *_: None)
 
 
