@@ -85,7 +85,8 @@ def metrics() -> str:
             continue
         (described,) = declared.describe() if hasattr(declared, "describe") else [declared]
         name = described.name + ("_total" if described.type == "counter" else "")
-        labels = (f"`{label}`" for label in getattr(declared, "_labelnames", ()) if label != "replica")  # no public way to ask
+        named = getattr(declared, "_labelnames", ())  # no public way to ask
+        labels = (f"`{label}`" for label in named if label != "replica")
         rows.append((f"`{name}`", described.type, ", ".join(labels), described.documentation))
     return markdown(("series", "type", "labels beside `replica`", "meaning"), rows)
 
