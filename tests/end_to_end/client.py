@@ -170,7 +170,7 @@ def running(dtype: str, root: Path, **sections: Any) -> Iterator[Service]:
 
     Nothing is checked unless a test asks for it: on random weights the text around a chunk, which patches do not know,
     moves the answer by more than the default bound. Nor does a prompt begin with an earlier one's blocks: most tests
-    ask the same again to see how chunks are linked.
+    ask the same again to see how chunks are linked. Two processes fewer start: no retriever, no planner.
     """
     logs = root.with_name(f"{root.name}-logs")
     config = OrbitServeConfig.model_validate(
@@ -178,6 +178,8 @@ def running(dtype: str, root: Path, **sections: Any) -> Iterator[Service]:
             "access_log": {"directory": logs},
             "model": {"path": checkpoint_path(CHECKPOINT), "dtype": dtype, "max_model_len": MAX_MODEL_LEN},
             "files_url": str(root / "files"),
+            "retriever": {"replicas": 0},
+            "autoscale": {"mode": "off"},
             **sections,
             "library": {"directory": root / "library", **sections.get("library", {})},
             "prefill": {"fidelity": {"share": 0}, "prefix_cache": False, **sections.get("prefill", {})},

@@ -70,8 +70,8 @@ def only_service(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Serv
 
 @pytest.fixture
 def service(reference: Reference, only_service: Callable[..., Service]) -> Service:
-    """The service that most tests share: fp32, open to everybody, with a vision encoder, which is GPUs' default."""
-    return only_service("fp32", "float32", vision={"replicas": 1})
+    """The service that most tests share: fp32, open to everybody, with all roles that a GPU's would have."""
+    return only_service("fp32", "float32", vision={"replicas": 1}, retriever={"replicas": 1}, autoscale={})
 
 
 @pytest.fixture

@@ -80,10 +80,25 @@ def test_taking_a_file_out_of_its_last_store_deletes_its_kv_everywhere(guarded: 
 
 
 def test_only_an_administrator_maintains_the_dynamic_library(guarded: Service):
-    own = upload(guarded, ONE, 403)
+    own, boss = upload(guarded, ONE, 403), guarded.openai(OPS)
+    shared = boss.vector_stores.create(name="everybody's").id
     with pytest.raises(openai.PermissionDeniedError, match="administrator"):
-        guarded.openai(ONE).vector_stores.create(name="mine", file_ids=[own])
-    assert list(guarded.openai(ONE).vector_stores.list()) == []
+        guarded.openai(ONE).vector_stores.files.create(shared, file_id=own)
+    with pytest.raises(openai.PermissionDeniedError, match="administrator"):
+        guarded.openai(ONE).vector_stores.delete(shared)
+    boss.vector_stores.delete(shared)
+
+
+def test_a_tenants_store_is_its_own(guarded: Service):
+    own = upload(guarded, ONE, 404)
+    mine = guarded.openai(ONE).vector_stores.create(name="mine", file_ids=[own]).id
+    assert [store.id for store in guarded.openai(ONE).vector_stores.list()] == [mine]
+    assert list(guarded.openai(TWO).vector_stores.list()) == []
+    with pytest.raises(openai.NotFoundError):
+        guarded.openai(TWO).vector_stores.retrieve(mine)
+    with pytest.raises(openai.NotFoundError):
+        guarded.openai(TWO).vector_stores.delete(mine)
+    guarded.openai(ONE).vector_stores.delete(mine)
 
 
 # -- isolation --------------------------------------------------------------------------------------------------------

@@ -101,7 +101,21 @@ def test_an_image_that_is_hardly_thin_enough_is_answered(service: Service):
     assert service.chat(user(picture(901, width=4, height=800), "?"), max_tokens=1)["choices"]
 
 
-@pytest.mark.parametrize("data", [PDF, b"\n\n" + PDF, b"%!PS-Adobe-3.0\nshowpage", rb"{\rtf1 words}"])
+@pytest.mark.parametrize("data", [PDF, b"\n\n" + PDF])
+def test_a_pdf_without_pages_is_refused_wherever_it_comes(service: Service, data: bytes):
+    for part in (file_part(data), inline(data)):
+        status, message = refused(service, part, "Summarise")
+        assert status == 400
+        assert "messages[0].content[0]" in message
+        assert "PDF" in message
+    for purpose in ("user_data", "vision"):
+        upload = httpx.post(
+            service.url + "/v1/files", data={"purpose": purpose}, files={"file": ("a.pdf", data)}, timeout=60
+        )
+        assert (upload.status_code, "PDF" in upload.text) == (400, True)
+
+
+@pytest.mark.parametrize("data", [b"%!PS-Adobe-3.0\nshowpage", rb"{\rtf1 words}"])
 def test_a_page_description_is_refused_wherever_it_comes(service: Service, data: bytes):
     for part in (file_part(data), inline(data)):
         status, message = refused(service, part, "Summarise")

@@ -14,6 +14,7 @@ import openai
 import pytest
 from fastapi import FastAPI
 from openai import AsyncOpenAI
+from pdf_support import pdf
 
 from kvstore.library import Library
 from kvstore.records.keys import DYNAMIC_TENANT
@@ -45,31 +46,6 @@ from serving.settings import ApiKey, HttpSettings
 KEYS = {"boss": ApiKey(tenant="ops", admin=True), "one": ApiKey(tenant="one"), "two": ApiKey(tenant="two")}
 BEES = "Honey bees store nectar in the comb. A hive has one queen. " * 3
 BOATS = "The ferry crosses the strait at noon. Sailing boats need wind. " * 3
-
-
-def pdf(*pages: Sequence[str], size: str = "612 792") -> bytes:
-    """A PDF with these lines of text on its pages, written by hand."""
-    objects = [b"<< /Type /Catalog /Pages 2 0 R >>", b"", b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"]
-    kids = []
-    for lines in pages:
-        drawn = "BT /F1 14 Tf 72 700 Td 20 TL " + " ".join(f"({line}) Tj T*" for line in lines) + " ET"
-        objects.append(f"<< /Length {len(drawn)} >>\nstream\n{drawn}\nendstream".encode())
-        kids.append(len(objects) + 1)
-        objects.append(
-            f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 {size}] /Contents {len(objects)} 0 R "
-            "/Resources << /Font << /F1 3 0 R >> >> >>".encode()
-        )
-    listed = " ".join(f"{kid} 0 R" for kid in kids)
-    objects[1] = f"<< /Type /Pages /Kids [{listed}] /Count {len(kids)} >>".encode()
-    out, places = b"%PDF-1.4\n", []
-    for number, body in enumerate(objects, 1):
-        places.append(len(out))
-        out += f"{number} 0 obj\n".encode() + body + b"\nendobj\n"
-    table = "".join(f"{place:010d} 00000 n \n" for place in places)
-    end = (
-        f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}trailer\n<< /Size {len(objects) + 1} /Root 1 0 R >>\n"
-    )
-    return out + f"{end}startxref\n{len(out)}\n%%EOF\n".encode()
 
 
 MANUAL = pdf(["Chapter one", "Bolts and nuts"], ["Chapter two", "The carburettor mixes air and fuel"], ["Index"])

@@ -1,0 +1,36 @@
+"""Retrieval over the whole service: a PDF goes in, its pages are found, linked, and linked again."""
+
+from __future__ import annotations
+
+import pytest
+from client import Service, user
+from pdf_support import pdf
+
+pytestmark = pytest.mark.service
+
+MANUAL = pdf(["Chapter one", "Bolts and nuts"], ["Chapter two", "The carburettor mixes air and fuel"], ["Index"])
+
+
+def test_a_page_is_found_by_its_words_and_linked_by_the_next_question(service: Service):
+    client = service.openai()
+    store = client.vector_stores.create(name="manuals").id
+    added = client.vector_stores.files.upload_and_poll(vector_store_id=store, file=("manual.pdf", MANUAL))
+    assert added.status == "completed", added.last_error
+    best, *_ = client.vector_stores.search(store, query="how is fuel mixed with air?")
+    assert best.file_id == added.id
+    assert (best.model_extra or {})["page"] == 2
+
+    asked = {"retrieve": {"vector_store_ids": [store], "query": "carburettor", "max_num_results": 1}}
+    reports = []
+    for words in ("What mixes air and fuel?", "And what does chapter two say of it?"):
+        reports.append(service.chat(user(words), orbit=asked)["orbit"])
+        service.settle()
+    for report in reports:
+        assert [(one["file_id"], one["page"]) for one in report["retrieval"]["results"]] == [(added.id, 2)]
+        assert len(report["chunks"]) == 1
+    first, second = reports
+    assert first["vision_tokens_encoded"] > 0
+    assert second["vision_tokens_encoded"] == 0
+    assert second["tokens_reused"] >= second["chunks"][0]["tokens"]
+    client.vector_stores.delete(store)
+    client.files.delete(added.id)
