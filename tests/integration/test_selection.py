@@ -171,7 +171,7 @@ def test_links_of_all_modes_share_one_forward(worker: Rig, monkeypatch: pytest.M
         worker.loop._scheduler, "cost_model", ForwardCostModel(fixed=10_000.0)
     )  # a forward of one's own is dear: all join
     modes = ["auto", "mpic-20", "cacheblend-15", "exact", "cacheblend-60", "full-reuse", "mpic-0", "off"]
-    worker.link(MORE)  # whatever there is to learn
+    worker.link(MORE, "exact")  # computed whole: whatever there is to learn
     serial = [worker.link(MORE, mode) for mode in modes]
     plans = [worker.plan(MORE, mode) for mode in modes]
     for plan in plans:

@@ -56,7 +56,7 @@ def request(prompt: Prompt) -> LinkRequest:
 
     tokens = prompt.token_ids[: len(prompt) - len(prompt.answer) + 1]
     chunks = tuple(place.page.chunk(place.start) for place in prompt.places)
-    return LinkRequest("bench", tokens.tolist(), chunks, sampling=Sampling())
+    return LinkRequest("bench", tokens.tolist(), chunks, sampling=Sampling(), head=prompt.head)
 
 
 def ask(opened: workers.Worker, prompt: workers.Prompt) -> tuple[float, int]:

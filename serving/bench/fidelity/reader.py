@@ -60,13 +60,15 @@ class Place:
 class Prompt:
     """A prompt with its answer behind it, but for the answer's last token.
 
-    Its last `len(answer)` tokens predict the answer, token by token.
+    Its last `len(answer)` tokens predict the answer, token by token; the first `head` are the template's and the system
+    prompt's.
     """
 
     token_ids: Tensor
     positions: Tensor
     places: tuple[Place, ...]
     answer: tuple[int, ...]
+    head: int = 0
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -167,7 +169,7 @@ class Reader:
         """
         head = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
         tokens = self.ids(head + _HEAD)
-        starts = []
+        opening, starts = len(tokens), []
         for i, page in enumerate(pages):
             tokens += self.ids(before[i]) if i < len(before) and before[i] else []
             starts.append(len(tokens))
@@ -182,7 +184,7 @@ class Reader:
         positions = positions + lag
         first = positions if positions.dim() == 1 else positions[0]
         places = tuple(Place(page, start, int(first[start])) for page, start in zip(pages, starts, strict=True))
-        return Prompt(torch.tensor(tokens, dtype=torch.int32), positions, places, tuple(answered))
+        return Prompt(torch.tensor(tokens, dtype=torch.int32), positions, places, tuple(answered), opening)
 
     def ids(self, text: str) -> list[int]:
         """Token ids of text, with no special tokens added."""
