@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
 from client import Service, picture, user
 
@@ -32,3 +33,34 @@ def test_every_turn_computes_what_is_new_and_answers_like_one_that_is_computed_w
         assert said == alone["choices"][0]["message"]["content"]
         messages.append({"role": "assistant", "content": said})
         before = usage["prompt_tokens"]
+
+
+def test_a_system_prompt_is_computed_once(ingresses: Service):
+    system = {"role": "system", "content": "You look at pages for people who have no time, and answer in one word."}
+    ingresses.chat([system, *user(picture(151), "What is this?")], "exact")
+    orbit = ingresses.chat([system, *user(picture(152), "And this?")], "exact")["orbit"]
+    assert [chunk["operating_point"] for chunk in orbit["chunks"]] == ["encoded"]
+    assert orbit["tokens_reused"] == orbit["prefix_tokens_reused"] >= 16
+    assert orbit["tokens_reused"] + orbit["tokens_computed"] == orbit["prompt_tokens"]
+
+
+def test_a_window_that_slides_in_a_session_computes_what_is_new(service: Service):
+    steps = [[*user(picture(190 + n)), {"role": "assistant", "content": f"click button {n}"}] for n in range(4)]
+    task = {"role": "system", "content": "You operate a computer."}
+
+    def ask(window: list[list[dict[str, Any]]]) -> dict[str, Any]:
+        messages = [task, *(message for step in window for message in step), *user("What next?")]
+        return service.chat(messages, orbit={"session": {"id": "agent-1"}})["orbit"]
+
+    first = ask(steps[:3])
+    assert first["tokens_reused"] == 0
+    service.settle()
+    slid = ask(steps[1:])
+    assert [chunk["operating_point"] for chunk in slid["chunks"]][:2] == ["survived"] * 2
+    assert slid["session"]["survived"] >= 3, "pages, and the words between them"
+    assert slid["vision_tokens_encoded"] <= first["vision_tokens_encoded"] / 3
+    assert slid["tokens_computed"] < slid["prompt_tokens"] / 2
+    session = service.url + "/v1/orbit/sessions/agent-1"
+    assert httpx.get(session).json()["id"] == "agent-1"
+    assert httpx.delete(session).status_code == 200
+    assert httpx.get(session).status_code == 404

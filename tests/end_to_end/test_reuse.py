@@ -71,15 +71,6 @@ def test_exact_computes_but_does_not_encode_again(service: Service):
     assert again["orbit"]["vision_tokens_encoded"] == 0
 
 
-def test_a_system_prompt_is_computed_once(service: Service):
-    system = {"role": "system", "content": "You look at pages for people who have no time, and answer in one word."}
-    service.chat([system, *user(picture(151), "What is this?")], "exact")
-    orbit = service.chat([system, *user(picture(152), "And this?")], "exact")["orbit"]
-    assert points({"orbit": orbit}) == ["encoded"]
-    assert orbit["tokens_reused"] == orbit["prefix_tokens_reused"] >= 16
-    assert orbit["tokens_reused"] + orbit["tokens_computed"] == orbit["prompt_tokens"]
-
-
 @pytest.mark.parametrize(("number", "mode"), [(141, "mpic-32"), (145, "cacheblend-15")])
 def test_some_tokens_of_a_stored_chunk_are_computed_on_request(service: Service, number: int, mode: str):
     service.chat(user(picture(number), "What is this?"))
