@@ -73,7 +73,7 @@ class DecisionLog:
 
 @dataclass
 class _Last:
-    """What is known of a role beside its signals."""
+    """State of a role beside its signals."""
 
     decision: Decision | None = None
     counts: Counts | None = None

@@ -103,7 +103,7 @@ class Scaler:
             role.per_replica = min(1.0, each)
 
     def _learn_ratio(self, now: float) -> None:
-        """What prefill's work makes decode's load, over the last minutes."""
+        """Learn how much load prefill's work brings decode, over the last minutes."""
         passed, self._observed = now - self._observed, now
         roles = [self._roles[name] for name in (Role.PREFILL, Role.DECODE) if name in self._roles]
         loads = [role.window.demand.load for role in roles if role.window.demand is not None]

@@ -110,7 +110,7 @@ _WORK = {Role.PATCH: ("compile_s", "compiled")}  # counters of seconds and piece
 
 
 class _Growth(NamedTuple):
-    """What came and was done between two observations, by all replicas."""
+    """Work that came and was done between two observations, of all replicas."""
 
     now: float
     came_s: float = 0.0

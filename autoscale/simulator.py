@@ -44,7 +44,7 @@ class Routers(Protocol):
     """Routers of one run. `clock` gives the virtual time."""
 
     def __call__(self, clock: Callable[[], float], machine: Machine) -> tuple[Router, Router]:
-        """Those of prefill and of decode."""
+        """Build the routers of prefill and of decode."""
 
 
 @dataclass(frozen=True)

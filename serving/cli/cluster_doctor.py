@@ -337,7 +337,7 @@ def _facts(address: str, probe: Any, ours: Facts, config: OrbitServeConfig | Non
 
 
 def _storage(config: OrbitServeConfig, probes: Mapping[str, Any]) -> list[CheckResult]:
-    """What each node wrote, read on the next one."""
+    """Checks that each node reads what the one before wrote."""
     results, names = [], list(probes)
     for place in places(config):
         for writer, reader in zip(names, names[1:] + names[:1], strict=True):

@@ -133,7 +133,7 @@ def _feed(pipe: IO[bytes] | None, data: bytes) -> None:
 
 
 def _read(stream: IO[bytes], max_pixels: int) -> tuple[int | None, list[Page]]:
-    """What the child says, as far as it comes; it is no more trusted than the PDF."""
+    """Answers of the child, as far as they come; it is no more trusted than the PDF."""
     head = _line(stream)
     if head is None:
         return None, []

@@ -43,7 +43,7 @@ Follow = Callable[[str, Sequence[str]], Awaitable[None]]  # of all replicas, thi
 
 
 class _Held(NamedTuple):
-    """What an index holds of a file: when it was added, its latest change of attributes, its content id."""
+    """Index entry of a file: when it was added, its latest change of attributes, its content id."""
 
     added: int
     changed: int

@@ -21,7 +21,7 @@ CLIENT_SECONDS = 180.0  # a client that waits longer was met with silence
 
 @dataclass
 class Said:
-    """What came of one request."""
+    """Outcome of one request."""
 
     status: int = 0
     text: str = ""
