@@ -23,7 +23,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client.metrics_core import Metric
 from vllm.entrypoints.openai.chat_completion.api_router import router as chat_router
 from vllm.entrypoints.openai.completion.api_router import router as completion_router
@@ -307,7 +307,7 @@ def _add_operations(
             return JSONResponse({"status": "unhealthy", "reason": str(error)}, 503)
         return JSONResponse({"status": "ok"})
 
-    @app.get("/metrics", summary="Prometheus metrics", tags=["operations"])
+    @app.get("/metrics", summary="Prometheus metrics", tags=["operations"], response_class=PlainTextResponse)
     async def prometheus() -> Response:
         roles = client.roles
         measured, compiled, sessions, own, plans = await asyncio.gather(
