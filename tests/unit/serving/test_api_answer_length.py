@@ -26,5 +26,6 @@ def test_a_checkpoint_that_says_how_long_goes_before_the_setting(
         chat.model_config = SimpleNamespace(max_model_len=100)
 
     monkeypatch.setattr(OpenAIServingChat, "__init__", begin)
-    chat = OrbitServingChat(media=SimpleNamespace(), documents=SimpleNamespace(), default_max_tokens=setting)
+    none: Any = SimpleNamespace()
+    chat = OrbitServingChat(media=none, documents=none, retrieval=none, default_max_tokens=setting)
     assert chat.default_sampling_params.get("max_tokens") == expected
