@@ -33,7 +33,7 @@ _OWN_PATHS = "/-/"  # which Serve's proxy answers itself
 
 def set_up_proxy() -> list[Middleware]:
     """Bound headers and set up gRPC in this process; returns the middleware for Serve to add."""
-    from serving import replica_grpc  # the proxy's module, which imports this one's callers, is loading
+    from infra import replica_grpc  # the proxy's module, which imports this one's callers, is loading
 
     replica_grpc.install()
     auto.AutoHTTPProtocol = BoundedHttpProtocol

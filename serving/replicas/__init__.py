@@ -1,5 +1,5 @@
-"""Ray Serve deployments. Importing them sets up gRPC (`serving.replica_grpc`)."""
+"""Ray Serve deployments. Importing them sets up gRPC (`infra.replica_grpc`)."""
 
-from serving import replica_grpc
+from infra import replica_grpc
 
 replica_grpc.install()

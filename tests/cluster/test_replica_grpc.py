@@ -12,12 +12,12 @@ import pytest
 from cluster import recipe_environment
 from hosts import Network
 
-from serving import replica_grpc
+from infra import replica_grpc
 
 SERVER = """
 import asyncio, grpc
 from ray.serve._private import replica
-from serving import replica_grpc
+from infra import replica_grpc
 replica_grpc.install()
 
 async def answer(seconds, context):

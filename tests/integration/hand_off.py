@@ -159,7 +159,7 @@ def spoil(engine: Any, blocks: Any) -> None:
 
 
 def compacted(rig: Any, parts: list[Any], decoding: Decoding) -> list[dict[str, Any]]:
-    """What the decode engine says behind compacted KV and with windows, and what torch does over the same entries."""
+    """Answers of the decode engine behind compacted KV and with windows, and of torch over the same entries."""
     from torch_reference import TorchModel, evicted, merged
 
     from infra.kv_window import gap

@@ -35,7 +35,7 @@ class Pair:
     def report(
         self, family: str, dtype: str, prefill_ranks: int = 1, decode_ranks: int = 1, *, compacts: bool = False
     ) -> dict[str, Any]:
-        """What a case gave, which is run once; one model's always with compacted KV, others' where it is asked for."""
+        """Outcome of a case, which is run once; one model's always with compacted KV, others' where it is asked for."""
         compacts = compacts or (family, dtype, prefill_ranks, decode_ranks) == ("qwen2_5_vl", "float32", 1, 1)
         case = family, dtype, prefill_ranks, decode_ranks, compacts
         if case not in self._reports:

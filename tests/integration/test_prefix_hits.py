@@ -1,4 +1,4 @@
-"""What prompts begin with is computed once: text and chunks, for its own tenant, and exactly where it was exact.
+"""Beginnings of prompts are computed once: text and chunks, for its own tenant, and exactly where it was exact.
 
 Workers on one engine use the same blocks: what a prompt is compared with is linked before.
 """

@@ -69,7 +69,7 @@ def test_the_kernel_compiles_for_gpus(
 
 
 def _resources(cubin: bytes, folder: Path) -> str:
-    """What `cuobjdump` says of a program's registers and stack."""
+    """Report of `cuobjdump` on a program's registers and stack."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

@@ -43,7 +43,7 @@ def pages(layout: Layout) -> PageTable:
 
 
 def numbers_at(address: int, count: int) -> Tensor:
-    """What lies in memory at an address, fp32, as a kernel would read it."""
+    """Memory at an address, fp32, as a kernel would read it."""
     return torch.frombuffer(bytearray(ctypes.string_at(address, 4 * count)), dtype=torch.float32)
 
 
@@ -186,7 +186,7 @@ def test_tensors_of_any_shape_come_through_a_small_ring_and_back(shapes: list[tu
 
 
 class Original:
-    """Something of the host's."""
+    """Record in host memory that a device copy belongs to."""
 
 
 def test_a_copy_ends_with_its_original() -> None:
