@@ -41,7 +41,7 @@ from prefill_workers.link.compose import weighted_sum
 from serving.bench.fidelity import masses
 from serving.bench.fidelity.arms import PageKV, Repaired
 from serving.bench.fidelity.items import SEED, Item, items
-from serving.bench.fidelity.reader import Page, Place, Prompt, Reader
+from serving.bench.fidelity.reader import Reader
 from serving.bench.fidelity.study import Study
 
 pytestmark = pytest.mark.service
@@ -175,8 +175,9 @@ def repaired(study: Study, item: Item, asked: Asked, form: PatchForm, exact: Seq
         return [arm(page) for page in pages]
 
     def behind(before: Sequence[int], of: int) -> torch.Tensor:
-        """Δ behind pages with no text around them, as the background reads them."""
-        (read,) = reader.exact([bare(reader, [item.pages[i] for i in (*before, of)])], keep=[-1])
+        """Δ behind the template's head and pages back to back, as the background reads them."""
+        alone = reader.prompt([item.pages[i] for i in (*before, of)], item.question, item.answer).pages_only
+        (read,) = reader.exact([alone], keep=[-1])
         return read.pages[-1].float() - canonical[asked.order.index(of)].float()
 
     def formed(delta: torch.Tensor) -> Patch:
@@ -199,22 +200,6 @@ def repaired(study: Study, item: Item, asked: Asked, form: PatchForm, exact: Seq
         ratios = first.ratios(item.prompt(reader, asked.order))
         patches = [*own[:2], weighted_sum(base, pairs, masses.weights(ratios)[:, None])]
     return [Repaired(apply(page.canonical, patch, 0, arms.layout)) for page, patch in zip(pages, patches, strict=True)]
-
-
-def bare(reader: Reader, pages: Sequence[Page]) -> Prompt:
-    """Pages back to back and nothing else."""
-    tokens: list[int] = []
-    starts = []
-    for page in pages:
-        starts.append(len(tokens))
-        tokens += page.token_ids
-    placed = [
-        (page.span.modality, page.span.grid, start + page.span.first, page.span.count)
-        for page, start in zip(pages, starts, strict=True)
-    ]
-    positions, _ = reader.engine.positions(tokens, placed)
-    places = tuple(Place(page, start, int(positions[0, start])) for page, start in zip(pages, starts, strict=True))
-    return Prompt(torch.tensor(tokens, dtype=torch.int32), positions, places, (0,))
 
 
 def test_the_service_answers_as_the_offline_arms(bundled: Service):
