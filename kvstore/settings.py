@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
@@ -107,6 +107,9 @@ class FileSettings(BaseModel):
         default=512 * MIB, ge=1, description="Largest upload; `http` bounds images and documents besides."
     )
     max_tenant_bytes: int = Field(default=16 * GIB, ge=1, description="All files of one tenant together.")
+    named_tenant_bytes: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        default_factory=dict, description="The same of tenants by their names, instead of `max_tenant_bytes`."
+    )
     max_tenant_files: int = Field(default=10_000, ge=1, description="Files of one tenant.")
     default_expiry_s: int | None = Field(
         default=None, ge=1, description="Lifetime of a file uploaded without expires_after."

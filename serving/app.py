@@ -84,6 +84,7 @@ def _deployment(
         ray_actor_options={
             "num_cpus": settings.num_cpus,
             "num_gpus": settings.gpus,
+            **({"memory": settings.reserved_memory_bytes} if settings.reserved_memory_bytes else {}),
             **({"resources": settings.resources} if settings.resources else {}),
             **({"label_selector": settings.label_selector} if settings.label_selector else {}),
         },

@@ -292,6 +292,12 @@ class RoleSettings(Settings):
         "there are `min` where that is not `act`).",
     )
     num_cpus: float = Field(0.1, ge=0, description="CPUs that Ray reserves for a replica.")
+    reserved_memory_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="Memory that Ray reserves for a replica, so that no node gets more of them than it has memory for. "
+        "None: none.",
+    )
     num_gpus: float | None = Field(
         None,
         ge=0,

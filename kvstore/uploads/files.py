@@ -220,8 +220,9 @@ class FileStore:
         sizes = [*(entry.size for entry in blobs), *more]
         if len(sizes) > self.settings.max_tenant_files:
             raise QuotaExceeded(f"the limit is {self.settings.max_tenant_files} files")
-        if sum(sizes) > self.settings.max_tenant_bytes:
-            raise QuotaExceeded(f"the files would exceed {self.settings.max_tenant_bytes} bytes in all")
+        most = self.settings.named_tenant_bytes.get(tenant, self.settings.max_tenant_bytes)
+        if sum(sizes) > most:
+            raise QuotaExceeded(f"the files would exceed {most} bytes in all")
         return tuple(entry.key.removeprefix(folder).removesuffix(".blob") for entry in blobs)
 
     def _remove(self, file: FileObject) -> None:

@@ -102,6 +102,8 @@ def serve_config(config: OrbitServeConfig, options: ManifestOptions, roles: list
     for role in roles:
         settings: RoleSettings = getattr(config, role)
         actor: dict[str, Any] = {"num_cpus": settings.num_cpus, "num_gpus": _gpus(config, options, role)}
+        if settings.reserved_memory_bytes:
+            actor["memory"] = settings.reserved_memory_bytes
         if settings.label_selector:
             actor["label_selector"] = settings.label_selector
         deployments.append(

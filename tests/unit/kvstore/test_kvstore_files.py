@@ -212,6 +212,14 @@ def test_a_tenants_quota_is_its_own(tmp_path: Path) -> None:
     store.create("acme", "f", "vision", b"1")
 
 
+def test_a_tenant_named_has_a_quota_of_its_own(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, FileSettings(max_tenant_bytes=10, named_tenant_bytes={"large": 20, "small": 5}))
+    for tenant, most in {"large": 20, "small": 5, "acme": 10}.items():
+        store.create(tenant, "a", "vision", b"1" * most)
+        with pytest.raises(QuotaExceeded, match=f" {most} bytes"):
+            store.create(tenant, "b", "vision", b"1")
+
+
 def test_simultaneous_uploads_cannot_exceed_the_quota(tmp_path: Path) -> None:
     store = FileStore(tmp_path, FileSettings(max_tenant_files=5))
 

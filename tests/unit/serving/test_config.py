@@ -337,6 +337,7 @@ def test_a_section_that_is_none_is_named(tmp_path: Path):
 def test_a_role_is_pinned_and_spread_by_what_ray_takes(tmp_path: Path):
     file = tmp_path / "orbitserve.yaml"
     place = {"resources": {"fast": 1}, "label_selector": {"zone": "in(a,b)"}, "max_replicas_per_node": 1}
+    place["reserved_memory_bytes"] = 4 << 30
     file.write_text(
         yaml.safe_dump({"model": {"path": str(weights(DEFAULT_MODEL))}, "keeper": place, "patch": {"num_cpus": 2}})
     )
@@ -345,9 +346,10 @@ def test_a_role_is_pinned_and_spread_by_what_ray_takes(tmp_path: Path):
     assert found.max_replicas_per_node == 1
     assert found.resource_dict["fast"] == 1
     assert found.ray_actor_options["label_selector"] == {"zone": "in(a,b)"}
+    assert found.ray_actor_options["memory"] == 4 << 30
     plain = graph.init_kwargs["library"]._bound_deployment.init_args[2]._bound_deployment._replica_config
     assert plain.max_replicas_per_node is None
-    assert plain.ray_actor_options.keys().isdisjoint({"resources", "label_selector"})
+    assert plain.ray_actor_options.keys().isdisjoint({"resources", "label_selector", "memory"})
 
 
 @pytest.mark.parametrize(
