@@ -17,15 +17,7 @@ from test_stress import KINDS, Ask
 
 pytestmark = [pytest.mark.service, pytest.mark.slow]
 
-ROLES = (
-    "PrefillWorker",
-    "DecodeWorker",
-    "VisionEncoder",
-    "PatchCompiler",
-    "LibraryKeeper",
-    "FidelityKeeper",
-    "Ingress",
-)
+ROLES = ("PrefillWorker", "DecodeWorker", "VisionEncoder", "PatchCompiler", "LibraryKeeper", "Ingress")
 CLIENTS, CALM_SECONDS, RESTART_SECONDS = 6, 8.0, 180.0
 REFUSALS = (500, 502, 503, 504)  # of requests that met a role's end
 CUT = "cut without an error event"
