@@ -99,6 +99,7 @@ class CompactionPolicy(StrEnum):
     """Reduction of a prompt's KV entries to those of the budget (see `compaction.plan`)."""
 
     EVICT = "evict"
+    COVER = "cover"
     MERGE = "merge"
     PAPER = "paper"
 

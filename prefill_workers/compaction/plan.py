@@ -4,25 +4,31 @@
 |---------|----------------------------------------------------|----------------------------------------------------|
 | `evict` | the first four; text behind the last chunk, up to  | the most important stay, the rest is left out      |
 |         | half of the entries                                |                                                    |
+| `cover` | the same                                           | of each chunk, and of the text between, an equal   |
+|         |                                                    | share stays: tokens whose values differ most       |
 | `merge` | all text                                           | means around anchors, within one image             |
 | `paper` | the last                                           | means around anchors (eq. 2 and 3), of which the   |
 |         |                                                    | first token is one                                 |
 
 Which tokens are important is measured in each layer by the attention that later tokens pay to them (eq. 1): of the
 prompt's last tokens, that is the user's own words, or with `paper` of all tokens that the last forward computed.
-Every policy keeps as many entries in each layer.
+`cover` asks nobody: what it keeps answers questions that come later as well. Every policy keeps as many entries in each
+layer.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from prefill_workers.protocol import TEXT, CompactionPolicy, LinkRequest
+from prefill_workers.protocol import TEXT, ChunkSpan, CompactionPolicy, LinkRequest
 from prefill_workers.sequence import Run
 
 SINKS = 4  # first tokens, which take attention that means nothing (StreamingLLM)
 OBSERVERS = 32  # last tokens whose queries choose
+COVERED = 1024  # tokens of a group at most, so that distances between all of its tokens stay small
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,7 @@ class CompactionPlan:
         merges: whether entries are means over buckets, which never leave their run; else tokens are left out.
         first_stays: whether the first token is an anchor whatever its importance.
         observers: last tokens whose queries tell importance; None: all that the last forward computed.
+        groups: parts of the reducible runs; of each an equal share stays, chosen by its values. (): importance chooses.
     """
 
     tokens: int
@@ -42,6 +49,7 @@ class CompactionPlan:
     merges: bool
     first_stays: bool
     observers: int | None
+    groups: tuple[Run, ...] = ()
 
     @property
     def shift(self) -> int:
@@ -71,15 +79,27 @@ def compaction_plan(request: LinkRequest, block_size: int) -> CompactionPlan | N
     filled = -(-(max(wanted, least) + 1) // block_size) * block_size - 1
     if filled >= n or not reducible:
         return None
-    paper = asked.policy is CompactionPolicy.PAPER
+    paper, cover = (asked.policy is policy for policy in (CompactionPolicy.PAPER, CompactionPolicy.COVER))
     return CompactionPlan(
         tokens=n,
         kept=filled,
         reducible=tuple(reducible),
-        merges=asked.policy is not CompactionPolicy.EVICT,
+        merges=asked.policy in (CompactionPolicy.MERGE, CompactionPolicy.PAPER),
         first_stays=paper,
-        observers=None if paper else OBSERVERS,
+        observers=None if paper else 0 if cover else OBSERVERS,
+        groups=tuple(_groups(request.chunks, reducible[0])) if cover else (),
     )
+
+
+def _groups(chunks: Sequence[ChunkSpan], within: Run) -> Iterator[Run]:
+    """Chunks and the text between them inside a run, in parts of at most COVERED tokens."""
+    borders = {within.start, within.stop, *(chunk.first for chunk in chunks)}
+    borders |= {chunk.first + chunk.count for chunk in chunks}
+    edges = sorted(border for border in borders if within.start <= border <= within.stop)
+    for start, stop in pairwise(edges):
+        parts = -(-(stop - start) // COVERED)
+        cuts = [start + (stop - start) * part // parts for part in range(parts + 1)]
+        yield from (Run(*cut) for cut in pairwise(cuts))
 
 
 def placeholder_ids(token_ids: list[int], kept: int) -> list[int]:

@@ -1,8 +1,9 @@
-"""Anchors, buckets and means of KV entries (elastic_cache.md eq. 1 to 3)."""
+"""Anchors, buckets and means of KV entries (elastic_cache.md eq. 1 to 3), and coverage."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -16,6 +17,38 @@ def importance(attention: Iterable[Tensor]) -> Tensor:
     `attention`: parts of it, each [heads, queries of a head, tokens, stored].
     """
     return torch.stack([part.sum(2).flatten(0, 1).mean(0) for part in attention]).sum(0)
+
+
+def coverage(rows: Tensor, plan: CompactionPlan, over_ranks: Callable[[Tensor], Tensor]) -> Tensor:
+    """Scores [tokens] by which the best of every group cover its `rows` [tokens, features].
+
+    Farthest point first (Gonzalez 1985): each next token is the one farthest from all that were chosen. Within a factor
+    of two no choice of as many leaves less between a token and the nearest that stays. Groups advance side by side.
+
+    Args:
+        over_ranks: sum of a tensor over tensor-parallel ranks, each of which has some features.
+    """
+    lengths = torch.tensor([len(group) for group in plan.groups], device=rows.device)
+    width = int(lengths.max())
+    at = torch.tensor([group.start for group in plan.groups], device=rows.device)[:, None]
+    at = at + torch.arange(width, device=rows.device).minimum(lengths[:, None] - 1)
+    is_padding = torch.arange(width, device=rows.device) >= lengths[:, None]
+    values = rows[at].float().masked_fill(is_padding[..., None], 0)
+    values -= values.sum(1, keepdim=True) / lengths[:, None, None]
+    products = over_ranks(values @ values.mT)  # [groups, width, width]
+    norms = products.diagonal(dim1=1, dim2=2)
+    share = (plan.kept - plan.tokens + int(lengths.sum())) / int(lengths.sum())
+    nearest = norms.masked_fill(is_padding, -torch.inf)  # the first is farthest from the mean
+    apart = torch.full_like(nearest, torch.inf).masked_fill(is_padding, -torch.inf)
+    scores = torch.zeros_like(nearest)
+    for step in range(math.ceil(share * width) + 1):
+        chosen = nearest.argmax(1, keepdim=True)
+        scores.scatter_reduce_(1, chosen, 1 - step / lengths[:, None].float(), "amax")
+        to_chosen = products.gather(1, chosen[..., None].expand(-1, 1, width))[:, 0]
+        apart = apart.minimum(norms + norms.gather(1, chosen) - 2 * to_chosen).scatter(1, chosen, -1.0)
+        nearest = apart
+    found = torch.zeros(plan.tokens, device=rows.device)
+    return found.index_put_((at[~is_padding],), scores[~is_padding])
 
 
 def anchors(scores: Tensor, plan: CompactionPlan) -> Tensor:

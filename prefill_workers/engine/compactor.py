@@ -14,7 +14,7 @@ from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_
 from kvstore.operator.apply import relocate
 from kvstore.operator.layout import Layout
 from prefill_workers.compaction.plan import CompactionPlan
-from prefill_workers.compaction.reduction import anchors, buckets, importance, means
+from prefill_workers.compaction.reduction import anchors, buckets, coverage, importance, means
 from prefill_workers.engine.attention import paid
 from prefill_workers.engine.batch import Observing
 
@@ -114,13 +114,25 @@ class Compactor:
         """Have `compact` go by other importance, equal on all ranks."""
         self._scores[link] = scores
 
+    def _coverage(self, blocks: Sequence[int], plan: CompactionPlan) -> Tensor:
+        """Scores [layers, tokens], all layers alike, by the first layer's unrotated features.
+
+        That layer has read nothing but the token itself, which is what has to be told apart.
+        """
+        (rows,) = self._stored(blocks, 0, plan.tokens, [0])
+        parts = zip(self.layout.segments, self.layout.split(rows), strict=True)
+        content = torch.cat([part for segment, part in parts if not segment.rotary], dim=-1)
+        ranks = get_tensor_model_parallel_world_size()
+        found = coverage(content, plan, tensor_model_parallel_all_reduce if ranks > 1 else lambda part: part)
+        return found.expand(len(self._layers), -1)
+
     def compact(self, link: str, blocks: Sequence[int], plan: CompactionPlan, slots: Tensor) -> None:
         """Write the sequence's KV in `plan.kept` entries to `slots`, keys moved by `plan.shift`.
 
         Ranks choose the same anchors, by the importance of all heads. A link of which nothing was observed, whose
         prompt ends without a forward, keeps its last tokens.
         """
-        scores = self.take(link)
+        scores = self._coverage(blocks, plan) if plan.groups else self.take(link)
         if scores is None:
             scores = torch.arange(plan.tokens, device=slots.device).expand(len(self._layers), -1)
         at = anchors(scores, plan)

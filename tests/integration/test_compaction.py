@@ -9,7 +9,7 @@ from torch_reference import TorchModel
 
 from kvstore.operator.apply import relocate
 from prefill_workers.compaction.plan import OBSERVERS, SINKS, compaction_plan
-from prefill_workers.compaction.reduction import anchors, buckets, means
+from prefill_workers.compaction.reduction import anchors, buckets, coverage, means
 from prefill_workers.protocol import Compaction, CompactionPolicy
 
 pytestmark = pytest.mark.engine
@@ -52,8 +52,12 @@ def test_entries_are_those_of_the_prompts_own_attention_in_blocks_of_their_own(r
 
     attention = TorchModel(rig.family).prompt(plan.sequence).attention
     scores = (attention if policy is CompactionPolicy.PAPER else attention[:, -OBSERVERS:]).sum(1)
+    if policy is CompactionPolicy.COVER:
+        parts = zip(rig.engine.layout.segments, rig.engine.layout.split(whole[0]), strict=True)
+        content = torch.cat([part for segment, part in parts if not segment.rotary], dim=-1)
+        scores = coverage(content, compaction, lambda part: part).expand(len(whole), -1)
     at = anchors(scores, compaction)
-    if policy is CompactionPolicy.EVICT:
+    if not compaction.merges:
         chosen = torch.stack([layer[index] for layer, index in zip(whole, at, strict=True)])
         assert at[:, :SINKS].tolist() == [list(range(SINKS))] * len(at)
     else:

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from prefill_workers.compaction.plan import SINKS, CompactionPlan, compaction_plan, placeholder_ids
-from prefill_workers.compaction.reduction import anchors, buckets, importance, means
+from prefill_workers.compaction.plan import COVERED, SINKS, CompactionPlan, compaction_plan, placeholder_ids
+from prefill_workers.compaction.reduction import anchors, buckets, coverage, importance, means
 from prefill_workers.protocol import ChunkSpan, Compaction, CompactionPolicy, LinkRequest
 from prefill_workers.scheduler.observers import observers
 from prefill_workers.sequence import Run
 
-EVICT, MERGE, PAPER = CompactionPolicy
+EVICT, COVER, MERGE, PAPER = CompactionPolicy
 BLOCK = 16
 
 
@@ -129,6 +129,59 @@ def test_observed_are_the_last_tokens_of_links_that_the_forward_ends(
     assert [(one.tokens, one.first) for one in found] == expected
     assert {(one.link, one.blocks) for one in found} == {("lease", (1, 2))}
     assert list(observers(work, [0])) == []
+
+
+def test_covering_observes_nobody():
+    job = SimpleNamespace(plan=SimpleNamespace(sequence=Sequence(200)), compaction=planned(policy=COVER), name="lease")
+    assert list(observers([(job, [Run(160, 200)])], [0])) == []
+
+
+def test_groups_are_chunks_and_the_text_between_them_in_parts_that_are_not_too_long():
+    assert planned(budget=0.6, policy=COVER).groups == (
+        Run(4, 20), Run(20, 60), Run(60, 70), Run(70, 150), Run(150, 151)
+    )  # fmt: skip
+    text = LinkRequest("request", [0] * 5000, compaction=Compaction(0.2, COVER))
+    plan = compaction_plan(text, BLOCK)
+    assert plan is not None
+    assert max(map(len, plan.groups)) <= COVERED
+    assert [run.start for run in plan.groups[1:]] == [run.stop for run in plan.groups[:-1]]
+    assert sum(map(len, plan.groups)) == sum(map(len, plan.reducible))
+
+
+def farthest_first(rows: torch.Tensor, count: int) -> list[int]:
+    """The greedy choice by its definition."""
+    chosen = [int((rows - rows.mean(0)).norm(dim=1).argmax())]
+    while len(chosen) < count:
+        chosen.append(int(torch.cdist(rows, rows[chosen]).min(1).values.argmax()))
+    return chosen
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_every_group_the_same_share_stays_and_it_is_what_lies_farthest_apart(seed: int):
+    plan = planned(budget=0.45, policy=COVER)
+    rows = torch.randn(plan.tokens, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    (at,) = anchors(coverage(rows, plan, lambda part: part)[None], plan).tolist()
+    share = (plan.kept - plan.tokens) / sum(map(len, plan.groups)) + 1
+    for group in plan.groups:
+        mine = [token - group.start for token in at if group.start <= token < group.stop]
+        assert abs(len(mine) - share * len(group)) <= 1
+        assert set(mine) == set(farthest_first(rows[group.start : group.stop], len(mine)))
+
+
+def test_ranks_that_have_some_features_each_choose_alike():
+    plan = planned(budget=0.3, policy=COVER)
+    rows = torch.randn(plan.tokens, 8, generator=torch.Generator().manual_seed(7))
+    whole: list[torch.Tensor] = []
+    coverage(rows[:, :4], plan, lambda part: whole.append(part) or part)
+    first = coverage(rows[:, 4:], plan, lambda part: part + whole[0])
+    assert torch.equal(first.sign(), coverage(rows, plan, lambda part: part).sign())
+
+
+def test_tokens_that_are_all_alike_are_covered_by_any():
+    plan = planned(budget=0.3, policy=COVER)
+    scores = coverage(torch.ones(plan.tokens, 4), plan, lambda part: part)
+    assert len(set(anchors(scores[None], plan)[0].tolist())) == plan.kept
+    assert int((scores > 0).sum()) >= plan.kept - (plan.tokens - sum(map(len, plan.groups)))
 
 
 def test_placeholders_end_like_the_prompt_and_name_all_of_its_ids():
