@@ -25,7 +25,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client.metrics_core import Metric
-from vllm.entrypoints.openai.chat_completion.api_router import router as chat_router
 from vllm.entrypoints.openai.completion.api_router import router as completion_router
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
@@ -43,6 +42,7 @@ from kvstore.uploads.vector_stores import VectorStores
 from serving.api.auth import AnswerHead, Authenticate, BoundHeaders, Limit
 from serving.api.autoscale import Planned, autoscale_router, planned_metrics
 from serving.api.chat import UNSUPPORTED, OrbitServingChat, fixed_prefix, readable, refuse_longer, refuse_unsupported
+from serving.api.chat_request import chat_router
 from serving.api.client_disconnect import CancelOnDisconnect, answering
 from serving.api.compiling import compiling
 from serving.api.console import console_router
@@ -280,11 +280,8 @@ async def _add_openai(
     app.state.serving_tokenization = OrbitServingTokenization(
         models, renderer, request_logger=None, chat_template=template, chat_template_content_format="auto", media=media
     )
-    for router in (models_router, completion_router, tokenize_router):
+    for router in (models_router, completion_router, tokenize_router, chat_router()):
         app.include_router(router)
-    for route in chat_router.routes:
-        if route.path == "/v1/chat/completions":  # vLLM's router has a batch route besides
-            app.router.routes.append(route)
 
 
 def _add_operations(
