@@ -3,6 +3,7 @@
 | route                                   | answered by                                   |
 |-----------------------------------------|-----------------------------------------------|
 | POST /v1/chat/completions               | vLLM's handler, see `chat.OrbitServingChat`   |
+| POST /v1/responses                      | vLLM's handler, see `responses`               |
 | POST /v1/completions, /detokenize       | vLLM's handlers; text only                    |
 | POST /tokenize                          | vLLM's handler, chats' chunks resolved before |
 | GET /v1/models                          | vLLM's handler                                |
@@ -54,6 +55,7 @@ from serving.api.media import MediaResolver
 from serving.api.metrics import Metrics, exposition, in_time, labelled
 from serving.api.openapi import document_errors
 from serving.api.pdf_pages import PdfPages
+from serving.api.responses import OrbitServingResponses, responses_router
 from serving.api.retrieval import Retrieval
 from serving.api.sessions import counted_sessions, sessions_router
 from serving.api.streams import opened
@@ -276,11 +278,20 @@ async def _add_openai(
         **tools,
         **shared,
     )
+    app.state.openai_serving_responses = OrbitServingResponses(
+        client,
+        models,
+        chat=app.state.openai_serving_chat,
+        chat_template=template,
+        chat_template_content_format="auto",
+        **tools,
+        **shared,
+    )
     app.state.openai_serving_completion = OrbitServingCompletion(client, models, **shared)
     app.state.serving_tokenization = OrbitServingTokenization(
         models, renderer, request_logger=None, chat_template=template, chat_template_content_format="auto", media=media
     )
-    for router in (models_router, completion_router, tokenize_router, chat_router()):
+    for router in (models_router, completion_router, tokenize_router, chat_router(), responses_router()):
         app.include_router(router)
 
 

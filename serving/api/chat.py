@@ -49,7 +49,6 @@ UNSUPPORTED = {
 }
 _ONE_ANSWER = {
     "logprobs": "log-probabilities are not given of an answer with file_search",
-    "top_logprobs": "log-probabilities are not given of an answer with file_search",
 }
 _TEXTS = ("text", "refusal")  # types of parts that are text, in a field of the same name
 _TOLD_BY_FIELDS = ("tools", "documents")  # what a template writes before the messages, see `fixed_prefix`
@@ -89,7 +88,10 @@ class OrbitServingChat(OpenAIServingChat):
         tenant = raw_request.state.tenant if raw_request is not None else "local"
         trace = RequestTrace(options, tenant)
         if isinstance(request, OrbitChatRequest) and (tool := request.orbit_file_search) is not None:
-            await self.with_search(request, tool, request.orbit_forced, trace, request)
+            refuse_unsupported(request, _ONE_ANSWER)
+            if (request.n or 1) > 1:
+                raise InvalidRequest("n: with file_search there is one answer", parameter="n")
+            await self.with_search(request, tool, request.orbit_forced, trace)
             request._tool_rounds = trace.tool
         await self.prepare(request, trace)
         answer = await super().create_chat_completion(request, raw_request)
@@ -133,19 +135,13 @@ class OrbitServingChat(OpenAIServingChat):
         self.engine_client.prefetch(contents, trace)
 
     async def with_search(
-        self, request: ChatCompletionRequest, tool: FileSearchTool, is_forced: bool, trace: RequestTrace, own: Any
+        self, request: ChatCompletionRequest, tool: FileSearchTool, is_forced: bool, trace: RequestTrace
     ) -> None:
         """Show the model the tool `file_search`, and have the answer in rounds.
-
-        Args:
-            own: the client's request, by which the model's calls are parsed.
 
         Raises:
             InvalidRequest: what cannot be searched in mid-answer. UnknownVectorStore, NotAvailable.
         """
-        refuse_unsupported(own, _ONE_ANSWER)
-        if (getattr(own, "n", None) or 1) > 1:
-            raise InvalidRequest("n: with file_search there is one answer", parameter="n")
         if trace.session is not None:
             raise InvalidRequest("orbit.session: not with file_search", parameter="orbit.session")
         can_call = self.enable_auto_tools and self.parser_cls is not None and self.parser_cls.tool_parser_cls
@@ -173,7 +169,7 @@ class OrbitServingChat(OpenAIServingChat):
             self.engine_client,
             self.rendered,
             trace,
-            own,
+            request,
             parser,
         )
 

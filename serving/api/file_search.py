@@ -50,7 +50,7 @@ FUNCTION: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": NAME,
-        "description": "Search the user's files. Pages and passages that fit are shown; cite them by number, such as [1].",
+        "description": "Search the user's files. What fits is shown: pages, passages. Cite it by number, such as [1].",
         "parameters": _PARAMETERS,
     },
 }
@@ -154,7 +154,8 @@ class FileSearch:
         ended = bool(token_ids) and token_ids[-1] in self._client.end_tokens
         turn_tokens = turn.behind(1) if ended and turn.token_ids[0] in self._client.end_tokens else turn
         prompt = self._joined(segments, token_ids, turn_tokens)
-        assert (retrieval := self._trace.report.retrieval) is not None
+        retrieval = self._trace.report.retrieval
+        assert retrieval is not None
         number_chunks(retrieval, self._trace.found, [span.content for span in prompt.chunks])
         self._client.prefetch([span.content for span in prompt.chunks], following)
         report.stages_ms["prompt"] = round((time.perf_counter() - began) * 1e3, 3)
