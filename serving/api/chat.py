@@ -228,8 +228,8 @@ def _content_of(event: str) -> str:
     """Text that an event adds to an answer."""
     if '"content":"' not in event:
         return ""
-    choices = json.loads(event[len("data: ") :]).get("choices") or ({},)
-    return choices[0].get("delta", {}).get("content") or ""
+    choices = json.loads(event[len("data: ") :]).get("choices")
+    return (choices[0]["delta"].get("content") or "") if choices else ""
 
 
 def with_report(event: str, trace: RequestTrace, content: str = "") -> str:

@@ -43,7 +43,7 @@ def chat_router() -> APIRouter:
     @router.post(
         _PATH,
         dependencies=[Depends(validate_json_request)],
-        responses=vllms.responses,  # type: ignore[attr-defined]
+        responses=vllms.responses,
         summary="Create Chat Completion",
     )
     async def create_chat_completion(request: OrbitChatRequest, raw_request: Request) -> Any:

@@ -55,7 +55,7 @@ FUNCTION: dict[str, Any] = {
     },
 }
 # A forced call is short: without a tool parser nothing but its end tells when a model that cannot call tools is done.
-_FORCED = json.dumps({**_PARAMETERS, "properties": {"query": {"type": "string", "maxLength": 64}}})
+_FORCED = json.dumps({**_PARAMETERS, "properties": {"query": {"type": "string", "minLength": 1, "maxLength": 64}}})
 _FORCED_TOKENS = 256
 
 
@@ -95,7 +95,7 @@ def take_tool(data: Mapping[str, Any]) -> tuple[dict[str, Any], FileSearchTool |
     kept: dict[str, Any] = {**data, "tools": [one for i, one in enumerate(tools) if i not in places] or None}
     choice = data.get("tool_choice")
     is_forced = choice == {"type": NAME} or (choice == "required" and kept["tools"] is None)
-    if is_forced or kept["tools"] is None:
+    if is_forced or (kept["tools"] is None and choice in ("auto", "none", None)):
         kept.pop("tool_choice", None)
     if kept["tools"] is None:
         del kept["tools"]

@@ -202,7 +202,7 @@ def responses_router() -> APIRouter:
     @router.post(
         _PATH,
         dependencies=[Depends(validate_json_request)],
-        responses=vllms.responses,  # type: ignore[attr-defined]
+        responses=vllms.responses,
         summary="Create a response",
     )
     async def create_responses(request: OrbitResponsesRequest, raw_request: Request) -> Any:
