@@ -15,16 +15,17 @@ from kvstore.uploads.vector_stores import VectorStores
 
 WRITERS, OWN_FILES = 8, 3
 
-# Forks the writers. Each adds and removes files of its own, and adds the one that is everybody's; what it begins and what
-# it has done it logs, a line each. The last argument of a line is the file.
+# Forks the writers. Each adds and removes files of its own, and adds the one that is everybody's; it logs
+# what it begins and what it has done.
 WRITE = """
 import os, sys, time
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
 
-folder, store, shared, *own = sys.argv[1:]
-size, pids = len(own) // %d, []
-for number in range(%d):
+folder, writers, store, shared, *own = sys.argv[1:]
+writers = int(writers)
+size, pids = len(own) // writers, []
+for number in range(writers):
     pid = os.fork()
     if pid:
         pids.append(pid)
@@ -34,7 +35,7 @@ for number in range(%d):
     turn = 0
     while True:
         for file in own[number * size : (number + 1) * size]:
-            action = "remove" if turn %% 2 else "add"
+            action = "remove" if turn % 2 else "add"
             print("begun", action, file, file=log)
             if action == "add":
                 stores.add(store, "one", {file: {"turn": turn}})
@@ -45,7 +46,7 @@ for number in range(%d):
         turn += 1
 print(*pids, flush=True)
 sys.stdin.read()
-""" % (WRITERS, WRITERS)
+"""
 
 
 def test_writers_killed_at_any_time_lose_double_and_revive_nothing(tmp_path: Path):
@@ -56,7 +57,7 @@ def test_writers_killed_at_any_time_lose_double_and_revive_nothing(tmp_path: Pat
         files.create("one", f"{n}.txt", "assistants", f"text {n}".encode()).id for n in range(1 + WRITERS * OWN_FILES)
     ]
     shared, own = ids[0], ids[1:]
-    command = [sys.executable, "-c", WRITE, str(tmp_path), store, shared, *own]
+    command = [sys.executable, "-c", WRITE, str(tmp_path), str(WRITERS), store, shared, *own]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
