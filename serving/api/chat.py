@@ -106,7 +106,7 @@ class OrbitServingChat(OpenAIServingChat):
         return await opened(self._reported(answer, trace))
 
     async def prepare(self, request: ChatCompletionRequest, trace: RequestTrace) -> None:
-        """Resolve a request's messages, in the order that placement chooses, and begin to load what they hold.
+        """Resolve a request's messages, order their chunks, and begin to load these.
 
         The trace becomes the current one of this task.
         """
@@ -193,11 +193,11 @@ class OrbitServingChat(OpenAIServingChat):
         return await self.rendered(request)
 
     async def rendered(self, request: ChatCompletionRequest) -> Any:
-        """A request with resolved messages as vLLM's renderer gives it: the conversation and the engine's input."""
+        """Conversation and engine input of a request whose messages are resolved."""
         return await self.with_pixels(request, partial(self.online_renderer.render_chat, request, skip_mm_cache=True))
 
     async def with_pixels(self, request: ChatCompletionRequest, render: Callable[[], Awaitable[Any]]) -> Any:
-        """What `render` gives, with the pixels of those of the request's images that need them."""
+        """Call `render` with the pixels of those of the request's images that need them."""
         whole = request.messages
         cache = self.renderer._mm_processor_only_cache
         if cache is not None:  # images that vLLM has processed need not be decoded

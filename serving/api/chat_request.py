@@ -1,4 +1,4 @@
-"""Chat requests that may name the tool `file_search`, which vLLM's own request does not know."""
+"""Chat requests with the tool `file_search`, which vLLM's own request does not know."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OrbitChatRequest(ChatCompletionRequest):
 
 
 def chat_router() -> APIRouter:
-    """vLLM's chat endpoint, for requests with tools that the service answers. It has a batch endpoint besides."""
+    """vLLM's chat endpoint, without its batches, for requests with `file_search`."""
     router = APIRouter()
     (vllms,) = (route for route in api_router.router.routes if getattr(route, "path", None) == _PATH)
 

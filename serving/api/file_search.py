@@ -1,4 +1,4 @@
-"""Tool `file_search`: the model asks in mid-answer, pages that are found are linked, and the answer goes on.
+"""Tool `file_search`: a search in mid-answer, whose pages are linked.
 
 One constant function is shown to the model: stores and filters stay with the service, so that the prompt begins the
 same for all of them, and patches are known under one prefix. Pages of a first search stand in the tool's turn, before

@@ -1,4 +1,4 @@
-"""`/v1/responses`: vLLM's handler over linked chunks, with the tool `file_search`. Nothing is stored."""
+"""`/v1/responses`: vLLM's handler over linked chunks, and `file_search`; nothing is stored."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class OrbitResponsesRequest(ResponsesRequest):
 
 
 class OrbitServingResponses(OpenAIServingResponses):
-    """vLLM's responses handler; conversations are resolved, ordered and searched for as the chat handler's are."""
+    """vLLM's responses handler; conversations are prepared as those of chats."""
 
     def __init__(self, *arguments: Any, chat: OrbitServingChat, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -66,7 +66,7 @@ class OrbitServingResponses(OpenAIServingResponses):
         self.default_sampling_params = chat.default_sampling_params
 
     async def create_responses(self, request: ResponsesRequest, raw_request: Request | None = None) -> Any:
-        """Resolve the request's chunks, let vLLM answer it, and add what was searched and how it was linked."""
+        """Resolve the request's chunks, let vLLM answer it, and report searches and links."""
         answering(raw_request)
         assert isinstance(request, OrbitResponsesRequest)
         trace = await self._prepared(request, raw_request.state.tenant if raw_request is not None else "local")

@@ -339,7 +339,7 @@ class LinkedEngineClient(_NotOurs):
                 yield output
 
     def segments(self, prompt: Any, documents: Sequence[Document]) -> Segments:
-        """A rendered prompt, cut into chunks and text; see `serving.frontend.prompt_segments.segment`."""
+        """A rendered prompt, cut into chunks and text."""
         return segment(prompt, self._delimiters, documents)
 
     @property

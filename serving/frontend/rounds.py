@@ -1,4 +1,4 @@
-"""Answers in rounds: a tool's call ends one, its result begins the next, and the client sees a single answer.
+"""Answers in rounds: a tool's call ends one, and its result begins the next.
 
     prompt ─→ link, decode ─→ call ─→ search ─→ prompt + generated tokens + tool turn ─→ link, decode ─→ …
 

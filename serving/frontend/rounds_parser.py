@@ -1,4 +1,4 @@
-"""vLLM's parser of an answer in rounds: each round's text by itself, without the calls that the service answers."""
+"""Parser of answers in rounds: each by itself, without the calls that the service answers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class RoundsParser(Parser):
         *,
         finished: bool,
     ) -> DeltaMessage | None:
-        """What is new of an answer; None where that is nothing for the client."""
+        """Delta for the client; None where there is nothing for it."""
         if self._round != len(self._log.pieces):
             self._parser, self._round, self._calls = self._make(), len(self._log.pieces), {}
         if not delta_text and not finished and not self._log.is_ending:
