@@ -256,7 +256,8 @@ class RoundReport(BaseModel):
 class RetrievalReport(BaseModel):
     """Searches of `orbit.retrieve` and of the tool `file_search`.
 
-    `degraded`: lexical where no vectors were compared. `results` are of all searches, in the order in which answers cite them: [1] is the first.
+    `degraded`: lexical where no vectors were compared. `results`: of all searches, in the order in which answers cite
+    them: [1] is the first.
     """
 
     query: str

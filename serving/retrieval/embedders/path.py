@@ -1,4 +1,4 @@
-"""Models in a directory, read by transformers: sentence-transformers' layout, CLIP's and SigLIP's.
+"""Models in a directory, read by transformers: sentence-transformers, CLIP and SigLIP.
 
 | layout                | told by              | a text is                     | an image is          |
 |-----------------------|----------------------|-------------------------------|----------------------|
