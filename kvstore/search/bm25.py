@@ -15,7 +15,7 @@ import numpy as np
 
 from kvstore.search.grown import Array, GrownArray
 
-K1, B = 1.5, 0.75
+K1, B = 1.5, 0.75  # k1 by Cranfield's queries; usual is 1.2
 _TAIL = 1 << 14  # entries that may wait to be sorted into the inverted lists; or an eighth of those, if more
 
 

@@ -3,6 +3,7 @@
 | route                                   | answered by                                   |
 |-----------------------------------------|-----------------------------------------------|
 | POST /v1/chat/completions               | vLLM's handler, see `chat.OrbitServingChat`   |
+| POST /v1/responses                      | vLLM's handler, see `responses`               |
 | POST /v1/completions, /detokenize       | vLLM's handlers; text only                    |
 | POST /tokenize                          | vLLM's handler, chats' chunks resolved before |
 | GET /v1/models                          | vLLM's handler                                |
@@ -25,7 +26,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client.metrics_core import Metric
-from vllm.entrypoints.openai.chat_completion.api_router import router as chat_router
 from vllm.entrypoints.openai.completion.api_router import router as completion_router
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
@@ -43,6 +43,7 @@ from kvstore.uploads.vector_stores import VectorStores
 from serving.api.auth import AnswerHead, Authenticate, BoundHeaders, Limit
 from serving.api.autoscale import Planned, autoscale_router, planned_metrics
 from serving.api.chat import UNSUPPORTED, OrbitServingChat, fixed_prefix, readable, refuse_longer, refuse_unsupported
+from serving.api.chat_request import chat_router
 from serving.api.client_disconnect import CancelOnDisconnect, answering
 from serving.api.compiling import compiling
 from serving.api.console import console_router
@@ -54,6 +55,7 @@ from serving.api.media import MediaResolver
 from serving.api.metrics import Metrics, exposition, in_time, labelled
 from serving.api.openapi import document_errors
 from serving.api.pdf_pages import PdfPages
+from serving.api.responses import OrbitServingResponses, responses_router
 from serving.api.retrieval import Retrieval
 from serving.api.sessions import counted_sessions, sessions_router
 from serving.api.streams import opened
@@ -276,15 +278,21 @@ async def _add_openai(
         **tools,
         **shared,
     )
+    app.state.openai_serving_responses = OrbitServingResponses(
+        client,
+        models,
+        chat=app.state.openai_serving_chat,
+        chat_template=template,
+        chat_template_content_format="auto",
+        **tools,
+        **shared,
+    )
     app.state.openai_serving_completion = OrbitServingCompletion(client, models, **shared)
     app.state.serving_tokenization = OrbitServingTokenization(
         models, renderer, request_logger=None, chat_template=template, chat_template_content_format="auto", media=media
     )
-    for router in (models_router, completion_router, tokenize_router):
+    for router in (models_router, completion_router, tokenize_router, chat_router(), responses_router()):
         app.include_router(router)
-    for route in chat_router.routes:
-        if route.path == "/v1/chat/completions":  # vLLM's router has a batch route besides
-            app.router.routes.append(route)
 
 
 def _add_operations(

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing
+from functools import partial
 from itertools import dropwhile, takewhile
 from typing import Any
 
 from fastapi import Request
 from pydantic import ValidationError
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatCompletionToolsParam,
+)
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
 
+from serving.api.chat_request import OrbitChatRequest
 from serving.api.client_disconnect import answering
+from serving.api.file_search import FUNCTION, NAME, FileSearch, FileSearchTool
 from serving.api.media import MediaResolver
 from serving.api.opening import Openings, token_ids_of
 from serving.api.ordering import Ordering, ordered
@@ -27,6 +34,7 @@ from serving.api.streams import opened
 from serving.frontend.documents import Documents
 from serving.frontend.errors import InvalidRequest
 from serving.frontend.report import RequestTrace, parse_options, set_trace
+from serving.frontend.rounds_parser import RoundsParser
 
 # What needs the prompt in the engine that decodes, which never sees it; and what would need another engine.
 UNSUPPORTED = {
@@ -38,6 +46,9 @@ UNSUPPORTED = {
     "media_io_kwargs": "media_io_kwargs is not supported: images are read in one way, and named by their bytes",
     "kv_transfer_params": "kv_transfer_params belongs to the server",
     "cache_salt": "cache_salt is not supported: content is salted by tenant",
+}
+_ONE_ANSWER = {
+    "logprobs": "log-probabilities are not given of an answer with file_search",
 }
 _TEXTS = ("text", "refusal")  # types of parts that are text, in a field of the same name
 _TOLD_BY_FIELDS = ("tools", "documents")  # what a template writes before the messages, see `fixed_prefix`
@@ -74,9 +85,33 @@ class OrbitServingChat(OpenAIServingChat):
             if name in (request.chat_template_kwargs or {}):
                 raise InvalidRequest(f"chat_template_kwargs: give {name} as a field of the request", parameter=name)
         options = parse_options((request.model_extra or {}).get("orbit"))
-        messages = readable(request.messages)
         tenant = raw_request.state.tenant if raw_request is not None else "local"
         trace = RequestTrace(options, tenant)
+        if isinstance(request, OrbitChatRequest) and (tool := request.orbit_file_search) is not None:
+            refuse_unsupported(request, _ONE_ANSWER)
+            if (request.n or 1) > 1:
+                raise InvalidRequest("n: with file_search there is one answer", parameter="n")
+            await self.with_search(request, tool, request.orbit_forced, trace)
+            request._tool_rounds = trace.tool
+        await self.prepare(request, trace)
+        answer = await super().create_chat_completion(request, raw_request)
+        if isinstance(answer, ErrorResponse):
+            return answer
+        if isinstance(answer, ChatCompletionResponse):
+            for choice in answer.choices:
+                if cited := citations(choice.message.content, trace.report.retrieval):
+                    choice.message.annotations = cited
+            answer.orbit = trace.document()  # vLLM's response models take further fields
+            return answer
+        return await opened(self._reported(answer, trace))
+
+    async def prepare(self, request: ChatCompletionRequest, trace: RequestTrace) -> None:
+        """Resolve a request's messages, order their chunks, and begin to load these.
+
+        The trace becomes the current one of this task.
+        """
+        options, tenant = trace.options, trace.tenant
+        messages = readable(request.messages)
         prefix = fixed_prefix(messages, request)
         refuse_longer(messages, prefix, self._max_characters)
         if options.retrieve is not None:
@@ -98,16 +133,50 @@ class OrbitServingChat(OpenAIServingChat):
         trace.mark("media")
         set_trace(trace)
         self.engine_client.prefetch(contents, trace)
-        answer = await super().create_chat_completion(request, raw_request)
-        if isinstance(answer, ErrorResponse):
-            return answer
-        if isinstance(answer, ChatCompletionResponse):
-            for choice in answer.choices:
-                if cited := citations(choice.message.content, trace.report.retrieval):
-                    choice.message.annotations = cited
-            answer.orbit = trace.document()  # vLLM's response models take further fields
-            return answer
-        return await opened(self._reported(answer, trace))
+
+    async def with_search(
+        self, request: ChatCompletionRequest, tool: FileSearchTool, is_forced: bool, trace: RequestTrace
+    ) -> None:
+        """Show the model the tool `file_search`, and have the answer in rounds.
+
+        Raises:
+            InvalidRequest: what cannot be searched in mid-answer. UnknownVectorStore, NotAvailable.
+        """
+        if trace.session is not None:
+            raise InvalidRequest("orbit.session: not with file_search", parameter="orbit.session")
+        can_call = self.enable_auto_tools and self.parser_cls is not None and self.parser_cls.tool_parser_cls
+        if not can_call and not is_forced:
+            raise InvalidRequest(
+                "tools: the model cannot call file_search by itself, for the service has no parser of its calls "
+                '(`model.tool_call_parser`); `tool_choice: {"type": "file_search"}` has it search first',
+                parameter="tools",
+            )
+        await self._retrieval.check(tool.vector_store_ids, trace.tenant)
+        shown = ChatCompletionToolsParam.model_validate(FUNCTION)
+        request.tools = [shown, *(request.tools or ())]
+        if not request.tool_choice or request.tool_choice == "none" or not can_call:
+            request.tool_choice = "auto" if can_call else "none"
+        parser = None
+        if can_call:
+            options = {"chat_template_kwargs": request.chat_template_kwargs, "model_config": self.model_config}
+            parser = partial(self.parser_cls, self.renderer.get_tokenizer(), request.tools, **options)
+        trace.tool = FileSearch(
+            tool,
+            is_forced,
+            self._retrieval,
+            self._media,
+            self._documents,
+            self.engine_client,
+            self.rendered,
+            trace,
+            request,
+            parser,
+        )
+
+    def _make_parser(self, request: Any, tokenizer: Any, chat_template_kwargs: Any) -> Any:
+        make = partial(super()._make_parser, request, tokenizer, chat_template_kwargs)
+        tool = request._tool_rounds if isinstance(request, OrbitChatRequest) else None
+        return make() if tool is None else RoundsParser(make, tool.log, NAME)
 
     async def _rendered_tokens(self, request: ChatCompletionRequest) -> tuple[int, ...]:
         return token_ids_of(await self.online_renderer.render_chat(request, skip_mm_cache=True))
@@ -121,17 +190,25 @@ class OrbitServingChat(OpenAIServingChat):
         if error is not None:
             return error
         self._preflight(request.n or 1)
+        return await self.rendered(request)
+
+    async def rendered(self, request: ChatCompletionRequest) -> Any:
+        """Conversation and engine input of a request whose messages are resolved."""
+        return await self.with_pixels(request, partial(self.online_renderer.render_chat, request, skip_mm_cache=True))
+
+    async def with_pixels(self, request: ChatCompletionRequest, render: Callable[[], Awaitable[Any]]) -> Any:
+        """Call `render` with the pixels of those of the request's images that need them."""
         whole = request.messages
         cache = self.renderer._mm_processor_only_cache
         if cache is not None:  # images that vLLM has processed need not be decoded
             request.messages = _only_named(whole, lambda uuid: cache.is_cached([uuid])[0])
         try:
-            return await self.online_renderer.render_chat(request, skip_mm_cache=True)
+            return await render()
         except ValueError as missing:
             if not str(missing).startswith("Cache miss"):
                 raise
             request.messages = whole  # an image left the cache just now
-            return await self.online_renderer.render_chat(request, skip_mm_cache=True)
+            return await render()
         finally:
             request.messages = _only_named(whole, lambda uuid: True)  # vLLM holds the request until its last token
             for part in parts_of(whole, "image_pil"):
@@ -139,13 +216,27 @@ class OrbitServingChat(OpenAIServingChat):
 
     async def _reported(self, events: AsyncGenerator[str, None], trace: RequestTrace) -> AsyncGenerator[str, None]:
         """Add the report to every event that ends a choice, and to the usage event."""
+        content = ""
         async with aclosing(events):
             async for event in events:
-                yield with_report(event, trace)
+                if trace.report.retrieval is not None or trace.tool is not None:
+                    content += _content_of(event)
+                yield with_report(event, trace, content)
 
 
-def with_report(event: str, trace: RequestTrace) -> str:
-    """A server-sent event, with the `orbit` report if it is one of the stream's last."""
+def _content_of(event: str) -> str:
+    """Text that an event adds to an answer."""
+    if '"content":"' not in event:
+        return ""
+    choices = json.loads(event[len("data: ") :]).get("choices")
+    return (choices[0]["delta"].get("content") or "") if choices else ""
+
+
+def with_report(event: str, trace: RequestTrace, content: str = "") -> str:
+    """A server-sent event, with the `orbit` report if it is one of the stream's last.
+
+    `content`: the answer's text, of which the citations stand in the event that ends it.
+    """
     if not event.startswith("data: {") or ('"finish_reason":"' not in event and '"usage":{' not in event):
         return event
     document = json.loads(event[len("data: ") :])
@@ -153,6 +244,8 @@ def with_report(event: str, trace: RequestTrace) -> str:
     if choices and not any(choice.get("finish_reason") for choice in choices):
         return event
     document["orbit"] = trace.document()
+    if choices and (cited := citations(content, trace.report.retrieval)):
+        choices[0]["delta"]["annotations"] = cited
     return f"data: {json.dumps(document, separators=(',', ':'), ensure_ascii=False)}\n\n"
 
 

@@ -113,6 +113,13 @@ class Retrieval:
             raise UnknownVectorStore(f"No such vector store: {store_id}")
         return store
 
+    async def check(self, store_ids: Sequence[str], tenant: str) -> None:
+        """Raise UnknownVectorStore, NotAvailable for what `search` would refuse."""
+        for store_id in store_ids:
+            await asyncio.to_thread(self.visible, store_id, tenant)
+        if self._role is None:
+            raise NotAvailable("searching a vector store is not available: this deployment has no retriever")
+
     async def added(self, store_id: str, files: Sequence[str]) -> None:
         """Have files of a store indexed."""
         if self._role is not None:
@@ -137,11 +144,9 @@ class Retrieval:
             UnknownVectorStore: of one that is not there, or not the tenant's to see. NotAvailable: no retriever.
             InvalidRequest: a search that this deployment cannot do. RoleUnavailable.
         """
-        for store_id in store_ids:
-            await asyncio.to_thread(self.visible, store_id, tenant)
+        await self.check(store_ids, tenant)
         role = self._role
-        if role is None:
-            raise NotAvailable("searching a vector store is not available: this deployment has no retriever")
+        assert role is not None
         ranking, at_once = options.ranking_options, asyncio.Semaphore(_AT_ONCE)
 
         async def one(query: str) -> SearchAnswer:

@@ -50,17 +50,7 @@ async def retrieved(
     results = in_reading_order(found_best_first)
     trace.report.retrieval = RetrievalReport(
         query=query,
-        results=[
-            FoundReport(
-                chunk=i,  # until all of the request's chunks are known
-                file_id=result.hit.file,
-                filename=result.hit.filename,
-                score=round(result.hit.score, 6),
-                page=result.hit.page,
-                box=None if result.hit.box is None else list(result.hit.box),
-            )
-            for i, result in enumerate(results)
-        ],
+        results=found_reports(results, 0),  # until all of the request's chunks are known
         stages_ms={stage: round(ms, 3) for stage, ms in answers[0].stages_ms.items()},
         degraded=answers[0].degraded,
     )
@@ -70,6 +60,21 @@ async def retrieved(
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
     changed = {**messages[last], "content": [*found, *parts]}
     return [*messages[:last], changed, *messages[last + 1 :]]
+
+
+def found_reports(results: Sequence[Result], first: int) -> list[FoundReport]:
+    """Reports of results, whose chunks are numbered from `first` on."""
+    return [
+        FoundReport(
+            chunk=number,
+            file_id=result.hit.file,
+            filename=result.hit.filename,
+            score=round(result.hit.score, 6),
+            page=result.hit.page,
+            box=None if result.hit.box is None else list(result.hit.box),
+        )
+        for number, result in enumerate(results, first)
+    ]
 
 
 def in_reading_order(results: Sequence[Result]) -> list[Result]:

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing, closing, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Literal
 
 from vllm.config import VllmConfig
@@ -52,12 +53,14 @@ from prefill_workers.settings import PrefillSettings
 from serving.access_log import AccessLog
 from serving.errors import NoReplica, RoleUnavailable
 from serving.frontend.answer_stream import AnswerStream, sampling_of
+from serving.frontend.documents import Document
 from serving.frontend.errors import DeadlineExceeded, InvalidRequest, OverloadedError
 from serving.frontend.fair_queue import FairQueue
 from serving.frontend.prompt_segments import Delimiters, Segments, image_delimiters, segment
 from serving.frontend.rate_limits import RateLimits
 from serving.frontend.report import ChunkReport, KVReport, OrbitReport, RequestTrace, SessionReport, current_trace
 from serving.frontend.roles import Roles
+from serving.frontend.rounds import in_rounds
 from serving.frontend.single_flight_encoder import SingleFlightEncoder
 from serving.placement.orderer import PatchAwareOrderer
 
@@ -325,7 +328,32 @@ class LinkedEngineClient(_NotOurs):
     async def _generate(
         self, prompt: Any, params: SamplingParams, request_id: str, trace: RequestTrace, options: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
-        segments = segment(prompt, self._delimiters, trace.documents)
+        segments = self.segments(prompt, trace.documents)
+        if trace.tool is None:
+            outputs = self._round(segments, params, request_id, trace, options)
+        else:
+            generate = partial(self._round, options=options)
+            outputs = in_rounds(generate, trace.tool, segments, params, request_id, trace)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    def segments(self, prompt: Any, documents: Sequence[Document]) -> Segments:
+        """A rendered prompt, cut into chunks and text."""
+        return segment(prompt, self._delimiters, documents)
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end a turn."""
+        params = SamplingParams()
+        eos = self.input_processor.renderer.get_eos_token_id()
+        params.update_from_generation_config(self.input_processor.generation_config_fields, eos)
+        return frozenset(params.all_stop_token_ids)
+
+    async def _round(
+        self, segments: Segments, params: SamplingParams, request_id: str, trace: RequestTrace, options: dict[str, Any]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of one prompt, linked once."""
         mode = Mode.parse(trace.options.mode)
         request = LinkRequest(
             request_id=request_id,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -73,9 +73,40 @@ class Segments:
         pairs = zip(self.token_ids[:stop], opening, strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
+    def behind(self, start: int) -> Segments:
+        """Tokens from `start` on, which no chunk stands across, and their chunks."""
+        kept = [i for i, span in enumerate(self.chunks) if span.start >= start]
+        spans = tuple(_moved(self.chunks[i], -start) for i in kept)
+        return Segments(self.token_ids[start:], spans, tuple(self.items[i] for i in kept))
+
+    def apart(self) -> tuple[Segments, Segments]:
+        """Chunks one behind another, and the words around them."""
+        ids, words, spans, last = list[int](), list[int](), list[ChunkSpan](), 0
+        for span in self.chunks:
+            spans.append(_moved(span, len(ids) - span.start))
+            words += self.token_ids[last : span.start]
+            ids += self.token_ids[span.start : span.stop]
+            last = span.stop
+        return Segments(ids, tuple(spans), self.items), Segments([*words, *self.token_ids[last:]], (), ())
+
+    def spliced(self, at: int, other: Segments) -> Segments:
+        """These tokens with others before the one at `at`, which no chunk stands across."""
+        first = sum(span.stop <= at for span in self.chunks)
+        inside = tuple(_moved(span, at) for span in other.chunks)
+        later = tuple(_moved(span, len(other.token_ids)) for span in self.chunks[first:])
+        return Segments(
+            [*self.token_ids[:at], *other.token_ids, *self.token_ids[at:]],
+            (*self.chunks[:first], *inside, *later),
+            (*self.items[:first], *other.items, *self.items[first:]),
+        )
+
     def pixels(self, chunks: Sequence[int]) -> list[tuple[str, MultiModalKwargsItem]]:
         """Processed pixels of these chunks, for the vision encoder; none may be a text chunk."""
         return [item for i in chunks if (item := self.items[i]) is not None]
+
+
+def _moved(span: ChunkSpan, by: int) -> ChunkSpan:
+    return replace(span, start=span.start + by, stop=span.stop + by, first=span.first + by)
 
 
 def segment(engine_input: Any, delimiters: Delimiters, documents: Sequence[Document] = ()) -> Segments:

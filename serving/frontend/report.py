@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from asyncio import Future, Semaphore
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -17,6 +17,9 @@ from prefill_workers.modes import Mode, OperatingPoint, Text, uses_session
 from prefill_workers.protocol import Compaction, CompactionPolicy, SessionRef, Survivors
 from serving.frontend.documents import Document
 from serving.frontend.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from serving.frontend.rounds import ToolRounds
 
 SESSION_ID = r"^[A-Za-z0-9._:@=+-]{1,128}$"
 LEAST_BUDGET = 0.05  # of KV entries per token: with fewer no model that was measured answers
@@ -233,13 +236,35 @@ class FoundReport(BaseModel):
     box: list[float] | None = None
 
 
+class RoundReport(BaseModel):
+    """A search that the model called for in mid-answer, and the link that went on behind it.
+
+    `results`: how many were linked for the first time. `pause_ms`: from the call's last token to the next token.
+    """
+
+    query: str
+    results: int
+    stages_ms: dict[str, float]
+    pause_ms: float | None = None
+    prompt_tokens: int = 0
+    tokens_reused: int = 0
+    tokens_computed: int = 0
+    vision_tokens_encoded: int = 0
+    error: str | None = None  # why nothing was searched
+
+
 class RetrievalReport(BaseModel):
-    """Search of `orbit.retrieve`; `degraded`: lexical where no vectors were compared."""
+    """Searches of `orbit.retrieve` and of the tool `file_search`.
+
+    `degraded`: lexical where no vectors were compared. `results`: of all searches, in the order in which answers cite
+    them: [1] is the first.
+    """
 
     query: str
     results: list[FoundReport]
     stages_ms: dict[str, float]
     degraded: str | None = None
+    rounds: list[RoundReport] = []
 
 
 class KVReport(BaseModel):
@@ -306,6 +331,8 @@ class RequestTrace:
     documents: list[Document] = field(default_factory=list)  # text chunks of the prompt, in order
     found: list[str] = field(default_factory=list)  # content ids of what a search found, in the report's order
     groups: list[int | None] = field(default_factory=list)  # runs of chunks that could trade places, if any could
+    tool: ToolRounds | None = None  # that the service answers in mid-answer
+    on_first_token: Callable[[], None] | None = None
     costs: list[ChunkCosts] = field(default_factory=list)  # of the prompt's chunks, where an explanation is wanted
     lacking: Future[Collection[str]] | None = None  # images of which nothing is stored, once a prefill worker says
     received: float = field(default_factory=time.perf_counter)
@@ -326,6 +353,18 @@ class RequestTrace:
         self._taken = True
         return self
 
+    def of_round(self) -> RequestTrace:
+        """Trace of another prompt of the same answer, received now."""
+        return replace(
+            self,
+            documents=list(self.documents),
+            groups=[],
+            costs=[],
+            lacking=None,
+            on_first_token=None,
+            received=time.perf_counter(),
+        )
+
     @property
     def session(self) -> SessionRef | None:
         """The request's session, if it has one."""
@@ -343,6 +382,8 @@ class RequestTrace:
         if alone:
             self.report.ttft_ms = (time.perf_counter() - self.received) * 1e3
         self.report.first_token = by
+        if self.on_first_token is not None:
+            self.on_first_token()
         if (kv := self.report.kv) is not None:
             kv.first_token_saw = "kept" if by == "decode" and kv.kept < kv.tokens else "all"
 

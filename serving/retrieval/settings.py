@@ -8,7 +8,7 @@ from pydantic import Field, SecretStr, field_validator
 
 from serving.settings import RoleSettings
 
-_EMBEDDER = re.compile(r"lexical|static|http:https?://.+")
+_EMBEDDER = re.compile(r"lexical|static|path:.+|http:https?://.+")
 
 
 class RetrieverSettings(RoleSettings):
@@ -25,14 +25,17 @@ class RetrieverSettings(RoleSettings):
     embedder: str = Field(
         "static",
         description="lexical: words alone (BM25). static: text by a table of token vectors, which comes with the "
-        "package. http:URL: a server's `URL/embeddings`, as OpenAI and vLLM have it. With another one all files are "
-        "indexed again beside the old records.",
+        "package. path:DIR: a model in a directory that every host of the role has, in the layout of "
+        "sentence-transformers (text), CLIP or SigLIP (text and images). http:URL: a server's `URL/embeddings`, as "
+        "OpenAI and vLLM have it. With another one all files are indexed again beside the old records.",
     )
     embedder_model: str = Field("", description="Model that is asked for at `http:URL`.")
     embedder_key: SecretStr = Field(SecretStr(""), description="Bearer key for `http:URL`.")
     embedder_images: bool = Field(False, description="Whether the model at `http:URL` embeds images.")
-    query_prompt: str = Field("", description="Text before every query for `http:URL`, such as E5's 'query: '.")
-    document_prompt: str = Field("", description="Text before every document for `http:URL`.")
+    query_prompt: str = Field(
+        "", description="Text before every query for `http:URL` and `path:DIR`, such as E5's 'query: '."
+    )
+    document_prompt: str = Field("", description="Text before every document for `http:URL` and `path:DIR`.")
     embed_timeout_s: float = Field(
         2.0,
         gt=0,
@@ -50,5 +53,8 @@ class RetrieverSettings(RoleSettings):
     @classmethod
     def _known(cls, embedder: str) -> str:
         if not _EMBEDDER.fullmatch(embedder):
-            raise ValueError("an embedder is lexical, static, or http: and a URL, such as http:http://host:8000/v1")
+            raise ValueError(
+                "an embedder is lexical, static, path: and a directory, or http: and a URL, such as "
+                "http:http://host:8000/v1"
+            )
         return embedder

@@ -7,7 +7,8 @@
 | cranfield_*     | nDCG@10 over Cranfield's 225 queries: grades 1 to 4 gain 4 to 1, its -1 gains nothing        |
 
 Cranfield is no part of the repository: `ORBITSERVE_CRANFIELD` names its folder (`cran.all.1400`, `cran.qry`,
-`cranqrel`); without it those figures are left out.
+`cranqrel`); without it those figures are left out. BM25's k1 of 1.5 was chosen on these same queries: with the usual
+1.2 `cranfield_ndcg` is 0.385.
 """
 
 from __future__ import annotations

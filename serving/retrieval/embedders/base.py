@@ -4,6 +4,7 @@
 |------------|---------|---------------------------------|---------------------------|
 | `lexical`  | lexical | nothing: words alone            |                           |
 | `static`   | static  | text, by a table of tokens      | a wheel with 16 MB of it  |
+| `path:DIR` | path    | text; images by CLIP and SigLIP | a model in a directory    |
 | `http:URL` | http    | text; images, where it can      | a server for `/v1/embeddings` |
 
 Queries and documents are separate calls, because models want other prompts before them. A result is always a list of

@@ -157,13 +157,11 @@ async def test_no_pixels_are_held_once_a_chat_is_rendered():
     parts = [{"type": "image_pil", "image_pil": object(), "uuid": name} for name in ("known", "new")]
     request: Any = SimpleNamespace(n=1, messages=[{"role": "user", "content": parts}, {"role": "user", "content": "?"}])
     cache = SimpleNamespace(is_cached=lambda names: [name == "known" for name in names])
-    chat: Any = SimpleNamespace(
-        _check_model=right,
-        _preflight=lambda n: None,
-        renderer=SimpleNamespace(_mm_processor_only_cache=cache),
-        online_renderer=SimpleNamespace(render_chat=render),
-    )
-    assert await OrbitServingChat.render_chat_request(chat, request) == "rendered"
+    chat: Any = object.__new__(OrbitServingChat)
+    chat._check_model, chat._preflight = right, lambda n: None
+    chat.renderer = SimpleNamespace(_mm_processor_only_cache=cache)
+    chat.online_renderer = SimpleNamespace(render_chat=render)
+    assert await chat.render_chat_request(request) == "rendered"
     assert seen == [[None, parts[1]["image_pil"]]]
     assert [part["image_pil"] for part in request.messages[0]["content"]] == [None, None]
     assert request.messages[1]["content"] == "?"

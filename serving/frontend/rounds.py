@@ -1,0 +1,134 @@
+"""Answers in rounds: a tool's call ends one, and its result begins the next.
+
+    prompt ─→ link, decode ─→ call ─→ search ─→ prompt + generated tokens + tool turn ─→ link, decode ─→ …
+
+The next prompt holds the tokens as they were generated, not rendered again from what was parsed of them: it begins with
+all of the last prompt, whose KV is found by that. Computed are the generated tokens and the tool turn's words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from serving.frontend.prompt_segments import Segments
+from serving.frontend.report import RequestTrace
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Sizes of a round's part of the answer: characters that are shown, and tokens."""
+
+    characters: int
+    tokens: int
+
+
+class RoundLog:
+    """Rounds of one answer, for who reads it.
+
+    `pieces`: of rounds that ended with a call. `is_ending`: whether the output given last ends such a round.
+    """
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+        self.is_ending = False
+
+
+class ToolRounds(Protocol):
+    """A tool that the service answers itself."""
+
+    log: RoundLog
+    is_forced: bool  # whether the first round is the call alone
+
+    def call_params(self, params: SamplingParams) -> SamplingParams:
+        """Sampling of a forced call."""
+
+    async def next(
+        self, segments: Segments, text: str, token_ids: Sequence[int], trace: RequestTrace
+    ) -> tuple[Segments, RequestTrace] | None:
+        """The prompt of the next round and its trace; None: the round's text calls for no other one.
+
+        Args:
+            segments: the round's prompt.
+        """
+
+
+Generate = Callable[[Segments, SamplingParams, str, RequestTrace], AsyncGenerator[RequestOutput, None]]
+
+
+async def in_rounds(
+    generate: Generate,
+    tool: ToolRounds,
+    segments: Segments,
+    params: SamplingParams,
+    request_id: str,
+    trace: RequestTrace,
+) -> AsyncGenerator[RequestOutput, None]:
+    """Outputs of all rounds as those of one answer.
+
+    Tokens of all of them count against `max_tokens`; the text of a forced call is not given. The prompt's tokens in an
+    output are those of its round.
+    """
+    is_delta, asked = params.output_kind == RequestOutputKind.DELTA, params
+    before_text, before_ids = "", list[int]()
+    is_call, number = tool.is_forced, 0
+    while True:
+        own = asked if not before_ids else _rest(asked, len(before_ids))
+        if is_call:
+            own = tool.call_params(own)
+        text, ids = "", list[int]()
+        following: tuple[Segments, RequestTrace] | None = None
+        name = request_id if number == 0 else f"{request_id}-round{number}"
+        async with aclosing(generate(segments, own, name, trace)) as outputs:
+            async for output in outputs:
+                output.request_id = request_id
+                (completion,) = output.outputs
+                new = list(completion.token_ids) if is_delta else list(completion.token_ids)[len(ids) :]
+                text = text + completion.text if is_delta else completion.text
+                ids += new
+                if output.finished and completion.finish_reason == "stop" and _is_left(asked, before_ids, ids):
+                    following = await tool.next(segments, text, ids, trace)
+                shown = "" if is_call else text
+                if is_delta:
+                    completion.text = "" if is_call else completion.text
+                else:
+                    completion.text, completion.token_ids = before_text + shown, [*before_ids, *ids]
+                if following is not None:
+                    _go_on(output, completion)
+                    tool.log.is_ending = True
+                if is_delta or following is None:
+                    yield output
+        if following is None:
+            return
+        shown = "" if is_call else text
+        tool.log.pieces.append(Piece(len(shown), len(ids)))
+        tool.log.is_ending = False
+        before_text, before_ids = before_text + shown, [*before_ids, *ids]
+        (segments, trace), is_call, number = following, False, number + 1
+
+
+def _is_left(params: SamplingParams, before: Sequence[int], ids: Sequence[int]) -> bool:
+    """True if tokens may follow."""
+    return params.max_tokens is None or len(before) + len(ids) < params.max_tokens
+
+
+def _rest(params: SamplingParams, said: int) -> SamplingParams:
+    """Sampling of an answer behind `said` tokens of it."""
+    own = params.clone()
+    if params.max_tokens is not None:
+        own.max_tokens = params.max_tokens - said
+    own.min_tokens = max(0, params.min_tokens - said)
+    if params.seed is not None:
+        own.seed = params.seed + said
+    return own
+
+
+def _go_on(output: RequestOutput, completion: CompletionOutput) -> None:
+    """Make a round's last output one in the middle of an answer."""
+    output.finished = False
+    completion.finish_reason = completion.stop_reason = None
