@@ -138,7 +138,9 @@ class SessionPlan:
 
     def _is_refreshed(self, i: int) -> bool:
         old = self.matches[i].old
-        return old is not None and self.session.segments[old].refreshed is self.served[i]
+        kept = None if old is None else self.session.segments[old]
+        kv = self.served[i]
+        return kept is not None and kv is not None and (kept.refreshed is kv or kept.ahead is kv)
 
     def _reason(self, i: int) -> str:
         if self._is_refreshed(i):
@@ -260,8 +262,8 @@ class SessionLinks:
             if kv is not None:
                 assert before is not None
                 is_exact = is_exact and session.points[i] is OperatingPoint.PREFIX
-                refreshed = None if before.refreshed is kv else before.refreshed
-                kept.append(replace(before, conditioned=kv, refreshed=refreshed))
+                refreshed, ahead = (None if one is kv else one for one in (before.refreshed, before.ahead))
+                kept.append(replace(before, conditioned=kv, refreshed=refreshed, ahead=ahead))
                 continue
             content = "" if chunk is None else chunk.span.content
             text = () if content else tuple(map(int, plan.request.token_ids[segment.start : segment.stop]))

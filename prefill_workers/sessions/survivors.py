@@ -35,7 +35,8 @@ def choose(
             chosen.append(None)
             continue
         found, front = kept[match.old], ids[:i]
-        candidates = [kv for kv in (found.refreshed if refreshed else None, found.conditioned) if kv is not None]
+        made = (found.refreshed, found.ahead) if refreshed else ()
+        candidates = [kv for kv in (*made, found.conditioned) if kv is not None]
         fitting = next((kv for kv in candidates if kv.is_exact and kv.behind == front), None)
         if fitting is None and not exact:
             able = [(gone, kv) for kv in candidates if (gone := _gone(kv, front, texts, free_text)) is not None]
