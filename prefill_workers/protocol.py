@@ -64,12 +64,14 @@ class SessionRef:
     """Session of a request, by its tenant's name for it.
 
     `parent` names the session that a new one begins as a fork of; `clean`: without its conditioned KV.
+    `cascade_tokens`: see `sessions.survivors.choose`.
     """
 
     id: str
     parent: str | None = None
     clean: bool = False
     survivors: Survivors = Survivors.REFRESH
+    cascade_tokens: int | None = None
 
 
 @dataclass(frozen=True)

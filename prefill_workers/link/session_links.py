@@ -33,7 +33,7 @@ from prefill_workers.sessions.alignment import Match, MatchKind, align
 from prefill_workers.sessions.manifest import KeptKV, KeptSegment, Session
 from prefill_workers.sessions.segments import Segment, segments
 from prefill_workers.sessions.store import SessionStore
-from prefill_workers.sessions.survivors import choose
+from prefill_workers.sessions.survivors import choose, unseen
 
 if TYPE_CHECKING:
     from prefill_workers.engine.engine import PrefillEngine
@@ -147,6 +147,9 @@ class SessionPlan:
             return "kept by the session: computed anew in idle time behind what stands in front of it"
         if self.points[i] is OperatingPoint.PREFIX:
             return "kept by the session: computed behind just what stands in front of it"
+        kv = self.served[i]
+        if kv is not None and (new := unseen(kv, self.front(i))):
+            return f"kept by the session as it was computed; segments that are new in front of it since: {new}"
         return "kept by the session: computed behind what stands in front of it and what has left"
 
 
@@ -191,6 +194,7 @@ class SessionLinks:
             or not self._allows(OperatingPoint.SURVIVED),
             refreshed=ref.survivors is not Survivors.KEEP,
             free_text=self._free_text,
+            cascade_tokens=ref.cascade_tokens,
         )
         loads = [None if kv is None else self._library.load("segment", kv.key, request.tenant) for kv in served]
         return SessionPlan(session, found, matches, served, loads)

@@ -45,6 +45,14 @@ class SessionOptions(BaseModel):
         "it is computed; only KV that a full prefill would give is taken.",
     )
 
+    cascade_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Of what stays behind something that was not there before, such as a screenshot that came back, so "
+        "many tokens are computed, the first segments of it; then KV is relocated that does not know it. null: all "
+        "of it is computed.",
+    )
+
     @model_validator(mode="after")
     def _is_a_fork(self) -> SessionOptions:
         if self.clean and self.parent is None:
@@ -54,7 +62,7 @@ class SessionOptions(BaseModel):
     @property
     def ref(self) -> SessionRef:
         """The session as a link names it."""
-        return SessionRef(self.id, self.parent, self.clean, self.survivors)
+        return SessionRef(self.id, self.parent, self.clean, self.survivors, self.cascade_tokens)
 
 
 class ElasticOptions(BaseModel):
