@@ -55,7 +55,7 @@ class Survivors(StrEnum):
     """Treatment of segments that stay while something before them leaves."""
 
     KEEP = "keep"  # the KV that they have, relocated
-    REFRESH = "refresh"  # the same; the oldest takes the KV that idle time has made of it behind the prompt's head
+    REFRESH = "refresh"  # the same; the oldest and those behind it take exact KV, as far as idle time has made it
     EXACT = "exact"  # computed: only KV that a full prefill would give is taken from a session
 
 

@@ -95,9 +95,14 @@ class Session:
 
         `ahead`: behind more than the head.
         """
-        field = "ahead" if ahead else "refreshed"
-        segments = (replace(one, **{field: found[one.id]}) if one.id in found else one for one in self.segments)
-        return replace(self, segments=tuple(segments))
+
+        def with_kv(one: KeptSegment) -> KeptSegment:
+            kv = found.get(one.id)
+            if kv is None:
+                return one
+            return replace(one, ahead=kv) if ahead else replace(one, refreshed=kv)
+
+        return replace(self, segments=tuple(map(with_kv, self.segments)))
 
     def without(self, content: str) -> Session:
         """The session without a content's segments and without KV computed behind them."""
@@ -107,7 +112,12 @@ class Session:
             return None if kv is None or not gone.isdisjoint(kv.behind) else kv
 
         left = tuple(
-            replace(segment, **{field: clean(getattr(segment, field)) for field in _KV})
+            replace(
+                segment,
+                conditioned=clean(segment.conditioned),
+                refreshed=clean(segment.refreshed),
+                ahead=clean(segment.ahead),
+            )
             for segment in self.segments
             if segment.id not in gone
         )

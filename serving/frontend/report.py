@@ -40,9 +40,9 @@ class SessionOptions(BaseModel):
     clean: bool = Field(False, description="Begin a fork without KV that knows what stood before it.")
     survivors: Survivors = Field(
         Survivors.REFRESH,
-        description="What stays of the window while something before it leaves. refresh: its KV is relocated, the "
-        "oldest takes what was computed in idle time behind the prompt's head. keep: all is relocated as it is. exact: "
-        "it is computed; only KV that a full prefill would give is taken.",
+        description="What stays of the window while something before it leaves. refresh: its KV is relocated; the "
+        "oldest, and those behind it, take exact KV, as far as idle time has made it. keep: all is relocated as it is. "
+        "exact: it is computed; only KV that a full prefill would give is taken.",
     )
 
     cascade_tokens: int | None = Field(

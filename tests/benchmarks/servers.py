@@ -98,13 +98,22 @@ def vllm_alone(
     """vLLM's own OpenAI server with prefix caching, in the environment that our engines have.
 
     `compiled`: it compiles the model, as it does by default, and as needs a C++ compiler on a CPU; else it runs eagerly
-    like our engines. `context`: tokens of the longest prompt. It keeps as many GiB of processed images as our ingress does. It starts beside whatever is done
-    next: call `settle` before the first request.
+    like our engines. `context`: tokens of the longest prompt. It keeps as many GiB of processed images as our ingress
+    does. It starts beside whatever is done next: call `settle` before the first request.
     """
     port = free_port()
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint), "--dtype", "auto"),
-        *("--port", str(port), "--host", "127.0.0.1", "--max-model-len", str(context), "--max-num-batched-tokens", "4096"),
+        *(
+            "--port",
+            str(port),
+            "--host",
+            "127.0.0.1",
+            "--max-model-len",
+            str(context),
+            "--max-num-batched-tokens",
+            "4096",
+        ),
         *("--enable-prefix-caching", "--served-model-name", checkpoint.name),
         *("--enable-prompt-tokens-details", "--mm-processor-cache-gb", "1"),
         *(() if compiled else ("--enforce-eager",)),

@@ -9,6 +9,7 @@ from rig import Linked, Part, Rig, apart
 from torch import Tensor
 
 from kvstore.operator.apply import relocate
+from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.protocol import SessionRef, Survivors
 from prefill_workers.sequence import LinkSequence, Run, complement, union
 
@@ -111,6 +112,17 @@ def test_what_stays_takes_kv_that_idle_time_made_behind_what_will_stand_in_front
         assert difference(linked.logprobs, exact.logprobs) < 1e-4
         assert linked.result.tokens_computed < len(linked.plan.sequence) / 2
     assert rig.loop.stats().harvest_failures == 0
+
+
+def test_in_bfloat16_a_survivor_is_rounded_once_however_often_a_window_slides(
+    make_rig: Callable[..., Rig], bf16: PrefillEngine
+):
+    rig = make_rig(bf16, orbit_chunks=0)
+    links = [rig.link(window(n), session=KEPT) for n in range(3)]
+    assert links[2].points == ["survived", "survived", "encoded"]
+    old, new = segments_of(links[0]), segments_of(links[2])
+    _, kv = moved(links[0], old[5], links[2], new[1], rig)
+    assert apart(links[2].kv[:, new[1].start : new[1].stop], kv) < 4e-3
 
 
 def test_with_survivors_exact_a_session_equals_exact(rig: Rig):

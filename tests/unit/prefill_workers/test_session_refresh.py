@@ -194,7 +194,7 @@ def test_sessions_take_turns_in_idle_time(worker: Worker):
 def test_a_window_that_loses_two_chunks_takes_what_knows_least_of_them(worker: Worker):
     worker.link(request(0, 1, 2, 3))
     worker.idle()
-    points, kv = worker.link(request(2, 3, 4))
+    points, _ = worker.link(request(2, 3, 4))
     assert points[:4] == ["prefix", "prefix", "prefix", "survived"]
     page = worker.links.store.get("local", "s").segments[3].conditioned
     assert len(page.behind) == 1 + 2 * 2, "page 1 and its action left, page 0 was not there"

@@ -96,8 +96,6 @@ def test_beyond_the_bytes_the_longest_idle_sessions_go(library: Library, tmp_pat
 
 
 def test_a_manifest_that_cannot_be_read_goes(library: Library):
-    library.put_session(
-        SessionRecord(key=key("m"), fingerprint=FINGERPRINT, tenant="acme", content="", manifest=b"{}")
-    )
+    library.put_session(SessionRecord(key=key("m"), fingerprint=FINGERPRINT, tenant="acme", content="", manifest=b"{}"))
     library.flush()
     assert sweep(library, HOUR, ROOM, NOW).sessions == 1
