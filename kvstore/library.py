@@ -35,6 +35,7 @@ from typing import cast
 
 import pyarrow as pa
 
+from kvstore.catalog.inventory import checked
 from kvstore.deletions import Deletions, derives
 from kvstore.errors import StoreError
 from kvstore.memory_cache import MemoryCache
@@ -52,10 +53,10 @@ from kvstore.records.format import (
     is_finite,
 )
 from kvstore.settings import LibrarySettings
-from kvstore.tiers.base import Tier
+from kvstore.tiers.base import Entry, Tier
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.loading import Loading
-from kvstore.tiers.paths import path_of, record_path
+from kvstore.tiers.paths import kind_prefix, path_of, record_path
 from kvstore.tiers.stack import Found, TierStack
 from kvstore.tiers.write_behind import WriteBehind
 
@@ -368,6 +369,33 @@ class Library:
             self._settle(path)
         self._stack.remove_derived(stored, paths)
         return len(paths)
+
+    def listed(self, kind: RecordKind) -> list[Entry]:
+        """Persisted records of a kind, of all tenants; each once, with its latest use.
+
+        For housekeeping: all tiers are listed. Raises TierUnavailable if one cannot be.
+        """
+        latest: dict[str, Entry] = {}
+        for tier in self._stack.tiers:
+            for entry in tier.entries(kind_prefix(self.fingerprint, kind)):
+                known = latest.get(entry.key)
+                latest[entry.key] = entry if known is None or known.used < entry.used else known
+        return list(latest.values())
+
+    def read_listed(self, path: str) -> Record | None:
+        """A record by its path, from the first tier that has it; None if it is gone.
+
+        Raises CorruptRecord, or TierUnavailable.
+        """
+        for tier in self._stack.tiers:
+            buffer = tier.get(path)
+            if buffer is not None:
+                return checked(buffer, path)
+        return None
+
+    def delete_listed(self, path: str) -> bool:
+        """As `delete`, by the record's path."""
+        return self._delete(path)
 
     def quarantine(self, kind: RecordKind, key: str, tenant: str) -> None:
         """Move a record aside in every tier: what was computed from it is wrong."""

@@ -55,7 +55,7 @@ class Survivors(StrEnum):
     """Treatment of segments that stay while something before them leaves."""
 
     KEEP = "keep"  # the KV that they have, relocated
-    REFRESH = "refresh"  # the same; the oldest takes the KV that idle time has made of it behind the prompt's head
+    REFRESH = "refresh"  # the same; the oldest and those behind it take exact KV, as far as idle time has made it
     EXACT = "exact"  # computed: only KV that a full prefill would give is taken from a session
 
 
@@ -64,12 +64,14 @@ class SessionRef:
     """Session of a request, by its tenant's name for it.
 
     `parent` names the session that a new one begins as a fork of; `clean`: without its conditioned KV.
+    `cascade_tokens`: see `sessions.survivors.choose`.
     """
 
     id: str
     parent: str | None = None
     clean: bool = False
     survivors: Survivors = Survivors.REFRESH
+    cascade_tokens: int | None = None
 
 
 @dataclass(frozen=True)

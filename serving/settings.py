@@ -460,7 +460,7 @@ class DecodeRoleSettings(RoleSettings, DecodeSettings):
 class LibraryRoleSettings(RoleSettings):
     """The keeper of the library: deletion, expiry, statistics."""
 
-    sweep_period_s: float = Field(60.0, gt=0, description="Seconds between looks for expired files.")
+    sweep_period_s: float = Field(60.0, gt=0, description="Seconds between looks for expired files and idle sessions.")
     catalogue_period_s: float = Field(
         5.0, gt=0, description="Seconds between looks for patches that others left in `library.directory`."
     )

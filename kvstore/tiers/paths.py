@@ -57,9 +57,14 @@ def record_path(kind: RecordKind, key: str, fingerprint: str, tenant: str) -> st
     return f"{RECORDS}{fingerprint_digest(fingerprint)}/{kind}/{tenant_digest(tenant)}/{key[:2]}/{key}.arrow"
 
 
+def kind_prefix(fingerprint: str, kind: RecordKind) -> str:
+    """Common prefix of the paths of a model's records of a kind."""
+    return f"{RECORDS}{fingerprint_digest(fingerprint)}/{kind}/"
+
+
 def patches_prefix(fingerprint: str) -> str:
     """Common prefix of the paths of a model's patches."""
-    return f"{RECORDS}{fingerprint_digest(fingerprint)}/patch/"
+    return kind_prefix(fingerprint, "patch")
 
 
 def path_of(record: Record) -> str:

@@ -1,9 +1,14 @@
-"""Refresh of sessions in idle time: KV of segments behind the prompt's head alone.
+"""Refresh of sessions in idle time: exact KV of what stays, before something in front of it leaves.
 
-A survivor still knows what left, the oldest one most: it stood right behind it. So a chunk and the text that follows it
-are computed once more, behind the head (the text before the first chunk) alone, before the window comes to begin with
-them: one small forward for every new chunk. That KV is exact where it is then served, and never stale. The segments
-that will be the oldest first go first.
+| pass | computed                                                                | served exactly                     |
+|------|-------------------------------------------------------------------------|------------------------------------|
+| 1    | every chunk, with the text that follows it, behind the head alone       | as the window's oldest, never stale |
+| 2    | what will be the second oldest behind the oldest, then the third behind | once the oldest chunk has left     |
+|      | both, and so on                                                         |                                    |
+
+The head is the text before the first chunk. A survivor still knows what left, the oldest one most: it stood right
+behind it. So pass 1, one small forward for every new chunk, comes first; pass 2 goes on while idle time lasts, until
+the next window is exact as a whole. Sessions take turns, a chunk each.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -38,10 +44,14 @@ Name = tuple[str, str]  # tenant, session id
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Segments to be computed behind others, whose exact KV is stored: `front` has their records."""
+    """Segments to be computed behind others, whose exact KV is stored: `front` has their records.
+
+    `ahead`: of pass 2.
+    """
 
     front: Sequence[tuple[Segment, KeptKV]]
     lacking: Sequence[Segment]
+    ahead: bool = False
 
     @property
     def segments(self) -> list[Segment]:
@@ -110,30 +120,35 @@ class SessionRefresh:
     def _begin(self) -> None:
         """Begin with the next stretch of the session that waits longest, or be done with it."""
         name, (plan, stretches) = next(iter(self._waiting.items()))
-        stretch = next(stretches, None)
-        if stretch is None:
-            del self._waiting[name]
-        else:
+        del self._waiting[name]
+        if (stretch := next(stretches, None)) is not None:
+            self._waiting[name] = plan, stretches  # others first
             self._task = plan, ResumableTask(self._compute(name, plan, stretch))
 
     def _stretches(self, plan: LinkPlan) -> Iterator[_Stretch]:
-        """Segments that lack KV behind the head alone, one stretch a chunk, the oldest chunk's first."""
+        """Segments that lack exact KV, one stretch a chunk: of pass 1, then of pass 2, the oldest chunk's first."""
         assert plan.session is not None
+        heads, groups = _grouped(plan.session.segments)
+        for group in groups:
+            yield from self._stretch(plan, heads, group)
+        for i in range(2, len(groups)):
+            front = [*heads, *chain.from_iterable(groups[1:i])]
+            yield from self._stretch(plan, front, groups[i], ahead=True)
+
+    def _stretch(
+        self, plan: LinkPlan, front: Sequence[Segment], group: Sequence[Segment], *, ahead: bool = False
+    ) -> Iterator[_Stretch]:
+        """What a chunk and its text lack of exact KV behind `front`; nothing where that has none itself."""
         assert plan.request.session is not None
         session = self._links.store.resident(plan.request.tenant, plan.request.session)
         if session is None:
             return
         kept = {segment.id: segment for segment in session.segments}
-        heads, groups = _grouped(plan.session.segments)
-        head = _exact(heads, (), kept)
-        if len(head) < len(heads):
-            return
-        for group in groups:
-            front = [*head, *_exact(group, tuple(segment.id for segment in heads), kept)]
-            lacking = [segment for segment in group[len(front) - len(head) :] if segment.id in kept]
-            stretch = _Stretch(front, lacking)
-            if lacking and sum(map(len, stretch.segments)) <= self._scratch.tokens:
-                yield stretch
+        known = _exact([*front, *group], kept)
+        lacking = [segment for segment in group[max(0, len(known) - len(front)) :] if segment.id in kept]
+        stretch = _Stretch(known, lacking, ahead)
+        if len(known) >= len(front) and lacking and sum(map(len, stretch.segments)) <= self._scratch.tokens:
+            yield stretch
 
     def _compute(self, name: Name, plan: LinkPlan, stretch: _Stretch) -> Pieces[None]:
         """Compute a stretch behind what is stored, and keep it. Gives the session up if something is gone."""
@@ -177,7 +192,7 @@ class SessionRefresh:
                 0.0,
                 is_exact=True,
             )
-        self._links.store.add_refreshed(tenant, id, found)
+        self._links.store.add_refreshed(tenant, id, found, ahead=stretch.ahead)
 
     def _laid_out(self, plan: LinkPlan, segments: Sequence[Segment]) -> tuple[list[int], Tensor]:
         """First tokens and positions of segments that stand behind one another.
@@ -215,11 +230,10 @@ def _grouped(segments: Sequence[Segment]) -> tuple[list[Segment], list[list[Segm
     return list(segments[:first]), groups
 
 
-def _exact(
-    segments: Sequence[Segment], front: tuple[str, ...], kept: dict[str, KeptSegment]
-) -> list[tuple[Segment, KeptKV]]:
-    """The first segments of which exact KV behind just `front` and one another is kept, with it."""
+def _exact(segments: Sequence[Segment], kept: dict[str, KeptSegment]) -> list[tuple[Segment, KeptKV]]:
+    """The first segments of which exact KV behind just one another is kept, with it."""
     found: list[tuple[Segment, KeptKV]] = []
+    front: tuple[str, ...] = ()
     for segment in segments:
         records = kept[segment.id].records() if segment.id in kept else ()
         kv = next((kv for kv in records if kv.is_exact and kv.behind == front), None)

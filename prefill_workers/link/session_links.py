@@ -33,7 +33,7 @@ from prefill_workers.sessions.alignment import Match, MatchKind, align
 from prefill_workers.sessions.manifest import KeptKV, KeptSegment, Session
 from prefill_workers.sessions.segments import Segment, segments
 from prefill_workers.sessions.store import SessionStore
-from prefill_workers.sessions.survivors import choose
+from prefill_workers.sessions.survivors import choose, unseen
 
 if TYPE_CHECKING:
     from prefill_workers.engine.engine import PrefillEngine
@@ -138,13 +138,18 @@ class SessionPlan:
 
     def _is_refreshed(self, i: int) -> bool:
         old = self.matches[i].old
-        return old is not None and self.session.segments[old].refreshed is self.served[i]
+        kept = None if old is None else self.session.segments[old]
+        kv = self.served[i]
+        return kept is not None and kv is not None and (kept.refreshed is kv or kept.ahead is kv)
 
     def _reason(self, i: int) -> str:
         if self._is_refreshed(i):
             return "kept by the session: computed anew in idle time behind what stands in front of it"
         if self.points[i] is OperatingPoint.PREFIX:
             return "kept by the session: computed behind just what stands in front of it"
+        kv = self.served[i]
+        if kv is not None and (new := unseen(kv, self.front(i))):
+            return f"kept by the session as it was computed; segments that are new in front of it since: {new}"
         return "kept by the session: computed behind what stands in front of it and what has left"
 
 
@@ -189,6 +194,7 @@ class SessionLinks:
             or not self._allows(OperatingPoint.SURVIVED),
             refreshed=ref.survivors is not Survivors.KEEP,
             free_text=self._free_text,
+            cascade_tokens=ref.cascade_tokens,
         )
         loads = [None if kv is None else self._library.load("segment", kv.key, request.tenant) for kv in served]
         return SessionPlan(session, found, matches, served, loads)
@@ -260,8 +266,8 @@ class SessionLinks:
             if kv is not None:
                 assert before is not None
                 is_exact = is_exact and session.points[i] is OperatingPoint.PREFIX
-                refreshed = None if before.refreshed is kv else before.refreshed
-                kept.append(replace(before, conditioned=kv, refreshed=refreshed))
+                refreshed, ahead = (None if one is kv else one for one in (before.refreshed, before.ahead))
+                kept.append(replace(before, conditioned=kv, refreshed=refreshed, ahead=ahead))
                 continue
             content = "" if chunk is None else chunk.span.content
             text = () if content else tuple(map(int, plan.request.token_ids[segment.start : segment.stop]))

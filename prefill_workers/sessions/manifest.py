@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
+_KV = ("conditioned", "refreshed", "ahead")  # fields of a segment
 MOST_LEFT = 256  # segments that left, of which it is remembered that they were there
 
 
@@ -28,7 +29,8 @@ class KeptSegment:
     """A segment of a session's last prompt.
 
     `content`: of its chunk; "": text, whose tokens are `text`. `conditioned` is the KV that it was last linked with,
-    None where there was no room for it; `refreshed` its KV behind the prompt's head alone, made in idle time.
+    None where there was no room for it. Made in idle time: `refreshed`, its KV behind the prompt's head alone, and
+    `ahead`, behind what will stand in front of it once the window's oldest chunk has left.
     """
 
     id: str
@@ -37,10 +39,11 @@ class KeptSegment:
     text: tuple[int, ...] = ()
     conditioned: KeptKV | None = None
     refreshed: KeptKV | None = None
+    ahead: KeptKV | None = None
 
     def records(self) -> Iterator[KeptKV]:
         """KV that is stored of it."""
-        yield from (kv for kv in (self.conditioned, self.refreshed) if kv is not None)
+        yield from (kv for kv in (self.conditioned, self.refreshed, self.ahead) if kv is not None)
 
 
 @dataclass(frozen=True)
@@ -87,10 +90,19 @@ class Session:
             return Session(id, self.tenant, now, now, left=left, parent=self.id)
         return replace(self, id=id, created=now, used=now, parent=self.id)
 
-    def refreshed(self, found: Mapping[str, KeptKV]) -> Session:
-        """The session with KV of its segments, by their ids, that was made in idle time."""
-        segments = (replace(one, refreshed=found.get(one.id, one.refreshed)) for one in self.segments)
-        return replace(self, segments=tuple(segments))
+    def refreshed(self, found: Mapping[str, KeptKV], *, ahead: bool = False) -> Session:
+        """The session with KV of its segments, by their ids, that was made in idle time.
+
+        `ahead`: behind more than the head.
+        """
+
+        def with_kv(one: KeptSegment) -> KeptSegment:
+            kv = found.get(one.id)
+            if kv is None:
+                return one
+            return replace(one, ahead=kv) if ahead else replace(one, refreshed=kv)
+
+        return replace(self, segments=tuple(map(with_kv, self.segments)))
 
     def without(self, content: str) -> Session:
         """The session without a content's segments and without KV computed behind them."""
@@ -100,7 +112,12 @@ class Session:
             return None if kv is None or not gone.isdisjoint(kv.behind) else kv
 
         left = tuple(
-            replace(segment, conditioned=clean(segment.conditioned), refreshed=clean(segment.refreshed))
+            replace(
+                segment,
+                conditioned=clean(segment.conditioned),
+                refreshed=clean(segment.refreshed),
+                ahead=clean(segment.ahead),
+            )
             for segment in self.segments
             if segment.id not in gone
         )
@@ -120,8 +137,7 @@ class Session:
             "segments": [
                 {
                     **{name: getattr(segment, name) for name in ("id", "tokens", "content", "text")},
-                    "conditioned": written(segment.conditioned),
-                    "refreshed": written(segment.refreshed),
+                    **{field: written(getattr(segment, field)) for field in _KV},
                 }
                 for segment in self.segments
             ],
@@ -142,12 +158,7 @@ class Session:
 
         segments = tuple(
             KeptSegment(
-                **{
-                    **segment,
-                    "text": tuple(segment["text"]),
-                    "conditioned": read(segment["conditioned"]),
-                    "refreshed": read(segment["refreshed"]),
-                }
+                **{**segment, "text": tuple(segment["text"]), **{field: read(segment.get(field)) for field in _KV}}
             )
             for segment in document.pop("segments")
         )

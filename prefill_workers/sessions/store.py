@@ -97,16 +97,17 @@ class SessionStore:
         self._delete(dropped)
         return True
 
-    def add_refreshed(self, tenant: str, id: str, found: Mapping[str, KeptKV]) -> None:
-        """Add KV that was made in idle time, by segments' ids.
+    def add_refreshed(self, tenant: str, id: str, found: Mapping[str, KeptKV], *, ahead: bool = False) -> None:
+        """Add KV that was made in idle time, by segments' ids (see `Session.refreshed`).
 
         That of segments which the session has no more is deleted.
         """
         with self._lock:
             session = self._sessions.get((tenant, id))
         taken = set() if session is None else {segment.id for segment in session.segments} & found.keys()
-        if session is None or not self.put(session.refreshed({one: found[one] for one in taken}), instead_of=session):
-            taken = set()
+        if session is not None:
+            refreshed = session.refreshed({one: found[one] for one in taken}, ahead=ahead)
+            taken = taken if self.put(refreshed, instead_of=session) else set()
         self._delete([(tenant, kv.key) for segment, kv in found.items() if segment not in taken])
 
     def delete(self, tenant: str, id: str) -> bool:
@@ -195,10 +196,10 @@ class SessionStore:
         kept: list[KeptSegment] = []
         for segment in reversed(session.segments):
             fitting = list[KeptKV | None]()
-            for kv in (segment.conditioned, segment.refreshed):
+            for kv in (segment.conditioned, segment.refreshed, segment.ahead):
                 left -= 0 if kv is None else kv.nbytes
                 fitting.append(kv if left >= 0 else None)
-            kept.append(replace(segment, conditioned=fitting[0], refreshed=fitting[1]))
+            kept.append(replace(segment, conditioned=fitting[0], refreshed=fitting[1], ahead=fitting[2]))
         return replace(session, segments=tuple(reversed(kept))) if left < 0 else session
 
     def _replace(self, name: Name, session: Session | None) -> list[tuple[str, str]]:

@@ -43,9 +43,17 @@ class SessionOptions(BaseModel):
     clean: bool = Field(False, description="Begin a fork without KV that knows what stood before it.")
     survivors: Survivors = Field(
         Survivors.REFRESH,
-        description="What stays of the window while something before it leaves. refresh: its KV is relocated, the "
-        "oldest takes what was computed in idle time behind the prompt's head. keep: all is relocated as it is. exact: "
-        "it is computed; only KV that a full prefill would give is taken.",
+        description="What stays of the window while something before it leaves. refresh: its KV is relocated; the "
+        "oldest, and those behind it, take exact KV, as far as idle time has made it. keep: all is relocated as it is. "
+        "exact: it is computed; only KV that a full prefill would give is taken.",
+    )
+
+    cascade_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Of what stays behind something that was not there before, such as a screenshot that came back, so "
+        "many tokens are computed, the first segments of it; then KV is relocated that does not know it. null: all "
+        "of it is computed.",
     )
 
     @model_validator(mode="after")
@@ -57,7 +65,7 @@ class SessionOptions(BaseModel):
     @property
     def ref(self) -> SessionRef:
         """The session as a link names it."""
-        return SessionRef(self.id, self.parent, self.clean, self.survivors)
+        return SessionRef(self.id, self.parent, self.clean, self.survivors, self.cascade_tokens)
 
 
 class ElasticOptions(BaseModel):

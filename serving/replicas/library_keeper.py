@@ -1,9 +1,10 @@
-"""Library keeper: deletion, expiry, statistics, stored patches, disabled operating points."""
+"""Library keeper: deletion, expiry, idle sessions, statistics, stored patches, disabled operating points."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class LibraryKeeper:
-    """Keeper role: deletion, expiry, statistics, stored patches, disabled operating points."""
+    """Keeper role: deletion, expiry, idle sessions, statistics, stored patches, disabled operating points."""
 
     async def __init__(  # type: ignore[misc]
         self,
@@ -59,6 +60,8 @@ class LibraryKeeper:
         self._undeleted: set[tuple[str, str]] = set()  # content ids and tenants
         model = fingerprint(config.model.path, config.model.load_format)
         self._library = Library(config.library, model)
+        self._sessions = config.prefill.sessions
+        self._session_bytes = config.prefill.sessions.max_bytes * config.prefill.most_replicas
         self._fidelity = FidelityKeeper(DisabledPoints(config.library.directory, model), prefill)
         self._sweeping = asyncio.create_task(self._sweep(config.keeper.sweep_period_s))
         self._feed = PatchFeedSource(replica_name(), KEEPER_LIMIT)
@@ -105,7 +108,7 @@ class LibraryKeeper:
         return went, everywhere
 
     async def _sweep(self, period_s: float) -> None:
-        """Delete expired files and stores, and what derives from content that nothing holds."""
+        """Delete expired files and stores, idle sessions, and what derives from content that nothing holds."""
         while True:
             gone = list(self._undeleted)
             try:
@@ -114,12 +117,23 @@ class LibraryKeeper:
                 gone += await asyncio.to_thread(self._stores.unheld)
             except Exception:
                 logger.exception("expired files could not be swept; trying again in %s s", period_s)
+            try:
+                await asyncio.to_thread(self._sweep_sessions)
+            except Exception as error:
+                logger.warning("idle sessions are not deleted yet, trying again in %s s: %s", period_s, error)
             for content, tenant in dict.fromkeys(gone):
                 try:
                     await self.delete_content(content, tenant)
                 except Exception as error:
                     logger.warning("%s is not deleted yet, trying again in %s s: %s", content[:16], period_s, error)
             await asyncio.sleep(period_s)
+
+    def _sweep_sessions(self) -> None:
+        from prefill_workers.sessions.sweep import sweep
+
+        swept = sweep(self._library, self._sessions.idle_s, self._session_bytes, time.time())
+        if swept.sessions or swept.segments:
+            logger.info("swept %d idle sessions, %d segments, %d bytes", swept.sessions, swept.segments, swept.nbytes)
 
     async def formed(self, cursors: Mapping[str, int]) -> PatchFeed:
         """Patches found in the directory since these cursors; see `serving.placement.patch_feed`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from serving.bench import catalogue
 from serving.bench.harness import Benchmark
 from tests.benchmarks import (
+    agent,
     autoscale,
     break_even,
     compile_trace,
@@ -40,6 +41,7 @@ _MODULES = (
     system_prompt,
     image_first,
     turns,
+    agent,
     break_even,
     handoff,
     elastic,

@@ -92,17 +92,28 @@ def ours(checkpoint: Path, console: Console, quick: bool, **sections: Any) -> It
 
 
 @contextmanager
-def vllm_alone(checkpoint: Path, kv_cache_gib: int = 1, *, compiled: bool = False) -> Iterator[Server]:
+def vllm_alone(
+    checkpoint: Path, kv_cache_gib: int = 1, *, compiled: bool = False, context: int = 4096
+) -> Iterator[Server]:
     """vLLM's own OpenAI server with prefix caching, in the environment that our engines have.
 
     `compiled`: it compiles the model, as it does by default, and as needs a C++ compiler on a CPU; else it runs eagerly
-    like our engines. It keeps as many GiB of processed images as our ingress does. It starts beside whatever is done
-    next: call `settle` before the first request.
+    like our engines. `context`: tokens of the longest prompt. It keeps as many GiB of processed images as our ingress
+    does. It starts beside whatever is done next: call `settle` before the first request.
     """
     port = free_port()
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint), "--dtype", "auto"),
-        *("--port", str(port), "--host", "127.0.0.1", "--max-model-len", "4096", "--max-num-batched-tokens", "4096"),
+        *(
+            "--port",
+            str(port),
+            "--host",
+            "127.0.0.1",
+            "--max-model-len",
+            str(context),
+            "--max-num-batched-tokens",
+            "4096",
+        ),
         *("--enable-prefix-caching", "--served-model-name", checkpoint.name),
         *("--enable-prompt-tokens-details", "--mm-processor-cache-gb", "1"),
         *(() if compiled else ("--enforce-eager",)),

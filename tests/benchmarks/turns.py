@@ -2,6 +2,8 @@
 
 All of the chat is sent back each time: eight turns, images in the first and the fourth, answers of 128 tokens. These
 are vLLM's for both arms, so that they compute the same prompts; it has their KV from generating them, ours has not.
+They are letters, which the bundled tokenizers take for the same tokens when they are sent back, as real ones take
+words.
 
 | arm   | what answers                                                                        |
 |-------|-------------------------------------------------------------------------------------|
@@ -22,12 +24,11 @@ from infra.checkpoints import checkpoint_path
 from serving.bench.harness import Arm, Benchmark, Outcome
 from serving.bench.models import CHECKPOINT
 from serving.loadtest.images import image_url, timed_chat
-from tests.benchmarks.servers import ours, vllm_alone
+from tests.benchmarks.servers import Server, ours, vllm_alone
 
 _DESCRIPTIONS = {"vllm": "vLLM's OpenAI server with prefix caching", "exact": "OrbitServe, mode exact"}
 _TURNS, _WITH_IMAGE = 8, (1, 4)
 _ASKED, _ANSWERED = 40, 128  # tokens; of a question letters, with the bundled tokenizers
-_LONG = {"max_tokens": _ANSWERED, "ignore_eos": True}
 
 
 def run(quick: bool, console: Console) -> Outcome:
@@ -38,7 +39,8 @@ def run(quick: bool, console: Console) -> Outcome:
     computed: dict[str, dict[str, list[int]]] = {name: {} for name in _DESCRIPTIONS}
     with vllm_alone(checkpoint) as alone, ours(checkpoint, console, quick) as service, httpx.Client(timeout=300) as web:
         alone.settle()
-        arms = {"vllm": (alone, _LONG), "exact": (service, {"orbit": {"mode": "exact"}})}
+        long = {"max_tokens": _ANSWERED, "ignore_eos": True, "allowed_token_ids": _letters(web, alone)}
+        arms = {"vllm": (alone, long), "exact": (service, {"orbit": {"mode": "exact"}})}
         for chat in range(chats + 1):
             words, messages = np.random.default_rng(chat), list[dict[str, Any]]()
             for turn in range(1, _TURNS + 1):
@@ -72,6 +74,13 @@ def run(quick: bool, console: Console) -> Outcome:
         "in_flight": 1,
     }
     return Outcome(workload, [vllm, exact], figures, {"tokens computed": tokens}, axis="turn")
+
+
+def _letters(web: httpx.Client, server: Server) -> list[int]:
+    """Token ids of the letters."""
+    body = {"model": server.model, "prompt": string.ascii_lowercase, "add_special_tokens": False}
+    tokens: list[int] = web.post(f"{server.url}/tokenize", json=body).raise_for_status().json()["tokens"]
+    return tokens
 
 
 def _image(size: int, number: int) -> dict[str, Any]:

@@ -57,8 +57,8 @@ def test_a_window_that_slides_in_a_session_computes_what_is_new(service: Service
     service.settle()
     slid = ask(steps[1:])
     oldest, next_one, new = [chunk["operating_point"] for chunk in slid["chunks"]]
-    assert oldest in ("survived", "prefix"), "as idle time has computed it behind the head by then, or not"
-    assert (next_one, new) == ("survived", "encoded")
+    assert {oldest, next_one} <= {"survived", "prefix"}, "as idle time has computed them anew by then, or not"
+    assert new == "encoded"
     assert slid["session"]["prefix"] + slid["session"]["survived"] >= 4, "pages, and the words between them"
     assert slid["vision_tokens_encoded"] <= first["vision_tokens_encoded"] / 3
     assert slid["tokens_computed"] < slid["prompt_tokens"] / 2

@@ -185,6 +185,15 @@ def test_what_is_computed_behind_a_shared_patched_chunk_is_not_exact(rig: Rig):
     assert [point is not None for point in found.points] == [True] + [False] * 4
 
 
+def test_what_a_cascade_leaves_behind_something_new_is_named(rig: Rig):
+    rig.link(*FIRST)
+    asked = rig.request(HEAD, "9", "a", "2", "b", "3", session=replace(SESSION, cascade_tokens=1))
+    session = rig.plan(asked)
+    assert session.points[:4] == [OperatingPoint.PREFIX, None, None, OperatingPoint.SURVIVED]
+    assert "new in front of it since: 1" in session.chunk_outcomes()[1].reason
+    assert rig.plan(replace(asked, session=SESSION)).points[1:] == [None] * 5
+
+
 def test_blocks_are_shared_up_to_what_was_rotated_or_survived(rig: Rig):
     first, _ = rig.link(*FIRST)
     assert first.shareable_tokens == len(rig.request(*FIRST).token_ids)

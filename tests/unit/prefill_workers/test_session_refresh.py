@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -153,18 +154,50 @@ def apart(a: Tensor, b: Tensor, run: Run) -> float:
     return float((a - b)[:, run.start : run.stop].abs().max())
 
 
-def test_the_oldest_survivor_is_exact_once_idle_time_has_computed_it(worker: Worker):
+def test_what_stays_is_exact_once_idle_time_has_computed_it(worker: Worker):
     worker.link(request(0, 1, 2), at=5)
-    assert worker.idle() == 7 + 6 + 7, "the second page with its action, and the third, of which more may follow"
+    assert worker.idle() == (7 + 6 + 7) + 7, "the second page with its action, the third, and this behind the second"
+    points, kv = worker.link(request(1, 2, 3), at=2)
+    assert points == ["prefix"] * 4 + [""] * 3
+    exact = worker.exact(request(1, 2, 3), at=2)
+    assert apart(kv, exact, Run(0, kv.shape[1])) < 1e-5, "also what is new, behind what stays"
+    assert worker.idle() == (6 + 7) + 7, "the action behind page 2 and page 3; this behind page 2"
+    assert worker.idle() == 0
+    points, _ = worker.link(request(2, 3, 4))
+    assert points[:4] == ["prefix"] * 4
+
+
+def test_the_oldest_survivor_comes_first_where_idle_time_ends(worker: Worker):
+    worker.link(request(0, 1, 2), at=5)
+    before = worker.engine.computed
+    while worker.engine.computed - before < 7 + 6:
+        worker.refresh.step()
+    worker.refresh.step()
     points, kv = worker.link(request(1, 2, 3), at=2)
     assert points == ["prefix", "prefix", "prefix", "survived", "", "", ""]
     exact = worker.exact(request(1, 2, 3), at=2)
     assert apart(kv, exact, Run(0, 17)) < 1e-5
     assert apart(kv, exact, PAGE_2) > 1e-2, "it knows what left"
-    assert worker.idle() == 6 + 7, "the action behind page 2, and page 3"
-    assert worker.idle() == 0
+
+
+def test_sessions_take_turns_in_idle_time(worker: Worker):
+    for name in "st":
+        worker.link(replace(request(0, 1, 2), session=SessionRef(name)))
+    before = worker.engine.computed
+    while worker.engine.computed - before < 2 * (7 + 6):
+        worker.refresh.step()
+    worker.refresh.step()
+    kept = [worker.links.store.get("local", name) for name in "st"]
+    assert all(session.segments[3].refreshed and not session.segments[5].refreshed for session in kept)
+
+
+def test_a_window_that_loses_two_chunks_takes_what_knows_least_of_them(worker: Worker):
+    worker.link(request(0, 1, 2, 3))
+    worker.idle()
     points, _ = worker.link(request(2, 3, 4))
-    assert points[:3] == ["prefix", "prefix", "prefix"]
+    assert points[:4] == ["prefix", "prefix", "prefix", "survived"]
+    page = worker.links.store.get("local", "s").segments[3].conditioned
+    assert len(page.behind) == 1 + 2 * 2, "page 1 and its action left, page 0 was not there"
 
 
 def test_kept_survivors_take_what_they_were_computed_as(worker: Worker):

@@ -102,7 +102,7 @@ def kept(id: str, behind: str, *, exact: bool = True, refreshed: str | None = No
     return KeptSegment(id, 2, conditioned=KeptKV(id, tuple(behind), exact, 1), refreshed=again)
 
 
-def chosen(new: str, old: list[KeptSegment], short: str = "", **options: bool) -> list[str | None]:
+def chosen(new: str, old: list[KeptSegment], short: str = "", **options: int) -> list[str | None]:
     prompt = row(new, short)
     matches = align([one.id for one in old], [one.id for one in prompt])
     found = choose(prompt, matches, old, **{"exact": False, "refreshed": True, **options}, free_text=4)
@@ -123,6 +123,14 @@ def test_what_stands_behind_something_unseen_is_not_taken():
     assert chosen("hAXC", WINDOW) == ["h", "A", None, None]
     assert chosen("htBC", WINDOW, short="t") == ["h", None, "B again", "C"], "but for a few words"
     assert chosen("htuvBC", WINDOW, short="tuv") == ["h", None, None, None, None, None], "no more than a few"
+
+
+def test_behind_something_unseen_the_first_are_computed_up_to_the_cascades_budget():
+    assert chosen("hZABC", WINDOW, cascade_tokens=1) == ["h", None, None, "B", "C"]
+    assert chosen("hZABC", WINDOW, cascade_tokens=2) == ["h", None, None, "B", "C"]
+    assert chosen("hZABC", WINDOW, cascade_tokens=3) == ["h", None, None, None, "C"]
+    assert chosen("hBCX", WINDOW, cascade_tokens=1) == ["h", "B again", "C", None], "nothing is unseen"
+    assert chosen("hZABC", WINDOW, cascade_tokens=1, exact=True) == ["h", None, None, None, None]
 
 
 def test_exact_takes_exact_kv_behind_just_what_it_was_computed_behind():
