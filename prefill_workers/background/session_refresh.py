@@ -1,4 +1,4 @@
-"""Refresh of sessions in idle time: exact KV of what stays, before something in front of it leaves.
+"""Refresh of sessions in idle time: exact KV of segments, before older ones leave.
 
 | pass | computed                                                                | served exactly                     |
 |------|-------------------------------------------------------------------------|------------------------------------|

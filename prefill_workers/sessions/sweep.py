@@ -1,4 +1,4 @@
-"""Sweep of sessions that no worker looks after: idle ones, and those beyond the library's share for sessions.
+"""Sweep of stored sessions: idle ones, and those beyond the library's bytes for them.
 
 Workers bound the sessions that they have served, while they live (`store`). What a worker left that died, or that was
 scaled down, is only in the library: the keeper sweeps it.
@@ -29,7 +29,7 @@ class Swept:
 
 
 def sweep(library: Library, idle_s: float, max_bytes: int, now: float) -> Swept:
-    """Delete sessions that are idle for longer than `idle_s`, and the longest idle ones beyond `max_bytes`.
+    """Delete sessions idle for longer than `idle_s`, and the longest idle beyond `max_bytes`.
 
     A segment goes when no session that stays needs it, and it has not been used for `idle_s` either, or belonged to one
     that goes. A session that is asked for meanwhile begins anew; its answers stay as they are.

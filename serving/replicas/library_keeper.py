@@ -1,4 +1,4 @@
-"""Library keeper: deletion, expiry, idle sessions, statistics, stored patches, disabled operating points."""
+"""Library keeper: deletion, expiry, idle sessions, stored patches, disabled points."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class LibraryKeeper:
-    """Keeper role: deletion, expiry, idle sessions, statistics, stored patches, disabled operating points."""
+    """Keeper role: deletion, expiry, idle sessions, stored patches, disabled points."""
 
     async def __init__(  # type: ignore[misc]
         self,
