@@ -75,7 +75,7 @@ class Demand:
         recent: load of the last `RECENT_S` seconds alone: noisy, and soon.
         is_partial: some replicas' signals are missing or stale; those are taken for the mean of the others.
         window_s: seconds that `load` is measured over.
-        noise: standard deviation of means over `RECENT_S`, where a load is sampled; 0: it is counted, by pieces of work.
+        noise: standard deviation of means over `RECENT_S`, where a load is sampled; 0: it is counted by pieces.
     """
 
     load: float
@@ -233,7 +233,7 @@ class Window:
     def _sampled(self, now: float, slots: float) -> tuple[float, float, float]:
         """Load, load of the last `RECENT_S`, and the standard deviation of such means before it.
 
-        Sequences come and go within seconds, and a start takes longer: the load is the mean of a minute, unless the last
+        Sequences come and go within seconds, a start takes longer: the load is the mean of a minute, unless the last
         seconds are higher than the ones before differ by chance.
         """
         blocks: dict[int, list[float]] = {}
