@@ -9,7 +9,8 @@
 | knative    | AIBrix' KPA: stable 180 s, panic 60 s windows                      | target                             |
 | saturation | llm-d WVA V1: spare KV and queue, one replica at a time            | queue                              |
 | sla-means  | Dynamo's SLA planner: means every 180 s, load every 5 s            | share of an engine's measured rate |
-| oracle     | instant starts, and knows the work of the next interval            | utilisation                        |
+| oracle     | instant starts, and knows the work of the next minutes             | utilisation, minutes               |
+| foresight  | the same knowledge, with starts that take their time               | utilisation                        |
 """
 
 from __future__ import annotations
@@ -60,22 +61,26 @@ class Static:
 
 @dataclass
 class Oracle:
-    """Instant replicas for the load that will come.
+    """Replicas for the load that will come.
 
-    `loads`: by role and interval; replicas are as many as keep the `utilisation`.
+    Args:
+        loads: by role and interval of `period_s`; replicas are as many as keep the `utilisation`.
+        ahead_s: for the largest load from now until then.
+        is_instant: replicas start at once; else starts take their time, and the load is known that much ahead.
     """
 
     loads: Mapping[Role, Sequence[float]]
     utilisation: float
+    ahead_s: float = 0.0
+    is_instant: bool = True
     period_s: float = 10.0
     name: str = "oracle"
-    is_instant: bool = True
 
     def targets(self, view: View, now: float) -> Mapping[Role, int]:
         """See `Controller`."""
-        interval = round(now / self.period_s)
+        first, more = round(now / self.period_s), round(self.ahead_s / self.period_s)
         return {
-            role: max(1, math.ceil(loads[min(interval, len(loads) - 1)] / self.utilisation - 1e-9))
+            role: max(1, math.ceil(max(loads[first : first + 1 + more], default=0.0) / self.utilisation - 1e-9))
             for role, loads in self.loads.items()
         }
 

@@ -209,7 +209,7 @@ def _decide(role: Role, state: RoleState, goals: Goals, now: float) -> Decision:
         by_load = max(state.target, size(role, max(demand.load - doubt, state.following), state, goals))
     if state.forecast is not None and by_forecast > state.target:
         by_forecast = max(state.target, size(role, max(0.0, state.forecast - doubt), state, goals))
-    by_queue = _reacting(role, state, demand, goals)
+    by_queue = _reacting(role, state, demand, goals, now)
     needed = max(by_load, by_forecast, by_queue)
     largest = max((by_load, "load"), (by_forecast, "forecast"), (by_queue, "queue"))[1]
     # A shrink must leave enough for a load that is a little larger than measured, and for the victim's chunks.
@@ -231,19 +231,24 @@ def _shown(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.2f}"
 
 
-def _reacting(role: Role, state: RoleState, demand: Demand, goals: Goals) -> int:
+def _reacting(role: Role, state: RoleState, demand: Demand, goals: Goals, now: float) -> int:
     """Replicas for the load, without those that are late now and still will be when one that starts now is ready.
 
     What waits at a replica stays there, so that further ones help those who come, and not those who wait: until a
-    replica has cleared its queue down to the limit, it is no help to them either.
+    replica has cleared its queue down to the limit, it is no help to them either. Replicas that start already will
+    take their share of what comes.
     """
     if role in (Role.DECODE, Role.INGRESS, Role.PATCH) or not state.ready or not demand.queues:
         return 0
     limit = max(goals.ttft_s - demand.mean_s, 0.0) if goals.ttft_s is not None else state.start_s
+    doubt = 0.0 if demand.has_jumped else SURE * demand.error(demand.window_s)
     load = demand.recent if demand.has_jumped else demand.load
-    grows = (load / state.ready - 1) * state.start_s  # of every queue until then
+    until = min(state.start_s, max(0.0, state.memory.grown + state.start_s - now))  # the last that start are ready
+    alone = until if state.target > state.ready else state.start_s
+    serving = max(state.target, state.ready)
+    grows = (load / state.ready - 1) * alone + (load / serving - 1) * (state.start_s - alone)  # of every queue
     late = sum(queue > limit and queue + grows > limit for queue in demand.queues)
-    return size(role, load, state, goals) + late if late else 0
+    return size(role, max(0.0, load - doubt), state, goals) + late if late else 0
 
 
 def _remembering(state: RoleState, now: float, count: int) -> Memory:

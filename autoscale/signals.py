@@ -75,6 +75,7 @@ class Demand:
         recent: load of the last `RECENT_S` seconds alone: noisy, and soon.
         is_partial: some replicas' signals are missing or stale; those are taken for the mean of the others.
         window_s: seconds that `load` is measured over.
+        noise: standard deviation of means over `RECENT_S`, where a load is sampled; 0: it is counted by pieces.
     """
 
     load: float
@@ -87,10 +88,14 @@ class Demand:
     recent: float = 0.0
     is_partial: bool = False
     window_s: float = 0.0
+    noise: float = 0.0
 
     def error(self, seconds: float) -> float:
         """Standard error of the load of a steady stream of such work, measured over so many seconds."""
-        return self.mean_s * math.sqrt(self.variability * self.rate / seconds) if seconds > 0 else 0.0
+        if seconds <= 0:
+            return 0.0
+        counted = self.mean_s * math.sqrt(self.variability * self.rate / seconds)
+        return max(counted, self.noise * math.sqrt(RECENT_S / seconds))
 
     @property
     def has_jumped(self) -> bool:
@@ -106,6 +111,9 @@ class Demand:
 _MOST_VARIABILITY = 20.0
 _FEW = 8  # pieces of work, or samples, from which a variance says something
 _JUMP = 5.0  # standard errors: in an hour of plans chance brings none
+_SAMPLED_S = 60.0  # of decode's pools, of which samples are kept
+_FEW_BLOCKS = 3
+_SAMPLED_JUMP = 5.0  # standard deviations
 _WORK = {Role.PATCH: ("compile_s", "compiled")}  # counters of seconds and pieces, where not those of the others
 
 
@@ -207,16 +215,37 @@ class Window:
             for values in latest.values()
         )
         self._shares.append((now, share))
-        while self._shares[0][0] < now - RECENT_S:
+        while self._shares[0][0] < now - _SAMPLED_S:
             self._shares.popleft()
+        slots = sum(values["max_sequences"] for values in latest.values()) / len(latest)
+        load, recent, noise = self._sampled(now, slots)
         weighed = [(values["itl_s"], values["sequences"]) for values in latest.values() if values.get("itl_s")]
         weight = sum(sequences for _, sequences in weighed)
         return Demand(
-            load=statistics.fmean(share for _, share in self._shares),
-            recent=share,
+            load=load,
+            recent=recent,
+            noise=noise,
+            window_s=now - self._shares[0][0],
             sequences=sum(values["sequences"] for values in latest.values()),
             itl_s=sum(itl * sequences for itl, sequences in weighed) / weight if weight else None,
         )
+
+    def _sampled(self, now: float, slots: float) -> tuple[float, float, float]:
+        """Load, load of the last `RECENT_S`, and the standard deviation of such means before it.
+
+        Sequences come and go within seconds, a start takes longer: the load is the mean of a minute, unless the last
+        seconds are higher than the ones before differ by chance.
+        """
+        blocks: dict[int, list[float]] = {}
+        for at, share in self._shares:
+            blocks.setdefault(int((now - at) / RECENT_S), []).append(share)
+        means = [statistics.fmean(block) for block in blocks.values()]  # the oldest first
+        recent, before = means[-1], means[:-1]
+        if len(before) < _FEW_BLOCKS:
+            return recent, recent, math.sqrt(recent / slots)  # as of sequences that come by chance
+        noise = statistics.stdev(before)
+        jumped = recent > statistics.fmean(before) + _SAMPLED_JUMP * noise
+        return (recent if jumped else statistics.fmean(means)), recent, noise
 
     def _working(self, latest: Mapping[str, Flat]) -> Demand | None:
         """Work over the window: the first observation in it is where it begins."""

@@ -176,6 +176,7 @@ class Prefill:
     compute_s2: float = 0.0
     load_s: float = 0.0
     forwards: int = 0
+    _fixed_s: float = 0.0  # of the forward that runs
 
     def submit(self, job: Job) -> bool:
         """Take a link in; False where the queue is full."""
@@ -220,15 +221,15 @@ class Prefill:
         seconds = fixed + sum(job.work_s for job in batch)
         loads = sum(job.loaded_s for job in batch)
         self.running = batch
-        for job in batch:
-            own = job.work_s + fixed / len(batch)
-            self.links, self.compute_s, self.compute_s2 = self.links + 1, self.compute_s + own, self.compute_s2 + own**2
-        self.load_s, self.forwards = self.load_s + loads, self.forwards + forwards
+        self._fixed_s, self.forwards = fixed, self.forwards + forwards
         self.env.timeout(max(seconds, loads)).callbacks.append(self._done)
 
     def _done(self, _: simpy.Event) -> None:
         batch, self.running = self.running, []
-        for job in batch:
+        for job in batch:  # counted here, when it is queued no more, so that no work counts twice
+            own = job.work_s + self._fixed_s / len(batch)
+            self.links, self.compute_s, self.compute_s2 = self.links + 1, self.compute_s + own, self.compute_s2 + own**2
+            self.load_s += job.loaded_s
             self.queued_tokens -= job.computed
             self.queued_s = max(0.0, self.queued_s - job.work_s)
             self.library.keep(self.name, job.request.chunks)
@@ -264,7 +265,7 @@ class Prefill:
             "compute_s2": self.compute_s2,
             "load_s": self.load_s,
             "queued_s": self.queued_s,
-            "waiting": len(self.waiting),
+            "waiting": self.load,
             "only_here_s": 0.0,
         }
 

@@ -113,9 +113,12 @@ def test_a_role_grows_at_once_to_what_the_load_needs():
 def test_replicas_that_are_late_for_long_do_not_count():
     jammed = replace(demand(4.0), queues=(90.0, 80.0, 0.0, 0.0))
     plain = decided(state(4.0, 4)).target
-    assert decided(state(None, 4, demand=jammed, start_s=20.0)).target == max(
-        plain, within_limit(4.0, 1, 2, 3, 0.99) + 2
-    )
+    sure = 4.0 - 2 * jammed.error(120.0)
+    late = decided(state(None, 4, demand=jammed, start_s=20.0)).target
+    assert late == max(plain, within_limit(sure, 1, 2, 3, 0.99) + 2)
+    full = replace(demand(4.4), queues=(4.0, 4.0, 4.0, 4.0))
+    alone, helped = (decided(state(None, n, ready=4, demand=full, start_s=60.0)).reason for n in (4, 8))
+    assert (alone, helped) == ("queue", "holding"), "those that start take their share soon enough"
     brief = replace(demand(2.0), queues=(5.0, 0.0, 0.0, 0.0))
     assert decided(state(None, 4, demand=brief, start_s=60.0)).target == 4, "cleared long before a start"
 

@@ -125,3 +125,16 @@ def test_decode_counts_blocks_or_sequences_whichever_is_more():
     assert window.demand.load == pytest.approx(0.5 + 2.0)
     window.observe(2, {"a": {**DECODE, "clock": 2.0, "blocks_total": 0}})
     assert window.demand is None, "a pool of nothing is no measure"
+
+
+def test_a_crowded_moment_is_no_load_of_decode_and_a_jump_is():
+    def loads(sequences: list[float]) -> float:
+        window = Window(Role.DECODE)
+        for second, count in enumerate(sequences):
+            window.observe(second, {"a": {**DECODE, "clock": second + 1.0, "blocks": 0, "sequences": count}})
+        assert window.demand is not None
+        return window.demand.load * DECODE["max_sequences"]
+
+    restless = [4.0, 12.0] * 5 + [8.0, 16.0] * 5
+    assert loads(restless * 3) == pytest.approx(10.0, abs=0.6)
+    assert loads([8.0] * 50 + [30.0] * 10) == pytest.approx(30.0, abs=2.5)
