@@ -36,7 +36,7 @@ class VideoSettings(Settings):
     max_frames: int = Field(100_000, ge=1, description="Most frames of a video, whether they are sampled or not.")
     max_frame_pixels: int = Field(8_300_000, ge=1, description="Most pixels of one frame.")
     max_sampled_pixels: int = Field(
-        400_000_000, ge=1, description="Most pixels of the sampled frames of one clip or segment together."
+        400_000_000, ge=1, description="Most pixels of all frames that are sampled of a request's videos."
     )
     fps: float = Field(2.0, gt=0, le=30, description="Frames that are sampled a second, as vLLM samples for the model.")
     timeout_s: float = Field(60.0, gt=0, description="Time in which a video must be read.")

@@ -49,8 +49,8 @@ class VideoHead:
 
 
 def is_video(data: bytes) -> bool:
-    """True for the first bytes of a container that is read (an animated GIF is also an image)."""
-    return _demuxer(data) is not None
+    """True for the first bytes of a container that holds videos alone; a GIF is read as an image where both may be."""
+    return _demuxer(data) in ("mov", "matroska")
 
 
 def _demuxer(data: bytes) -> str | None:
@@ -148,4 +148,6 @@ def _checked(head: VideoHead | None, child: Child, settings: VideoSettings) -> V
 
 def _ended(child: Child, settings: VideoSettings) -> UnreadableVideo:
     late = f"took longer than {settings.timeout_s:g} s"
-    return UnreadableVideo(f"reading the video {late if child.is_late else 'took too much memory, or broke the reader'}")
+    return UnreadableVideo(
+        f"reading the video {late if child.is_late else 'took too much memory, or broke the reader'}"
+    )

@@ -101,7 +101,7 @@ def _write_frames(container: Any, stamps: list[int], times: list[float], max_pix
         if waiting == len(times):
             return
         shown = frame
-    if shown is None or waiting < len(times) and times[-1] > (stamps[-1] - first) * base + 1:
+    if shown is None or (waiting < len(times) and times[-1] > (stamps[-1] - first) * base + 1):
         raise ValueError("no frame of it can be decoded")
     for _ in times[waiting:]:
         _write(shown, max_pixels)

@@ -35,8 +35,8 @@ from prefill_workers.protocol import LinkRequest, LinkResult, PixelsNeeded
 from prefill_workers.scheduler.prefill_loop import PrefillLoop, drain
 from prefill_workers.sequence import Embedded, LinkSequence, Run
 from prefill_workers.settings import CompileLimits, FidelitySettings, Weighing
-from serving.frontend.documents import Document, Documents
 from serving.documents.video import video_metadata
+from serving.frontend.documents import Document, Documents
 from serving.frontend.prompt_segments import Delimiters, Segments, segment
 
 BLOCK_SIZE = 32
