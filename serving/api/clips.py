@@ -150,10 +150,8 @@ class Clips:
             return Clip(name, (), head, data)
         source = VideoSourceMetadata(count, head.fps, count / head.fps)
         target = VideoTargetMetadata(_DEFAULT_FRAMES, self._settings.fps, self._settings.max_seconds)
-        if count == 1:
-            sampled = [0]  # samplers that round down to pairs of frames would take none
-        else:
-            sampled = self._sampler.compute_frames_index_to_sample(source, target)
+        # of one frame, samplers that round down to pairs would take none
+        sampled = [0] if count == 1 else self._sampler.compute_frames_index_to_sample(source, target)
         return Clip(name, tuple(first + index for index in sampled), head, data)
 
 

@@ -53,6 +53,7 @@ from serving.frontend.video_options import VideoOptions
 from serving.settings import HttpSettings
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "ICO")
+_MEDIA = ("image_url", "video_url", "file")
 PIXELS = ("image_pil", "video_url")  # types of resolved parts that have pixels, or None, in a field of that name
 _MAX_REDIRECTS = 3
 _UNICAST = ipaddress.ip_network("2000::/3")
@@ -185,9 +186,7 @@ class MediaResolver:
             for p, part in enumerate(parts):
                 where = f"messages[{m}].content[{p}]"
                 kind = part.get("type") if isinstance(part, dict) else None
-                if kind in ("image_url", "video_url", "file") or (
-                    kind == FOUND and isinstance(part.get(FOUND), Result)
-                ):
+                if kind in _MEDIA or (kind == FOUND and isinstance(part.get(FOUND), Result)):
                     wanted.append((parts, p, where))
                     if len(wanted) > self._settings.max_images_per_request:
                         raise InvalidRequest(
@@ -196,7 +195,8 @@ class MediaResolver:
                         )
                 elif kind not in ("text", "refusal"):
                     raise InvalidRequest(
-                        f"{where}: content parts of type {kind!r} are not supported; use text, image_url, video_url or file",
+                        f"{where}: content parts of type {kind!r} are not supported; use text, image_url, video_url or "
+                        "file",
                         parameter=where,
                     )
             resolved.append({**message, "content": parts})
