@@ -25,7 +25,7 @@ from kvstore.settings import FileSettings, LibrarySettings
 from prefill_workers.model_card import BadModelCard, ModelCard, composition_for
 from prefill_workers.settings import Weighing
 from serving.api_keys import BadKeys, KeyRing
-from serving.documents.settings import DocumentSettings
+from serving.documents.settings import DocumentSettings, VideoSettings
 from serving.retrieval.settings import RetrieverSettings
 from serving.settings import (
     AccessLogSettings,
@@ -72,6 +72,7 @@ class OrbitServeConfig(Settings):
     precompute: PrecomputeSettings = PrecomputeSettings()
     access_log: AccessLogSettings = AccessLogSettings()
     documents: DocumentSettings = DocumentSettings()
+    video: VideoSettings = VideoSettings()
     retriever: RetrieverSettings = RetrieverSettings()
     tenants: TenantsSettings = TenantsSettings()
     autoscale: AutoscaleSettings = AutoscaleSettings()

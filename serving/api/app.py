@@ -45,6 +45,7 @@ from serving.api.autoscale import Planned, autoscale_router, planned_metrics
 from serving.api.chat import UNSUPPORTED, OrbitServingChat, fixed_prefix, readable, refuse_longer, refuse_unsupported
 from serving.api.chat_request import chat_router
 from serving.api.client_disconnect import CancelOnDisconnect, answering
+from serving.api.clips import Clips
 from serving.api.compiling import compiling
 from serving.api.console import console_router
 from serving.api.errors import RetryLater, answer_errors
@@ -176,7 +177,8 @@ async def build_api(
 
     pdfs = PdfPages(config.documents, files.parts, http.max_image_pixels)
     has_images = not model.is_text_only
-    media = MediaResolver(http, files, stores, documents, longest, limits, is_processed, pdfs, has_images)
+    clips = Clips.of(client.renderer, config.video)
+    media = MediaResolver(http, files, stores, documents, longest, limits, is_processed, pdfs, has_images, clips)
     retrieval = Retrieval(stores, retriever)
     metrics = Metrics()
     metrics.patches.set_function(lambda: len(client.orderer.index))
@@ -186,7 +188,7 @@ async def build_api(
     app.state.metrics = metrics
     client.observe, client.request_timeout_s = metrics.observe, http.request_timeout_s
     await _add_openai(app, client, config, media, documents, retrieval)
-    most_bytes = max(http.max_file_bytes, config.documents.max_pdf_bytes)
+    most_bytes = max(http.max_file_bytes, config.documents.max_pdf_bytes, config.video.max_bytes if clips else 0)
     app.include_router(files_router(files, stores, media, most_bytes, on_delete))
     app.include_router(vector_stores_router(stores, on_delete, retrieval))
     app.include_router(fidelity_router(client.roles))

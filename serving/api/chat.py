@@ -23,7 +23,7 @@ from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
 from serving.api.chat_request import OrbitChatRequest
 from serving.api.client_disconnect import answering
 from serving.api.file_search import FUNCTION, NAME, FileSearch, FileSearchTool
-from serving.api.media import MediaResolver
+from serving.api.media import PIXELS, MediaResolver
 from serving.api.opening import Openings, token_ids_of
 from serving.api.ordering import Ordering, ordered
 from serving.api.pixel_budget import give_back
@@ -117,7 +117,8 @@ class OrbitServingChat(OpenAIServingChat):
         if options.retrieve is not None:
             messages = await retrieved(messages, tenant, options.retrieve, self._retrieval, trace)
         trace.prefix_tokens = await self._prefixes.token_ids(tenant, prefix)
-        ordering = Ordering(await self._media.resolve_messages(messages, tenant, options.pages), self._documents)
+        messages = await self._media.resolve_messages(messages, tenant, options.pages, options.video)
+        ordering = Ordering(messages, self._documents)
         if trace.report.retrieval is not None:
             number_chunks(trace.report.retrieval, trace.found, ordering.contents)
         request.messages = await ordered(ordering, trace, self.engine_client.orderer)
@@ -211,8 +212,8 @@ class OrbitServingChat(OpenAIServingChat):
             return await render()
         finally:
             request.messages = _only_named(whole, lambda uuid: True)  # vLLM holds the request until its last token
-            for part in parts_of(whole, "image_pil"):
-                give_back(part["image_pil"])
+            for part in parts_of(whole, *PIXELS):
+                give_back(part[part["type"]])
 
     async def _reported(self, events: AsyncGenerator[str, None], trace: RequestTrace) -> AsyncGenerator[str, None]:
         """Add the report to every event that ends a choice, and to the usage event."""
@@ -258,7 +259,7 @@ def parts_of(messages: list[Any], *kinds: str) -> list[dict[str, Any]]:
 def contents_of(messages: list[Any], documents: Documents) -> list[str]:
     """Content ids of resolved messages' images and documents, in order."""
     found: list[str] = []
-    for part in parts_of(messages, "image_pil", "text"):
+    for part in parts_of(messages, *PIXELS, "text"):
         if part["type"] == "text":
             found += (document.content for document in documents.marked([part["text"]]))
         else:
@@ -335,8 +336,8 @@ def _only_named(messages: list[Any], which: Callable[[str], bool]) -> list[Any]:
     """The messages with the name alone of every image `which` (by its name) holds of: no pixels."""
 
     def named(part: Any) -> Any:
-        image = isinstance(part, dict) and part.get("type") == "image_pil"
-        return {**part, "image_pil": None} if image and which(part["uuid"]) else part
+        has_pixels = isinstance(part, dict) and part.get("type") in PIXELS
+        return {**part, part["type"]: None} if has_pixels and which(part["uuid"]) else part
 
     return [
         {**message, "content": [named(part) for part in message["content"]]}

@@ -6,7 +6,8 @@ handed to vLLM as the item's uuid, so that the processor cache, the chunk's keys
 repeated image is opened lazily and never decoded.
 
 A file that is text and no image becomes a document: a text chunk (see `serving.frontend.documents`). Of a file with
-several pictures (GIF, TIFF, AVIF) the first is taken, as vLLM does; of an ICO the largest.
+several pictures (GIF, TIFF, AVIF) the first is taken, as vLLM does; of an ICO the largest. A `video_url` part, or a
+file that is MP4, MOV, WebM or MKV, becomes clips (see `serving.api.clips`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from kvstore.errors import UnknownFile
 from kvstore.records.keys import DYNAMIC_TENANT, is_shared, owned_content_id
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
+from serving.api.clips import Clip, Clips
 from serving.api.errors import NotFound, TooLarge
 from serving.api.image_headers import BadContainer, check_avif, check_container, is_tiff
 from serving.api.image_limits import ImageLimits
@@ -44,11 +46,15 @@ from serving.api.pixels import DeferredImage, UnreadablePixels
 from serving.api.retrieval import Result
 from serving.documents.passages import as_text
 from serving.documents.pdf import UnreadablePdf, is_pdf
+from serving.documents.video import is_video
 from serving.frontend.documents import Documents, Mark
 from serving.frontend.errors import InvalidRequest
+from serving.frontend.video_options import VideoOptions
 from serving.settings import HttpSettings
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "ICO")
+_MEDIA = ("image_url", "video_url", "file")
+PIXELS = ("image_pil", "video_url")  # types of resolved parts that have pixels, or None, in a field of that name
 _MAX_REDIRECTS = 3
 _UNICAST = ipaddress.ip_network("2000::/3")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
@@ -90,6 +96,9 @@ class ResolvedText:
     text: str
 
 
+_Resolved = ResolvedImage | Mark | Clip
+
+
 class _RequestBudget:
     """Bound on something of one request's images or documents, such as pixels. Thread-safe.
 
@@ -124,6 +133,7 @@ class _ImageBudgets:
 
     pixels: _RequestBudget
     tokens: _RequestBudget
+    clips: _RequestBudget  # pixels of sampled frames
 
 
 class MediaResolver:
@@ -132,7 +142,7 @@ class MediaResolver:
     Without `documents` text files are refused. `max_characters`: of a request's text files, all together. `limits`: the
     model's own on images; None: it has none, or they are not known. `is_processed`: by content id, whether vLLM has an
     image's processed pixels, so that it need not be decoded. Without `pdfs` PDFs are refused; without `has_images`
-    their pages are documents, of the text in them.
+    their pages are documents, of the text in them. Without `clips` videos are refused.
     """
 
     def __init__(
@@ -146,18 +156,21 @@ class MediaResolver:
         is_processed: Callable[[str], bool] = lambda content: True,
         pdfs: PdfPages | None = None,
         has_images: bool = True,
+        clips: Clips | None = None,
     ) -> None:
         self._settings, self._files, self._stores, self._documents = settings, files, stores, documents
         self._max_characters, self._limits, self._is_processed = max_characters, limits, is_processed
-        self._pdfs, self._has_images = pdfs, has_images
+        self._pdfs, self._has_images, self._clips = pdfs, has_images, clips
         self._secret = files.settings.salt_secret.get_secret_value().encode()
         self._decoded: OrderedDict[str, None] = OrderedDict()  # content ids that have proved decodable
         self._budget = PixelBudget(settings.max_decoded_pixels)
 
-    async def resolve_messages(self, messages: list[Any], tenant: str, pages: str | None = None) -> list[Any]:
-        """Replace image parts of messages by vLLM's `image_pil` part, documents by their marks.
+    async def resolve_messages(
+        self, messages: list[Any], tenant: str, pages: str | None = None, video: VideoOptions | None = None
+    ) -> list[Any]:
+        """Replace image parts of messages by vLLM's `image_pil` part, documents by their marks, videos by clips.
 
-        A PDF becomes its pages in order, or those that `pages` names, such as "1-3,7".
+        A PDF becomes its pages in order, or those that `pages` names, such as "1-3,7"; a video what `video` says.
 
         Raises:
             InvalidRequest, NotFound, TooLarge: naming the part.
@@ -173,7 +186,7 @@ class MediaResolver:
             for p, part in enumerate(parts):
                 where = f"messages[{m}].content[{p}]"
                 kind = part.get("type") if isinstance(part, dict) else None
-                if kind in ("image_url", "file") or (kind == FOUND and isinstance(part.get(FOUND), Result)):
+                if kind in _MEDIA or (kind == FOUND and isinstance(part.get(FOUND), Result)):
                     wanted.append((parts, p, where))
                     if len(wanted) > self._settings.max_images_per_request:
                         raise InvalidRequest(
@@ -182,7 +195,8 @@ class MediaResolver:
                         )
                 elif kind not in ("text", "refusal"):
                     raise InvalidRequest(
-                        f"{where}: content parts of type {kind!r} are not supported; use text, image_url or file",
+                        f"{where}: content parts of type {kind!r} are not supported; use text, image_url, video_url or "
+                        "file",
                         parameter=where,
                     )
             resolved.append({**message, "content": parts})
@@ -191,6 +205,9 @@ class MediaResolver:
         images = _ImageBudgets(
             _RequestBudget(self._settings.max_request_pixels, "images have {} pixels", _too_large),
             _RequestBudget(longest, "images take {} tokens, the most that a prompt can hold,", _invalid),
+            _RequestBudget(
+                None if self._clips is None else self._clips.max_pixels, "videos have {} sampled pixels", _too_large
+            ),
         )
         characters = _RequestBudget(
             self._max_characters, "documents have {} characters, the most that a prompt can hold,", _too_large
@@ -198,23 +215,25 @@ class MediaResolver:
 
         opened = _Opened()
 
-        async def resolve(part: dict[str, Any], where: str) -> list[ResolvedImage | Mark]:
+        async def resolve(part: dict[str, Any], where: str) -> list[_Resolved]:
             async with at_once:
                 if part["type"] == FOUND:
                     return [await self._found(part[FOUND], where, images, characters, opened)]
-                return await self._resolve(part, tenant, where, images, characters, pages)
+                return await self._resolve(part, tenant, where, images, characters, pages, video or VideoOptions())
 
         found = await _together(resolve(parts[p], where) for parts, p, where in wanted)
         if (count := sum(map(len, found))) > (most := self._settings.max_images_per_request):
             raise InvalidRequest(
-                f"the request's images, documents and pages are {count}, at most {most} are allowed "
+                f"the request's images, documents, pages and clips are {count}, at most {most} are allowed "
                 "(`http.max_images_per_request`); choose pages by orbit.pages",
                 parameter="messages",
             )
         places = [(one, where) for several, (_, _, where) in zip(found, wanted, strict=True) for one in several]
         decoded = await self._decode_new([one for one, _ in places], [where for _, where in places], at_once)
 
-        def part_of(one: ResolvedImage | Mark) -> dict[str, Any]:
+        def part_of(one: _Resolved) -> dict[str, Any]:
+            if isinstance(one, Clip):
+                return {"type": "video_url", "video_url": one if one.frames else None, "uuid": one.content}
             if isinstance(one, ResolvedImage):
                 image = decoded.get(one.content, one).image
                 return {"type": "image_pil", "image_pil": image, "uuid": one.content}
@@ -232,28 +251,52 @@ class MediaResolver:
         images: _ImageBudgets,
         characters: _RequestBudget,
         pages: str | None,
-    ) -> list[ResolvedImage | Mark]:
-        """An image, not decoded yet, or what stands for a document; of a PDF its pages."""
+        video: VideoOptions,
+    ) -> list[_Resolved]:
+        """An image, not decoded yet, or what stands for a document; of a PDF its pages, of a video its clips."""
         if part["type"] == "file":
             data, owner, is_stored = await self._file(part, tenant, where)
             if self._pdfs is not None and is_pdf(data):
                 content = owned_content_id(data, owner, self._secret)
                 opened = await asyncio.to_thread(self._pdfs.open, data, content, owner, where, is_stored)
-                return await self._pages(opened, self._pdfs.numbers(opened, pages), where, images, characters)
+                return [*await self._pages(opened, self._pdfs.numbers(opened, pages), where, images, characters)]
+            if is_video(data):
+                return [*await self._videos(data, owner, where, images, video)]
             found = await asyncio.to_thread(self._identify_file, data, owner, where, images)
             if isinstance(found, ResolvedText):
                 assert self._documents is not None
                 characters.take(len(found.text), where)
                 return [await self._documents.mark_soon(found.content, found.text)]
             return [found]
-        image_url = part.get("image_url")
-        url = image_url.get("url") if isinstance(image_url, dict) else image_url
+        kind = part["type"]
+        given = part.get(kind)
+        url = given.get("url") if isinstance(given, dict) else given
         if not isinstance(url, str):
-            raise InvalidRequest(f"{where}: image_url needs a url", parameter=where)
+            raise InvalidRequest(f"{where}: {kind} needs a url", parameter=where)
+        of_video = kind == "video_url"
+        most = self._opener(where).max_bytes if of_video else self._settings.max_image_bytes
         inline = url.startswith("data:")
-        most = self._settings.max_image_bytes
-        data = await (asyncio.to_thread(_data_url, url, where, most) if inline else self._fetch(url, where))
+        data = await (asyncio.to_thread(_data_url, url, where, most) if inline else self._fetch(url, where, most))
+        if of_video:
+            return [*await self._videos(data, tenant, where, images, video)]
         return [await asyncio.to_thread(self._identify, data, tenant, where, images)]
+
+    def _opener(self, where: str) -> Clips:
+        if self._clips is None:
+            raise InvalidRequest(f"{where}: the model takes no videos", parameter=where)
+        return self._clips
+
+    async def _videos(
+        self, data: bytes, owner: str, where: str, images: _ImageBudgets, options: VideoOptions
+    ) -> list[Clip]:
+        """Clips of a video, not decoded yet."""
+        opener = self._opener(where)
+        if len(data) > opener.max_bytes:
+            raise TooLarge(f"{where}: the video has {len(data)} bytes, at most {opener.max_bytes} are allowed")
+        content = owned_content_id(data, owner, self._secret)
+        clips = await asyncio.to_thread(opener.open, data, content, options, where)
+        images.clips.take(sum(clip.pixels for clip in clips), where)
+        return clips
 
     async def _pages(
         self,
@@ -318,28 +361,41 @@ class MediaResolver:
         return self._page(pdf, hit.page, where, images)
 
     async def _decode_new(
-        self, found: Sequence[ResolvedImage | Mark], places: Sequence[str], at_once: asyncio.Semaphore
+        self, found: Sequence[_Resolved], places: Sequence[str], at_once: asyncio.Semaphore
     ) -> dict[str, ResolvedImage]:
         """Decode the images that are not known yet, or no longer processed, by content.
 
         Waits until there is memory for all of them.
         """
         new: dict[str, tuple[ResolvedImage, str]] = {}
+        videos: dict[tuple[str, bytes], list[Clip]] = {}  # by place and file
         for one, where in zip(found, places, strict=True):
+            if isinstance(one, Clip) and not self._is_processed(one.content):
+                videos.setdefault((where, one.data), []).append(one)
             if not isinstance(one, ResolvedImage):
                 continue
             if one.content not in self._decoded or not self._is_processed(one.content):
                 new.setdefault(one.content, (one, where))
 
-        if not new:
+        if not new and not videos:
             return {}
-        share = await self._budget.take(sum(image.pixels for image, _ in new.values()))
+        clips = [clip for several in videos.values() for clip in several]
+        share = await self._budget.take(
+            sum(image.pixels for image, _ in new.values()) + sum(clip.pixels for clip in clips)
+        )
+        for clip in clips:
+            share.held_by(clip)
 
         async def decode(image: ResolvedImage, where: str) -> ResolvedImage:
             async with at_once:
                 return await asyncio.to_thread(self._decode, image, where, share)
 
+        async def decode_clips(several: list[Clip], where: str) -> None:
+            async with at_once:
+                await asyncio.to_thread(self._opener(where).decode, several, where)
+
         try:
+            await _together(decode_clips(several, where) for (where, _), several in videos.items())
             return {image.content: image for image in await _together(decode(*one) for one in new.values())}
         except BaseException:
             share.give()
@@ -380,14 +436,19 @@ class MediaResolver:
             raise TooLarge(f"{where}: the document has {len(data)} bytes, at most {limit} are allowed")
         return ResolvedText(owned_content_id(data, owner, self._secret), text)
 
-    def open_for(self, purpose: str, data: bytes, owner: str, where: str) -> ResolvedImage | ResolvedText | OpenedPdf:
+    def open_for(
+        self, purpose: str, data: bytes, owner: str, where: str
+    ) -> ResolvedImage | ResolvedText | OpenedPdf | list[Clip]:
         """Check an upload of one of OpenAI's purposes.
 
-        `vision` takes images alone, the others what `open_file` takes, and PDFs.
+        `vision` takes images and videos alone, the others what `open_file` takes, and PDFs.
 
         Raises:
             InvalidRequest: as `open_file`, and of a text that has the purpose `vision`. TooLarge: as `open_file`.
         """
+        if is_video(data):
+            content = owned_content_id(data, owner, self._secret)
+            return self._opener(where).open(data, content, VideoOptions(), where)
         if purpose != "vision" and self._pdfs is not None and is_pdf(data):
             content = owned_content_id(data, owner, self._secret)
             return self._pdfs.open(data, content, owner, where, is_stored=True)
@@ -487,7 +548,11 @@ class MediaResolver:
         given = reference if isinstance(reference, dict) else {}
         file_id, inline = given.get("file_id"), given.get("file_data")
         if isinstance(inline, str) and file_id is None:
-            most = max(self._settings.max_file_bytes, 0 if self._pdfs is None else self._pdfs.max_bytes)
+            most = max(
+                self._settings.max_file_bytes,
+                0 if self._pdfs is None else self._pdfs.max_bytes,
+                0 if self._clips is None else self._clips.max_bytes,
+            )
             return await asyncio.to_thread(_data_url, inline, where, most), tenant, False
         if not isinstance(file_id, str):
             raise InvalidRequest(f"{where}: a file part needs file.file_id or file.file_data", parameter=where)
@@ -503,7 +568,8 @@ class MediaResolver:
         """TLS context for https, which takes long to read and is shared by all clients."""
         return httpx.create_ssl_context(trust_env=False)
 
-    async def _fetch(self, url: str, where: str) -> bytes:
+    async def _fetch(self, url: str, where: str, limit: int) -> bytes:
+        """Bytes behind an http(s) URL, at most `limit`."""
         if not url.startswith(("http://", "https://")):
             raise InvalidRequest(f"{where}: image URLs must be data: or http(s) URLs", parameter=where)
         if not self._settings.allow_http_images:
@@ -512,7 +578,6 @@ class MediaResolver:
                 "send a data URL or upload to /v1/files",
                 parameter=where,
             )
-        limit = self._settings.max_image_bytes
         try:
             async with (
                 asyncio.timeout(self._settings.http_image_timeout_s),

@@ -18,6 +18,7 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 from prefill_workers.modes import FreeText, Mode, Text, looks_up_patch
+from serving.api.media import PIXELS
 from serving.api.order_words import dependence
 from serving.api.prefix import leads
 from serving.frontend.documents import Documents
@@ -126,7 +127,7 @@ class Ordering:
         return next(keyed, len(self.gaps))
 
     def _chunk(self, part: dict[str, Any]) -> str | None:
-        if part.get("type") == "image_pil":
+        if part.get("type") in PIXELS:
             return str(part["uuid"])
         marked = self._documents.marked([part["text"]]) if part.get("type") == "text" else []
         return marked[0].content if marked else None

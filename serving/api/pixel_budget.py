@@ -6,8 +6,7 @@ import asyncio
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-
-from PIL import Image
+from typing import Any
 
 from infra.cpu.fair_semaphore import FairSemaphore
 
@@ -22,9 +21,9 @@ class PixelReservation:
         self.give = weakref.finalize(self, give)  # once, whoever comes first
         self.give.atexit = False
 
-    def held_by(self, image: Image.Image) -> None:
-        """Keep the reservation for as long as the image exists."""
-        image.orbit_share = self  # type: ignore[attr-defined]
+    def held_by(self, image: Any) -> None:
+        """Keep the reservation for as long as the image or clip exists."""
+        image.orbit_share = self
 
 
 class PixelBudget:
@@ -53,7 +52,7 @@ class PixelBudget:
         return PixelReservation(give)
 
 
-def give_back(image: Image.Image | None) -> None:
+def give_back(image: Any) -> None:
     """Give back the pixels of this image's request."""
     if (share := getattr(image, "orbit_share", None)) is not None:
         share.give()

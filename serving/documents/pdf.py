@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import io
-import json
 import re
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
 
 from PIL import Image
 
 from kvstore.search.index import Line
+from serving.documents.bounded_child import Child, bounded_child
 from serving.documents.settings import DocumentSettings
 
 _CHILD = Path(__file__).with_name("pdf_child.py")
-_LONGEST_LINE = 32 << 20  # bytes of what the child says of a page
 _HEADER = re.compile(rb"%PDF-\d\.\d")  # within the first 1024 bytes, by the PDF specification
 _WITHIN = 1024
 _PARTS = (b"endobj", b"startxref", b"%%EOF")  # what a text that only speaks of PDFs does not have besides
@@ -93,25 +88,9 @@ def read_pages(
         "text": text,
         "pixels": pixels,
     }
-    command = [sys.executable, "-I", "-S", str(_CHILD), json.dumps(job)]
-    child = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={}, close_fds=True
-    )
-    timer = threading.Timer(settings.pdf_timeout_s, child.kill)
-    timer.start()
-    feeder = threading.Thread(target=_feed, args=(child.stdin, data), daemon=True)
-    feeder.start()
-    try:
-        assert child.stdout is not None
-        count, found = _read(child.stdout, max_pixels)
-    finally:
-        late = not timer.is_alive()
-        timer.cancel()
-        child.kill()
-        child.wait()
-        feeder.join()
-        if child.stdout is not None:
-            child.stdout.close()
+    with bounded_child(_CHILD, job, data, settings.pdf_timeout_s) as child:
+        count, found = _read(child, max_pixels)
+    late = child.is_late
     if count is None or (pages is None and len(found) < count):
         why = f"took longer than {settings.pdf_timeout_s:g} s" if late else "took too much memory, or broke the reader"
         raise UnreadablePdf(f"reading the PDF {why}", "unreadable_file")
@@ -123,28 +102,19 @@ def read_pages(
     return count, found
 
 
-def _feed(pipe: IO[bytes] | None, data: bytes) -> None:
-    assert pipe is not None
-    try:
-        with pipe:
-            pipe.write(data)
-    except OSError:  # the child has ended
-        pass
-
-
-def _read(stream: IO[bytes], max_pixels: int) -> tuple[int | None, list[Page]]:
+def _read(child: Child, max_pixels: int) -> tuple[int | None, list[Page]]:
     """Answers of the child, as far as they come; it is no more trusted than the PDF."""
-    head = _line(stream)
+    head = child.line()
     if head is None:
         return None, []
     if "error" in head:
         raise UnreadablePdf(str(head["error"]), str(head["code"]))
-    found = list(_pages(stream, max_pixels))
+    found = list(_pages(child, max_pixels))
     return int(head["pages"]), found
 
 
-def _pages(stream: IO[bytes], max_pixels: int) -> Iterator[Page]:
-    while (line := _line(stream)) is not None:
+def _pages(child: Child, max_pixels: int) -> Iterator[Page]:
+    while (line := child.line()) is not None:
         number = int(line["page"]) + 1
         if "error" in line:
             raise UnreadablePdf(f"page {number} of the PDF cannot be used: {line['error']}", str(line["code"]))
@@ -152,20 +122,11 @@ def _pages(stream: IO[bytes], max_pixels: int) -> Iterator[Page]:
         size = int(line["bytes"])
         if width * height > max_pixels or size not in (0, width * height * 3):
             return
-        rgb = stream.read(size)
+        rgb = child.stdout.read(size)
         if len(rgb) < size:
             return
         lines = tuple(tuple(each) for each in line.get("lines", ()))
         yield Page(number, width, height, line.get("text", ""), lines, rgb)
-
-
-def _line(stream: IO[bytes]) -> dict[str, Any] | None:
-    raw = stream.readline(_LONGEST_LINE)
-    try:
-        value = json.loads(raw) if raw.endswith(b"\n") else None
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _pdfium() -> str | None:

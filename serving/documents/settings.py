@@ -26,3 +26,20 @@ class DocumentSettings(Settings):
         1024 * MIB, ge=128 * MIB, description="Address space of the process that reads one PDF."
     )
     readers: int = Field(2, ge=1, description="PDFs that one replica reads at once; further ones wait.")
+
+
+class VideoSettings(Settings):
+    """Videos of requests."""
+
+    max_bytes: int = Field(64 * MIB, ge=1, description="Largest video, as sent, fetched or uploaded.")
+    max_seconds: float = Field(600.0, gt=0, description="Longest video.")
+    max_frames: int = Field(100_000, ge=1, description="Most frames of a video, whether they are sampled or not.")
+    max_frame_pixels: int = Field(8_300_000, ge=1, description="Most pixels of one frame.")
+    max_sampled_pixels: int = Field(
+        400_000_000, ge=1, description="Most pixels of all frames that are sampled of a request's videos."
+    )
+    fps: float = Field(2.0, gt=0, le=30, description="Frames that are sampled a second, as vLLM samples for the model.")
+    timeout_s: float = Field(60.0, gt=0, description="Time in which a video must be read.")
+    memory_bytes: int = Field(
+        1536 * MIB, ge=256 * MIB, description="Address space of the process that reads one video."
+    )

@@ -17,6 +17,7 @@ from prefill_workers.modes import Mode, OperatingPoint, Text, uses_session
 from prefill_workers.protocol import Compaction, CompactionPolicy, SessionRef, Survivors
 from serving.frontend.documents import Document
 from serving.frontend.errors import InvalidRequest
+from serving.frontend.video_options import VideoOptions
 
 if TYPE_CHECKING:
     from serving.frontend.rounds import ToolRounds
@@ -121,6 +122,7 @@ class OrbitOptions(BaseModel):
         max_length=1024,
         description="Pages of the request's PDFs that become chunks, in this order, such as 1-3,7. None: all.",
     )
+    video: VideoOptions = VideoOptions()
     retrieve: dict[str, Any] | None = Field(
         None,
         description="Search vector stores, and put what is found before the last user message: vector_store_ids, query "

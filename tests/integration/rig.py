@@ -35,6 +35,7 @@ from prefill_workers.protocol import LinkRequest, LinkResult, PixelsNeeded
 from prefill_workers.scheduler.prefill_loop import PrefillLoop, drain
 from prefill_workers.sequence import Embedded, LinkSequence, Run
 from prefill_workers.settings import CompileLimits, FidelitySettings, Weighing
+from serving.documents.video import video_metadata
 from serving.frontend.documents import Document, Documents
 from serving.frontend.prompt_segments import Delimiters, Segments, segment
 
@@ -66,8 +67,27 @@ class Page:
         return f"Page {self.number}: {bytes(letters.tolist()).decode()}."
 
 
+@dataclass(frozen=True)
+class Clip:
+    """A test video of noise, sampled at 2 frames a second from `start` seconds on."""
+
+    number: int
+    frames: int = 4
+    start: int = 0
+
+    @property
+    def content(self) -> str:
+        return f"{self.number:062x}{self.start:02x}"
+
+    @property
+    def decoded(self) -> tuple[np.ndarray, dict]:
+        noise = np.random.default_rng(self.number).random((self.frames, 112, 84, 3))
+        indices = [self.start * 4 + 2 * i for i in range(self.frames)]
+        return (noise * 255).astype("uint8"), video_metadata(indices, 4.0, indices[-1] + 2)
+
+
 T = TypeVar("T")
-Part = str | int | Page  # text, the number of a test image, or a document
+Part = str | int | Page | Clip  # text, the number of a test image, a document, or a video
 
 
 def tiny_engine(dtype: str, family: Family = QWEN2_5_VL, **options) -> PrefillEngine:
@@ -96,14 +116,20 @@ def vllm_prompt(parts: Sequence[Part], documents: Documents, image_text: str) ->
     def written(part: Part) -> str:
         if isinstance(part, Page):
             return documents.mark(part.content, part.text)
+        if isinstance(part, Clip):
+            return image_text.replace("image_pad", "video_pad")
         return image_text if isinstance(part, int) else part
 
     text = f"<|im_start|>user\n{''.join(map(written, parts))}<|im_end|>\n<|im_start|>assistant\n"
     images = [part for part in parts if isinstance(part, int)]
+    clips = [part for part in parts if isinstance(part, Clip)]
     prompt: dict = {"prompt_token_ids": documents.token_ids(text)}
-    if images:
-        prompt["multi_modal_data"] = {"image": [image(number) for number in images]}
-        prompt["multi_modal_uuids"] = {"image": [f"{number:064x}" for number in images]}
+    data: dict = {"image": [image(number) for number in images]} if images else {}
+    uuids: dict = {"image": [f"{number:064x}" for number in images]} if images else {}
+    if clips:
+        data["video"], uuids["video"] = [clip.decoded for clip in clips], [clip.content for clip in clips]
+    if data:
+        prompt |= {"multi_modal_data": data, "multi_modal_uuids": uuids}
     return prompt, documents.marked([text])
 
 

@@ -1,0 +1,165 @@
+"""Videos of requests as clips: whole, or cut into segments at fixed times, each a chunk of its own.
+
+A clip's content id follows from the video's bytes, the time range and the way it is sampled, so that a segment that
+has been seen is linked wherever a later request's window begins. Times count from the video's first frame, also those
+that Qwen3-VL writes between frames: a segment's tokens do not depend on the window either.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
+from vllm.multimodal.video import VIDEO_LOADER_REGISTRY, get_video_loader_backend_for_processor
+from vllm.multimodal.video_decoders.base import VideoSourceMetadata, VideoTargetMetadata
+from vllm.renderers import BaseRenderer
+from vllm.transformers_utils.processor import get_video_processor_cls_name
+
+from kvstore.records.keys import part_id
+from serving.documents.settings import VideoSettings
+from serving.documents.video import UnreadableVideo, VideoHead, read_frames, read_head, video_metadata
+from serving.frontend.errors import InvalidRequest
+from serving.frontend.video_options import VideoOptions
+
+_KNOWN = 4096  # videos whose heads are kept
+_DEFAULT_FRAMES = 32  # vLLM's `VideoMediaIO`: most frames for models without a rule of their own
+
+
+@dataclass
+class Clip:
+    """A video's part ready for vLLM's renderer, as `video_url` of a content part.
+
+    `indices` of frames in a video of constant rate; `frames` is empty until it is decoded.
+    """
+
+    content: str
+    indices: tuple[int, ...]
+    head: VideoHead
+    data: bytes = field(repr=False)
+    frames: list[NDArray[np.uint8]] = field(default_factory=list, repr=False)
+
+    @property
+    def pixels(self) -> int:
+        """Pixels of all frames."""
+        return len(self.indices) * self.head.width * self.head.height
+
+    @property
+    def decoded(self) -> tuple[NDArray[np.uint8], dict[str, Any]]:
+        """vLLM's form: frames [n, height, width, 3] and their metadata."""
+        return np.stack(self.frames), video_metadata(self.indices, self.head.fps, self.head.frames)
+
+
+@MEDIA_CONNECTOR_REGISTRY.register("http")
+class ClipConnector(MediaConnector):
+    """vLLM's connector, which takes clips that are decoded as well as URLs."""
+
+    async def fetch_video_async(self, video_url: Any, **options: Any) -> Any:
+        """The clip's frames and metadata."""
+        return (
+            video_url.decoded if isinstance(video_url, Clip) else await super().fetch_video_async(video_url, **options)
+        )
+
+
+class Clips:
+    """Opener of videos for one model. Thread-safe.
+
+    `processor`: class name of the model's video processor, which decides how vLLM samples.
+    """
+
+    def __init__(self, settings: VideoSettings, processor: str | None) -> None:
+        self._settings = settings
+        backend = get_video_loader_backend_for_processor(processor) or "opencv"
+        self._sampler = VIDEO_LOADER_REGISTRY.load(backend)
+        self._form = f"clip-{backend}-{settings.fps:g}-1"
+        self._heads: OrderedDict[str, VideoHead] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, renderer: BaseRenderer, settings: VideoSettings) -> Clips | None:
+        """The opener for a renderer's model; None if it takes no videos."""
+        if (processor := renderer.mm_processor) is None:
+            return None
+        if "video" not in processor.info.get_supported_mm_limits():
+            return None
+        return cls(settings, get_video_processor_cls_name(renderer.model_config))
+
+    @property
+    def max_bytes(self) -> int:
+        """Most bytes of a video."""
+        return self._settings.max_bytes
+
+    @property
+    def max_pixels(self) -> int:
+        """Most pixels of all sampled frames of a request."""
+        return self._settings.max_sampled_pixels
+
+    def open(self, data: bytes, content: str, options: VideoOptions, where: str) -> list[Clip]:
+        """The clips of a video with this content id, not decoded yet.
+
+        Raises:
+            InvalidRequest: a video that cannot be read or is beyond a bound, or nothing of it in the range asked for.
+        """
+        with self._lock:
+            head = self._heads.get(content)
+        try:
+            head = head or read_head(data, self._settings)
+        except UnreadableVideo as error:
+            raise InvalidRequest(f"{where}: {error}", parameter=where) from error
+        with self._lock:
+            self._heads[content] = head
+            if len(self._heads) > _KNOWN:
+                self._heads.popitem(last=False)
+        ranges = cut(head.seconds, options)
+        if not ranges:
+            raise InvalidRequest(
+                f"{where}: the video has {head.seconds:.2f} s, and none of them between orbit.video.start_seconds "
+                "and end_seconds",
+                parameter="orbit.video",
+            )
+        clips = [self._clip(data, content, head, *one) for one in ranges]
+        return [clip for clip in clips if clip.indices]
+
+    def decode(self, clips: Sequence[Clip], where: str) -> None:
+        """Decode clips of one video, in one pass.
+
+        Raises:
+            InvalidRequest: frames of it cannot be decoded.
+        """
+        fps = clips[0].head.fps
+        times = sorted({index for clip in clips for index in clip.indices})
+        try:
+            frames = read_frames(clips[0].data, [index / fps for index in times], self._settings)
+        except UnreadableVideo as error:
+            raise InvalidRequest(f"{where}: {error}", parameter=where) from error
+        by_index = dict(zip(times, frames, strict=True))
+        for clip in clips:
+            clip.frames = [by_index[index] for index in clip.indices]
+
+    def _clip(self, data: bytes, content: str, head: VideoHead, start: float, stop: float) -> Clip:
+        first = math.ceil(start * head.fps - 1e-6)
+        count = min(math.ceil(stop * head.fps - 1e-6), head.frames) - first
+        name = part_id(content, f"{self._form}-{round(stop * 1000)}", round(start * 1000))
+        if count <= 0:
+            return Clip(name, (), head, data)
+        source = VideoSourceMetadata(count, head.fps, count / head.fps)
+        target = VideoTargetMetadata(_DEFAULT_FRAMES, self._settings.fps, self._settings.max_seconds)
+        # of one frame, samplers that round down to pairs would take none
+        sampled = [0] if count == 1 else self._sampler.compute_frames_index_to_sample(source, target)
+        return Clip(name, tuple(first + index for index in sampled), head, data)
+
+
+def cut(seconds: float, options: VideoOptions) -> list[tuple[float, float]]:
+    """Time ranges of a video's clips: one, or segments between multiples of `segment_seconds`."""
+    stop = min(seconds, options.end_seconds or seconds)
+    if options.segment_seconds is None:
+        return [(options.start_seconds, stop)] if options.start_seconds < stop else []
+    size = options.segment_seconds
+    first, last = math.floor(options.start_seconds / size + 1e-9), math.ceil(stop / size - 1e-9)
+    return [(i * size, min((i + 1) * size, seconds)) for i in range(first, last)]

@@ -1,0 +1,153 @@
+"""Videos as clips: frames sampled as vLLM does for the model, decoded by PyAV in a bounded process.
+
+| file          | demuxer  |
+|---------------|----------|
+| MP4, MOV      | mov      |
+| WebM, MKV     | matroska |
+| animated GIF  | gif      |
+
+The demuxer is chosen by the file's first bytes and never guessed: FFmpeg's playlists would open other files. Sound is
+ignored. A video of variable rate is sampled as one of its mean rate: at each sampled time the frame that is shown then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serving.documents.bounded_child import Child, bounded_child
+from serving.documents.settings import VideoSettings
+
+CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "libvpx", "libvpx-vp9", "mpeg4", "mjpeg", "gif")
+_CHILD = Path(__file__).with_name("video_child.py")
+
+
+class UnreadableVideo(ValueError):
+    """A video that cannot be used; the message says why."""
+
+
+@dataclass(frozen=True)
+class VideoHead:
+    """A video's facts: `frames` in all, `seconds`, size in pixels before it is turned, and number of sound tracks."""
+
+    frames: int
+    seconds: float
+    width: int
+    height: int
+    audio: int
+
+    @property
+    def fps(self) -> float:
+        """Mean frames a second."""
+        return self.frames / self.seconds
+
+
+def is_video(data: bytes) -> bool:
+    """True for the first bytes of a container that holds videos alone; a GIF is read as an image where both may be."""
+    return _demuxer(data) in ("mov", "matroska")
+
+
+def _demuxer(data: bytes) -> str | None:
+    if data[4:8] == b"ftyp" and data[8:12] not in (b"avif", b"avis", b"heic", b"mif1"):
+        return "mov"
+    if data[:4] == b"\x1a\x45\xdf\xa3":
+        return "matroska"
+    return "gif" if data[:4] == b"GIF8" else None
+
+
+def read_head(data: bytes, settings: VideoSettings) -> VideoHead:
+    """Facts of a video; no frame is decoded.
+
+    Raises:
+        UnreadableVideo: empty, broken, without pictures, of another container or codec, or beyond a bound.
+    """
+    with bounded_child(_CHILD, _job(data, settings, None), data, settings.timeout_s) as child:
+        head = _head(child)
+    return _checked(head, child, settings)
+
+
+def read_frames(data: bytes, times: Sequence[float], settings: VideoSettings) -> list[NDArray[np.uint8]]:
+    """Frames [height, width, 3] that are shown at `times` (seconds from the first frame, rising), turned upright.
+
+    Raises:
+        UnreadableVideo: as `read_head`, or frames cannot be decoded.
+    """
+    found: list[NDArray[np.uint8]] = []
+    with bounded_child(_CHILD, _job(data, settings, times), data, settings.timeout_s) as child:
+        head = _head(child)
+        while head is not None and len(found) < len(times) and (line := child.line()) is not None:
+            if "error" in line:
+                raise UnreadableVideo(f"the video cannot be read: {line['error']}")
+            width, height, size = int(line["width"]), int(line["height"]), int(line["bytes"])
+            if width * height > settings.max_frame_pixels or size != width * height * 3:
+                break
+            rgb = child.stdout.read(size)
+            if len(rgb) < size:
+                break
+            frame = np.frombuffer(rgb, np.uint8).reshape(height, width, 3)
+            found.append(np.rot90(frame, round(float(line["rotation"]) / 90)))
+    _checked(head, child, settings)
+    if len(found) < len(times):
+        raise _ended(child, settings)
+    if any(frame.shape != found[0].shape for frame in found):
+        raise UnreadableVideo("the video cannot be read: its frames change their size")
+    return found
+
+
+def video_metadata(indices: Sequence[int], fps: float, total: int) -> dict[str, Any]:
+    """vLLM's metadata of sampled frames: indices of a video of `total` frames, `fps` a second."""
+    return {
+        "total_num_frames": total,
+        "fps": fps,
+        "duration": total / fps,
+        "video_backend": "pyav",
+        "frames_indices": list(indices),
+        "do_sample_frames": False,
+    }
+
+
+def _job(data: bytes, settings: VideoSettings, times: Sequence[float] | None) -> dict[str, Any]:
+    if not data:
+        raise UnreadableVideo("the video is empty (0 bytes)")
+    if (demuxer := _demuxer(data)) is None:
+        raise UnreadableVideo("the video is not MP4, MOV, WebM, MKV or an animated GIF")
+    spec = find_spec("av")
+    return {
+        "site": str(Path(str(spec and spec.origin)).parent.parent),
+        "memory_bytes": settings.memory_bytes,
+        "cpu_seconds": max(1, int(settings.timeout_s)),
+        "format": demuxer,
+        "codecs": CODECS,
+        "max_seconds": settings.max_seconds,
+        "max_frames": settings.max_frames,
+        "max_frame_pixels": settings.max_frame_pixels,
+        "times": None if times is None else list(times),
+    }
+
+
+def _head(child: Child) -> VideoHead | None:
+    line = child.line()
+    if line is None:
+        return None
+    if "error" in line:
+        raise UnreadableVideo(f"the video cannot be read: {line['error']}")
+    return VideoHead(**line)
+
+
+def _checked(head: VideoHead | None, child: Child, settings: VideoSettings) -> VideoHead:
+    if head is None:
+        raise _ended(child, settings)
+    return head
+
+
+def _ended(child: Child, settings: VideoSettings) -> UnreadableVideo:
+    late = f"took longer than {settings.timeout_s:g} s"
+    return UnreadableVideo(
+        f"reading the video {late if child.is_late else 'took too much memory, or broke the reader'}"
+    )
