@@ -48,8 +48,6 @@ def test_an_answer_searches_before_it_goes_on(service: Service):
     assert round_.get("error") is None, round_
     (found,) = retrieval["results"]
     assert (found["file_id"], found["page"] in (1, 2, 3), found["chunk"]) == (added.id, True, 0)
-    assert round_["tokens_reused"] > 0  # what both prompts begin with
-    assert round_["tokens_computed"] < round_["prompt_tokens"]
     assert answer["usage"]["prompt_tokens"] == round_["prompt_tokens"] > answer["orbit"]["prompt_tokens"]
     response = client.responses.create(
         model=answer["model"], input="What mixes air and fuel?", max_output_tokens=300, **forced
