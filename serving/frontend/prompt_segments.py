@@ -45,11 +45,17 @@ class Delimiters:
                 written.append((modality, tuple(tokenizer.encode(text, add_special_tokens=False))))
         return cls(tuple(written))
 
-    def around(self, token_ids: Sequence[int], start: int, stop: int) -> tuple[int, int]:
-        """Span of placeholders with their delimiters; the same span where none stand around it."""
-        for _, one in self.written:
+    def around(self, token_ids: Sequence[int], start: int, stop: int, modality: str = "") -> tuple[int, int]:
+        """Span of placeholders with their delimiters; the same span where none stand around it.
+
+        `modality`: where placeholders begin with something else, such as a video's first timestamp, its delimiters do.
+        """
+        for written, one in self.written:
             if token_ids[start] in one:
-                at = one.index(token_ids[start])
+                places: Sequence[int] = (one.index(token_ids[start]),)
+            else:
+                places = range(1, len(one) - 1) if written == modality else ()
+            for at in places:
                 first, last = start - at, stop + len(one) - at - 1
                 if first >= 0 and (*token_ids[first:start], *token_ids[stop:last]) == (*one[:at], *one[at + 1 :]):
                     return first, last
@@ -149,7 +155,7 @@ def _multimodal(
         hashes = engine_input["mm_hashes"][modality]
         items = engine_input["mm_kwargs"][modality]
         for place, content, item in zip(ranges, hashes, items, strict=True):
-            start, stop = delimiters.around(token_ids, place.offset, place.offset + place.length)
+            start, stop = delimiters.around(token_ids, place.offset, place.offset + place.length, modality)
             grid = MultiModalKwargsItem({k: v for k, v in item.items() if v.field.keep_on_cpu})
             span = ChunkSpan(
                 content=content,

@@ -124,7 +124,8 @@ def real(smollm2: Path, only_service: Callable[..., Service]) -> Service:
 @pytest.fixture
 def ingresses(only_service: Callable[..., Service]) -> Service:
     """Two ingress replicas before one of each other role; prompts begin with earlier ones' blocks."""
-    sections = {"ingress": {"replicas": 2}, "vision": {"replicas": 1}, "prefill": {"prefix_cache": True}}
+    one = {"replicas": 1}
+    sections = {"ingress": {"replicas": 2}, "vision": one, "retriever": one, "prefill": {"prefix_cache": True}}
     return only_service("ingresses", "float32", **sections)
 
 

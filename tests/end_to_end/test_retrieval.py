@@ -36,8 +36,8 @@ def test_a_page_is_found_by_its_words_and_linked_by_the_next_question(service: S
     client.files.delete(added.id)
 
 
-def test_an_answer_searches_before_it_goes_on(service: Service):
-    client = service.openai()
+def test_an_answer_searches_before_it_goes_on(ingresses: Service):
+    service, client = ingresses, ingresses.openai()
     store = client.vector_stores.create(name="manuals").id
     added = client.vector_stores.files.upload_and_poll(vector_store_id=store, file=("manual.pdf", MANUAL))
     tool = {"type": "file_search", "vector_store_ids": [store], "max_num_results": 1}
@@ -48,6 +48,8 @@ def test_an_answer_searches_before_it_goes_on(service: Service):
     assert round_.get("error") is None, round_
     (found,) = retrieval["results"]
     assert (found["file_id"], found["page"] in (1, 2, 3), found["chunk"]) == (added.id, True, 0)
+    assert round_["tokens_reused"] > 0, "both prompts begin alike"
+    assert round_["tokens_computed"] < round_["prompt_tokens"]
     assert answer["usage"]["prompt_tokens"] == round_["prompt_tokens"] > answer["orbit"]["prompt_tokens"]
     response = client.responses.create(
         model=answer["model"], input="What mixes air and fuel?", max_output_tokens=300, **forced
