@@ -1,4 +1,4 @@
-"""Videos of requests as clips: whole, or cut into segments at fixed times, each a chunk of its own.
+"""Clips of a request's videos: whole, or segments cut at fixed times; each is a chunk.
 
 A clip's content id follows from the video's bytes, the time range and the way it is sampled, so that a segment that
 has been seen is linked wherever a later request's window begins. Times count from the video's first frame, also those

@@ -168,7 +168,7 @@ class MediaResolver:
     async def resolve_messages(
         self, messages: list[Any], tenant: str, pages: str | None = None, video: VideoOptions | None = None
     ) -> list[Any]:
-        """Replace image parts of messages by vLLM's `image_pil` part, documents by their marks, videos by clips.
+        """Replace images by vLLM's `image_pil` parts, documents by their marks, videos by clips.
 
         A PDF becomes its pages in order, or those that `pages` names, such as "1-3,7"; a video what `video` says.
 

@@ -1,4 +1,4 @@
-"""Process that reads one file from anybody: its input is fed, its time is bounded, and it is gone afterwards."""
+"""Child process that reads one untrusted file within a bounded time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,21 @@ _LONGEST_LINE = 32 << 20  # bytes of one answer
 
 @dataclass
 class Child:
-    """A reader that runs: `stdout` is what it answers; `is_late` once its time was over before it ended."""
+    """A reader that runs.
+
+    Attributes:
+        stdout: what it answers.
+        is_late: its time was over before it ended.
+    """
 
     stdout: IO[bytes]
     is_late: bool = False
 
     def line(self) -> dict[str, Any] | None:
-        """Next line of JSON; None if there is none, or it is none: the child is no more trusted than its file."""
+        """Next line of JSON; None without one.
+
+        The child is no more trusted than its file.
+        """
         raw = self.stdout.readline(_LONGEST_LINE)
         try:
             value = json.loads(raw) if raw.endswith(b"\n") else None
@@ -34,7 +42,7 @@ class Child:
 
 @contextmanager
 def bounded_child(script: Path, job: Mapping[str, Any], data: bytes, timeout_s: float) -> Iterator[Child]:
-    """Run `python -I -S script JOB` with `data` on its standard input, killed at the end or after `timeout_s`."""
+    """Run `python -I -S script JOB` with `data` as its input, until the end or `timeout_s`."""
     command = [sys.executable, "-I", "-S", str(script), json.dumps(job)]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={}, close_fds=True

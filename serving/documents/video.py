@@ -1,4 +1,4 @@
-"""Videos as clips: frames sampled as vLLM does for the model, decoded by PyAV in a bounded process.
+"""Frames of videos, decoded by PyAV in a bounded process.
 
 | file          | demuxer  |
 |---------------|----------|
@@ -34,7 +34,10 @@ class UnreadableVideo(ValueError):
 
 @dataclass(frozen=True)
 class VideoHead:
-    """A video's facts: `frames` in all, `seconds`, size in pixels before it is turned, and number of sound tracks."""
+    """Size and length of a video.
+
+    `width` and `height` are those of a frame before it is turned; `audio` counts sound tracks.
+    """
 
     frames: int
     seconds: float
@@ -49,7 +52,7 @@ class VideoHead:
 
 
 def is_video(data: bytes) -> bool:
-    """True for the first bytes of a container that holds videos alone; a GIF is read as an image where both may be."""
+    """True for the first bytes of a container that holds videos alone, which GIF is not."""
     return _demuxer(data) in ("mov", "matroska")
 
 
@@ -73,7 +76,9 @@ def read_head(data: bytes, settings: VideoSettings) -> VideoHead:
 
 
 def read_frames(data: bytes, times: Sequence[float], settings: VideoSettings) -> list[NDArray[np.uint8]]:
-    """Frames [height, width, 3] that are shown at `times` (seconds from the first frame, rising), turned upright.
+    """Frames [height, width, 3] that are shown at `times`, turned upright.
+
+    `times`: seconds from the first frame, rising.
 
     Raises:
         UnreadableVideo: as `read_head`, or frames cannot be decoded.

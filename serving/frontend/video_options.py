@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class VideoOptions(BaseModel):
-    """How a request's videos become chunks."""
+    """Cuts of a request's videos into chunks."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -57,6 +57,7 @@ KEEPS_NOTHING_DELETED = {
     "LibraryKeeper": "the deletions that are still pending",
     "MediaResolver": COUNTS + ": ids of what has proved decodable",
     "PdfPages": COUNTS + ": sizes of pages",
+    "Clips": COUNTS + ": sizes and lengths of videos",
     "PrefillPolicy": COUNTS + ": marks of chunks by replica",
     "TokenCache": "tokens of system prompts, none of uploaded content",
 }

@@ -113,7 +113,7 @@ async def test_images_are_opened_and_named_here(tokenization: Tokenization):
         ({"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}, "not allowed here"),
         ({"type": "image_pil", "image_pil": None, "uuid": "another's"}, "not supported"),
         ({"image_url": "http://169.254.169.254/latest"}, "not supported"),
-        ({"type": "video_url", "video_url": {"url": "http://169.254.169.254/latest"}}, "not supported"),
+        ({"type": "video_url", "video_url": {"url": "http://169.254.169.254/latest"}}, "takes no videos"),
     ],
 )
 async def test_what_chats_may_not_send_is_refused(tokenization: Tokenization, part: Any, said: str):

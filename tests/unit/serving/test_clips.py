@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import av
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from video_support import FPS, sound, video
 from vllm.renderers import ChatParams, renderer_from_config
 from vllm.renderers.params import TokenizeParams
 
@@ -31,33 +29,6 @@ from serving.frontend.errors import InvalidRequest
 from serving.frontend.prompt_segments import Delimiters, Segments, segment
 from serving.frontend.video_options import VideoOptions
 from serving.settings import HttpSettings, ModelSettings
-
-FPS = 4
-
-
-def video(frames: int = 48, kind: str = "mp4", codec: str = "libx264", pixels: str = "yuv420p") -> bytes:
-    """A video of `FPS` frames a second whose grey grows by 5 a frame."""
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format=kind) as container:
-        stream = container.add_stream(codec, rate=FPS)
-        stream.width, stream.height, stream.pix_fmt = 96, 64, pixels
-        for i in range(frames):
-            shown = av.VideoFrame.from_ndarray(np.full((64, 96, 3), 5 * i, np.uint8), format="rgb24")
-            container.mux(stream.encode(shown))
-        container.mux(stream.encode())
-    return buffer.getvalue()
-
-
-def sound() -> bytes:
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format="mp4") as container:
-        stream = container.add_stream("aac", rate=16000)
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
-        frame.sample_rate = 16000
-        container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-    return buffer.getvalue()
-
 
 MP4 = video()
 
