@@ -33,6 +33,7 @@ from tests.benchmarks import (
     system_prompt,
     ttft,
     turns,
+    video_window,
     weighing,
 )
 
@@ -42,6 +43,7 @@ _MODULES = (
     image_first,
     turns,
     agent,
+    video_window,
     break_even,
     handoff,
     elastic,
