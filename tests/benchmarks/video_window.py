@@ -1,4 +1,4 @@
-"""Time to first token of questions about a stream, of which a window of short clips is shown.
+"""Time to first token of questions about a stream, shown as a window of short clips.
 
 A camera sends a clip every four seconds; each step shows the clips of the last minute, of which one is new. Both arms
 are sent the same prompts. Between two steps, while the camera records, ours works off what it does in idle time.
