@@ -138,7 +138,7 @@ class SessionRefresh:
     def _stretch(
         self, plan: LinkPlan, front: Sequence[Segment], group: Sequence[Segment], *, ahead: bool = False
     ) -> Iterator[_Stretch]:
-        """What a chunk and its text lack of exact KV behind `front`; nothing where that has none itself."""
+        """Segments of a chunk and its text without exact KV behind `front`; none if `front` has none itself."""
         assert plan.request.session is not None
         session = self._links.store.resident(plan.request.tenant, plan.request.session)
         if session is None:

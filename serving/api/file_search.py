@@ -258,7 +258,7 @@ class FileSearch:
         return turn
 
     def _words(self, report: RoundReport, new: Sequence[Result], results: Sequence[Result]) -> str:
-        """What the tool says behind the pages."""
+        """The tool's words behind the pages."""
         if report.error is not None:
             return f"Error: {report.error}."
         if not results:
@@ -275,7 +275,7 @@ class FileSearch:
         return "Found, in the order shown:\n" + "\n".join(lines)
 
     async def _rendered(self, message: dict[str, Any], arguments: Mapping[str, Any], marks: list[Document]) -> Segments:
-        """What a template writes behind a call's last token: the difference of two conversations' prompts."""
+        """The template's text behind a call's last token: the difference of two conversations' prompts."""
         call = {
             "role": "assistant",
             "content": "",

@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _head(container: Any, job: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-    """What the container says, and the time stamps at which frames are shown, in order."""
+    """Facts of the container, and the time stamps at which frames are shown, in order."""
     if not container.streams.video:
         raise ValueError("it has no picture" + (", only sound" if container.streams.audio else ""))
     stream = container.streams.video[0]

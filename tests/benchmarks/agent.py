@@ -121,7 +121,7 @@ class _Agent:
         return messages[:-1]
 
     def look_back(self) -> list[dict[str, Any]]:
-        """What asks for the screenshot that left last, behind a prompt of `step`."""
+        """Messages that show the screenshot that left last again, behind a prompt of `step`."""
         number, _ = self._taken[-self._window - 1]
         return [{"role": "assistant", "content": "show that once more"}, self._seen(number)]
 
