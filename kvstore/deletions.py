@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
-from kvstore.records.format import Record
 from kvstore.records.keys import is_shared, owner_of
+from kvstore.records.record import Record
 
 
 class Deletions:

@@ -40,7 +40,8 @@ from kvstore.deletions import Deletions, derives
 from kvstore.errors import StoreError
 from kvstore.memory_cache import MemoryCache
 from kvstore.pins import Pins
-from kvstore.records.format import (
+from kvstore.records.format import encode_parts, is_finite
+from kvstore.records.record import (
     BasisRecord,
     CanonicalRecord,
     EmbeddingRecord,
@@ -49,8 +50,6 @@ from kvstore.records.format import (
     RecordKind,
     SegmentRecord,
     SessionRecord,
-    encode_parts,
-    is_finite,
 )
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.base import Entry, Tier

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvstore.records.format import Record
+from kvstore.records.record import Record
 from kvstore.tiers.eviction import LOW_WATER, worth
 
 _ANNOUNCE_SECONDS = 60.0  # a tier learns within this time that memory still answers for a record

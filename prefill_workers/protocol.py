@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvstore.operator.patch import PatchKind
-    from kvstore.records.format import RecordKind
+    from kvstore.records.record import RecordKind
 
 
 TEXT = "text"  # the modality of a document: its tokens are its content

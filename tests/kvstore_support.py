@@ -13,7 +13,8 @@ from kvstore.operator.basis import pool_basis
 from kvstore.operator.layout import Layout
 from kvstore.operator.patch import PatchKind, form_patch
 from kvstore.operator.rotary import RotaryScheme
-from kvstore.records.format import (
+from kvstore.records.keys import canonical_key, content_id, embedding_key, patch_key, session_key
+from kvstore.records.record import (
     BasisRecord,
     CanonicalRecord,
     EmbeddingRecord,
@@ -21,7 +22,6 @@ from kvstore.records.format import (
     SegmentRecord,
     SessionRecord,
 )
-from kvstore.records.keys import canonical_key, content_id, embedding_key, patch_key, session_key
 from kvstore.tiers.base import Tier
 from kvstore.tiers.faults import HeldTier
 

@@ -16,7 +16,8 @@ from typing import Any
 import pyarrow as pa
 
 from kvstore.errors import CorruptRecord
-from kvstore.records.format import Record, decode, layer_checks, read_metadata
+from kvstore.records.format import decode, layer_checks, read_metadata
+from kvstore.records.record import Record
 from kvstore.tiers.base import QUARANTINE, Entry, Tier
 from kvstore.tiers.eviction import AT_ONCE, delete_records, worth
 from kvstore.tiers.paths import ORPHAN_SECONDS, Marker, content_prefix, record_path, sorted_out

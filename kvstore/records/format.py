@@ -20,12 +20,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -39,10 +37,19 @@ from kvstore.operator.basis import SharedBasis
 from kvstore.operator.directions import Directions
 from kvstore.operator.layout import Layout
 from kvstore.operator.patch import Patch, PatchKind
+from kvstore.records.record import (
+    BasisRecord,
+    CanonicalRecord,
+    EmbeddingRecord,
+    PatchRecord,
+    Record,
+    SegmentRecord,
+    SessionRecord,
+    kind_of,
+)
 from kvstore.records.seal import Frame, ReadThrough, Seal, blank_seal, check_frame, fill_seals, find_seal, read_all
 
 FORMAT_VERSION = 2  # records of any other are corrupt
-RecordKind = Literal["canonical", "patch", "embedding", "basis", "segment", "session"]
 # Told a record whose layers still come in, how many of them are there and checked, and how many it has.
 Arrived = Callable[["Record", int, int], object]
 
@@ -54,140 +61,6 @@ _RECORD_KEY, _SEAL_KEY = b"orbitserve.record", b"orbitserve.seal"
 _MAGIC = 8  # bytes before the schema: "ARROW1", padded
 _THREADED_BYTES = 4 << 20  # hashing gains from a second thread above about this size
 _hashers = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="kvstore-hash")
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Record:
-    """Fields common to all records.
-
-    `key`: 64 hex digits; `fingerprint`: of model and processor; `tenant`: who may read it; `content`: content id of
-    the chunk it was derived from; `antecedents`: content ids it was conditioned on; `recompute_seconds`: what a miss
-    would cost (eviction weighs it); `created`: Unix seconds; `meta`: anything JSON the owner wants back.
-    """
-
-    key: str
-    fingerprint: str
-    tenant: str
-    content: str = ""
-    antecedents: tuple[str, ...] = ()
-    recompute_seconds: float = 0.0
-    created: float = field(default_factory=time.time)
-    meta: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class CanonicalRecord(_Record):
-    """KV(B|∅): `kv` [layers, tokens, features], keys at base position 0; `token_ids` if known."""
-
-    layout: Layout
-    kv: Tensor
-    token_ids: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        self.layout.check(self.kv)
-        if self.token_ids is not None and len(self.token_ids) != self.kv.shape[1]:
-            raise ShapeMismatch(f"{len(self.token_ids)} token ids for {self.kv.shape[1]} tokens")
-
-    @property
-    def nbytes(self) -> int:
-        return self.kv.nbytes
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PatchRecord(_Record):
-    """A patch of canonical `canonical`, formed behind the antecedents with key `antecedent`.
-
-    `prefix` names the fixed prefix among these (`kvstore.catalog.index.prefix_key`). A patch on a shared basis is
-    stored without the basis' directions, and read back unbound (`Patch.bind`).
-    """
-
-    layout: Layout
-    patch: Patch
-    canonical: str = ""
-    antecedent: str = ""
-    prefix: str = ""
-
-    @property
-    def nbytes(self) -> int:
-        return self.patch.nbytes
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class EmbeddingRecord(_Record):
-    """A chunk's vision embeddings [tokens, hidden].
-
-    Qwen3-VL: hidden · (1 + deepstack levels) columns.
-    """
-
-    embeddings: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.embeddings.nbytes
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class BasisRecord(_Record):
-    """A shared basis of the model, under its version as key.
-
-    It belongs to no tenant: `tenant` is empty.
-    """
-
-    layout: Layout
-    basis: SharedBasis
-
-    def __post_init__(self) -> None:
-        self.basis.check(self.layout)
-
-    @property
-    def nbytes(self) -> int:
-        return self.basis.nbytes
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class SegmentRecord(_Record):
-    """Conditioned KV of a session's segment: `kv` [layers, tokens, features].
-
-    As it was computed behind what stood in front of it, its first token at position `at`.
-    """
-
-    layout: Layout
-    kv: Tensor
-    at: int
-
-    def __post_init__(self) -> None:
-        self.layout.check(self.kv)
-
-    @property
-    def nbytes(self) -> int:
-        return self.kv.nbytes
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class SessionRecord(_Record):
-    """Manifest of a session: a JSON document of `prefill_workers.sessions.manifest`."""
-
-    manifest: bytes
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.manifest)
-
-
-Record: TypeAlias = CanonicalRecord | PatchRecord | EmbeddingRecord | BasisRecord | SegmentRecord | SessionRecord
-
-
-def kind_of(record: Record) -> RecordKind:
-    """The record's kind as the library and its paths name it."""
-    if isinstance(record, CanonicalRecord):
-        return "canonical"
-    if isinstance(record, BasisRecord):
-        return "basis"
-    if isinstance(record, SegmentRecord):
-        return "segment"
-    if isinstance(record, SessionRecord):
-        return "session"
-    return "patch" if isinstance(record, PatchRecord) else "embedding"
 
 
 def is_finite(record: Record) -> bool:

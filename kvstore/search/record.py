@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvstore.records.format import EmbeddingRecord
 from kvstore.records.keys import index_key
+from kvstore.records.record import EmbeddingRecord
 from kvstore.search.grown import Array
 from kvstore.search.index import Part, part_from_json, part_to_json
 

@@ -7,7 +7,7 @@ import time
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from kvstore.records.format import Record
+from kvstore.records.record import Record
 
 
 class Arrival(NamedTuple):

@@ -20,8 +20,8 @@ from typing import NamedTuple
 from blake3 import blake3
 
 from kvstore.errors import InvalidKey
-from kvstore.records.format import Record, RecordKind, kind_of
 from kvstore.records.keys import owner_of
+from kvstore.records.record import Record, RecordKind, kind_of
 from kvstore.tiers.base import QUARANTINE, Entry
 
 RECORDS = "records/"

@@ -14,7 +14,8 @@ from urllib.parse import unquote, urlsplit
 import pyarrow as pa
 
 from kvstore.errors import BlobReplaced, CorruptRecord, TierUnavailable
-from kvstore.records.format import Record, decode
+from kvstore.records.format import decode
+from kvstore.records.record import Record
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.base import QUARANTINE, Blob, Entry, Tier
 from kvstore.tiers.disk import DiskTier

@@ -33,8 +33,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from kvstore.library import Library
-from kvstore.records.format import EmbeddingRecord
 from kvstore.records.keys import owner_of
+from kvstore.records.record import EmbeddingRecord
 from kvstore.tiers.loading import Loading
 from prefill_workers.block_pool import BlockPool
 from prefill_workers.engine.engine import PrefillEngine

@@ -22,7 +22,7 @@ from kvstore.operator.basis import SharedBasis
 from kvstore.operator.device_kernel import Placement
 from kvstore.operator.layout import Layout
 from kvstore.operator.patch import Patch
-from kvstore.records.format import CanonicalRecord, PatchRecord
+from kvstore.records.record import CanonicalRecord, PatchRecord
 from kvstore.tiers.loading import Loading
 from prefill_workers.link.plan import ChunkPlan
 

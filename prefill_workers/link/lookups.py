@@ -32,7 +32,7 @@ from kvstore.library import Library, Place
 from kvstore.operator.basis import SharedBasis
 from kvstore.operator.layout import Layout
 from kvstore.operator.patch import Patch
-from kvstore.records.format import CanonicalRecord, EmbeddingRecord, PatchRecord, RecordKind
+from kvstore.records.record import CanonicalRecord, EmbeddingRecord, PatchRecord, RecordKind
 from kvstore.tiers.loading import Loading
 from prefill_workers.link.compose import can_be_weighed
 from prefill_workers.link.keys import ChunkKeys

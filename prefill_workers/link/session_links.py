@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvstore.errors import StoreError
 from kvstore.library import Library
-from kvstore.records.format import SegmentRecord
+from kvstore.records.record import SegmentRecord
 from kvstore.tiers.loading import Loading
 from prefill_workers.link.lookups import Stored
 from prefill_workers.link.place_kv import PlacedChunk

@@ -19,9 +19,9 @@ from kvstore.catalog.index import prefix_key
 from kvstore.library import Library
 from kvstore.operator.apply import deficit_at
 from kvstore.operator.patch import PatchKind, set_kind
-from kvstore.records.format import CanonicalRecord, EmbeddingRecord, RecordKind
 from kvstore.records.keys import antecedent_key, owner_of
 from kvstore.records.patch_form import PatchForm
+from kvstore.records.record import CanonicalRecord, EmbeddingRecord, RecordKind
 from prefill_workers import modes as policies
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.link.plan import ChunkPlan, LinkPlan

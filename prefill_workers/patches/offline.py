@@ -27,9 +27,9 @@ from vllm.multimodal.inputs import MultiModalKwargsItem
 
 from kvstore.library import Library
 from kvstore.operator.patch import PatchKind, set_kind
-from kvstore.records.format import RecordKind
 from kvstore.records.keys import antecedent_key
 from kvstore.records.patch_form import PatchForm
+from kvstore.records.record import RecordKind
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.link.linker import Linker
 from prefill_workers.link.plan import ChunkPlan, LinkPlan

@@ -20,9 +20,9 @@ from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, 
 
 from kvstore.library import Library
 from kvstore.operator.patch import PatchKind, set_kind
-from kvstore.records.format import CanonicalRecord
 from kvstore.records.keys import antecedent_key, owner_of
 from kvstore.records.patch_form import PatchForm
+from kvstore.records.record import CanonicalRecord
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.link.linker import Linker
 from prefill_workers.modes import Mode

@@ -16,8 +16,8 @@ from kvstore.library import Library
 from kvstore.operator.basis import pool_basis
 from kvstore.operator.layout import Layout
 from kvstore.operator.patch import Patch, PatchKind
-from kvstore.records.format import BasisRecord, PatchRecord
 from kvstore.records.patch_form import PatchForm
+from kvstore.records.record import BasisRecord, PatchRecord
 from prefill_workers.settings import PatchFormSettings
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from functools import partial
 from kvstore.deletions import reaches
 from kvstore.errors import StoreError
 from kvstore.library import Library
-from kvstore.records.format import SessionRecord
 from kvstore.records.keys import session_key
+from kvstore.records.record import SessionRecord
 from prefill_workers.protocol import SessionInfo, SessionRef
 from prefill_workers.sessions.manifest import KeptKV, KeptSegment, Session
 from prefill_workers.settings import SessionSettings

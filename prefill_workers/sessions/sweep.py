@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvstore.errors import CorruptRecord
 from kvstore.library import Library
-from kvstore.records.format import SessionRecord
+from kvstore.records.record import SessionRecord
 from kvstore.tiers.paths import record_path
 from prefill_workers.sessions.manifest import Session
 

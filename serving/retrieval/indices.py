@@ -18,8 +18,8 @@ import numpy as np
 
 from kvstore.errors import StoreError, UnknownFile, UnknownVectorStore
 from kvstore.library import Library
-from kvstore.records.format import EmbeddingRecord
 from kvstore.records.keys import index_key
+from kvstore.records.record import EmbeddingRecord
 from kvstore.search.grown import Array
 from kvstore.search.index import Found, IndexedFile, Query, StoreIndex
 from kvstore.search.record import index_record, read_index_record

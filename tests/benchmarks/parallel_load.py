@@ -185,7 +185,7 @@ class _Measurement:
     def _fill(self, opened: Worker, missing: set[int]) -> Iterator[tuple[Any, str]]:
         """Store random KV and a patch for each image not missing; yields their kinds and keys."""
         from kvstore.operator.patch import PatchKind
-        from kvstore.records.format import CanonicalRecord, PatchRecord
+        from kvstore.records.record import CanonicalRecord, PatchRecord
 
         engine, layout, library, linker = self._engine, self._engine.layout, opened.library, opened.linker
         request = self._prompt.request

@@ -71,8 +71,8 @@ def _measure(engine: PrefillEngine, directory: Path, turns: int) -> tuple[dict[s
     from kvstore.operator.apply import apply
     from kvstore.operator.device_kernel import Placement
     from kvstore.operator.patch import PatchKind
-    from kvstore.records.format import CanonicalRecord, PatchRecord
     from kvstore.records.patch_form import PatchForm
+    from kvstore.records.record import CanonicalRecord, PatchRecord
     from kvstore.settings import LibrarySettings
 
     layout = engine.layout

@@ -28,7 +28,8 @@ from infra.s3_server import s3_server
 from kvstore.library import Library
 from kvstore.operator.layout import Layout
 from kvstore.operator.rotary import RotaryScheme
-from kvstore.records.format import CanonicalRecord, encode
+from kvstore.records.format import encode
+from kvstore.records.record import CanonicalRecord
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.paths import path_of
 from serving.bench.harness import Arm, Benchmark, Outcome, clock_ms, in_turns

@@ -124,7 +124,7 @@ def _fill(engine: PrefillEngine, library: Library, opened: Worker, prompt: Promp
     And one behind nothing.
     """
     from kvstore.operator.patch import PatchKind
-    from kvstore.records.format import CanonicalRecord, EmbeddingRecord, PatchRecord
+    from kvstore.records.record import CanonicalRecord, EmbeddingRecord, PatchRecord
 
     generator, layout = torch.Generator().manual_seed(0), engine.layout
     common: dict[str, Any] = {"fingerprint": engine.fingerprint, "tenant": TENANT}

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from infra.checkpoints import checkpoint_path
 from kvstore.catalog.inventory import contents
 from kvstore.library import Library
-from kvstore.records.format import PatchRecord
+from kvstore.records.record import PatchRecord
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.disk import DiskTier
 from prefill_workers.engine.fingerprint import fingerprint

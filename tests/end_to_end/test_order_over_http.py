@@ -13,9 +13,10 @@ from client import Service, picture, user
 from kvstore.catalog.index import prefix_key
 from kvstore.library import Library
 from kvstore.operator.patch import PatchKind
-from kvstore.records.format import PatchRecord, decode, read_metadata
+from kvstore.records.format import decode, read_metadata
 from kvstore.records.keys import antecedent_key
 from kvstore.records.patch_form import PatchForm
+from kvstore.records.record import PatchRecord
 from kvstore.settings import LibrarySettings
 from serving.access_log import read
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvstore.operator.apply import relocate
 from kvstore.operator.patch import Patch, PatchKind
-from kvstore.records.format import PatchRecord
 from kvstore.records.patch_form import PatchForm
+from kvstore.records.record import PatchRecord
 from prefill_workers.link.compose import attention_weights, measured_weights, weighted_sum
 from prefill_workers.link.keys import ChunkKeys
 from prefill_workers.link.linker import Linker

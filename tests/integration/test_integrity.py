@@ -12,7 +12,8 @@ import torch
 from rig import Rig
 
 from kvstore.library import Library
-from kvstore.records.format import CanonicalRecord, PatchRecord, Record, RecordKind, encode
+from kvstore.records.format import encode
+from kvstore.records.record import CanonicalRecord, PatchRecord, Record, RecordKind
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.paths import path_of
 from prefill_workers.engine.engine import PrefillEngine

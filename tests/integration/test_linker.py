@@ -15,7 +15,7 @@ from torch import Tensor
 from kvstore.errors import TierUnavailable
 from kvstore.library import Library
 from kvstore.operator.patch import PatchKind
-from kvstore.records.format import RecordKind
+from kvstore.records.record import RecordKind
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.loading import Loading
 from kvstore.tiers.memory import MemoryTier

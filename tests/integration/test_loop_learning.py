@@ -12,7 +12,7 @@ import pytest
 from rig import MIXED, Rig, all_free, fill
 from waiting import wait_for
 
-from kvstore.records.format import RecordKind
+from kvstore.records.record import RecordKind
 from prefill_workers.modes import Text
 from prefill_workers.protocol import LinkResult
 from prefill_workers.scheduler.prefill_loop import drain

@@ -21,7 +21,8 @@ from tier_conformance import TierConformance, buffers
 from infra.s3_server import S3Server, S3ServerUnavailable, install, s3_server
 from kvstore.errors import BlobReplaced, TierUnavailable
 from kvstore.library import Library
-from kvstore.records.format import CanonicalRecord, encode
+from kvstore.records.format import encode
+from kvstore.records.record import CanonicalRecord
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.base import Tier
 from kvstore.tiers.paths import path_of

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvstore.library import Library
 from kvstore.operator.basis import SharedBasis, pool_basis
-from kvstore.records.format import PatchRecord
 from kvstore.records.patch_form import PatchForm
+from kvstore.records.record import PatchRecord
 from kvstore.settings import FactorType, LibrarySettings
 from prefill_workers.background import shadow_check as recheck
 from prefill_workers.engine.engine import PrefillEngine

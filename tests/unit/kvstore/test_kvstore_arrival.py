@@ -13,7 +13,8 @@ from kvstore_support import FINGERPRINT, MakeLibrary, canonical
 
 from kvstore.errors import BlobReplaced
 from kvstore.library import Library
-from kvstore.records.format import CanonicalRecord, decode, encode
+from kvstore.records.format import decode, encode
+from kvstore.records.record import CanonicalRecord
 from kvstore.records.seal import find_seal
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.base import Blob, Tier

@@ -15,9 +15,9 @@ from kvstore.catalog.catalogue import PatchCatalogue
 from kvstore.catalog.index import Entry, PatchIndex, Scope, prefix_key
 from kvstore.library import Library
 from kvstore.operator.patch import PatchKind
-from kvstore.records.format import PatchRecord
 from kvstore.records.keys import antecedent_key, canonical_key
 from kvstore.records.patch_form import PatchForm
+from kvstore.records.record import PatchRecord
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.paths import path_of

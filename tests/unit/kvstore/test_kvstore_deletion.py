@@ -14,7 +14,7 @@ from waiting import wait_for as wait_until
 
 from kvstore.errors import TierUnavailable
 from kvstore.library import Library
-from kvstore.records.format import Record
+from kvstore.records.record import Record
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.faults import FaultyTier, HeldTier

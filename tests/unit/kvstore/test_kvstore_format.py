@@ -30,7 +30,8 @@ from kvstore_support import (
 from kvstore.errors import CorruptRecord, ShapeMismatch
 from kvstore.operator.patch import PatchKind, form_patch
 from kvstore.records import format as record_format
-from kvstore.records.format import (
+from kvstore.records.format import decode, encode, read_metadata
+from kvstore.records.record import (
     BasisRecord,
     CanonicalRecord,
     EmbeddingRecord,
@@ -38,10 +39,7 @@ from kvstore.records.format import (
     Record,
     SegmentRecord,
     SessionRecord,
-    decode,
-    encode,
     kind_of,
-    read_metadata,
 )
 
 KINDS: dict[str, Callable[[], Record]] = {

@@ -19,7 +19,8 @@ from kvstore_support import FINGERPRINT, canonical, embedding_of, patch_of
 
 from kvstore.library import Library
 from kvstore.records import format as record_format
-from kvstore.records.format import Record, encode, kind_of
+from kvstore.records.format import encode
+from kvstore.records.record import Record, kind_of
 from kvstore.records.seal import read_all
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.base import QUARANTINE, Blob

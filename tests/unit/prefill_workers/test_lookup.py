@@ -15,8 +15,8 @@ import torch
 from kvstore_support import FINGERPRINT, MakeLibrary, canonical, embedding_of, patch_of
 
 from kvstore.library import Library
-from kvstore.records.format import CanonicalRecord, PatchRecord
 from kvstore.records.keys import DYNAMIC_TENANT
+from kvstore.records.record import CanonicalRecord, PatchRecord
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.base import Tier
 from kvstore.tiers.faults import FaultyTier, HeldTier

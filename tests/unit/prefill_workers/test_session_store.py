@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvstore_support import FINGERPRINT, GQA, random_kv
 
 from kvstore.library import Library
-from kvstore.records.format import SegmentRecord
+from kvstore.records.record import SegmentRecord
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.memory import MemoryTier
 from prefill_workers.protocol import ChunkSpan, LinkRequest, SessionRef

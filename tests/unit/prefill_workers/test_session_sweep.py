@@ -10,8 +10,8 @@ import pytest
 from kvstore_support import FINGERPRINT, GQA, random_kv
 
 from kvstore.library import Library
-from kvstore.records.format import SegmentRecord, SessionRecord
 from kvstore.records.keys import session_key
+from kvstore.records.record import SegmentRecord, SessionRecord
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.disk import DiskTier
 from prefill_workers.sessions.manifest import KeptKV, KeptSegment, Session

@@ -18,8 +18,8 @@ from kvstore_support import FINGERPRINT, canonical, embedding_of, patch_of
 from typer.testing import CliRunner, Result
 
 from kvstore.library import Library
-from kvstore.records.format import Record
 from kvstore.records.keys import DYNAMIC_TENANT
+from kvstore.records.record import Record
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.base import Tier
 from kvstore.tiers.paths import fingerprint_digest, path_of, tenant_digest
