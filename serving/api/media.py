@@ -13,23 +13,16 @@ file that is MP4, MOV, WebM or MKV, becomes clips (see `serving.api.clips`).
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import io
-import ipaddress
 import re
-import socket
-import ssl
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
-import httpx
 from PIL import Image, UnidentifiedImageError
 
 from kvstore.errors import UnknownFile
@@ -38,6 +31,7 @@ from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
 from serving.api.clips import Clip, Clips
 from serving.api.errors import NotFound, TooLarge
+from serving.api.fetching import MediaFetcher, bytes_of_data_url
 from serving.api.image_headers import BadContainer, check_avif, check_container, is_tiff
 from serving.api.image_limits import ImageLimits
 from serving.api.pdf_pages import OpenedPdf, PdfPages
@@ -55,9 +49,6 @@ from serving.settings import HttpSettings
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "ICO")
 _MEDIA = ("image_url", "video_url", "file")
 PIXELS = ("image_pil", "video_url")  # types of resolved parts that have pixels, or None, in a field of that name
-_MAX_REDIRECTS = 3
-_UNICAST = ipaddress.ip_network("2000::/3")
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _PDF_HEADER = re.compile(rb"%PDF-\d\.\d")  # within the first 1024 bytes, by the PDF specification
 _PDF_WITHIN = 1024
 _PDF_PARTS = (b"endobj", b"startxref", b"%%EOF")  # what a text that only speaks of PDFs does not have besides
@@ -164,6 +155,7 @@ class MediaResolver:
         self._secret = files.settings.salt_secret.get_secret_value().encode()
         self._decoded: OrderedDict[str, None] = OrderedDict()  # content ids that have proved decodable
         self._budget = PixelBudget(settings.max_decoded_pixels)
+        self._web = MediaFetcher(settings)
 
     async def resolve_messages(
         self, messages: list[Any], tenant: str, pages: str | None = None, video: VideoOptions | None = None
@@ -275,8 +267,7 @@ class MediaResolver:
             raise InvalidRequest(f"{where}: {kind} needs a url", parameter=where)
         of_video = kind == "video_url"
         most = self._opener(where).max_bytes if of_video else self._settings.max_image_bytes
-        inline = url.startswith("data:")
-        data = await (asyncio.to_thread(_data_url, url, where, most) if inline else self._fetch(url, where, most))
+        data = await self._web.fetch(url, where, most)
         if of_video:
             return [*await self._videos(data, tenant, where, images, video)]
         return [await asyncio.to_thread(self._identify, data, tenant, where, images)]
@@ -553,7 +544,7 @@ class MediaResolver:
                 0 if self._pdfs is None else self._pdfs.max_bytes,
                 0 if self._clips is None else self._clips.max_bytes,
             )
-            return await asyncio.to_thread(_data_url, inline, where, most), tenant, False
+            return await asyncio.to_thread(bytes_of_data_url, inline, where, most), tenant, False
         if not isinstance(file_id, str):
             raise InvalidRequest(f"{where}: a file part needs file.file_id or file.file_data", parameter=where)
         with suppress(UnknownFile):
@@ -562,62 +553,6 @@ class MediaResolver:
             return await asyncio.to_thread(self._files.content, tenant, file_id), tenant, True
         except UnknownFile as error:
             raise NotFound(f"{where}: no such file: {file_id}") from error
-
-    @cached_property
-    def _certificates(self) -> ssl.SSLContext:
-        """TLS context for https, which takes long to read and is shared by all clients."""
-        return httpx.create_ssl_context(trust_env=False)
-
-    async def _fetch(self, url: str, where: str, limit: int) -> bytes:
-        """Bytes behind an http(s) URL, at most `limit`."""
-        if not url.startswith(("http://", "https://")):
-            raise InvalidRequest(f"{where}: image URLs must be data: or http(s) URLs", parameter=where)
-        if not self._settings.allow_http_images:
-            raise InvalidRequest(
-                f"{where}: http image URLs are not allowed here (`http.allow_http_images`); "
-                "send a data URL or upload to /v1/files",
-                parameter=where,
-            )
-        try:
-            async with (
-                asyncio.timeout(self._settings.http_image_timeout_s),
-                httpx.AsyncClient(timeout=None, trust_env=False, verify=self._certificates) as client,
-            ):
-                for _ in range(_MAX_REDIRECTS + 1):
-                    self._check_domain(url, where)
-                    target, headers, extensions = await pinned(url, where)
-                    headers["Accept-Encoding"] = "identity"
-                    async with client.stream("GET", target, headers=headers, extensions=extensions) as response:
-                        if response.has_redirect_location:
-                            url = str(httpx.URL(url).join(response.headers["location"]))
-                            continue
-                        response.raise_for_status()
-                        encoding = response.headers.get("content-encoding", "identity")
-                        if encoding.lower() != "identity":  # a few bytes may decode to more than there is memory
-                            raise InvalidRequest(f"{where}: the image came encoded ({encoding})", parameter=where)
-                        data = bytearray()
-                        async for block in response.aiter_raw():
-                            data += block
-                            if len(data) > limit:
-                                raise TooLarge(f"{where}: the image is larger than {limit} bytes")
-                        return bytes(data)
-        except TimeoutError as error:
-            seconds = self._settings.http_image_timeout_s
-            raise InvalidRequest(f"{where}: the image was not fetched within {seconds:g} s", parameter=where) from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise InvalidRequest(f"{where}: the image could not be fetched: {error}", parameter=where) from error
-        raise InvalidRequest(f"{where}: more than {_MAX_REDIRECTS} redirects", parameter=where)
-
-    def _check_domain(self, url: str, where: str) -> None:
-        """Raise InvalidRequest for a URL, also one redirected to, of a host that is not allowed."""
-        allowed = self._settings.allowed_media_domains
-        host = _host_and_port(url, where)[0].rstrip(".")
-        if allowed and host not in allowed:
-            raise InvalidRequest(
-                f"{where}: {host!r} is not among the hosts that images may be fetched from: {', '.join(allowed)} "
-                "(`http.allowed_media_domains`)",
-                parameter=where,
-            )
 
 
 class _Opened:
@@ -657,60 +592,3 @@ def refuse_pages(data: bytes, where: str) -> None:
             f"{where}: {kind}, which is not read yet; render its pages as images (such as PNG), or send its text",
             parameter=where,
         )
-
-
-def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """True for an address of the public internet.
-
-    Of an IPv4 address that is written as IPv6, the inner one counts.
-    """
-    if isinstance(address, ipaddress.IPv6Address):
-        within = int(address) & 0xFFFFFFFF if address in _NAT64 else None
-        inner = address.ipv4_mapped if within is None else ipaddress.IPv4Address(within)
-        if inner is None:  # of those that routers unwrap, none is
-            return address in _UNICAST and address.is_global and not (address.sixtofour or address.teredo)
-        address = inner
-    return address.is_global and not address.is_multicast
-
-
-async def pinned(url: str, where: str) -> tuple[str, dict[str, str], dict[str, Any]]:
-    """Resolve a URL's host once and aim the request at that address.
-
-    No second look-up can change it then.
-
-    Raises:
-        InvalidRequest: the host is unknown, or any of its addresses is not a public one.
-    """
-    (host, port), parts = _host_and_port(url, where), urlsplit(url)
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise InvalidRequest(f"{where}: unknown host {host!r}", parameter=where) from error
-    addresses = [ipaddress.ip_address(entry[4][0]) for entry in found]
-    if not addresses or not all(map(is_public, addresses)):
-        raise InvalidRequest(f"{where}: {host!r} is not a public address", parameter=where)
-    address = addresses[0]
-    netloc = f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
-    return parts._replace(netloc=netloc).geturl(), {"Host": parts.netloc.rpartition("@")[2]}, {"sni_hostname": host}
-
-
-def _host_and_port(url: str, where: str) -> tuple[str, int]:
-    """Host in lower case and port of a URL; raises InvalidRequest if it is none."""
-    try:
-        parts = urlsplit(url)
-        return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-    except ValueError as error:
-        raise InvalidRequest(f"{where}: not a URL: {error}", parameter=where) from error
-
-
-def _data_url(url: str, where: str, most: int) -> bytes:
-    """The bytes of a data URL, at most so many."""
-    header, comma, payload = url.partition(",")
-    if not comma or not header.endswith(";base64"):
-        raise InvalidRequest(f"{where}: a data URL must be base64: data:image/png;base64,...", parameter=where)
-    if len(payload) * 3 // 4 > most + 3:
-        raise TooLarge(f"{where}: larger than {most} bytes")
-    try:
-        return base64.b64decode(payload, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise InvalidRequest(f"{where}: the data URL is not valid base64", parameter=where) from error

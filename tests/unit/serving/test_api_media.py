@@ -29,10 +29,11 @@ from kvstore.records.keys import is_shared
 from kvstore.settings import FileSettings
 from kvstore.uploads.files import FileStore
 from kvstore.uploads.vector_stores import VectorStores
-from serving.api import media, pixels
+from serving.api import fetching, pixels
 from serving.api.errors import NotFound, TooLarge
+from serving.api.fetching import pinned
 from serving.api.image_limits import ImageLimits
-from serving.api.media import MediaResolver, ResolvedText, pinned
+from serving.api.media import MediaResolver, ResolvedText
 from serving.api.pixel_budget import give_back
 from serving.frontend.errors import InvalidRequest
 from serving.settings import HttpSettings
@@ -444,7 +445,7 @@ def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             return url, {}, {}
         return await pinned(url, where)
 
-    monkeypatch.setattr(media, "pinned", lenient)
+    monkeypatch.setattr(fetching, "pinned", lenient)
     yield f"http://{own}"
     server.shutdown()
 
