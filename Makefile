@@ -22,9 +22,10 @@ serve: setup ## Serve a model: make serve MODEL=directory|smollm2|ORGANISATION/N
 test: tools tiny-checkpoint ## Run the tests but slow ones, or some: make test [ARGS="tests/unit -k word", or ARGS="-m slow"]
 ifdef ARGS
 	$(PYTHON) -m pytest $(ARGS)
-else  # those of units side by side; engines and services want the machine for themselves
+else  # side by side, but services, which want the machine for themselves
 	$(PYTHON) -m pytest tests/unit -n logical --dist loadfile
-	$(PYTHON) -m pytest tests/integration tests/end_to_end tests/cluster
+	$(PYTHON) -m pytest tests/integration -n 2 --dist loadgroup
+	$(PYTHON) -m pytest tests/end_to_end tests/cluster
 endif
 
 check: lint types test ## What CI runs: lint, types and tests

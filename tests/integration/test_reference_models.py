@@ -26,9 +26,13 @@ pytestmark = pytest.mark.engine
 SMALL = Form(3, 8, 6)
 ITEMS = 24
 BUNDLED = [family for family in FAMILIES if family != DEFAULT_MODEL and (WEIGHTS / family).exists()]
+EACH_TIME = "kimi_vl"  # whose attention differs most from the default one's
 
 
-@pytest.fixture(scope="module", params=BUNDLED)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(family, marks=[] if family == EACH_TIME else pytest.mark.slow) for family in BUNDLED],
+)
 def study(request: pytest.FixtureRequest, only_engines) -> Iterator[Study]:
     only_engines.close()
     reader = Reader(weights(request.param), trust_remote_code=request.param == "kimi_vl")

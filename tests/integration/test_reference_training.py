@@ -17,6 +17,7 @@ from infra.reference.scenes import Form, Split, draw_items
 from infra.reference.training import COUNTING, REFINING, Stage
 from prefill_workers.model_card import ModelCard, measured
 
+pytestmark = pytest.mark.slow
 FAMILY = "qwen3_vl"  # its tower writes codes of several levels
 
 
