@@ -3,7 +3,7 @@
 vLLM loads the model, sizes and registers the KV pool and runs the kernels; only the self-check uses its scheduler.
 Everything afterwards goes through `worker_extension.WorkerExtension`, on blocks that `block_pool.BlockPool` owns.
 
-Checked on vLLM 0.32.0. Together with `worker_extension.py` this is the only file that knows vLLM's internals.
+Checked on vLLM 0.32.0. With `worker_extension.py` and `attention_layers.py` this is all that knows vLLM's internals.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from kvstore.operator.layout import Layout
 from kvstore.operator.rotary import RotaryScheme
 from kvstore.records.keys import embedding_key
 from prefill_workers.compaction.plan import CompactionPlan
+from prefill_workers.engine.attention_layers import UnsupportedEngine
 from prefill_workers.engine.batch import Attending, Observing, assemble
 from prefill_workers.engine.fingerprint import fingerprint, precision
 from prefill_workers.engine.image_batches import Pixels, handfuls
@@ -40,7 +41,7 @@ from prefill_workers.engine.lazy_attention import leaders_of
 from prefill_workers.engine.rank_errors import Failure
 from prefill_workers.engine.spec import EngineSpec
 from prefill_workers.engine.transfer_notes import ReadNotes
-from prefill_workers.engine.worker_extension import LayerSource, UnsupportedEngine
+from prefill_workers.engine.worker_extension import LayerSource
 from prefill_workers.model_card import measured
 from prefill_workers.sequence import LinkSequence, Run
 

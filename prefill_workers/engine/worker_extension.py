@@ -21,12 +21,11 @@ attends, so one forward gives exactly what a full prefill would, with no kernel 
 | `encode`           | pixels to embeddings                                                 |
 | `poll_handoffs`    | leases that decode engines have read, or still wait for              |
 
-Checked on vLLM 0.32.0. Together with `engine.py` this is the only file that knows vLLM's internals.
+Checked on vLLM 0.32.0. With `attention_layers.py` and `engine.py` this is all that knows vLLM's internals.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -49,9 +48,9 @@ from kvstore.operator.apply import relocate
 from kvstore.operator.device_kernel import Placement
 from kvstore.operator.layout import Layout
 from kvstore.operator.page_table import PageTable
-from kvstore.operator.rotary import turns_evenly
 from prefill_workers.compaction.plan import CompactionPlan
 from prefill_workers.engine.attention import attended, paid_to
+from prefill_workers.engine.attention_layers import AttentionLayers, UnsupportedEngine
 from prefill_workers.engine.batch import Attending, Observing, Rows, RunBatch
 from prefill_workers.engine.compactor import Compactor
 from prefill_workers.engine.copy_stream import RING_BYTES, CudaCopyStream, PinnedRing
@@ -61,15 +60,6 @@ from prefill_workers.engine.lazy_attention import LazyAttention
 from prefill_workers.engine.pages import Pages, learnt
 from prefill_workers.engine.rank_errors import Failure, portable
 from prefill_workers.engine.transfer_notes import parsed
-
-_QUANTISED = {
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}  # by vLLM's name of the cache dtype; vLLM keeps them as bytes
-
-
-_DTYPE_NAMES = ("float32", "float16", "bfloat16")
 
 logger = logging.getLogger(__name__)
 
@@ -86,10 +76,6 @@ class LayerSource(Protocol):
 
     def stored(self, index: int, deadline: float) -> Placement | None:
         """`layer` before it is relocated and patched: KV [1, tokens, features], in host memory."""
-
-
-class UnsupportedEngine(RuntimeError):
-    """The model keeps or rotates its KV in a way that chunks cannot be relocated in."""
 
 
 class WorkerExtension:
@@ -123,27 +109,27 @@ class WorkerExtension:
                 quantised cache of an unknown kind, images whose tokens attend to later ones, or blocks that the backend
                 cuts up.
         """
-        runner, spec = self.model_runner, self._group.kv_cache_spec
+        runner, spec = self.model_runner, self._attention.group.kv_cache_spec
         model = runner.vllm_config.model_config
         if model.is_mm_prefix_lm:
             raise UnsupportedEngine("an image's tokens attend to the later ones of it: no run of them stands alone")
-        if self._group.kernel_block_size is not None:
+        if self._attention.group.kernel_block_size is not None:
             raise UnsupportedEngine(
-                f"prefill.block_size: {spec.block_size}: {self._group.backend.get_name()} keeps blocks of "
-                f"{self._group.kernel_block_size} tokens; use that"
+                f"prefill.block_size: {spec.block_size}: {self._attention.backend} keeps blocks of "
+                f"{self._attention.group.kernel_block_size} tokens; use that"
             )
-        rotary, first = self._rotary(), self._layer(0)
+        rotary, first = self._attention.rotary(), self._attention.layer(0)
         facts = {
             "family": "mla" if model.use_mla else "gqa",
-            "layers": len(self._group.layer_names),
+            "layers": len(self._attention.names),
             "block_size": spec.block_size,
-            "blocks": self._cache(0).shape[0],
+            "blocks": self._attention.cache(0).shape[0],
             "dtype": str(model.dtype).removeprefix("torch."),
-            "quantum": 0.0 if self._quantised is None else torch.finfo(self._quantised).eps,
-            "inverse_frequencies": self._inverse_frequencies(rotary),
+            "quantum": 0.0 if self._attention.quantised is None else torch.finfo(self._attention.quantised).eps,
+            "inverse_frequencies": self._attention.inverse_frequencies(rotary),
             "rotary_style": "neox" if rotary.is_neox_style else "interleaved",
             "uses_mrope": bool(model.uses_mrope),
-            "tells_attention": self._tells_attention,
+            "tells_attention": self._attention.tells_attention,
             "not_compactable": self._compactor.refusal,
         }
         if model.use_mla:
@@ -168,36 +154,36 @@ class WorkerExtension:
         """
         ranks = get_tensor_model_parallel_world_size()
         self._share = layout.share(get_tensor_model_parallel_rank(), ranks) if ranks > 1 else None
-        self._local = [segment.share(ranks) for segment in layout.segments]
-        self._layer_layout = replace(layout, layers=1, segments=tuple(self._local))
-        size, features = self._group.kv_cache_spec.block_size, sum(segment.features for segment in self._local)
+        self._attention.segments = [segment.share(ranks) for segment in layout.segments]
+        self._layer_layout = replace(layout, layers=1, segments=tuple(self._attention.segments))
+        size, features = self._attention.block_size, self._attention.features
         slots = (torch.arange(size) + block * size).to(self._device)
 
         def through(numbers: Tensor) -> Tensor:
-            self._update(0, numbers.to(self._device, self.model_runner.vllm_config.model_config.dtype), slots)
-            page = self._elements(0)[block].flatten().float().cpu().round().long()
+            self._attention.update(0, numbers.to(self._device, self.model_runner.vllm_config.model_config.dtype), slots)
+            page = self._attention.elements(0)[block].flatten().float().cpu().round().long()
             if page.numel() != numbers.numel():
                 raise UnsupportedEngine(f"a block holds {page.numel()} elements, expected {numbers.numel()}")
             return page
 
-        whole = 128 if self._quantised is None else 8  # numbers below are exact in bfloat16, and in any fp8
+        whole = 128 if self._attention.quantised is None else 8  # numbers below are exact in bfloat16, and in any fp8
         elements = learnt(size, features, whole, through)
         if elements is None:
             cache = self.model_runner.vllm_config.cache_config.cache_dtype
             raise UnsupportedEngine(
-                f"{self._group.backend.get_name()} with KV cache dtype {cache!r} does not give back what is written"
+                f"{self._attention.backend} with KV cache dtype {cache!r} does not give back what is written"
             )
-        self._pages = Pages.of(elements, [segment.features for segment in self._local], self._device)
-        self._compactor.layout = replace(layout, segments=tuple(self._local))
+        self._pages = Pages.of(elements, [segment.features for segment in self._attention.segments], self._device)
+        self._compactor.layout = replace(layout, segments=tuple(self._attention.segments))
         if self._device.type != "cuda":
             return False
         self._ring = PinnedRing(CudaCopyStream(self._device), RING_BYTES)
-        caches = [self._elements(layer) for layer in range(layout.layers)]
+        caches = [self._attention.elements(layer) for layer in range(layout.layers)]
         pages = PageTable.of(caches, elements, layout, ranks, self._share) if device_kernel.is_available() else None
         if pages is None:
             logger.warning(
                 "stored KV is patched on the host: %s keeps pages as no kernel of ours writes them",
-                self._group.backend.get_name(),
+                self._attention.backend,
             )
             return False
         dtype = self.model_runner.vllm_config.model_config.dtype
@@ -232,7 +218,7 @@ class WorkerExtension:
             ranks than the first.
         """
         runner = self.model_runner
-        ends = None if logits else layers or len(self._group.layer_names)
+        ends = None if logits else layers or len(self._attention.names)
         with self._writing(arriving, deadline), self._compactor.observing(observed):
             hidden = self._walk(batch, ends, shallow)
         scores = None
@@ -256,14 +242,15 @@ class WorkerExtension:
         `ends`: see `_ending_behind`, as for `queries`; None: it goes to its end.
         """
         self._consider_others()
-        runner, names = self.model_runner, self._group.layer_names
+        runner, names = self.model_runner, self._attention.names
         first_slots, positions = self._sent(batch.slots, batch.positions)
         slots = dict.fromkeys(names, first_slots)
-        metadata = dict.fromkeys(names, self._metadata(self._builder, batch, slots[names[0]]))
+        metadata = dict.fromkeys(names, self._metadata(self._attention.builder, batch, slots[names[0]]))
         if shallow is not None:
             other, depth = shallow
             slots |= dict.fromkeys(names[:depth], self._sent(other.slots)[0])
-            metadata |= dict.fromkeys(names[:depth], self._metadata(self._other_builder, other, slots[names[0]]))
+            described = self._metadata(self._attention.other_builder, other, slots[names[0]])
+            metadata |= dict.fromkeys(names[:depth], described)
         context = set_forward_context(metadata, runner.vllm_config, num_tokens=len(batch.slots), slot_mapping=slots)
         ending = nullcontext() if ends is None else self._ending_behind(ends, slots[names[ends - 1]], queries)
         with self._leaving_nothing(), context, ending, self._lazy.sharing(batch.is_embedding):
@@ -306,7 +293,7 @@ class WorkerExtension:
         for one in asked:
             keys, _ = self._first_kv(one.blocks, one.first + len(one.tokens))
             mine = queries[one.tokens.start : one.tokens.stop]
-            found.append(paid_to(one.others, mine, keys, one.first, self._scale).cpu())
+            found.append(paid_to(one.others, mine, keys, one.first, self._attention.scale).cpu())
         return found
 
     @torch.inference_mode()
@@ -316,24 +303,24 @@ class WorkerExtension:
         `batch`: one sequence from its first token on, in one run. Its KV is stored meanwhile, of two layers.
         """
         seen: list[tuple[Tensor, Tensor]] = []
-        hook = self._layer(0).register_forward_hook(lambda _, given, output: seen.append((given[0], output)))
+        hook = self._attention.layer(0).register_forward_hook(lambda _, given, output: seen.append((given[0], output)))
         try:
             self._walk(batch, 2)
         finally:
             hook.remove()
         ((queries, output),) = seen
-        size = self._group.kv_cache_spec.block_size
+        size = self._attention.block_size
         keys, values = self._first_kv((batch.slots[::size] // size).tolist(), len(batch.slots))
-        told, output = attended(queries, keys, values, self._scale), output.float().flatten(1)
+        told, output = attended(queries, keys, values, self._attention.scale), output.float().flatten(1)
         return float((told - output).abs().max() / output.abs().max())
 
     def _first_kv(self, blocks: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
         """First layer's keys and values of a sequence's start, each [count, heads, width] fp32."""
         (rows,) = self._stored(blocks, 0, count, [0])
-        keys, values = rows.float().split([segment.features for segment in self._local], dim=-1)
+        keys, values = rows.float().split([segment.features for segment in self._attention.segments], dim=-1)
         return tuple(
             part.unflatten(1, (segment.heads, segment.width))
-            for part, segment in zip((keys, values), self._local, strict=True)
+            for part, segment in zip((keys, values), self._attention.segments, strict=True)
         )
 
     def _metadata(self, builder: Any, batch: RunBatch, slots: Tensor) -> Any:
@@ -372,15 +359,15 @@ class WorkerExtension:
         for the next forward to find. What the last layer makes of its KV goes nowhere: its feed-forward network is left
         out, and, but for MLA, its attention, in whose place the KV is stored in the tokens' `slots`.
         """
-        walker, whole = self._walker, self._walker.end_layer
+        walker, whole = self._attention.walker, self._attention.walker.end_layer
         end = walker.start_layer + layers
         decoders = getattr(walker, "layers", None)  # few models have another name for them, or for what is in them
         network = None if decoders is None else getattr(decoders[end - 1], "mlp", None)
-        latent = self.model_runner.vllm_config.model_config.use_mla  # its attention's output has another shape
-        attention = None if latent else self._layer(layers - 1)
+        latent = self._attention.is_latent  # its attention's output has another shape
+        attention = None if latent else self._attention.layer(layers - 1)
 
         def store(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-            self._update(layers - 1, torch.cat([key.flatten(1), value.flatten(1)], dim=-1), slots)
+            self._attention.update(layers - 1, torch.cat([key.flatten(1), value.flatten(1)], dim=-1), slots)
             queries(query.flatten(1))
             return query
 
@@ -404,7 +391,7 @@ class WorkerExtension:
             yield
             return
         slots = [chunk.slots for chunk in arriving] if self._writer else self._sent(*(one.slots for one in arriving))
-        layers = range(len(self._group.layer_names))
+        layers = range(len(self._attention.names))
         reached: list[int] = []
 
         def write(layer: int) -> None:
@@ -417,11 +404,11 @@ class WorkerExtension:
             there = [(rows, place) for rows, place in found if rows is not None]
             if there:
                 (rows,) = self._sent(torch.cat([rows for rows, _ in there]))
-                self._update(layer, rows, torch.cat([place for _, place in there]))
+                self._attention.update(layer, rows, torch.cat([place for _, place in there]))
 
         with ExitStack() as hooks:
             for layer in layers:
-                hook = self._layer(layer).register_forward_pre_hook(lambda *_, layer=layer: write(layer))
+                hook = self._attention.layer(layer).register_forward_pre_hook(lambda *_, layer=layer: write(layer))
                 hooks.callback(hook.remove)
             yield
         if reached != list(layers):
@@ -434,7 +421,7 @@ class WorkerExtension:
 
         `infra.cpu.latent` computes the rows of a sequence together.
         """
-        if self._group.backend.get_name() != "CPU_MLA":
+        if self._attention.backend != "CPU_MLA":
             return batch.rows
         tokens = len(batch.index)
         tables = batch.rows.block_tables.repeat_interleave(batch.rows.lengths, dim=0)
@@ -457,7 +444,7 @@ class WorkerExtension:
         """Store `kv` [layers, tokens, features] in its slots by the backend's own update op."""
         mine, slots = self._sent(kv if self._share is None else kv[..., self._share], slots)
         for layer, rows in enumerate(mine.unbind(0)):
-            self._update(layer, rows, slots)
+            self._attention.update(layer, rows, slots)
 
     @torch.inference_mode()
     def copy_kv(self, sources: Sequence[int], targets: Sequence[int], tokens: int, shift: int) -> None:
@@ -465,14 +452,14 @@ class WorkerExtension:
 
         On the device; keys are turned by `shift` positions.
         """
-        size, dtype = self._group.kv_cache_spec.block_size, self.model_runner.vllm_config.model_config.dtype
+        size, dtype = self._attention.block_size, self.model_runner.vllm_config.model_config.dtype
         index = torch.arange(tokens)
         slots = torch.tensor(targets)[index // size] * size + index % size
         (slots,) = self._sent(slots)
-        layers = range(len(self._group.layer_names))
+        layers = range(len(self._attention.names))
         for layer, rows in enumerate(self._stored(sources, 0, tokens, layers)):
             moved = relocate(rows[None], shift, self._layer_layout)[0] if shift else rows
-            self._update(layer, moved.to(dtype), slots)
+            self._attention.update(layer, moved.to(dtype), slots)
 
     @torch.inference_mode()
     def place(self, chunks: Sequence[Placement]) -> None:
@@ -497,8 +484,8 @@ class WorkerExtension:
 
         Of the layers named, or of all.
         """
-        read = range(len(self._group.layer_names)) if layers is None else layers
-        features = sum(segment.features for segment in self._local)
+        read = range(len(self._attention.names)) if layers is None else layers
+        features = self._attention.features
         dtype, device = self.model_runner.vllm_config.model_config.dtype, None if self._ring is None else self._device
         out = torch.empty(len(read), count, features, dtype=dtype, device=device)
         for rows, stored in zip(out, self._stored(blocks, first, count, read), strict=True):
@@ -509,13 +496,13 @@ class WorkerExtension:
         """`read_kv` layer by layer, [count, local features] on the device, in one reused buffer."""
         if self._pages is None:
             raise RuntimeError("learn_pages has not run")
-        size, features = self._group.kv_cache_spec.block_size, sum(segment.features for segment in self._local)
+        size, features = self._attention.block_size, self._attention.features
         (used,) = self._sent(torch.tensor(blocks)[first // size : -(-(first + count) // size)])
         skip = first % size
-        whole = torch.empty(len(used), size, features, dtype=self._cache(0).dtype, device=self._device)
-        stored = whole if self._quantised is None else whole.view(self._quantised)
+        whole = torch.empty(len(used), size, features, dtype=self._attention.cache(0).dtype, device=self._device)
+        stored = whole if self._attention.quantised is None else whole.view(self._attention.quantised)
         for layer in layers:
-            self._pages.read(self._cache(layer)[used].flatten(1), whole)
+            self._pages.read(self._attention.cache(layer)[used].flatten(1), whole)
             yield stored.view(-1, features)[skip : skip + count]
 
     @torch.inference_mode()
@@ -565,161 +552,21 @@ class WorkerExtension:
         notes = get_kv_transfer_group().connector_worker.nixl_wrapper.get_new_notifs()
         return parsed(note for arrived in notes.values() for note in arrived)
 
-    # -- vLLM's inside ------------------------------------------------------------------------------------------------
-
     @cached_property
-    def _group(self) -> Any:
-        groups = [group for groups in self.model_runner.attn_groups for group in groups]
-        if len(groups) != 1:
-            kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-            raise UnsupportedEngine(f"the model's layers keep KV in {len(groups)} different ways ({kinds}), not in one")
-        return groups[0]
-
-    @cached_property
-    def _builder(self) -> Any:
-        """Describe batches to the backend."""
-        return self._new_builder()
-
-    @cached_property
-    def _other_builder(self) -> Any:
-        """Builder for a second description in one forward: builders keep parts of the first."""
-        return self._new_builder()
-
-    def _new_builder(self) -> Any:
-        """Builder with buffers for one row per token; vLLM's own has `max_num_seqs` rows."""
-        config = copy.copy(self.model_runner.vllm_config)
-        scheduler = config.scheduler_config = copy.copy(config.scheduler_config)
-        scheduler.max_num_seqs = scheduler.max_num_batched_tokens
-        group = replace(self._group, metadata_builders=[])
-        group.create_metadata_builders(config, self._device)
-        return group.get_metadata_builder()
-
-    @cached_property
-    def _walker(self) -> Any:
-        """The module that runs the layers which keep KV, one after the other."""
-        named = self.model_runner.model.named_modules()
-        layers = self._group.layer_names[0]
-        walkers = [m for name, m in named if hasattr(m, "end_layer") and layers.startswith(f"{name}.")]
-        if len(walkers) != 1:
-            raise UnsupportedEngine(f"expected one module that walks the model's layers, found {len(walkers)}")
-        return walkers[0]
-
-    @property
-    def _scale(self) -> float:
-        """Scale of the first layer's query-key products."""
-        return float(self._layer(0).impl.scale)
-
-    @property
-    def _tells_attention(self) -> bool:
-        """True if queries and keys alone determine the first layer's attention.
-
-        MLA's are up-projected first; windows, sinks, caps, biases and scales of quantised ones would have to be known.
-        """
-        if self.model_runner.vllm_config.model_config.use_mla or self._quantised is not None:
-            return False
-        found = self._layer(0).impl
-        if getattr(found, "sinks", None) is not None or getattr(found, "alibi_slopes", None) is not None:
-            return False
-        unbounded = getattr(found, "sliding_window", None) in (None, -1, (-1, -1))
-        return unbounded and not getattr(found, "logits_soft_cap", None)
-
-    @property
-    def _layers(self) -> list[Any]:
-        return [self._layer(layer) for layer in range(len(self._group.layer_names))]
+    def _attention(self) -> AttentionLayers:
+        return AttentionLayers(self.model_runner)
 
     @cached_property
     def _lazy(self) -> LazyAttention:
         """Lazy layers of forwards."""
-        return LazyAttention(self._layers)
+        return LazyAttention(self._attention.layers)
 
     @cached_property
     def _compactor(self) -> Compactor:
         """Reduction of sequences' KV."""
-        model = self.model_runner.vllm_config.model_config
-        return Compactor(self._layers, self._stored, self._update, model.dtype, latent=model.use_mla)
+        mine, dtype = self._attention, self.model_runner.vllm_config.model_config.dtype
+        return Compactor(mine.layers, self._stored, mine.update, dtype, latent=mine.is_latent)
 
     @property
     def _device(self) -> torch.device:
         return self.model_runner.device
-
-    @cached_property
-    def _quantised(self) -> torch.dtype | None:
-        """Number format of a quantised KV cache's bytes."""
-        name = self.model_runner.vllm_config.cache_config.cache_dtype
-        if name in ("auto", *_DTYPE_NAMES):
-            return None
-        scales = {float(getattr(self._layer(0), scale)) for scale in ("_k_scale", "_v_scale")}
-        if name not in _QUANTISED or scales != {1.0}:
-            raise UnsupportedEngine(
-                f"KV cache dtype {name!r} with scales {sorted(scales)} is not supported; use one of "
-                f"{', '.join(_QUANTISED)} without calibrated scales, or auto"
-            )
-        return _QUANTISED[name]
-
-    def _layer(self, layer: int) -> Any:
-        context = self.model_runner.vllm_config.compilation_config.static_forward_context
-        return context[self._group.layer_names[layer]]
-
-    def _cache(self, layer: int) -> Tensor:
-        return self._layer(layer).kv_cache
-
-    def _elements(self, layer: int) -> Tensor:
-        cache = self._cache(layer)
-        return cache if self._quantised is None else cache.view(self._quantised)
-
-    def _update(self, layer: int, kv: Tensor, slots: Tensor) -> None:
-        """Write rows [tokens, local features] of one layer."""
-        attention = self._layer(layer)
-        parts = kv.split([segment.features for segment in self._local], dim=-1)
-        first, second = (
-            part.reshape(len(kv), segment.heads, segment.width)
-            for part, segment in zip(parts, self._local, strict=True)
-        )
-        update, cache = attention.impl.do_kv_cache_update, self._cache(layer)
-        if self.model_runner.vllm_config.model_config.use_mla:
-            update(first.squeeze(1), second, cache, slots, attention.kv_cache_dtype, attention._k_scale)
-        else:
-            update(attention, first, second, cache, slots)
-
-    def _rotary(self) -> Any:
-        blocks = tuple(name.rsplit(".", 1)[0] + "." for name in self._group.layer_names)
-        named = self.model_runner.model.named_modules(remove_duplicate=False)
-        rotary = [(name, m) for name, m in named if name.startswith(blocks) and hasattr(m, "cos_sin_cache")]
-        without = [block for block in blocks if not any(name.startswith(block) for name, _ in rotary)]
-        if rotary and without:
-            raise UnsupportedEngine(f"some layers have no rotary embedding: {', '.join(without)}")
-        modules = [m for _, m in rotary]
-        kinds = {(m.base, m.rotary_dim, type(m).__name__) for m in modules}
-        if len(kinds) != 1:
-            raise UnsupportedEngine(f"expected one rotary embedding for all layers, found {sorted(map(str, kinds))}")
-        return modules[0]
-
-    @staticmethod
-    def _inverse_frequencies(rotary: Any) -> list[float]:
-        """The engine's own fp32 frequencies, checked against the table that its kernels read.
-
-        They are what its table is computed from when that is done once more, where it was done: computed otherwise they
-        would differ in the last bits, which a shift of thousands of positions magnifies. Scaled variants (YaRN, linear,
-        Llama 3, NTK) change the frequencies and may multiply the table by a constant: keys still turn by a fixed angle
-        per position, so relocation stays exact. Whatever else a table holds is refused.
-        """
-        factors = getattr(rotary, "scaling_factors", None) or [1.0]
-        compute, computed = rotary._compute_inv_freq, list[Tensor]()
-
-        def noted(argument: Any) -> Tensor:
-            computed.append(compute(argument))
-            return computed[-1]
-
-        rotary._compute_inv_freq = noted
-        try:
-            with rotary.cos_sin_cache.device:
-                rotary._compute_cos_sin_cache()
-        finally:
-            del rotary._compute_inv_freq
-        if len(computed) == len(factors) == 1:
-            frequencies = computed[0].double().cpu() / factors[0]
-            if turns_evenly(rotary.cos_sin_cache.cpu(), frequencies):
-                return frequencies.tolist()
-        raise UnsupportedEngine(
-            f"{type(rotary).__name__} does not turn keys by a fixed angle per position: chunks cannot be relocated"
-        )

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from kvstore.operator.apply import relocate
 from prefill_workers.engine.attention import paid
+from prefill_workers.engine.attention_layers import UnsupportedEngine
 from prefill_workers.engine.engine import PrefillEngine, SelfCheckError
-from prefill_workers.engine.worker_extension import UnsupportedEngine, WorkerExtension
+from prefill_workers.engine.worker_extension import WorkerExtension
 from prefill_workers.sequence import LinkSequence, Run
 
 pytestmark = pytest.mark.engine
@@ -147,10 +148,10 @@ def test_kv_of_another_precision_is_another_chunk(rig: Rig, make_rig, bf16: Pref
 
 def test_rotary_embeddings_that_are_no_plain_rotation_are_refused(fp32: PrefillEngine):
     worker = fp32._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    rotary = worker._rotary()
+    rotary = worker._attention.rotary()
     like, table = copy.copy(rotary), rotary.cos_sin_cache.clone()
     like._buffers = {**rotary._buffers, "cos_sin_cache": table}
-    assert worker._inverse_frequencies(like) == list(fp32.layout.rotary.inverse_frequencies)
+    assert worker._attention.inverse_frequencies(like) == list(fp32.layout.rotary.inverse_frequencies)
     table[1000:] = table[1000:].roll(1, 0)  # as dynamic NTK does: other angles from some position on
     with pytest.raises(UnsupportedEngine, match="fixed angle per position"):
-        worker._inverse_frequencies(like)
+        worker._attention.inverse_frequencies(like)

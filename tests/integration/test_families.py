@@ -111,7 +111,7 @@ def test_a_forward_that_fails_leaves_nothing_to_the_next_one(engines: Engines, r
 
     expected = stored()
     worker = engine._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    hook = worker._walker.layers[1].register_forward_pre_hook(fail)
+    hook = worker._attention.walker.layers[1].register_forward_pre_hook(fail)
     blocks = range(100, 100 + -(-len(failing) // engine.block_size))
     sequence = LinkSequence(failing.token_ids, failing.positions, blocks, failing.embedded)
     try:

@@ -8,7 +8,7 @@ from rig import QWEN2_5_VL, Rig, tiny_engine
 from torch_reference import Lazy, TorchModel
 
 from infra.families import FAMILIES
-from prefill_workers.engine.worker_extension import UnsupportedEngine
+from prefill_workers.engine.attention_layers import UnsupportedEngine
 from prefill_workers.sequence import LinkSequence, Run
 
 pytestmark = pytest.mark.engine

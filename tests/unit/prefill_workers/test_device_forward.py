@@ -120,9 +120,9 @@ def extension(device: CountingDevice, monkeypatch: pytest.MonkeyPatch) -> Worker
     worker.model_runner = SimpleNamespace(vllm_config=config, model=model, get_model=lambda: model)
     backend = SimpleNamespace(get_name=lambda: "SOME")
     spec = SimpleNamespace(block_size=SIZE)
-    worker.__dict__["_group"] = SimpleNamespace(layer_names=names, backend=backend, kv_cache_spec=spec)
-    worker.__dict__["_builder"] = SimpleNamespace(build=build)
-    worker._local = [SimpleNamespace(features=HIDDEN // 2, heads=1, width=HIDDEN // 2)] * 2  # type: ignore[list-item]
+    group = SimpleNamespace(layer_names=names, backend=backend, kv_cache_spec=spec)
+    vars(worker._attention).update(group=group, builder=SimpleNamespace(build=build))
+    worker._attention.segments = [SimpleNamespace(features=HIDDEN // 2, heads=1, width=HIDDEN // 2)] * 2  # type: ignore[list-item]
     worker._pages = Pages.of(torch.arange(SIZE * HIDDEN).view(SIZE, HIDDEN), [HIDDEN // 2] * 2, torch.device("cpu"))
     worker._ring = PinnedRing(device.stream, 1 << 20)
     return worker

@@ -15,10 +15,11 @@ from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem, Mu
 
 from kvstore.operator.layout import Layout
 from prefill_workers.engine import worker_extension as runs
+from prefill_workers.engine.attention_layers import UnsupportedEngine
 from prefill_workers.engine.engine import PrefillEngine, check_hand_off
 from prefill_workers.engine.image_batches import handfuls
 from prefill_workers.engine.transfer_notes import ReadNotes, parsed
-from prefill_workers.engine.worker_extension import UnsupportedEngine, WorkerExtension
+from prefill_workers.engine.worker_extension import WorkerExtension
 
 # Calls
 
@@ -198,7 +199,7 @@ def worker(**model: bool) -> WorkerExtension:
     made.model_runner = SimpleNamespace(vllm_config=SimpleNamespace(model_config=SimpleNamespace(**facts)))
     backend = SimpleNamespace(get_name=lambda: "FLASHMLA")
     spec = SimpleNamespace(block_size=128)
-    vars(made)["_group"] = SimpleNamespace(kv_cache_spec=spec, backend=backend, kernel_block_size=64)
+    vars(made._attention)["group"] = SimpleNamespace(kv_cache_spec=spec, backend=backend, kernel_block_size=64)
     return made
 
 

@@ -12,7 +12,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from kvstore.operator.rotary import RotaryScheme, rotate
-from prefill_workers.engine.worker_extension import UnsupportedEngine, WorkerExtension
+from prefill_workers.engine.attention_layers import AttentionLayers, UnsupportedEngine
 
 WIDTH, POSITIONS, ORIGINAL = 64, 4096, 1024
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
@@ -40,7 +40,7 @@ def rope(**parameters: Any) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_keys_are_turned_as_the_engines_kernels_turn_them(kind: str):
     rotary = rope(**KINDS[kind])
-    scheme = RotaryScheme(tuple(WorkerExtension._inverse_frequencies(rotary)))
+    scheme = RotaryScheme(tuple(AttentionLayers.inverse_frequencies(rotary)))
     assert "_compute_inv_freq" not in vars(rotary), "it is left as it was"
     table = rotary.cos_sin_cache
     keys = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -57,7 +57,7 @@ def test_a_table_of_several_parts_is_refused():
     rotary = rope(rope_type="linear", factor=4.0)
     rotary.scaling_factors = [1.0, 4.0]  # as of adapters, each for contexts of another length
     with pytest.raises(UnsupportedEngine, match="fixed angle per position"):
-        WorkerExtension._inverse_frequencies(rotary)
+        AttentionLayers.inverse_frequencies(rotary)
 
 
 @pytest.mark.parametrize(
@@ -73,12 +73,11 @@ def test_every_layer_turns_its_keys_or_none_is_relocated(turned: list[bool], wor
         layer = nn.Module()
         layer.self_attn = attention
         model.layers.append(layer)
-    worker = object.__new__(WorkerExtension)
     names = [f"layers.{i}.self_attn.attn" for i in range(len(model.layers))]
-    vars(worker)["_group"] = SimpleNamespace(layer_names=names)
-    worker.model_runner = SimpleNamespace(model=model)
+    layers = AttentionLayers(SimpleNamespace(model=model))
+    vars(layers)["group"] = SimpleNamespace(layer_names=names)
     if words is None:
-        assert worker._rotary() is model.layers[0].self_attn.rotary_emb
+        assert layers.rotary() is model.layers[0].self_attn.rotary_emb
     else:
         with pytest.raises(UnsupportedEngine, match=words):
-            worker._rotary()
+            layers.rotary()
