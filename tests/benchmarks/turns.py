@@ -33,7 +33,7 @@ _ASKED, _ANSWERED = 40, 128  # tokens; of a question letters, with the bundled t
 
 def run(quick: bool, console: Console) -> Outcome:
     """Measure both arms, turn by turn."""
-    size, chats = (256, 2) if quick else (1024, 10)
+    size, chats = (256, 1) if quick else (1024, 5)
     checkpoint = checkpoint_path(CHECKPOINT)
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in _DESCRIPTIONS}
     computed: dict[str, dict[str, list[int]]] = {name: {} for name in _DESCRIPTIONS}

@@ -12,7 +12,10 @@ from ray import serve
 from infra.reference import weights
 from serving.deploy.launch import APPLICATION
 
-pytestmark = pytest.mark.service
+pytestmark = [
+    pytest.mark.service,
+    pytest.mark.slow,
+]  # `tests/integration/test_hand_off.py` has it without HTTP each time
 
 PAGES = user("Look: ", picture(1), " then ", picture(2), " what changed?")
 

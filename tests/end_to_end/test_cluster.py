@@ -93,7 +93,9 @@ def test_a_library_is_checked_copied_and_emptied_while_it_serves(guarded: Servic
     assert "0 corrupt" in library("verify")
 
 
-@pytest.mark.parametrize("role", ["PrefillWorker", "DecodeWorker", "VisionEncoder"])
+@pytest.mark.parametrize(
+    "role", ["PrefillWorker", "DecodeWorker", pytest.param("VisionEncoder", marks=pytest.mark.slow)]
+)
 def test_the_service_outlives_a_worker(guarded: Service, role: str):
     before = ask(guarded, "key-of-one", user(picture(7), "What?"), orbit={"mode": "off"}).json()
     ray.kill(replica(role), no_restart=False)
