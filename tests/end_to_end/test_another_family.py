@@ -12,10 +12,8 @@ from ray import serve
 from infra.reference import weights
 from serving.deploy.launch import APPLICATION
 
-pytestmark = [
-    pytest.mark.service,
-    pytest.mark.slow,
-]  # `tests/integration/test_hand_off.py` has it without HTTP each time
+# Slow: without HTTP, `tests/integration/test_hand_off.py` shows it each time.
+pytestmark = [pytest.mark.service, pytest.mark.slow]
 
 PAGES = user("Look: ", picture(1), " then ", picture(2), " what changed?")
 
