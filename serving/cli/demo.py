@@ -128,8 +128,8 @@ def ask(client: OpenAI, model: str, parts: list[Any], mode: str = "auto") -> Ans
 
 def wait_until_formed() -> None:
     """Wait until the prefill worker and the patch compiler have stored what they learnt so far."""
-    driver_handle("PrefillWorker", APPLICATION).flush.remote().result(timeout_s=120)
-    driver_handle("PatchCompiler", APPLICATION).flush.remote().result(timeout_s=120)
+    driver_handle("PrefillWorker", APPLICATION).flush.remote().result(timeout_s=300)
+    driver_handle("PatchCompiler", APPLICATION).flush.remote().result(timeout_s=300)
 
 
 def show(console: Console, title: str, question: str, answer: Answer, wanted: str, right: bool) -> bool:

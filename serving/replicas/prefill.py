@@ -279,7 +279,7 @@ class PrefillWorker:
         """Wait until everything learnt so far is formed and stored (demo, tests)."""
         from prefill_workers.scheduler.prefill_loop import drain
 
-        await asyncio.to_thread(drain, self._loop)
+        await asyncio.to_thread(drain, self._loop, 280)
         while self._deficits:
             await asyncio.sleep(0.01)
         await asyncio.to_thread(self._library.flush)

@@ -267,7 +267,7 @@ class EmbeddedRoles:
         """Wait until everything learnt is stored."""
         from prefill_workers.scheduler.prefill_loop import drain
 
-        drain(self._loop)
+        drain(self._loop, 300)
         self._library.flush()
 
     def close(self) -> None:

@@ -48,6 +48,7 @@ def run(quick: bool, console: Console) -> Outcome:
                 messages.append({"role": "user", "content": [*image, {"type": "text", "text": _question(words)}]})
                 answers = dict[str, str]()
                 for name in [*arms] if (chat + turn) % 2 else reversed([*arms]):
+                    service.settle()
                     server, fields = arms[name]
                     timed = timed_chat(web, server.url, server.model, messages, **fields)
                     answers[name] = timed.text

@@ -43,7 +43,7 @@ _QUESTION = {"type": "text", "text": "what"}
 
 def run(quick: bool, console: Console) -> Outcome:
     """Measure both arms, step by step."""
-    side, window, steps = (112, 3, 2) if quick else (224, 15, 20)
+    side, window, steps = (112, 3, 2) if quick else (224, 15, 12)
     checkpoint, numbers = checkpoint_path(CHECKPOINT), count()
     samples: dict[str, list[float]] = {name: [] for name in _DESCRIPTIONS}
     encoded: list[float] = []
@@ -63,8 +63,8 @@ def run(quick: bool, console: Console) -> Outcome:
         shown = [clip(next(numbers), side) for _ in range(window)]
         for step in range(-2, steps):  # two to warm up
             shown = [*shown[1:], clip(next(numbers), side)]
-            service.settle()
             for name, (server, fields) in arms.items() if step % 2 else reversed(arms.items()):
+                service.settle()
                 timed = ask(server, shown, fields)
                 if step >= 0:
                     samples[name].append(timed.ttft_ms)
