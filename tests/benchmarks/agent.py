@@ -36,7 +36,7 @@ _DESCRIPTIONS = {
     "recall": "OrbitServe, the session: a screenshot that left, behind the window",
     "recall, exact": "OrbitServe, mode exact: the same prompt",
 }
-_STEPS = {3: 24, 6: 16, 12: 8}  # by window: of the longest one vLLM computes half a minute
+_STEPS = {3: 16, 6: 12, 12: 6}  # by window: of the longest one vLLM computes half a minute
 _RECALLED_AT = 6  # the window of look-backs
 _HEAD = 60  # tokens; of text letters, with the bundled tokenizers
 _ACTIONS = (20, 200)  # tokens of the shortest and the longest action
