@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from infra.gpu import uses_gpu
+from infra.machine import multiplies_bf16
 
 CHECKPOINT, LARGE_CHECKPOINT = "qwen2_5_vl-250m", "qwen2_5_vl-7b"
 GPU_POOL_GIB = 1  # of KV, as on a CPU
@@ -21,6 +22,11 @@ def measured_model() -> str:
     On a GPU one of a size that is served there, on a CPU the largest whose prefill is still bearable.
     """
     return LARGE_CHECKPOINT if on_gpu() else CHECKPOINT
+
+
+def measured_dtype() -> str:
+    """The dtype in which they are measured: bf16, as stored, but on a CPU that is many times slower in it."""
+    return "bfloat16" if on_gpu() or multiplies_bf16() else "float32"
 
 
 def load_format(checkpoint: Path) -> str:

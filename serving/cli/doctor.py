@@ -41,6 +41,7 @@ from rich.table import Table
 from rich.text import Text
 
 from infra.lock import lock_file
+from infra.machine import multiplies_bf16
 from infra.ports import url_host
 from infra.reference import DEFAULT_MODEL, weights
 from infra.vllm_env import is_cpu_build, vllm_environment
@@ -180,6 +181,8 @@ def check_processor() -> CheckResult:
     cores = len(os.sched_getaffinity(0))
     flags = set(re.findall(r"avx512f|amx_bf16|avx512_bf16|avx2", _read("/proc/cpuinfo")))
     detail = f"{cores} cores, {' '.join(sorted(flags)) or 'no AVX2'}"
+    if "avx2" in flags and is_cpu_build() and not multiplies_bf16():
+        detail += "; many times slower in bf16 than in fp32: set `model.dtype: float32`"
     if "avx2" in flags or not is_cpu_build():
         return CheckResult("processor", True, detail)
     return CheckResult("processor", False, detail, "vLLM's CPU kernels need AVX2: use another machine or an NVIDIA GPU")

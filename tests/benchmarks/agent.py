@@ -26,7 +26,7 @@ from rich.console import Console
 
 from infra.checkpoints import checkpoint_path
 from serving.bench.harness import Arm, Benchmark, Outcome
-from serving.bench.models import CHECKPOINT
+from serving.bench.models import CHECKPOINT, measured_dtype
 from serving.loadtest.images import Timed, image_url, timed_chat
 from tests.benchmarks.servers import Server, ours, vllm_alone
 
@@ -36,7 +36,7 @@ _DESCRIPTIONS = {
     "recall": "OrbitServe, the session: a screenshot that left, behind the window",
     "recall, exact": "OrbitServe, mode exact: the same prompt",
 }
-_STEPS = {3: 16, 6: 12, 12: 6}  # by window: of the longest one vLLM computes half a minute
+_STEPS = {3: 16, 6: 9, 12: 5}  # by window: of the longest one vLLM computes half a minute
 _RECALLED_AT = 6  # the window of look-backs
 _HEAD = 60  # tokens; of text letters, with the bundled tokenizers
 _ACTIONS = (20, 200)  # tokens of the shortest and the longest action
@@ -100,6 +100,7 @@ def run(quick: bool, console: Console) -> Outcome:
     }
     workload = {
         "model": CHECKPOINT,
+        "dtype": measured_dtype(),
         "image_tokens": size,
         "steps": {str(window): count_of for window, count_of in steps.items()},
         "action_tokens": list(_ACTIONS),

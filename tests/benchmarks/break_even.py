@@ -31,7 +31,7 @@ from rich.console import Console
 from infra.checkpoints import checkpoint_path
 from serving.bench.engine_process import in_prefill_process
 from serving.bench.harness import Arm, Benchmark, Outcome, in_turns
-from serving.bench.models import CHECKPOINT
+from serving.bench.models import CHECKPOINT, measured_dtype
 from serving.bench.worker import Prompt, Worker, prompt_over, worker
 from serving.loadtest.images import noise
 
@@ -60,7 +60,7 @@ def run(quick: bool, console: Console) -> Outcome:
     reuses = {without: {case: _reuses(samples, without, case) for case in cases} for without in ("off", "exact")}
     workload = {
         "model": CHECKPOINT,
-        "dtype": "bfloat16",
+        "dtype": measured_dtype(),
         "pages x tokens": list(cases),
         "turns": turns,
         "compile_share": 0,
@@ -75,7 +75,9 @@ def _measure(cases: Mapping[str, tuple[int, int]], turns: int) -> dict[str, dict
     from prefill_workers.engine.engine import PrefillEngine
     from prefill_workers.engine.spec import EngineSpec
 
-    engine = PrefillEngine(EngineSpec(model=str(checkpoint_path(CHECKPOINT)), max_model_len=4096, hand_off=False))
+    engine = PrefillEngine(
+        EngineSpec(model=str(checkpoint_path(CHECKPOINT)), dtype=measured_dtype(), max_model_len=4096, hand_off=False)
+    )
     # vLLM would say at every picture that an engine in the same process keeps its threads.
     logging.getLogger("vllm.v1.worker.cpu_worker").setLevel(logging.ERROR)
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in (*_DESCRIPTIONS, *PARTS)}

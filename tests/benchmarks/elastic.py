@@ -45,7 +45,7 @@ from prefill_workers.protocol import ChunkSpan, Compaction, CompactionPolicy, Li
 from prefill_workers.sequence import Run
 from serving.bench.harness import Benchmark, Outcome
 from serving.bench.kept import Kept, digest_of
-from serving.bench.models import CHECKPOINT
+from serving.bench.models import CHECKPOINT, measured_dtype
 from serving.loadtest.records import versions
 
 if TYPE_CHECKING:
@@ -322,7 +322,9 @@ def throughput(turns: int, console: Console) -> dict[str, float]:
     from prefill_workers.engine.spec import EngineSpec
     from prefill_workers.sequence import LinkSequence
 
-    spec = EngineSpec(model=str(checkpoint_path(CHECKPOINT)), max_model_len=CONTEXT + 128, hand_off=False)
+    spec = EngineSpec(
+        model=str(checkpoint_path(CHECKPOINT)), dtype=measured_dtype(), max_model_len=CONTEXT + 128, hand_off=False
+    )
     engine = PrefillEngine(spec)
     try:
         compacted = compaction_plan(

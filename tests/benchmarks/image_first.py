@@ -19,7 +19,7 @@ from rich.console import Console
 
 from infra.checkpoints import checkpoint_path
 from serving.bench.harness import Arm, Benchmark, Outcome, in_turns
-from serving.bench.models import CHECKPOINT
+from serving.bench.models import CHECKPOINT, measured_dtype
 from serving.loadtest.images import Timed, image_url, timed_chat
 from tests.benchmarks.servers import Server, ours, vllm_alone
 
@@ -62,7 +62,7 @@ def run(quick: bool, console: Console) -> Outcome:
         "tokens_over_vllm": computed[last]["exact"] / computed[last]["vllm"],
         "off_over_exact": arms["off"].median_ms(last) / arms["exact"].median_ms(last),
     }
-    workload = {"model": CHECKPOINT, "image_tokens": sizes, "turns": turns, "in_flight": 1}
+    workload = {"model": CHECKPOINT, "dtype": measured_dtype(), "image_tokens": sizes, "turns": turns, "in_flight": 1}
     return Outcome(workload, [*arms.values()], figures, {"tokens computed": computed}, axis="tokens of the image")
 
 

@@ -29,7 +29,7 @@ from rich.console import Console
 from infra.checkpoints import checkpoint_path
 from infra.ports import free_port
 from serving.bench.harness import Arm
-from serving.bench.models import CHECKPOINT
+from serving.bench.models import CHECKPOINT, measured_dtype
 from serving.loadtest import measures
 from serving.loadtest.arrivals import poisson
 from serving.loadtest.client import Endpoint, Sample, Tally
@@ -334,4 +334,4 @@ def describe(
     memory: dict[str, float] = {"ours_kv": 2, "ours_library": kept / 2**30}
     if vllm_gib is not None:
         memory["vllm_kv"] = vllm_gib
-    return {"asked": workload.describe(), "dtype": "auto", "memory_gib": memory, **more}
+    return {"asked": workload.describe(), "dtype": measured_dtype(), "memory_gib": memory, **more}

@@ -33,7 +33,7 @@ from rich.console import Console
 from infra.checkpoints import checkpoint_path
 from infra.vllm_env import vllm_environment
 from serving.bench.harness import Arm, Benchmark, Outcome, clock_ms, in_turns
-from serving.bench.models import CHECKPOINT
+from serving.bench.models import CHECKPOINT, measured_dtype
 from serving.bench.worker import TENANT, Worker, prompt_over, worker
 from serving.loadtest.images import PIXELS, SHAPES
 
@@ -78,7 +78,9 @@ def run(quick: bool, console: Console) -> Outcome:
     from prefill_workers.engine.spec import EngineSpec
 
     console.print("starting a prefill engine")
-    engine = PrefillEngine(EngineSpec(model=str(checkpoint_path(CHECKPOINT)), max_model_len=4096, hand_off=False))
+    engine = PrefillEngine(
+        EngineSpec(model=str(checkpoint_path(CHECKPOINT)), dtype=measured_dtype(), max_model_len=4096, hand_off=False)
+    )
     cases = CASES[:1] if quick else CASES
     turns = 3 if quick else 9
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in _DESCRIPTIONS}
@@ -102,7 +104,7 @@ def run(quick: bool, console: Console) -> Outcome:
         }
     workload = {
         "model": CHECKPOINT,
-        "dtype": "bfloat16",
+        "dtype": measured_dtype(),
         "image_tokens": TOKENS,
         "rank": RANK,
         "cases": {case.name: {"images": case.images, "missing": case.missing, "slow": case.slow} for case in cases},

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from infra.ports import free_port
 from infra.vllm_env import vllm_environment
-from serving.bench.models import GPU_POOL_GIB, load_format, on_gpu
+from serving.bench.models import GPU_POOL_GIB, load_format, measured_dtype, on_gpu
 from serving.config import OrbitServeConfig
 from serving.engine_spec import decode_spec, front_end_config, prefill_spec
 
@@ -59,7 +59,12 @@ def bench_config(checkpoint: Path, root: Path, **sections: Any) -> OrbitServeCon
     No checks of fidelity: their models' weights are random, and a point that is switched off would not be measured.
     """
     settings: dict[str, Any] = {
-        "model": {"path": checkpoint, "load_format": load_format(checkpoint), "max_model_len": 4096},
+        "model": {
+            "path": checkpoint,
+            "load_format": load_format(checkpoint),
+            "dtype": measured_dtype(),
+            "max_model_len": 4096,
+        },
         "http": {"port": free_port()},
         "library": {"directory": root / "library"},
         "files_url": str(root / "files"),
@@ -103,7 +108,8 @@ def vllm_alone(
     """
     port = free_port()
     command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint), "--dtype", "auto"),
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)),
+        *("--dtype", measured_dtype()),
         *(
             "--port",
             str(port),

@@ -29,7 +29,7 @@ from rich.console import Console
 from infra.checkpoints import checkpoint_path
 from infra.vllm_env import vllm_environment
 from serving.bench.harness import Arm, Benchmark, Outcome, clock_ms, in_turns
-from serving.bench.models import GPU_POOL_GIB, load_format, measured_model
+from serving.bench.models import GPU_POOL_GIB, load_format, measured_dtype, measured_model
 from serving.loadtest.images import SHAPES, TEXT_TOKENS, around, image_url, timed_chat
 from tests.benchmarks.servers import GPU_PART, Server, ours, vllm_alone
 
@@ -80,8 +80,8 @@ def limit_of(service: Server, checkpoint: Path) -> Iterator[Limit]:
     from prefill_workers.engine.spec import EngineSpec
 
     spec = EngineSpec(
-        model=str(checkpoint), load_format=load_format(checkpoint), max_model_len=4096, hand_off=False,
-        gpu_memory_utilization=GPU_PART, kv_cache_gib=GPU_POOL_GIB,
+        model=str(checkpoint), dtype=measured_dtype(), load_format=load_format(checkpoint), max_model_len=4096,
+        hand_off=False, gpu_memory_utilization=GPU_PART, kv_cache_gib=GPU_POOL_GIB,
     )  # fmt: skip
     engine = PrefillEngine(spec)
     try:
@@ -109,7 +109,7 @@ def run(quick: bool, console: Console) -> Outcome:
     arms = [Arm(name, text, samples[name]) for name, text in _DESCRIPTIONS.items() if name in samples]
     workload = {
         "model": model,
-        "dtype": "bfloat16",
+        "dtype": measured_dtype(),
         "image_tokens": sizes,
         "text_tokens": TEXT_TOKENS,
         "turns": turns,

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from infra.checkpoints import checkpoint_path
 from serving.bench.harness import Arm, Benchmark, Outcome
-from serving.bench.models import CHECKPOINT
+from serving.bench.models import CHECKPOINT, measured_dtype
 from serving.loadtest.images import image_url, timed_chat
 from tests.benchmarks.servers import Server, ours, vllm_alone
 
@@ -66,6 +66,7 @@ def run(quick: bool, console: Console) -> Outcome:
     }
     workload = {
         "model": CHECKPOINT,
+        "dtype": measured_dtype(),
         "image_tokens": size,
         "turns": _TURNS,
         "with_image": list(_WITH_IMAGE),

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from infra.checkpoints import checkpoint_path
 from serving.bench.harness import Arm, Benchmark, Outcome
-from serving.bench.models import CHECKPOINT
+from serving.bench.models import CHECKPOINT, measured_dtype
 from serving.loadtest.images import Timed, timed_chat
 from tests.benchmarks.servers import Server, ours, vllm_alone
 
@@ -88,6 +88,7 @@ def run(quick: bool, console: Console) -> Outcome:
     arms_of = [Arm(name, text, {axis: samples[name]}) for name, text in _DESCRIPTIONS.items()]
     workload = {
         "model": CHECKPOINT,
+        "dtype": measured_dtype(),
         "clips": window,
         "seconds": _SECONDS,
         "side": side,

@@ -12,7 +12,7 @@ from typing import Any
 from serving.bench.harness import UNCERTAINTY
 
 RESULTS = Path(__file__).parents[1] / "results"
-MACHINES = {"A": "cpu2", "B": "amx2"}  # AMD EPYC; Intel Xeon with AMX
+MACHINES = {"A": "cpu2", "B": "amx2", "C": "avx2"}  # AMD EPYC; Intel Xeon with AMX; AMD EPYC without AVX-512
 
 Rows = Mapping[str, Mapping[str, float]]
 
@@ -48,7 +48,7 @@ class Record:
 
 @cache
 def record(benchmark: str, machine: str) -> Record | None:
-    """The record of a benchmark on machine A or B; None: it was not measured there."""
+    """The record of a benchmark on a machine, by its letter; None: it was not measured there."""
     path = RESULTS / f"{benchmark}-{MACHINES[machine]}.json"
     return Record(json.loads(path.read_text())) if path.exists() else None
 
