@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -20,7 +21,7 @@ from infra.models import hub, smollm2, wheels
 from infra.models.errors import ModelUnavailable
 from infra.models.wheels import WheelModel
 
-__all__ = ["DEFAULT_DIRECTORY", "MODELS", "Checkpoint", "ModelUnavailable", "fetch", "resolve"]
+__all__ = ["DEFAULT_DIRECTORY", "MODELS", "Checkpoint", "ModelUnavailable", "fetch", "resolve", "stored_dtype"]
 
 MODELS: dict[str, WheelModel] = {model.name: model for model in (smollm2.SMOLLM2,)}
 DEFAULT_DIRECTORY = Path(".orbitserve/models")
@@ -68,3 +69,15 @@ def resolve(name: str) -> Checkpoint:
         f"{name} is no directory, none of the models that `orbitserve fetch` knows ({', '.join(MODELS)}), and no "
         "hub's ORGANISATION/NAME"
     )
+
+
+def stored_dtype(checkpoint: Path) -> str | None:
+    """A checkpoint's dtype by its `config.json`, as vLLM takes it by default.
+
+    None: it names none, or is not on this machine.
+    """
+    if not (checkpoint / "config.json").exists():
+        return None
+    config = json.loads((checkpoint / "config.json").read_text())
+    found = [part.get(key) for part in (config, config.get("text_config", {})) for key in ("dtype", "torch_dtype")]
+    return next((str(dtype) for dtype in found if dtype), None)

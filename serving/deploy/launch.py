@@ -17,13 +17,16 @@ from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from rich.console import Console
 
+from infra.gpu import uses_gpu
+from infra.machine import multiplies_bf16
+from infra.models import stored_dtype
 from infra.ports import url_host
 from serving.app import build
 from serving.config import OrbitServeConfig
 from serving.deploy.gpu_fit import reserved, shortage
 from serving.deploy.handles import driver_handle
 from serving.deploy.ray_cluster import ray_cluster
-from serving.settings import HttpSettings, RoleSettings
+from serving.settings import HttpSettings, ModelSettings, RoleSettings
 
 APPLICATION = "orbitserve"
 _ROLES = ("PatchCompiler", "LibraryKeeper", "VisionEncoder", "PrefillWorker", "DecodeWorker", "Ingress")
@@ -80,6 +83,7 @@ def application(config: OrbitServeConfig, console: Console) -> Iterator[str]:
         if APPLICATION in serve.status().applications:
             raise StartUpError(f"{APPLICATION!r} is served on this Ray cluster already; end that first, or use another")
         _warn_of_apart(config, console)
+        _warn_of_slow_products(config.model, console)
         _refuse_too_few_gpus(config, console)
         try:
             target = serve.RunTarget(build(config), name=APPLICATION, route_prefix="/")
@@ -160,6 +164,17 @@ def _warn_of_apart(config: OrbitServeConfig, console: Console) -> None:
         found.append("library.url is not set: what is learnt on a node is lost with it, and the keeper sees no patches")
     for problem in found:
         console.print(f"[yellow]warning:[/yellow] there are {nodes} nodes, and {problem}", markup=True)
+
+
+def _warn_of_slow_products(model: ModelSettings, console: Console) -> None:
+    """Say where the model is to be computed in bf16 on a CPU that cannot do so at speed."""
+    if uses_gpu() or multiplies_bf16():
+        return
+    if (stored_dtype(model.path) if model.dtype == "auto" else model.dtype) == "bfloat16":
+        console.print(
+            "[yellow]warning:[/yellow] without AVX-512 bf16 takes many times as long as fp32 on a CPU; set "
+            "`model.dtype: float32`"
+        )
 
 
 def _logs() -> str:

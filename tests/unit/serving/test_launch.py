@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from rich.console import Console
 import infra
 from serving.config import OrbitServeConfig
 from serving.deploy import launch
+from serving.settings import ModelSettings
 
 
 class Serve:
@@ -108,12 +111,34 @@ def test_a_prefix_that_another_application_has_is_told(monkeypatch: pytest.Monke
     assert [*found.applications] == ["other"]
 
 
+@pytest.mark.parametrize(
+    ("stored", "asked", "has_bf16", "warned"),
+    [
+        ({"text_config": {"torch_dtype": "bfloat16"}}, "auto", False, True),
+        ({"dtype": "float32"}, "bfloat16", False, True),
+        ({"dtype": "bfloat16"}, "float32", False, False),
+        ({"dtype": "float32"}, "auto", False, False),
+        ({"dtype": "bfloat16"}, "auto", True, False),
+    ],
+)
+def test_bf16_where_the_processor_has_no_products_of_it_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: dict[str, Any], asked: Any, has_bf16: bool, warned: bool
+):
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    monkeypatch.setattr(launch, "uses_gpu", lambda: False)
+    monkeypatch.setattr(launch, "multiplies_bf16", lambda: has_bf16)
+    out = io.StringIO()
+    launch._warn_of_slow_products(ModelSettings(path=tmp_path, dtype=asked), Console(file=out))
+    assert ("model.dtype: float32" in out.getvalue()) == warned
+
+
 def patched(monkeypatch: pytest.MonkeyPatch, found: Serve) -> None:
     monkeypatch.setattr(launch, "serve", found)
     monkeypatch.setattr(launch, "_get_global_client", lambda: found)
     monkeypatch.setattr(launch, "ray_cluster", lambda **_: nullcontext())
     monkeypatch.setattr(launch, "driver_handle", handle_that_knows(longest=10))
-    for name in ("_end_by_signal", "_refuse_too_few_gpus", "_warn_of_apart", "_wait_until_ready", "build"):
+    left_out = ("_refuse_too_few_gpus", "_warn_of_apart", "_warn_of_slow_products", "_wait_until_ready", "build")
+    for name in ("_end_by_signal", *left_out):
         monkeypatch.setattr(launch, name, lambda *_: None)
 
 
