@@ -62,9 +62,8 @@ def test_a_window_that_slides_in_a_session_computes_what_is_new(service: Service
     assert slid["session"]["prefix"] + slid["session"]["survived"] >= 4, "pages, and the words between them"
     assert slid["vision_tokens_encoded"] <= first["vision_tokens_encoded"] / 3
     assert slid["tokens_computed"] < slid["prompt_tokens"] / 2
-    weighed = service.chat(
-        [task, *(m for step in steps[1:] for m in step), *user("What next?")], orbit={"load_bearing": True}
-    )
+    messages = [task, *(message for step in steps[1:] for message in step), *user("What next?")]
+    weighed = service.chat(messages, orbit={"load_bearing": True})
     service.settle()
     found = httpx.get(service.url + weighed["orbit"]["load_bearing"]).json()
     assert (found["id"], found["state"]) == (weighed["id"], "measured")

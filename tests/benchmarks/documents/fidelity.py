@@ -130,7 +130,9 @@ def sources() -> str:
         links = (
             f"[{name.removeprefix(f'fidelity-{kind}-').removesuffix('-cpu2.json')}](results/{name})" for name in names
         )
-        rows.append((kind, f"[`{folder}`](../../infra/reference/weights/{folder})", ", ".join(links)))
+        if names:
+            model = f"[`{folder}`](../../infra/reference/weights/{folder})" if kind in KINDS else f"`{folder}`"
+            rows.append((kind, model, ", ".join(links)))
     return markdown(("family", "model", "records"), rows)
 
 

@@ -39,7 +39,7 @@ def test_figures_of_windows_are_named_as_the_others():
 
 
 def test_a_text_model_is_asked_for_windows_alone():
-    with pytest.raises(ValueError, match="smollm2 reads no pictures: .* --only windows"):
+    with pytest.raises(ValueError, match="smollm2 reads no pictures"):
         run(True, Console(), model=Path("models/smollm2"), only=["splits"])
     assert "smollm2" in BENCHMARK.folders
 
