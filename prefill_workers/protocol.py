@@ -119,7 +119,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class ChunkLoss:
-    """Next-token loss of a prompt without one of its chunks, and without that chunk's conditioning.
+    """Next-token loss of a prompt without one of its chunks, and without its conditioning.
 
     `patch_off`: its canonical KV stands in its place; None: that is not stored, and cannot be computed. `left_out`: it
     is not there, and what stands behind it has moved up.

@@ -1,4 +1,4 @@
-"""Idle work of a prefill worker: harvests, checks and measurements of finished links, compiling ahead.
+"""Idle work of a prefill worker: harvests and checks of finished links, compiling ahead.
 
 Harvests hold their sequence's blocks until the conditioned KV has been read out, as measurements do that requests ask
 for (see `load_bearing`); checks (see `shadow_check`) until the served KV has been attended to; what is compiled besides
@@ -125,7 +125,10 @@ class IdleWork:
         self._rechecks.offer(plan, lease)
 
     def measure(self, plan: LinkPlan, lease: str) -> None:
-        """Tell what a finished link's chunks are worth, if its request asked; its blocks stay until that has begun."""
+        """Measure how load-bearing a finished link's chunks are, if its request asked.
+
+        Its blocks stay until that has begun.
+        """
         if not self.has_outlived(plan):
             self._measured.offer(plan, lease)
 

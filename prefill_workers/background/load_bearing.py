@@ -1,4 +1,4 @@
-"""Load-bearing chunks: what a prompt's next token loses without a chunk, or without its conditioning.
+"""Load-bearing chunks: next-token loss without a chunk, or without its conditioning.
 
 The disposability test of kamera.md App. E, asked for by `orbit.load_bearing`, in idle time. Each row is a sequence in
 which the chunks are given as they were linked, but for one, and all text behind the first chunk is computed over them:
@@ -59,7 +59,7 @@ class _Check:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """Prompt with one chunk changed: its tokens and positions, KV that is given, and runs that are computed."""
+    """Prompt with one chunk changed: tokens, positions, and the KV that is given."""
 
     token_ids: Tensor  # [n] int32
     positions: Tensor  # [n] or [3, n] int64
@@ -79,7 +79,9 @@ class Row:
 
 
 class LoadBearingChecks:
-    """Measurements that wait or are under way, and those made. Belongs to the prefill loop's thread, but for `get`.
+    """Measurements that wait or are under way, and those made.
+
+    Belongs to the prefill loop's thread, but for `get`.
 
     Args:
         scratch: where its sequences lie. Between `step`s of one that `is_running` it is the measurement's own.
@@ -106,7 +108,10 @@ class LoadBearingChecks:
         return self._task is not None
 
     def get(self, tenant: str, request_id: str) -> LoadBearing | None:
-        """What is known of a tenant's request; None: it did not ask, or long ago. From any thread."""
+        """Measurement of a tenant's request; None: it did not ask, or long ago.
+
+        From any thread.
+        """
         with self._lock:
             return self._known.get((tenant, request_id))
 
@@ -150,7 +155,10 @@ class LoadBearingChecks:
                 self._task = None
 
     def make_room(self) -> bool:
-        """Give up measurements until a block comes free that somebody waits for. Returns whether any did."""
+        """Give up measurements until a block comes free that somebody waits for.
+
+        Returns whether any did.
+        """
         before = self._pool.free
         for check in list(self._queue):
             if check.lease is None or not self._pool.comes_free(check.lease):

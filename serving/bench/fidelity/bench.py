@@ -139,12 +139,12 @@ def kept_parts(work: Path | None, family: str, fingerprint: str, items: int, cod
 
 
 def figures_of(kind: str, whole: Tables) -> dict[str, float]:
-    """Figures `<family>.<split>.<arm>.<figure>` of main, equal-byte, computed-layer and window tables.
+    """Figures `<family>.<split>.<arm>.<figure>` of the tables that give some.
 
-    Beside what the tables hold: `blind.lost`, the accuracy that blind reuse loses; `orbit.below_own`, how much less of
-    the loss an orbit patch closes than the own patch of that rank; `patch_within_p.margin`, how much more of it a patch
-    closes than the best arm that keeps tokens of as many bytes. Of the whole family `compose_up_to`, by
-    `composition.holds_up_to`, and how far weights by attention hold.
+    These are main, equal-byte, computed-layer and window tables. Beside what they hold: `blind.lost`, the accuracy that
+    blind reuse loses; `orbit.below_own`, how much less of the loss an orbit patch closes than the own patch of that
+    rank; `patch_within_p.margin`, how much more of it a patch closes than the best arm that keeps tokens of as many
+    bytes. Of the whole family `compose_up_to`, by `composition.holds_up_to`, and how far weights by attention hold.
     """
     found: dict[str, float] = {}
     for figure in (*MAIN, SAME_TOKENS):

@@ -46,12 +46,12 @@ class Page:
 
     @property
     def position_items(self) -> list[tuple[str, Any, int]]:
-        """What its positions depend on: modality, grid, first placeholder; nothing for text."""
+        """Item that positions depend on: modality, grid, first placeholder; none for text."""
         span = self.span
         return [(span.modality, span.grid, span.first)] if span.needs_embeddings else []
 
     def embedded(self, start: int) -> list[Embedded]:
-        """Its embeddings in a sequence where it begins at token `start`; none for text."""
+        """Embeddings in a sequence where the page begins at token `start`; none for text."""
         from prefill_workers.sequence import Embedded
 
         if self.embeddings is None:

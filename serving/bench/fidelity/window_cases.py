@@ -1,4 +1,4 @@
-"""Windows over pages to be measured: pages of the reference models, or prose for a text model.
+"""Histories of pages to slide a window over: reference models' pages, or prose.
 
 A unit is what one step of an agent adds: a page, or a page and the words behind it, which are segments of their own. A
 case has the units of a whole history, the oldest first. Its last ones are the window that is asked about.

@@ -1,23 +1,23 @@
-"""Table 1 of kamera.md: what survivors of a sliding window and recalled chunks need (§5, App. B).
+"""Survivors of a sliding window, and recalled chunks (kamera.md Table 1, §5, App. B).
 
 Survivors, in a window of WINDOW units, after so many slides in a row:
 
-| arm       | KV of what stays                                                                               |
-|-----------|------------------------------------------------------------------------------------------------|
-| blind     | canonical                                                                                      |
-| kept      | as it was computed behind what has left, relocated by R(δ): a session's `survivors: keep`       |
-| removal   | the same, with a patch of rank RANK that takes out what has left: `survivors` in the paper      |
-| refreshed | at every slide the oldest unit as it is behind the head alone: `survivors: refresh`, pass 1      |
+| arm       | KV of what stays                                                                       |
+|-----------|----------------------------------------------------------------------------------------|
+| blind     | canonical                                                                              |
+| kept      | as it was computed behind what has left, relocated: a session's `survivors: keep`      |
+| removal   | the same with the paper's patch, of rank RANK, that takes out what has left            |
+| refreshed | at every slide the oldest unit as it is behind the head alone: `survivors: refresh`    |
 
 The newest unit is computed over it at each slide, so that what is wrong goes on into it. Recall, behind a window of
-BEHIND units of which so many per cent have turned over since the chunk left:
+BEHIND_UNITS units of which so many per cent have turned over since the chunk left:
 
-| arm       | patch of the recalled chunk, at the end of the window                                    |
-|-----------|------------------------------------------------------------------------------------------|
-| blind     | none                                                                                     |
-| stale     | of rank RANK, formed behind the window when the chunk left                                |
-| fresh     | of rank RANK, formed behind the window as it is now                                       |
-| rebuilt   | of full rank, formed behind the window as it is now                                      |
+| arm       | patch of the recalled chunk, at the end of the window                                  |
+|-----------|----------------------------------------------------------------------------------------|
+| blind     | none                                                                                   |
+| stale     | of rank RANK, formed behind the window when the chunk left                             |
+| fresh     | of rank RANK, formed behind the window as it is now                                    |
+| rebuilt   | of full rank, formed behind the window as it is now                                    |
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ def storage() -> str:
 
 
 def survivors() -> str:
-    """What stays of a window that slides: share of the blind loss closed, and tokens answered as by `exact`."""
+    """Survivors of a window that slides: loss closed, and tokens answered as by `exact`."""
     rows = []
     for kind, split, found in _windows():
         lost = found["kl"][f"blind_after_{SLIDES[-1]}"][split]
