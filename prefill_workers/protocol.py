@@ -56,6 +56,7 @@ class Survivors(StrEnum):
 
     KEEP = "keep"  # the KV that they have, relocated
     REFRESH = "refresh"  # the same; the oldest and those behind it take exact KV, as far as idle time has made it
+    REMOVAL = "removal"  # relocated, with a patch of rank 32 that idle time formed to take out what left (kamera.md §5)
     EXACT = "exact"  # computed: only KV that a full prefill would give is taken from a session
 
 

@@ -274,9 +274,10 @@ class LoadBearingChecks:
         for row in group:
             blocks = self._scratch.blocks[used : used + self._blocks(row)]
             used += len(blocks)
-            write_chunks(self._engine, blocks, row.given)
+            for one in row.given:  # a piece each: a window's KV may be gigabytes
+                write_chunks(self._engine, blocks, [one])
+                yield
             work.append((row.sequence(blocks), row.runs))
-            yield
         sequences, found = [sequence for sequence, _ in work], dict[int, Tensor]()
         while work:
             left = sum(len(run) for _, runs in work for run in runs)

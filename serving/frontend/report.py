@@ -47,6 +47,7 @@ class SessionOptions(BaseModel):
         Survivors.REFRESH,
         description="What stays of the window while something before it leaves. refresh: its KV is relocated; the "
         "oldest, and those behind it, take exact KV, as far as idle time has made it. keep: all is relocated as it is. "
+        "removal: all is relocated, with patches that idle time has formed to take out what left. "
         "exact: it is computed; only KV that a full prefill would give is taken.",
     )
 

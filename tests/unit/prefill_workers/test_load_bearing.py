@@ -104,12 +104,10 @@ def library() -> Iterator[Library]:
 
 def is_same(loss: Loss | None, before: Tensor, after: Tensor) -> bool:
     found = compare(before[None], after[None])
-    return (
-        loss is not None and loss.kl == pytest.approx(found.kl, rel=1e-4) and loss.changes_token == (not found.agrees)
-    )
+    return loss is not None and loss == Loss(pytest.approx(found.kl, rel=0.01), not found.agrees)
 
 
-@pytest.mark.parametrize("scratch", [SPARE, SPARE[:9]], ids=["all rows of one forward", "a row a forward"])
+@pytest.mark.parametrize("scratch", [SPARE, SPARE[:9]], ids=["several rows together", "row by row"])
 def test_losses_are_those_of_links_without_each_chunk_and_its_conditioning(library: Library, scratch: range):
     worker = Worker(library, scratch)
     asked = request()

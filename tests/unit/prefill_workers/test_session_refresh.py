@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from kvstore_support import FINGERPRINT
+from kvstore_support import FINGERPRINT, GQA
 from small_transformer import BLOCK, LINK, SPARE, Transformer
 from torch import Tensor
 
 from kvstore.library import Library
+from kvstore.operator.apply import relocate
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.memory import MemoryTier
 from prefill_workers.background.session_refresh import SessionRefresh
@@ -171,6 +172,30 @@ def test_exact_survivors_equal_a_full_prefill(worker: Worker):
         asked = request(*pages, survivors=Survivors.EXACT)
         _, kv = worker.link(asked)
         assert apart(kv, worker.exact(asked), Run(0, len(asked.token_ids))) < 1e-5
+
+
+def test_a_removal_patch_takes_out_what_left(worker: Worker):
+    asked = [request(*range(first, first + 3), survivors=Survivors.REMOVAL) for first in range(3)]
+    _, before = worker.link(asked[0], at=5)
+    assert worker.idle() == 7 + 6 + 7, "the next window, but for its head"
+    segments = worker.links.store.get("local", "s").segments
+    assert [bool(one.mended) for one in segments] == [False] * 3 + [True] * 3 + [False]
+    assert all(one.mended.key == one.conditioned.key for one in segments[3:6])
+
+    points, kv = worker.link(asked[1], at=2)
+    assert points == ["prefix", "survived", "survived", "survived", "", "", ""]
+    exact = worker.exact(asked[1], at=2)
+    kept = relocate(before[:, 17:37], -16, GQA)  # where it was computed: 13 tokens further on, and positions by 3
+    for run in (PAGE_1, ACTION_1, PAGE_2):
+        stays = kept[:, run.start - 4 : run.stop - 4]
+        assert apart(kv, exact, run) < 0.05 * float((stays - exact[:, run.start : run.stop]).abs().max())
+
+    worker.idle()
+    slid = worker.links.store.get("local", "s").segments
+    assert slid[3].mended.key == segments[5].conditioned.key, "a patch of what was computed, not of what was patched"
+    points, kv = worker.link(asked[2], at=9)
+    assert points[:4] == ["prefix", "survived", "survived", "survived"]
+    assert apart(kv, worker.exact(asked[2], at=9), PAGE_1) < 0.02
 
 
 def test_a_deleted_content_is_not_computed_anew(worker: Worker):
