@@ -126,7 +126,7 @@ class SegmentRecord(_Record):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SegmentPatchRecord(_Record):
-    """Removal patch of a session's segment (kamera.md §5), in the frame of its `SegmentRecord`."""
+    """Removal patch of a session's segment (kamera.md §5), in the frame of its KV's record."""
 
     layout: Layout
     patch: Patch

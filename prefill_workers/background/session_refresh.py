@@ -216,7 +216,7 @@ class SessionRefresh:
     def _mended(
         self, plan: LinkPlan, stretch: _Stretch, starts: Sequence[int], positions: Tensor
     ) -> Pieces[dict[str, KeptKV]]:
-        """Removal patches of a stretch's segments: what their kept KV lacks of that in the scratch blocks."""
+        """Removal patches of a stretch's segments, whose exact KV is in the scratch blocks."""
         assert plan.request.session is not None
         tenant, layout = plan.request.tenant, self._engine.layout
         session = self._links.store.resident(tenant, plan.request.session)

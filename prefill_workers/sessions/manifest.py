@@ -29,7 +29,7 @@ class KeptKV:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Its records' keys, with their bytes."""
+        """Bytes of its records, by their keys."""
         return {self.key: self.nbytes} | ({self.patch: self.patch_nbytes} if self.patch else {})
 
 
@@ -102,11 +102,18 @@ class Session:
         return replace(self, id=id, created=now, used=now, parent=self.id)
 
     def refreshed(self, found: Mapping[str, KeptKV], made: MadeIdle = "refreshed") -> Session:
-        """The session with KV of its segments, by their ids, that was made in idle time: a segment's field `made`."""
+        """The session with KV of its segments, by their ids, that was made in idle time.
+
+        `made`: the field of a segment that it is.
+        """
 
         def with_kv(one: KeptSegment) -> KeptSegment:
             kv = found.get(one.id)
-            return one if kv is None else replace(one, **{made: kv})
+            if kv is None:
+                return one
+            if made == "mended":
+                return replace(one, mended=kv)
+            return replace(one, ahead=kv) if made == "ahead" else replace(one, refreshed=kv)
 
         return replace(self, segments=tuple(map(with_kv, self.segments)))
 

@@ -203,8 +203,7 @@ class SessionStore:
                 left -= sum(new.values())
                 fitting.append(kv if left >= 0 else None)
             conditioned, refreshed, ahead, mended = fitting
-            fields = {"conditioned": conditioned, "refreshed": refreshed, "ahead": ahead, "mended": mended}
-            kept.append(replace(segment, **fields))
+            kept.append(replace(segment, conditioned=conditioned, refreshed=refreshed, ahead=ahead, mended=mended))
         return replace(session, segments=tuple(reversed(kept))) if left < 0 else session
 
     def _replace(self, name: Name, session: Session | None) -> list[tuple[str, str]]:
