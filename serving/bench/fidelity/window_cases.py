@@ -20,7 +20,7 @@ from serving.bench.fidelity.items import items
 from serving.bench.fidelity.reader import Page, Prompt, Reader
 
 PAGE, ACTION, BEHIND, ASKED = 128, (20, 80), 8, 32  # tokens of prose: pages, words behind, up to the answer, of it
-_MOST_PROSE = 32  # windows of prose a table: a second each on one core is a long time for this many forwards
+_MOST_PROSE = 32  # cases of prose a table: each is about a minute of a core
 _THINGS, _COPIES = 8, 6  # a page's, see `Form`
 _HEAD = "<|im_start|>user\n"
 _LONG = 9000  # characters of a document that holds a window
