@@ -495,13 +495,13 @@ class PrefillLoop:
         for job in finished:
             if job not in held:  # cancelled: nobody will read these blocks
                 self._scheduler.free(job)
-        self._scheduler.remove(finished)  # only now: a defect fails these too
         for job in held:
             if job.plan.session is not None and not self._background.has_outlived(job.plan):
                 self._linker.sessions.keep(job.plan)
                 self._background.refresh(job.plan)
             if job.compacted is not None:  # the whole KV is no decode engine's
                 self._pool.abandon(job.name)
+        self._scheduler.remove(finished)  # only now: a defect fails these too, and who drains waits for idle work
 
     def _forward(self, batch: ForwardBatch) -> ForwardResult | None:
         """Compute a batch. None if that failed, and with it the links in it.

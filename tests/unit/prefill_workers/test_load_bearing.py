@@ -63,7 +63,7 @@ class Worker:
         chunks = [
             ChunkPlan(
                 span,
-                f"{span.content:0>64}".replace(" ", "0"),
+                span.content.encode().hex().ljust(64, "0"),
                 "",
                 (),
                 AT + span.start,
