@@ -48,6 +48,7 @@ from kvstore.records.record import (
     PatchRecord,
     Record,
     RecordKind,
+    SegmentPatchRecord,
     SegmentRecord,
     SessionRecord,
 )
@@ -314,7 +315,7 @@ class Library:
         """As `put_canonical`."""
         self._put(record)
 
-    def put_segment(self, record: SegmentRecord) -> None:
+    def put_segment(self, record: SegmentRecord | SegmentPatchRecord) -> None:
         """As `put_canonical`."""
         self._put(record)
 

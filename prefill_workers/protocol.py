@@ -56,6 +56,7 @@ class Survivors(StrEnum):
 
     KEEP = "keep"  # the KV that they have, relocated
     REFRESH = "refresh"  # the same; the oldest and those behind it take exact KV, as far as idle time has made it
+    REMOVAL = "removal"  # relocated, with a patch of rank 32 that idle time formed to take out what left (kamera.md §5)
     EXACT = "exact"  # computed: only KV that a full prefill would give is taken from a session
 
 
@@ -95,6 +96,53 @@ class SessionStats:
 
     sessions: int
     nbytes: int
+
+
+class LoadBearingState(StrEnum):
+    """Progress of a measurement that idle time makes."""
+
+    QUEUED = "queued"
+    MEASURED = "measured"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Effect of a change to a prompt's KV on its next token.
+
+    `kl`: KL(as linked ‖ changed) of the next-token distributions [nats]; `changes_token`: the most likely token is
+    another one.
+    """
+
+    kl: float
+    changes_token: bool
+
+
+@dataclass(frozen=True)
+class ChunkLoss:
+    """Next-token loss of a prompt without one of its chunks, and without its conditioning.
+
+    `patch_off`: its canonical KV stands in its place; None: that is not stored, and cannot be computed. `left_out`: it
+    is not there, and what stands behind it has moved up.
+    """
+
+    tokens: int
+    operating_point: OperatingPoint
+    patch_off: Loss | None
+    left_out: Loss
+
+
+@dataclass(frozen=True)
+class LoadBearing:
+    """Load-bearing chunks of a request's prompt (kamera.md App. E), as far as measured.
+
+    `reason`: why it was skipped. `chunks`: in the prompt's order.
+    """
+
+    request_id: str
+    state: LoadBearingState = LoadBearingState.QUEUED
+    reason: str = ""
+    chunks: tuple[ChunkLoss, ...] = ()
 
 
 class CompactionPolicy(StrEnum):
@@ -163,6 +211,7 @@ class LinkRequest:
     head: int = 0
     session: SessionRef | None = None
     compaction: Compaction = Compaction()
+    load_bearing: bool = False
 
     def __post_init__(self) -> None:
         stop = 0

@@ -90,22 +90,30 @@ def split_runs(runs: Sequence[Run], budget: int) -> tuple[list[Run], list[Run]]:
     return now, []
 
 
-def forwards(
-    work: Sequence[tuple[LinkSequence, Sequence[Run]]], budget: int
-) -> Iterator[list[tuple[LinkSequence, list[Run]]]]:
+Work = Sequence[tuple[LinkSequence, Sequence[Run]]]  # sequences, and what is to be computed of each
+
+
+def split_work(
+    work: Work, budget: int
+) -> tuple[list[tuple[LinkSequence, list[Run]]], list[tuple[LinkSequence, list[Run]]]]:
+    """Work of one forward of up to `budget` tokens, and what is left for later ones."""
+    now, later = [], []
+    for sequence, runs in work:
+        taken, rest = split_runs(runs, budget)
+        budget -= sum(map(len, taken))
+        if taken:
+            now.append((sequence, taken))
+        if rest:
+            later.append((sequence, rest))
+    return now, later
+
+
+def forwards(work: Work, budget: int) -> Iterator[list[tuple[LinkSequence, list[Run]]]]:
     """Work of one forward after another, of up to `budget` tokens each, over several sequences."""
     pending = [(sequence, list(runs)) for sequence, runs in work if runs]
     while pending:
-        left, now, later = budget, [], []
-        for sequence, runs in pending:
-            taken, rest = split_runs(runs, left)
-            left -= sum(map(len, taken))
-            if taken:
-                now.append((sequence, taken))
-            if rest:
-                later.append((sequence, rest))
+        now, pending = split_work(pending, budget)
         yield now
-        pending = later
 
 
 def merge_runs(runs: Sequence[Run]) -> list[Run]:

@@ -19,6 +19,7 @@ from kvstore.records.record import (
     CanonicalRecord,
     EmbeddingRecord,
     PatchRecord,
+    SegmentPatchRecord,
     SegmentRecord,
     SessionRecord,
 )
@@ -100,6 +101,20 @@ def segment_of(record: CanonicalRecord, at: int = 7) -> SegmentRecord:
         layout=record.layout,
         kv=random_kv(record.layout, record.kv.shape[1], seed=at),
         at=at,
+    )
+
+
+def segment_patch_of(record: CanonicalRecord, key: str = "5" * 64) -> SegmentPatchRecord:
+    """A removal patch of a segment."""
+    delta = random_kv(record.layout, record.kv.shape[1], seed=3)
+    return SegmentPatchRecord(
+        key=key,
+        fingerprint=record.fingerprint,
+        tenant=record.tenant,
+        content=record.content,
+        antecedents=("before",),
+        layout=record.layout,
+        patch=form_patch(delta, record.layout, 2, kind=PatchKind.removal, dtype=torch.int8, spread=True),
     )
 
 

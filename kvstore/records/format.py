@@ -43,6 +43,7 @@ from kvstore.records.record import (
     EmbeddingRecord,
     PatchRecord,
     Record,
+    SegmentPatchRecord,
     SegmentRecord,
     SessionRecord,
     kind_of,
@@ -215,25 +216,30 @@ def _document_of(record: Record) -> dict[str, Any]:
         document |= {"layout": record.layout.to_json(), "token_ids": record.token_ids}
     elif isinstance(record, SegmentRecord):
         document |= {"layout": record.layout.to_json(), "at": record.at}
+    elif isinstance(record, SegmentPatchRecord):
+        document |= {"layout": record.layout.to_json(), "patch": _described(record.patch)}
     elif isinstance(record, PatchRecord):
-        patch = record.patch
         document |= {
             "layout": record.layout.to_json(),
             "canonical": record.canonical,
             "antecedent": record.antecedent,
             "prefix": record.prefix,
-            "patch": {
-                "kind": str(patch.kind),
-                "rank": patch.rank,
-                "ranks": [list(part.ranks) for part in patch.segments],
-                "energy": list(patch.energy),
-                "first_layer": patch.first_layer,
-                "basis": patch.basis,
-            },
+            "patch": _described(record.patch),
         }
     elif isinstance(record, BasisRecord):
         document |= {"layout": record.layout.to_json(), "first_layer": record.basis.first_layer}
     return document
+
+
+def _described(patch: Patch) -> dict[str, Any]:
+    return {
+        "kind": str(patch.kind),
+        "rank": patch.rank,
+        "ranks": [list(part.ranks) for part in patch.segments],
+        "energy": list(patch.energy),
+        "first_layer": patch.first_layer,
+        "basis": patch.basis,
+    }
 
 
 def _layer_bytes(parts: Sequence[Tensor], layer: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -355,16 +361,22 @@ def _build(document: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Record:
         token_ids = document["token_ids"]
         ids = None if token_ids is None else tuple(int(token) for token in token_ids)
         return CanonicalRecord(**common, layout=layout, kv=parts["kv"], token_ids=ids)
+    names = [segment.name for segment in layout.segments]
+    if kind == "segment" and "patch" in document:
+        return SegmentPatchRecord(**common, layout=layout, patch=_patch(parts, names, document["patch"]))
     if kind == "segment":
         return SegmentRecord(**common, layout=layout, kv=parts["kv"], at=int(document["at"]))
-    names = [segment.name for segment in layout.segments]
     if kind == "basis":
         basis = SharedBasis(tuple(parts[f"right.{name}"] for name in names), int(document["first_layer"]))
         return BasisRecord(**common, layout=layout, basis=basis)
     if kind != "patch":
         raise ValueError(f"unknown record kind {kind!r}")
-    described = document["patch"]
-    patch = Patch(
+    keys = {name: document[name] for name in ("canonical", "antecedent", "prefix")}
+    return PatchRecord(**common, layout=layout, patch=_patch(parts, names, document["patch"]), **keys)
+
+
+def _patch(parts: Mapping[str, Tensor], names: Sequence[str], described: Mapping[str, Any]) -> Patch:
+    return Patch(
         kind=PatchKind(described["kind"]),
         rank=int(described["rank"]),
         segments=tuple(_directions(parts, name, index, described) for index, name in enumerate(names)),
@@ -372,8 +384,6 @@ def _build(document: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Record:
         first_layer=int(described["first_layer"]),
         basis=described["basis"],
     )
-    keys = {name: document[name] for name in ("canonical", "antecedent", "prefix")}
-    return PatchRecord(**common, layout=layout, patch=patch, **keys)
 
 
 def _directions(parts: Mapping[str, Tensor], name: str, index: int, patch: Mapping[str, Any]) -> Directions:

@@ -125,6 +125,18 @@ class SegmentRecord(_Record):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class SegmentPatchRecord(_Record):
+    """Removal patch of a session's segment (kamera.md §5), in the frame of its KV's record."""
+
+    layout: Layout
+    patch: Patch
+
+    @property
+    def nbytes(self) -> int:
+        return self.patch.nbytes
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class SessionRecord(_Record):
     """Manifest of a session: a JSON document of `prefill_workers.sessions.manifest`."""
 
@@ -135,7 +147,9 @@ class SessionRecord(_Record):
         return len(self.manifest)
 
 
-Record: TypeAlias = CanonicalRecord | PatchRecord | EmbeddingRecord | BasisRecord | SegmentRecord | SessionRecord
+Record: TypeAlias = (
+    CanonicalRecord | PatchRecord | EmbeddingRecord | BasisRecord | SegmentRecord | SegmentPatchRecord | SessionRecord
+)
 
 
 def kind_of(record: Record) -> RecordKind:
@@ -144,7 +158,7 @@ def kind_of(record: Record) -> RecordKind:
         return "canonical"
     if isinstance(record, BasisRecord):
         return "basis"
-    if isinstance(record, SegmentRecord):
+    if isinstance(record, SegmentRecord | SegmentPatchRecord):
         return "segment"
     if isinstance(record, SessionRecord):
         return "session"

@@ -1,8 +1,9 @@
 """Idle work of a prefill worker: harvests and checks of finished links, compiling ahead.
 
-Harvests hold their sequence's blocks until the conditioned KV has been read out, checks (see `shadow_check`) until the
-served KV has been attended to; what is compiled besides (see `patch_precompiler`) needs none and comes last. Work goes
-on in pieces (see `prefill_workers.patches.scratch`), so that a link that arrives meanwhile waits for one at most.
+Harvests hold their sequence's blocks until the conditioned KV has been read out, as measurements do that requests ask
+for (see `load_bearing`); checks (see `shadow_check`) until the served KV has been attended to; what is compiled besides
+(see `patch_precompiler`) needs none and comes last. Work goes on in pieces (see `prefill_workers.patches.scratch`), so
+that a link that arrives meanwhile waits for one at most.
 
 A busy worker learns too, but no more than is worth the waiting: chunks that were asked for more than once are harvested
 beside links, within a share of the time. What was seen once waits until no request has come for a while, the longer the
@@ -24,6 +25,7 @@ from kvstore.forget import CacheGroup
 from kvstore.records.keys import owner_of
 from prefill_workers import modes as policies
 from prefill_workers.background.compile_queue import Clock, ComputeBudget
+from prefill_workers.background.load_bearing import LoadBearingChecks
 from prefill_workers.background.patch_precompiler import CompileStats, PatchPrecompiler
 from prefill_workers.background.session_refresh import SessionRefresh
 from prefill_workers.background.shadow_check import ShadowChecks
@@ -60,6 +62,7 @@ class IdleWork:
     Args:
         scratch: where background sequences lie.
         refresh: of sessions' segments.
+        measured: what requests ask to be told of their chunks.
         limits: how much is kept beside links, and compiled ahead of requests.
         caches: of the loop's thread.
         clock: monotonic seconds.
@@ -77,6 +80,7 @@ class IdleWork:
         limits: CompileLimits,
         rechecks: ShadowChecks,
         refresh: SessionRefresh,
+        measured: LoadBearingChecks,
         caches: CacheGroup,
         clock: Clock,
         sums: Callable[[], bool],
@@ -90,7 +94,7 @@ class IdleWork:
         self._busy = ComputeBudget(limits.busy_share, _BUSY_SECONDS, clock)
         self._ahead = caches.register(PatchPrecompiler(harvester, scratch, limits, caches, clock, sums, crowded))
         self._rechecks = rechecks
-        self._refresh = refresh
+        self._refresh, self._measured = refresh, measured
         self._disturbed, self._rest, self._hastened = disturbed, rest, -math.inf
         self._deleted: dict[tuple[str, str], float] = {}  # contents and their owners, with when; latest last
         self.failures = 0
@@ -98,12 +102,12 @@ class IdleWork:
     def __len__(self) -> int:
         """Pieces of work that are left; what waits for its compute budget is not among them."""
         harvests = (self._harvest is not None) + len(self._harvests)
-        return harvests + len(self._rechecks) + len(self._refresh) + len(self._ahead)
+        return harvests + len(self._rechecks) + len(self._refresh) + len(self._measured) + len(self._ahead)
 
     @property
     def is_ready(self) -> bool:
         """True if a piece of work may be done now."""
-        begun = bool(self._harvest or self._rechecks or self._refresh)
+        begun = bool(self._harvest or self._rechecks or self._refresh or self._measured)
         return begun or self._may_compile or any(map(self._may_begin, self._harvests))
 
     def hasten(self, until: float) -> None:
@@ -119,6 +123,14 @@ class IdleWork:
         Its blocks stay until that has begun.
         """
         self._rechecks.offer(plan, lease)
+
+    def measure(self, plan: LinkPlan, lease: str) -> None:
+        """Measure how load-bearing a finished link's chunks are, if its request asked.
+
+        Its blocks stay until that has begun.
+        """
+        if not self.has_outlived(plan):
+            self._measured.offer(plan, lease)
 
     def refresh(self, plan: LinkPlan) -> None:
         """Queue the refresh of a link's session (see `session_refresh`)."""
@@ -225,10 +237,14 @@ class IdleWork:
             self._compile()
         elif self._refresh.is_running:
             self._go_on_refreshing()
+        elif self._measured.is_running:
+            self._measured.step()
         elif self._harvest or self._begin_harvest():
             self._go_on_harvesting()
         elif self._rechecks.is_ready:
             self._rechecks.step()
+        elif self._measured:
+            self._measured.step()
         elif self._refresh:
             self._go_on_refreshing()
         elif self._may_compile:
@@ -241,7 +257,7 @@ class IdleWork:
 
         Returns whether any block came free.
         """
-        if self._rechecks.make_room():
+        if self._rechecks.make_room() or self._measured.make_room():
             return True
         before = self._pool.free
         for least in sorted(self._harvests, key=self._wanted):
@@ -254,8 +270,9 @@ class IdleWork:
         return False
 
     def drop(self, leases: Collection[str]) -> None:
-        """Give up the harvests and checks of leases that have ended."""
+        """Give up the harvests, checks and measurements of leases that have ended."""
         self._rechecks.drop(leases)
+        self._measured.drop(leases)
         self._harvests = [harvest for harvest in self._harvests if harvest.lease not in leases]
 
     def _begin_harvest(self) -> bool:

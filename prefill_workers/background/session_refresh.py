@@ -6,6 +6,9 @@
 | 2    | what will be the second oldest behind the oldest, then the third behind | once the oldest chunk has left     |
 |      | both, and so on                                                         |                                    |
 
+With `survivors: removal` neither: the next window is computed as a whole, and what the KV that is kept differs by
+becomes a patch of rank 32 (kamera.md §5). It takes the second pass's forwards, and a small part of its bytes.
+
 The head is the text before the first chunk. A survivor still knows what left, the oldest one most: it stood right
 behind it. So pass 1, one small forward for every new chunk, comes first; pass 2 goes on while idle time lasts, until
 the next window is exact as a whole. Sessions take turns, a chunk each.
@@ -24,7 +27,10 @@ from torch import Tensor
 
 from kvstore.deletions import reaches
 from kvstore.library import Library
+from kvstore.operator.apply import relocate
+from kvstore.operator.patch import PatchKind, deficit
 from kvstore.records.keys import owner_of
+from kvstore.records.patch_form import PatchForm
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.link.place_kv import PlacedChunk, write_chunks
 from prefill_workers.link.plan import ChunkPlan, LinkPlan
@@ -32,11 +38,12 @@ from prefill_workers.link.session_links import SessionLinks
 from prefill_workers.patches.scratch import Pieces, ResumableTask, Scratch, aside
 from prefill_workers.protocol import Survivors
 from prefill_workers.sequence import Embedded, LinkSequence, Run
-from prefill_workers.sessions.manifest import KeptKV, KeptSegment
+from prefill_workers.sessions.manifest import KeptKV, KeptSegment, MadeIdle
 from prefill_workers.sessions.segments import Segment
 
 logger = logging.getLogger(__name__)
 
+_REMOVAL = PatchForm(rank=32)
 _MOST_WAITING = 64  # sessions; each holds its last plan
 
 Name = tuple[str, str]  # tenant, session id
@@ -46,12 +53,12 @@ Name = tuple[str, str]  # tenant, session id
 class _Stretch:
     """Segments to be computed behind others, whose exact KV is stored: `front` has their records.
 
-    `ahead`: of pass 2.
+    `made`: what it becomes.
     """
 
     front: Sequence[tuple[Segment, KeptKV]]
     lacking: Sequence[Segment]
-    ahead: bool = False
+    made: MadeIdle = "refreshed"
 
     @property
     def segments(self) -> list[Segment]:
@@ -83,7 +90,7 @@ class SessionRefresh:
     def offer(self, plan: LinkPlan) -> None:
         """Queue the session of a finished link, in place of an earlier link of it."""
         ref = plan.request.session
-        if plan.session is None or ref is None or ref.survivors is not Survivors.REFRESH:
+        if plan.session is None or ref is None or ref.survivors not in (Survivors.REFRESH, Survivors.REMOVAL):
             return
         self._waiting.pop((plan.request.tenant, ref.id), None)
         self._waiting[plan.request.tenant, ref.id] = plan, self._stretches(plan)
@@ -128,25 +135,33 @@ class SessionRefresh:
     def _stretches(self, plan: LinkPlan) -> Iterator[_Stretch]:
         """Segments that lack exact KV, one stretch a chunk: of pass 1, then of pass 2, the oldest chunk's first."""
         assert plan.session is not None
+        assert plan.request.session is not None
         heads, groups = _grouped(plan.session.segments)
+        if plan.request.session.survivors is Survivors.REMOVAL:
+            if len(groups) > 1:
+                yield from self._stretch(plan, heads, list(chain.from_iterable(groups[1:])), "mended")
+            return
         for group in groups:
             yield from self._stretch(plan, heads, group)
         for i in range(2, len(groups)):
             front = [*heads, *chain.from_iterable(groups[1:i])]
-            yield from self._stretch(plan, front, groups[i], ahead=True)
+            yield from self._stretch(plan, front, groups[i], "ahead")
 
     def _stretch(
-        self, plan: LinkPlan, front: Sequence[Segment], group: Sequence[Segment], *, ahead: bool = False
+        self, plan: LinkPlan, front: Sequence[Segment], group: Sequence[Segment], made: MadeIdle = "refreshed"
     ) -> Iterator[_Stretch]:
-        """Segments of a chunk and its text without exact KV behind `front`; none if `front` has none itself."""
+        """Segments of a chunk and its text without exact KV behind `front`; none if `front` has none itself.
+
+        To be mended, all of them.
+        """
         assert plan.request.session is not None
         session = self._links.store.resident(plan.request.tenant, plan.request.session)
         if session is None:
             return
         kept = {segment.id: segment for segment in session.segments}
-        known = _exact([*front, *group], kept)
+        known = _exact([*front, *(() if made == "mended" else group)], kept)
         lacking = [segment for segment in group[max(0, len(known) - len(front)) :] if segment.id in kept]
-        stretch = _Stretch(known, lacking, ahead)
+        stretch = _Stretch(known, lacking, made)
         if len(known) >= len(front) and lacking and sum(map(len, stretch.segments)) <= self._scratch.tokens:
             yield stretch
 
@@ -180,7 +195,11 @@ class SessionRefresh:
             self._engine.forward([(sequence, runs)])
             if left:
                 yield
-        found: dict[str, KeptKV] = {}
+        if stretch.made == "mended":
+            found = yield from self._mended(plan, stretch, starts, positions)
+            self._links.store.add_refreshed(tenant, id, found, "mended")
+            return
+        found = {}
         for i, segment in enumerate(stretch.lacking, len(stretch.front)):
             found[segment.id] = self._links.store_segment(
                 tenant,
@@ -192,7 +211,31 @@ class SessionRefresh:
                 0.0,
                 is_exact=True,
             )
-        self._links.store.add_refreshed(tenant, id, found, ahead=stretch.ahead)
+        self._links.store.add_refreshed(tenant, id, found, stretch.made)
+
+    def _mended(
+        self, plan: LinkPlan, stretch: _Stretch, starts: Sequence[int], positions: Tensor
+    ) -> Pieces[dict[str, KeptKV]]:
+        """Removal patches of a stretch's segments, whose exact KV is in the scratch blocks."""
+        assert plan.request.session is not None
+        tenant, layout = plan.request.tenant, self._engine.layout
+        session = self._links.store.resident(tenant, plan.request.session)
+        kept = {} if session is None else {segment.id: segment.conditioned for segment in session.segments}
+        found: dict[str, KeptKV] = {}
+        for i, segment in enumerate(stretch.lacking, len(stretch.front)):
+            kv = kept.get(segment.id)
+            if kv is None:
+                continue
+            record = yield from aside(self._asking, self._library.get_segment, kv.key, tenant)
+            if record is None or record.kv.shape[1] != len(segment):
+                continue
+            at = int(positions.reshape(-1, positions.shape[-1])[0, starts[i]])
+            exact = self._engine.read_kv(self._scratch.blocks, starts[i], len(segment))
+            delta = deficit(relocate(exact, record.at - at, layout), record.kv)
+            patch = yield from aside(self._asking, _REMOVAL.form, delta, layout, PatchKind.removal, self._engine.dtype)
+            front = tuple(one.id for one in stretch.segments[:i])
+            found[segment.id] = self._links.store_removal(kv, front, record, patch)
+        return found
 
     def _laid_out(self, plan: LinkPlan, segments: Sequence[Segment]) -> tuple[list[int], Tensor]:
         """First tokens and positions of segments that stand behind one another.

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +23,9 @@ from torch import Tensor
 
 from kvstore.errors import StoreError
 from kvstore.library import Library
-from kvstore.records.record import SegmentRecord
+from kvstore.operator.apply import apply
+from kvstore.operator.patch import Patch
+from kvstore.records.record import SegmentPatchRecord, SegmentRecord
 from kvstore.tiers.loading import Loading
 from prefill_workers.link.lookups import Stored
 from prefill_workers.link.place_kv import PlacedChunk
@@ -48,8 +51,8 @@ _MOST_SEGMENTS = 1024  # of a session; what stands behind them is computed
 class SessionPlan:
     """Part of a link that its session serves.
 
-    Per segment: its match and its RoPE position; if kept KV serves it, that, its load and its operating point. `placed`
-    is that KV with its place, until it is written; `runs` are the tokens that it covers.
+    Per segment: its match and its RoPE position; if kept KV serves it, that, the loads of it and of its patch, and its
+    operating point. `placed` is that KV with its place, until it is written; `runs` are the tokens that it covers.
     """
 
     session: Session
@@ -57,6 +60,7 @@ class SessionPlan:
     matches: Sequence[Match]
     served: Sequence[KeptKV | None]
     loads: Sequence[Loading | None]
+    patch_loads: Sequence[Loading | None] = ()
     positions: Sequence[int] = ()
     points: Sequence[OperatingPoint | None] = ()
     placed: Sequence[PlacedChunk] = ()
@@ -77,7 +81,7 @@ class SessionPlan:
     @property
     def stored(self) -> list[Stored]:
         """Records that serve."""
-        return [("segment", kv.key, self.session.tenant) for kv in self.served if kv is not None]
+        return [("segment", key, self.session.tenant) for kv in self.served if kv is not None for key in kv.sizes]
 
     def front(self, i: int) -> tuple[str, ...]:
         """Ids of the segments in front of one."""
@@ -138,16 +142,19 @@ class SessionPlan:
 
     def _is_refreshed(self, i: int) -> bool:
         old = self.matches[i].old
-        kept = None if old is None else self.session.segments[old]
-        kv = self.served[i]
-        return kept is not None and kv is not None and (kept.refreshed is kv or kept.ahead is kv)
+        kept, kv = None if old is None else self.session.segments[old], self.served[i]
+        if kept is None or kv is None:
+            return False
+        return any(kv is one for one in (kept.refreshed, kept.ahead, kept.mended))
 
     def _reason(self, i: int) -> str:
+        kv = self.served[i]
+        if kv is not None and kv.patch:
+            return "kept by the session, with a patch that takes out what has left"
         if self._is_refreshed(i):
             return "kept by the session: computed anew in idle time behind what stands in front of it"
         if self.points[i] is OperatingPoint.PREFIX:
             return "kept by the session: computed behind just what stands in front of it"
-        kv = self.served[i]
         if kv is not None and (new := unseen(kv, self.front(i))):
             return f"kept by the session as it was computed; segments that are new in front of it since: {new}"
         return "kept by the session: computed behind what stands in front of it and what has left"
@@ -193,11 +200,14 @@ class SessionLinks:
             or ref.survivors is Survivors.EXACT
             or not self._allows(OperatingPoint.SURVIVED),
             refreshed=ref.survivors is not Survivors.KEEP,
+            mended=ref.survivors is Survivors.REMOVAL,
             free_text=self._free_text,
             cascade_tokens=ref.cascade_tokens,
         )
-        loads = [None if kv is None else self._library.load("segment", kv.key, request.tenant) for kv in served]
-        return SessionPlan(session, found, matches, served, loads)
+        load = partial(self._library.load, "segment", tenant=request.tenant)
+        loads = [None if kv is None else load(kv.key) for kv in served]
+        patches = [load(kv.patch) if kv is not None and kv.patch else None for kv in served]
+        return SessionPlan(session, found, matches, served, loads, patches)
 
     def contents(self, request: PrefetchRequest) -> Collection[str]:
         """Contents of which the session of a prompt on its way keeps KV, as far as memory knows."""
@@ -221,20 +231,29 @@ class SessionLinks:
         until = time.monotonic() + self._library.settings.load_timeout_s
         served: list[KeptKV | None] = []
         placed: list[PlacedChunk] = []
-        for segment, kv, load, position in zip(plan.segments, plan.served, plan.loads, starts, strict=True):
+        loads = zip(plan.loads, plan.patch_loads, strict=True)
+        for segment, kv, (load, patch_load), position in zip(plan.segments, plan.served, loads, starts, strict=True):
             record = None if load is None else self._library.wait(load, until)
+            mend = None if patch_load is None else self._library.wait(patch_load, until)
             if not isinstance(record, SegmentRecord) or not self._fits(record, len(segment), position):
                 served.append(None)
                 continue
+            whole = record.kv
+            if patch_load is not None:
+                if not isinstance(mend, SegmentPatchRecord) or mend.layout != record.layout:
+                    served.append(None)
+                    continue
+                whole = apply(record.kv, mend.patch, 0, record.layout)
             served.append(kv)
             # A prompt's last token is computed: its logits are wanted.
             run = Run(max(segment.start, known.stop), min(segment.stop, positions.shape[-1] - 1))
             if run.start < run.stop:
-                kv_there = record.kv[:, run.start - segment.start : run.stop - segment.start]
+                kv_there = whole[:, run.start - segment.start : run.stop - segment.start]
                 placed.append(PlacedChunk(kv_there, None, position - record.at, run))
         runs = [one.run for one in placed]
         rotated = min((one.run.start for one in placed if one.position), default=positions.shape[-1])
-        return replace(plan, served=served, loads=(), positions=starts, placed=placed, runs=runs, rotated_from=rotated)
+        ended = replace(plan, served=served, loads=(), patch_loads=())
+        return replace(ended, positions=starts, placed=placed, runs=runs, rotated_from=rotated)
 
     def _fits(self, record: SegmentRecord, tokens: int, position: int) -> bool:
         """True if a record is of so many tokens and may stand there: pages of few bits would quantise it once more."""
@@ -266,8 +285,9 @@ class SessionLinks:
             if kv is not None:
                 assert before is not None
                 is_exact = is_exact and session.points[i] is OperatingPoint.PREFIX
-                refreshed, ahead = (None if one is kv else one for one in (before.refreshed, before.ahead))
-                kept.append(replace(before, conditioned=kv, refreshed=refreshed, ahead=ahead))
+                idle = (before.refreshed, before.ahead, before.mended)
+                refreshed, ahead, mended = (None if one is kv else one for one in idle)
+                kept.append(replace(before, conditioned=kv, refreshed=refreshed, ahead=ahead, mended=mended))
                 continue
             content = "" if chunk is None else chunk.span.content
             text = () if content else tuple(map(int, plan.request.token_ids[segment.start : segment.stop]))
@@ -318,3 +338,22 @@ class SessionLinks:
         )
         self._library.put_segment(record)
         return KeptKV(record.key, front, is_exact, kv.nbytes)
+
+    def store_removal(self, kept: KeptKV, front: tuple[str, ...], record: SegmentRecord, patch: Patch) -> KeptKV:
+        """Store a removal patch of kept KV, whose `record` it is.
+
+        Args:
+            front: ids of the segments that the KV stands behind with the patch.
+        """
+        mend = SegmentPatchRecord(
+            key=secrets.token_hex(32),
+            fingerprint=self._engine.fingerprint,
+            tenant=record.tenant,
+            content=record.content,
+            antecedents=record.antecedents,
+            recompute_seconds=record.recompute_seconds,
+            layout=record.layout,
+            patch=patch,
+        )
+        self._library.put_segment(mend)
+        return replace(kept, behind=front, is_exact=False, patch=mend.key, patch_nbytes=patch.nbytes)

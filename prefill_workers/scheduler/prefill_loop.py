@@ -21,6 +21,7 @@ from torch import Tensor
 from infra.cpu import openmp
 from infra.kv_window import window_parameter
 from prefill_workers.background.idle_work import IdleWork
+from prefill_workers.background.load_bearing import LoadBearingChecks
 from prefill_workers.background.patch_precompiler import CompileStats
 from prefill_workers.background.session_refresh import SessionRefresh
 from prefill_workers.background.shadow_check import ShadowChecks
@@ -37,6 +38,7 @@ from prefill_workers.protocol import (
     HandedOff,
     LeaseState,
     LinkResult,
+    LoadBearing,
     Overloaded,
     PromptTooLarge,
 )
@@ -128,6 +130,8 @@ class PrefillLoop:
         rechecks = ShadowChecks(engine, linker.library, linker.fidelity, self._pool, spare)
         caches = linker.forgets.group(self.call)
         refresh = caches.register(SessionRefresh(engine, linker.library, linker.sessions, spare))
+        measured = LoadBearingChecks(engine, linker.library, harvester, self._pool, spare)
+        self._measured = caches.register(measured)
         idle_work = IdleWork(
             harvester,
             self._pool,
@@ -135,6 +139,7 @@ class PrefillLoop:
             compiles or CompileLimits(),
             rechecks,
             refresh,
+            measured,
             caches,
             clock,
             disturbed=self._disturbed,
@@ -255,6 +260,10 @@ class PrefillLoop:
             self._calls.append((function, done))
             self._wake.notify()
         return done
+
+    def load_bearing(self, tenant: str, request_id: str) -> LoadBearing | None:
+        """Load-bearing chunks of a request that asked for them lately."""
+        return self._measured.get(tenant, request_id)
 
     def compute_one_token(self) -> Future[None]:
         """Run a forward over one token, as proof that the engine computes; nothing is kept of it.
@@ -486,13 +495,13 @@ class PrefillLoop:
         for job in finished:
             if job not in held:  # cancelled: nobody will read these blocks
                 self._scheduler.free(job)
-        self._scheduler.remove(finished)  # only now: a defect fails these too
         for job in held:
             if job.plan.session is not None and not self._background.has_outlived(job.plan):
                 self._linker.sessions.keep(job.plan)
                 self._background.refresh(job.plan)
             if job.compacted is not None:  # the whole KV is no decode engine's
                 self._pool.abandon(job.name)
+        self._scheduler.remove(finished)  # only now: a defect fails these too, and who drains waits for idle work
 
     def _forward(self, batch: ForwardBatch) -> ForwardResult | None:
         """Compute a batch. None if that failed, and with it the links in it.
@@ -578,6 +587,7 @@ class PrefillLoop:
             if self._learns:
                 self._background.add(job.plan, job.lease.id)
             self._background.check(job.plan, job.lease.id)
+            self._background.measure(job.plan, job.lease.id)
         except Exception:  # a defect; the link itself has ended well
             self._background.failures += 1
             logger.exception("nothing is kept of link %s", job.plan.request.request_id)

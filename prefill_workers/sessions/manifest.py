@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
-_KV = ("conditioned", "refreshed", "ahead")  # fields of a segment
+_KV = ("conditioned", "refreshed", "ahead", "mended")  # fields of a segment
+MadeIdle = Literal["refreshed", "ahead", "mended"]  # fields that idle time fills
 MOST_LEFT = 256  # segments that left, of which it is remembered that they were there
 
 
@@ -15,13 +17,20 @@ class KeptKV:
     """Conditioned KV of one segment, as a record of the library.
 
     `behind` are the ids of what stood in front when it was computed; `is_exact`: it equals a full prefill behind just
-    these. `nbytes` are the KV's.
+    these. `nbytes` are the KV's. `patch`: the KV is the record's with a removal patch, this other record.
     """
 
     key: str
     behind: tuple[str, ...]
     is_exact: bool
     nbytes: int
+    patch: str = ""
+    patch_nbytes: int = 0
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of its records, by their keys."""
+        return {self.key: self.nbytes} | ({self.patch: self.patch_nbytes} if self.patch else {})
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,8 @@ class KeptSegment:
 
     `content`: of its chunk; "": text, whose tokens are `text`. `conditioned` is the KV that it was last linked with,
     None where there was no room for it. Made in idle time: `refreshed`, its KV behind the prompt's head alone, and
-    `ahead`, behind what will stand in front of it once the window's oldest chunk has left.
+    `ahead`, behind what will stand in front of it once the window's oldest chunk has left; `mended`, what it was linked
+    with and a patch that takes that chunk out.
     """
 
     id: str
@@ -40,10 +50,11 @@ class KeptSegment:
     conditioned: KeptKV | None = None
     refreshed: KeptKV | None = None
     ahead: KeptKV | None = None
+    mended: KeptKV | None = None
 
     def records(self) -> Iterator[KeptKV]:
         """KV that is stored of it."""
-        yield from (kv for kv in (self.conditioned, self.refreshed, self.ahead) if kv is not None)
+        yield from (kv for kv in (self.conditioned, self.refreshed, self.ahead, self.mended) if kv is not None)
 
 
 @dataclass(frozen=True)
@@ -90,17 +101,19 @@ class Session:
             return Session(id, self.tenant, now, now, left=left, parent=self.id)
         return replace(self, id=id, created=now, used=now, parent=self.id)
 
-    def refreshed(self, found: Mapping[str, KeptKV], *, ahead: bool = False) -> Session:
+    def refreshed(self, found: Mapping[str, KeptKV], made: MadeIdle = "refreshed") -> Session:
         """The session with KV of its segments, by their ids, that was made in idle time.
 
-        `ahead`: behind more than the head.
+        `made`: the field of a segment that it is.
         """
 
         def with_kv(one: KeptSegment) -> KeptSegment:
             kv = found.get(one.id)
             if kv is None:
                 return one
-            return replace(one, ahead=kv) if ahead else replace(one, refreshed=kv)
+            if made == "mended":
+                return replace(one, mended=kv)
+            return replace(one, ahead=kv) if made == "ahead" else replace(one, refreshed=kv)
 
         return replace(self, segments=tuple(map(with_kv, self.segments)))
 
@@ -117,6 +130,7 @@ class Session:
                 conditioned=clean(segment.conditioned),
                 refreshed=clean(segment.refreshed),
                 ahead=clean(segment.ahead),
+                mended=clean(segment.mended) if clean(segment.conditioned) is not None else None,
             )
             for segment in self.segments
             if segment.id not in gone

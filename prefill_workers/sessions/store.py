@@ -17,7 +17,7 @@ from kvstore.library import Library
 from kvstore.records.keys import session_key
 from kvstore.records.record import SessionRecord
 from prefill_workers.protocol import SessionInfo, SessionRef
-from prefill_workers.sessions.manifest import KeptKV, KeptSegment, Session
+from prefill_workers.sessions.manifest import KeptKV, KeptSegment, MadeIdle, Session
 from prefill_workers.settings import SessionSettings
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class SessionStore:
         self._delete(dropped)
         return True
 
-    def add_refreshed(self, tenant: str, id: str, found: Mapping[str, KeptKV], *, ahead: bool = False) -> None:
+    def add_refreshed(self, tenant: str, id: str, found: Mapping[str, KeptKV], made: MadeIdle = "refreshed") -> None:
         """Add KV that was made in idle time, by segments' ids (see `Session.refreshed`).
 
         That of segments which the session has no more is deleted.
@@ -106,9 +106,9 @@ class SessionStore:
             session = self._sessions.get((tenant, id))
         taken = set() if session is None else {segment.id for segment in session.segments} & found.keys()
         if session is not None:
-            refreshed = session.refreshed({one: found[one] for one in taken}, ahead=ahead)
+            refreshed = session.refreshed({one: found[one] for one in taken}, made)
             taken = taken if self.put(refreshed, instead_of=session) else set()
-        self._delete([(tenant, kv.key) for segment, kv in found.items() if segment not in taken])
+        self._delete([(tenant, kv.patch or kv.key) for segment, kv in found.items() if segment not in taken])
 
     def delete(self, tenant: str, id: str) -> bool:
         """Delete a session and its records. True if there was one.
@@ -139,7 +139,7 @@ class SessionStore:
 
     def info(self, session: Session) -> SessionInfo:
         """Description of a session for its tenant."""
-        records = {kv.key: kv.nbytes for kv in session.records()}
+        records = _places(session)
         return SessionInfo(
             id=session.id,
             created=session.created,
@@ -196,10 +196,14 @@ class SessionStore:
         kept: list[KeptSegment] = []
         for segment in reversed(session.segments):
             fitting = list[KeptKV | None]()
-            for kv in (segment.conditioned, segment.refreshed, segment.ahead):
-                left -= 0 if kv is None else kv.nbytes
+            sizes = dict[str, int]()
+            for kv in (segment.conditioned, segment.refreshed, segment.ahead, segment.mended):
+                new = {} if kv is None else {key: size for key, size in kv.sizes.items() if key not in sizes}
+                sizes |= new
+                left -= sum(new.values())
                 fitting.append(kv if left >= 0 else None)
-            kept.append(replace(segment, conditioned=fitting[0], refreshed=fitting[1], ahead=fitting[2]))
+            conditioned, refreshed, ahead, mended = fitting
+            kept.append(replace(segment, conditioned=conditioned, refreshed=refreshed, ahead=ahead, mended=mended))
         return replace(session, segments=tuple(reversed(kept))) if left < 0 else session
 
     def _replace(self, name: Name, session: Session | None) -> list[tuple[str, str]]:
@@ -249,4 +253,4 @@ class SessionStore:
 
 def _places(session: Session) -> dict[tuple[str, str], int]:
     """Places of a session's records, and their bytes."""
-    return {(session.tenant, kv.key): kv.nbytes for kv in session.records()}
+    return {(session.tenant, key): size for kv in session.records() for key, size in kv.sizes.items()}

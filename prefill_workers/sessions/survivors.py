@@ -16,6 +16,7 @@ def choose(
     *,
     exact: bool,
     refreshed: bool,
+    mended: bool = False,
     free_text: int,
     cascade_tokens: int | None = None,
 ) -> list[KeptKV | None]:
@@ -28,7 +29,8 @@ def choose(
        `cascade_tokens` or more; then what was kept serves, of two the one with less unseen.
 
     Args:
-        refreshed: whether KV that was made in idle time may serve.
+        refreshed: whether KV that was computed in idle time may serve.
+        mended: whether removal patches may serve.
         cascade_tokens: None: all of them are computed.
     """
     ids = tuple(segment.id for segment in segments)
@@ -41,7 +43,8 @@ def choose(
             continue
         found, front = kept[match.old], ids[:i]
         made = (found.refreshed, found.ahead) if refreshed else ()
-        candidates = [kv for kv in (*made, found.conditioned) if kv is not None]
+        patched = (found.mended,) if mended else ()
+        candidates = [kv for kv in (*made, *patched, found.conditioned) if kv is not None]
         fitting = next((kv for kv in candidates if kv.is_exact and kv.behind == front), None)
         if fitting is None and not exact:
             able = [(gone, kv) for kv in candidates if (gone := _gone(kv, front, texts, free_text)) is not None]

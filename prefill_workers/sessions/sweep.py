@@ -79,7 +79,8 @@ def _sessions(library: Library) -> Mapping[str, Session | None]:
 def _needed(library: Library, sessions: Collection[Session]) -> set[str]:
     """Paths of the segments that sessions need."""
     return {
-        record_path("segment", kv.key, library.fingerprint, session.tenant)
+        record_path("segment", key, library.fingerprint, session.tenant)
         for session in sessions
         for kv in session.records()
+        for key in kv.sizes
     }

@@ -11,6 +11,7 @@
 | /v1/vector_stores                       | `vector_stores`                               |
 | /v1/orbit/operating_points              | `fidelity`                                    |
 | /v1/orbit/sessions                      | `sessions`                                    |
+| /v1/orbit/load_bearing                  | `load_bearing`                                |
 | GET /console, /v1/orbit/files           | `console`                                     |
 | GET /health, /metrics, /docs            | here                                          |
 """
@@ -52,6 +53,7 @@ from serving.api.errors import RetryLater, answer_errors
 from serving.api.fidelity import families, fidelity_router, scraped
 from serving.api.files import OnDelete, files_router
 from serving.api.image_limits import ImageLimits
+from serving.api.load_bearing import load_bearing_router
 from serving.api.media import MediaResolver
 from serving.api.metrics import Metrics, exposition, in_time, labelled
 from serving.api.openapi import document_errors
@@ -193,6 +195,7 @@ async def build_api(
     app.include_router(vector_stores_router(stores, on_delete, retrieval))
     app.include_router(fidelity_router(client.roles))
     app.include_router(sessions_router(client.roles))
+    app.include_router(load_bearing_router(client.roles))
     if planned is not None:
         app.include_router(autoscale_router(planned))
     app.include_router(console_router(media))

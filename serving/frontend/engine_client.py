@@ -26,6 +26,7 @@ from contextlib import aclosing, closing, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Literal
+from urllib.parse import quote
 
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
@@ -58,7 +59,15 @@ from serving.frontend.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from serving.frontend.fair_queue import FairQueue
 from serving.frontend.prompt_segments import Delimiters, Segments, image_delimiters, segment
 from serving.frontend.rate_limits import RateLimits
-from serving.frontend.report import ChunkReport, KVReport, OrbitReport, RequestTrace, SessionReport, current_trace
+from serving.frontend.report import (
+    LOAD_BEARING,
+    ChunkReport,
+    KVReport,
+    OrbitReport,
+    RequestTrace,
+    SessionReport,
+    current_trace,
+)
 from serving.frontend.roles import Roles
 from serving.frontend.rounds import in_rounds
 from serving.frontend.single_flight_encoder import SingleFlightEncoder
@@ -368,8 +377,11 @@ class LinkedEngineClient(_NotOurs):
             head=segments.head(trace.opening_tokens),
             session=trace.session,
             compaction=self._compaction(segments.token_ids, params, trace),
+            load_bearing=trace.options.load_bearing,
         )
         request = replace(request, patched=self.orderer.patched(request))
+        if request.load_bearing:
+            trace.report.load_bearing = f"{LOAD_BEARING}/{quote(request_id, safe='')}"
         trace.mark("rendered")
         answer = AnswerStream(segments.token_ids, params, self.input_processor)
         told = ended = False

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         LeaseState,
         LinkRequest,
         LinkResult,
+        LoadBearing,
         PrefetchRequest,
         SessionInfo,
         SessionStats,
@@ -191,6 +192,11 @@ class RayRoles:
     async def session_stats(self) -> dict[str, SessionStats]:
         """See `SessionRoles.session_stats`."""
         return {stats["name"]: stats["sessions"] for stats in await answered_by_all(self.prefill, "stats")}
+
+    async def load_bearing(self, tenant: str, request_id: str) -> list[LoadBearing]:
+        """See `LoadBearingRoles.load_bearing`."""
+        answers = await answered_by_all(self.prefill, "load_bearing", tenant, request_id)
+        return [found for found in answers if found is not None]
 
     async def counted(self) -> dict[str, list[Metric]]:
         """See `Ingress.counted`; of all replicas."""

@@ -22,6 +22,7 @@ from serving.frontend.video_options import VideoOptions
 if TYPE_CHECKING:
     from serving.frontend.rounds import ToolRounds
 
+LOAD_BEARING = "/v1/orbit/load_bearing"  # where answers' measurements are read
 SESSION_ID = r"^[A-Za-z0-9._:@=+-]{1,128}$"
 LEAST_BUDGET = 0.05  # of KV entries per token: with fewer no model that was measured answers
 PROMPTS_AT_ONCE = 32  # of one request: the others wait for a place, not in a worker's queue
@@ -46,6 +47,7 @@ class SessionOptions(BaseModel):
         Survivors.REFRESH,
         description="What stays of the window while something before it leaves. refresh: its KV is relocated; the "
         "oldest, and those behind it, take exact KV, as far as idle time has made it. keep: all is relocated as it is. "
+        "removal: all is relocated, with patches that idle time has formed to take out what left. "
         "exact: it is computed; only KV that a full prefill would give is taken.",
     )
 
@@ -136,6 +138,11 @@ class OrbitOptions(BaseModel):
         description="KV entries that decode is given per prompt token; 1: all, null: as the service is set.",
     )
     elastic: ElasticOptions = ElasticOptions()
+    load_bearing: bool = Field(
+        False,
+        description="Measure, once the answer is under way, what its first token loses without each chunk and without "
+        "its conditioning. The report names the path to read it from.",
+    )
 
     def compaction(self, default: Compaction) -> Compaction:
         """Compaction as asked for, and else as by default."""
@@ -309,6 +316,7 @@ class OrbitReport(BaseModel):
     ttft_ms: float | None = None  # None: a decode engine gave the whole answer at once
     first_token: Literal["prefill", "decode"] | None = None  # the role that gave it
     kv: KVReport | None = None
+    load_bearing: str | None = None  # path of what is measured of the chunks
     stages_ms: dict[str, float] = {}
 
 

@@ -16,6 +16,7 @@ from prefill_workers.protocol import (
     LeaseState,
     LinkRequest,
     LinkResult,
+    LoadBearing,
     PrefetchRequest,
     SessionInfo,
     SessionStats,
@@ -63,7 +64,17 @@ class SessionRoles(Protocol):
         """Statistics of sessions by prefill replica."""
 
 
-class Roles(FidelityRoles, CompilingRoles, SessionRoles, Protocol):
+class LoadBearingRoles(Protocol):
+    """Prefill role, as far as it measures load-bearing chunks."""
+
+    async def load_bearing(self, tenant: str, request_id: str) -> Sequence[LoadBearing]:
+        """Measurements of a tenant's request, of each prefill replica that has linked it.
+
+        Raises RoleUnavailable when one does not answer.
+        """
+
+
+class Roles(FidelityRoles, CompilingRoles, SessionRoles, LoadBearingRoles, Protocol):
     """All other roles, as the ingress calls them.
 
     | primitive  | role           | raises                                                    |
@@ -76,6 +87,7 @@ class Roles(FidelityRoles, CompilingRoles, SessionRoles, Protocol):
     | `abandon`  | decode worker  | nothing: best effort, leases end by time-out              |
     | `fidelity`, `allow`, `compiled` | prefill workers, all of them | RoleUnavailable |
     | `sessions`, `session`, `delete_session`, `session_stats` | prefill workers, all of them | RoleUnavailable |
+    | `load_bearing` | prefill workers, all of them | RoleUnavailable |
     """
 
     async def prefetch(self, request: PrefetchRequest) -> Collection[str]:

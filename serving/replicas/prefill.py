@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from prefill_workers.fidelity.monitor import PointStatus
     from prefill_workers.modes import OperatingPoint
     from prefill_workers.patches.patch_compiler import PatchJob
-    from prefill_workers.protocol import LeaseState, LinkRequest, LinkResult, PrefetchRequest, SessionInfo
+    from prefill_workers.protocol import LeaseState, LinkRequest, LinkResult, LoadBearing, PrefetchRequest, SessionInfo
 
 logger = logging.getLogger(__name__)
 
@@ -237,6 +237,10 @@ class PrefillWorker:
     async def delete_session(self, tenant: str, session: str) -> bool:
         """Delete a session and what no other needs. Returns whether there was one."""
         return await asyncio.to_thread(self._sessions.delete, tenant, session)
+
+    async def load_bearing(self, tenant: str, request_id: str) -> LoadBearing | None:
+        """Load-bearing chunks of a tenant's request that this replica has linked."""
+        return self._loop.load_bearing(tenant, request_id)
 
     @property
     def _name(self) -> str:

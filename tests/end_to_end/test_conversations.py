@@ -62,6 +62,13 @@ def test_a_window_that_slides_in_a_session_computes_what_is_new(service: Service
     assert slid["session"]["prefix"] + slid["session"]["survived"] >= 4, "pages, and the words between them"
     assert slid["vision_tokens_encoded"] <= first["vision_tokens_encoded"] / 3
     assert slid["tokens_computed"] < slid["prompt_tokens"] / 2
+    messages = [task, *(message for step in steps[1:] for message in step), *user("What next?")]
+    weighed = service.chat(messages, orbit={"load_bearing": True})
+    service.settle()
+    found = httpx.get(service.url + weighed["orbit"]["load_bearing"]).json()
+    assert (found["id"], found["state"]) == (weighed["id"], "measured")
+    assert [chunk["tokens"] for chunk in found["chunks"]] == [chunk["tokens"] for chunk in slid["chunks"]]
+    assert all(chunk["left_out"]["kl_nats"] > 0 for chunk in found["chunks"])
     session = service.url + "/v1/orbit/sessions/agent-1"
     assert httpx.get(session).json()["id"] == "agent-1"
     assert httpx.delete(session).status_code == 200

@@ -18,6 +18,7 @@ from kvstore.operator.apply import relocate
 from kvstore.operator.patch import deficit, form_patch
 from prefill_workers.engine.engine import PrefillEngine
 from prefill_workers.prefix_digests import GRAIN
+from prefill_workers.protocol import SessionRef, Survivors
 from prefill_workers.sequence import LinkSequence, Run
 from prefill_workers.settings import FidelitySettings
 
@@ -225,3 +226,22 @@ def test_layers_that_are_written_while_they_come_in_equal_a_full_prefill(
     assert rig.loop.stats().forwards_by_layer == 1
     assert linked.points == ["patched"] * 3
     assert max(abs(float(linked.logprobs[token]) - logprob) for token, logprob in reference.items()) < 1e-4
+
+
+def test_a_window_slides_in_a_session(engines: Engines, make_rig: Callable[..., Rig]):
+    rig = make_rig(engines.fp32, family=engines.family, orbit_chunks=0)
+    words = " and so one step was taken after the other, until nothing was left to be done. "
+    first, slid = ([part for n in range(at, at + 3) for part in (engines.chunk(n), words)] for at in (0, 1))
+    kept, refreshed = SessionRef("kept", survivors=Survivors.KEEP), SessionRef("refreshed")
+    before, after = rig.link(first, session=kept), rig.link(slid, session=kept)
+    assert after.points[:2] == ["survived"] * 2
+    for i in (0, 1):
+        delta = after.plan.chunks[i].start_position - before.plan.chunks[i + 1].start_position
+        there = relocate(before.chunk_kv(i + 1), delta, rig.engine.layout)
+        assert apart(after.chunk_kv(i), there) < 1e-6
+
+    rig.link(first, session=refreshed)
+    linked, exact = rig.link(slid, session=refreshed), rig.link(slid, "exact")
+    assert linked.points[:2] == ["prefix"] * 2, "idle time has computed them anew"
+    assert apart(linked.kv, exact.kv) < 1e-5
+    assert difference(linked.logprobs, exact.logprobs) < 1e-4

@@ -23,7 +23,7 @@ from kvstore.records.patch_form import PatchForm
 from prefill_workers.link.keys import ChunkKeys
 from prefill_workers.modes import OperatingPoint
 from prefill_workers.settings import FidelitySettings
-from serving.bench.fidelity import composition, envelope, growth, online, prefix, reorder, storage
+from serving.bench.fidelity import composition, envelope, growth, online, prefix, reorder, storage, windows
 from serving.bench.fidelity.arms import Repaired
 from serving.bench.fidelity.items import SEED, items
 from serving.bench.fidelity.probe import Probe
@@ -32,6 +32,7 @@ from serving.bench.fidelity.scores import Scores, figures
 from serving.bench.fidelity.shape import Shape
 from serving.bench.fidelity.study import Study
 from serving.bench.fidelity.tables import Section, tables
+from serving.bench.fidelity.window_cases import Pictures
 from serving.bench.kept import Kept
 from serving.bench.worker import Worker
 
@@ -323,6 +324,37 @@ def test_all_modes_are_asked_as_pages_grow_and_reuse_answers_as_exact_does(study
     assert right["exact"] >= 3
     assert right["auto"] == right["exact"] >= right["full-reuse"]
     assert all(len(took) == 4 and min(took) > 0 for _, took in found.values())
+
+
+def test_survivors_are_kept_until_they_leave_and_mended_by_removal(study: Study):
+    cases = Pictures(study.reader, study.kind)
+    for slides in (1, 4):
+        scores = windows.survivors(cases, study.arms, study.reader, Split.multi, slides, 6)
+        assert {len(one.kl) for one in scores.values()} == {6}
+        kl = {arm: sum(one.kl) for arm, one in scores.items()}
+        assert kl["removal"] < kl["kept"] < kl["blind"]
+        assert kl["refreshed"] < kl["kept"]
+
+
+def test_survivors_of_windows_of_one_item_equal_links_by_hand(study: Study):
+    """The newest page of each window is computed over those that stay as they were."""
+    (case,) = Pictures(study.reader, study.kind).draw(Split.multi, 5, 3, 1)
+    (kept,), (refreshed,) = windows._slid(study.reader, [case], 2, 1)
+    reader, pages = study.reader, case.segments
+    (whole,) = reader.exact([case.ask(pages[:3]).pages_only])
+    later = case.ask(pages[1:4]).pages_only
+    (by_hand,) = reader.over([later], [[*whole.pages[1:], None]], keep=None)
+    (swapped,) = reader.over([later], [[None, whole.pages[2], None]], keep=None)
+    for ours, theirs in zip([*kept, *refreshed], [*by_hand.pages[1:], *swapped.pages[1:]], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_stale_patch_loses_as_the_window_turns_over_and_a_fresh_one_does_not(study: Study):
+    scores = windows.recalled(Pictures(study.reader, study.kind), study.arms, study.reader, Split.multi, 6)
+    kl = {arm: sum(one.kl) for arm, one in scores.items()}
+    assert kl["rebuilt"] < 0.01 * kl["blind"]
+    assert kl["fresh"] == kl["stale_0"] < kl["stale_60"]
+    assert kl["fresh"] < 0.2 * kl["stale_100"]
 
 
 def test_sections_of_the_tables_are_measured_by_themselves(study: Study):

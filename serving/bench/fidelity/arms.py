@@ -42,6 +42,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -53,6 +54,9 @@ from kvstore.operator.patch import Patch, PatchKind, deficit, form_patch
 from kvstore.operator.svd import Factors, factor
 from prefill_workers.link.compose import measured_weights, weighted_sum
 from prefill_workers.link.token_selection import MEASURED_LAYER, deviations
+
+if TYPE_CHECKING:
+    from serving.bench.fidelity.reader import Reader
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +132,12 @@ class Arms:
         self._cached = lru_cache(maxsize=32)(lambda page, rank: self.formed(page.delta, rank))
         self._projected = lru_cache(maxsize=32)(self._formed_shared)
         self._keys = lru_cache(maxsize=32)(self._key_factors)
+
+    @classmethod
+    def of(cls, reader: Reader) -> Arms:
+        """Arms for a reader's model."""
+        engine = reader.engine
+        return cls(engine.layout, engine.dtype, engine.config.model_config.get_hidden_size())
 
     def own(self, page: PageKV, rank: int) -> Patch:
         """A page's own patch, cut from the widest one with ordered directions.

@@ -11,12 +11,13 @@ import torch
 from rich.console import Console
 
 from infra.reference import WEIGHTS, digest
-from infra.reference.families import FAMILIES, ReferenceFamily
+from infra.reference.families import FAMILIES
 from infra.reference.scenes import ASKED, Split
 from infra.vllm_env import vllm_environment
 from prefill_workers.model_card import FILE, ModelCard
 from prefill_workers.settings import Weighing
-from serving.bench.fidelity.arms import COMMON
+from serving.bench.fidelity import windows
+from serving.bench.fidelity.arms import COMMON, Arms
 from serving.bench.fidelity.composition import holds_up_to
 from serving.bench.fidelity.tables import (
     AT_EQUAL_BYTES,
@@ -30,12 +31,15 @@ from serving.bench.fidelity.tables import (
     loses,
     tables,
 )
+from serving.bench.fidelity.window_cases import ACTION, PAGE, Prose
+from serving.bench.fidelity.windows import OF_WINDOWS, SAME_TOKENS
 from serving.bench.harness import UNCERTAINTY, Benchmark, Outcome
 from serving.bench.kept import Kept, digest_of
 from serving.loadtest.records import versions
 
 ITEMS = 500
 KINDS = {"gqa": "qwen2_5_vl", "deepstack": "qwen3_vl", "mla": "kimi_vl", "mha": "llava"}
+REAL = {"real": "smollm2"}  # what `orbitserve fetch` gets; measured on windows of prose alone
 COMPOSE_UP_TO, BY_ATTENTION = "compose_up_to", "compose_up_to_by_attention"
 LATENT = "mla"  # its attention is not told by queries and keys alone
 Tables = dict[str, Table]
@@ -60,13 +64,21 @@ def run(
     """Measure the bundled reference models, or the one in `model`, on `items` items a split.
 
     Finished parts are kept in `work`, from where a run that was cut off goes on. `only`: some sections of the tables.
+
+    Raises:
+        FileNotFoundError: `model`, or the bundled weights, are none of the models.
+        ValueError: a text model is asked for sections about pictures.
     """
     sections = only or tuple(Section)
     code = digest_of(_CODE)
     os.environ.update(vllm_environment(kv_cache_gib=1, threads=len(os.sched_getaffinity(0))))
     shipped = {kind: WEIGHTS / family for kind, family in KINDS.items() if (WEIGHTS / family).exists()}
     if model is not None:
-        shipped = {kind: model for kind, family in KINDS.items() if family == model.name}
+        shipped = {kind: model for kind, family in (KINDS | REAL).items() if family == model.name}
+    if shipped.keys() & REAL.keys():
+        if only is not None and set(only) != {Section.windows}:
+            raise ValueError(f"{model} reads no pictures: it is measured with --only {Section.windows} alone")
+        sections = (Section.windows,)
     if not shipped:
         raise FileNotFoundError(f"none of {', '.join(KINDS.values())} is in {model or WEIGHTS}")
     figures: dict[str, float] = {}
@@ -84,13 +96,15 @@ def run(
         "weights": {kind: digest(folder) for kind, folder in shipped.items()},
         "items": items,
         "sections": [*sections],
-        "pages": {kind: _pages(FAMILIES[folder.name]) for kind, folder in shipped.items()},
+        "pages": {kind: _pages(folder) for kind, folder in shipped.items()},
     }
     return Outcome(workload, [], figures, found)
 
 
-def _pages(kind: ReferenceFamily) -> dict[str, str]:
-    forms = {split: kind.form(form) for split, form in ASKED.items()}
+def _pages(folder: Path) -> dict[str, str]:
+    if folder.name not in FAMILIES:
+        return {"prose": f"of {PAGE} tokens, {ACTION[0]} to {ACTION[1]} behind each"}
+    forms = {split: FAMILIES[folder.name].form(form) for split, form in ASKED.items()}
     return {str(split): f"{form.pages} of {form.cells} tokens" for split, form in forms.items()}
 
 
@@ -107,9 +121,12 @@ def tables_of(
     logging.getLogger("vllm.v1.worker.cpu_worker").setLevel(logging.ERROR)
     try:
         with torch.inference_mode():
-            study = Study(reader, FAMILIES[folder.name])
             kept = kept_parts(work, folder.name, reader.engine.fingerprint, items, code)
-            for name, table in tables(study, items, kept, console, sections):
+            if kind in REAL:
+                made = windows.tables(Prose(reader), Arms.of(reader), reader, items, kept, console)
+            else:
+                made = tables(Study(reader, FAMILIES[folder.name]), items, kept, console, sections)
+            for name, table in made:
                 console.print(f"  {kind}: {name}")
                 yield name, table
     finally:
@@ -122,16 +139,16 @@ def kept_parts(work: Path | None, family: str, fingerprint: str, items: int, cod
 
 
 def figures_of(kind: str, whole: Tables) -> dict[str, float]:
-    """Figures `<family>.<split>.<arm>.<figure>` of main, equal-byte and computed-layer tables.
+    """Figures `<family>.<split>.<arm>.<figure>` of the tables that give some.
 
-    Beside what the tables hold: `blind.lost`, the accuracy that blind reuse loses; `orbit.below_own`, how much less of
-    the loss an orbit patch closes than the own patch of that rank; `patch_within_p.margin`, how much more of it a patch
-    closes than the best arm that keeps tokens of as many bytes. Of the whole family `compose_up_to`, by
-    `composition.holds_up_to`, and how far weights by attention hold.
+    These are main, equal-byte, computed-layer and window tables. Beside what they hold: `blind.lost`, the accuracy that
+    blind reuse loses; `orbit.below_own`, how much less of the loss an orbit patch closes than the own patch of that
+    rank; `patch_within_p.margin`, how much more of it a patch closes than the best arm that keeps tokens of as many
+    bytes. Of the whole family `compose_up_to`, by `composition.holds_up_to`, and how far weights by attention hold.
     """
     found: dict[str, float] = {}
-    for figure in MAIN:
-        for table in (f"{kind}: {figure}", f"{kind}: {figure}{AT_EQUAL_BYTES}"):
+    for figure in (*MAIN, SAME_TOKENS):
+        for table in (f"{kind}: {figure}{of}" for of in ("", AT_EQUAL_BYTES, OF_WINDOWS)):
             for arm, cells in whole.get(table, {}).items():
                 found |= {f"{kind}.{split}.{arm}.{figure}": value for split, value in _defined(cells)}
     for row, cells in whole.get(f"{kind}: {BY_LAYERS}", {}).items():
@@ -203,6 +220,6 @@ BENCHMARK = Benchmark(
     takes_items=True,
     takes_work=True,
     takes_only=tuple(Section),
-    folders=tuple(KINDS.values()),
+    folders=(*KINDS.values(), *REAL.values()),
     applies=applies,
 )

@@ -59,6 +59,7 @@ class FirstLayer:
         """r_i of the last page's tokens per earlier page of this prompt, [pages - 1, heads, tokens]."""
         embeddings = self._model.embed_tokens(prompt.token_ids.long())
         for place in prompt.places:
+            assert place.page.embeddings is not None
             span, rows = place.page.span, place.page.embeddings.float()[:, : embeddings.shape[1]]
             at = torch.arange(span.count) if span.is_embed is None else span.is_embed.nonzero().flatten()
             embeddings[place.start + span.first + at] = rows

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prefill_workers.engine.engine import PrefillEngine
     from prefill_workers.engine.image_batches import Pixels
     from prefill_workers.protocol import ChunkSpan
-    from prefill_workers.sequence import LinkSequence, Run
+    from prefill_workers.sequence import Embedded, LinkSequence, Run
 
 _HEAD, _TAIL = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 _BUDGET = 4096  # tokens that one forward computes
@@ -29,12 +29,34 @@ _HELD = 32768  # tokens of the prompts in one forward, computed or given: their 
 
 @dataclass(frozen=True, eq=False)
 class Page:
-    """One picture as a chunk: its tokens with delimiters, and inputs of its forward."""
+    """One picture as a chunk, or text: its tokens with delimiters, and inputs of its forward."""
 
     token_ids: tuple[int, ...]
     span: ChunkSpan  # as if the chunk began at token 0
-    pixels: Pixels
-    embeddings: Tensor
+    pixels: Pixels | None = None
+    embeddings: Tensor | None = None
+
+    @classmethod
+    def of_text(cls, token_ids: Sequence[int]) -> Page:
+        """Text that is linked like a picture."""
+        from prefill_workers.protocol import TEXT, ChunkSpan
+
+        count = len(token_ids)
+        return cls(tuple(token_ids), ChunkSpan("", TEXT, 0, count, 0, count))
+
+    @property
+    def position_items(self) -> list[tuple[str, Any, int]]:
+        """Item that positions depend on: modality, grid, first placeholder; none for text."""
+        span = self.span
+        return [(span.modality, span.grid, span.first)] if span.needs_embeddings else []
+
+    def embedded(self, start: int) -> list[Embedded]:
+        """Embeddings in a sequence where the page begins at token `start`; none for text."""
+        from prefill_workers.sequence import Embedded
+
+        if self.embeddings is None:
+            return []
+        return [Embedded(start + self.span.first, self.embeddings, self.span.is_embed)]
 
     def chunk(self, start: int) -> ChunkSpan:
         """The chunk in a prompt where it begins at token `start`."""
@@ -110,7 +132,8 @@ class Reader:
         self.engine: PrefillEngine = PrefillEngine(spec)
         try:
             pictures: Any = self.engine.config.model_config.multimodal_config
-            pictures.mm_processor_cache_gb = 0.0  # thousands are read, each once: gigabytes would be kept of them
+            if pictures is not None:  # thousands are read, each once: gigabytes would be kept of them
+                pictures.mm_processor_cache_gb = 0.0
             self._renderer: Any = renderer_from_config(self.engine.config)
             self._tokens = self._renderer.get_tokenizer()
             self._delimiters = Delimiters.of(self.engine.config.model_config, self._tokens)
@@ -168,23 +191,34 @@ class Reader:
         `system`: a system prompt; `before`: other text before each page.
         """
         head = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
-        tokens = self.ids(head + _HEAD)
-        opening, starts = len(tokens), []
+        words = [self.ids(text) for text in before]
+        return self.lay_out(self.ids(head + _HEAD), pages, self.ids(question + _TAIL), self.ids(answer), words)
+
+    def lay_out(
+        self,
+        head: Sequence[int],
+        pages: Sequence[Page],
+        question: Sequence[int],
+        answer: Sequence[int],
+        before: Sequence[Sequence[int]] = (),
+    ) -> Prompt:
+        """Pages between a head and a question, all in token ids. `before`: words before each page."""
+        tokens, starts = [*head], list[int]()
         for i, page in enumerate(pages):
-            tokens += self.ids(before[i]) if i < len(before) and before[i] else []
+            tokens += before[i] if i < len(before) else ()
             starts.append(len(tokens))
             tokens += page.token_ids
-        answered = self.ids(answer)
-        tokens += self.ids(question + _TAIL) + answered[:-1]
+        tokens += [*question, *answer[:-1]]
         items = [
-            (page.span.modality, page.span.grid, start + page.span.first, page.span.count)
+            (modality, grid, start + first, page.span.count)
             for page, start in zip(pages, starts, strict=True)
+            for modality, grid, first in page.position_items
         ]
         positions, lag = self.engine.positions(tokens, items)
         positions = positions + lag
         first = positions if positions.dim() == 1 else positions[0]
         places = tuple(Place(page, start, int(first[start])) for page, start in zip(pages, starts, strict=True))
-        return Prompt(torch.tensor(tokens, dtype=torch.int32), positions, places, tuple(answered), opening)
+        return Prompt(torch.tensor(tokens, dtype=torch.int32), positions, places, tuple(answer), len(head))
 
     def ids(self, text: str) -> list[int]:
         """Token ids of text, with no special tokens added."""
@@ -203,8 +237,10 @@ class Reader:
         for place in places:
             page = place.page
             tokens = [*prefix, *page.token_ids]
-            item = (page.span.modality, page.span.grid, len(prefix) + page.span.first, page.span.count)
-            positions, _ = self.engine.positions(tokens, [item])
+            items = [
+                (modality, grid, len(prefix) + first, page.span.count) for modality, grid, first in page.position_items
+            ]
+            positions, _ = self.engine.positions(tokens, items)
             at = Place(page, len(prefix), int(positions.reshape(-1, len(tokens))[0, len(prefix)]))
             prompts.append(Prompt(torch.tensor(tokens, dtype=torch.int32), positions, (at,), (0,)))
         found = []
@@ -304,7 +340,7 @@ class Reader:
         self, prompt: Prompt, blocks: range, whole: LinkSequence, last: list[Run]
     ) -> list[tuple[LinkSequence, list[Run]]]:
         """A prompt's tokens in order, every page in a sequence of its own behind shared blocks."""
-        from prefill_workers.sequence import Embedded, LinkSequence, Run
+        from prefill_workers.sequence import LinkSequence, Run
 
         work, done, block = [], 0, blocks.stop
         for place in prompt.places:
@@ -312,9 +348,11 @@ class Reader:
                 work.append((whole, [Run(done, place.start)]))
             inside, size = slice(place.start, place.stop), place.stop - place.start
             count = -(-size // self.engine.block_size)
-            embedded = Embedded(place.page.span.first, place.page.embeddings, place.page.span.is_embed)
             page = LinkSequence(
-                prompt.token_ids[inside], prompt.positions[..., inside], range(block, block + count), (embedded,)
+                prompt.token_ids[inside],
+                prompt.positions[..., inside],
+                range(block, block + count),
+                place.page.embedded(0),
             )
             work.append((page, [Run(0, size)]))
             done, block = place.stop, block + count
@@ -346,12 +384,9 @@ class Reader:
 
     def sequence(self, prompt: Prompt, blocks: range) -> LinkSequence:
         """A prompt as the engine takes it, with the embeddings of all its pages."""
-        from prefill_workers.sequence import Embedded, LinkSequence
+        from prefill_workers.sequence import LinkSequence
 
-        embedded = tuple(
-            Embedded(place.start + place.page.span.first, place.page.embeddings, place.page.span.is_embed)
-            for place in prompt.places
-        )
+        embedded = [one for place in prompt.places for one in place.page.embedded(place.start)]
         return LinkSequence(prompt.token_ids, prompt.positions, blocks, embedded)
 
 

@@ -40,8 +40,7 @@ class Study:
 
     def __init__(self, reader: Reader, kind: ReferenceFamily) -> None:
         self.reader, self.kind = reader, kind
-        hidden = reader.engine.config.model_config.get_hidden_size()
-        self.arms = Arms(reader.engine.layout, reader.engine.dtype, hidden)
+        self.arms = Arms.of(reader)
 
     def gathered(self, split: Split, count: int, form: Form, seed: int = SEED) -> Iterator[list[Gathered]]:
         """Items with their KV, a few at a time."""

@@ -16,12 +16,13 @@ from rich.console import Console
 
 from infra.reference.scenes import ASKED, Split
 from kvstore.operator.patch import orderings
-from serving.bench.fidelity import composition, envelope, growth, online, prefix, reorder, storage
+from serving.bench.fidelity import composition, envelope, growth, online, prefix, reorder, storage, windows
 from serving.bench.fidelity.arms import RANKS, TOKEN_ARMS, Arm
 from serving.bench.fidelity.reader import Prompt
 from serving.bench.fidelity.scores import Scores, changed, margin, median, share, summary
 from serving.bench.fidelity.shape import shape_of
 from serving.bench.fidelity.study import Study
+from serving.bench.fidelity.window_cases import Pictures
 from serving.bench.harness import UNCERTAINTY
 from serving.bench.kept import Kept
 from serving.loadtest.records import machine
@@ -52,6 +53,7 @@ class Section(StrEnum):
     composition = auto()
     growth = auto()
     storage = auto()
+    windows = auto()
 
 
 def tables(
@@ -70,6 +72,7 @@ def tables(
         Section.composition: _of_composition,
         Section.growth: _of_growth,
         Section.storage: _of_storage,
+        Section.windows: partial(_of_windows, console=console),
     }
     for section, make in made.items():
         if section in only:
@@ -272,6 +275,11 @@ def _of_storage(study: Study, items: int, kept: Kept) -> Iterator[tuple[str, Tab
             for arm, row in _inexact(stored).items()
         },
     )
+
+
+def _of_windows(study: Study, items: int, kept: Kept, console: Console) -> Iterator[tuple[str, Table]]:
+    cases = Pictures(study.reader, study.kind)
+    yield from windows.tables(cases, study.arms, study.reader, items, kept, console)
 
 
 def _inexact(arms: Mapping[str, Found]) -> dict[str, Found]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
-from serving.bench.fidelity.bench import KINDS, TARGETS
-from tests.benchmarks.documents.records import RESULTS, Record, aim, cell, judged, markdown, number, with_interval
+from serving.bench.fidelity.bench import KINDS, REAL, TARGETS
+from serving.bench.fidelity.windows import BEHIND_UNITS, OF_WINDOWS, SAME_TOKENS, SLIDES, TURNED
+from serving.bench.harness import UNCERTAINTY
+from tests.benchmarks.documents.records import RESULTS, Record, Rows, aim, cell, judged, markdown, number, with_interval
 from tests.benchmarks.documents.records import fidelity as recorded
 
 BUNDLED = "gqa"
@@ -123,12 +125,14 @@ def modes() -> str:
 def sources() -> str:
     """The records of each family."""
     rows = []
-    for kind, folder in KINDS.items():
+    for kind, folder in (KINDS | REAL).items():
         names = sorted(path.name for path in RESULTS.glob(f"fidelity-{kind}-*.json"))
         links = (
             f"[{name.removeprefix(f'fidelity-{kind}-').removesuffix('-cpu2.json')}](results/{name})" for name in names
         )
-        rows.append((kind, f"[`{folder}`](../../infra/reference/weights/{folder})", ", ".join(links)))
+        if names:
+            model = f"[`{folder}`](../../infra/reference/weights/{folder})" if kind in KINDS else f"`{folder}`"
+            rows.append((kind, model, ", ".join(links)))
     return markdown(("family", "model", "records"), rows)
 
 
@@ -242,6 +246,52 @@ def storage() -> str:
     return markdown(("η, several pages", *KINDS), rows)
 
 
+def survivors() -> str:
+    """Survivors of a window that slides: loss closed, and tokens answered as by `exact`."""
+    rows = []
+    for kind, split, found in _windows():
+        lost = found["kl"][f"blind_after_{SLIDES[-1]}"][split]
+        arms = (
+            ", ".join(_eta(found, f"{arm}_after_{slides}", split) for slides in SLIDES)
+            for arm in ("kept", "removal", "refreshed")
+        )
+        same = found[SAME_TOKENS]
+        answered = (f"{same[f'{arm}_after_{SLIDES[-1]}'][split]:.2f}" for arm in ("blind", "kept", "refreshed"))
+        rows.append((kind, SPLITS.get(split, split), f"{lost:.2g}", *arms, ", ".join(answered)))
+    closed = (f"{words}: η" for words in ("kept", "removal patch, rank 32", "oldest refreshed"))
+    after = ", ".join(map(str, SLIDES))
+    header = (f"after {after} slides", "", "KL, blind", *closed, "tokens as `exact`: blind, kept, refreshed")
+    return markdown(header, rows)
+
+
+def recalled() -> str:
+    """Patches of a chunk that comes back, as the window in front of it turns over."""
+    rows = []
+    for kind, split, found in _windows():
+        lost = found["kl"]["blind_recalled"][split]
+        stale = (_eta(found, f"stale_{100 * turned // BEHIND_UNITS}", split) for turned in TURNED)
+        rows.append((kind, SPLITS.get(split, split), f"{lost:.2g}", *stale, _eta(found, "rebuilt", split)))
+    stale_header = (f"{100 * turned // BEHIND_UNITS} % turned over" for turned in TURNED)
+    return markdown(("η of a patch of rank 32", "", "KL, blind", *stale_header, "full rank, fresh"), rows)
+
+
+def _windows() -> Iterator[tuple[str, str, Mapping[str, Rows]]]:
+    """Recorded windows: family, split, and by figure a table of arms and splits."""
+    for kind in (*KINDS, *REAL):
+        record = recorded(kind)
+        if record is None or f"{kind}: kl{OF_WINDOWS}" not in record.document["tables"]:
+            continue
+        found = {figure: record.table(f"{kind}: {figure}{OF_WINDOWS}") for figure in ("kl", "eta", SAME_TOKENS)}
+        for split in found["kl"]["fresh"]:
+            if not split.endswith(UNCERTAINTY):
+                yield kind, split, found
+
+
+def _eta(found: Mapping[str, Rows], arm: str, split: str) -> str:
+    value = found["eta"].get(arm, {}).get(split)
+    return "" if value is None else f"{value:.2f}"
+
+
 def missed() -> str:
     """The targets that some family misses, with all families' figures."""
     rows = []
@@ -272,6 +322,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "rolling-kl": rolling_kl,
     "equal-bytes": equal_bytes,
     "storage": storage,
+    "survivors": survivors,
+    "recalled": recalled,
     "papers": papers,
     "missed": missed,
 }

@@ -24,6 +24,7 @@ from kvstore_support import (
     patch_of,
     random_kv,
     segment_of,
+    segment_patch_of,
     session_of,
 )
 
@@ -52,9 +53,10 @@ KINDS: dict[str, Callable[[], Record]] = {
     "embedding": lambda: embedding_of(canonical()),
     "basis": basis_record,
     "segment": lambda: segment_of(canonical()),
+    "segment patch": lambda: segment_patch_of(canonical()),
     "session": lambda: session_of(canonical()),
 }
-NAMES = {"int8 patch": "patch"}  # the kinds of which there are several here
+NAMES = {"int8 patch": "patch", "segment patch": "segment"}  # the kinds of which there are several here
 kinds = pytest.mark.parametrize("kind", list(KINDS))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from kvstore_support import FINGERPRINT, GQA
+from small_transformer import BLOCK, LINK, SPARE, Transformer
 from torch import Tensor
 
 from kvstore.library import Library
-from kvstore.operator.rotary import rotate
+from kvstore.operator.apply import relocate
 from kvstore.settings import LibrarySettings
 from kvstore.tiers.memory import MemoryTier
 from prefill_workers.background.session_refresh import SessionRefresh
@@ -25,53 +26,6 @@ from prefill_workers.protocol import TEXT, ChunkSpan, LinkRequest, SessionRef, S
 from prefill_workers.sequence import LinkSequence, Run, complement
 from prefill_workers.sessions.store import SessionStore
 from prefill_workers.settings import SessionSettings
-
-HIDDEN, BLOCK = 16, 4
-LINK, SPARE = range(0, 40), range(40, 80)  # blocks
-
-
-class Transformer:
-    """A decoder of three layers whose KV lies in pages of blocks."""
-
-    layout, dtype, fingerprint, precision = GQA, torch.float32, FINGERPRINT, "float32"
-    has_quantised_kv = places_on_device = False
-
-    def __init__(self) -> None:
-        torch.manual_seed(3)
-        self.embedding = torch.randn(128, HIDDEN)
-        self.weights = torch.randn(GQA.layers, 4, HIDDEN, HIDDEN) / HIDDEN**0.5  # of queries, keys, values, output
-        self.pages = torch.zeros(GQA.layers, len(LINK) * 2 * BLOCK, GQA.features)
-        self.computed = 0
-
-    def slots(self, blocks: Sequence[int], start: int, stop: int) -> Tensor:
-        return torch.tensor([blocks[i // BLOCK] * BLOCK + i % BLOCK for i in range(start, stop)])
-
-    def write_kv(self, kv: Tensor, slots: Tensor) -> None:
-        self.pages[:, slots] = kv
-
-    def read_kv(self, blocks: Sequence[int], start: int, count: int) -> Tensor:
-        return self.pages[:, self.slots(blocks, start, start + count)].clone()
-
-    def forward(self, work: Sequence[tuple[LinkSequence, Sequence[Run]]]) -> None:
-        for sequence, runs in work:
-            index = [i for run in runs for i in range(run.start, run.stop)]
-            self.computed += len(index)
-            slots = self.slots(sequence.blocks, 0, len(sequence))
-            hidden = self.embedding[sequence.token_ids[index].long()]
-
-            def turned(heads: Tensor, sequence: LinkSequence = sequence, index: list[int] = index) -> Tensor:
-                rows = zip(heads.unflatten(-1, (2, 8)), sequence.positions[index].tolist(), strict=True)
-                return torch.stack([rotate(row, at, GQA.rotary) for row, at in rows])
-
-            for layer in range(GQA.layers):
-                queries, keys, values = (hidden @ weight for weight in self.weights[layer, :3])
-                self.pages[layer, slots[index]] = torch.cat([turned(keys).flatten(-2), values], -1)
-                seen = self.pages[layer, slots]
-                keys, values = seen[:, :16].unflatten(-1, (2, 8)), seen[:, 16:].unflatten(-1, (2, 8))
-                scores = torch.einsum("qhd,khd->hqk", turned(queries), keys) / 8**0.5
-                later = torch.arange(len(sequence))[None] > torch.tensor(index)[:, None]
-                mixed = torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(-1), values)
-                hidden = torch.tanh(hidden + mixed.flatten(-2) @ self.weights[layer, 3])
 
 
 class Worker:
@@ -218,6 +172,30 @@ def test_exact_survivors_equal_a_full_prefill(worker: Worker):
         asked = request(*pages, survivors=Survivors.EXACT)
         _, kv = worker.link(asked)
         assert apart(kv, worker.exact(asked), Run(0, len(asked.token_ids))) < 1e-5
+
+
+def test_a_removal_patch_takes_out_what_left(worker: Worker):
+    asked = [request(*range(first, first + 3), survivors=Survivors.REMOVAL) for first in range(3)]
+    _, before = worker.link(asked[0], at=5)
+    assert worker.idle() == 7 + 6 + 7, "the next window, but for its head"
+    segments = worker.links.store.get("local", "s").segments
+    assert [bool(one.mended) for one in segments] == [False] * 3 + [True] * 3 + [False]
+    assert all(one.mended.key == one.conditioned.key for one in segments[3:6])
+
+    points, kv = worker.link(asked[1], at=2)
+    assert points == ["prefix", "survived", "survived", "survived", "", "", ""]
+    exact = worker.exact(asked[1], at=2)
+    kept = relocate(before[:, 17:37], -16, GQA)  # where it was computed: 13 tokens further on, and positions by 3
+    for run in (PAGE_1, ACTION_1, PAGE_2):
+        stays = kept[:, run.start - 4 : run.stop - 4]
+        assert apart(kv, exact, run) < 0.05 * float((stays - exact[:, run.start : run.stop]).abs().max())
+
+    worker.idle()
+    slid = worker.links.store.get("local", "s").segments
+    assert slid[3].mended.key == segments[5].conditioned.key, "a patch of what was computed, not of what was patched"
+    points, kv = worker.link(asked[2], at=9)
+    assert points[:4] == ["prefix", "survived", "survived", "survived"]
+    assert apart(kv, worker.exact(asked[2], at=9), PAGE_1) < 0.02
 
 
 def test_a_deleted_content_is_not_computed_anew(worker: Worker):

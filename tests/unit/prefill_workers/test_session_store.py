@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvstore_support import FINGERPRINT, GQA, random_kv
+from kvstore_support import FINGERPRINT, GQA, canonical, random_kv, segment_patch_of
 
 from kvstore.library import Library
 from kvstore.records.record import SegmentRecord
@@ -109,6 +110,14 @@ def chosen(new: str, old: list[KeptSegment], short: str = "", **options: int) ->
     return [None if kv is None else kv.key for kv in found]
 
 
+def mended(id: str, behind: str, front: str) -> KeptSegment:
+    """A segment with a patch that takes out what is not in `front`."""
+    one = kept(id, behind)
+    assert one.conditioned is not None
+    patched = replace(one.conditioned, behind=tuple(front), is_exact=False, patch=f"{id} patch", patch_nbytes=3)
+    return replace(one, mended=patched)
+
+
 WINDOW = [kept("h", ""), kept("A", "h"), kept("B", "hA", refreshed="h"), kept("C", "hAB", refreshed="h")]
 
 
@@ -133,6 +142,21 @@ def test_behind_something_unseen_the_first_are_computed_up_to_the_cascades_budge
     assert chosen("hZABC", WINDOW, cascade_tokens=1, exact=True) == ["h", None, None, None, None]
 
 
+def test_a_removal_patch_serves_where_it_is_asked_for_and_something_has_left():
+    window = [kept("h", ""), kept("A", "h"), mended("B", "hA", "h"), mended("C", "hAB", "hB")]
+
+    def patches(new: str, **options: Any) -> list[str | None]:
+        prompt = row(new)
+        matches = align("hABC", new)
+        found = choose(prompt, matches, window, exact=False, refreshed=True, free_text=4, **options)
+        return [None if kv is None else kv.patch for kv in found]
+
+    assert patches("hBCX", mended=True) == ["", "B patch", "C patch", None]
+    assert patches("hBCX") == ["", "", "", None]
+    assert patches("hCX", mended=True) == ["", "C patch", None], "of two the one that knows less of what left"
+    assert patches("hABCX", mended=True) == ["", "", "", "", None]
+
+
 def test_exact_takes_exact_kv_behind_just_what_it_was_computed_behind():
     assert chosen("hABCX", WINDOW, exact=True) == ["h", "A", "B", "C", None]
     assert chosen("hBCX", WINDOW, exact=True) == ["h", "B again", None, None]
@@ -147,7 +171,8 @@ def test_exact_takes_exact_kv_behind_just_what_it_was_computed_behind():
 def test_a_manifest_is_read_as_it_was_written():
     text = KeptSegment("t", 2, text=(5, 6), conditioned=KeptKV("k", ("h", "A"), False, 9))
     page = replace(WINDOW[2], content="page")
-    session = Session("s", "acme", 1.0, 2.0, (WINDOW[0], page, text, KeptSegment("n", 1)), ("gone",), "parent")
+    segments = (WINDOW[0], page, text, KeptSegment("n", 1), mended("C", "hAB", "hB"))
+    session = Session("s", "acme", 1.0, 2.0, segments, ("gone",), "parent")
     assert Session.from_json(session.to_json()) == session
 
 
@@ -157,6 +182,8 @@ def test_a_deleted_content_takes_all_along_that_was_computed_behind_it():
     assert [one.id for one in left.segments] == ["h", "B", "C"]
     assert [one.conditioned for one in left.segments] == [WINDOW[0].conditioned, None, None]
     assert [kv.key for kv in left.records()] == ["h", "B again", "C again"]
+    patched = Session("s", "acme", 0, 0, (WINDOW[0], first, mended("B", "hA", "h"))).without("page A")
+    assert patched.segments[1].mended is None, "it is a patch of what knows the page"
 
 
 # -- store ------------------------------------------------------------------------------------------------------------
@@ -257,6 +284,32 @@ def test_what_leaves_a_window_is_deleted_unless_a_fork_holds_it(library: Library
     assert is_stored(library, session, 2)
     assert store.get("acme", "s").left == ("A",)
     assert store.open("acme", SessionRef("c", "s", clean=True)).segments == ()
+
+
+def test_a_patch_goes_when_another_takes_its_place_and_its_kv_stays(library: Library, clock: Clock):
+    store = store_of(library, clock)
+    session = put(store, library, "s", "hAB")
+    kv = session.segments[2].conditioned
+    assert kv is not None
+
+    def add(key: str) -> str:
+        library.put_segment(segment_patch_of(canonical(), key))
+        library.put_segment(segment_patch_of(canonical(), "9" * 64))
+        patched = replace(kv, behind=("h",), is_exact=False, patch=key, patch_nbytes=7)
+        store.add_refreshed("acme", "s", {"B": patched, "gone": replace(patched, patch="9" * 64)}, "mended")
+        settle(store)
+        return key
+
+    first = add("1" * 64)
+    assert not library.has("segment", "9" * 64, "acme"), "the session has no such segment"
+    assert store.nbytes == 307, "KV counts once, with its patch"
+    second = add("2" * 64)
+    assert not library.has("segment", first, "acme")
+    assert library.has("segment", second, "acme")
+    assert is_stored(library, session, 2)
+    store.delete("acme", "s")
+    settle(store)
+    assert not library.has("segment", second, "acme")
 
 
 def test_deleting_a_session_deletes_its_records_also_on_a_worker_that_has_not_served_it(library: Library, clock: Clock):

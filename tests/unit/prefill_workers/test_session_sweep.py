@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kvstore_support import FINGERPRINT, GQA, random_kv
+from kvstore_support import FINGERPRINT, GQA, canonical, random_kv, segment_patch_of
 
 from kvstore.library import Library
 from kvstore.records.keys import session_key
@@ -30,8 +31,10 @@ def key(name: str) -> str:
     return name.encode().hex().ljust(64, "0")
 
 
-def put(library: Library, id: str, names: str, idle: float = 0.0, tenant: str = "acme") -> None:
-    """A session of segments, a letter each; all were used last `idle` seconds ago."""
+def put(
+    library: Library, id: str, names: str, idle: float = 0.0, tenant: str = "acme", patch: KeptKV | None = None
+) -> None:
+    """A session of segments, a letter each; all were used last `idle` seconds ago. `patch`: of the first."""
     segments = []
     for i, name in enumerate(names):
         record = SegmentRecord(
@@ -39,6 +42,7 @@ def put(library: Library, id: str, names: str, idle: float = 0.0, tenant: str = 
         )
         library.put_segment(record)
         segments.append(KeptSegment(name, 2, conditioned=KeptKV(key(name), (), True, 1)))
+    segments[0] = replace(segments[0], mended=patch)
     session = Session(id, tenant, NOW - idle, NOW - idle, tuple(segments))
     library.put_session(
         SessionRecord(
@@ -73,6 +77,17 @@ def test_idle_sessions_go_with_what_no_other_needs(library: Library, tmp_path: P
     assert has_session(library, "fork")
     assert left(library, *"abc") == "ac"
     assert sweep(library, HOUR, ROOM, NOW) == Swept()
+
+
+def test_a_patch_stays_as_long_as_its_session(library: Library, tmp_path: Path):
+    patch = segment_patch_of(canonical(), key("patch"))
+    library.put_segment(patch)
+    put(library, "s", "A", patch=KeptKV(key("A"), (), False, 1, patch.key, 1))
+    age(tmp_path, 2 * HOUR)
+    sweep(library, HOUR, ROOM, NOW)
+    assert library.has("segment", patch.key, "acme")
+    sweep(library, HOUR, ROOM, NOW + 2 * HOUR)
+    assert not library.has("segment", patch.key, "acme")
 
 
 def test_segments_that_no_session_names_go_once_they_are_idle(library: Library, tmp_path: Path):

@@ -132,7 +132,11 @@ def test_a_request_names_its_session():
         ({"session": {}}, "orbit.session.id", "required"),
         ({"session": {"id": "a", "from": ""}}, "orbit.session.from", "pattern"),
         ({"session": {"id": "a", "clean": True}}, "orbit.session", "say `from`"),
-        ({"session": {"id": "a", "survivors": "most"}}, "orbit.session.survivors", "'keep', 'refresh' or 'exact'"),
+        (
+            {"session": {"id": "a", "survivors": "most"}},
+            "orbit.session.survivors",
+            "'removal' or 'exact'",
+        ),
         ({"session": {"id": "a", "name": 1}}, "orbit.session.name", "not permitted"),
         ({"session": {"id": "a"}, "mode": "mpic-32"}, "orbit.session", "mode auto or exact, not mpic-32"),
         ({"session": {"id": "a"}, "order": "free"}, "orbit.session", "order fixed"),

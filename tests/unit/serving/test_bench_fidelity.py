@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from infra.reference import DEFAULT_MODEL, digest, weights
 from prefill_workers.model_card import measured
@@ -17,6 +19,7 @@ from serving.bench.fidelity.bench import (
     MULTI_HOP,
     TARGETS,
     figures_of,
+    run,
     to_be_kept,
 )
 from serving.bench.fidelity.composition import BEHIND, holds_up_to
@@ -28,6 +31,17 @@ def test_figures_are_named_by_family_split_arm_and_kind():
     names = ("accuracy", "kl", "eta", "flip_recover", "bytes_fraction", "computed")
     tables = {f"gqa: {name}": {"patch_16": {"multi": 0.5, "multi ±": 0.1, "single": float("nan")}} for name in names}
     assert figures_of("gqa", tables) == {f"gqa.multi.patch_16.{name}": 0.5 for name in names}
+
+
+def test_figures_of_windows_are_named_as_the_others():
+    tables = {f"real: {name} of windows": {"kept_after_4": {"prose": 0.7, "prose ±": 0.1}} for name in ("eta", "kl")}
+    assert figures_of("real", tables) == {"real.prose.kept_after_4.eta": 0.7, "real.prose.kept_after_4.kl": 0.7}
+
+
+def test_a_text_model_is_asked_for_windows_alone():
+    with pytest.raises(ValueError, match="smollm2 reads no pictures"):
+        run(True, Console(), model=Path("models/smollm2"), only=["splits"])
+    assert "smollm2" in BENCHMARK.folders
 
 
 def measured_tables(blind: float) -> dict[str, dict[str, dict[str, float]]]:
