@@ -7,6 +7,7 @@ that Qwen3-VL writes between frames: a segment's tokens do not depend on the win
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 from collections import OrderedDict
@@ -42,6 +43,7 @@ class Clip:
     content: str
     indices: tuple[int, ...]
     head: VideoHead
+    settings: VideoSettings = field(repr=False)
     data: bytes = field(repr=False)
     frames: list[NDArray[np.uint8]] = field(default_factory=list, repr=False)
 
@@ -52,8 +54,14 @@ class Clip:
 
     @property
     def decoded(self) -> tuple[NDArray[np.uint8], dict[str, Any]]:
-        """vLLM's form: frames [n, height, width, 3] and their metadata."""
-        return np.stack(self.frames), video_metadata(self.indices, self.head.fps, self.head.frames)
+        """vLLM's form: frames [n, height, width, 3] and their metadata; decoded now if they were not before.
+
+        Raises:
+            UnreadableVideo: frames of it cannot be decoded.
+        """
+        fps = self.head.fps
+        frames = self.frames or read_frames(self.data, [index / fps for index in self.indices], self.settings)
+        return np.stack(frames), video_metadata(self.indices, fps, self.head.frames)
 
 
 @MEDIA_CONNECTOR_REGISTRY.register("http")
@@ -62,9 +70,9 @@ class ClipConnector(MediaConnector):
 
     async def fetch_video_async(self, video_url: Any, **options: Any) -> Any:
         """The clip's frames and metadata."""
-        return (
-            video_url.decoded if isinstance(video_url, Clip) else await super().fetch_video_async(video_url, **options)
-        )
+        if isinstance(video_url, Clip):
+            return await asyncio.to_thread(lambda: video_url.decoded)
+        return await super().fetch_video_async(video_url, **options)
 
 
 class Clips:
@@ -147,12 +155,12 @@ class Clips:
         count = min(math.ceil(stop * head.fps - 1e-6), head.frames) - first
         name = part_id(content, f"{self._form}-{round(stop * 1000)}", round(start * 1000))
         if count <= 0:
-            return Clip(name, (), head, data)
+            return Clip(name, (), head, self._settings, data)
         source = VideoSourceMetadata(count, head.fps, count / head.fps)
         target = VideoTargetMetadata(_DEFAULT_FRAMES, self._settings.fps, self._settings.max_seconds)
         # of one frame, samplers that round down to pairs would take none
         sampled = [0] if count == 1 else self._sampler.compute_frames_index_to_sample(source, target)
-        return Clip(name, tuple(first + index for index in sampled), head, data)
+        return Clip(name, tuple(first + index for index in sampled), head, self._settings, data)
 
 
 def cut(seconds: float, options: VideoOptions) -> list[tuple[float, float]]:

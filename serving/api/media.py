@@ -158,11 +158,17 @@ class MediaResolver:
         self._web = MediaFetcher(settings)
 
     async def resolve_messages(
-        self, messages: list[Any], tenant: str, pages: str | None = None, video: VideoOptions | None = None
+        self,
+        messages: list[Any],
+        tenant: str,
+        pages: str | None = None,
+        video: VideoOptions | None = None,
+        notices: list[str] | None = None,
     ) -> list[Any]:
         """Replace images by vLLM's `image_pil` parts, documents by their marks, videos by clips.
 
-        A PDF becomes its pages in order, or those that `pages` names, such as "1-3,7"; a video what `video` says.
+        A PDF becomes its pages in order, or those that `pages` names, such as "1-3,7"; a video what `video` says. What
+        of the parts is left out is told in `notices`.
 
         Raises:
             InvalidRequest, NotFound, TooLarge: naming the part.
@@ -221,11 +227,14 @@ class MediaResolver:
                 parameter="messages",
             )
         places = [(one, where) for several, (_, _, where) in zip(found, wanted, strict=True) for one in several]
+        audible = {where: None for one, where in places if isinstance(one, Clip) and one.head.audio}
+        if audible and notices is not None:
+            notices.append(f"sound is left out: of {len(audible)} videos, first {next(iter(audible))}")
         decoded = await self._decode_new([one for one, _ in places], [where for _, where in places], at_once)
 
         def part_of(one: _Resolved) -> dict[str, Any]:
             if isinstance(one, Clip):
-                return {"type": "video_url", "video_url": one if one.frames else None, "uuid": one.content}
+                return {"type": "video_url", "video_url": one, "uuid": one.content}
             if isinstance(one, ResolvedImage):
                 image = decoded.get(one.content, one).image
                 return {"type": "image_pil", "image_pil": image, "uuid": one.content}

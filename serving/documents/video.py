@@ -1,10 +1,11 @@
-"""Frames of videos, decoded by PyAV in a bounded process.
+"""Frames of videos, decoded by PyAV, or Pillow, in a bounded process.
 
 | file          | demuxer  |
 |---------------|----------|
 | MP4, MOV      | mov      |
 | WebM, MKV     | matroska |
 | animated GIF  | gif      |
+| animated WebP | Pillow's |
 
 The demuxer is chosen by the file's first bytes and never guessed: FFmpeg's playlists would open other files. Sound is
 ignored. A video of variable rate is sampled as one of its mean rate: at each sampled time the frame that is shown then.
@@ -13,6 +14,7 @@ ignored. A video of variable rate is sampled as one of its mean rate: at each sa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +25,7 @@ from numpy.typing import NDArray
 
 from serving.documents.bounded_child import Child, bounded_child
 from serving.documents.settings import VideoSettings
+from serving.documents.video_containers import demuxer, is_cut_off
 
 CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "libvpx", "libvpx-vp9", "mpeg4", "mjpeg", "gif")
 _CHILD = Path(__file__).with_name("video_child.py")
@@ -52,16 +55,8 @@ class VideoHead:
 
 
 def is_video(data: bytes) -> bool:
-    """True for the first bytes of a container that holds videos alone, which GIF is not."""
-    return _demuxer(data) in ("mov", "matroska")
-
-
-def _demuxer(data: bytes) -> str | None:
-    if data[4:8] == b"ftyp" and data[8:12] not in (b"avif", b"avis", b"heic", b"mif1"):
-        return "mov"
-    if data[:4] == b"\x1a\x45\xdf\xa3":
-        return "matroska"
-    return "gif" if data[:4] == b"GIF8" else None
+    """True for the first bytes of a container that holds videos alone, which GIF and WebP are not."""
+    return demuxer(data) in ("mov", "matroska")
 
 
 def read_head(data: bytes, settings: VideoSettings) -> VideoHead:
@@ -70,7 +65,7 @@ def read_head(data: bytes, settings: VideoSettings) -> VideoHead:
     Raises:
         UnreadableVideo: empty, broken, without pictures, of another container or codec, or beyond a bound.
     """
-    with bounded_child(_CHILD, _job(data, settings, None), data, settings.timeout_s) as child:
+    with _reader(data, settings, None) as child:
         head = _head(child)
     return _checked(head, child, settings)
 
@@ -84,7 +79,7 @@ def read_frames(data: bytes, times: Sequence[float], settings: VideoSettings) ->
         UnreadableVideo: as `read_head`, or frames cannot be decoded.
     """
     found: list[NDArray[np.uint8]] = []
-    with bounded_child(_CHILD, _job(data, settings, times), data, settings.timeout_s) as child:
+    with _reader(data, settings, times) as child:
         head = _head(child)
         while head is not None and len(found) < len(times) and (line := child.line()) is not None:
             if "error" in line:
@@ -96,7 +91,7 @@ def read_frames(data: bytes, times: Sequence[float], settings: VideoSettings) ->
             if len(rgb) < size:
                 break
             frame = np.frombuffer(rgb, np.uint8).reshape(height, width, 3)
-            found.append(np.rot90(frame, round(float(line["rotation"]) / 90)))
+            found.append(_upright(frame, *line["matrix"]))
     _checked(head, child, settings)
     if len(found) < len(times):
         raise _ended(child, settings)
@@ -117,23 +112,31 @@ def video_metadata(indices: Sequence[int], fps: float, total: int) -> dict[str, 
     }
 
 
-def _job(data: bytes, settings: VideoSettings, times: Sequence[float] | None) -> dict[str, Any]:
+def _upright(frame: NDArray[np.uint8], a: int, b: int, c: int, d: int) -> NDArray[np.uint8]:
+    """A frame as its display matrix shows it, in quarter turns: x' = a x + c y, y' = b x + d y, times some scale."""
+    if abs(b) > abs(a):
+        frame, a, d = frame.swapaxes(0, 1), c, b
+    return frame[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
+
+
+def _reader(data: bytes, settings: VideoSettings, times: Sequence[float] | None) -> AbstractContextManager[Child]:
     if not data:
         raise UnreadableVideo("the video is empty (0 bytes)")
-    if (demuxer := _demuxer(data)) is None:
-        raise UnreadableVideo("the video is not MP4, MOV, WebM, MKV or an animated GIF")
-    spec = find_spec("av")
-    return {
-        "site": str(Path(str(spec and spec.origin)).parent.parent),
-        "memory_bytes": settings.memory_bytes,
-        "cpu_seconds": max(1, int(settings.timeout_s)),
-        "format": demuxer,
+    if (kind := demuxer(data)) is None:
+        raise UnreadableVideo("the video is not MP4, MOV, WebM, MKV, or an animated GIF or WebP")
+    if is_cut_off(data, kind):
+        raise UnreadableVideo("the video cannot be read: it is truncated, bytes are missing at its end")
+    found = (find_spec(package) for package in ("av", "PIL"))
+    job = {
+        "sites": sorted({str(Path(spec.origin).parent.parent) for spec in found if spec and spec.origin}),
+        "format": kind,
         "codecs": CODECS,
         "max_seconds": settings.max_seconds,
         "max_frames": settings.max_frames,
         "max_frame_pixels": settings.max_frame_pixels,
         "times": None if times is None else list(times),
     }
+    return bounded_child(_CHILD, job, data, settings.timeout_s, settings.memory_bytes)
 
 
 def _head(child: Child) -> VideoHead | None:
