@@ -24,12 +24,14 @@ from vllm.renderers import BaseRenderer
 from vllm.transformers_utils.processor import get_video_processor_cls_name
 
 from kvstore.records.keys import part_id
+from serving.api.errors import TooLarge
 from serving.documents.settings import VideoSettings
 from serving.documents.video import UnreadableVideo, VideoHead, read_frames, read_head, video_metadata
 from serving.frontend.errors import InvalidRequest
 from serving.frontend.video_options import VideoOptions
 
 _KNOWN = 4096  # videos whose heads are kept
+_SAMPLE = 64  # pixels of a side
 _DEFAULT_FRAMES = 32  # vLLM's `VideoMediaIO`: most frames for models without a rule of their own
 
 
@@ -108,12 +110,20 @@ class Clips:
         """Most pixels of all sampled frames of a request."""
         return self._settings.max_sampled_pixels
 
+    def sample(self) -> Clip:
+        """A decoded clip of a second in black, to learn by it how the model's are written."""
+        frames = [np.zeros((_SAMPLE, _SAMPLE, 3), np.uint8)] * 4
+        return Clip("0" * 64, (0, 1, 2, 3), VideoHead(4, 1.0, _SAMPLE, _SAMPLE, 0), self._settings, b"", frames)
+
     def open(self, data: bytes, content: str, options: VideoOptions, where: str) -> list[Clip]:
         """The clips of a video with this content id, not decoded yet.
 
         Raises:
             InvalidRequest: a video that cannot be read or is beyond a bound, or nothing of it in the range asked for.
+            TooLarge: more bytes than allowed.
         """
+        if len(data) > self.max_bytes:
+            raise TooLarge(f"{where}: the video has more than the {self.max_bytes} bytes that are allowed")
         with self._lock:
             head = self._heads.get(content)
         try:

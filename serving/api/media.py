@@ -232,16 +232,10 @@ class MediaResolver:
             notices.append(f"sound is left out: of {len(audible)} videos, first {next(iter(audible))}")
         decoded = await self._decode_new([one for one, _ in places], [where for _, where in places], at_once)
 
-        def part_of(one: _Resolved) -> dict[str, Any]:
-            if isinstance(one, Clip):
-                return {"type": "video_url", "video_url": one, "uuid": one.content}
-            if isinstance(one, ResolvedImage):
-                image = decoded.get(one.content, one).image
-                return {"type": "image_pil", "image_pil": image, "uuid": one.content}
-            return {"type": "text", "text": one}
-
         for (parts, p, _), several in reversed(list(zip(wanted, found, strict=True))):  # places stay as they are
-            parts[p : p + 1] = map(part_of, several)
+            parts[p : p + 1] = [
+                part_of(decoded.get(one.content, one) if isinstance(one, ResolvedImage) else one) for one in several
+            ]
         return resolved
 
     async def _resolve(
@@ -291,8 +285,6 @@ class MediaResolver:
     ) -> list[Clip]:
         """Clips of a video, not decoded yet."""
         opener = self._opener(where)
-        if len(data) > opener.max_bytes:
-            raise TooLarge(f"{where}: the video has {len(data)} bytes, at most {opener.max_bytes} are allowed")
         content = owned_content_id(data, owner, self._secret)
         clips = await asyncio.to_thread(opener.open, data, content, options, where)
         images.clips.take(sum(clip.pixels for clip in clips), where)
@@ -562,6 +554,15 @@ class MediaResolver:
             return await asyncio.to_thread(self._files.content, tenant, file_id), tenant, True
         except UnknownFile as error:
             raise NotFound(f"{where}: no such file: {file_id}") from error
+
+
+def part_of(found: ResolvedImage | Mark | Clip) -> dict[str, Any]:
+    """The content part of what was resolved, as vLLM's renderer takes it."""
+    if isinstance(found, Clip):
+        return {"type": "video_url", "video_url": found, "uuid": found.content}
+    if isinstance(found, ResolvedImage):
+        return {"type": "image_pil", "image_pil": found.image, "uuid": found.content}
+    return {"type": "text", "text": found}
 
 
 class _Opened:
