@@ -134,15 +134,15 @@ class Clips:
             self._heads[content] = head
             if len(self._heads) > _KNOWN:
                 self._heads.popitem(last=False)
-        ranges = cut(head.seconds, options)
-        if not ranges:
+        found = [self._clip(data, content, head, *one) for one in cut(head.seconds, options)]
+        clips = [clip for clip in found if clip.indices]
+        if not clips:
             raise InvalidRequest(
-                f"{where}: the video has {head.seconds:.2f} s, and none of them between orbit.video.start_seconds "
+                f"{where}: the video has {head.seconds:.2f} s, and no frame of it is between orbit.video.start_seconds "
                 "and end_seconds",
                 parameter="orbit.video",
             )
-        clips = [self._clip(data, content, head, *one) for one in ranges]
-        return [clip for clip in clips if clip.indices]
+        return clips
 
     def decode(self, clips: Sequence[Clip], where: str) -> None:
         """Decode clips of one video, in one pass.
