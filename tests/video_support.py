@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -41,14 +41,15 @@ def video(
     times: Sequence[float] | None = None,
     rate: int = FPS,
     has_sound: bool = False,
+    coding: Mapping[str, str] | None = None,
     **options: str,
 ) -> bytes:
     """A video of `rate` frames a second, or shown at `times`; by default its grey grows by 5 a frame.
 
-    `options`: of the container, such as FFmpeg's `movflags`.
+    `coding`: FFmpeg's options of the encoder, `options` those of the container.
     """
     with NamedTemporaryFile() as file, av.open(file.name, "w", format=kind, options=options) as container:
-        stream: Any = container.add_stream(codec, rate=rate)
+        stream: Any = container.add_stream(codec, rate=rate, options=dict(coding or {}))
         stream.height, stream.width = SIZE
         stream.pix_fmt = pixels
         sound: Any = container.add_stream("aac", rate=16000) if has_sound else None

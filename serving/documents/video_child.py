@@ -14,14 +14,20 @@ import json
 import struct
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 _UPRIGHT = (1, 0, 0, 1)
+_LEAD = 1.0  # seconds before a frame to look for a key frame: files are in the order of decoding
 _LOST = 1.0  # seconds at its end that a decoder may leave out
 
 
 class Unusable(Exception):
     """A video that is not taken; the message says why."""
+
+
+class _Later(Exception):
+    """No key frame was found before the frame that is wanted."""
 
 
 class Shown(NamedTuple):
@@ -65,11 +71,14 @@ def _read(data: bytes, job: dict[str, Any]) -> None:
         width, height, base = context.width, context.height, float(stream.time_base)
         stamps, duration = _stamps(container.demux(stream), job)
     seconds = _say_head([stamp * base for stamp in stamps], duration * base, width, height, audio, job)
-    if job["times"] is not None:
-        with av.open(io.BytesIO(data), format=job["format"]) as container:
-            # containers round the times of frames: half a frame would be the next one's
-            slack = min(1.5 * base, 0.25 * seconds / len(stamps))
-            _write_frames(_decoded(container, stamps[0]), (stamps[-1] - stamps[0]) * base, job, slack)
+    if not job["times"]:
+        return
+    slack = min(1.5 * base, 0.25 * seconds / len(stamps))  # containers round the times of frames
+    last, wanted = (stamps[-1] - stamps[0]) * base, job["times"][0] + slack
+    for start in (wanted - _LEAD, 0.0):  # from a key frame before the first time, or from the first frame
+        with av.open(io.BytesIO(data), format=job["format"]) as container, suppress(_Later):
+            _write_frames(_decoded(container, stamps[0], start, wanted), last, job, slack)
+            return
 
 
 def _stamps(packets: Any, job: dict[str, Any]) -> tuple[list[int], int]:
@@ -89,15 +98,32 @@ def _stamps(packets: Any, job: dict[str, Any]) -> tuple[list[int], int]:
     return [stamp for stamp, _ in found], found[-1][1]
 
 
-def _decoded(container: Any, first: int) -> Iterator[Shown]:
+def _decoded(container: Any, first: int, start: float, wanted: float) -> Iterator[Shown]:
+    """Frames from the key frame before `start` seconds on.
+
+    Raises _Later if they begin behind `wanted`.
+    """
+    import av
+
     stream = container.streams.video[0]
     stream.codec_context.thread_count = 1
     base = float(stream.time_base)
+    is_sought = start > 0 and container.format.name != "gif"  # whose frames add to those before
+    if is_sought:
+        try:
+            container.seek(first + int(start / base), stream=stream)
+        except av.FFmpegError as error:
+            raise _Later from error
     for frame in container.decode(stream):
         at = 0.0 if frame.pts is None else (frame.pts - first) * base
+        if is_sought and (frame.pts is None or at > wanted):
+            raise _Later
+        is_sought = False
         matrix = frame.side_data.get("DISPLAYMATRIX")
         a, b, _, c, d = struct.unpack("=5i", bytes(matrix)[:20]) if matrix is not None else (1, 0, 0, 0, 1)
         yield Shown(at, frame.width, frame.height, frame, (a, b, c, d))
+    if is_sought:
+        raise _Later
 
 
 def _read_webp(data: bytes, job: dict[str, Any]) -> None:

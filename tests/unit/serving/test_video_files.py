@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import av
@@ -16,26 +18,29 @@ from video_support import FPS, animation, corner, declaring, shown_by, sound, vi
 from serving.documents.settings import VideoSettings
 from serving.documents.video import UnreadableVideo, is_video, read_frames, read_head
 
-MP4 = video()
-FAST = video(movflags="faststart")  # its tables stand first
-WEBM = video(kind="webm", codec="libvpx-vp9")
-FILES = {
-    "MP4": FAST,
-    "fragmented MP4": video(movflags="frag_keyframe+empty_moov"),
-    "HEVC MOV": video(kind="mov", codec="libx265"),
-    "10-bit MKV": video(kind="matroska", pixels="yuv420p10le"),
-    "AV1 MP4": video(codec="libsvtav1"),
-    "VP9 WebM": WEBM,
-    "VP8 WebM": video(kind="webm", codec="libvpx"),
-    "GIF": animation("GIF"),
-    "WebP": animation("WEBP"),
+_KEYS = {"g": "12"}  # a key frame every three seconds
+FILES: dict[str, Callable[[], bytes]] = {
+    "MP4": lambda: video(movflags="faststart"),  # its tables stand first
+    "MP4, open groups": lambda: video(coding=_KEYS | {"x264-params": "open-gop=1:bframes=3"}),
+    "fragmented MP4": lambda: video(movflags="frag_keyframe+empty_moov"),
+    "HEVC MOV": lambda: video(kind="mov", codec="libx265", coding=_KEYS | {"x265-params": "log-level=none"}),
+    "10-bit MKV": lambda: video(kind="matroska", pixels="yuv420p10le", coding=_KEYS),
+    "AV1 MP4": lambda: video(codec="libsvtav1", coding=_KEYS),
+    "VP9 WebM": lambda: video(kind="webm", codec="libvpx-vp9", coding=_KEYS),
+    "VP8 WebM": lambda: video(kind="webm", codec="libvpx"),
+    "GIF": lambda: animation("GIF"),
+    "WebP": lambda: animation("WEBP"),
 }
-MANY = {"max_frames": 1000}
+
+
+@cache
+def file(kind: str) -> bytes:
+    return FILES[kind]()
 
 
 @pytest.mark.parametrize("kind", FILES)
 def test_the_frame_of_a_time_is_the_one_shown_then(kind: str):
-    data = FILES[kind]
+    data = file(kind)
     head = read_head(data, VideoSettings())
     assert (head.frames, head.width, head.height, head.audio) == (48, 96, 64, 0)
     assert head.fps == pytest.approx(FPS, rel=1e-3)
@@ -67,6 +72,15 @@ def test_a_rate_that_a_container_rounds_takes_no_frame_twice():
     assert all(np.array_equal(*pair) for pair in zip(frames, every, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["MP4, open groups", "HEVC MOV", "AV1 MP4", "VP9 WebM", "10-bit MKV", "GIF"])
+def test_frames_behind_a_key_frame_are_those_of_a_decoder_that_began_at_the_first(kind: str):
+    data = file(kind)
+    whole = read_frames(data, [i / FPS for i in range(48)], VideoSettings())
+    for first in (13, 30, 47):
+        late = read_frames(data, [i / FPS for i in range(first, 48)], VideoSettings())
+        assert all(np.array_equal(*pair) for pair in zip(late, whole[first:], strict=True))
+
+
 @pytest.mark.parametrize(
     ("matrix", "expected"),
     [
@@ -88,39 +102,39 @@ def test_a_display_matrix_turns_frames_as_players_do(matrix: tuple[int, ...], ex
     assert np.abs(frame.astype(int) - expected).mean() < 8
 
 
-@pytest.mark.parametrize(
-    ("data", "bounds", "words"),
-    [
-        (b"", {}, "empty"),
-        (b"no video at all", {}, "not MP4"),
-        (MP4[:400], {}, "it is truncated"),
-        (FAST[:-40], {}, "it is truncated"),
-        (WEBM[:-40], {}, "it is truncated"),
-        (FILES["GIF"][:-40], {}, "it is truncated"),
-        (FILES["WebP"][:-40], {}, "it is truncated"),
-        (MP4.replace(b"moov", b"mooo"), {}, "broken"),
-        (WEBM[:200] + WEBM[-100:], {}, "truncated"),
-        (declaring(0, MP4), {}, "no frames"),
-        (sound(), {}, "no picture, only sound"),
-        (MP4, {"max_seconds": 5.0}, "it is 12.0 s long, at most 5 s"),
-        (MP4, {"max_frames": 10}, "more than the 10 frames"),
-        (FILES["WebP"], {"max_frames": 10}, "more than the 10 frames"),
-        (MP4, {"max_frame_pixels": 1000}, "96x64 pixels, at most 1000"),
-        (FILES["WebP"], {"max_frame_pixels": 1000}, "96x64 pixels, at most 1000"),
-        (animation("WEBP", 1), {}, "WebP without animation"),
-        (video(4, codec="mpeg2video"), {}, "its codec 'mpeg2video' is not one of"),
-        (declaring(2_000_000, MP4), {}, "more than the 100000 frames"),
-        (declaring(4_000_000_000, MP4), {"memory_bytes": 256 << 20}, "memory|more than the 100000 frames|broken"),
-    ],
-)
-def test_what_is_wrong_is_named(data: bytes, bounds: dict[str, Any], words: str):
+WRONG: dict[str, tuple[Callable[[], bytes], dict[str, Any], str]] = {
+    "empty": (lambda: b"", {}, "empty"),
+    "text": (lambda: b"no video at all", {}, "not MP4"),
+    "first bytes": (lambda: video()[:400], {}, "it is truncated"),
+    "truncated MP4": (lambda: file("MP4")[:-40], {}, "it is truncated"),
+    "truncated WebM": (lambda: file("VP9 WebM")[:-40], {}, "it is truncated"),
+    "truncated GIF": (lambda: file("GIF")[:-40], {}, "it is truncated"),
+    "truncated WebP": (lambda: file("WebP")[:-40], {}, "it is truncated"),
+    "MP4 without tables": (lambda: file("MP4").replace(b"moov", b"mooo"), {}, "broken"),
+    "no frames": (lambda: declaring(0, video()), {}, "no frames"),
+    "only sound": (sound, {}, "no picture, only sound"),
+    "long": (video, {"max_seconds": 5.0}, "it is 12.0 s long, at most 5 s"),
+    "many frames": (video, {"max_frames": 10}, "more than the 10 frames"),
+    "many frames of WebP": (lambda: file("WebP"), {"max_frames": 10}, "more than the 10 frames"),
+    "millions declared": (lambda: declaring(2_000_000, video()), {}, "more than the 100000 frames"),
+    "billions declared": (lambda: declaring(4_000_000_000, video()), {}, "more than the 100000 frames"),
+    "large": (video, {"max_frame_pixels": 1000}, "96x64 pixels, at most 1000"),
+    "large WebP": (lambda: file("WebP"), {"max_frame_pixels": 1000}, "96x64 pixels, at most 1000"),
+    "still WebP": (lambda: animation("WEBP", 1), {}, "WebP without animation"),
+    "another codec": (lambda: video(4, codec="mpeg2video"), {}, "its codec 'mpeg2video' is not one of"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_named(case: str):
+    make, bounds, words = WRONG[case]
     with pytest.raises(UnreadableVideo, match=words):
-        read_head(data, VideoSettings(**bounds))
+        read_head(make(), VideoSettings(**bounds))
 
 
 def test_a_reader_that_takes_too_long_is_ended():
     with pytest.raises(UnreadableVideo, match=r"took longer than 0\.001 s"):
-        read_head(MP4, VideoSettings(timeout_s=0.001))
+        read_head(video(4), VideoSettings(timeout_s=0.001))
 
 
 def test_sound_is_told_and_left_alone():
@@ -137,7 +151,7 @@ def test_sound_is_told_and_left_alone():
     kept=st.sampled_from([0.4, 0.9, 1.0, 1.0, 1.0]),
 )
 def test_a_damaged_file_is_frames_or_a_refusal(kind: str, place: float, put: bytes, kept: float):
-    data = FILES[kind]
+    data = file(kind)
     at = int(place * len(data))
     damaged = (data[:at] + put + data[at + len(put) :])[: int(kept * len(data))]
     frames: list[Any] = []
