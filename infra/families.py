@@ -24,14 +24,11 @@ class Family:
     trust_remote_code: bool = False
 
 
-_QWEN = {
-    "image": "<|vision_start|><|image_pad|><|vision_end|>",
-    "video": "<|vision_start|><|video_pad|><|vision_end|>",
-}
+_QWEN = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
 
 FAMILIES = {
-    "qwen2_5_vl": Family("qwen2_5_vl-tiny", "gqa", **_QWEN),
-    "qwen3_vl": Family("qwen3_vl-tiny", "gqa", **_QWEN),
+    "qwen2_5_vl": Family("qwen2_5_vl-tiny", "gqa", *_QWEN),
+    "qwen3_vl": Family("qwen3_vl-tiny", "gqa", *_QWEN),
     "kimi_vl": Family(
         "kimi_vl-tiny",
         "mla",

@@ -12,6 +12,7 @@ from typing import Any
 
 import av
 import numpy as np
+from av.stream import Disposition
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -67,11 +68,17 @@ def video(
         return Path(file.name).read_bytes()
 
 
-def sound() -> bytes:
-    """A moment of silence as MP4 without a picture."""
+def sound(has_cover: bool = False) -> bytes:
+    """A moment of silence as MP4, without a picture or with one on its cover."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
-        _silence(container, container.add_stream("aac", rate=16000))
+        stream = container.add_stream("aac", rate=16000)
+        if has_cover:
+            cover: Any = container.add_stream("mjpeg", rate=FPS)
+            cover.height, cover.width = SIZE
+            cover.pix_fmt, cover.disposition = "yuvj420p", Disposition.attached_pic
+            container.mux(cover.encode(av.VideoFrame.from_ndarray(corner(), format="rgb24")))
+        _silence(container, stream)
     return buffer.getvalue()
 
 

@@ -13,8 +13,9 @@ import io
 import json
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 _UPRIGHT = (1, 0, 0, 1)
@@ -31,12 +32,12 @@ class _Later(Exception):
 
 
 class Shown(NamedTuple):
-    """A frame, and the seconds from the first one at which it is shown."""
+    """A frame, and the seconds from the first one at which it is shown; `rgb` makes its bytes."""
 
     at: float
     width: int
     height: int
-    frame: Any
+    rgb: Callable[[], bytes]
     matrix: tuple[int, int, int, int] = _UPRIGHT
 
 
@@ -60,9 +61,7 @@ def _read(data: bytes, job: dict[str, Any]) -> None:
 
     av.logging.set_level(None)
     with av.open(io.BytesIO(data), format=job["format"]) as container:
-        if not container.streams.video:
-            raise Unusable("it has no picture" + (", only sound" if container.streams.audio else ""))
-        stream, audio = container.streams.video[0], len(container.streams.audio)
+        stream, audio = _pictures(container), len(container.streams.audio)
         context = stream.codec_context
         if context is None or context.name not in job["codecs"]:
             raise Unusable(f"its codec {getattr(context, 'name', None)!r} is not one of {', '.join(job['codecs'])}")
@@ -79,6 +78,16 @@ def _read(data: bytes, job: dict[str, Any]) -> None:
         with av.open(io.BytesIO(data), format=job["format"]) as container, suppress(_Later):
             _write_frames(_decoded(container, stamps[0], start, wanted), last, job, slack)
             return
+
+
+def _pictures(container: Any) -> Any:
+    """The stream that is a video; a recording's cover is none."""
+    from av.stream import Disposition
+
+    for stream in container.streams.video:
+        if not stream.disposition & Disposition.attached_pic:
+            return stream
+    raise Unusable("it has no picture" + (", only sound" if container.streams.audio else ""))
 
 
 def _stamps(packets: Any, job: dict[str, Any]) -> tuple[list[int], int]:
@@ -105,7 +114,7 @@ def _decoded(container: Any, first: int, start: float, wanted: float) -> Iterato
     """
     import av
 
-    stream = container.streams.video[0]
+    stream = _pictures(container)
     stream.codec_context.thread_count = 1
     base = float(stream.time_base)
     is_sought = start > 0 and container.format.name != "gif"  # whose frames add to those before
@@ -121,9 +130,15 @@ def _decoded(container: Any, first: int, start: float, wanted: float) -> Iterato
         is_sought = False
         matrix = frame.side_data.get("DISPLAYMATRIX")
         a, b, _, c, d = struct.unpack("=5i", bytes(matrix)[:20]) if matrix is not None else (1, 0, 0, 0, 1)
-        yield Shown(at, frame.width, frame.height, frame, (a, b, c, d))
+        yield Shown(at, frame.width, frame.height, partial(_rgb, frame), (a, b, c, d))
     if is_sought:
         raise _Later
+
+
+def _rgb(frame: Any) -> bytes:
+    plane, row = frame.reformat(format="rgb24").planes[0], frame.width * 3
+    data, stride = bytes(plane), plane.line_size
+    return b"".join(data[at : at + row] for at in range(0, frame.height * stride, stride))
 
 
 def _read_webp(data: bytes, job: dict[str, Any]) -> None:
@@ -151,7 +166,7 @@ def _read_webp(data: bytes, job: dict[str, Any]) -> None:
             def frames() -> Iterator[Shown]:
                 for i, stamp in enumerate(stamps):
                     image.seek(i)
-                    yield Shown(stamp, *image.size, image.convert("RGB"))
+                    yield Shown(stamp, *image.size, image.convert("RGB").tobytes)
 
             _write_frames(frames(), stamps[-1], job, 1e-4)
 
@@ -202,15 +217,9 @@ def _write_frames(frames: Iterator[Shown], last: float, job: dict[str, Any], sla
 
 
 def _write(shown: Shown, job: dict[str, Any]) -> None:
-    frame, width, height = shown.frame, shown.width, shown.height
-    _check_size(width, height, job)
-    if hasattr(frame, "tobytes"):  # Pillow's
-        pixels = frame.tobytes()
-    else:
-        plane = frame.reformat(format="rgb24").planes[0]
-        data, stride, row = bytes(plane), plane.line_size, width * 3
-        pixels = b"".join(data[at : at + row] for at in range(0, height * stride, stride))
-    _say({"width": width, "height": height, "matrix": shown.matrix, "bytes": len(pixels)})
+    _check_size(shown.width, shown.height, job)
+    pixels = shown.rgb()
+    _say({"width": shown.width, "height": shown.height, "matrix": shown.matrix, "bytes": len(pixels)})
     sys.stdout.buffer.write(pixels)
 
 

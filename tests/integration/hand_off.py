@@ -235,7 +235,7 @@ def prefill(name: str, dtype: str, ranks: int, decoding: Decoding, compacts: boo
     engine = tiny_engine(dtype, family, hand_off=True, tensor_parallel_size=ranks)
     with tempfile.TemporaryDirectory() as directory:
         rig = Rig(engine, Path(directory), family=family)
-        first, second = (1, Clip(2) if family.video else 2) if family.image else (Page(1), Page(2))
+        first, second = (1, Clip(2, frames=12) if family.video else 2) if family.image else (Page(1), Page(2))
         parts = ["See ", first, " and ", second, " and then say what follows."]
         spare = -len(rig.plan(parts).sequence) % engine.block_size
         full = [*parts[:-1], parts[-1] + "." * spare]  # fills its last block: a first token needs another one

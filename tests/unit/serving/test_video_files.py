@@ -113,6 +113,7 @@ WRONG: dict[str, tuple[Callable[[], bytes], dict[str, Any], str]] = {
     "MP4 without tables": (lambda: file("MP4").replace(b"moov", b"mooo"), {}, "broken"),
     "no frames": (lambda: declaring(0, video()), {}, "no frames"),
     "only sound": (sound, {}, "no picture, only sound"),
+    "sound with a cover": (lambda: sound(has_cover=True), {}, "no picture, only sound"),
     "long": (video, {"max_seconds": 5.0}, "it is 12.0 s long, at most 5 s"),
     "many frames": (video, {"max_frames": 10}, "more than the 10 frames"),
     "many frames of WebP": (lambda: file("WebP"), {"max_frames": 10}, "more than the 10 frames"),
