@@ -283,7 +283,7 @@ class MediaResolver:
     async def _videos(
         self, data: bytes, owner: str, where: str, images: _ImageBudgets, options: VideoOptions
     ) -> list[Clip]:
-        """Clips of a video, not decoded yet."""
+        """Clips of a video; of a long one, and of one that is known, not decoded yet."""
         opener = self._opener(where)
         content = owned_content_id(data, owner, self._secret)
         clips = await asyncio.to_thread(opener.open, data, content, options, where)

@@ -21,12 +21,19 @@ class Child:
     """A reader that runs.
 
     Attributes:
-        stdout: what it answers.
+        stdin, stdout: what it is asked, and what it answers.
         is_late: its time was over before it ended.
     """
 
+    stdin: IO[bytes]
     stdout: IO[bytes]
     is_late: bool = False
+
+    def send(self, value: Any) -> None:
+        """Ask for more by a line of JSON, once it has answered what stood before."""
+        with suppress(OSError):  # it has ended
+            self.stdin.write(json.dumps(value).encode() + b"\n")
+            self.stdin.flush()
 
     def line(self) -> dict[str, Any] | None:
         """Next line of JSON; None without one.
@@ -45,19 +52,22 @@ class Child:
 def bounded_child(
     script: Path, job: Mapping[str, Any], data: bytes, timeout_s: float, memory_bytes: int
 ) -> Iterator[Child]:
-    """Run `python -I -S script` until its end or `timeout_s`; its input is `job` as a line of JSON, then `data`.
+    """Run `python -I -S script` until the block ends, or `timeout_s`.
 
-    It writes no files, and its limits stand before it is sent a byte.
+    Its input is a line of JSON, `job` with `bytes`, the length of `data`; then `data`; then what is sent. It writes no
+    files, and its limits stand before it is sent a byte.
     """
     command = [sys.executable, "-I", "-S", str(script)]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={}, close_fds=True
     )
+    assert process.stdin is not None
     assert process.stdout is not None
     timer = threading.Timer(timeout_s, process.kill)
     timer.start()
-    feeder = threading.Thread(target=_feed, args=(process.stdin, json.dumps(job).encode(), data), daemon=True)
-    child = Child(process.stdout)
+    head = json.dumps({**job, "bytes": len(data)}).encode() + b"\n"
+    feeder = threading.Thread(target=_feed, args=(process.stdin, head, data), daemon=True)
+    child = Child(process.stdin, process.stdout)
     try:
         _bound(process.pid, memory_bytes, max(1, int(timeout_s)))
         feeder.start()
@@ -69,6 +79,8 @@ def bounded_child(
         process.wait()
         if feeder.ident is not None:
             feeder.join()
+        with suppress(OSError):  # of what it did not read
+            process.stdin.close()
         process.stdout.close()
 
 
@@ -83,11 +95,8 @@ def _bound(pid: int, memory_bytes: int, cpu_seconds: int) -> None:
             resource.prlimit(pid, limit, (most, most))
 
 
-def _feed(pipe: IO[bytes] | None, job: bytes, data: bytes) -> None:
-    assert pipe is not None
-    try:
-        with pipe:
-            pipe.write(job + b"\n")
-            pipe.write(data)
-    except OSError:  # the child has ended
-        pass
+def _feed(pipe: IO[bytes], head: bytes, data: bytes) -> None:
+    with suppress(OSError):  # the child has ended
+        pipe.write(head)
+        pipe.write(data)
+        pipe.flush()

@@ -1,10 +1,10 @@
 """Reader of one PDF in a process of its own: pdfium is C++ and PDFs come from anybody.
 
-Standard input is a line of JSON, then the PDF: `site` (where pypdfium2 lies), `max_pages`, `max_pixels`, `dpi`, `pages`
-(from 0; null: all), `text` and `pixels` (whether they are wanted). Standard output is one JSON line for the document
-({"pages": count} or {"error": why, "code": code}), then for each page one JSON line ("page", "width" and "height" in
-pixels, "text", "lines", "bytes", or "error"), followed by so many bytes of RGB. `bounded_child` limits the process.
-It imports nothing of this project, so that it starts in a tenth of a second.
+Standard input is a line of JSON, then the PDF: `bytes` (of it), `site` (where pypdfium2 lies), `max_pages`,
+`max_pixels`, `dpi`, `pages` (from 0; null: all), `text` and `pixels` (whether they are wanted). Standard output is one
+JSON line for the document ({"pages": count} or {"error": why, "code": code}), then for each page one JSON line ("page",
+"width" and "height" in pixels, "text", "lines", "bytes", or "error"), followed by so many bytes of RGB. `bounded_child`
+limits the process. It imports nothing of this project, so that it starts in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
     sys.path.append(job["site"])
     import pypdfium2
 
-    data = sys.stdin.buffer.read()
+    data = sys.stdin.buffer.read(job["bytes"])
     try:
         document = pypdfium2.PdfDocument(data)
     except pypdfium2.PdfiumError as error:

@@ -13,8 +13,8 @@ ignored. A video of variable rate is sampled as one of its mean rate: at each sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,45 +59,92 @@ def is_video(data: bytes) -> bool:
     return demuxer(data) in ("mov", "matroska")
 
 
-def read_head(data: bytes, settings: VideoSettings) -> VideoHead:
-    """Facts of a video; no frame is decoded.
+class VideoReader:
+    """A video whose head is read, in a process that can decode it once."""
+
+    def __init__(self, child: Child, settings: VideoSettings) -> None:
+        self._child, self._settings = child, settings
+        self.head = VideoHead(**self._line())
+
+    def frames(self, times: Sequence[float]) -> list[NDArray[np.uint8]]:
+        """Frames [height, width, 3] that are shown at `times`, turned upright.
+
+        `times`: seconds from the first frame, rising.
+
+        Raises:
+            UnreadableVideo: frames cannot be decoded, change their size, or are beyond a bound.
+        """
+        self._child.send(list(times))
+        found: list[NDArray[np.uint8]] = []
+        for _ in times:
+            line = self._line()
+            width, height, size = int(line["width"]), int(line["height"]), int(line["bytes"])
+            if width * height > self._settings.max_frame_pixels or size != width * height * 3:
+                raise _Ended
+            rgb = self._child.stdout.read(size)
+            if len(rgb) < size:
+                raise _Ended
+            frame = np.frombuffer(rgb, np.uint8).reshape(height, width, 3)
+            found.append(_upright(frame, *line["matrix"]))
+        if any(frame.shape != found[0].shape for frame in found):
+            raise UnreadableVideo("the video cannot be read: its frames change their size")
+        return found
+
+    def _line(self) -> dict[str, Any]:
+        line = self._child.line()
+        if line is None:
+            raise _Ended
+        if "error" in line:
+            raise UnreadableVideo(f"the video cannot be read: {line['error']}")
+        return line
+
+
+class _Ended(Exception):
+    """The process has ended before it had answered."""
+
+
+@contextmanager
+def opened(data: bytes, settings: VideoSettings) -> Iterator[VideoReader]:
+    """Read a video's head; no frame is decoded before it is asked for.
 
     Raises:
-        UnreadableVideo: empty, broken, without pictures, of another container or codec, or beyond a bound.
+        UnreadableVideo: empty, broken, truncated, without pictures, of another container or codec, beyond a bound.
     """
-    with _reader(data, settings, None) as child:
-        head = _head(child)
-    return _checked(head, child, settings)
+    if not data:
+        raise UnreadableVideo("the video is empty (0 bytes)")
+    if (kind := demuxer(data)) is None:
+        raise UnreadableVideo("the video is not MP4, MOV, WebM, MKV, or an animated GIF or WebP")
+    if is_cut_off(data, kind):
+        raise UnreadableVideo("the video cannot be read: it is truncated, bytes are missing at its end")
+    found = (find_spec(package) for package in ("av", "PIL"))
+    job = {
+        "sites": sorted({str(Path(spec.origin).parent.parent) for spec in found if spec and spec.origin}),
+        "format": kind,
+        "codecs": CODECS,
+        "max_seconds": settings.max_seconds,
+        "max_frames": settings.max_frames,
+        "max_frame_pixels": settings.max_frame_pixels,
+    }
+    reader = bounded_child(_CHILD, job, data, settings.timeout_s, settings.memory_bytes)
+    try:
+        with reader as child:
+            yield VideoReader(child, settings)
+    except _Ended as error:
+        late = f"took longer than {settings.timeout_s:g} s"
+        why = late if child.is_late else "took too much memory, or broke the reader"
+        raise UnreadableVideo(f"reading the video {why}") from error
+
+
+def read_head(data: bytes, settings: VideoSettings) -> VideoHead:
+    """Facts of a video; raises UnreadableVideo as `opened`."""
+    with opened(data, settings) as reader:
+        return reader.head
 
 
 def read_frames(data: bytes, times: Sequence[float], settings: VideoSettings) -> list[NDArray[np.uint8]]:
-    """Frames [height, width, 3] that are shown at `times`, turned upright.
-
-    `times`: seconds from the first frame, rising.
-
-    Raises:
-        UnreadableVideo: as `read_head`, or frames cannot be decoded.
-    """
-    found: list[NDArray[np.uint8]] = []
-    with _reader(data, settings, times) as child:
-        head = _head(child)
-        while head is not None and len(found) < len(times) and (line := child.line()) is not None:
-            if "error" in line:
-                raise UnreadableVideo(f"the video cannot be read: {line['error']}")
-            width, height, size = int(line["width"]), int(line["height"]), int(line["bytes"])
-            if width * height > settings.max_frame_pixels or size != width * height * 3:
-                break
-            rgb = child.stdout.read(size)
-            if len(rgb) < size:
-                break
-            frame = np.frombuffer(rgb, np.uint8).reshape(height, width, 3)
-            found.append(_upright(frame, *line["matrix"]))
-    _checked(head, child, settings)
-    if len(found) < len(times):
-        raise _ended(child, settings)
-    if any(frame.shape != found[0].shape for frame in found):
-        raise UnreadableVideo("the video cannot be read: its frames change their size")
-    return found
+    """Frames of a video as `VideoReader.frames`; raises UnreadableVideo as that and `opened`."""
+    with opened(data, settings) as reader:
+        return reader.frames(times)
 
 
 def video_metadata(indices: Sequence[int], fps: float, total: int) -> dict[str, Any]:
@@ -117,45 +164,3 @@ def _upright(frame: NDArray[np.uint8], a: int, b: int, c: int, d: int) -> NDArra
     if abs(b) > abs(a):
         frame, a, d = frame.swapaxes(0, 1), c, b
     return frame[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
-
-
-def _reader(data: bytes, settings: VideoSettings, times: Sequence[float] | None) -> AbstractContextManager[Child]:
-    if not data:
-        raise UnreadableVideo("the video is empty (0 bytes)")
-    if (kind := demuxer(data)) is None:
-        raise UnreadableVideo("the video is not MP4, MOV, WebM, MKV, or an animated GIF or WebP")
-    if is_cut_off(data, kind):
-        raise UnreadableVideo("the video cannot be read: it is truncated, bytes are missing at its end")
-    found = (find_spec(package) for package in ("av", "PIL"))
-    job = {
-        "sites": sorted({str(Path(spec.origin).parent.parent) for spec in found if spec and spec.origin}),
-        "format": kind,
-        "codecs": CODECS,
-        "max_seconds": settings.max_seconds,
-        "max_frames": settings.max_frames,
-        "max_frame_pixels": settings.max_frame_pixels,
-        "times": None if times is None else list(times),
-    }
-    return bounded_child(_CHILD, job, data, settings.timeout_s, settings.memory_bytes)
-
-
-def _head(child: Child) -> VideoHead | None:
-    line = child.line()
-    if line is None:
-        return None
-    if "error" in line:
-        raise UnreadableVideo(f"the video cannot be read: {line['error']}")
-    return VideoHead(**line)
-
-
-def _checked(head: VideoHead | None, child: Child, settings: VideoSettings) -> VideoHead:
-    if head is None:
-        raise _ended(child, settings)
-    return head
-
-
-def _ended(child: Child, settings: VideoSettings) -> UnreadableVideo:
-    late = f"took longer than {settings.timeout_s:g} s"
-    return UnreadableVideo(
-        f"reading the video {late if child.is_late else 'took too much memory, or broke the reader'}"
-    )

@@ -1,10 +1,11 @@
 """Reader of one video in a process of its own: FFmpeg is C and videos come from anybody.
 
-Standard input is a line of JSON, then the video: `sites` (where PyAV and Pillow lie), `format` (FFmpeg's demuxer, or
-webp), `codecs`, `max_seconds`, `max_frames`, `max_frame_pixels`, and `times` (seconds from the first frame, rising;
-null: the header alone). Standard output is one JSON line ({"frames", "seconds", "width", "height", "audio"} or
-{"error"}), then for each time one JSON line ("width", "height", "bytes", and "matrix": a, b, c, d of the display
-matrix), followed by so many bytes of RGB: of the frame that is shown at that time. `bounded_child` limits the process.
+Standard input is a line of JSON, then the video: `bytes` (of it), `sites` (where PyAV and Pillow lie), `format`
+(FFmpeg's demuxer, or webp), `codecs`, `max_seconds`, `max_frames` and `max_frame_pixels`. Standard output is one JSON
+line ({"frames", "seconds", "width", "height", "audio"} or {"error"}). A second line of input is a list of times
+(seconds from the first frame, rising); for each there is one JSON line ("width", "height", "bytes", and "matrix": a, b,
+c, d of the display matrix), followed by so many bytes of RGB: of the frame that is shown then. `bounded_child` limits
+the process.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def main() -> None:
     """Read the job and the video, write what was asked for."""
     job = json.loads(sys.stdin.buffer.readline())
     sys.path += job["sites"]
-    data = sys.stdin.buffer.read()
+    data = sys.stdin.buffer.read(job["bytes"])
     try:
         (_read_webp if job["format"] == "webp" else _read)(data, job)
     except Unusable as error:
@@ -70,14 +71,20 @@ def _read(data: bytes, job: dict[str, Any]) -> None:
         width, height, base = context.width, context.height, float(stream.time_base)
         stamps, duration = _stamps(container.demux(stream), job)
     seconds = _say_head([stamp * base for stamp in stamps], duration * base, width, height, audio, job)
-    if not job["times"]:
+    if not (times := _times()):
         return
     slack = min(1.5 * base, 0.25 * seconds / len(stamps))  # containers round the times of frames
-    last, wanted = (stamps[-1] - stamps[0]) * base, job["times"][0] + slack
+    last, wanted = (stamps[-1] - stamps[0]) * base, times[0] + slack
     for start in (wanted - _LEAD, 0.0):  # from a key frame before the first time, or from the first frame
         with av.open(io.BytesIO(data), format=job["format"]) as container, suppress(_Later):
-            _write_frames(_decoded(container, stamps[0], start, wanted), last, job, slack)
+            _write_frames(_decoded(container, stamps[0], start, wanted), times, last, job, slack)
             return
+
+
+def _times() -> list[float]:
+    """Seconds of the frames that are asked for; none: the head was enough."""
+    line = sys.stdin.buffer.readline()
+    return list(json.loads(line)) if line else []
 
 
 def _pictures(container: Any) -> Any:
@@ -160,7 +167,7 @@ def _read_webp(data: bytes, job: dict[str, Any]) -> None:
     if not stamps:
         raise Unusable("it has no frames")
     _say_head(stamps, end - stamps[-1], width, height, 0, job)
-    if job["times"] is not None:
+    if times := _times():
         with Image.open(io.BytesIO(data), formats=["WEBP"]) as image:
 
             def frames() -> Iterator[Shown]:
@@ -168,7 +175,7 @@ def _read_webp(data: bytes, job: dict[str, Any]) -> None:
                     image.seek(i)
                     yield Shown(stamp, *image.size, image.convert("RGB").tobytes)
 
-            _write_frames(frames(), stamps[-1], job, 1e-4)
+            _write_frames(frames(), times, stamps[-1], job, 1e-4)
 
 
 def _check_size(width: int, height: int, job: dict[str, Any]) -> None:
@@ -194,12 +201,11 @@ def _say_head(shown: Sequence[float], last: float, width: int, height: int, audi
     return seconds
 
 
-def _write_frames(frames: Iterator[Shown], last: float, job: dict[str, Any], slack: float) -> None:
-    """The frame that is shown at each of the times, in one pass.
+def _write_frames(frames: Iterator[Shown], times: list[float], last: float, job: dict[str, Any], slack: float) -> None:
+    """Write the frame that is shown at each of `times`, in one pass.
 
     `last`: seconds at which the last frame is shown; `slack`: by which a time may be rounded.
     """
-    times = job["times"]
     waiting, shown = 0, None
     for one in frames:
         while waiting < len(times) and times[waiting] + slack < one.at:
