@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: its small checkpoint, KV layout, and placeholders of images and videos in prompts.
+    """A model family: its small checkpoint, KV layout, and placeholders in prompts.
 
     `image` is empty for text models, whose chunks are documents; `video` for models that take none.
     """

@@ -57,7 +57,9 @@ class Clip:
 
     @property
     def decoded(self) -> tuple[NDArray[np.uint8], dict[str, Any]]:
-        """vLLM's form: frames [n, height, width, 3] and their metadata; decoded now if they were not before.
+        """vLLM's form: frames [n, height, width, 3] and their metadata.
+
+        They are decoded now if they were not before.
 
         Raises:
             UnreadableVideo: frames of it cannot be decoded.

@@ -55,7 +55,7 @@ class VideoHead:
 
 
 def is_video(data: bytes) -> bool:
-    """True for the first bytes of a container that holds videos alone, which GIF and WebP are not."""
+    """True for the first bytes of a container of videos alone, which GIF and WebP are not."""
     return demuxer(data) in ("mov", "matroska")
 
 

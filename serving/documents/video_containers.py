@@ -1,4 +1,4 @@
-"""Containers of videos, known by their first bytes: their kind, and whether a file of it was cut off.
+"""Containers of videos: their kinds by first bytes, and whether a file was cut off.
 
 A demuxer takes a file that was cut off for a shorter video; what the container says of its own length tells it.
 """

@@ -1,4 +1,4 @@
-"""What cutting a clip into segments changes: answers about drawn videos, over one clip and over its segments.
+"""Answers about drawn videos over one clip, over its segments, and over their stored KV.
 
 A video shows a scene a second: things that move, change their colour, leave, and come back in pencil, as on the pages
 of the fidelity tables (`infra.reference.scenes`). A question asks for a thing's colour. All arms see the same frames.

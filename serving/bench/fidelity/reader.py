@@ -134,7 +134,10 @@ class Reader:
         return self._chunks(self.rendered(pictures, "?"))
 
     def clips(self, clips: Sequence[tuple[NDArray[np.uint8], dict[str, Any]]]) -> list[Page]:
-        """Clips as chunks, with their embeddings; each is frames [n, height, width, 3] and vLLM's metadata of them."""
+        """Clips as chunks, with their embeddings.
+
+        Each is frames [n, height, width, 3] and vLLM's metadata of them.
+        """
         from vllm.renderers.inputs.preprocess import parse_model_prompt
 
         from serving.frontend.prompt_segments import segment
