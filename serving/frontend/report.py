@@ -318,6 +318,7 @@ class OrbitReport(BaseModel):
     kv: KVReport | None = None
     load_bearing: str | None = None  # path of what is measured of the chunks
     stages_ms: dict[str, float] = {}
+    notices: list[str] = []  # what of the request was left out
 
 
 class ChunkCosts(NamedTuple):
