@@ -221,7 +221,7 @@ class LinkedEngineClient(_NotOurs):
         trace = current_trace().of_prompt()
         outputs = self._observed(prompt, sampling_params, request_id, trace, options)
         if self.limits is not None:
-            outputs = self._metered(outputs, prompt, sampling_params, trace.tenant, self.limits)
+            outputs = self._metered(outputs, prompt, sampling_params, trace, self.limits)
         return self._in_time(outputs, trace)
 
     def _check_tokens(self, prompt: Any) -> None:
@@ -257,24 +257,30 @@ class LinkedEngineClient(_NotOurs):
         outputs: AsyncGenerator[RequestOutput, None],
         prompt: Any,
         params: SamplingParams,
-        tenant: str,
+        trace: RequestTrace,
         limits: RateLimits,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs whose tokens count against a tenant's limit: at first all that there may be.
 
+        Prompts of later rounds (`serving.frontend.rounds`) are charged as they come: an answer is not cut for them.
+
         Raises:
             RateLimited: the limit is used up.
         """
+        tenant = trace.tenant
         given = len(prompt["prompt_token_ids"])
         most = params.max_tokens if params.max_tokens is not None else self.model_config.max_model_len - given
         reserved = given + most * (params.n or 1)
         limits.take(tenant, "tokens", reserved)
 
         async def metered() -> AsyncGenerator[RequestOutput, None]:
-            said = Counter[int]()
+            said, charged = Counter[int](), given
             try:
                 async with aclosing(outputs):
                     async for output in outputs:
+                        if trace.tool is not None and (more := trace.tool.log.prompt_tokens - charged) > 0:
+                            limits.charge(tenant, "tokens", more)
+                            charged += more
                         for choice in output.outputs:
                             before = said[choice.index] if params.output_kind == RequestOutputKind.DELTA else 0
                             said[choice.index] = before + len(choice.token_ids)
