@@ -338,11 +338,30 @@ class LinkedEngineClient(_NotOurs):
         if trace.tool is None:
             outputs = self._round(segments, params, request_id, trace, options)
         else:
-            generate = partial(self._round, options=options)
+            generate = partial(self._observed_round, first=trace, options=options)
             outputs = in_rounds(generate, trace.tool, segments, params, request_id, trace)
         async with aclosing(outputs):
             async for output in outputs:
                 yield output
+
+    async def _observed_round(
+        self,
+        segments: Segments,
+        params: SamplingParams,
+        request_id: str,
+        trace: RequestTrace,
+        *,
+        first: RequestTrace,
+        options: dict[str, Any],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """`_round`, observed at its end unless it is the first: that one's report is the answer's."""
+        try:
+            async with aclosing(self._round(segments, params, request_id, trace, options)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            if trace is not first and self.observe is not None:  # the answer's has the chunks, and the one TTFT
+                self.observe(trace.report.model_copy(update={"chunks": [], "ttft_ms": None}))
 
     def segments(self, prompt: Any, documents: Sequence[Document]) -> Segments:
         """A rendered prompt, cut into chunks and text."""

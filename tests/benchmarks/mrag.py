@@ -42,6 +42,7 @@ from rich.console import Console
 
 from infra.checkpoints import checkpoint_path
 from infra.reference import DEFAULT_MODEL, weights
+from infra.reference.vocabulary import THINGS, question
 from serving.api.file_search import FUNCTION
 from serving.bench.harness import Arm, Benchmark, Outcome
 from serving.bench.models import CHECKPOINT
@@ -149,6 +150,14 @@ def _service(checkpoint: Path, console: Console, sections: Mapping[str, Any]) ->
         yield replace(service, settle=load_arms.settle)
 
 
+def _ask(web: httpx.Client, server: Server, messages: list[dict[str, Any]], **fields: Any) -> Timed:
+    """A chat with its time to first token. Raises RuntimeError if there is none: the answer has no text."""
+    timed = timed_chat(web, server.url, server.model, messages, **fields)
+    if not timed.ttft_ms:
+        raise RuntimeError(f"{server.url} answered without text, so that nothing was timed")
+    return timed
+
+
 def _case(searches: int) -> str:
     return " + ".join([str(RETRIEVED)] * searches) + " pages"
 
@@ -196,18 +205,17 @@ def _first(
     urls = {ids[f"{number}.pdf"]: data_url(picture) for number, (picture, _) in enumerate(pages)}
     search = {"max_num_results": RETRIEVED, "ranking_options": _BY_WORDS}
 
-    def outside(query: str, question: str) -> tuple[float, Timed]:
+    def outside(query: str, asked: str) -> tuple[float, Timed]:
         body = {"query": query, **search}
         answer = web.post(f"{service.url}/v1/vector_stores/{store}/search", json=body).raise_for_status()
         found = [{"type": "image_url", "image_url": {"url": urls[one["file_id"]]}} for one in answer.json()["data"]]
-        content = [*found, {"type": "text", "text": question}]
-        timed = timed_chat(web, alone.url, alone.model, [{"role": "user", "content": content}])
+        content = [*found, {"type": "text", "text": asked}]
+        timed = _ask(web, alone, [{"role": "user", "content": content}])
         return answer.elapsed.total_seconds() * 1e3 + timed.ttft_ms, timed
 
-    def retrieve(query: str, question: str) -> tuple[float, Timed]:
+    def retrieve(query: str, asked: str) -> tuple[float, Timed]:
         orbit = {"order": "free", "retrieve": {"vector_store_ids": [store], "query": query, **search}}
-        messages = [{"role": "user", "content": question}]
-        timed = timed_chat(web, service.url, service.model, messages, orbit=orbit)
+        timed = _ask(web, service, [{"role": "user", "content": asked}], orbit=orbit)
         if (found := len(timed.orbit["chunks"])) != RETRIEVED:
             raise RuntimeError(f"{query!r} found {found} pages, not {RETRIEVED}")
         return timed.ttft_ms, timed
@@ -221,9 +229,9 @@ def _first(
             load_arms.wait_until_compiled(load_arms.OurService(service, Path()), console, scale.compiling)
         chosen = random.choice(scale.known, RETRIEVED, replace=False, p=popularity / popularity.sum())
         query = " ".join(word_of(int(page), LEVELS - 1 - place) for place, page in enumerate(chosen))
-        question = _letters(random)
+        asked = question([THINGS[int(random.integers(len(THINGS)))]])
         for name in arms if turn % 2 else reversed(arms):
-            ms, timed = arms[name](query, question)
+            ms, timed = arms[name](query, asked)
             if turn >= 0:
                 samples[name].append(ms)
                 computed[name].append(timed.computed_tokens)
@@ -264,6 +272,7 @@ class _Conversation:
         self._pages = {digit: [noise(scale.tokens, next(numbers)) for _ in range(RETRIEVED)] for digit in _CALLED}
         words = {digit: f"{digit} {digit}" if i == 0 else f"{digit} x" for i, digit in enumerate(_CALLED)}
         files = {_file(digit): pdf_of(pages, [words[digit]] * RETRIEVED) for digit, pages in self._pages.items()}
+        self._alphabet = self._tokens(string.ascii_lowercase)
         self._store, _ = fill(open_client(service.url), "groups", files)
         self._tool = {
             "type": "file_search",
@@ -314,14 +323,14 @@ class _Conversation:
     def _lengths_and_biases(self) -> tuple[int, dict[str, float]]:
         """Tokens of a call with its end, and biases by which the first search is chosen before the second."""
 
-        def tokens(text: str) -> list[int]:
-            body = {"model": self._service.model, "prompt": text, "add_special_tokens": False}
-            answer = self._web.post(f"{self._service.url}/tokenize", json=body).raise_for_status().json()
-            found: list[int] = answer["tokens"]
-            return found
+        first, second = (self._tokens(digit)[-1] for digit in _CALLED)
+        return len(self._tokens(_call(_CALLED[0]))) + 1, {str(first): 40.0, str(second): 20.0}
 
-        first, second = (tokens(digit)[-1] for digit in _CALLED)
-        return len(tokens(_call(_CALLED[0]))) + 1, {str(first): 40.0, str(second): 20.0}
+    def _tokens(self, text: str) -> list[int]:
+        body = {"model": self._service.model, "prompt": text, "add_special_tokens": False}
+        answer = self._web.post(f"{self._service.url}/tokenize", json=body).raise_for_status().json()
+        found: list[int] = answer["tokens"]
+        return found
 
     def _answer(self, length: int, biases: Mapping[str, float]) -> list[dict[str, Any]]:
         """Rounds of an answer that searches twice, and has no room for a third call.
@@ -369,7 +378,7 @@ class _Conversation:
         return self._ask_vllm(messages).ttft_ms
 
     def _ask_vllm(self, messages: Sequence[dict[str, Any]]) -> Timed:
-        return timed_chat(self._web, self._alone.url, self._alone.model, [*messages])
+        return _ask(self._web, self._alone, [*messages], allowed_token_ids=self._alphabet)
 
 
 BENCHMARK = Benchmark(

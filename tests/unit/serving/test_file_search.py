@@ -284,6 +284,24 @@ async def test_prompts_of_later_rounds_count_in_the_tenants_limit(service: Servi
         assert taken == answer.usage.total_tokens
 
 
+async def test_every_rounds_link_is_counted_and_one_time_to_first_token(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+):
+    observed: list[Any] = []
+    monkeypatch.setattr(service.client, "observe", observed.append)
+    service.says(call("carburettor"), "Done.")
+    answer = await service.ask()
+    assert [one.tokens_reused for one in observed] == [REUSED, REUSED]
+    assert [one.ttft_ms is None for one in observed].count(False) <= 1
+    assert sum(len(one.chunks) for one in observed) == len(answer.orbit["chunks"]) == 1
+
+
+async def test_a_clients_grammar_holds_in_every_round(service: Service):
+    service.says(call("carburettor"), "Done.")
+    await service.ask(extra_body={"structured_outputs": {"regex": "a+"}})
+    assert [params.structured_outputs.regex for _, params in service.roles.generated] == ["a+", "a+"]
+
+
 async def test_the_fixed_prefix_of_a_search_is_no_text_before_its_pages(service: Service):
     service.says(call("carburettor"), "Done.")
     await service.ask()
