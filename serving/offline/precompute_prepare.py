@@ -1,6 +1,6 @@
 """From a manifest entry to what the offline worker computes.
 
-    read        the bytes, from wherever fsspec finds them
+    read        the bytes, from wherever fsspec finds them, or of a vector store (`precompute_store`)
     named       content ids, and with them the keys of all records: is anything missing?
     opened      checked and decoded                      by `api.media`, as a request's images are
     rendered    to the prompt of a request               by vLLM's renderer and `segments`
@@ -16,6 +16,7 @@ import errno
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from PIL import Image
@@ -26,6 +27,7 @@ from vllm.renderers import renderer_from_config
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
 
+from kvstore.errors import StoreError
 from kvstore.operator.patch import PatchKind
 from kvstore.records.keys import owned_content_id
 from kvstore.uploads.files import FileStore
@@ -43,6 +45,7 @@ from serving.frontend.client_text import ClientText
 from serving.frontend.errors import InvalidRequest
 from serving.frontend.prompt_segments import Delimiters, Segments, segment
 from serving.offline.precompute_manifest import Entry, ImageSource, ManifestError, file_system
+from serving.offline.precompute_store import StoredPicture, StorePictures
 
 MAX_ORBIT_IMAGES = 5  # of more, not all orders are run, and not every order would link
 
@@ -65,6 +68,7 @@ class Preparer:
         self._prompts = Prompts(config)
         limits = self._prompts.image_limits(config.http.max_resized_pixels)
         self._media = MediaResolver(config.http, files, VectorStores(files), limits=limits)
+        self._stored = StorePictures(config, files, self._media)
         self._delimiters: tuple[list[int], list[int]] = ([], [])  # what opens and closes an image's chunk
 
     @classmethod
@@ -83,20 +87,18 @@ class Preparer:
         """Task of an entry; None if all of it is stored. Raises EntryError."""
         self._check(entry)
         opening = Opening.of(entry)
-        data = await asyncio.gather(*(asyncio.to_thread(self._read, source) for source in entry.images))
+        found = await asyncio.gather(*(asyncio.to_thread(self._found, one, entry.tenant) for one in entry.images))
         kind = None if entry.patches == "none" else PatchKind(entry.patches)
-        if len(data) == 1 and kind is PatchKind.orbit:
+        if len(found) == 1 and kind is PatchKind.orbit:
             kind = PatchKind.own  # one chunk has one order
-        contents = [await asyncio.to_thread(owned_content_id, image, entry.tenant, self._secret) for image in data]
+        contents = [one.content for one in found]
         if kind is PatchKind.orbit and len(set(contents)) < len(contents):
             raise EntryError("orbit patches need images that differ from each other")
         prefix = self._prompts.prefix_tokens(opening)
         names = self._offline.wanted(self._outline(contents, entry.tenant, prefix), kind)
         if await asyncio.to_thread(self._is_stored, names, entry.tenant):
             return None
-        images = await asyncio.gather(
-            *(asyncio.to_thread(self._open, *pair, entry.tenant) for pair in zip(data, entry.images, strict=True))
-        )
+        images = await asyncio.gather(*(asyncio.to_thread(self._opened, one) for one in found))
         segments = await self._prompts.render(opening, images)
         if len(segments.token_ids) > self._offline.capacity:
             raise EntryError(
@@ -151,9 +153,23 @@ class Preparer:
         except Exception as error:  # file systems raise their own client's errors, which share no base class
             raise EntryError(f"{_named(source)}: cannot be read: {error}") from error
 
-    def _open(self, data: bytes, source: ImageSource, tenant: str) -> ResolvedImage:
+    def _found(self, source: ImageSource, tenant: str) -> StoredPicture:
+        """An image by name, its pixels still to be read."""
         try:
-            return self._media.open(data, tenant, _named(source))
+            stored = None if source.location is None else self._stored.find(source.location)
+        except (InvalidRequest, TooLarge, StoreError) as error:
+            raise EntryError(f"{_named(source)}: {error}") from error
+        if stored is None:
+            data = self._read(source)
+            content = owned_content_id(data, tenant, self._secret)
+            return StoredPicture(content, tenant, partial(self._media.open, data, tenant, _named(source)))
+        if stored.owner != tenant:
+            raise EntryError(f"{_named(source)} is not of tenant {tenant!r}")
+        return stored
+
+    def _opened(self, found: StoredPicture) -> ResolvedImage:
+        try:
+            return found.open()
         except (InvalidRequest, TooLarge) as error:
             raise EntryError(str(error.args[0])) from error
 
