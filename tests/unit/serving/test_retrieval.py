@@ -428,5 +428,5 @@ async def test_an_embedder_behind_a_url_batches_texts_and_tells_what_is_wrong():
 
 
 def test_an_embedder_that_is_none_is_refused_by_name():
-    with pytest.raises(ValueError, match="lexical, static, path"):
+    with pytest.raises(ValueError, match="lexical, static, model, path"):
         RetrieverSettings(embedder="magic")
