@@ -284,11 +284,11 @@ class _Conversation:
     def measure(self, console: Console) -> tuple[dict[str, dict[str, list[float]]], dict[str, list[int]]]:
         """Milliseconds of all arms, and tokens of the second search's link, by what became of them."""
         self._warm_up()
-        length, biases = self._lengths_and_biases()
+        biases = self._biases()
         samples: dict[str, list[float]] = {"prefill": [], "prefill, known": [], "pause": []}
         linked: dict[str, list[int]] = {}
         for turn in range(-1, self._scale.turns):  # one to warm up
-            rounds = self._answer(length, biases)
+            rounds = self._answer(biases)
             times = {
                 "pause": rounds[1]["pause_ms"],
                 "prefill": self._sent(2 * turn + 2),
@@ -320,11 +320,10 @@ class _Conversation:
             )
             service.settle()
 
-    def _lengths_and_biases(self) -> tuple[int, dict[str, float]]:
-        """Tokens of a call with its end, and biases by which the first search is chosen before the second."""
-
+    def _biases(self) -> dict[str, float]:
+        """Biases by which the first search is chosen before the second."""
         first, second = (self._tokens(digit)[-1] for digit in _CALLED)
-        return len(self._tokens(_call(_CALLED[0]))) + 1, {str(first): 40.0, str(second): 20.0}
+        return {str(first): 40.0, str(second): 20.0}
 
     def _tokens(self, text: str) -> list[int]:
         body = {"model": self._service.model, "prompt": text, "add_special_tokens": False}
@@ -332,7 +331,7 @@ class _Conversation:
         found: list[int] = answer["tokens"]
         return found
 
-    def _answer(self, length: int, biases: Mapping[str, float]) -> list[dict[str, Any]]:
+    def _answer(self, biases: Mapping[str, float]) -> list[dict[str, Any]]:
         """Rounds of an answer that searches twice, and has no room for a third call.
 
         Raises:
@@ -344,7 +343,7 @@ class _Conversation:
             "messages": [{"role": "user", "content": _letters(self._random)}],
             "tools": [self._tool],
             "temperature": 0,
-            "max_tokens": 2 * length + 4,
+            "max_tokens": 2 * len(_call(_CALLED[0])) + 6,  # a token is a letter, or more than one
             "structured_outputs": {"regex": regex},
             "logit_bias": biases,
             "repetition_penalty": 1000.0,  # of two digits the one that was searched for goes behind the other
@@ -356,7 +355,7 @@ class _Conversation:
         rounds: list[dict[str, Any]] = (response.json()["orbit"]["retrieval"] or {}).get("rounds", [])
         found = [(one["query"], one["results"]) for one in rounds[:2]]
         if found != [(digit, RETRIEVED) for digit in _CALLED]:
-            raise RuntimeError(f"the answer searched for {found}, not {' and '.join(_CALLED)}")
+            raise RuntimeError(f"the answer searched for {found}, not {' and '.join(_CALLED)}: {response.text[:2000]}")
         return rounds
 
     def _sent(self, number: int, *, known: bool = False) -> float:
