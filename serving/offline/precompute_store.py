@@ -1,4 +1,4 @@
-"""Vector stores in the offline caching job: their pictures and the pages of their PDFs, file by file.
+"""Vector stores in the offline caching job: pictures, and pages of PDFs, file by file.
 
     vs_…  →  manifest: a picture an entry, and RUN pages of a PDF, which a search shows in this order when it finds them
     entry →  vector-store:///vs_…/file-…?page=3  →  content id, and the picture when something of it is missing
@@ -37,7 +37,10 @@ _SCHEME = "vector-store"
 
 
 class StoredPicture(NamedTuple):
-    """A picture or page of a vector store; `open` reads its pixels. `owner`: tenant of what is computed of it."""
+    """A picture or page of a vector store; `open` reads its pixels.
+
+    `owner`: tenant of what is computed of it.
+    """
 
     content: str
     owner: str
@@ -73,7 +76,7 @@ class StorePictures:
                 yield {**row, "id": f"{name}, pages {first} to {last}", "images": images}
 
     def find(self, location: str) -> StoredPicture | None:
-        """What a manifest's row names; None: another kind of location.
+        """Picture or page that a manifest's row names; None: another kind of location.
 
         Raises:
             StoreError: it is not there, or no longer. InvalidRequest, TooLarge: it cannot be used.

@@ -24,7 +24,7 @@ class Retriever:
     """Retriever role: indices of all vector stores in memory, the same in every replica."""
 
     async def __init__(self, config: OrbitServeConfig) -> None:  # type: ignore[misc]
-        if config.retriever.uses_model:
+        if config.retriever.has_model:
             enter_vllm(config.retriever, kv_cache_gib=None)
         else:
             enter(config.retriever)

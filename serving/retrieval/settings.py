@@ -52,8 +52,8 @@ class RetrieverSettings(RoleSettings):
     )
 
     @property
-    def uses_model(self) -> bool:
-        """True if the served model embeds."""
+    def has_model(self) -> bool:
+        """True if the embedder is the served model."""
         return self.embedder == "model"
 
     @field_validator("embedder")

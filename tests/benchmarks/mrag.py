@@ -1,4 +1,4 @@
-"""Multimodal RAG: whether the right page is found and read, and what retrieval costs before and in mid-answer.
+"""Multimodal RAG: right pages and answers, and the time of retrieval.
 
 | part   | pages                    | what is compared                                                                 |
 |--------|--------------------------|----------------------------------------------------------------------------------|

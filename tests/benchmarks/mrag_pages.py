@@ -1,4 +1,4 @@
-"""Pages of the benchmark `mrag`, in vector stores: drawn ones with questions, and noise that is named by words."""
+"""Pages of the benchmark `mrag` in vector stores: drawn with questions, noise with words."""
 
 from __future__ import annotations
 

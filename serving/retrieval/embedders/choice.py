@@ -21,7 +21,7 @@ async def open_embedder(config: OrbitServeConfig) -> Embedder:
         return LexicalEmbedder()
     if settings.embedder == "static":
         return StaticEmbedder()
-    if settings.uses_model:
+    if settings.has_model:
         from serving.retrieval.embedders.model import ModelEmbedder
 
         return await asyncio.to_thread(ModelEmbedder.of, config)
