@@ -45,7 +45,7 @@ from infra.reference import DEFAULT_MODEL, weights
 from infra.reference.vocabulary import THINGS, question
 from serving.api.file_search import FUNCTION
 from serving.bench.harness import Arm, Benchmark, Outcome
-from serving.bench.models import CHECKPOINT
+from serving.bench.models import CHECKPOINT, measured_dtype
 from serving.cli.demo import open_client
 from serving.cli.demo_rag import pdf_of
 from serving.loadtest.images import Timed, data_url, noise, timed_chat
@@ -90,7 +90,7 @@ class _Scale:
     turns: int
 
 
-_FULL = _Scale(pages=1000, questions=400, tokens=1024, known=10, warmup=40, compiling=1800, turns=9)
+_FULL = _Scale(pages=1000, questions=300, tokens=1024, known=8, warmup=24, compiling=1800, turns=9)
 _QUICK = _Scale(pages=60, questions=6, tokens=256, known=6, warmup=4, compiling=300, turns=2)
 
 
@@ -133,6 +133,7 @@ def run(quick: bool, console: Console) -> Outcome:
         "drawn_pages": scale.pages,
         "questions": scale.questions,
         "model": checkpoint.name,
+        "dtype": measured_dtype(),
         "image_tokens": scale.tokens,
         "pages": scale.known,
         "retrieved": RETRIEVED,
