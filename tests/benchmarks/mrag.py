@@ -236,7 +236,7 @@ def _first(
             if turn >= 0:
                 samples[name].append(ms)
                 computed[name].append(timed.computed_tokens)
-        service.settle()
+            service.settle()  # or the other arm would be asked beside it
     console.print("  retrieval before the answer is done")
     tokens = {name: statistics.median(counts) for name, counts in computed.items()}
     return {name: {_case(1): times} for name, times in samples.items()}, tokens
@@ -290,12 +290,12 @@ class _Conversation:
         linked: dict[str, list[int]] = {}
         for turn in range(-1, self._scale.turns):  # one to warm up
             rounds = self._answer(biases)
+            self._service.settle()
             times = {
                 "pause": rounds[1]["pause_ms"],
                 "prefill": self._sent(2 * turn + 2),
                 "prefill, known": self._sent(2 * turn + 3, known=True),
             }
-            self._service.settle()
             if turn < 0:
                 continue
             for name, ms in times.items():
